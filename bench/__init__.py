@@ -1,0 +1,1 @@
+"""Benches: measured, side by side, in one run."""

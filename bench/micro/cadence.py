@@ -1,0 +1,112 @@
+"""How much of the devices' time a policy keeps: throughput over the sum of the solo throughputs.
+
+A device's step is a timed wait, which releases the interpreter as a GPU's step does, inside a tiny real model;
+"pure" leaves the model out, so that what is lost is flowdp's own doing and not two threads' quarrel about the
+interpreter. Solo and together are measured in turn, in one run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+from torch import nn
+
+import flowdp
+from bench.harness import options, report
+from bench.models import Batch, classify
+from flowdp.engine.context import CurrentWorker
+from flowdp.engine.replica import Replica
+from flowdp.options import Policy
+
+MIXES: dict[str, tuple[float, ...]] = {
+    "1:2.5 at 4 ms": (4.0, 10.0),
+    "1:2.5 at 8 ms": (8.0, 20.0),
+    "1:1.2 at 4 ms": (4.0, 4.8),
+    "1:1.2 at 16 ms": (16.0, 19.2),
+    "1:1:2:4 at 4 ms": (4.0, 4.0, 8.0, 16.0),
+    "8 equal at 20 ms": (20.0,) * 8,
+    "8 equal at 4 ms": (4.0,) * 8,
+}
+ROUNDS = 40
+
+
+def dataset(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(samples, 64, generator=generator), torch.randint(0, 10, (samples,), generator=generator)
+
+
+def tiny() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+class Wait:
+    """Makes each step of a rank as long as its device takes."""
+
+    def __init__(self, ms: Sequence[float]) -> None:
+        self.ms = ms
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        time.sleep(self.ms[flowdp.current_worker().rank] / 1e3)
+        return classify(model, batch)
+
+    def step(self, batch: Batch, worker: CurrentWorker) -> float:
+        """In place of a replica's step: nothing but the wait."""
+        del batch
+        time.sleep(self.ms[worker.rank] / 1e3)
+        return 0.0
+
+
+def samples_per_s(ms: Sequence[float], policy: Policy, steps: int, pure: bool) -> float:
+    """Throughput of a whole run of so many steps, first round and end included."""
+    batch, wait = 8, Wait(ms)
+    trainer = flowdp.Trainer(
+        model=tiny(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
+        loss=wait.loss,
+        dataset=dataset(steps * batch),
+        batch_size=batch,
+        epochs=1,
+        devices=["cpu"] * len(ms),
+        policy=policy,
+        progress=False,
+    )
+    own = Replica.step
+    try:
+        if pure:
+            Replica.step = lambda _, b, w: wait.step(b, w)  # type: ignore[method-assign]
+        (epoch,) = trainer.start().metrics()
+    finally:
+        Replica.step = own  # type: ignore[method-assign]
+    return steps * batch / epoch.epoch_ms * 1e3
+
+
+def efficiency(ms: Sequence[float], policy: Policy, pure: bool, seconds: float) -> float:
+    """Throughput together over the sum of solo throughputs, measured one after another."""
+    rate = sum(1e3 / one for one in ms)
+    steps = max(int(seconds * rate), int(ROUNDS * 10 * sum(max(ms) / one for one in ms)))
+    solo = {one: samples_per_s([one], policy, max(40, int(1000 / one)), pure) for one in sorted(set(ms))}
+    return samples_per_s(ms, policy, steps, pure) / sum(solo[one] for one in ms)
+
+
+def main() -> None:
+    parser = options(__doc__, pairs=3)
+    parser.add_argument("--mix", action="append", choices=MIXES, help="only this one (may repeat)")
+    parser.add_argument("--policy", action="append", choices=["sync", "cadence", "async"])
+    parser.add_argument("--pure", action="store_true", help="only pure waits")
+    arguments = parser.parse_args()
+    figures: dict[str, float] = {}
+    for mix in arguments.mix or MIXES:
+        for pure in (True,) if arguments.pure else (False, True):
+            for policy in arguments.policy or ("sync", "cadence", "async"):
+                values = [efficiency(MIXES[mix], policy, pure, 1.0) for _ in range(arguments.pairs)]
+                label = f"{mix}, {policy}{', pure' if pure else ''}"
+                figures[label] = median(values)
+                print(f"{label:<36}{figures[label]:.3f}   ({min(values):.3f}-{max(values):.3f})", flush=True)
+    report("cadence", [], figures=figures, save=arguments.save)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""One CPU device of flowdp against a loop as one writes it by hand.
+
+Both gather their batches from the same tensors by index, in a shuffled order. With the allocator setting that
+flowdp makes, given to the hand loop too, the difference is flowdp's own code; with the default allocator, which
+is what a user's loop has, it is what flowdp brings. The allocator's setting has no way back, so the second
+comparison runs the hand loop in processes of its own.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+import flowdp
+from bench.harness import Comparison, compare, options, report
+from bench.models import MODELS, Batch, classify, images
+from flowdp.data.dataset import TensorSource
+from flowdp.device.process import keep_freed_memory, pause_openmp
+from flowdp.engine.replica import Replica
+
+WARM_UP = 20
+
+
+class Clock:
+    """A loss that notes when step `WARM_UP` and the last one begin."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps + WARM_UP + 1
+        self.steps = steps
+        self.start = self.stop = 0.0
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        self.left -= 1
+        if self.left == self.steps:
+            self.start = perf_counter()
+        elif self.left == 0:
+            self.stop = perf_counter()
+        return classify(model, batch)
+
+    @property
+    def ms(self) -> float:
+        return (self.stop - self.start) * 1e3 / self.steps
+
+
+def hand_ms(name: str, steps: int) -> float:
+    """Milliseconds of a step of the hand loop."""
+    make, batch_size = MODELS[name]
+    data, model, clock = images(batch_size * 100), make(), Clock(steps)
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    while clock.left:
+        order = torch.randperm(len(data[1]))
+        for index in order.split(batch_size):
+            if not clock.left:
+                break
+            loss = clock.loss(model, (data[0][index], data[1][index]))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.item()
+    return clock.ms
+
+
+def flowdp_ms(name: str, steps: int) -> float:
+    """Milliseconds of a step of flowdp on one device."""
+    make, batch_size = MODELS[name]
+    clock = Clock(steps)
+    flowdp.Trainer(
+        model=make(),
+        optimizer=lambda params: torch.optim.Adam(params, fused=True),
+        loss=clock.loss,
+        dataset=images(batch_size * 100),
+        batch_size=batch_size,
+        max_steps=steps + WARM_UP + 1,
+        devices=["cpu"],
+        progress=False,
+    ).fit()
+    return clock.ms
+
+
+def null_step_us(steps: int = 20_000) -> float:
+    """Microseconds of flowdp's own code in a step that does nothing: no batch is gathered, no model runs."""
+    step, take = Replica.step, TensorSource.take
+    nothing: dict[str, Any] = {"step": lambda *_: 0.0, "take": lambda *_: ()}
+    try:
+        Replica.step, TensorSource.take = nothing["step"], nothing["take"]  # type: ignore[method-assign]
+        run = flowdp.Trainer(
+            model=nn.Linear(1, 1),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            loss=classify,
+            dataset=images(1000),
+            batch_size=1,
+            max_steps=steps,
+            devices=["cpu"],
+            progress=False,
+        ).start()
+        records = list(run.metrics("round"))[3:]
+        run.join()
+    finally:
+        Replica.step, TensorSource.take = step, take  # type: ignore[method-assign]
+    return 1e3 * sum(r.wall_ms for r in records) / sum(sum(r.steps) for r in records)
+
+
+def fresh_hand_ms(name: str, steps: int) -> float:
+    """The hand loop in a new process, with the allocator as it comes."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(hand_ms, name, steps).result()
+
+
+def main() -> None:
+    parser = options(__doc__, pairs=31)
+    parser.add_argument("--quick", action="store_true", help="few steps and pairs")
+    arguments = parser.parse_args()
+    pairs = 5 if arguments.quick else arguments.pairs
+    results: list[Comparison] = []
+    # Before this process takes the allocator's setting, for it has no way back.
+    own_pairs = 3 if arguments.quick else 7
+    for name, steps in (("mlp", 600), ("cnn", 60)):
+        results.append(
+            compare(
+                f"{name}, default allocator",
+                {
+                    "hand": lambda n=name, s=steps: fresh_hand_ms(n, s),  # type: ignore[misc]
+                    "flowdp": lambda n=name, s=steps: flowdp_ms(n, s),  # type: ignore[misc]
+                },
+                pairs=own_pairs,
+            )
+        )
+    keep_freed_memory()
+    for name, steps in (("mlp", 600), ("cnn", 40)):
+        results.append(
+            compare(
+                f"{name}, same allocator",
+                {
+                    "flowdp": lambda n=name, s=steps: flowdp_ms(n, s),  # type: ignore[misc]
+                    "hand": lambda n=name, s=steps: hand_ms(n, s),  # type: ignore[misc]
+                },
+                pairs=pairs,
+            )
+        )
+    pause_openmp()
+    figures = {"null step, us": min(null_step_us() for _ in range(3))}
+    report("one_device", results, figures=figures, save=arguments.save)
+
+
+if __name__ == "__main__":
+    main()

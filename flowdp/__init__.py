@@ -1,0 +1,63 @@
+"""Train one PyTorch model on all the devices you own, from one Python process.
+
+::
+
+    import flowdp, torch, torch.nn.functional as F
+
+    run = flowdp.Trainer(
+        model=model,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4),
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        dataset=(images, labels), batch_size=64, epochs=10, devices=["cpu", "cpu"],
+    ).start()
+    for epoch in run.metrics():
+        print(epoch)
+    state = run.join()
+"""
+
+from flowdp.device.process import ProcessTuning
+from flowdp.device.topology import devices
+from flowdp.engine.context import current_worker, record_scalar
+from flowdp.errors import (
+    CollectiveAborted,
+    CollectiveError,
+    DataError,
+    DeviceError,
+    FlowdpError,
+    OptionError,
+    ProtocolError,
+    StepError,
+)
+from flowdp.messages import RoundEnded
+from flowdp.options import CadenceOptions
+from flowdp.policy.el_che import ElChe
+from flowdp.policy.tally import EpochMetrics, RankMetrics
+from flowdp.run import Run, Status, TrainedState
+from flowdp.sim.plan import Prediction, simulate
+from flowdp.trainer import Trainer
+
+__all__ = [  # noqa: RUF022 - in the order in which a reader meets them
+    "Trainer",
+    "CadenceOptions",
+    "ProcessTuning",
+    "Run",
+    "Status",
+    "TrainedState",
+    "EpochMetrics",
+    "RankMetrics",
+    "RoundEnded",
+    "record_scalar",
+    "current_worker",
+    "devices",
+    "simulate",
+    "Prediction",
+    "ElChe",
+    "FlowdpError",
+    "OptionError",
+    "DataError",
+    "StepError",
+    "DeviceError",
+    "CollectiveError",
+    "CollectiveAborted",
+    "ProtocolError",
+]

@@ -1,0 +1,1 @@
+"""How replicas become one again."""

@@ -1,0 +1,276 @@
+"""What a collective does, and the arithmetic that all of them share.
+
+Parameters: the mean weighted by samples. Float buffers: the same mean in float64, so that a constant table
+comes out as it went in and an infinity stays one. Integers and flags: the maximum. A rank with weight 0 takes
+the result and gives nothing; it is left out, not multiplied by 0, for 0 times NaN is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from flowdp.device.tensors import Flat
+from flowdp.errors import ProtocolError
+
+__all__ = ["Averaging", "BlockMean", "Collective", "arithmetic", "relative_drift", "shift"]
+
+BLOCK = 1 << 17
+"""Elements of a block per torch thread. Half a megabyte of float32: the blocks of two replicas and a scratch
+stay in the cache, and a call is long enough that two threads do not quarrel about the interpreter lock."""
+
+LINE = 64
+"""Parts start on multiples of this many elements: at least a cache line of any dtype, so no two threads write
+to the same one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Averaging:
+    """What a mean cost and found, for one rank.
+
+    Attributes:
+        sync_ms: Time spent averaging.
+        wait_ms: Time spent waiting for the other members.
+        drift: ||replica - mean|| / ||mean|| before the mean was taken; None where not measured.
+    """
+
+    sync_ms: float
+    wait_ms: float
+    drift: float | None
+
+
+class Collective(Protocol):
+    """Averages the replicas of a round."""
+
+    def average(self, rank: int, members: Sequence[int], samples: Sequence[int], *, drift: bool) -> Averaging:
+        """Replace what is averaged in this rank's replica by the mean over the members.
+
+        Args:
+            rank: Who calls; one of the members.
+            members: The ranks of the round, ascending; the same for all.
+            samples: Weight per rank, 0 for one that only takes. Shape (world_size,).
+            drift: Whether to measure it; the same for all.
+
+        Threads: worker `rank`, once a round, after the gate has decided it. Each member has called
+            `FlatReplica.gather` before it entered the gate.
+        """
+        ...
+
+
+def arithmetic(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which parameters of a dtype are averaged: their own, float32 at least."""
+    return dtype if dtype.itemsize >= 4 else torch.float32
+
+
+def relative_drift(square: float, mean_square: float) -> float:
+    """||replica - mean|| / ||mean|| from the two sums of squares; 0.0 where the mean is as good as zero."""
+    mean = math.sqrt(mean_square)
+    return 0.0 if mean <= 1e-10 else math.sqrt(square) / mean
+
+
+class BlockMean:
+    """Averages one part of flat memories, block by block, while each block is in the cache.
+
+    The blocks are cut once, and the scratch for them is made at the first use.
+
+    Args:
+        flats: The layout that all memories have.
+        sources: The memories of each member: `sources[member][flat]`.
+        targets: Where the mean goes: `targets[target][flat]`. It may be the sources themselves; a target
+            may also be wider, of the dtype that `arithmetic` says.
+        part: Which part this object reduces, from 0.
+        parts: How many parts there are.
+
+    Threads: one. Distinct parts touch distinct memory, so each may have its own.
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[Flat],
+        sources: Sequence[Sequence[Tensor]],
+        targets: Sequence[Sequence[Tensor]],
+        *,
+        part: int = 0,
+        parts: int = 1,
+    ) -> None:
+        self._members = len(sources)
+        self._scratch: dict[tuple[torch.dtype, int, int], Tensor] = {}
+        self._parameters: list[_Blocks] = []
+        self._buffers: list[_Blocks] = []
+        self._counts: list[_Blocks] = []
+        for index, flat in enumerate(flats):
+            rest = self._counts if flat.counts else self._buffers
+            spans = ((self._parameters, 0, flat.split), (rest, flat.split, flat.memory.numel()))
+            for blocks, start, stop in spans:
+                first, last = _bounds(start, stop, part, parts)
+                ours = _cut([memories[index] for memories in sources], first, last)
+                theirs = ours
+                if targets is not sources:
+                    theirs = _cut([memories[index] for memories in targets], first, last)
+                blocks += zip(ours, theirs, strict=True)
+
+    def reduce(self, samples: Sequence[int], *, drift: bool) -> list[float]:
+        """Write the mean of this part.
+
+        Args:
+            samples: Weight of each member. Shape (members,).
+            drift: Whether to sum the squares.
+
+        Returns:
+            Over the parameters of this part: the sum of (source - mean)^2 for each member, then the sum of
+            mean^2. Zeros without `drift`.
+
+        Raises:
+            ProtocolError: All weights are 0.
+        """
+        total = sum(samples)
+        if total <= 0:
+            raise ProtocolError("a mean of replicas that trained no samples was asked for")
+        givers = [member for member, count in enumerate(samples) if count]
+        shares = [samples[member] / total for member in givers]
+        squares = [0.0] * (self._members + 1)
+        for ours, theirs in self._parameters:
+            self._mean(ours, theirs, givers, shares, squares if drift else None)
+        for ours, theirs in self._buffers:
+            self._exact_mean(ours, theirs, givers, shares)
+        for ours, theirs in self._counts:
+            _maximum(ours, theirs)
+        return squares
+
+    def _mean(
+        self,
+        sources: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        givers: Sequence[int],
+        shares: Sequence[float],
+        squares: list[float] | None,
+    ) -> None:
+        dtype = arithmetic(sources[0].dtype)
+        narrow = not sources[0].dtype == targets[0].dtype == dtype
+        if len(givers) == len(sources) == 2 and not narrow:
+            self._mean_of_two(sources, targets, shares, squares)
+            return
+        # Distances need every source once more when the mean is known, so it cannot overwrite the first.
+        mean = self._room(dtype, 0, sources[0]) if narrow or squares is not None else targets[0]
+        # Giver by giver, each as far towards it as its share of those so far: equal replicas stay equal to
+        # the bit, which a sum of products does not promise.
+        if mean is not sources[givers[0]]:
+            mean.copy_(sources[givers[0]])
+        so_far = shares[0]
+        for giver, share in zip(givers[1:], shares[1:], strict=True):
+            so_far += share
+            mean.lerp_(self._as(dtype, sources[giver]), share / so_far)
+        if squares is not None:
+            for member, source in enumerate(sources):
+                away = self._room(dtype, 1, source)
+                squares[member] += _square(torch.sub(self._as(dtype, source), mean, out=away))
+            squares[-1] += _square(mean)
+        _spread(mean, targets)
+
+    def _mean_of_two(
+        self,
+        sources: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        shares: Sequence[float],
+        squares: list[float] | None,
+    ) -> None:
+        """Two replicas lie on opposite sides of their mean, so the distance of one is that of both."""
+        heavy, light = (0, 1) if shares[0] >= shares[1] else (1, 0)
+        in_place = targets is sources
+        mean = sources[heavy] if in_place else targets[0]
+        torch.lerp(sources[heavy], sources[light], shares[light], out=mean)
+        if squares is not None:
+            # The lighter replica is the farther one: its distance loses the fewest digits.
+            away = sources[light] if in_place else self._room(mean.dtype, 1, mean)
+            square = _square(torch.sub(sources[light], mean, out=away))
+            squares[light] += square
+            squares[heavy] += square * (shares[light] / shares[heavy]) ** 2
+            squares[-1] += _square(mean)
+        _spread(mean, targets)
+
+    def _exact_mean(
+        self,
+        sources: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        givers: Sequence[int],
+        shares: Sequence[float],
+    ) -> None:
+        mean = self._room(torch.float64, 0, sources[0])
+        mean.copy_(sources[givers[0]]).mul_(shares[0])
+        for giver, share in zip(givers[1:], shares[1:], strict=True):
+            mean.add_(self._as(torch.float64, sources[giver]), alpha=share)
+        _spread(mean, targets)
+
+    def _as(self, dtype: torch.dtype, source: Tensor) -> Tensor:
+        """The source itself, or the second scratch block holding it in another dtype."""
+        return source if source.dtype == dtype else self._room(dtype, 1, source).copy_(source)
+
+    def _room(self, dtype: torch.dtype, row: int, like: Tensor) -> Tensor:
+        """One of two scratch blocks of this dtype, as long as a block."""
+        key = dtype, row, like.numel()
+        if key not in self._scratch:
+            self._scratch[key] = torch.empty(like.numel(), dtype=dtype)
+        return self._scratch[key]
+
+
+def shift(flat: Flat, mean: Tensor, snapshot: Tensor) -> None:
+    """Add `mean - snapshot` to the parameters of a flat, in their arithmetic.
+
+    Args:
+        flat: What is changed; its buffers are not.
+        mean: Of the dtype that `arithmetic` says.
+        snapshot: The flat as it was.
+    """
+    blocks = _cut((flat.memory, mean, snapshot), 0, flat.split)
+    narrow = flat.memory.dtype != mean.dtype
+    room = torch.empty(2, len(blocks[0][0]) if blocks else 0, dtype=mean.dtype)
+    for ours, new, old in blocks:
+        difference, wide = room[:, : len(ours)]
+        torch.sub(new, difference.copy_(old) if narrow else old, out=difference)
+        if narrow:
+            ours.copy_(wide.copy_(ours).add_(difference))
+        else:
+            ours.add_(difference)
+
+
+_Blocks = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""The same block of all sources, and of all targets."""
+
+
+def _bounds(start: int, stop: int, part: int, parts: int) -> tuple[int, int]:
+    """Where a part of a span begins and ends."""
+    length = stop - start
+    first, last = (length * at // parts // LINE * LINE for at in (part, part + 1))
+    return start + first, stop if part + 1 == parts else start + last
+
+
+def _cut(tensors: Sequence[Tensor], start: int, stop: int) -> list[tuple[Tensor, ...]]:
+    """The span of all tensors, block by block."""
+    if start == stop:
+        return []
+    size = BLOCK * torch.get_num_threads()
+    return list(zip(*(torch.split(tensor[start:stop], size) for tensor in tensors), strict=True))
+
+
+def _square(tensor: Tensor) -> float:
+    return torch.dot(tensor, tensor).item()
+
+
+def _spread(mean: Tensor, targets: Sequence[Tensor]) -> None:
+    for target in targets:
+        if target is not mean:
+            target.copy_(mean)
+
+
+def _maximum(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    greatest = targets[0]
+    if greatest is not sources[0]:
+        greatest.copy_(sources[0])
+    for source in sources[1:]:
+        torch.maximum(greatest, source, out=greatest)
+    _spread(greatest, targets)

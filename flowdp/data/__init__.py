@@ -1,0 +1,1 @@
+"""From a dataset to batches, in one order, each sample once."""

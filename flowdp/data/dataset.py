@@ -1,0 +1,356 @@
+"""From what the user calls a dataset to the one `Source` that all ranks take their batches from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from flowdp.data.order import EpochOrder, Order, SamplerOrder
+from flowdp.data.reader import Batch, Reader, Source
+from flowdp.errors import DataError, OptionError
+
+__all__ = ["Batch", "Source", "TensorSource", "move", "open_source"]
+
+Collate = Callable[[list[Any]], Batch]
+
+
+def open_source(
+    dataset: object,
+    *,
+    batch_size: int | None,
+    shuffle: bool | None,
+    seed: int,
+    drop_last: bool | None,
+    collate_fn: Collate | None,
+    num_workers: int | None,
+    epochs: int | None,
+    world_size: int = 1,
+) -> Source:
+    """The source of a dataset's batches.
+
+    ::
+
+        open_source((x, y), batch_size=64, ...)         # tensors of equal length: gathered, batch (x, y)
+        open_source({"x": x, "y": y}, batch_size=64, ...)               # batch {"x": ..., "y": ...}
+        open_source(dataset, batch_size=64, num_workers=2, ...)         # __getitem__ and collate_fn
+        open_source(DataLoader(dataset, 64, shuffle=True), ...)         # what the loader says
+
+    A dataset with `get_batch(indices)` is asked for whole batches, and what it returns is the batch; one with
+    `__getitems__(indices)` is asked for the samples of a batch at once, as torch does. Of a `DataLoader`, a
+    plain RandomSampler becomes flowdp's seeded order, and any other sampler is iterated once per epoch; its
+    batches come in order, and its pin_memory, which speeds up copies to a GPU, has nothing to do here.
+
+    Args:
+        dataset: Tensors of equal length (one, a tuple, a list or a mapping of them), a map-style dataset, or
+            a torch DataLoader.
+        batch_size: Samples of a batch.
+        shuffle: None is True.
+        seed: Of the order, >= 0.
+        drop_last: Leave out an epoch's last batch where it is not full. None is False.
+        collate_fn: Makes a batch of a list of samples. None is torch's `default_collate`.
+        num_workers: Processes that read. None is 0: the reader thread reads by itself.
+        epochs: Epochs that will be read; None: without end.
+        world_size: Ranks that take batches: sets how far reading runs ahead of them.
+
+    Raises:
+        OptionError: Something in this cannot work, or is not supported.
+    """
+    options: dict[str, Any] = {
+        "batch_size": batch_size,
+        "shuffle": shuffle,
+        "drop_last": drop_last,
+        "collate_fn": collate_fn,
+        "num_workers": num_workers,
+    }
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise OptionError(f"seed must be an int of at least 0, not {seed!r}")
+    if isinstance(dataset, DataLoader):
+        return _from_loader(dataset, options, seed, epochs, world_size)
+    _check_options(**options)
+    return _from_dataset(dataset, options, seed, epochs, world_size)
+
+
+def move(batch: Batch, device: torch.device) -> Batch:
+    """The batch with every tensor on the device; the same object for a CPU device.
+
+    Args:
+        batch: Any pytree. What has a `.to(device)` of its own is moved by it, the rest stays as it is.
+        device: Where to.
+    """
+    if device.type == "cpu":
+        return batch
+    return tree_map(
+        lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf,
+        batch,
+        is_leaf=lambda node: hasattr(node, "to"),  # a PackedSequence is a tuple that keeps a part on the CPU
+    )
+
+
+class TensorSource(Source):
+    """Gathers batches from tensors in memory, in the thread that asks.
+
+    Args:
+        tensors: Equal in length. Each of shape [samples, ...].
+        pack: Makes the batch of the gathered parts.
+        order: Which samples each batch holds.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], pack: Callable[[list[Tensor]], Batch], order: Order
+    ) -> None:
+        super().__init__(order)
+        self._tensors = tuple(tensors)
+        self._pack = pack
+
+    def start(
+        self,
+        *,
+        wake: Callable[[int, int, int], None],
+        failed: Callable[[DataError], None],
+    ) -> None:
+        """Nothing is read ahead; see `Source.start`."""
+
+    def take(self, rank: int, epoch: int, batch: int) -> Batch:  # noqa: ARG002 - all ranks are served alike
+        """Gather a batch; always there. See `Source.take`."""
+        index = self._order.indices(epoch, batch)
+        try:
+            return self._pack([tensor.index_select(0, index) for tensor in self._tensors])
+        except (IndexError, RuntimeError) as error:
+            raise DataError(
+                f"gathering batch {batch} of epoch {epoch} from tensors of {len(self._tensors[0])} samples "
+                f"failed: {error}",
+                epoch=epoch,
+                indices=index.tolist(),
+            ) from error
+
+    def give_back(self, epoch: int, batch: int, payload: Batch) -> None:
+        """Nothing to keep: it is gathered again. See `Source.give_back`."""
+
+    def close(self) -> bool:
+        """Nothing to end; see `Source.close`."""
+        return True
+
+
+# ---------------------------------------------------------------- what the user gave
+def _as_tensors(dataset: object) -> tuple[Sequence[Tensor], Callable[[list[Tensor]], Batch]] | None:
+    """The tensors to gather from and what packs their parts into a batch; None for any other dataset."""
+    if isinstance(dataset, Tensor):
+        named: dict[str, object] = {"the tensor": dataset}
+        pack: Callable[[list[Tensor]], Batch] = _only
+    elif type(dataset) is TensorDataset:
+        named, pack = {f"tensor {i}": tensor for i, tensor in enumerate(dataset.tensors)}, _as_it_is
+    elif isinstance(dataset, Mapping):
+        keys = list(dataset)
+        named = {repr(key): dataset[key] for key in keys}
+        pack = partial(_by_key, keys)
+    elif isinstance(dataset, tuple) or (
+        isinstance(dataset, list) and any(isinstance(part, Tensor) for part in dataset)
+    ):
+        named = {f"element {i}": part for i, part in enumerate(dataset)}
+        pack = getattr(dataset, "_make", type(dataset))  # a namedtuple is not made like a tuple
+    else:
+        return None
+    return _check_tensors(named), pack
+
+
+def _check_tensors(named: Mapping[str, object]) -> list[Tensor]:
+    if not named:
+        raise OptionError("the dataset is empty: give at least one tensor")
+    tensors: list[Tensor] = []
+    for name, part in named.items():
+        if not isinstance(part, Tensor):
+            raise OptionError(
+                f"{name} of the dataset is a {type(part).__name__}, not a tensor. Use torch.as_tensor for "
+                f"arrays; a dataset of single samples is a list or a class with __len__ and __getitem__"
+            )
+        if part.dim() == 0:
+            raise OptionError(f"{name} of the dataset is a single number; its first dimension is the samples")
+        tensors.append(part)
+    if len({len(tensor) for tensor in tensors}) > 1:
+        lengths = ", ".join(f"{name} has {len(tensor)}" for name, tensor in zip(named, tensors, strict=True))
+        raise OptionError(f"the tensors of the dataset differ in length (samples): {lengths}")
+    return tensors
+
+
+def _length(dataset: object) -> int:
+    kind = type(dataset).__name__
+    if isinstance(dataset, IterableDataset):
+        raise OptionError(
+            f"{kind} is an IterableDataset, which is not supported yet: batches are dealt by their number. "
+            f"Give a dataset with __len__ and __getitem__"
+        )
+    reads = any(hasattr(dataset, name) for name in ("__getitem__", "__getitems__", "get_batch"))
+    if isinstance(dataset, (str, bytes)) or not reads or not hasattr(dataset, "__len__"):
+        raise OptionError(
+            f"dataset must be tensors of equal length, a dataset with __len__ and __getitem__ (or "
+            f"get_batch), or a DataLoader, not {dataset!r}"
+        )
+    return len(dataset)
+
+
+def _from_dataset(
+    dataset: object, options: Mapping[str, Any], seed: int, epochs: int | None, world_size: int
+) -> Source:
+    tensors = _as_tensors(dataset)
+    collate, num_workers = options["collate_fn"], options["num_workers"] or 0
+    batch_size, drop_last = options["batch_size"], bool(options["drop_last"])
+    length = len(tensors[0][0]) if tensors is not None else _length(dataset)
+    _check_batches(length, batch_size, drop_last)
+    order = EpochOrder(length, batch_size, seed, options["shuffle"] is not False, drop_last)
+    if tensors is not None:
+        if collate is None and num_workers == 0:
+            return TensorSource(*tensors, order)
+        if not isinstance(dataset, TensorDataset):
+            name = "num_workers" if collate is None else "collate_fn"
+            raise OptionError(
+                f"{name}={options[name]!r} has no use for a dataset of tensors: whole batches are gathered "
+                f"from them directly. Leave it out, or wrap the tensors in a torch TensorDataset"
+            )
+    if hasattr(dataset, "get_batch"):
+        if collate is not None:
+            raise OptionError(
+                f"{type(dataset).__name__} has get_batch(indices), which makes whole batches: there are no "
+                f"samples for collate_fn={collate!r}; leave one of them out"
+            )
+        dataset, collate = _WholeBatches(dataset), _as_it_is
+    generator = torch.Generator().manual_seed(seed)
+    return _reader(
+        dataset, order, epochs, world_size, collate_fn=collate, num_workers=num_workers, generator=generator
+    )
+
+
+def _from_loader(
+    loader: DataLoader[Any], options: Mapping[str, Any], seed: int, epochs: int | None, world_size: int
+) -> Source:
+    for name, value in options.items():
+        if value is not None:
+            raise OptionError(
+                f"{name}={value!r} was given beside a DataLoader; give it to the DataLoader alone"
+            )
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise OptionError(
+            f"{type(loader).__name__} iterates in its own way, which would be lost: its dataset is read in "
+            f"flowdp's order. Give a plain torch DataLoader"
+        )
+    length = _length(loader.dataset)
+    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        raise OptionError(
+            f"the DataLoader's batch_sampler {type(loader.batch_sampler).__name__} is not supported yet; "
+            f"give it batch_size and, where needed, a sampler"
+        )
+    batch_size = loader.batch_size
+    if batch_size is None:
+        raise OptionError(
+            "the DataLoader makes no batches of its own (batch_size=None or a batch_sampler), which is not "
+            "supported yet; give it a batch_size"
+        )
+    order = _order_of(loader, length, batch_size, seed)
+    collate = None if loader.collate_fn is default_collate else loader.collate_fn
+    if loader.num_workers == 0 and collate is None and type(loader.dataset) is TensorDataset:
+        tensors = _as_tensors(loader.dataset)
+        assert tensors is not None
+        return TensorSource(*tensors, order)
+    return _reader(
+        loader.dataset,
+        order,
+        epochs,
+        world_size,
+        collate_fn=collate,
+        num_workers=loader.num_workers,
+        worker_init_fn=loader.worker_init_fn,
+        generator=loader.generator or torch.Generator().manual_seed(seed),
+        prefetch_factor=loader.prefetch_factor,
+        timeout=loader.timeout,
+        multiprocessing_context=loader.multiprocessing_context,
+    )
+
+
+def _order_of(loader: DataLoader[Any], length: int, batch_size: int, seed: int) -> Order:
+    sampler: Any = loader.sampler
+    if not hasattr(sampler, "__len__"):
+        raise OptionError(
+            f"the DataLoader's sampler {type(sampler).__name__} has no __len__; the batches of an epoch must "
+            f"be known when it begins"
+        )
+    _check_batches(len(sampler), batch_size, loader.drop_last)
+    if len(sampler) == length:
+        if type(sampler) is RandomSampler and not sampler.replacement:
+            return EpochOrder(length, batch_size, seed, shuffle=True, drop_last=loader.drop_last)
+        if type(sampler) is SequentialSampler:
+            return EpochOrder(length, batch_size, seed, shuffle=False, drop_last=loader.drop_last)
+    return SamplerOrder(sampler, batch_size, loader.drop_last)
+
+
+def _reader(
+    dataset: Any, order: Order, epochs: int | None, world_size: int, *, num_workers: int, **loader: Any
+) -> Reader:
+    # Two batches for each rank, and two for the road; with processes at least what they have in work, so
+    # that none of them waits for a rank that is late.
+    ahead = max(2 * world_size + 2, num_workers * (loader.get("prefetch_factor") or 2))
+    return Reader(dataset, order, epochs=epochs, ahead=ahead, num_workers=num_workers, **loader)
+
+
+# ---------------------------------------------------------------- checks of single options
+def _check_options(
+    batch_size: object, shuffle: object, drop_last: object, collate_fn: object, num_workers: object
+) -> None:
+    if batch_size is None:
+        raise OptionError("batch_size is missing: how many samples one device trains in one step")
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise OptionError(f"batch_size must be an int of at least 1, not {batch_size!r}")
+    for name, flag in (("shuffle", shuffle), ("drop_last", drop_last)):
+        if flag is not None and not isinstance(flag, bool):
+            raise OptionError(f"{name} must be True or False, not {flag!r}")
+    if collate_fn is not None and not callable(collate_fn):
+        raise OptionError(f"collate_fn must be a callable that makes a batch of samples, not {collate_fn!r}")
+    if num_workers is not None and (
+        not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 0
+    ):
+        raise OptionError(f"num_workers must be an int of at least 0, not {num_workers!r}")
+
+
+def _check_batches(length: int, batch_size: int, drop_last: bool) -> None:
+    if length == 0:
+        raise OptionError("the dataset is empty: an epoch has no samples")
+    if drop_last and length < batch_size:
+        raise OptionError(
+            f"drop_last=True leaves no batch: an epoch has {length} samples and batch_size is {batch_size}"
+        )
+
+
+# ---------------------------------------------------------------- how batches are put together
+class _WholeBatches(Dataset[Any]):
+    """A dataset whose `get_batch` stands where torch asks for the samples of a batch."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        return self._dataset.get_batch(indices)
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+def _by_key(keys: Sequence[object], parts: list[Tensor]) -> dict[object, Tensor]:
+    return dict(zip(keys, parts, strict=True))
+
+
+def _only(parts: list[Tensor]) -> Tensor:
+    return parts[0]

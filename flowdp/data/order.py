@@ -1,0 +1,224 @@
+"""The order of an epoch: which samples make up batch b of epoch e.
+
+An epoch has exactly ceil(samples / batch_size) batches on any number of devices (floor with drop_last), and
+every sample lies in one of them. Batches are numbered within their epoch: (epoch, batch) names one for good.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowdp.errors import DataError, ProtocolError
+
+__all__ = ["AllEpochs", "EpochOrder", "Order", "SamplerOrder", "batches_per_epoch", "epoch_order"]
+
+# Ranks stand in at most two epochs at once, and an error may still name a batch of the one before. More
+# epochs are alive only where they are short, and a short one is quickly drawn again.
+KEPT_EPOCHS = 3
+
+# What a sampler drew cannot be drawn again, so of short epochs enough are kept for all batches in flight.
+KEPT_BATCHES = 4096
+
+
+def epoch_order(samples: int, seed: int, epoch: int) -> Tensor:
+    """The shuffled indices of an epoch, a function of (seed, epoch) alone.
+
+    The pair is hashed, not added: with seed + epoch, epoch 1 of seed 0 would be epoch 0 of seed 1.
+
+    Returns:
+        A permutation of 0..samples - 1, int64. Shape [samples].
+    """
+    state = np.random.SeedSequence(seed, spawn_key=(epoch,)).generate_state(1, np.uint64)
+    generator = torch.Generator().manual_seed(int(state[0]))
+    return torch.randperm(samples, generator=generator)
+
+
+def batches_per_epoch(samples: int, batch_size: int, drop_last: bool) -> int:
+    """Batches of an epoch: floor(samples / batch_size) with `drop_last`, else the ceiling."""
+    return samples // batch_size if drop_last else -(-samples // batch_size)
+
+
+class Order(ABC):
+    """Which indices each batch of each epoch holds.
+
+    Threads:
+        Any, at once: ranks may stand in different epochs.
+
+    Attributes:
+        batch_size: Samples of every batch but, without drop_last, an epoch's last.
+        batches: Batches of an epoch.
+        samples: Samples dealt in an epoch, without a dropped tail.
+    """
+
+    def __init__(self, drawn: int, batch_size: int, drop_last: bool, kept: int) -> None:
+        self.batch_size = batch_size
+        self.batches = batches_per_epoch(drawn, batch_size, drop_last)
+        self.samples = min(drawn, self.batches * batch_size)
+        self._kept = kept
+        self._epochs: dict[int, Tensor] = {}
+        self._lock = threading.Lock()  # serialises drawing, so that no epoch is drawn twice
+
+    def indices(self, epoch: int, batch: int) -> Tensor:
+        """The dataset indices of a batch, int64. Shape [samples_in(epoch, batch)].
+
+        Raises:
+            IndexError: An epoch has no such batch.
+        """
+        self._check(batch)
+        # On the path of every step: no lock, because reading a dict is atomic and a kept order never changes.
+        order = self._epochs.get(epoch)
+        if order is None:
+            order = self._find(epoch)
+        start = batch * self.batch_size
+        return order[start : start + self.batch_size]
+
+    def samples_in(self, epoch: int, batch: int) -> int:  # noqa: ARG002 - all epochs are cut alike
+        """How many samples a batch holds.
+
+        Raises:
+            IndexError: An epoch has no such batch.
+        """
+        self._check(batch)
+        return min(self.batch_size, self.samples - batch * self.batch_size)
+
+    def _check(self, batch: int) -> None:
+        if not 0 <= batch < self.batches:
+            raise IndexError(f"batch {batch} of an epoch of {self.batches} batches")
+
+    def _find(self, epoch: int) -> Tensor:
+        with self._lock:
+            order = self._epochs.get(epoch)
+            return self._draw(epoch) if order is None else order
+
+    def _keep(self, epoch: int, order: Tensor) -> Tensor:
+        self._epochs[epoch] = order
+        if len(self._epochs) > self._kept:
+            del self._epochs[next(iter(self._epochs))]
+        return order
+
+    @abstractmethod
+    def _draw(self, epoch: int) -> Tensor:
+        """Draw the indices of an epoch and keep them; called under the lock."""
+
+
+class EpochOrder(Order):
+    """flowdp's own order: shuffled from (seed, epoch), or the dataset's own.
+
+    Args:
+        samples: Samples of the dataset.
+        batch_size: Samples of a batch.
+        seed: Of the shuffling.
+        shuffle: False: 0, 1, 2, ... in every epoch.
+        drop_last: Leave out a last batch that is not full.
+    """
+
+    def __init__(self, samples: int, batch_size: int, seed: int, shuffle: bool, drop_last: bool) -> None:
+        super().__init__(samples, batch_size, drop_last, kept=KEPT_EPOCHS)
+        self._seed = seed
+        self._drawn = samples
+        self._straight = None if shuffle else torch.arange(samples)
+
+    def _draw(self, epoch: int) -> Tensor:
+        if self._straight is not None:
+            return self._keep(epoch, self._straight)
+        return self._keep(epoch, epoch_order(self._drawn, self._seed, epoch))
+
+
+class SizedIterable(Protocol):
+    """What a sampler must be: its length is known, and it can be iterated again and again."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[int]: ...
+
+
+class SamplerOrder(Order):
+    """The order of a torch sampler, which is iterated once per epoch, in the order of the epochs.
+
+    It is iterated when an epoch is first asked for; epochs that were skipped are drawn on the way, so that
+    epoch e is always the sampler's e-th. Where the sampler has `set_epoch`, that is called first.
+
+    Args:
+        sampler: Anything with a length that yields dataset indices.
+        batch_size: Samples of a batch.
+        drop_last: Leave out a last batch that is not full.
+    """
+
+    def __init__(self, sampler: SizedIterable, batch_size: int, drop_last: bool) -> None:
+        self._sampler = sampler
+        self._length = len(sampler)
+        super().__init__(self._length, batch_size, drop_last, kept=KEPT_EPOCHS)
+        self._kept += KEPT_BATCHES // max(self.batches, 1)
+        self._next = 0
+
+    def _draw(self, epoch: int) -> Tensor:
+        if epoch < self._next:
+            raise ProtocolError(
+                f"epoch {epoch} of the sampler was asked for again after epoch {self._next - 1}; "
+                f"the last {self._kept} are kept"
+            )
+        while self._next <= epoch:
+            order = self._keep(self._next, self._iterate(self._next))
+            self._next += 1
+        return order
+
+    def _iterate(self, epoch: int) -> Tensor:
+        name = type(self._sampler).__name__
+        try:
+            set_epoch = getattr(self._sampler, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(epoch)
+            drawn = [operator.index(index) for index in self._sampler]
+        except Exception as error:
+            raise DataError(
+                f"the sampler {name} failed in epoch {epoch}: {type(error).__name__}: {error}", epoch=epoch
+            ) from error
+        if len(drawn) != self._length:
+            raise DataError(
+                f"the sampler {name} yielded {len(drawn)} indices in epoch {epoch}, but its length is "
+                f"{self._length}; make `__len__` and `__iter__` agree",
+                epoch=epoch,
+            )
+        return torch.tensor(drawn, dtype=torch.int64)
+
+
+class AllEpochs:
+    """The batches of all epochs one after another, as torch's DataLoader asks for them: a batch sampler.
+
+    torch asks for indices long before it hands their batch over, and for the first ones from the thread that
+    starts it. So a sampler that fails ends the iteration, and its error waits in `error` until the batches
+    before it have come.
+
+    Args:
+        order: Which samples each batch holds.
+        epochs: How many epochs; None: without end.
+    """
+
+    def __init__(self, order: Order, epochs: int | None) -> None:
+        self.error: DataError | None = None
+        self._order = order
+        self._epochs = epochs
+
+    def walk(self) -> Iterator[tuple[int, int]]:
+        """Every (epoch, batch) in the order of reading."""
+        for epoch in itertools.count() if self._epochs is None else range(self._epochs):
+            for batch in range(self._order.batches):
+                yield (epoch, batch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for epoch, batch in self.walk():
+            try:
+                indices = self._order.indices(epoch, batch)
+            except DataError as error:
+                self.error = error
+                return
+            yield indices.tolist()

@@ -1,0 +1,1 @@
+"""Devices, memory and process-wide settings."""

@@ -1,0 +1,200 @@
+"""Settings of the whole process that a run on CPU devices needs.
+
+Each has an off switch in `ProcessTuning`, leaves a choice of the user's alone, and is silently absent where
+the platform lacks it. The gains are those of `python -m bench.micro.process` on 2 cores.
+
+===============  ================================================  =======================  ==============
+setting          what is done, and when                            way back                 gain
+===============  ================================================  =======================  ==============
+openmp           the starting thread's OpenMP pool ends, at every  its next parallel
+                 start                                             region builds it again
+malloc           glibc keeps freed blocks up to 32 MiB, and up to  none in this process
+                 256 MiB of free heap, once per process
+switch_interval  the interpreter changes threads every 0.5 ms,     the end of the last run
+                 not every 5 ms, while a run lives
+===============  ================================================  =======================  ==============
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from flowdp.errors import OptionError
+
+__all__ = [
+    "ProcessTuning",
+    "as_tuning",
+    "keep_freed_memory",
+    "pause_openmp",
+    "threads_per_worker",
+    "tuned_process",
+    "usable_cores",
+]
+
+SWITCH_INTERVAL_S = 5e-4
+
+# mallopt(3): parameter -> bytes. 32 MiB is the most that glibc takes as its mmap threshold on 64 bits.
+MALLOC_LIMITS = {-3: 32 << 20, -1: 256 << 20}  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessTuning:
+    """Which settings of the process a run may touch.
+
+    ::
+
+        Trainer(..., tune_process=False)                            # none
+        Trainer(..., tune_process=ProcessTuning(malloc=False))      # all but the allocator's
+
+    Attributes:
+        openmp: Give the starting thread's OpenMP pool back before the workers build theirs.
+        malloc: Let glibc keep big freed blocks. It lasts until the process ends.
+        switch_interval: Let the interpreter switch between threads every 0.5 ms.
+    """
+
+    openmp: bool = True
+    malloc: bool = True
+    switch_interval: bool = True
+
+
+def as_tuning(option: bool | ProcessTuning) -> ProcessTuning:
+    """Read the option `tune_process`: all, none, or a choice.
+
+    Raises:
+        OptionError: It is neither a bool nor a `ProcessTuning`.
+    """
+    if isinstance(option, ProcessTuning):
+        return option
+    if not isinstance(option, bool):
+        raise OptionError(f"tune_process must be True, False or a ProcessTuning, not {option!r}")
+    return ProcessTuning(openmp=option, malloc=option, switch_interval=option)
+
+
+@contextmanager
+def tuned_process(tuning: ProcessTuning) -> Iterator[None]:
+    """Hold the settings of `tuning` for the life of one run; several runs may hold them at once.
+
+    Threads:
+        Enter it in the thread that starts the workers, before they exist: an OpenMP pool can only be
+        given back by its own thread. Leave it in any thread.
+    """
+    if tuning.malloc:
+        keep_freed_memory()
+    if tuning.openmp:
+        pause_openmp()
+    if not tuning.switch_interval:
+        yield
+        return
+    _switch_interval.hold()
+    try:
+        yield
+    finally:
+        _switch_interval.release()
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def threads_per_worker(cores: int, workers: int) -> int:
+    """OpenMP threads for each of `workers` CPU workers, at least 1.
+
+    More threads in all pools together than cores makes libgomp sleep and wake at every parallel region.
+    """
+    return max(1, cores // workers)
+
+
+@cache
+def _openmp_runtime() -> ctypes.CDLL | None:
+    """The OpenMP runtime that torch computes with, reached through torch's own library.
+
+    Other packages bring runtimes of their own (scikit-learn does); a symbol looked up in torch's library
+    is found among what that library was linked to.
+    """
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        file = Path(torch.__file__).parent / "lib" / name
+        if file.is_file():
+            runtime = ctypes.CDLL(str(file))
+            return runtime if hasattr(runtime, "omp_pause_resource_all") else None
+    return None
+
+
+def pause_openmp() -> bool:
+    """Give the calling thread's OpenMP pool back; its next parallel region builds it again.
+
+    A pool lives as long as its thread. While the pool of a thread that merely waits is alive, the workers'
+    pools count as too many, and every parallel region of theirs pays for it.
+
+    Returns:
+        Whether it is given back; False where the runtime cannot (before OpenMP 5.0).
+
+    Threads:
+        The owner of the pool.
+    """
+    runtime = _openmp_runtime()
+    return runtime is not None and runtime.omp_pause_resource_all(1) == 0  # 1: omp_pause_soft
+
+
+@cache
+def keep_freed_memory() -> bool:
+    """Let glibc keep big freed blocks instead of returning them to the kernel.
+
+    A training step frees and allocates the same big blocks again and again. Those above glibc's mmap
+    threshold go back to the kernel each time, and are faulted in, page by page, by the next step.
+    Thresholds that the user chose, in the environment, stay. The call is for good: setting a threshold
+    switches off glibc's own adjustment of it, and nothing switches that on again.
+
+    Returns:
+        Whether the thresholds are set; False on another C library or after a choice of the user's.
+    """
+    chosen = any(name in os.environ for name in MALLOC_VARIABLES)
+    if chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    return mallopt is not None and all(mallopt(key, limit) == 1 for key, limit in MALLOC_LIMITS.items())
+
+
+class _SwitchInterval:
+    """The interpreter's switch interval, short while anybody holds it.
+
+    A worker spends most of a step in kernels that release the interpreter; to come back it waits until the
+    thread that has it gives way, after one interval at worst. 5 ms are ten steps of a small model.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # several runs may start and end at once
+        self._holders = 0
+        self._before_s: float | None = None  # None: the user's own is short enough, and stays
+
+    def hold(self) -> None:
+        with self._lock:
+            if self._holders == 0 and sys.getswitchinterval() > SWITCH_INTERVAL_S:
+                self._before_s = sys.getswitchinterval()
+                sys.setswitchinterval(SWITCH_INTERVAL_S)
+            self._holders += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._holders -= 1
+            if self._holders or self._before_s is None:
+                return
+            if sys.getswitchinterval() == SWITCH_INTERVAL_S:  # else the user changed it meanwhile
+                sys.setswitchinterval(self._before_s)
+            self._before_s = None
+
+
+_switch_interval = _SwitchInterval()

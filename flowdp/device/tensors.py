@@ -1,0 +1,276 @@
+"""What of a replica is averaged, as flat memory.
+
+Parameters that require grad and all buffers move into one 1-D tensor per dtype, and the module's tensors
+become views of it. So a mean, a snapshot, a difference or a norm is one operation on one memory instead of
+one on each of some hundred tensors. Frozen parameters stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from flowdp.errors import CollectiveError, OptionError
+
+__all__ = ["ALIGNMENT", "Flat", "FlatReplica"]
+
+ALIGNMENT = 64
+"""Bytes on which every tensor starts: a cache line, and a vector of AVX-512."""
+
+_COUNTS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+"""What torch can take the maximum of; it cannot of the wider unsigned integers."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flat:
+    """All averaged tensors of one dtype: parameters, then buffers.
+
+    Complex tensors lie in the memory of their real dtype. The gaps between tensors are zero.
+
+    Attributes:
+        memory: The tensors, one behind the other. Shape (elements,).
+        split: Where the parameters end and the buffers begin, in elements.
+    """
+
+    memory: Tensor
+    split: int
+
+    @property
+    def counts(self) -> bool:
+        """Whether these are integers or flags: they take the maximum over the ranks, never a mean."""
+        return not self.memory.dtype.is_floating_point
+
+
+@dataclass(frozen=True, slots=True)
+class _Spec:
+    """What two replicas must agree on for a tensor."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """Where a module keeps a tensor: a buffer may be another object after every forward."""
+
+    spec: _Spec
+    table: dict[str, Tensor]
+    key: str
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.table[self.key]
+
+
+class FlatReplica:
+    """One rank's trained parameters and buffers as flat memory, one `Flat` per dtype.
+
+    Parameter objects stay the same, so optimizers made before go on working; tied parameters stay tied.
+    Strides are kept (channels_last stays) unless elements overlap or leave gaps.
+
+    Args:
+        module: The replica. Its parameters and buffers are re-pointed, values kept.
+        rank: Named in errors.
+
+    Attributes:
+        rank: As given.
+        flats: One per dtype, in the order in which the module shows the dtypes.
+
+    Raises:
+        OptionError: A parameter has no shape yet (lazy modules), a buffer is of a dtype that cannot be
+            averaged, or tensors lie on several devices.
+
+    Threads: the owner of the replica, unless a method says otherwise.
+    """
+
+    def __init__(self, module: nn.Module, rank: int = 0) -> None:
+        self.rank = rank
+        self._places: list[_Place] = []
+        self._views: list[Tensor] = []
+        self._moved: list[int] = []
+        aliases: dict[Tensor, Tensor] = {}
+        groups: dict[torch.dtype, list[_Place]] = {}
+        first: dict[object, Tensor] = {}
+        for place in _places(module):
+            # Tensors that are two objects over one memory must share one view, or they would come apart.
+            owner = first.setdefault(_memory_key(place.tensor), place.tensor)
+            if owner is place.tensor:
+                groups.setdefault(_real(place.spec.dtype), []).append(place)
+            else:
+                aliases[place.tensor] = owner
+        _check_devices(groups, rank)
+        self.flats = tuple(self._flatten(dtype, places) for dtype, places in groups.items())
+        for tensor, owner in aliases.items():
+            tensor.data = owner.data
+        self._pointers = [view.data_ptr() for view in self._views]
+        self._specs = tuple(place.spec for place in self._places)
+
+    def _flatten(self, dtype: torch.dtype, places: list[_Place]) -> Flat:
+        step = ALIGNMENT // dtype.itemsize
+        spans: list[tuple[int, int]] = []
+        end = split = 0
+        for place in places:  # parameters come first: `_places` yields them before any buffer
+            length = place.tensor.numel() * (2 if place.spec.dtype.is_complex else 1)
+            spans.append((end, end + length))
+            end += -(-length // step) * step
+            if place.spec.kind == "parameter":
+                split = end
+        memory = torch.zeros(end, dtype=dtype, device=places[0].tensor.device)
+        for place, (start, stop) in zip(places, spans, strict=True):
+            tensor, spec = place.tensor, place.spec
+            view = memory[start:stop].view(spec.dtype).as_strided(spec.shape, spec.strides)
+            view.copy_(tensor.data)
+            tensor.data = view
+            self._places.append(place)
+            self._views.append(view)
+        return Flat(memory, split)
+
+    @property
+    def memories(self) -> list[Tensor]:
+        """The memory of each flat, in order."""
+        return [flat.memory for flat in self.flats]
+
+    def gather(self) -> None:
+        """Copy in what the module moved out of the flat memory, before a mean.
+
+        Assigning `weight.data`, `load_state_dict(assign=True)` or a buffer that is computed anew in forward
+        leave the memory behind; the module keeps its own storage, and `scatter` brings the mean there.
+
+        Raises:
+            CollectiveError: A tensor is gone or has another shape.
+        """
+        try:
+            pointers = [place.table[place.key].data_ptr() for place in self._places]
+        except (KeyError, AttributeError):
+            raise CollectiveError(self._lost()) from None
+        if pointers == self._pointers:  # 160 tensors: about 10 us
+            self._moved = []
+            return
+        pairs = zip(pointers, self._pointers, strict=True)
+        self._moved = [index for index, (now, then) in enumerate(pairs) if now != then]
+        for index in self._moved:
+            tensor, spec = self._places[index].tensor, self._specs[index]
+            if tensor.shape != spec.shape:
+                raise CollectiveError(
+                    f"rank {self.rank}: {spec.kind} {spec.name!r} had shape {_text(spec.shape)} when the run "
+                    f"started and has {_text(tensor.shape)} now; what is averaged must keep its shape"
+                )
+            self._views[index].copy_(tensor.data)
+
+    def scatter(self) -> None:
+        """Copy the mean out to the tensors that the last `gather` found moved."""
+        for index in self._moved:
+            self._places[index].tensor.data.copy_(self._views[index])
+
+    def copy_from(self, other: FlatReplica) -> None:
+        """Take over parameters and buffers of another replica, on the same device or not.
+
+        Raises:
+            OptionError: The replicas differ in structure.
+
+        Threads: any, while neither replica is in use.
+        """
+        self.check_like(other)
+        other.gather()
+        self.gather()
+        for mine, theirs in zip(self.memories, other.memories, strict=True):
+            mine.copy_(theirs)
+        self.scatter()
+
+    def check_like(self, other: FlatReplica) -> None:
+        """Check that two replicas have the same tensors in the same places.
+
+        Raises:
+            OptionError: They differ; the message names the first tensor that does, its rank and both forms.
+        """
+        if self._specs == other._specs:
+            return
+        mine = {spec.name: spec for spec in self._specs}
+        theirs = {spec.name: spec for spec in other._specs}
+        for name in [*theirs, *mine]:
+            if mine.get(name) != theirs.get(name):
+                raise OptionError(
+                    f"the replicas differ: {name!r} is {_describe(mine.get(name))} on rank {self.rank} and "
+                    f"{_describe(theirs.get(name))} on rank {other.rank}; the model factory must build the "
+                    f"same model for every device"
+                )
+        raise OptionError(
+            f"the replicas of rank {self.rank} and rank {other.rank} have the same tensors in another order; "
+            f"the model factory must register submodules in the same order for every device"
+        )
+
+    def _lost(self) -> str:
+        for place in self._places:
+            if not isinstance(place.table.get(place.key), Tensor):
+                spec = place.spec
+                return (
+                    f"rank {self.rank}: {spec.kind} {spec.name!r} was there at the start and is gone; "
+                    f"what is averaged must stay in the module"
+                )
+        raise AssertionError("every tensor is in its place")
+
+
+def _places(module: nn.Module) -> Iterator[_Place]:
+    """All tensors to average: trained parameters of all modules, then buffers; each object once."""
+    seen: set[Tensor] = set()
+    for kind in ("parameter", "buffer"):
+        for prefix, owner in module.named_modules():
+            table = owner._parameters if kind == "parameter" else owner._buffers
+            for key, tensor in table.items():
+                if tensor is None or tensor in seen or tensor.layout is not torch.strided:
+                    continue
+                if kind == "parameter" and not tensor.requires_grad:
+                    continue
+                seen.add(tensor)
+                name = f"{prefix}.{key}" if prefix else key
+                if is_lazy(tensor):
+                    raise OptionError(
+                        f"{kind} {name!r} has no shape yet; run one batch through the model first"
+                    )
+                dtype = tensor.dtype
+                if not (dtype.is_floating_point or dtype.is_complex or dtype in _COUNTS):
+                    raise OptionError(
+                        f"{kind} {name!r} is {dtype}, of which torch can take neither mean nor maximum; "
+                        f"keep it in another dtype, or out of the module's buffers"
+                    )
+                # `empty_like` keeps dense strides and makes others (expanded, with gaps) dense.
+                strides = torch.empty_like(tensor, device="meta").stride()
+                spec = _Spec(name, kind, tuple(tensor.shape), strides, dtype)
+                yield _Place(spec, table, key)
+
+
+def _memory_key(tensor: Tensor) -> object:
+    if tensor.numel() == 0:
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def _check_devices(groups: dict[torch.dtype, list[_Place]], rank: int) -> None:
+    places = [place for group in groups.values() for place in group]
+    for place in places[1:]:
+        if place.tensor.device != places[0].tensor.device:
+            raise OptionError(
+                f"rank {rank}: {place.spec.name!r} lies on {place.tensor.device}, {places[0].spec.name!r} on "
+                f"{places[0].tensor.device}; a replica must lie on one device"
+            )
+
+
+def _text(shape: Iterable[int]) -> str:
+    return "(" + ", ".join(str(size) for size in shape) + ")"
+
+
+def _describe(spec: _Spec | None) -> str:
+    if spec is None:
+        return "missing (or frozen)"
+    return f"a {spec.kind} of shape {_text(spec.shape)}, strides {_text(spec.strides)}, {spec.dtype}"

@@ -1,0 +1,230 @@
+"""The coordinator's shell: a thread that carries the machine's commands out, and ends the run.
+
+It is the only one that joins threads and closes the source, so that a run that is over has left nothing
+behind, whichever way it went.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+from flowdp.collective.snapshot import Snapshots
+from flowdp.data.reader import Source
+from flowdp.engine.failures import Failures
+from flowdp.engine.records import Records
+from flowdp.engine.worker import Mail
+from flowdp.errors import ProtocolError
+from flowdp.machine.coordinator import Coordinator, Life
+from flowdp.machine.story import Story
+from flowdp.messages import (
+    Abort,
+    AbortGate,
+    Average,
+    Averaged,
+    Command,
+    Direct,
+    DropSnapshots,
+    EpochEnded,
+    Fact,
+    Failed,
+    Finish,
+    Hurried,
+    Hurry,
+    Paused,
+    Requested,
+    RoundEnded,
+    Send,
+    Tick,
+)
+from flowdp.threads.gate import Gate
+from flowdp.threads.inbox import Inbox
+
+__all__ = ["CoordinatorShell"]
+
+log = logging.getLogger("flowdp")
+
+GRACE_MS = 1500.0
+"""How long after a failure user code may keep a thread before the failure is reported without it."""
+
+UNHEARD_MS = 500.0
+"""How long a failure waits for somebody to raise it in, before it is printed."""
+
+
+class CoordinatorShell:
+    """The body of the coordinator thread.
+
+    Args:
+        machine: Decides.
+        story: Keeps what it was told.
+        gate: Takes its directives.
+        inbox: Of this thread.
+        workers: Inboxes of the workers.
+        threads: The workers' threads.
+        source: Closed at the end.
+        snapshots: Averaged on a helper thread; None where the policy has no such rounds.
+        records: Takes what is reported.
+        failures: Takes what goes wrong.
+        closing: Called last, when every thread has ended.
+    """
+
+    def __init__(
+        self,
+        machine: Coordinator,
+        story: Story,
+        gate: Gate,
+        inbox: Inbox[Fact],
+        workers: Sequence[Inbox[Mail]],
+        threads: Sequence[threading.Thread],
+        source: Source,
+        snapshots: Snapshots | None,
+        records: Records,
+        failures: Failures,
+        closing: Callable[[], None],
+    ) -> None:
+        self.machine = machine
+        self.story = story
+        self.inbox = inbox
+        self._gate = gate
+        self._workers = workers
+        self._threads = threads
+        self._source = source
+        self._snapshots = snapshots
+        self._records = records
+        self._failures = failures
+        self._closing = closing
+        self._jobs: Inbox[Average | None] = Inbox(limit=4, name="the averaging thread")
+        self._helper = threading.Thread(target=self._average, name="flowdp-average", daemon=True)
+        self._start_s = perf_counter()
+        self._failing_ms: float | None = None
+        self._finish: Finish | None = None
+        self._is_reported = False
+
+    def run(self) -> None:
+        """Live until the run is over.
+
+        Threads:
+            The body of the coordinator's own thread.
+        """
+        try:
+            if self._snapshots is not None:
+                self._helper.start()
+            while self.machine.life is not Life.DONE:
+                self._turn()
+        except BaseException as error:
+            self._give_up(error)
+        finally:
+            self._end()
+
+    def _now_ms(self) -> float:
+        return (perf_counter() - self._start_s) * 1e3
+
+    def _turn(self) -> None:
+        """Wait for a fact or the deadline, and do what the machine makes of it."""
+        deadlines = [ms for ms in (self.machine.deadline_ms(), self._failing_ms) if ms is not None]
+        fact = self.inbox.get(min(deadlines) - self._now_ms() if deadlines else None)
+        now_ms = self._now_ms()
+        if self._failing_ms is not None and now_ms >= self._failing_ms:
+            self._failing_ms = None
+            self._failures.note_stuck(self._threads)
+            self._conclude(over=False)
+        fact = fact or Tick()
+        commands = self.machine.handle(fact, now_ms)
+        self.story.take(fact, now_ms, commands)
+        for command in commands:
+            self._obey(command)
+        if isinstance(fact, Requested):
+            self._records.hear()
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Send():
+                self._workers[command.rank].post(command.order)
+            case RoundEnded():
+                self._records.add(command)
+                if command.reason:
+                    log.debug("round %d: %s", command.round, command.reason)
+            case EpochEnded():
+                self._records.add(command.metrics)
+                log.info("%s", command.metrics)
+            case Direct():
+                self._gate.direct(command.directives)
+            case Hurry():
+                self._gate.hurry = max(self._gate.hurry, command.round)
+                for worker in self._workers:
+                    worker.post(Hurried())
+            case AbortGate():
+                self._gate.abort(command.reason)
+                self._failing_ms = self._now_ms() + GRACE_MS
+            case Average():
+                self._jobs.post(command)
+            case DropSnapshots():
+                pass  # its slots carry its number, and nobody asks for them any more
+            case Paused():
+                self._records.pause(command.value)
+            case Finish():
+                self._finish = command
+
+    def _average(self) -> None:
+        """The body of the averaging thread."""
+        snapshots = self._snapshots
+        assert snapshots is not None
+        while (job := self._jobs.get()) is not None:
+            try:
+                sync_ms, drifts = snapshots.average(job.round, job.samples)
+                self.inbox.post(Averaged(job.round, sync_ms, drifts))
+            except BaseException as error:
+                self.inbox.post(Failed(self._failures.add(error)))
+
+    def _give_up(self, error: BaseException) -> None:
+        """The machine or this shell failed: free everybody without it."""
+        if isinstance(error, ProtocolError) and not error.story:
+            error = ProtocolError(str(error), story=self.story.tail(50)).with_traceback(error.__traceback__)
+        reason = self._failures.add(error)
+        self._gate.abort(reason)
+        for worker in self._workers:
+            worker.post(Abort(reason))
+
+    def _end(self) -> None:
+        """Join every thread, then say that the run is over."""
+        try:
+            self._leave()
+        except BaseException as error:
+            self._failures.add(error)
+        finally:
+            self._conclude(over=True)
+
+    def _leave(self) -> None:
+        deadline_s = perf_counter() + GRACE_MS / 1e3
+        for thread in self._threads:
+            # All have said goodbye; after a failure of ours they may not have, and nobody hears them.
+            is_leaving = self.machine.life is Life.DONE
+            thread.join(None if is_leaving else max(0.0, deadline_s - perf_counter()))
+        if self._helper.is_alive():
+            self._jobs.post(None)
+            self._helper.join()
+        if not self._source.close():
+            log.warning("the dataset is still inside its own code; its thread ends with that call")
+        self._failures.note_stuck(self._threads)
+        self._closing()
+
+    def _conclude(self, *, over: bool) -> None:
+        """Let everybody know, and print a failure that nobody comes to ask for."""
+        self._records.end(self._finish, over=over)
+        error = self._failures.first
+        if error is None or self._is_reported:
+            return
+        self._is_reported = True
+        if not self._records.wait_for_reader(UNHEARD_MS / 1e3):
+            _print_unhandled(error)
+
+
+def _print_unhandled(error: BaseException) -> None:
+    """Print a failure that nobody waits for, as an unhandled exception of a thread is."""
+    thread = threading.current_thread()
+    args = threading.ExceptHookArgs((type(error), error, error.__traceback__, thread))
+    if sys.stderr is not None:
+        threading.excepthook(args)

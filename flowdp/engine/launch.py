@@ -1,0 +1,223 @@
+"""From checked and built parts to running threads, and back: a run that is started is always joined."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from time import perf_counter
+
+import torch
+
+from flowdp.collective.local import LocalMean
+from flowdp.collective.snapshot import Snapshots
+from flowdp.data.reader import Source
+from flowdp.device.process import ProcessTuning, threads_per_worker, tuned_process, usable_cores
+from flowdp.engine.coordinator import CoordinatorShell
+from flowdp.engine.failures import Failures
+from flowdp.engine.records import Records
+from flowdp.engine.replica import Replica
+from flowdp.engine.worker import Mail, Worker
+from flowdp.errors import DataError
+from flowdp.machine.coordinator import Coordinator, RunConfig
+from flowdp.machine.story import Story
+from flowdp.messages import BatchReady, Fact, Failed, Requested
+from flowdp.threads.gate import Gate
+from flowdp.threads.inbox import Inbox
+
+__all__ = ["Engine"]
+
+WORKER_INBOX = 64
+"""Orders, notes and requests that may wait for a worker: two orders, one request per abandoned round (their
+deadlines double), one note per batch waited for and per hurried round."""
+
+COORDINATOR_INBOX = 4096
+"""Facts that may wait for the coordinator; a worker has at most a handful out."""
+
+EXIT_GRACE_S = 5.0
+"""How long the end of the process waits for a run that was told to stop."""
+
+
+class Engine:
+    """The threads of one run.
+
+    Args:
+        config: What the coordinator is told.
+        replicas: One per rank, equal.
+        source: Of all batches.
+        tuning: Process-wide settings held while the run lives.
+        sink: Takes every line of the story; None keeps only the last events.
+        closing: Called when every thread has ended.
+
+    Attributes:
+        records: What the run has reported.
+        failures: What went wrong.
+        replicas: As given; the run's own until it is over.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        replicas: Sequence[Replica],
+        source: Source,
+        tuning: ProcessTuning,
+        sink: Callable[[str], object] | None = None,
+        closing: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.config = config
+        self.replicas = replicas
+        self.records = Records()
+        self.failures = Failures()
+        self._source = source
+        self._tuning = tuning
+        self._settings = ExitStack()
+        self._settings.callback(closing)
+        self._asked = 0
+        self._asking = threading.Lock()  # numbers the wishes in the order in which the inbox has them
+        self._inbox: Inbox[Fact] = Inbox(COORDINATOR_INBOX, "the coordinator")
+        self._inboxes = [Inbox[Mail](WORKER_INBOX, f"rank {rank}") for rank in range(config.world_size)]
+        gate = Gate(config.world_size)
+        flats = [replica.flat for replica in replicas]
+        mean = LocalMean(flats, gate.finish)
+        snapshots = Snapshots(flats) if config.policy == "async" and config.world_size > 1 else None
+        threads = threads_per_worker(usable_cores(), config.world_size) if tuning.openmp else None
+        self.workers = [
+            Worker(
+                rank,
+                replicas[rank],
+                source,
+                gate,
+                mean,
+                snapshots,
+                self._inboxes[rank],
+                self._inbox.post,
+                self.failures,
+                threads,
+            )
+            for rank in range(config.world_size)
+        ]
+        self._threads = [
+            threading.Thread(target=worker.run, name=f"flowdp-worker-{worker.rank}", daemon=True)
+            for worker in self.workers
+        ]
+        machine = Coordinator(config)
+        self.shell = CoordinatorShell(
+            machine,
+            Story(machine, sink),
+            gate,
+            self._inbox,
+            self._inboxes,
+            self._threads,
+            source,
+            snapshots,
+            self.records,
+            self.failures,
+            self._settings.close,
+        )
+        self._coordinator = threading.Thread(target=self._run, name="flowdp-coordinator", daemon=True)
+
+    def start(self) -> None:
+        """Start all threads; returns at once.
+
+        Raises:
+            DataError: The dataset's worker processes could not be started.
+
+        Threads:
+            The user's; it gives its OpenMP pool back.
+        """
+        self._settings.enter_context(tuned_process(self._tuning))
+        # What a thread sets for its own pool, torch hands on to all threads that come after it.
+        self._settings.callback(torch.set_num_threads, torch.get_num_threads())
+        try:
+            self._source.start(wake=self._wake, failed=self._data_failed)
+        except BaseException:
+            self._source.close()
+            self._settings.close()
+            raise
+        _live.add(self)
+        self._coordinator.start()
+        for thread in self._threads:
+            thread.start()
+
+    def request(self, wish: Requested) -> int:
+        """Tell the coordinator what the user wants; returns at once, with the number of the wish."""
+        with self._asking:
+            if not self.records.is_over:
+                self._asked += 1
+                self._inbox.post(wish)
+            return self._asked
+
+    def join(self) -> None:
+        """Wait for the coordinator thread of a run that is over."""
+        if self.records.is_over:
+            self._coordinator.join()
+
+    def is_own_thread(self) -> bool:
+        """Whether the calling thread belongs to this run."""
+        return threading.current_thread() in (self._coordinator, *self._threads)
+
+    def _run(self) -> None:
+        # The thread holds this engine, not only its shell: a run whose `Run` nobody keeps must be found at
+        # the end of the process.
+        self.shell.run()
+
+    def _wake(self, rank: int, epoch: int, batch: int) -> None:
+        self._inboxes[rank].post(BatchReady(epoch, batch))
+
+    def _data_failed(self, error: DataError) -> None:
+        self._inbox.post(Failed(self.failures.add(error)))
+
+
+_live: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _end_of_process() -> None:
+    """A script that ends without `join()` waits for its runs; Ctrl-C there stops them, and so did one before.
+
+    Daemon threads and this, not plain threads: a plain thread's wait at exit cannot be interrupted without
+    an abort inside torch.
+    """
+    runs = list(_live)
+    try:
+        if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
+            _stop(runs)  # the script ended by a Ctrl-C that nobody caught
+            return
+        for engine in runs:
+            engine.records.wait()
+        _await(runs)
+    except KeyboardInterrupt:
+        with suppress(KeyboardInterrupt):  # a second one does not wait
+            _stop(runs)
+        _exit_interrupted()
+
+
+def _stop(runs: Sequence[Engine]) -> None:
+    for engine in runs:
+        engine.request(Requested("stop"))
+    _await(runs)
+
+
+def _await(runs: Sequence[Engine]) -> None:
+    """Join runs that have ended or were told to, but for threads that stay inside the user's code."""
+    deadline_s = perf_counter() + EXIT_GRACE_S
+    for engine in runs:
+        engine.records.wait(over=True, timeout_s=max(0.0, deadline_s - perf_counter()))
+        engine.join()
+
+
+def _exit_interrupted() -> None:
+    """Let the process end as by a Ctrl-C that nobody caught: by SIGINT, which a shell shows as 130.
+
+    What an atexit callback raises is printed and changes nothing. The interpreter looks, when all else is
+    done, whether a KeyboardInterrupt has left code that was run from C.
+    """
+    names: ctypes.py_object[dict[str, object]] = ctypes.py_object({})
+    with suppress(KeyboardInterrupt):
+        ctypes.pythonapi.PyRun_String(b"raise KeyboardInterrupt", 257, names, names)  # 257: Py_file_input
+
+
+atexit.register(_end_of_process)

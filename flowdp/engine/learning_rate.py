@@ -1,0 +1,183 @@
+"""The learning rate of a replica's next step, as a function of where the step stands in the run.
+
+Every replica owns a twin of the user's scheduler and steps it until its count equals the position, so the
+curve is the same on 1, 2 or 8 devices. What the user's rate is multiplied by (the world size's factor, and
+`run.set_lr`) is kept apart from the scheduler, which never sees it.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from flowdp.errors import OptionError
+from flowdp.options import SchedulerUnit
+
+__all__ = ["LearningRate", "LrLambda", "SchedulerOption", "check_schedule"]
+
+SchedulerOption = LRScheduler | Callable[[Optimizer], LRScheduler]
+LrLambda = Callable[[int], float]
+
+
+def check_schedule(
+    scheduler: object, unit: SchedulerUnit | None, lr_lambda: object, optimizer: object
+) -> None:
+    """Check the arguments that make the learning rate, before anything is built.
+
+    Raises:
+        OptionError: They contradict each other, or a guess would be needed.
+    """
+    if lr_lambda is not None and not callable(lr_lambda):
+        raise OptionError(f"lr_lambda must be a function of the global step, not {lr_lambda!r}")
+    if scheduler is None:
+        if unit is not None:
+            raise OptionError(f"scheduler_unit={unit!r} is given without a scheduler")
+        return
+    if lr_lambda is not None:
+        raise OptionError("scheduler and lr_lambda both set the learning rate: give one of them")
+    if unit not in ("step", "epoch"):
+        raise OptionError(
+            f"scheduler needs scheduler_unit='step' or 'epoch' (given {unit!r}): a wrong guess would be a "
+            f"silently wrong schedule"
+        )
+    if isinstance(scheduler, LRScheduler):
+        if scheduler.optimizer is not optimizer:
+            raise OptionError(
+                "a scheduler instance must be made for the optimizer instance that is given beside it; with "
+                "an optimizer factory give a scheduler factory: scheduler=lambda optimizer: ..."
+            )
+    elif not callable(scheduler):
+        raise OptionError(f"scheduler must be a torch scheduler or a factory of one, not {scheduler!r}")
+    _check_unit(scheduler, unit)
+
+
+class LearningRate:
+    """Sets the learning rates of one replica's optimizer.
+
+    Args:
+        optimizer: The replica's own.
+        scheduler: The user's; a twin is made.
+        unit: What the scheduler counts.
+        lr_lambda: Factor as a function of the global step.
+        factor: What the world size multiplies the user's rates by.
+
+    Threads:
+        The owner of the optimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        scheduler: SchedulerOption | None = None,
+        unit: SchedulerUnit | None = None,
+        lr_lambda: LrLambda | None = None,
+        factor: float = 1.0,
+    ) -> None:
+        self.optimizer = optimizer
+        self._groups = optimizer.param_groups
+        self._unit = unit
+        self._lambda = lr_lambda
+        self._factor = factor
+        self._scheduler = None if scheduler is None else _twin(scheduler, optimizer)
+        _check_unit(self._scheduler, unit)
+        self._count = 0
+        self._plain = [float(group["lr"]) for group in self._groups]  # what the scheduler says
+        self._base = list(self._plain)
+        self._write()
+
+    @property
+    def waits_for_metric(self) -> bool:
+        """Whether the scheduler needs the loss of the epoch before."""
+        return isinstance(self._scheduler, ReduceLROnPlateau)
+
+    @property
+    def value(self) -> float:
+        """Learning rate of the first group."""
+        return float(self._groups[0]["lr"])
+
+    def advance(self, position: int, epoch: int, metric: float | None = None) -> None:
+        """Set the rates for a step.
+
+        Args:
+            position: Steps of all ranks before it.
+            epoch: Its epoch.
+            metric: Loss of the epoch before, for a scheduler that watches it.
+        """
+        if self._lambda is not None:
+            factor = self._lambda(position)
+            self._plain = [base * factor for base in self._base]
+            self._write()
+        elif self._scheduler is not None:
+            count = position if self._unit == "step" else epoch
+            if count > self._count:
+                self._step_scheduler(count, metric)
+
+    def set(self, lr: float, position: int, epoch: int) -> None:
+        """Scale all groups so that the first has `lr` at this position, and keep that scale."""
+        self.advance(position, epoch)
+        plain = self._plain[0] or self._base[0]
+        if plain:
+            self._factor = lr / plain
+        else:  # nothing to scale
+            self._plain = self._base = [lr] * len(self._plain)
+            self._factor = 1.0
+        self._write()
+
+    def _step_scheduler(self, count: int, metric: float | None) -> None:
+        scheduler: Any = self._scheduler
+        # Many schedulers compute the next rate from the one in the group: it must be their own.
+        self._write(plain=True)
+        while self._count < count:
+            self._count += 1
+            if not isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step()
+            elif metric is not None:
+                scheduler.step(metric)
+        self._plain = [float(group["lr"]) for group in self._groups]
+        self._write()
+
+    def _write(self, plain: bool = False) -> None:
+        factor = 1.0 if plain else self._factor
+        for group, lr in zip(self._groups, self._plain, strict=True):
+            if isinstance(group["lr"], float):
+                group["lr"] = lr * factor
+            else:  # a tensor, for capturable optimizers; or an int
+                group["lr"] = group["lr"] * 0 + lr * factor
+
+
+def _check_unit(scheduler: object, unit: SchedulerUnit | None) -> None:
+    if isinstance(scheduler, ReduceLROnPlateau) and unit != "epoch":
+        raise OptionError("ReduceLROnPlateau watches the loss of an epoch: scheduler_unit must be 'epoch'")
+
+
+def _twin(scheduler: SchedulerOption, optimizer: Optimizer) -> LRScheduler:
+    """The user's scheduler, for another optimizer."""
+    if isinstance(scheduler, LRScheduler):
+        # Nested schedulers share the optimizer: the memo gives all of them the new one.
+        twin = copy.deepcopy(scheduler, {id(scheduler.optimizer): optimizer})
+        # What torch notes at an optimizer to warn about schedulers that are stepped first. A rank that had no
+        # batch yet steps its scheduler first, rightly.
+        _mark_step_as_called(optimizer)
+        return twin
+    made = scheduler(optimizer)
+    if not isinstance(made, LRScheduler):
+        raise OptionError(f"the scheduler factory returned {made!r}, not a torch scheduler")
+    if made.optimizer is not optimizer:
+        raise OptionError("the scheduler factory must use the optimizer that it is given")
+    _mark_step_as_called(optimizer)
+    return made
+
+
+def _mark_step_as_called(optimizer: Optimizer) -> None:
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        return
+    step = partial(type(optimizer).step, weakref.proxy(optimizer))
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign, assignment]

@@ -1,0 +1,148 @@
+"""What a run has reported so far, for any number of readers at their own pace."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from flowdp.messages import Finish, RoundEnded
+from flowdp.policy.tally import EpochMetrics
+
+__all__ = ["Records"]
+
+KEPT_ROUNDS = 4096
+"""Round records that are kept; epoch records are all kept."""
+
+
+class Records:
+    """Epoch and round records, and the end of the run.
+
+    Threads:
+        The coordinator adds and marks; any thread reads.
+
+    Attributes:
+        epochs: All epoch records, in order.
+        finish: How the run ended; None before, and where a failure of flowdp's own ended it.
+        is_ended: The run is over, or a failure is known though some thread may not have left yet.
+        is_over: Every thread has left.
+        is_paused: All workers stand still.
+    """
+
+    def __init__(self) -> None:
+        self.epochs: list[EpochMetrics] = []
+        self.finish: Finish | None = None
+        self.is_ended = False
+        self.is_over = False
+        self.is_paused = False
+        self._heard_wishes = 0
+        self._readers = 0
+        self._is_heard = False
+        self._rounds: deque[RoundEnded] = deque(maxlen=KEPT_ROUNDS)
+        self._round_count = 0
+        self._changed = threading.Condition()  # guards everything here
+
+    def add(self, record: EpochMetrics | RoundEnded) -> None:
+        """Append a record."""
+        with self._changed:
+            if isinstance(record, RoundEnded):
+                self._rounds.append(record)
+                self._round_count += 1
+            else:
+                self.epochs.append(record)
+            self._changed.notify_all()
+
+    def pause(self, is_paused: bool) -> None:
+        """Note that all workers stand still, or move again."""
+        with self._changed:
+            self.is_paused = is_paused
+            self._changed.notify_all()
+
+    def hear(self) -> None:
+        """Note that one more wish of the user's has been taken, in the order in which they were made."""
+        with self._changed:
+            self._heard_wishes += 1
+            self._changed.notify_all()
+
+    def end(self, finish: Finish | None, *, over: bool) -> None:
+        """Note that a failure is known, or that the run is over."""
+        with self._changed:
+            self.finish = finish
+            self.is_ended = True
+            self.is_over = over
+            self._changed.notify_all()
+
+    @property
+    def last_round(self) -> RoundEnded | None:
+        """The newest round record."""
+        with self._changed:
+            return self._rounds[-1] if self._rounds else None
+
+    def wait(self, *, over: bool = False, timeout_s: float | None = None) -> bool:
+        """Wait until the run has ended; False when the time is up.
+
+        Args:
+            over: Until every thread has left, failure or not.
+            timeout_s: How long at most; None: for ever.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: self.is_over if over else self.is_ended, timeout_s)
+
+    def wait_for_pause(self, wish: int) -> None:
+        """Wait until all workers stand still, or the run has ended.
+
+        Args:
+            wish: Number of the wish to pause. A standstill from before it was heard may be about to end.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_ended or (self.is_paused and self._heard_wishes >= wish))
+
+    @contextmanager
+    def reader(self) -> Iterator[None]:
+        """Be one who raises the run's failure, so that nobody else has to report it."""
+        with self._changed:
+            self._readers += 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers -= 1
+                self._is_heard |= self.is_ended
+
+    def wait_for_reader(self, timeout_s: float) -> bool:
+        """Whether somebody waits for the end, or comes to ask for it within this time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._is_heard or self._readers > 0, timeout_s)
+
+    def epoch_records(self) -> Iterator[EpochMetrics]:
+        """All epoch records from the first; ends with the run."""
+        seen = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(partial(self._has_more_epochs, seen))
+                fresh = self.epochs[seen:]
+            if not fresh:
+                return
+            seen += len(fresh)
+            yield from fresh
+
+    def round_records(self) -> Iterator[RoundEnded]:
+        """The round records that are kept, from the oldest; ends with the run."""
+        seen = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(partial(self._has_more_rounds, seen))
+                fresh = list(self._rounds)[max(0, seen - (self._round_count - len(self._rounds))) :]
+                seen = self._round_count
+            if not fresh:
+                return
+            yield from fresh
+
+    def _has_more_epochs(self, seen: int) -> bool:
+        return len(self.epochs) > seen or self.is_ended
+
+    def _has_more_rounds(self, seen: int) -> bool:
+        return self._round_count > seen or self.is_ended

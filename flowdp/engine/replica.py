@@ -1,0 +1,145 @@
+"""One model, its optimizer and its loss on one device: what a step is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flowdp.device.tensors import FlatReplica
+from flowdp.engine.context import CurrentWorker
+from flowdp.engine.learning_rate import LearningRate
+from flowdp.options import Precision
+
+__all__ = ["LossOption", "Replica", "loss_function"]
+
+LossOption = Callable[..., Any] | nn.Module
+Loss = Callable[[nn.Module, Any], Any]
+
+
+def loss_function(loss: LossOption, device: torch.device) -> Loss:
+    """The loss as a function of (module, batch); a criterion is copied to the device."""
+    if not isinstance(loss, nn.Module):
+        return loss
+    criterion = copy.deepcopy(loss).to(device)
+
+    def apply(model: nn.Module, batch: Any) -> Any:
+        try:
+            inputs, target = batch
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"a criterion is called as criterion(model(x), y) and needs batches of two parts, not "
+                f"{type(batch).__name__}; give a function instead: loss=lambda model, batch: ..."
+            ) from None
+        return criterion(model(inputs), target)
+
+    return apply
+
+
+class Replica:
+    """The trained things of one rank.
+
+    Args:
+        module: On its device, flattened.
+        flat: Its memory.
+        optimizer: Of its parameters.
+        loss: Function of (module, batch).
+        learning_rate: Sets the optimizer's rates.
+        device: Where all of it lies.
+        precision: "bf16" runs forward and loss under autocast.
+        max_grad_norm: Gradients are clipped to this 2-norm between backward and step; None: not.
+
+    Threads:
+        The worker of this rank, once it runs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        flat: FlatReplica,
+        optimizer: Optimizer,
+        loss: Loss,
+        learning_rate: LearningRate,
+        device: torch.device,
+        precision: Precision = "32",
+        max_grad_norm: float | None = None,
+    ) -> None:
+        self.module = module
+        self.flat = flat
+        self.optimizer = optimizer
+        self.learning_rate = learning_rate
+        self.device = device
+        self._loss = loss
+        self._precision = precision
+        self._max_grad_norm = max_grad_norm
+        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+    def step(self, batch: Any, worker: CurrentWorker) -> float:
+        """Forward, backward, clip, optimizer step.
+
+        Returns:
+            The loss of the batch, before the step.
+
+        Raises:
+            TypeError: What the loss returned is not a loss.
+            ValueError: The loss is not a scalar.
+        """
+        with self._autocast():
+            result = self._loss(self.module, batch)
+        loss = result if isinstance(result, Tensor) else self._unpack(result, worker)
+        if loss.dim() != 0:
+            if loss.numel() != 1:
+                raise ValueError(
+                    f"the loss must be a scalar, the mean over the batch, not a tensor of shape "
+                    f"{tuple(loss.shape)}; add .mean()"
+                )
+            loss = loss.squeeze()
+        if loss.requires_grad:
+            loss.backward()
+        if all(parameter.grad is None for parameter in self._trained):
+            raise ValueError(
+                "the loss does not depend on a parameter of the replica: use the model that is passed in"
+            )
+        if self._max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._trained, self._max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        # Autocast is a state of the thread: it is entered where the step runs, and per step.
+        if self._precision == "32":
+            return _FULL_PRECISION
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    @staticmethod
+    def _unpack(result: object, worker: CurrentWorker) -> Tensor:
+        scalars: object = {}
+        loss: object = result
+        if isinstance(result, Mapping):
+            scalars = {name: value for name, value in result.items() if name != "loss"}
+            loss = result.get("loss")
+        elif isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+            loss, scalars = result
+        if not isinstance(loss, Tensor) or not isinstance(scalars, Mapping):
+            raise TypeError(
+                f"the loss must return a scalar tensor, (loss, scalars) or a mapping with 'loss', not "
+                f"{_describe(result)}"
+            )
+        for name, value in scalars.items():
+            worker.record(name, value)
+        return loss
+
+
+_FULL_PRECISION = nullcontext()
+
+
+def _describe(result: object) -> str:
+    if isinstance(result, Mapping):
+        return f"a mapping with {', '.join(map(repr, result)) or 'nothing'}"
+    return type(result).__name__

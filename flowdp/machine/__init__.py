@@ -1,0 +1,1 @@
+"""The pure machines: events in, orders out."""

@@ -1,0 +1,155 @@
+"""The epochs of a run in their order: what can be dealt, what was trained, which one is complete."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from flowdp.errors import ProtocolError
+from flowdp.messages import EpochEnded, Work
+from flowdp.policy.ledger import Ledger
+from flowdp.policy.tally import Tally
+
+__all__ = ["Epochs"]
+
+
+@dataclass(slots=True)
+class _Open:
+    """An epoch that has begun and is not complete."""
+
+    ledger: Ledger
+    tally: Tally
+    start_ms: float
+
+
+class Epochs:
+    """Ledgers and tallies of the epochs that are under way; two at most in planned rounds.
+
+    Args:
+        batches: Batches of an epoch.
+        epochs: How many; None: until `max_steps`.
+        max_steps: Steps of all ranks after which the run ends; None: no limit.
+        world_size: Ranks.
+        wait_for_metric: The next epoch begins only when the one before is complete, because a scheduler
+            waits for its loss.
+
+    Attributes:
+        done: Complete epochs.
+        metric: Loss of the last complete epoch, where a scheduler waits for it; else None.
+    """
+
+    def __init__(
+        self,
+        batches: int,
+        epochs: int | None,
+        max_steps: int | None,
+        world_size: int,
+        wait_for_metric: bool = False,
+    ) -> None:
+        self.batches = batches
+        self.epochs = epochs
+        self.max_steps = max_steps
+        self.world_size = world_size
+        self.wait_for_metric = wait_for_metric
+        self.done = 0
+        self.metric: float | None = None
+        self._open: deque[_Open] = deque()
+        self._opened = 0
+
+    @property
+    def total_batches(self) -> int | None:
+        """Batches of the whole run; None without an end."""
+        bounds = [n for n in (self.max_steps, self.epochs and self.epochs * self.batches) if n is not None]
+        return min(bounds) if bounds else None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every batch of the run was trained and counted back."""
+        return not self._open and self._length(self._opened) == 0
+
+    def dealing(self, now_ms: float) -> Ledger | None:
+        """The earliest epoch of which something can be dealt; None: nothing now, or nothing ever."""
+        for epoch in self._open:
+            if epoch.ledger.remaining:
+                return epoch.ledger
+        if self._open and self.wait_for_metric:
+            return None
+        length = self._length(self._opened)
+        if length == 0:
+            return None
+        ledger = Ledger(self._opened, length, self.world_size)
+        self._open.append(_Open(ledger, Tally(self._opened, self.world_size), now_ms))
+        self._opened += 1
+        return ledger
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether nothing will ever be dealt again, unless something comes back."""
+        return not any(e.ledger.remaining for e in self._open) and self._length(self._opened) == 0
+
+    def of(self, epoch: int) -> Ledger:
+        """The ledger of an epoch under way."""
+        return self._find(epoch).ledger
+
+    def record(self, rank: int, work: Work, wait_ms: float = 0.0, sync_ms: float = 0.0) -> None:
+        """Count a rank's work towards its epoch."""
+        if work.steps or self._is_open(work.epoch):
+            self._find(work.epoch).tally.add(rank, work, wait_ms=wait_ms, sync_ms=sync_ms)
+
+    def close_round(self, epoch: int, sync_ms: float, drift: float | None, rounds: int) -> None:
+        """Count rounds towards an epoch; a meeting after the last one counts towards none."""
+        if self._is_open(epoch):
+            self._find(epoch).tally.close_round(sync_ms, drift, rounds)
+
+    def ended(self, now_ms: float, anchor: int, global_step: int) -> list[EpochEnded]:
+        """The epochs that are complete since the last call, in their order."""
+        records = []
+        while self._open and self._open[0].ledger.is_complete:
+            epoch = self._open.popleft()
+            metrics = epoch.tally.result(now_ms - epoch.start_ms, anchor, global_step, self.epochs)
+            self.done += 1
+            self.metric = metrics.loss if self.wait_for_metric else None
+            records.append(EpochEnded(metrics))
+            if self._open:
+                # Its first batches were dealt while the epoch before still ran.
+                self._open[0].start_ms = now_ms
+        return records
+
+    def fold(self) -> None:
+        """Shorten the lists of left-overs."""
+        for epoch in self._open:
+            epoch.ledger.fold()
+
+    def check(self) -> None:
+        """Check the ledgers.
+
+        Raises:
+            ProtocolError: A batch is lost or doubled, or the epochs are out of order.
+        """
+        for number, epoch in enumerate(self._open, self.done):
+            epoch.ledger.check()
+            if epoch.ledger.epoch != number:
+                raise ProtocolError(f"epoch {epoch.ledger.epoch} stands where {number} should")
+
+    def _length(self, epoch: int) -> int:
+        if self.epochs is not None and epoch >= self.epochs:
+            return 0
+        if self.max_steps is None:
+            return self.batches
+        return max(0, min(self.batches, self.max_steps - epoch * self.batches))
+
+    def _is_open(self, epoch: int) -> bool:
+        return self.done <= epoch < self.done + len(self._open)
+
+    def _find(self, epoch: int) -> _Open:
+        for candidate in self._open:
+            if candidate.ledger.epoch == epoch:
+                return candidate
+        raise ProtocolError(f"epoch {epoch} is not under way: {[e.ledger.epoch for e in self._open]} are")
+
+
+def mean_loss(works: list[Work]) -> float:
+    """Mean over the samples of several pieces of work; NaN without any."""
+    samples = sum(work.losses[1] for work in works)
+    return math.fsum(work.losses[0] for work in works) / samples if samples else math.nan

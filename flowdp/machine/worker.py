@@ -1,0 +1,262 @@
+"""The worker's machine: a queue of plans and one rule (next step, enter the gate, idle, leave).
+
+The shell asks `next()` between any two steps, does what it says, and reports back with `trained()` or
+`met()`. Nothing here waits, and nothing here knows what a step is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from flowdp.errors import ProtocolError
+from flowdp.messages import (
+    Abort,
+    Arrival,
+    Order,
+    Outcome,
+    RequestParams,
+    Shutdown,
+    StartEpoch,
+    Throttle,
+    Update,
+)
+
+__all__ = ["Action", "Apply", "Done", "Enter", "Idle", "Leave", "Report", "Snapshot", "Step", "WorkerMachine"]
+
+
+@dataclass(slots=True)
+class Step:
+    """Train this batch.
+
+    Attributes:
+        epoch: Its epoch.
+        batch: Its number in the epoch.
+        position: Where the step stands in the run, in steps of all ranks: the scheduler's clock.
+        metric: Loss of the epoch before, where a scheduler waits for it.
+    """
+
+    epoch: int
+    batch: int
+    position: int
+    metric: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """Enter the gate with this arrival, then call `met` with the outcome.
+
+    Attributes:
+        arrival: What to say there.
+        drift: Whether to measure the distance from the mean.
+    """
+
+    arrival: Arrival
+    drift: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """An order has ended.
+
+    Attributes:
+        plan: Its plan.
+        epoch: Epoch of its batches.
+        steps: How many of them were trained, from the first.
+    """
+
+    plan: int
+    epoch: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """An order without a meeting has ended: report its work (async)."""
+
+    done: Done
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Copy the replica for this round and say so with `steps` and `samples` (async)."""
+
+    round: int
+    steps: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Add the round's difference to the replica (async)."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Wait at the inbox."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """End the thread.
+
+    Attributes:
+        reason: None at the end of the run, else whose failure.
+    """
+
+    reason: str | None
+
+
+Action = Step | Enter | Report | Snapshot | Apply | Idle | Leave
+
+_IDLE = Idle()
+
+
+class WorkerMachine:
+    """What one rank does next.
+
+    Attributes:
+        rank: Who.
+        steps: Steps since the last mean.
+        samples: Samples of those steps.
+        total_steps: Steps of the run.
+        throttled: Why there are no batches for this rank, while there are none.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.steps = 0
+        self.samples = 0
+        self.total_steps = 0
+        self.throttled: str | None = None
+        self._orders: deque[StartEpoch] = deque()
+        self._control: deque[RequestParams | Update] = deque()
+        self._order: StartEpoch | None = None
+        self._done = 0  # steps of the current order
+        self._in_round = 0  # steps of the round that it is in
+        self._held = 0  # rounds of the order that were held
+        self._base = 0  # steps of all ranks at the last mean
+        self._next_round = 0  # no round before this one will ask for us
+        self._oldest_plan = 0  # orders of older plans are void
+        self._snapshot: Snapshot | None = None
+        self._cut: Done | None = None  # the order that a hurried blocking round cut short (async)
+        self._cut_batches = 0  # and how many batches were not trained for its sake
+        self._leave: Leave | None = None
+
+    def handle(self, order: Order) -> None:
+        """Take an order."""
+        match order:
+            case StartEpoch():
+                if order.plan >= self._oldest_plan:
+                    self._orders.append(order)
+                    self.throttled = None
+            case RequestParams():
+                # Asked again, the earlier round was abandoned: nobody waits for its snapshot.
+                self._control = deque(c for c in self._control if isinstance(c, Update))
+                self._control.append(order)
+            case Update():
+                self._control.append(order)
+            case Throttle():
+                self.throttled = order.reason
+            case Shutdown():
+                self._leave = self._leave or Leave(None)
+            case Abort():
+                self._leave = Leave(order.reason)
+
+    def next(self, hurry: int) -> Action:
+        """What to do now.
+
+        Args:
+            hurry: The gate's: rounds up to this number are entered with the steps there are.
+        """
+        if self._leave is not None:
+            return self._leave
+        if self._control:
+            return self._serve(self._control.popleft())
+        order = self._order
+        if order is None:
+            if not self._orders:
+                return _IDLE
+            order = self._order = self._orders.popleft()
+            self._done = self._in_round = self._held = 0
+        sync = order.sync
+        if sync is None:
+            return self._next_free(order, hurry)
+        before = sync.global_step + self._held * sync.steps
+        if self._in_round < sync.every and hurry < sync.round + self._held:
+            return self._step(order, before + self._in_round * sync.steps // sync.every)
+        left = sync.every - self._in_round + self._cut_batches
+        arrival = Arrival(self.rank, sync.round + self._held, before, self.steps, self.samples, left)
+        return Enter(arrival, sync.drift)
+
+    def trained(self, samples: int) -> None:
+        """The step that `next` named is done."""
+        self.steps += 1
+        self.total_steps += 1
+        self.samples += samples
+        self._done += 1
+        self._in_round += 1
+
+    def met(self, outcome: Outcome) -> Done | None:
+        """The round is held; an answer says which order ended with it and is to be acknowledged."""
+        order = self._order
+        if order is None or order.sync is None:
+            raise ProtocolError(f"rank {self.rank} got {outcome} without an order")
+        self.steps = self.samples = 0
+        self._snapshot = None
+        self._base = outcome.global_step
+        self._next_round = outcome.round + 1
+        self._in_round = 0
+        self._held += 1
+        if not outcome.voids and self._held < order.sync.count:
+            return None
+        done = self._cut or Done(order.plan, order.epoch, self._done)
+        self._order = self._cut = None
+        self._cut_batches = 0
+        if outcome.voids:
+            self._orders.clear()
+            self._oldest_plan = order.plan + 1
+        return done
+
+    def applied(self, round: int, global_step: int) -> None:
+        """The mean of the round is in: only the steps behind the snapshot are still this rank's own."""
+        if self._snapshot is None or self._snapshot.round != round:
+            raise ProtocolError(
+                f"rank {self.rank} got the mean of round {round}, its snapshot is {self._snapshot}"
+            )
+        self.steps -= self._snapshot.steps
+        self.samples -= self._snapshot.samples
+        self._base = global_step
+        self._snapshot = None
+
+    def _serve(self, order: RequestParams | Update) -> Action:
+        if isinstance(order, RequestParams):
+            self._snapshot = Snapshot(order.round, self.steps, self.samples)
+            return self._snapshot
+        self.applied(order.round, order.global_step)
+        return Apply(order.round)
+
+    def _next_free(self, order: StartEpoch, hurry: int) -> Action:
+        if hurry >= self._next_round and any(o.sync is not None for o in self._orders):
+            return self._skip_to_gate(order, hurry)
+        if self._done < len(order.batches):
+            pace = order.pace
+            ahead = 0 if pace is None else self.steps * pace.steps // pace.quota
+            return self._step(order, self._base + ahead)
+        self._order = None
+        return Report(Done(order.plan, order.epoch, self._done))
+
+    def _skip_to_gate(self, order: StartEpoch, hurry: int) -> Action:
+        """Go to the blocking round in the queue; what lies before it is dealt anew (async)."""
+        self._cut = Done(order.plan, order.epoch, self._done)
+        self._cut_batches = len(order.batches) - self._done
+        while self._orders[0].sync is None:
+            self._cut_batches += len(self._orders.popleft().batches)
+        self._order = self._orders.popleft()
+        self._done = self._in_round = self._held = 0
+        return self.next(hurry)
+
+    def _step(self, order: StartEpoch, position: int) -> Step:
+        return Step(order.epoch, order.batches[self._done], position, order.metric)

@@ -1,0 +1,517 @@
+"""What threads say to each other: frozen records, no tensors, no torch.
+
+Orders go down (imperative), facts go up (past tense), commands are what the coordinator machine asks of its
+shell. What all ranks must do in the same round is in none of them: it is decided once, at the gate, and
+comes back as an `Outcome`. Durations are milliseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flowdp.policy.tally import EpochMetrics, Work
+
+__all__ = [
+    "Abort",
+    "AbortGate",
+    "Arrival",
+    "Average",
+    "Averaged",
+    "BatchReady",
+    "Command",
+    "Direct",
+    "Directives",
+    "DropSnapshots",
+    "EpochEnded",
+    "Exiting",
+    "Fact",
+    "Failed",
+    "Finish",
+    "Hurried",
+    "Hurry",
+    "Order",
+    "Outcome",
+    "Pace",
+    "Paused",
+    "RequestParams",
+    "Requested",
+    "RoundEnded",
+    "Send",
+    "Shutdown",
+    "SnapshotReady",
+    "StartEpoch",
+    "StepsDone",
+    "SyncAck",
+    "SyncNow",
+    "Throttle",
+    "Tick",
+    "Update",
+    "Updated",
+    "Work",
+    "WorkerReady",
+]
+
+
+# ---------------------------------------------------------------- the gate
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A rank stands in the gate.
+
+    Attributes:
+        rank: Who.
+        round: Which round it means; all members must mean the same one.
+        global_step: Steps of all ranks before this round, as the order said.
+        steps: Steps this rank has taken since the last mean.
+        samples: Samples of those steps: its weight.
+        left: Batches of its order that it did not train, because it was hurried.
+    """
+
+    rank: int
+    round: int
+    global_step: int
+    steps: int
+    samples: int
+    left: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Directives:
+    """What the next outcome shall tell all ranks.
+
+    Attributes:
+        stop: End the run with this round. Stays until the run ends.
+        pause: Stand still after this round. Consumed by the outcome.
+        lr: New learning rate of the first parameter group. Consumed by the outcome.
+    """
+
+    stop: bool = False
+    pause: bool = False
+    lr: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a round: decided once, the same object for every member.
+
+    Attributes:
+        round: Its number.
+        global_step: Steps of all ranks after it.
+        members: Ranks that took part, ascending.
+        steps: Steps per rank since the last mean. Shape (world_size,); 0 for ranks that left.
+        samples: Samples per rank: the weights of the mean. Shape (world_size,).
+        stop: The run ends here.
+        pause: Everybody stands still after it.
+        lr: New learning rate, or None.
+        hurried: Some member came with fewer steps than planned.
+        left: Ranks that left the gate since the last outcome.
+    """
+
+    round: int
+    global_step: int
+    members: tuple[int, ...]
+    steps: tuple[int, ...]
+    samples: tuple[int, ...]
+    stop: bool = False
+    pause: bool = False
+    lr: float | None = None
+    hurried: bool = False
+    left: tuple[int, ...] = ()
+
+    @property
+    def voids(self) -> bool:
+        """Whether everything armed behind this round is void and planned anew."""
+        return self.stop or self.pause or self.hurried or bool(self.left)
+
+
+# ---------------------------------------------------------------- orders
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How a rank's own steps stand for the run's: its step i after the last mean is at `i * steps // quota`.
+
+    Attributes:
+        steps: Steps all ranks take together while this rank takes `quota`.
+        quota: Steps of this rank, at least 1.
+    """
+
+    steps: int
+    quota: int
+
+
+@dataclass(frozen=True, slots=True)
+class SyncNow:
+    """Arms the gate: after every `every` steps of the order, `count` times.
+
+    Attributes:
+        round: Number of the first round; the following ones count up.
+        every: Steps of this rank before each meeting; may be 0.
+        count: Rounds armed.
+        global_step: Steps of all ranks before the first round.
+        steps: Steps of all ranks in one of the rounds.
+        drift: Whether the distance from the mean is measured.
+    """
+
+    round: int
+    every: int
+    count: int
+    global_step: int
+    steps: int
+    drift: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StartEpoch:
+    """Train these batches, then do what `sync` says.
+
+    Attributes:
+        plan: Number of the plan; an order of a void plan is dropped by its reader.
+        epoch: Epoch of the batches, from 0.
+        batches: Batch numbers within the epoch, in the order of training.
+        sync: The rounds it arms; None: no meeting (async).
+        pace: Position of the steps where `sync` is None.
+        metric: Loss of the epoch before, where a scheduler waits for it.
+    """
+
+    plan: int
+    epoch: int
+    batches: tuple[int, ...]
+    sync: SyncNow | None = None
+    pace: Pace | None = None
+    metric: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Throttle:
+    """No batches for you now; the next `StartEpoch` releases.
+
+    Attributes:
+        reason: Why, in words.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestParams:
+    """Put a snapshot of your replica down for this round (async)."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The mean of a round is there: add its difference to your snapshot (async).
+
+    Attributes:
+        round: The round of the snapshot.
+        global_step: Steps of all ranks up to the snapshots.
+    """
+
+    round: int
+    global_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Leave at once; somebody failed.
+
+    Attributes:
+        reason: Whose failure, in words.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """The run is over: leave."""
+
+
+Order = StartEpoch | Throttle | RequestParams | Update | Abort | Shutdown
+
+
+# ---------------------------------------------------------------- facts
+@dataclass(frozen=True, slots=True)
+class WorkerReady:
+    """The replica of this rank stands and waits for its first order."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepsDone:
+    """An order without a meeting is done (async).
+
+    Attributes:
+        rank: Who.
+        plan: The plan of the order.
+        work: What was done.
+    """
+
+    rank: int
+    plan: int
+    work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class SyncAck:
+    """An order ended with a mean: all its rounds were held, or `outcome` voided the rest.
+
+    Attributes:
+        rank: Who.
+        outcome: Of the last round held.
+        work: What was done, all rounds of the order together.
+        sync_ms: Averaging time of one round, without waiting.
+        wait_ms: Time in the gate waiting for others, all rounds together.
+        drift: ||replica - mean|| / ||mean|| in the last round; None where not measured.
+    """
+
+    rank: int
+    outcome: Outcome
+    work: Work
+    sync_ms: float = 0.0
+    wait_ms: float = 0.0
+    drift: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotReady:
+    """The snapshot of this rank lies ready (async).
+
+    Attributes:
+        rank: Who.
+        round: The round it was asked for.
+        steps: Steps since the last mean that it applied.
+        samples: Samples of those steps: its weight.
+    """
+
+    rank: int
+    round: int
+    steps: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Averaged:
+    """The mean of a round's snapshots lies ready (async).
+
+    Attributes:
+        round: The round.
+        sync_ms: Time it took.
+        drifts: ||snapshot - mean|| / ||mean|| per rank, or empty.
+    """
+
+    round: int
+    sync_ms: float
+    drifts: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """The mean of this round is in the replica (async).
+
+    Attributes:
+        rank: Who.
+        round: The round.
+    """
+
+    rank: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReady:
+    """A batch that a worker waits for has been read. Goes to the worker."""
+
+    epoch: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hurried:
+    """The gate's hurry was raised. Goes to every worker, for one that waits for a batch looks at nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exiting:
+    """A worker thread ends.
+
+    Attributes:
+        rank: Who.
+        error: None after an order to leave, else the failure in words.
+    """
+
+    rank: int
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Something beside the workers failed: the reader, the averaging.
+
+    Attributes:
+        error: In words.
+    """
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Requested:
+    """The user asked for something.
+
+    Attributes:
+        what: The wish.
+        value: The learning rate of "set_lr"; None otherwise.
+    """
+
+    what: Literal["stop", "pause", "unpause", "set_lr"]
+    value: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """The deadline that the machine asked for has passed."""
+
+
+Fact = (
+    WorkerReady
+    | StepsDone
+    | SyncAck
+    | SnapshotReady
+    | Averaged
+    | Updated
+    | Exiting
+    | Failed
+    | Requested
+    | Tick
+)
+
+
+# ---------------------------------------------------------------- commands of the coordinator to its shell
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Put this order into the inbox of that rank."""
+
+    rank: int
+    order: Order
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """Put these directives at the gate."""
+
+    directives: Directives
+
+
+@dataclass(frozen=True, slots=True)
+class Hurry:
+    """Set the gate's hurry: members of rounds up to this one come with the steps they have."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbortGate:
+    """Release everybody who stands in the gate with an error."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """Average the snapshots of a round on the helper thread (async).
+
+    Attributes:
+        round: The round.
+        samples: Weight per rank. Shape (world_size,).
+    """
+
+    round: int
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DropSnapshots:
+    """The round was abandoned: forget its snapshots (async)."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEnded:
+    """A record for those who watch: one round, or the rounds of one order together.
+
+    Attributes:
+        round: Number of the last of them.
+        rounds: How many.
+        epoch: Epoch of their batches.
+        global_step: Steps of all ranks after them.
+        steps: Steps per rank. Shape (world_size,).
+        samples: Samples per rank. Shape (world_size,).
+        loss: Mean over the samples; NaN without any.
+        lr: Learning rate of the first group.
+        wall_ms: From their beginning to their end.
+        busy_ms: Time in steps per rank. Shape (world_size,).
+        data_ms: Waiting for batches per rank. Shape (world_size,).
+        wait_ms: Waiting in the gate per rank. Shape (world_size,).
+        sync_ms: Averaging time of one round.
+        anchor: Steps of the slowest rank that the cadence aimed at.
+        drift: Largest over the ranks; None where not measured.
+        reason: What the guard or the gate had to say; "" for an ordinary round.
+    """
+
+    round: int
+    rounds: int
+    epoch: int
+    global_step: int
+    steps: tuple[int, ...]
+    samples: tuple[int, ...]
+    loss: float
+    lr: float
+    wall_ms: float
+    busy_ms: tuple[float, ...]
+    data_ms: tuple[float, ...]
+    wait_ms: tuple[float, ...]
+    sync_ms: float
+    anchor: int
+    drift: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochEnded:
+    """An epoch is complete: every batch of it was trained and counted once.
+
+    Attributes:
+        metrics: Its record.
+    """
+
+    metrics: EpochMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """All workers stand still (`value` True) or move again (False)."""
+
+    value: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The run is over and every worker has left.
+
+    Attributes:
+        error: The first failure in words, or None.
+        stopped: Whether it ended before its last step.
+    """
+
+    error: str | None
+    stopped: bool
+    global_step: int
+    epochs_done: int
+
+
+Command = (
+    Send | Direct | Hurry | AbortGate | Average | DropSnapshots | RoundEnded | EpochEnded | Paused | Finish
+)

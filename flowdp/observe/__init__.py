@@ -1,0 +1,1 @@
+"""What watches a run; nothing in the engine calls it."""

@@ -1,0 +1,1 @@
+"""Decisions as values: no thread, no clock, no torch."""

@@ -1,0 +1,120 @@
+"""How many steps each rank takes in the next round: El Che, the divergence guard, the hint and the ratios.
+
+One value object per run, fed once a round. Before anything is measured, or where the user fixed the shares,
+the times are guessed: only their ratios matter then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flowdp.options import CadenceOptions
+from flowdp.policy.drift import DivergenceGuard, DriftReport, GuardAction
+from flowdp.policy.el_che import ElChe, fitted_quotas
+
+__all__ = ["Cadence"]
+
+PROBE_STEPS = 3
+"""Steps of every rank in the first round: long enough to measure, short enough to cost nothing."""
+
+
+class Cadence:
+    """The quotas of planned and asynchronous rounds.
+
+    Args:
+        world_size: Ranks, at least 2.
+        options: The user's.
+        ratios: Fixed shares, summing to 1; None: by measured speed. Shape (world_size,).
+
+    Attributes:
+        el_che: Anchor and measured times.
+        guard: Watches the drift.
+        action: What the guard last asked for.
+    """
+
+    def __init__(
+        self, world_size: int, options: CadenceOptions, ratios: Sequence[float] | None = None
+    ) -> None:
+        self.options = options
+        self.ratios = None if ratios is None else tuple(ratios)
+        self.el_che = ElChe(
+            world_size,
+            options.anchor,
+            overhead_target=options.overhead_target,
+            max_anchor=options.max_anchor,
+            max_batch_diff=options.max_batch_diff,
+            speed_hint=options.speed_hint,
+        )
+        self.guard = DivergenceGuard(options.divergence_threshold, enabled=options.divergence_guard)
+        self.action = GuardAction.STABLE
+        self._quotas = self._fit()
+
+    @property
+    def anchor(self) -> int:
+        """Steps of the slowest rank that a round aims at."""
+        return self.el_che.anchor
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the speeds are known: measured, hinted or fixed."""
+        return self.el_che.is_calibrated or self.el_che.has_speed_hint or self.ratios is not None
+
+    @property
+    def ms_per_step(self) -> tuple[float, ...]:
+        """Time of one step per rank as far as known, else in proportion to the hint. Shape (world_size,)."""
+        measured = self.el_che.ms_per_batch
+        if self.ratios is not None:
+            return tuple(1.0 / ratio for ratio in self.ratios)
+        if self.el_che.is_calibrated:
+            # A rank that has had no batch yet is taken for the slowest.
+            slowest = max(measured)
+            return tuple(ms if ms > 0 else slowest for ms in measured)
+        return tuple(1.0 / count for count in self.el_che.batch_counts)
+
+    @property
+    def round_ms(self) -> float:
+        """Time that a round is expected to take; 0 before the first measurement."""
+        if not self.el_che.is_calibrated:
+            return 0.0
+        return max(q * ms for q, ms in zip(self.quotas, self.el_che.ms_per_batch, strict=True))
+
+    @property
+    def quotas(self) -> tuple[int, ...]:
+        """Steps per rank in the next round. Shape (world_size,)."""
+        return self._quotas
+
+    def measured(
+        self,
+        pace_ms: Sequence[float],
+        steps: Sequence[int],
+        sync_ms: float,
+        drifts: Sequence[float] | None,
+    ) -> str:
+        """Take the measurements of a round.
+
+        The guard acts first: growth is held, or the anchor halved, before the quotas are computed.
+
+        Args:
+            pace_ms: Time of one step per rank; 0 where not measured. Shape (world_size,).
+            steps: Steps per rank. Shape (world_size,).
+            sync_ms: Averaging time, without waiting.
+            drifts: Relative distance from the mean of each rank that took part; None where not measured.
+
+        Returns:
+            What the guard had to say; "" while all is well.
+        """
+        decision = None if drifts is None else self.guard.report(DriftReport(tuple(drifts)))
+        self.action = GuardAction.STABLE if decision is None else decision.action
+        hold = self.action is not GuardAction.STABLE
+        wall_ms = [ms * n for ms, n in zip(pace_ms, steps, strict=True)]
+        self.el_che.report_timing(wall_ms, steps, sync_ms, hold=hold)
+        if self.action is GuardAction.TIGHTEN:
+            self.el_che.nudge_anchor_down(0.5)
+        self._quotas = self._fit()
+        return decision.reason if decision is not None and hold else ""
+
+    def _fit(self) -> tuple[int, ...]:
+        anchor = self.el_che.anchor if self.is_known else min(self.el_che.anchor, PROBE_STEPS)
+        return fitted_quotas(
+            self.ms_per_step, anchor, max_lead=self.options.max_batch_diff, max_anchor=self.el_che.max_anchor
+        )

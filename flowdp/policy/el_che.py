@@ -1,0 +1,301 @@
+"""El Che: how many steps each rank takes before the replicas are averaged.
+
+The slowest rank takes `anchor` steps and every faster one fills the same wall time. The anchor grows while
+averaging costs more than its target share of the compute time. `ElChe` holds the measured pace and the
+anchor; `fitted_quotas` turns both into the quotas of a planned round. Neither reads a clock.
+
+Source: flodl's El Che, a cadence for unequal devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from flowdp.errors import OptionError
+
+__all__ = ["ElChe", "fitted_quotas"]
+
+_DEFAULT_MAX_ANCHOR = 200
+_DEAD_ZONE = 0.10
+
+
+def _round_half_up(value: float) -> int:
+    return math.floor(value + 0.5)
+
+
+def _is_measured(ms: float) -> bool:
+    return 0.0 < ms < math.inf
+
+
+class ElChe:
+    """The cadence of a group of devices: measured pace in, steps per rank out.
+
+    ::
+
+        che = ElChe(world_size=2, anchor=10)
+        che.batch_counts                            # (10, 10): nothing is measured yet
+        che.report_timing([100.0, 200.0], [10, 10], sync_ms=5.0)
+        che.batch_counts                            # (20, 10): rank 0 is twice as fast
+
+    Args:
+        world_size: Devices, at least 2.
+        anchor: Steps of the slowest rank, at first and (but for `nudge_anchor_down`) at least.
+        overhead_target: Averaging time over compute time to stay below; clamped to 0.01..0.50.
+        max_anchor: Most steps of the slowest rank, at least 1; a smaller one than `anchor` lowers the anchor.
+            None is 200, or `anchor` where that is more.
+        max_batch_diff: Most steps by which one report may move a count that was measured before.
+            None is no limit.
+        speed_hint: (slow rank, how many times faster every other rank is), until measured. A ratio below 1
+            counts as 1.
+
+    Raises:
+        OptionError: Fewer than 2 devices, an anchor below 1, or a slow rank that is not there.
+
+    Threads: no locks; one owner.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        anchor: int = 10,
+        *,
+        overhead_target: float = 0.10,
+        max_anchor: int | None = _DEFAULT_MAX_ANCHOR,
+        max_batch_diff: int | None = None,
+        speed_hint: tuple[int, float] | None = None,
+    ) -> None:
+        if world_size < 2:
+            raise OptionError(
+                f"El Che balances at least 2 devices, not {world_size}; one device needs no cadence"
+            )
+        if anchor < 1:
+            raise OptionError(f"anchor must be at least 1 step, not {anchor}")
+        cap = max(_DEFAULT_MAX_ANCHOR, anchor) if max_anchor is None else max(max_anchor, 1)
+        self._world_size = world_size
+        self._anchor = self._min_anchor = min(anchor, cap)
+        self._max_anchor = cap
+        self._overhead_target = min(max(overhead_target, 0.01), 0.50)
+        self._max_batch_diff = max_batch_diff
+        self._ms = [0.0] * world_size
+        self._calibrated = False
+        # A cap below the anchor leaves the first counts as they are: they follow at the first report.
+        self._counts = [anchor] * world_size
+        if speed_hint is not None:
+            self._apply_hint(*speed_hint)
+
+    def _apply_hint(self, slow_rank: int, ratio: float) -> None:
+        if not 0 <= slow_rank < self._world_size:
+            raise OptionError(
+                f"speed_hint names rank {slow_rank} as the slow one, but the ranks are "
+                f"0..{self._world_size - 1}"
+            )
+        fast = _round_half_up(self._anchor * max(ratio, 1.0))
+        self._counts = [fast] * self._world_size
+        self._counts[slow_rank] = self._anchor
+
+    # ---------------------------------------------------------------- what it knows
+    @property
+    def world_size(self) -> int:
+        """Devices."""
+        return self._world_size
+
+    @property
+    def anchor(self) -> int:
+        """Steps of the slowest rank between two averagings."""
+        return self._anchor
+
+    @property
+    def batch_counts(self) -> tuple[int, ...]:
+        """Steps per rank. Shape (world_size,)."""
+        return tuple(self._counts)
+
+    @property
+    def total_batches(self) -> int:
+        """Steps of all ranks together."""
+        return sum(self._counts)
+
+    @property
+    def ms_per_batch(self) -> tuple[float, ...]:
+        """Smoothed milliseconds per step; 0 for a rank that was never measured. Shape (world_size,)."""
+        return tuple(self._ms)
+
+    @property
+    def anchor_wall_ms(self) -> float:
+        """Wall time between two averagings that the counts aim at; 0 until measured."""
+        return self._anchor * max(self._ms) if self._calibrated else 0.0
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether anything was measured."""
+        return self._calibrated
+
+    @property
+    def has_speed_hint(self) -> bool:
+        """Whether the counts differ, by a hint or by measurement."""
+        return len(set(self._counts)) > 1
+
+    @property
+    def overhead_target(self) -> float:
+        """Averaging time over compute time to stay below."""
+        return self._overhead_target
+
+    @property
+    def max_anchor(self) -> int:
+        """Most steps of the slowest rank between two averagings."""
+        return self._max_anchor
+
+    @property
+    def max_batch_diff(self) -> int | None:
+        """Most steps by which one report may move a count; None is no limit."""
+        return self._max_batch_diff
+
+    def batches(self, rank: int) -> int:
+        """Steps of one rank."""
+        return self._counts[rank]
+
+    # ---------------------------------------------------------------- what changes it
+    def report_timing(
+        self, wall_ms: Sequence[float], actual_batches: Sequence[int], sync_ms: float, *, hold: bool = False
+    ) -> None:
+        """Take in the times of a round, then set the anchor and the counts of the next one.
+
+        A rank without steps, and a time that is not positive and finite, is no measurement. The pace is an
+        average whose weight is the relative error of the prediction, within 0.1..0.8: jitter is nearly
+        ignored, a real change is adopted in a report or two. The anchor grows by the factor that the
+        overhead exceeds its target, and falls one step at a time below half of it.
+
+        Args:
+            wall_ms: Time in steps per rank. Shape (world_size,).
+            actual_batches: Steps taken in that time, not the planned ones. Shape (world_size,).
+            sync_ms: Time of the averaging itself, without waiting.
+            hold: Do not let the anchor grow this time; the divergence guard asked.
+
+        Raises:
+            OptionError: A length is not the number of devices.
+        """
+        self._check_length("wall_ms", wall_ms)
+        self._check_length("actual_batches", actual_batches)
+        for rank, (wall, steps) in enumerate(zip(wall_ms, actual_batches, strict=True)):
+            if steps > 0 and _is_measured(wall):
+                self._observe(rank, wall / steps)
+        if max(self._ms) <= 0.0:
+            return
+        compute_ms = max((wall for wall in wall_ms if _is_measured(wall)), default=0.0)
+        if compute_ms > 0.0 and _is_measured(sync_ms):
+            self._tune_anchor(sync_ms / compute_ms, hold)
+        self._recount()
+        self._calibrated = True
+
+    def nudge_anchor_down(self, factor: float) -> None:
+        """Meet sooner: multiply the anchor by `factor`, clamped to 0.1..1, and round up.
+
+        It may go below the first anchor, because replicas that drift apart weigh more than overhead; an
+        overhead above its target raises it again.
+        """
+        self._anchor = max(1, min(self._anchor, math.ceil(self._anchor * min(max(factor, 0.1), 1.0))))
+        if max(self._ms) > 0.0:
+            self._recount()
+
+    def clamp_total(self, max_total: int) -> tuple[int, ...]:
+        """Counts scaled down to `max_total` steps of all ranks, in the same proportions.
+
+        A rank whose part would round down to nothing keeps one step; by those the sum may exceed `max_total`.
+        """
+        total = self.total_batches
+        if total <= max_total:
+            return self.batch_counts
+        scale = max_total / total
+        counts = [max(1, math.floor(count * scale)) for count in self._counts]
+        for rank in range(max_total - sum(counts)):
+            counts[rank] += 1
+        return tuple(counts)
+
+    # ---------------------------------------------------------------- the parts
+    def _check_length(self, name: str, values: Sequence[float]) -> None:
+        if len(values) != self._world_size:
+            raise OptionError(
+                f"{name} has {len(values)} values for {self._world_size} devices; give one each"
+            )
+
+    def _observe(self, rank: int, ms: float) -> None:
+        known = self._ms[rank]
+        if not self._calibrated or known <= 0.0:
+            self._ms[rank] = ms
+            return
+        alpha = min(max(abs(ms - known) / known, 0.1), 0.8)
+        self._ms[rank] = alpha * ms + (1.0 - alpha) * known
+
+    def _tune_anchor(self, overhead: float, hold: bool) -> None:
+        if overhead > self._overhead_target:
+            if not hold:
+                wanted = math.ceil(self._anchor * (overhead / self._overhead_target))
+                self._anchor = min(max(wanted, self._min_anchor), self._max_anchor)
+        elif overhead < self._overhead_target * 0.5 and self._anchor > self._min_anchor:
+            # Growth is fast and decay slow, so that the two cannot swing against each other.
+            self._anchor -= 1
+
+    def _recount(self) -> None:
+        slowest = max(self._ms)
+        for rank, ms in enumerate(self._ms):
+            target = max(1, _round_half_up(self._anchor * (slowest / ms))) if ms > 0.0 else self._anchor
+            count = self._counts[rank]
+            if self._calibrated:
+                # Below a tenth of the count a change is jitter, and following it would only oscillate.
+                if abs(target - count) <= count * _DEAD_ZONE:
+                    continue
+                if self._max_batch_diff is not None:
+                    low, high = count - self._max_batch_diff, count + self._max_batch_diff
+                    target = min(max(target, low), high)
+            self._counts[rank] = target
+
+
+def fitted_quotas(
+    ms_per_step: Sequence[float], anchor: int, *, max_anchor: int | None = None, max_lead: int | None = None
+) -> tuple[int, ...]:
+    """Steps per rank of a planned round, so that all ranks finish as nearly together as whole steps allow.
+
+    Rounding a fast rank's time to whole steps leaves devices idle, and how many depends on the anchor; so
+    the anchors up to a quarter above the one asked for are tried and the one whose quotas fill the round
+    best is taken, the nearest one on ties. `ElChe.batch_counts` would not do: their dead zone leaves up to a
+    tenth of each round idle.
+
+    Args:
+        ms_per_step: Milliseconds per step per rank; one that is not measured (0) counts as the slowest.
+            Shape (world_size,).
+        anchor: Steps of the slowest rank, at least 1.
+        max_anchor: Most steps of the slowest rank, at least `anchor`: no larger anchor is tried.
+        max_lead: Most steps by which a rank may lead the slowest. No quota exceeds `max_lead + 1`: the
+            anchor shrinks until the fastest rank fits, and where even an anchor of 1 is too much its quota
+            is cut. 0 gives one step each.
+
+    Returns:
+        Steps per rank, each at least 1. Shape (world_size,).
+    """
+    slowest = max(ms_per_step)
+    paces = [ms if ms > 0.0 else slowest for ms in ms_per_step] if slowest > 0.0 else [1.0] * len(ms_per_step)
+    last = -(-5 * anchor // 4)
+    if max_anchor is not None:
+        last = min(last, max_anchor)
+    if max_lead is not None:
+        last = min(last, max(1, int((max_lead + 1.5) * min(paces) / max(paces))))
+    best: list[int] = []
+    best_fill = 0.0
+    for candidate in _candidates(anchor, last):
+        wall_ms = candidate * max(paces)
+        quotas = [max(1, int(wall_ms / pace + 0.5)) for pace in paces]
+        if max_lead is not None:
+            quotas = [min(quota, max_lead + 1) for quota in quotas]
+        times = [quota * pace for quota, pace in zip(quotas, paces, strict=True)]
+        fill = sum(times) / max(times)
+        if fill > best_fill + 1e-9:
+            best, best_fill = quotas, fill
+    return tuple(best)
+
+
+def _candidates(anchor: int, last: int) -> range:
+    """Anchors to try, the nearest one first: from `anchor` up, or from `last` down where that is below it."""
+    first = anchor if last >= anchor else -(-4 * last // 5)
+    # The longer the round, the less rounding costs: nine are enough, and this runs once a round.
+    stride = max(1, -(-(last - first) // 8))
+    return range(first, last + 1, stride) if last >= anchor else range(last, first - 1, -stride)

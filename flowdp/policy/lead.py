@@ -1,0 +1,67 @@
+"""How far a rank may run ahead.
+
+The lead of a rank is the number of steps it has taken since the last mean, beyond the slowest rank that can
+still move. A rank without data, or one that has left, holds nobody back: waiting for it would never end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flowdp.policy.drift import GuardAction
+
+__all__ = ["Overshoot", "lead_room"]
+
+
+def lead_room(
+    dealt: Sequence[int], done: Sequence[int], movable: Sequence[bool], max_batch_diff: int
+) -> tuple[int | None, ...]:
+    """How many more steps each rank may be given now.
+
+    A rank may start a step while its lead is at most `max_batch_diff`, so 0 is lockstep and the lead is never
+    more than one above it.
+
+    Args:
+        dealt: Steps since the last mean that each rank has been given. Shape (ranks,).
+        done: Steps of these that it has taken. Shape (ranks,).
+        movable: Whether the rank has batches to train, or may get some. Shape (ranks,).
+        max_batch_diff: The limit.
+
+    Returns:
+        0 or less for a rank that is to be held, None for one that has nobody to wait for. Shape (ranks,).
+    """
+    room: list[int | None] = []
+    for rank, given in enumerate(dealt):
+        others = [steps for other, steps in enumerate(done) if other != rank and movable[other]]
+        room.append(min(others) + max_batch_diff + 1 - given if others else None)
+    return tuple(room)
+
+
+class Overshoot:
+    """How many steps past its quota a rank may run when it does not wait for the mean.
+
+    Without a limit of the user's it starts at a hundredth of the run's batches (2 to 5), grows by one with
+    every averaging after which the replicas are stable, up to a fiftieth (3 to 10), and falls back to the
+    start when the guard tightens.
+
+    Args:
+        total_batches: Batches of an epoch.
+        limit: The user's own number of steps; nothing is tuned then.
+    """
+
+    def __init__(self, total_batches: int, limit: int | None = None) -> None:
+        self._initial = min(max(total_batches // 100, 2), 5) if limit is None else limit
+        self._cap = min(max(total_batches // 50, 3), 10) if limit is None else limit
+        self._value = self._initial
+
+    @property
+    def value(self) -> int:
+        """Steps past the quota that are allowed now."""
+        return self._value
+
+    def averaged(self, action: GuardAction) -> None:
+        """Take in what the guard said at an averaging."""
+        if action is GuardAction.STABLE:
+            self._value = min(self._value + 1, self._cap)
+        elif action is GuardAction.TIGHTEN:
+            self._value = self._initial

@@ -1,0 +1,168 @@
+"""The ledger of an epoch: its batches are dealt once and counted back once.
+
+Batches are dealt in the order of the epoch, so what has been trained is a prefix of it and a few batches that
+a shortened round left behind: the position is one integer and that short list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heapreplace
+
+from flowdp.errors import ProtocolError
+
+__all__ = ["Deal", "Ledger", "interleave"]
+
+Deal = tuple[tuple[int, ...], ...]
+"""Batch numbers per rank, in the order of training. Shape (ranks,)."""
+
+
+def interleave(counts: Sequence[int], ms_per_step: Sequence[float], ahead: Sequence[int] = ()) -> list[int]:
+    """The order in which ranks ask for their batches.
+
+    Args:
+        counts: Batches per rank. Shape (ranks,).
+        ms_per_step: Time of one step per rank. Shape (ranks,).
+        ahead: Batches that each rank trains first. Shape (ranks,); empty: none.
+
+    Returns:
+        Ranks, one for each batch; ties go to the lower rank.
+
+    Example:
+        >>> interleave((3, 1), (10.0, 25.0))
+        [0, 1, 0, 0]
+    """
+    first = ahead or [0] * len(counts)
+    asked = sorted(
+        ((first[rank] + i) * ms_per_step[rank], rank, i)
+        for rank, count in enumerate(counts)
+        for i in range(count)
+    )
+    return [rank for _, rank, _ in asked]
+
+
+class Ledger:
+    """Who got which batches of one epoch, and what is left.
+
+    Attributes:
+        epoch: Which epoch.
+        batches: Batches of the epoch.
+        position: First batch that was never dealt.
+        left: Batches per rank that a shortened round left; they are the rank's first ones.
+        dealt: Batches that are out.
+        trained: Batches that were counted back as trained.
+    """
+
+    def __init__(self, epoch: int, batches: int, world_size: int) -> None:
+        self.epoch = epoch
+        self.batches = batches
+        self.position = 0
+        self.left: list[list[int]] = [[] for _ in range(world_size)]
+        self.dealt = 0
+        self.trained = 0
+
+    @property
+    def remaining(self) -> int:
+        """Batches that can still be dealt."""
+        return self.batches - self.position + sum(map(len, self.left))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every batch was trained."""
+        return self.trained == self.batches
+
+    def deal(self, quotas: Sequence[int], ms_per_step: Sequence[float]) -> Deal:
+        """Deal a round.
+
+        A full round gives every rank its quota. Where less remains, the batches go one by one to the
+        rank that would finish them first, and nobody gets more than its quota.
+
+        Args:
+            quotas: Most batches per rank. Shape (ranks,).
+            ms_per_step: Time of one step per rank, only compared with each other. Shape (ranks,).
+        """
+        if self.remaining < sum(quotas):
+            return self._deal_tail(quotas, ms_per_step)
+        hands = [self._take_left(rank, quota) for rank, quota in enumerate(quotas)]
+        ahead = [len(hand) for hand in hands]
+        fresh = [quota - len(hand) for quota, hand in zip(quotas, hands, strict=True)]
+        if self.batches - self.position < sum(fresh):
+            # What remains lies in other ranks' left-overs: it changes hands.
+            for rank, hand in enumerate(hands):
+                self.left[rank] = hand + self.left[rank]
+            return self._deal_tail(quotas, ms_per_step)
+        if max(quotas) == 1:
+            asked: Sequence[int] = [rank for rank, count in enumerate(fresh) if count]
+        else:
+            asked = interleave(fresh, ms_per_step, ahead)
+        for batch, rank in enumerate(asked, self.position):
+            hands[rank].append(batch)
+        self.position += len(asked)
+        self.dealt += sum(quotas)
+        return tuple(map(tuple, hands))
+
+    def deal_rounds(self, count: int) -> Deal:
+        """Deal `count` rounds of one batch per rank: batch r of each round to rank r."""
+        ranks = len(self.left)
+        if any(self.left) or self.batches - self.position < count * ranks:
+            raise ProtocolError(f"epoch {self.epoch}: {count} whole rounds do not remain at {self.position}")
+        stop = self.position + count * ranks
+        deal = tuple(tuple(range(self.position + rank, stop, ranks)) for rank in range(ranks))
+        self.position = stop
+        self.dealt += count * ranks
+        return deal
+
+    def settle(self, rank: int, batches: Sequence[int], trained: int) -> None:
+        """Count back what was dealt: the first `trained` batches are done, the others remain."""
+        if not 0 <= trained <= len(batches) <= self.dealt:
+            raise ProtocolError(
+                f"epoch {self.epoch}: rank {rank} says {trained} of {len(batches)} batches, {self.dealt} "
+                f"are out"
+            )
+        self.dealt -= len(batches)
+        self.trained += trained
+        self.left[rank] = sorted(self.left[rank] + list(batches[trained:]))
+
+    def fold(self) -> None:
+        """Shorten the list of left-overs: those at the end of what was dealt were never dealt."""
+        left = {batch for hand in self.left for batch in hand}
+        while self.position - 1 in left:
+            self.position -= 1
+        self.left = [[batch for batch in hand if batch < self.position] for hand in self.left]
+
+    def check(self) -> None:
+        """Check that every batch is in one place.
+
+        Raises:
+            ProtocolError: It is not.
+        """
+        known = self.trained + self.dealt + self.remaining
+        if known != self.batches or min(self.dealt, self.trained) < 0:
+            raise ProtocolError(
+                f"epoch {self.epoch}: {self.trained} batches trained, {self.dealt} dealt, {self.remaining} "
+                f"remaining do not make {self.batches}"
+            )
+
+    def _take_left(self, rank: int, quota: int) -> list[int]:
+        hand, self.left[rank] = self.left[rank][:quota], self.left[rank][quota:]
+        return hand
+
+    def _deal_tail(self, quotas: Sequence[int], ms_per_step: Sequence[float]) -> Deal:
+        most = sum(quotas)
+        pool = sorted(batch for hand in self.left for batch in hand)[:most]
+        pool += range(self.position, min(self.batches, self.position + most - len(pool)))
+        hands: list[list[int]] = [[] for _ in quotas]
+        finish = [(ms_per_step[rank], rank) for rank, quota in enumerate(quotas) if quota]
+        heapify(finish)
+        for batch in pool:
+            at, rank = finish[0]
+            while len(hands[rank]) >= quotas[rank]:
+                heapreplace(finish, (float("inf"), rank))
+                at, rank = finish[0]
+            hands[rank].append(batch)
+            heapreplace(finish, (at + ms_per_step[rank], rank))
+        taken = set(pool)
+        self.left = [[batch for batch in hand if batch not in taken] for hand in self.left]
+        self.position = max(self.position, pool[-1] + 1) if pool else self.position
+        self.dealt += len(pool)
+        return tuple(map(tuple, hands))

@@ -1,0 +1,174 @@
+"""Dividing samples among ranks of different speed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from flowdp.errors import OptionError
+
+__all__ = [
+    "ThroughputBalance",
+    "equal_sizes",
+    "normalised_ratios",
+    "proportional_sizes",
+    "shard_sizes",
+    "weights_from",
+]
+
+_CALIBRATION_STEPS = 10
+_REBALANCE_STEPS = 50
+_SMOOTHING = 0.3
+_MIN_RATIO = 0.05
+
+
+def equal_sizes(total: int, ranks: int) -> tuple[int, ...]:
+    """Divide `total` evenly; the first ranks take one more where it does not divide. Shape (ranks,)."""
+    size, extra = divmod(total, ranks)
+    return tuple(size + (rank < extra) for rank in range(ranks))
+
+
+def proportional_sizes(total: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """Divide `total` in proportion to positive weights.
+
+    Every share is rounded down, and what is left goes one each to the largest weights, the lower rank first
+    on ties.
+
+    Returns:
+        Sizes that sum to `total`; one may be 0. Shape (ranks,).
+    """
+    whole = sum(weights)
+    sizes = [math.floor(total * weight / whole) for weight in weights]
+    fastest_first = sorted(range(len(sizes)), key=lambda rank: -weights[rank])
+    for rank in fastest_first[: total - sum(sizes)]:
+        sizes[rank] += 1
+    return tuple(sizes)
+
+
+def weights_from(
+    ms_per_batch: Sequence[float], speed_hint: tuple[int, float] | None = None
+) -> tuple[float, ...]:
+    """Relative speeds: measured ones, else the hint, else equal.
+
+    Args:
+        ms_per_batch: Milliseconds per step per rank, 0 where not measured; beside measured ranks such a
+            rank counts as the slowest of them. Shape (ranks,).
+        speed_hint: (slow rank, how many times faster the others are).
+
+    Returns:
+        Positive weights, not normalised. Shape (ranks,).
+    """
+    slowest = max(ms_per_batch)
+    if slowest > 0.0:
+        return tuple(slowest / ms if ms > 0.0 else 1.0 for ms in ms_per_batch)
+    if speed_hint is None:
+        return (1.0,) * len(ms_per_batch)
+    slow_rank, ratio = speed_hint
+    return tuple(1.0 if rank == slow_rank else ratio for rank in range(len(ms_per_batch)))
+
+
+def normalised_ratios(ratios: Sequence[float], world_size: int) -> tuple[float, ...]:
+    """The ratios, scaled to sum to 1. Shape (world_size,).
+
+    Raises:
+        OptionError: Not one per device, or one that is not positive and finite.
+    """
+    if len(ratios) != world_size:
+        raise OptionError(f"{len(ratios)} ratios for {world_size} devices: give one for each device")
+    for ratio in ratios:
+        if not 0.0 < ratio < math.inf:
+            raise OptionError(f"ratios must be positive and finite, not {ratio!r} in {tuple(ratios)!r}")
+    whole = math.fsum(ratios)
+    return tuple(ratio / whole for ratio in ratios)
+
+
+def shard_sizes(batch_size: int, ratios: Sequence[float]) -> tuple[int, ...]:
+    """Split one batch by ratios that sum to 1.
+
+    Sizes are rounded half away from zero, at least 1 while samples last; the last rank takes the rest. A
+    batch smaller than the number of ranks leaves the last ones empty.
+
+    Returns:
+        Sizes that sum to `batch_size`. Shape (ranks,).
+    """
+    sizes = []
+    left = batch_size
+    for rank, ratio in enumerate(ratios[:-1]):
+        after = len(ratios) - rank - 1
+        size = max(1, math.floor(batch_size * ratio + 0.5))
+        # One sample each stays for the ranks behind, unless there are not that many.
+        size = min(size, max(1, left - after), left)
+        sizes.append(size)
+        left -= size
+    return (*sizes, left)
+
+
+class ThroughputBalance:
+    """Ratios that follow the measured speed of each rank, for splitting single batches.
+
+    They are recomputed after step 10 and every 50 steps from there, in proportion to a moving average of the
+    throughput. No rank falls below a twentieth, so that a slow one is still measured.
+
+    Args:
+        ratios: The ratios until then, scaled to sum to 1: equal ones, or from a speed hint. Shape (ranks,).
+
+    Raises:
+        OptionError: A ratio is not positive and finite.
+
+    Threads: no locks; one owner.
+    """
+
+    def __init__(self, ratios: Sequence[float]) -> None:
+        self._ratios = normalised_ratios(ratios, len(ratios))
+        self._throughput = [0.0] * len(ratios)
+        self._steps = 0
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Fraction of a batch per rank; they sum to 1. Shape (ranks,)."""
+        return self._ratios
+
+    @property
+    def throughput(self) -> tuple[float, ...]:
+        """Smoothed samples per millisecond; 0 for a rank never measured. Shape (ranks,)."""
+        return tuple(self._throughput)
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether all ranks have the same ratio."""
+        return all(abs(ratio - self._ratios[0]) < 1e-6 for ratio in self._ratios)
+
+    def update(self, samples: Sequence[int], ms: Sequence[float]) -> bool:
+        """Count one step and take in its times.
+
+        Args:
+            samples: Samples per rank; a rank without any is not measured. Shape (ranks,).
+            ms: Time of the step per rank; 0 or less is no measurement. Shape (ranks,).
+
+        Returns:
+            Whether the ratios were recomputed.
+        """
+        self._steps += 1
+        for rank, (count, took_ms) in enumerate(zip(samples, ms, strict=True)):
+            if count > 0 and 0.0 < took_ms < math.inf:
+                known, seen = self._throughput[rank], count / took_ms
+                self._throughput[rank] = _SMOOTHING * seen + (1.0 - _SMOOTHING) * known if known else seen
+        since = self._steps - _CALIBRATION_STEPS
+        if since < 0 or since % _REBALANCE_STEPS or not any(self._throughput):
+            return False
+        self._ratios = _floored(self._throughput)
+        return True
+
+
+def _floored(throughput: Sequence[float]) -> tuple[float, ...]:
+    """Ratios in proportion to `throughput`, none below the floor; the others pay for it in proportion."""
+    whole = sum(throughput)
+    ratios = [max(value / whole, _MIN_RATIO) for value in throughput]
+    deficit = sum(ratios) - 1.0
+    above = sum(ratio for ratio in ratios if ratio > _MIN_RATIO + 1e-9)
+    paid = [
+        max(ratio - deficit * (ratio / above), _MIN_RATIO) if ratio > _MIN_RATIO + 1e-9 else ratio
+        for ratio in ratios
+    ]
+    # Who pays may itself reach the floor, so the sum can still be off.
+    return normalised_ratios(paid, len(paid))

@@ -1,0 +1,256 @@
+"""Counting up what the ranks did in an epoch.
+
+`Work` is what a rank reports for an order, `Tally` adds it up, `EpochMetrics` is what the user reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from flowdp.policy.drift import DriftReport
+from flowdp.policy.formats import format_duration, format_metric
+
+__all__ = ["EpochMetrics", "RankMetrics", "Tally", "Work"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a rank did for an order.
+
+    Attributes:
+        epoch: Epoch of the batches.
+        steps: Optimizer steps.
+        samples: Samples trained.
+        busy_ms: Time in steps.
+        data_ms: Time spent waiting for batches.
+        pace_ms: Time of one step including its wait for data; 0 where nothing was measured.
+        losses: Sum of loss x samples, and the samples it was summed over.
+        scalars: Name -> (weighted sum, sum of weights), from `record_scalar`.
+        lr: Learning rate of the first group at the last step.
+    """
+
+    epoch: int
+    steps: int
+    samples: int
+    busy_ms: float = 0.0
+    data_ms: float = 0.0
+    pace_ms: float = 0.0
+    losses: tuple[float, int] = (0.0, 0)
+    scalars: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    lr: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankMetrics:
+    """One rank's part of an epoch.
+
+    Attributes:
+        samples: Samples trained.
+        steps: Optimizer steps.
+        busy_ms: Time in steps.
+        data_wait_ms: Time waiting for batches.
+        wait_ms: Time waiting for other ranks.
+        sync_ms: Time in averaging.
+        loss: Mean over its samples; NaN without any.
+        scalars: Weighted means of what it recorded.
+        lr: Learning rate of the first group at its last step; 0 if it took none.
+    """
+
+    samples: int
+    steps: int
+    busy_ms: float
+    data_wait_ms: float
+    wait_ms: float
+    sync_ms: float
+    loss: float
+    scalars: Mapping[str, float]
+    lr: float
+
+
+@dataclass(frozen=True, slots=True)
+class EpochMetrics:
+    """The record of one epoch; prints as one line.
+
+    Attributes:
+        epoch: Which, from 0.
+        epochs: Epochs of the run, or None where it ends by steps.
+        loss: Mean over the samples of all ranks; NaN without any.
+        scalars: Means of what the loss recorded, by its weights, over all ranks.
+        per_rank: The parts of the ranks. Shape (world_size,).
+        epoch_ms: Wall time of the epoch.
+        throughput: Samples per second of the epoch's wall time, waiting included; they sum to the
+            throughput of the run. Shape (world_size,).
+        share: Fraction of the samples. Shape (world_size,).
+        lr: Learning rate of the first group at the last step of the lowest rank that took one.
+        rounds: Averagings.
+        sync_ms: Time of all averagings together, without waiting.
+        anchor: Steps of the slowest rank in a round, at the end.
+        divergence: Largest drift, NaN where one was NaN; None where it was not measured.
+        efficiency: Fraction of the devices' time that was spent in steps, at most 1.
+        global_step: Steps of all ranks in the run so far.
+        eval: Means of the evaluation, empty without one.
+    """
+
+    epoch: int
+    epochs: int | None
+    loss: float
+    scalars: Mapping[str, float]
+    per_rank: tuple[RankMetrics, ...]
+    epoch_ms: float
+    throughput: tuple[float, ...]
+    share: tuple[float, ...]
+    lr: float
+    rounds: int
+    sync_ms: float
+    anchor: int
+    divergence: float | None
+    efficiency: float
+    global_step: int
+    eval: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        number = f"epoch {self.epoch + 1}"
+        if self.epochs is not None:
+            number = f"{number}/{self.epochs}".ljust(len(f"epoch {self.epochs}/{self.epochs}"))
+        metrics = {"loss": self.loss, **self.scalars}
+        metrics.update({f"eval {name}": value for name, value in self.eval.items()})
+        return " | ".join(
+            [
+                number,
+                *(f"{name} {format_metric(value)}" for name, value in metrics.items()),
+                f"{sum(self.throughput):>6,.0f} samples/s",
+                "share " + " ".join(f"{100.0 * share:2.0f} %" for share in self.share),
+                format_duration(self.epoch_ms),
+            ]
+        )
+
+
+@dataclass(slots=True)
+class _RankSums:
+    """Running sums of one rank."""
+
+    steps: int = 0
+    samples: int = 0
+    busy_ms: float = 0.0
+    data_ms: float = 0.0
+    wait_ms: float = 0.0
+    sync_ms: float = 0.0
+    losses: tuple[float, int] = (0.0, 0)
+    scalars: dict[str, tuple[float, float]] = field(default_factory=dict)
+    lr: float = 0.0
+
+
+class Tally:
+    """Adds up the work of one epoch.
+
+    Args:
+        epoch: Which, from 0.
+        world_size: Ranks.
+
+    Threads: no locks; one owner.
+    """
+
+    def __init__(self, epoch: int, world_size: int) -> None:
+        self._epoch = epoch
+        self._ranks = [_RankSums() for _ in range(world_size)]
+        self._rounds = 0
+        self._sync_ms = 0.0
+        self._divergence: float | None = None
+
+    def add(self, rank: int, work: Work, *, wait_ms: float = 0.0, sync_ms: float = 0.0) -> None:
+        """Count what a rank did for an order.
+
+        Args:
+            rank: Who.
+            work: What.
+            wait_ms: Its waiting for other ranks, all rounds of the order together.
+            sync_ms: Its time in averaging, all rounds of the order together.
+        """
+        sums = self._ranks[rank]
+        sums.steps += work.steps
+        sums.samples += work.samples
+        sums.busy_ms += work.busy_ms
+        sums.data_ms += work.data_ms
+        sums.wait_ms += wait_ms
+        sums.sync_ms += sync_ms
+        sums.losses = (sums.losses[0] + work.losses[0], sums.losses[1] + work.losses[1])
+        for name, (total, weight) in work.scalars.items():
+            known = sums.scalars.get(name, (0.0, 0.0))
+            sums.scalars[name] = (known[0] + total, known[1] + weight)
+        if work.steps:
+            sums.lr = work.lr
+
+    def close_round(self, sync_ms: float, drift: float | None, rounds: int = 1) -> None:
+        """Count averagings.
+
+        Args:
+            sync_ms: Time of all of them together, without waiting.
+            drift: Largest over the ranks; None where not measured.
+            rounds: How many.
+        """
+        self._rounds += rounds
+        self._sync_ms += sync_ms
+        if drift is not None:
+            known = () if self._divergence is None else (self._divergence,)
+            self._divergence = DriftReport((*known, drift)).max_drift
+
+    def result(self, epoch_ms: float, anchor: int, global_step: int, epochs: int | None) -> EpochMetrics:
+        """The record of the epoch.
+
+        Args:
+            epoch_ms: Wall time of the epoch.
+            anchor: Steps of the slowest rank in a round, now.
+            global_step: Steps of all ranks in the run so far.
+            epochs: Epochs of the run, or None.
+        """
+        ranks = self._ranks
+        samples = [sums.samples for sums in ranks]
+        busy_ms = sum(sums.busy_ms for sums in ranks)
+        return EpochMetrics(
+            epoch=self._epoch,
+            epochs=epochs,
+            loss=_mean_loss(ranks),
+            scalars=_mean_scalars(ranks),
+            per_rank=tuple(_rank_metrics(sums) for sums in ranks),
+            epoch_ms=epoch_ms,
+            throughput=tuple(1000.0 * count / epoch_ms if epoch_ms > 0.0 else 0.0 for count in samples),
+            share=tuple(count / max(1, sum(samples)) for count in samples),
+            lr=next((sums.lr for sums in ranks if sums.steps), 0.0),
+            rounds=self._rounds,
+            sync_ms=self._sync_ms,
+            anchor=anchor,
+            divergence=self._divergence,
+            efficiency=min(1.0, busy_ms / (len(ranks) * epoch_ms)) if epoch_ms > 0.0 else 0.0,
+            global_step=global_step,
+        )
+
+
+def _rank_metrics(sums: _RankSums) -> RankMetrics:
+    return RankMetrics(
+        samples=sums.samples,
+        steps=sums.steps,
+        busy_ms=sums.busy_ms,
+        data_wait_ms=sums.data_ms,
+        wait_ms=sums.wait_ms,
+        sync_ms=sums.sync_ms,
+        loss=_mean_loss([sums]),
+        scalars=_mean_scalars([sums]),
+        lr=sums.lr,
+    )
+
+
+def _mean_loss(ranks: Sequence[_RankSums]) -> float:
+    samples = sum(sums.losses[1] for sums in ranks)
+    return sum(sums.losses[0] for sums in ranks) / samples if samples else math.nan
+
+
+def _mean_scalars(ranks: Sequence[_RankSums]) -> dict[str, float]:
+    names = dict.fromkeys(name for sums in ranks for name in sums.scalars)
+    means = {}
+    for name in names:
+        pairs = [sums.scalars[name] for sums in ranks if name in sums.scalars]
+        weight = sum(weight for _, weight in pairs)
+        means[name] = sum(total for total, _ in pairs) / weight if weight else math.nan
+    return means

@@ -1,0 +1,1 @@
+"""A virtual cluster that runs the production machines on virtual time."""

@@ -1,0 +1,189 @@
+"""Scenarios: the shape of a run and what goes wrong in it, drawn from a seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Literal
+
+from flowdp.machine.coordinator import RunConfig
+from flowdp.messages import Requested
+from flowdp.options import CadenceOptions, Policy
+
+__all__ = ["Crash", "Scenario", "Wish", "draw"]
+
+STALL = 20.0
+"""A stalled step takes this many times its time."""
+
+LATENCY_MS = 8000.0
+"""Longest delay of a late snapshot."""
+
+
+@dataclass(frozen=True)
+class Crash:
+    """A rank fails: before its first order, in a step, on its way to the gate, or in the averaging.
+
+    Attributes:
+        rank: Who.
+        where: At which kind of action.
+        after: How many such actions succeed before.
+    """
+
+    rank: int
+    where: Literal["start", "step", "enter", "mean", "snapshot", "apply"]
+    after: int
+
+
+@dataclass(frozen=True)
+class Wish:
+    """The user asks for something at a time."""
+
+    at_ms: float
+    request: Requested
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A run of the virtual cluster.
+
+    Attributes:
+        seed: Of the random numbers drawn while it runs.
+        config: What the coordinator is told.
+        ms_per_step: Mean time of one step per rank. Shape (world_size,).
+        noise: Relative spread of a step's time.
+        sync_ms: Time of one averaging.
+        batch_size: Samples of a batch.
+        last_batch: Samples of an epoch's last batch.
+        latency_ms: Longest time that a message takes.
+        stall: Probability that a step takes `STALL` times its time.
+        late_snapshot: Probability that a snapshot takes up to `LATENCY_MS` longer.
+        lost_snapshot: Probability that it never comes.
+        slow_from: (rank, step, factor): from that step of its on, the rank is slower by that factor.
+        crashes: Ranks that fail.
+        wishes: What the user does, in order of time.
+    """
+
+    seed: int
+    config: RunConfig
+    ms_per_step: tuple[float, ...]
+    noise: float = 0.0
+    sync_ms: float = 1.0
+    batch_size: int = 8
+    last_batch: int = 8
+    latency_ms: float = 0.1
+    stall: float = 0.0
+    late_snapshot: float = 0.0
+    lost_snapshot: float = 0.0
+    slow_from: tuple[int, int, float] | None = None
+    crashes: tuple[Crash, ...] = ()
+    wishes: tuple[Wish, ...] = field(default=())
+
+    @property
+    def longest_step_ms(self) -> float:
+        """No step takes longer than this."""
+        slowed = self.slow_from[2] if self.slow_from else 1.0
+        return max(self.ms_per_step) * (1 + self.noise) * slowed * (STALL if self.stall else 1.0)
+
+    @property
+    def longest_run_ms(self) -> float:
+        """No run that ends by itself takes longer than this."""
+        steps = self.config.batches * (self.config.epochs or 1)
+        per_step = self.longest_step_ms + self.sync_ms + 6 * self.latency_ms
+        last_wish_ms = max((wish.at_ms for wish in self.wishes), default=0.0)
+        lateness_ms = (steps * 4 + 20) * (self.lost_snapshot + self.late_snapshot) * LATENCY_MS * 8
+        return 100 + 4 * steps * per_step + len(self.wishes) * (last_wish_ms + 1) + lateness_ms
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether nothing happens that ends the run before its last step."""
+        return not self.crashes and not any(wish.request.what == "stop" for wish in self.wishes)
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario of a seed: small and large, calm and wild ones.
+
+    Each kind of trouble is switched on or off for a whole run (swarm), so that runs with one trouble alone,
+    which show its own bugs best, come up as often as runs with all of them.
+    """
+    rng = random.Random(seed)
+    world_size = rng.choice((1, 2, 2, 2, 3, 3, 4, 5, 6, 8))
+    ratio = rng.choice((1.0, 1.2, 2.5, 4.0, 12.0))
+    base_ms = rng.choice((0.5, 4.0, 20.0))
+    ms_per_step = tuple(base_ms * rng.uniform(1.0, ratio) for _ in range(world_size))
+    policy: Policy = rng.choice(("sync", "cadence", "cadence", "async", "async"))
+    config = RunConfig(
+        world_size=world_size,
+        batches=rng.choice((1, 2, 3, rng.randint(1, 12), rng.randint(10, 60), rng.randint(30, 150))),
+        epochs=rng.choice((1, 1, 2, 3, 4)),
+        max_steps=rng.choice((None, None, None, rng.randint(1, 80))),
+        policy=policy,
+        cadence=_draw_cadence(rng, world_size),
+        ratios=_draw_ratios(rng, world_size) if policy != "sync" and rng.random() < 0.1 else None,
+        wait_for_metric=rng.random() < 0.1,
+    )
+    has = {
+        kind: rng.random() < 0.25
+        for kind in ("noise", "stall", "late", "lost", "slow", "crash", "wish", "link")
+    }
+    batch_size = rng.choice((1, 8))
+    span_ms = sum(ms_per_step) / world_size**2 * config.batches * (config.epochs or 1)
+    return Scenario(
+        seed=seed,
+        config=config,
+        ms_per_step=ms_per_step,
+        noise=rng.choice((0.05, 0.5)) if has["noise"] else 0.0,
+        sync_ms=rng.choice((0.0, 0.05, 0.5)) * base_ms,
+        batch_size=batch_size,
+        last_batch=rng.randint(1, batch_size),
+        latency_ms=rng.choice((1.0, 30.0)) if has["link"] else 0.1,
+        stall=0.02 if has["stall"] else 0.0,
+        late_snapshot=0.1 if has["late"] else 0.0,
+        lost_snapshot=0.1 if has["lost"] else 0.0,
+        slow_from=(rng.randrange(world_size), rng.randint(0, 30), rng.choice((2.0, 5.0)))
+        if has["slow"]
+        else None,
+        crashes=_draw_crashes(rng, world_size) if has["crash"] else (),
+        wishes=_draw_wishes(rng, span_ms) if has["wish"] else (),
+    )
+
+
+def _draw_cadence(rng: random.Random, world_size: int) -> CadenceOptions:
+    return CadenceOptions(
+        anchor=rng.choice((1, 2, 10, 10, 30)),
+        overhead_target=rng.choice((0.05, 0.1, 0.5)),
+        max_anchor=rng.choice((None, None, 1, 15, 0)),
+        max_batch_diff=rng.choice((None, None, None, 0, 1, 5)),
+        speed_hint=rng.choice((None, None, (rng.randrange(world_size), rng.uniform(1, 5)))),
+        divergence_guard=rng.random() < 0.8,
+    )
+
+
+def _draw_ratios(rng: random.Random, world_size: int) -> tuple[float, ...]:
+    weights = [rng.uniform(0.2, 1.0) for _ in range(world_size)]
+    return tuple(weight / sum(weights) for weight in weights)
+
+
+def _draw_crashes(rng: random.Random, world_size: int) -> tuple[Crash, ...]:
+    count = min(world_size, rng.choice((1, 1, 1, 2)))
+    return tuple(
+        Crash(
+            rank,
+            rng.choice(("start", "step", "step", "enter", "mean", "snapshot", "apply")),
+            rng.choice((0, 1, rng.randint(0, 20))),
+        )
+        for rank in rng.sample(range(world_size), count)
+    )
+
+
+def _draw_wishes(rng: random.Random, span_ms: float) -> tuple[Wish, ...]:
+    wishes: list[Wish] = []
+    for kind in rng.choices(("stop", "pause", "set_lr"), k=rng.randint(1, 3)):
+        at_ms = rng.uniform(0.0, 1.1) * span_ms
+        if kind == "pause":
+            back_ms = at_ms + rng.choice((0.0, 1.0, span_ms / 4))
+            wishes += [Wish(at_ms, Requested("pause")), Wish(back_ms, Requested("unpause"))]
+        elif kind == "stop":
+            wishes.append(Wish(at_ms, Requested("stop")))
+        else:
+            wishes.append(Wish(at_ms, Requested("set_lr", rng.choice((0.1, 0.01)))))
+    return tuple(sorted(wishes, key=lambda wish: wish.at_ms))

@@ -1,0 +1,175 @@
+"""What a mix of devices would do together: the production machines on virtual time, without trouble."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flowdp.errors import OptionError
+from flowdp.machine.coordinator import RunConfig
+from flowdp.messages import RoundEnded
+from flowdp.options import CadenceOptions, Policy, one_of
+from flowdp.policy.formats import format_duration
+from flowdp.sim.faults import Scenario
+from flowdp.sim.world import World
+
+__all__ = ["Prediction", "simulate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What `simulate` foresees; prints as a table.
+
+    Attributes:
+        policy: Who waits for whom.
+        speeds: Milliseconds per step of each device alone. Shape (world_size,).
+        wall_ms: Time of the whole run.
+        steps_per_s: Steps of all devices per second.
+        samples_per_s: Samples of all devices per second.
+        efficiency: Throughput against the sum of what the devices do alone; averaging counts as lost.
+        speedup: Throughput against the fastest device alone.
+        anchor: Steps of the slowest device in a round, at the end.
+        rounds: Averagings.
+        sync_ms: Time of one averaging.
+        shares: Fraction of the steps. Shape (world_size,).
+        idle_ms: Time without a step: waiting for others, averaging, no data left. Shape (world_size,).
+        idle_shares: The same as a fraction of `wall_ms`. Shape (world_size,).
+    """
+
+    policy: Policy
+    speeds: tuple[float, ...]
+    wall_ms: float
+    steps_per_s: float
+    samples_per_s: float
+    efficiency: float
+    speedup: float
+    anchor: int
+    rounds: int
+    sync_ms: float
+    shares: tuple[float, ...]
+    idle_ms: tuple[float, ...]
+    idle_shares: tuple[float, ...]
+
+    def __str__(self) -> str:
+        lines = ["rank   ms/step   share    idle"]
+        columns = zip(self.speeds, self.shares, self.idle_shares, strict=True)
+        for rank, (ms, share, idle) in enumerate(columns):
+            lines.append(f"{rank:>4} {ms:>9.4g} {100 * share:>5.1f} % {100 * idle:>5.1f} %")
+        lines.append(
+            f"{self.policy}: {self.steps_per_s:,.1f} steps/s, {self.samples_per_s:,.0f} samples/s, "
+            f"{100 * self.efficiency:.1f} % of these devices, {self.speedup:.2f} x the fastest alone"
+        )
+        lines.append(
+            f"{self.rounds:,} rounds in {format_duration(self.wall_ms)}, anchor {self.anchor}, "
+            f"{self.sync_ms:g} ms each"
+        )
+        return "\n".join(lines)
+
+
+def simulate(
+    speeds: Sequence[float],
+    *,
+    sync_ms: float = 0.0,
+    policy: Policy = "cadence",
+    cadence: CadenceOptions | None = None,
+    batch_size: int = 32,
+    batches: int = 1000,
+    epochs: int = 1,
+    noise: float = 0.0,
+    seed: int = 0,
+    partition_ratios: Sequence[float] | None = None,
+) -> Prediction:
+    """Run the production decision code on a virtual mix of devices.
+
+    ::
+
+        print(simulate([12, 28], sync_ms=9))          # what would adding the 28 ms card bring?
+
+    Args:
+        speeds: Milliseconds of one step of each device, data included. Shape (world_size,).
+        sync_ms: Time of one averaging.
+        policy: Who waits for whom.
+        cadence: How often the replicas meet; None: the defaults.
+        batch_size: Samples of a step.
+        batches: Batches of an epoch.
+        epochs: Epochs of the run.
+        noise: Relative spread of a step's time: 0.1 draws each from 90 to 110 %.
+        seed: Of the noise.
+        partition_ratios: Fixed shares, summing to 1; None: by speed. Shape (world_size,).
+
+    Raises:
+        OptionError: An argument is out of its range.
+    """
+    given = tuple(float(ms) for ms in speeds)
+    _check(given, sync_ms, policy, noise, partition_ratios)
+    for name, count in (("batch_size", batch_size), ("batches", batches), ("epochs", epochs)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise OptionError(f"{name} must be an int of at least 1, not {count!r}")
+    config = RunConfig(
+        world_size=len(given),
+        batches=batches,
+        epochs=epochs,
+        policy=policy,
+        cadence=cadence or CadenceOptions(),
+        ratios=None if partition_ratios is None else tuple(partition_ratios),
+    )
+    scenario = Scenario(
+        seed=seed,
+        config=config,
+        ms_per_step=given,
+        noise=noise,
+        sync_ms=sync_ms,
+        batch_size=batch_size,
+        last_batch=batch_size,
+    )
+    world = World(scenario)
+    world.run()
+    return _prediction(world)
+
+
+def _prediction(world: World) -> Prediction:
+    scenario, config = world.scenario, world.scenario.config
+    steps, wall_ms = world.rules.steps, world.clock.now_ms
+    steps_per_ms = sum(steps) / wall_ms
+    alone = [1.0 / ms for ms in scenario.ms_per_step]
+    idle_ms = tuple(wall_ms - ms for ms in world.step_ms)
+    return Prediction(
+        policy=config.policy,
+        speeds=scenario.ms_per_step,
+        wall_ms=wall_ms,
+        steps_per_s=1e3 * steps_per_ms,
+        samples_per_s=1e3 * steps_per_ms * scenario.batch_size,
+        efficiency=steps_per_ms / sum(alone),
+        speedup=steps_per_ms / max(alone),
+        anchor=world.coordinator.rounds.anchor,
+        rounds=sum(record.rounds for record in world.records if isinstance(record, RoundEnded)),
+        sync_ms=scenario.sync_ms,
+        shares=tuple(count / sum(steps) for count in steps),
+        idle_ms=idle_ms,
+        idle_shares=tuple(ms / wall_ms for ms in idle_ms),
+    )
+
+
+def _check(
+    speeds: tuple[float, ...], sync_ms: float, policy: Policy, noise: float, ratios: Sequence[float] | None
+) -> None:
+    one_of("policy", policy, Policy)
+    if not speeds or not all(0.0 < ms < math.inf for ms in speeds):
+        raise OptionError(
+            f"speeds must be the milliseconds per step of at least one device, all positive, not {speeds}"
+        )
+    if not 0.0 <= sync_ms < math.inf:
+        raise OptionError(f"sync_ms must be a time in milliseconds, at least 0, not {sync_ms!r}")
+    if not 0.0 <= noise < 1.0:
+        raise OptionError(f"noise must lie in 0..1, 1 excluded, not {noise!r}")
+    if ratios is None:
+        return
+    if policy == "sync":
+        raise OptionError(
+            "partition_ratios need rounds of several steps; with policy='sync' all shares are equal"
+        )
+    if len(ratios) != len(speeds) or min(ratios) <= 0.0 or not math.isclose(sum(ratios), 1.0, abs_tol=1e-6):
+        raise OptionError(
+            f"partition_ratios must be {len(speeds)} positive numbers that sum to 1, not {tuple(ratios)}"
+        )

@@ -1,0 +1,282 @@
+"""What must hold in every run, whatever happens: the simulator's judges.
+
+| rule | |
+|---|---|
+| S1 | each batch of an epoch is trained exactly once; never twice, even in a run that ends early |
+| S2 | every rank sees the same outcomes in the same order, and their steps and samples are the true ones |
+| S3 | no order goes to a rank that has left |
+| S4 | a step is credited once, by a round that was held; `global_step` never falls |
+| S5 | anchor and quotas stay in their range |
+| S6 | the lead over the slowest rank that can still move stays within its limit |
+| S7 | epochs are reported once, in order, with full counts |
+| S8 | a stale snapshot never enters a mean, its weight is true, and its mean is applied to it alone |
+| S9 | the replicas are equal at the end, and after each meeting at the gate |
+| S10 | nobody begins a step while the run is paused |
+| S11 | all ranks obey a stop in the same round |
+| S12 | a wish is obeyed once |
+| S13 | no step stands before the last mean in the schedule |
+| L1 | a run that nobody ends early ends by itself, within a bound of virtual time |
+| L2 | after a failure every rank has left within a bound |
+| L3 | after a stop every rank has left within a bound |
+| L4 | a pause and a learning rate are obeyed within a few rounds |
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from flowdp.machine.coordinator import Coordinator
+from flowdp.messages import (
+    EpochEnded,
+    Finish,
+    Order,
+    Outcome,
+    Paused,
+    Requested,
+    RoundEnded,
+    StartEpoch,
+    Update,
+)
+from flowdp.sim.faults import Scenario
+
+__all__ = ["Rules", "Violation"]
+
+PATIENCE = 3
+"""Rounds, or blocks of them, that may end before a wish is obeyed."""
+
+
+class Violation(AssertionError):
+    """A rule does not hold.
+
+    Attributes:
+        rule: Which one.
+    """
+
+    def __init__(self, rule: str, text: str) -> None:
+        super().__init__(f"{rule}: {text}")
+        self.rule = rule
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    """What a rank's last snapshot holds."""
+
+    round: int
+    steps: int
+    samples: int
+
+
+class Rules:
+    """Watches one run.
+
+    Attributes:
+        trained: How often each (epoch, batch) was trained.
+        steps: Steps of each rank. Shape (world_size,).
+        credited: Those of them that a mean holds. Shape (world_size,).
+        outcomes: What each rank was told at the gate. Shape (world_size, rounds).
+        is_moving: Whether a rank is in a step. Shape (world_size,).
+        finish: How the run ended; None while it runs.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        world_size = scenario.config.world_size
+        self.scenario = scenario
+        self.trained: Counter[tuple[int, int]] = Counter()
+        self.epochs: list[int] = []
+        self.global_step = 0
+        self.steps = [0] * world_size
+        self.credited = [0] * world_size
+        self.outcomes: list[list[Outcome]] = [[] for _ in range(world_size)]
+        self.is_moving = [False] * world_size
+        self.is_paused = False
+        self.finish: Finish | None = None
+        self._samples = [0] * world_size  # of the steps that no mean holds
+        self._snapshots = [_Snapshot(-1, 0, 0)] * world_size
+        self._base = [0] * world_size  # global step of the last mean
+        self._mean_steps: dict[int, int] = {}  # round of snapshots -> global step of its mean
+        self._wished: Counter[str] = Counter()
+        self._obeyed: Counter[str] = Counter()
+        self._waiting: Counter[str] = Counter()  # wish -> rounds since
+        self._lr: float | None = None
+        config = scenario.config
+        self._lead = config.cadence.max_batch_diff if config.policy == "cadence" else None
+
+    def wishes(self, request: Requested) -> None:
+        """The user asks for something."""
+        self._wished[request.what] += 1
+        if request.what == "unpause":
+            self._waiting.pop("pause", None)
+        elif request.what != "stop":
+            self._waiting[request.what] = 0
+        self._lr = request.value if request.what == "set_lr" else self._lr
+
+    def step_begins(self, rank: int, key: tuple[int, int], position: int) -> None:
+        """A rank begins a step."""
+        if self.is_paused:
+            raise Violation("S10", f"rank {rank} begins {key} while the run is paused")
+        if position < self._base[rank]:
+            raise Violation(
+                "S13", f"rank {rank} stands at {position} with {key}, the mean at {self._base[rank]}"
+            )
+        if self._lead is not None:
+            own = self._uncredited(rank)
+            for other, is_moving in enumerate(self.is_moving):
+                lead = own - self._uncredited(other)
+                if is_moving and self._same_round(rank, other) and lead > self._lead:
+                    raise Violation("S6", f"rank {rank} leads rank {other} by {lead}")
+
+    def step_ends(self, rank: int, key: tuple[int, int]) -> None:
+        """A rank has trained a batch."""
+        self.trained[key] += 1
+        self.steps[rank] += 1
+        self._samples[rank] += self.samples_in(key[1])
+        if self.trained[key] > 1:
+            raise Violation("S1", f"batch {key[1]} of epoch {key[0]} was trained twice")
+
+    def met(self, rank: int, outcome: Outcome) -> None:
+        """A rank leaves the gate with an outcome."""
+        mine = self.outcomes[rank]
+        mine.append(outcome)
+        for other in self.outcomes:
+            if len(other) >= len(mine) and other[len(mine) - 1] is not outcome:
+                raise Violation("S2", f"rank {rank} got {outcome}, another rank {other[len(mine) - 1]}")
+        true = (self._uncredited(rank), self._samples[rank])
+        if (outcome.steps[rank], outcome.samples[rank]) != true:
+            raise Violation("S2", f"rank {rank} took (steps, samples) {true}, not those of {outcome}")
+        self.credited[rank] = self.steps[rank]
+        self._samples[rank] = 0
+        self._base[rank] = outcome.global_step
+        if rank == outcome.members[0]:
+            self._obeys(outcome)
+
+    def snapped(self, rank: int, round: int, steps: int, samples: int) -> None:
+        """A rank has put its snapshot down."""
+        true = (self._uncredited(rank), self._samples[rank])
+        if (steps, samples) != true:
+            raise Violation(
+                "S8", f"rank {rank} says {steps} steps, {samples} samples of a snapshot of {true}"
+            )
+        self._snapshots[rank] = _Snapshot(round, steps, samples)
+
+    def averages(self, round: int, samples: tuple[int, ...]) -> None:
+        """The snapshots of a round are averaged."""
+        if any(snapshot.round != round for snapshot in self._snapshots):
+            raise Violation("S8", f"round {round} averages {self._snapshots}")
+        if samples != tuple(snapshot.samples for snapshot in self._snapshots):
+            raise Violation("S8", f"round {round} weighs {self._snapshots} with {samples}")
+
+    def applied(self, rank: int, round: int) -> None:
+        """A rank has applied the mean of a round to its replica."""
+        snapshot = self._snapshots[rank]
+        if snapshot.round != round:
+            raise Violation("S8", f"rank {rank} applies round {round} to {snapshot}")
+        self.credited[rank] += snapshot.steps
+        self._samples[rank] -= snapshot.samples
+        self._base[rank] = self._mean_steps[round]
+
+    def ordered(self, rank: int, order: Order, is_gone: bool) -> None:
+        """The coordinator sends an order."""
+        if is_gone:
+            raise Violation("S3", f"{order} goes to rank {rank}, which has left")
+        if isinstance(order, StartEpoch) and order.pace is not None and order.pace.quota < 1:
+            raise Violation("S5", f"{order} has a quota below 1")
+        if isinstance(order, Update):
+            self._mean_steps[order.round] = order.global_step
+
+    def reported(self, record: RoundEnded, quotas: tuple[int, ...]) -> None:
+        """A round is over; the next one has these quotas."""
+        if min(quotas, default=1) < 1:
+            raise Violation("S5", f"quotas {quotas}")
+        for wish in self._waiting:
+            self._waiting[wish] += 1
+            if self._waiting[wish] > PATIENCE:
+                raise Violation("L4", f"{wish} was not obeyed in {PATIENCE} rounds")
+        if record.global_step < self.global_step:
+            raise Violation("S4", f"global step fell from {self.global_step} to {record.global_step}")
+        if record.global_step != self.global_step + sum(record.steps):
+            raise Violation("S4", f"{record} follows global step {self.global_step}")
+        self.global_step = record.global_step
+        options = self.scenario.config.cadence
+        most = 200 if options.max_anchor is None else max(1, options.max_anchor)
+        if not 1 <= record.anchor <= max(most, options.anchor):
+            raise Violation("S5", f"anchor {record.anchor} of {options}")
+
+    def ended(self, event: EpochEnded) -> None:
+        """An epoch is complete."""
+        metrics = event.metrics
+        if metrics.epoch != len(self.epochs):
+            raise Violation("S7", f"epoch {metrics.epoch} is reported after {self.epochs}")
+        self.epochs.append(metrics.epoch)
+        batches = sum(1 for epoch, _ in self.trained if epoch == metrics.epoch)
+        counted = sum(rank.steps for rank in metrics.per_rank)
+        if batches != self._length(metrics.epoch) or counted != batches:
+            raise Violation(
+                "S7", f"epoch {metrics.epoch} ends after {batches} batches, {counted} are counted"
+            )
+        samples = sum(rank.samples for rank in metrics.per_rank)
+        if samples != sum(self.samples_in(batch) for batch in range(batches)):
+            raise Violation("S7", f"epoch {metrics.epoch} ends after {samples} samples")
+
+    def paused(self, event: Paused, is_somebody_in_a_step: bool) -> None:
+        """The run stands still, or goes on."""
+        self.is_paused = event.value
+        self._waiting.pop("pause", None)
+        if event.value and is_somebody_in_a_step:
+            raise Violation("S10", "the run says that it stands still while a rank is in a step")
+
+    def samples_in(self, batch: int) -> int:
+        """Samples of a batch."""
+        last = batch == self.scenario.config.batches - 1
+        return self.scenario.last_batch if last else self.scenario.batch_size
+
+    def over(self, finish: Finish, coordinator: Coordinator) -> None:
+        """The run is over: judge it as a whole."""
+        self.finish = finish
+        stops = [[o for o in mine if o.stop] for mine in self.outcomes]
+        if finish.error is None:
+            if any(len(mine) != len(self.outcomes[0]) for mine in self.outcomes):
+                raise Violation("S11", f"ranks left after {[len(mine) for mine in self.outcomes]} rounds")
+            if any(stop != stops[0] for stop in stops):
+                raise Violation("S11", "ranks obeyed the stop in different rounds")
+            if self.steps != self.credited:
+                raise Violation("S9", f"steps {self.steps} were taken, the last means hold {self.credited}")
+            if finish.global_step != sum(self.steps):
+                raise Violation("S4", f"global step {finish.global_step}, {sum(self.steps)} steps were taken")
+        if finish.error is not None and not self.scenario.crashes:
+            raise Violation("L1", f"the run failed by itself: {finish.error}")
+        if finish.error is None and not finish.stopped:
+            self._judge_complete(finish)
+        if self.scenario.is_calm and (finish.stopped or finish.error is not None):
+            raise Violation("L1", f"nobody ended the run, and it ended early: {finish}")
+        coordinator.check()
+
+    def _judge_complete(self, finish: Finish) -> None:
+        epochs = self.scenario.config.epochs or 0
+        expected = {(e, b) for e in range(epochs) for b in range(self._length(e))}
+        if set(self.trained) != expected:
+            raise Violation("S1", f"{len(expected - set(self.trained))} batches were never trained")
+        if len(self.epochs) != sum(1 for e in range(epochs) if self._length(e)) or finish.epochs_done != len(
+            self.epochs
+        ):
+            raise Violation("S7", f"only the epochs {self.epochs} were reported")
+
+    def _uncredited(self, rank: int) -> int:
+        return self.steps[rank] - self.credited[rank]
+
+    def _obeys(self, outcome: Outcome) -> None:
+        for wish, is_obeyed in (("pause", outcome.pause), ("set_lr", outcome.lr is not None)):
+            self._obeyed[wish] += is_obeyed
+            if self._obeyed[wish] > self._wished[wish]:
+                raise Violation("S12", f"{outcome} obeys {wish} again")
+        if outcome.lr is not None and outcome.lr == self._lr:
+            self._waiting.pop("set_lr", None)
+
+    def _length(self, epoch: int) -> int:
+        config = self.scenario.config
+        if config.max_steps is None:
+            return config.batches
+        return max(0, min(config.batches, config.max_steps - epoch * config.batches))
+
+    def _same_round(self, rank: int, other: int) -> bool:
+        return len(self.outcomes[rank]) == len(self.outcomes[other])

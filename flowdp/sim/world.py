@@ -1,0 +1,440 @@
+"""A virtual cluster: the production machines on a heap of virtual time, in one thread.
+
+Links are first in, first out, with a drawn latency; a meeting completes only when all members stand in the
+gate, so a deadlock shows as nothing left to happen. Steps take drawn times. What is random comes from the
+scenario's seed alone: the same scenario gives the same story.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from flowdp.errors import CollectiveAborted, ProtocolError
+from flowdp.machine.coordinator import Coordinator
+from flowdp.machine.rounds import GateState
+from flowdp.machine.story import brief
+from flowdp.machine.worker import (
+    Apply,
+    Done,
+    Enter,
+    Idle,
+    Leave,
+    Report,
+    Snapshot,
+    Step,
+    WorkerMachine,
+)
+from flowdp.messages import (
+    AbortGate,
+    Average,
+    Averaged,
+    Command,
+    Direct,
+    DropSnapshots,
+    EpochEnded,
+    Exiting,
+    Fact,
+    Finish,
+    Hurry,
+    Order,
+    Outcome,
+    Paused,
+    Requested,
+    RoundEnded,
+    Send,
+    SnapshotReady,
+    StepsDone,
+    SyncAck,
+    Tick,
+    Updated,
+    Work,
+    WorkerReady,
+)
+from flowdp.sim.clock import Clock
+from flowdp.sim.faults import LATENCY_MS, STALL, Scenario
+from flowdp.sim.rules import Rules, Violation
+
+__all__ = ["Machines", "World"]
+
+ABORTED = 2**62
+"""The gate's hurry after an abort."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Which machines run; the mutants plant others."""
+
+    coordinator: type[Coordinator] = Coordinator
+    worker: type[WorkerMachine] = WorkerMachine
+    gate: type[GateState] = GateState
+
+
+@dataclass
+class _Rank:
+    """A worker's shell."""
+
+    machine: WorkerMachine
+    inbox: deque[Order] = field(default_factory=deque)
+    state: str = "starting"  # idle, step, gate, busy, gone
+    entered_ms: float = 0.0
+    busy_ms: float = 0.0
+    wait_ms: float = 0.0
+    timed_steps: int = 0
+    samples: int = 0
+    acts: Counter[str] = field(default_factory=Counter)
+
+
+class World:
+    """One run of a scenario.
+
+    Args:
+        scenario: What happens.
+        machines: The machines to run.
+        trace: Called with the time and a line for every event; None: silent.
+
+    Attributes:
+        clock: Virtual time.
+        coordinator: The machine under test.
+        rules: The judges; `rules.finish` is how the run ended.
+        idle_ms: Time that each rank waited in the gate. Shape (world_size,).
+        step_ms: Time that each rank spent in steps. Shape (world_size,).
+        records: Every record the coordinator reported.
+        facts: Every fact the coordinator took, with its time.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        machines: Machines | None = None,
+        trace: Callable[[float, str], None] | None = None,
+    ) -> None:
+        machines = machines or Machines()
+        self.scenario = scenario
+        self._rng = random.Random(scenario.seed)
+        self.clock = Clock(self._rng, scenario.latency_ms)
+        self.coordinator = machines.coordinator(scenario.config)
+        self.gate = machines.gate(scenario.config.world_size)
+        self.hurry = -1
+        self.rules = Rules(scenario)
+        self.ranks = [_Rank(machines.worker(rank)) for rank in range(scenario.config.world_size)]
+        self.idle_ms = [0.0] * scenario.config.world_size
+        self.step_ms = [0.0] * scenario.config.world_size
+        self.records: list[RoundEnded | EpochEnded] = []
+        self.facts: list[tuple[float, Fact]] = []
+        self._trace = trace
+        self._tick_ms: float | None = None
+        self._end_by: list[tuple[float, str]] = []
+
+    def run(self) -> None:
+        """Run to the end.
+
+        Raises:
+            Violation: A rule does not hold.
+        """
+        for rank in range(len(self.ranks)):
+            self.clock.after(self._rng.random() * self.scenario.latency_ms, self._start, rank)
+        for wish in self.scenario.wishes:
+            self.clock.after(wish.at_ms, self._wish, wish.request)
+        bound_ms = self.scenario.longest_run_ms
+        try:
+            while self.rules.finish is None and self.clock.advance():
+                self._judge_time(bound_ms)
+        except ProtocolError as error:
+            raise Violation("S2", f"the protocol was broken: {error}") from error
+        if self.rules.finish is None:
+            states = [rank.state for rank in self.ranks]
+            raise Violation(self._liveness(), f"nothing is left to happen: {states}, {self.coordinator.life}")
+
+    # ------------------------------------------------------------------ judging
+    def _judge_time(self, bound_ms: float) -> None:
+        if self.clock.now_ms > bound_ms:
+            raise Violation("L1", f"still running after {self.clock.now_ms:.0f} ms of virtual time")
+        for by_ms, rule in self._end_by:
+            if self.clock.now_ms > by_ms and any(rank.state != "gone" for rank in self.ranks):
+                raise Violation(
+                    rule, f"ranks are {[rank.state for rank in self.ranks]} at {self.clock.now_ms:.1f} ms"
+                )
+
+    def _must_end(self, rule: str, rounds: int) -> None:
+        s = self.scenario
+        per_round = s.longest_step_ms + 3 * s.sync_ms + 8 * s.latency_ms
+        self._end_by.append((self.clock.now_ms + rounds * per_round + 1.0, rule))
+
+    def _liveness(self) -> str:
+        return self._end_by[0][1] if self._end_by else "L1"
+
+    def _say(self, text: str) -> None:
+        if self._trace is not None:
+            self._trace(self.clock.now_ms, text)
+
+    # ------------------------------------------------------------------ coordinator
+    def _fact(self, fact: Fact, link: object, extra_ms: float = 0.0) -> None:
+        self.clock.send(link, self._handle, fact, extra_ms=extra_ms)
+
+    def _wish(self, request: Requested) -> None:
+        self.rules.wishes(request)
+        if request.what == "stop":
+            self._must_end("L3", 4)
+        self._handle(request)
+
+    def _handle(self, fact: Fact) -> None:
+        if self._trace is not None:
+            self._say(f"-> {brief(fact)}")
+        self.facts.append((self.clock.now_ms, fact))
+        commands = self.coordinator.handle(fact, self.clock.now_ms)
+        self.coordinator.check()
+        for command in commands:
+            self._obey(command)
+        deadline_ms = self.coordinator.deadline_ms()
+        if deadline_ms is not None and deadline_ms != self._tick_ms:
+            self._tick_ms = deadline_ms
+            self.clock.after(max(0.0, deadline_ms - self.clock.now_ms), self._tick, deadline_ms)
+
+    def _tick(self, deadline_ms: float) -> None:
+        if self.coordinator.deadline_ms() == deadline_ms:
+            self._tick_ms = None
+            self._handle(Tick())
+
+    def _obey(self, command: Command) -> None:
+        if self._trace is not None:
+            self._say(f"<- {brief(command)}")
+        match command:
+            case Send():
+                self.rules.ordered(command.rank, command.order, is_gone=self._is_known_gone(command.rank))
+                self.clock.send(command.rank, self._deliver, command.rank, command.order)
+            case Direct():
+                self.gate.direct(command.directives)
+            case Hurry():
+                self.hurry = max(self.hurry, command.round)
+            case AbortGate():
+                self._abort(command.reason)
+            case Average():
+                self.rules.averages(command.round, command.samples)
+                self.clock.after(self.scenario.sync_ms, self._averaged, command.round)
+            case DropSnapshots():
+                pass
+            case RoundEnded():
+                self.records.append(command)
+                cadence = self.coordinator.rounds.cadence
+                self.rules.reported(command, () if cadence is None else cadence.quotas)
+            case EpochEnded():
+                self.records.append(command)
+                self.rules.ended(command)
+            case Paused():
+                self.rules.paused(command, any(rank.state == "step" for rank in self.ranks))
+            case Finish():
+                self.rules.over(command, self.coordinator)
+
+    def _is_known_gone(self, rank: int) -> bool:
+        return rank in self.coordinator._gone
+
+    def _averaged(self, round: int) -> None:
+        self._fact(Averaged(round, self.scenario.sync_ms, (0.001,) * len(self.ranks)), "average")
+
+    def _abort(self, reason: str) -> None:
+        self.gate.abort(reason)
+        self.hurry = ABORTED
+        for number, rank in enumerate(self.ranks):
+            if rank.state == "gate":
+                self.clock.after(0.0, self._released, number)
+
+    # ------------------------------------------------------------------ workers
+    def _start(self, number: int) -> None:
+        if self._crashes(number, "start"):
+            return
+        self.ranks[number].state = "idle"
+        self._fact(WorkerReady(number), ("up", number))
+        self._boundary(number)
+
+    def _deliver(self, number: int, order: Order) -> None:
+        rank = self.ranks[number]
+        if rank.state == "gone":
+            return
+        rank.inbox.append(order)
+        if rank.state == "idle":
+            self._boundary(number)
+
+    def _boundary(self, number: int) -> None:
+        """Between two steps: read the inbox, then do what the machine says."""
+        rank = self.ranks[number]
+        while rank.inbox:
+            rank.machine.handle(rank.inbox.popleft())
+        while True:
+            action = rank.machine.next(self.hurry)
+            match action:
+                case Step():
+                    self._begin_step(number, action)
+                case Enter():
+                    self._enter(number, action)
+                case Report():
+                    work = self._work(number, action.done)
+                    self._fact(StepsDone(number, action.done.plan, work), ("up", number))
+                    continue
+                case Snapshot():
+                    self._snapshot(number, action)
+                case Apply():
+                    self._apply(number, action)
+                case Idle():
+                    rank.state = "idle"
+                    self.rules.is_moving[number] = False
+                case Leave():
+                    self._leave(number, None)
+            return
+
+    def _begin_step(self, number: int, step: Step) -> None:
+        rank, s = self.ranks[number], self.scenario
+        if self._crashes(number, "step"):
+            return
+        rank.state = "step"
+        self.rules.is_moving[number] = True
+        key = (step.epoch, step.batch)
+        self.rules.step_begins(number, key, step.position)
+        ms = s.ms_per_step[number] * (1 + s.noise * (2 * self._rng.random() - 1))
+        if (
+            s.slow_from is not None
+            and s.slow_from[0] == number
+            and rank.machine.total_steps >= s.slow_from[1]
+        ):
+            ms *= s.slow_from[2]
+        if s.stall and self._rng.random() < s.stall:
+            ms *= STALL
+        self.clock.after(ms, self._end_step, number, key, ms)
+
+    def _end_step(self, number: int, key: tuple[int, int], ms: float) -> None:
+        rank = self.ranks[number]
+        samples = self.rules.samples_in(key[1])
+        rank.machine.trained(samples)
+        rank.busy_ms += ms
+        rank.timed_steps += 1
+        rank.samples += samples
+        self.step_ms[number] += ms
+        self.rules.step_ends(number, key)
+        if self._trace is not None:
+            self._say(f"rank {number} trained batch {key[1]} of epoch {key[0]}")
+        self._boundary(number)
+
+    def _work(self, number: int, done: Done) -> Work:
+        rank = self.ranks[number]
+        pace = rank.busy_ms / rank.timed_steps if rank.timed_steps else 0.0
+        work = Work(
+            done.epoch,
+            done.steps,
+            rank.samples,
+            busy_ms=rank.busy_ms,
+            pace_ms=pace,
+            losses=(1.0 * rank.samples, rank.samples),
+        )
+        if rank.timed_steps != done.steps:
+            raise Violation("S4", f"rank {number} took {rank.timed_steps} steps for {done}")
+        rank.busy_ms, rank.timed_steps, rank.samples = 0.0, 0, 0
+        return work
+
+    def _enter(self, number: int, action: Enter) -> None:
+        rank = self.ranks[number]
+        if self._crashes(number, "enter"):
+            return
+        rank.state = "gate"
+        rank.entered_ms = self.clock.now_ms
+        self.rules.is_moving[number] = False
+        if self._trace is not None:
+            self._say(f"rank {number} enters the gate: {brief(action.arrival)}")
+        try:
+            outcome = self.gate.enter(action.arrival)
+        except CollectiveAborted:
+            self._released(number)
+            return
+        if outcome is not None:
+            self._hold(outcome)
+
+    def _hold(self, outcome: Outcome) -> None:
+        if self._trace is not None:
+            self._say(f"gate: {brief(outcome)}")
+        for member in outcome.members:
+            self.ranks[member].wait_ms += self.clock.now_ms - self.ranks[member].entered_ms
+            self.idle_ms[member] += self.clock.now_ms - self.ranks[member].entered_ms
+        for member in outcome.members:
+            if self._crashes(member, "mean"):
+                # Its part of the mean is missing: the round is an error for all.
+                self._abort(f"rank {member} failed in round {outcome.round}")
+                return
+        sync_ms = self.scenario.sync_ms if len(outcome.members) > 1 else 0.0
+        self.clock.after(sync_ms, self._held, outcome)
+
+    def _held(self, outcome: Outcome) -> None:
+        if self.gate.error is not None:
+            return
+        for member in outcome.members:
+            self.rules.met(member, outcome)
+        for member in outcome.members:
+            rank = self.ranks[member]
+            rank.state = "idle"
+            done = rank.machine.met(outcome)
+            if done is not None:
+                sync_ms = self.scenario.sync_ms if len(outcome.members) > 1 else 0.0
+                ack = SyncAck(member, outcome, self._work(member, done), sync_ms, rank.wait_ms, 0.001)
+                rank.wait_ms = 0.0
+                self._fact(ack, ("up", member))
+            self.clock.after(0.0, self._boundary_if_idle, member)
+
+    def _boundary_if_idle(self, number: int) -> None:
+        if self.ranks[number].state == "idle":
+            self._boundary(number)
+
+    def _released(self, number: int) -> None:
+        """The gate was aborted: wait for the order to leave."""
+        rank = self.ranks[number]
+        if rank.state == "gone":
+            return
+        rank.state = "released"
+        while rank.inbox:
+            rank.machine.handle(rank.inbox.popleft())
+        if isinstance(rank.machine.next(-1), Leave):
+            self._leave(number, None)
+        else:
+            # The order is on its way: look again when it has come.
+            self.clock.after(self.scenario.latency_ms + 0.01, self._released, number)
+
+    def _snapshot(self, number: int, action: Snapshot) -> None:
+        rank, s = self.ranks[number], self.scenario
+        if self._crashes(number, "snapshot"):
+            return
+        rank.state = "busy"
+        self.rules.snapped(number, action.round, action.steps, action.samples)
+        if self._rng.random() >= s.lost_snapshot:
+            late_ms = self._rng.random() * LATENCY_MS if self._rng.random() < s.late_snapshot else 0.0
+            fact = SnapshotReady(number, action.round, action.steps, action.samples)
+            self._fact(fact, ("snapshot", number), extra_ms=late_ms)
+        self.clock.after(s.sync_ms / 4, self._ready, number)
+
+    def _apply(self, number: int, action: Apply) -> None:
+        rank = self.ranks[number]
+        if self._crashes(number, "apply"):
+            return
+        rank.state = "busy"
+        self.rules.applied(number, action.round)
+        self._fact(Updated(number, action.round), ("up", number))
+        self.clock.after(self.scenario.sync_ms / 4, self._ready, number)
+
+    def _ready(self, number: int) -> None:
+        if self.ranks[number].state == "busy":
+            self._boundary(number)
+
+    def _leave(self, number: int, error: str | None) -> None:
+        self.ranks[number].state = "gone"
+        self.rules.is_moving[number] = False
+        self._say(f"rank {number} leaves: {error or 'as told'}")
+        self._fact(Exiting(number, error), ("up", number))
+
+    def _crashes(self, number: int, where: str) -> bool:
+        rank = self.ranks[number]
+        acts = rank.acts[where]
+        rank.acts[where] += 1
+        for crash in self.scenario.crashes:
+            if crash.rank == number and crash.where == where and crash.after == acts:
+                self._must_end("L2", 2)
+                self._leave(number, f"rank {number} failed at {where} {acts}")
+                return True
+        return False

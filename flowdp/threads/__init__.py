@@ -1,0 +1,1 @@
+"""Where threads meet: the inbox and the gate."""

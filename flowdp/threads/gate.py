@@ -1,0 +1,145 @@
+"""The gate: where all ranks meet at the end of a round, and leave with one and the same answer.
+
+Guarantees:
+- One outcome per round: it is fixed once, under the lock, by the last arrival (or by the leave that makes the
+  last arrival of the others); every member gets that object, or every member gets the error.
+- `leave` and `abort` release whoever waits, at any moment; nobody waits for a rank that left.
+- The launch runs outside the lock, so an abort never waits for it.
+
+Not `threading.Barrier`: its abort tells ranks different things about one round, and it cannot lose a member.
+Waiting is one lock per rank used as a binary semaphore: it is released once by whoever takes the rank out of
+the set of waiting ranks, under the gate's lock, so a release can be neither lost nor doubled.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from flowdp.errors import CollectiveAborted
+from flowdp.machine.rounds import GateState
+from flowdp.messages import Arrival, Directives, Outcome
+
+__all__ = ["Gate"]
+
+
+class Gate:
+    """A meeting of all ranks, twice a round: `enter` decides, `finish` ends it.
+
+    Threads:
+        `enter`, `finish`: the rank's own. `direct`, `leave`, `abort`, `hurry`: any.
+
+    Args:
+        world_size: Ranks.
+        launch: Called by the last arrival with the outcome, before anybody is released; what it raises
+            makes the round an error for all.
+
+    Attributes:
+        hurry: Rounds up to this number are entered at the next step boundary. A plain int that workers read
+            without the lock: reading it late costs one step, never a wrong outcome.
+    """
+
+    def __init__(self, world_size: int, launch: Callable[[Outcome], None] | None = None) -> None:
+        self.hurry = -1
+        self._state = GateState(world_size)
+        self._launch = launch
+        self._lock = threading.Lock()  # serialises every change of the state and of the two waiting sets
+        self._inside: set[int] = set()  # wait for the outcome
+        self._unfinished: set[int] = set()  # of the decided round, not yet in finish
+        self._finishing: set[int] = set()  # wait for the rest in finish
+        self._held = 0  # rounds that every member finished
+        self._outcome: list[Outcome | None] = [None] * world_size
+        self._wake = [threading.Lock() for _ in range(world_size)]
+        for wake in self._wake:
+            wake.acquire()
+
+    def enter(self, arrival: Arrival) -> Outcome:
+        """Wait for all members; returns what becomes of the round.
+
+        Raises:
+            CollectiveAborted: The gate was aborted before the round was published.
+        """
+        rank = arrival.rank
+        with self._lock:
+            outcome = self._state.enter(arrival)
+            if outcome is None:
+                self._inside.add(rank)
+        if outcome is None:
+            self._wake[rank].acquire()
+        else:
+            self._publish(outcome)
+        mine, self._outcome[rank] = self._outcome[rank], None
+        if mine is None:
+            raise CollectiveAborted(self._state.error or "the gate was aborted")
+        return mine
+
+    def finish(self, rank: int) -> None:
+        """Wait until every member of the round has called this: its part of the averaging is done.
+
+        Raises:
+            CollectiveAborted: The gate was aborted before all had.
+        """
+        with self._lock:
+            if self._state.error is not None:
+                raise CollectiveAborted(self._state.error)
+            held = self._held
+            self._finishing.add(rank)
+            self._unfinished.discard(rank)
+            self._end_round()
+        # The last one released itself with the others, and passes at once.
+        self._wake[rank].acquire()
+        if self._held == held:
+            raise CollectiveAborted(self._state.error or f"rank {rank} left the gate")
+
+    def direct(self, directives: Directives) -> None:
+        """Replace what the next outcome tells everybody; a learning rate stays until it is told."""
+        with self._lock:
+            self._state.direct(directives)
+
+    def leave(self, rank: int) -> None:
+        """Take a rank out of the open round and all later ones; from a decided one if its part is done."""
+        with self._lock:
+            outcome = self._state.leave(rank)
+            for waiting in (self._inside, self._finishing):
+                if rank in waiting:
+                    waiting.discard(rank)
+                    self._wake[rank].release()
+            self._unfinished.discard(rank)
+            self._end_round()
+        if outcome is not None:
+            self._publish(outcome)
+
+    def abort(self, reason: str) -> None:
+        """Release everybody with an error, now and for ever; the first reason stays."""
+        with self._lock:
+            self._state.abort(reason)
+            self._release(self._inside)
+            self._release(self._finishing)
+        # Whoever is between two steps comes to the gate, and so hears of it, without finishing its round.
+        self.hurry = 2**62
+
+    def _publish(self, outcome: Outcome) -> None:
+        try:
+            if self._launch is not None:
+                self._launch(outcome)
+        except BaseException as error:
+            self.abort(f"launching round {outcome.round} failed: {type(error).__name__}: {error}")
+            raise
+        with self._lock:
+            if self._state.error is not None:
+                return
+            # Who left while the launch ran is not waited for.
+            self._unfinished = self._state.members.intersection(outcome.members)
+            for rank in self._unfinished:
+                self._outcome[rank] = outcome
+            self._release(self._inside)
+
+    def _end_round(self) -> None:
+        if self._finishing and not self._unfinished:
+            self._held += 1
+            self._release(self._finishing)
+
+    def _release(self, waiting: set[int]) -> None:
+        for rank in waiting:
+            self._wake[rank].release()
+        waiting.clear()

@@ -1,0 +1,60 @@
+"""The inbox: the one place where a thread is woken."""
+
+from __future__ import annotations
+
+from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar
+
+from flowdp.errors import ProtocolError
+
+__all__ = ["Inbox"]
+
+T = TypeVar("T")
+
+
+class Inbox(Generic[T]):
+    """A queue with one reader and many writers that never blocks a writer.
+
+    The protocol bounds what can be outstanding, so a full inbox is a bug and not a reason to wait: one
+    message over the limit raises.
+
+    Threads:
+        `post` and `pending`: any. `get`: the owner only.
+
+    Args:
+        limit: Most messages that may wait.
+        name: Whose inbox, for the error.
+    """
+
+    def __init__(self, limit: int, name: str) -> None:
+        self.limit = limit
+        self.name = name
+        self._queue: SimpleQueue[T] = SimpleQueue()
+
+    def post(self, message: T) -> None:
+        """Put a message in; returns at once.
+
+        Raises:
+            ProtocolError: More messages wait than the protocol allows.
+        """
+        if self._queue.qsize() >= self.limit:
+            raise ProtocolError(f"the inbox of {self.name} holds {self.limit} messages; one more: {message}")
+        self._queue.put(message)
+
+    def get(self, timeout_ms: float | None = None) -> T | None:
+        """Wait for the next message; None when the time is up.
+
+        Args:
+            timeout_ms: How long to wait; None waits for ever, 0 does not wait.
+        """
+        try:
+            if timeout_ms is None:
+                return self._queue.get()
+            return self._queue.get(timeout=max(timeout_ms, 0.0) / 1e3)
+        except Empty:
+            return None
+
+    @property
+    def pending(self) -> bool:
+        """Whether a message waits; no lock, so it may be asked between any two steps."""
+        return not self._queue.empty()

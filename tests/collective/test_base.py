@@ -1,0 +1,218 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowdp.collective import base
+from flowdp.collective.base import BlockMean, arithmetic, relative_drift, shift
+from flowdp.device.tensors import Flat
+from flowdp.errors import ProtocolError
+
+SPLIT, LENGTH = 1600, 1920
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Blocks so short that every memory has several, with a shorter one at its end."""
+    monkeypatch.setattr(base, "BLOCK", 384)
+
+
+def memories(members: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[list[torch.Tensor]]:
+    draw = torch.Generator().manual_seed(seed)
+    return [[torch.randn(LENGTH, generator=draw).to(dtype)] for _ in range(members)]
+
+
+def copies(sources: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    return [[tensor.clone() for tensor in column] for column in sources]
+
+
+def reference(sources: list[list[torch.Tensor]], samples: list[int]) -> torch.Tensor:
+    """The mean in float64."""
+    given = [(count, column[0].double()) for count, column in zip(samples, sources, strict=True) if count]
+    return sum(count * tensor for count, tensor in given) / sum(samples)
+
+
+def averaged(sources, samples, *, split=SPLIT, parts=1, drift=False):
+    """In place, all parts one after another; the memories, and the sums of squares of all parts."""
+    ours = copies(sources)
+    flats = [Flat(ours[0][0], split)]
+    sums = [
+        BlockMean(flats, ours, ours, part=part, parts=parts).reduce(samples, drift=drift)
+        for part in range(parts)
+    ]
+    return [column[0] for column in ours], [sum(column) for column in zip(*sums, strict=True)]
+
+
+SAMPLES = [
+    [3],
+    [320, 192],
+    [192, 320],
+    [1, 1],
+    [64, 0],
+    [0, 64],
+    [5, 3, 9],
+    [5, 0, 9],
+    [0, 0, 2],
+    [7, 1, 1, 30],
+]
+
+
+@pytest.mark.parametrize("samples", SAMPLES)
+@pytest.mark.parametrize("drift", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14), (torch.bfloat16, 2**-8)]
+)
+def test_the_mean_is_that_of_float64(samples, drift, dtype, tolerance):
+    sources = memories(len(samples), dtype)
+    wanted = reference(sources, samples)
+    after, _ = averaged(sources, samples, drift=drift)
+    size = reference([[column[0].abs()] for column in sources], samples)  # of the terms, which may cancel
+    for memory in after:
+        assert float(((memory.double() - wanted).abs() / size).max()) <= tolerance
+        assert torch.equal(memory, after[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_parameters_are_rounded_once(dtype):
+    sources = memories(5, dtype)
+    samples = [3, 1, 4, 1, 5]
+    after, _ = averaged(sources, samples)
+    wanted = reference(sources, samples)[:SPLIT]
+    rounded = wanted.to(dtype)
+    different = after[0][:SPLIT] != rounded
+    # A sum in `dtype` itself would round five times and miss about half of them.
+    assert float(different.float().mean()) < 0.01
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 500), min_size=1, max_size=5).filter(any), st.integers(1, 9), st.booleans())
+def test_parts_change_no_bit(samples, parts, drift):
+    sources = memories(len(samples), seed=sum(samples))
+    whole, sums = averaged(sources, samples, drift=drift)
+    divided, sums_divided = averaged(sources, samples, parts=parts, drift=drift)
+    assert all(torch.equal(one, other) for one, other in zip(whole, divided, strict=True))
+    assert sums_divided == pytest.approx(sums, rel=1e-5)
+
+
+@pytest.mark.parametrize("samples", SAMPLES)
+def test_measuring_the_drift_changes_no_bit(samples):
+    sources = memories(len(samples))
+    bare, zeros = averaged(sources, samples)
+    measured, squares = averaged(sources, samples, drift=True)
+    assert all(torch.equal(one, other) for one, other in zip(bare, measured, strict=True))
+    assert zeros == [0.0] * (len(samples) + 1)
+    mean = measured[0][:SPLIT].double()
+    wanted = [float((column[0][:SPLIT].double() - mean).square().sum()) for column in sources]
+    assert squares == pytest.approx([*wanted, float(mean.square().sum())], rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("samples", [[1, 10_000], [10_000, 1]])
+def test_distances_keep_their_digits_at_unequal_weights(samples):
+    """The heavy replica lies so near to the mean that their difference is one rounding error."""
+    (first,), (away,) = memories(2)
+    sources = [[first + 10.0], [first + 10.0 + away * 1e-3]]
+    _, squares = averaged(sources, samples, drift=True)
+    mean = reference(sources, samples)
+    wanted = [float((column[0].double() - mean)[:SPLIT].square().sum()) for column in sources]
+    assert squares[:2] == pytest.approx(wanted, rel=1e-3)
+
+
+@pytest.mark.parametrize("samples", [[320, 192], [1, 200], [5, 3, 9]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sources_stay_whole_where_the_mean_goes_elsewhere(samples, dtype):
+    sources = memories(len(samples), dtype)
+    before = copies(sources)
+    target = [torch.empty(LENGTH, dtype=arithmetic(dtype))]
+    flats = [Flat(sources[0][0], SPLIT)]
+    squares = BlockMean(flats, sources, [target]).reduce(samples, drift=True)
+    assert all(torch.equal(one[0], other[0]) for one, other in zip(sources, before, strict=True))
+    wanted = reference(sources, samples)
+    assert torch.allclose(target[0].double(), wanted, rtol=1e-6, atol=1e-6)
+    assert squares[-1] == pytest.approx(float(wanted[:SPLIT].square().sum()), rel=1e-5)
+    assert squares[0] == pytest.approx(
+        float((sources[0][0].double() - wanted)[:SPLIT].square().sum()), rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("samples", [[1, 2], [1, 1, 1], [3, 7, 11, 2]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_replicas_stay_equal_to_the_bit(samples, dtype):
+    (same,) = memories(1, dtype)
+    after, squares = averaged([same] * len(samples), samples, drift=True)
+    assert all(torch.equal(memory, same[0]) for memory in after)
+    assert squares[:-1] == [0.0] * len(samples)
+
+
+def test_infinities_in_buffers_stay():
+    sources = memories(2)
+    for (memory,) in sources:
+        memory[SPLIT : SPLIT + 20] = -math.inf  # the mask of an attention layer
+    after, _ = averaged(sources, [1, 2])
+    assert bool((after[1][SPLIT : SPLIT + 20] == -math.inf).all())
+    assert bool(after[1][SPLIT + 20 :].isfinite().all())
+
+
+@pytest.mark.parametrize("samples", [[0, 4], [2, 0, 3]])
+def test_a_rank_without_samples_gives_nothing(samples):
+    sources = memories(len(samples))
+    silent = samples.index(0)
+    sources[silent][0].fill_(math.nan)
+    after, squares = averaged(sources, samples, drift=True)
+    assert torch.allclose(after[silent].double(), reference(sources, samples), atol=1e-6)
+    assert math.isnan(squares[silent])
+    assert math.isfinite(squares[-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.int32])
+@pytest.mark.parametrize("members", [1, 2, 3])
+def test_integers_take_the_maximum(dtype, members):
+    draw = torch.Generator().manual_seed(0)
+    sources = [[torch.randint(0, 100, (LENGTH,), generator=draw).to(dtype)] for _ in range(members)]
+    wanted = torch.stack([column[0] for column in sources]).amax(0)
+    after, _ = averaged(sources, [1] * members, split=0, parts=2)
+    assert all(torch.equal(memory, wanted) for memory in after)
+
+
+def test_flags_take_the_maximum():
+    sources = [[torch.tensor([True, False, False])], [torch.tensor([False, True, False])]]
+    after, _ = averaged(sources, [1, 1], split=0)
+    assert after[0].tolist() == after[1].tolist() == [True, True, False]
+
+
+def test_a_round_without_samples_is_a_bug():
+    with pytest.raises(ProtocolError, match="no samples"):
+        averaged(memories(2), [0, 0])
+
+
+@pytest.mark.parametrize(
+    ("square", "mean_square", "drift"),
+    [(0.04, 4.0, 0.1), (0.0, 4.0, 0.0), (1.0, 0.0, 0.0), (1.0, 1e-20, 0.0), (1e-18, 1e-18, 1.0)],
+)
+def test_relative_drift(square, mean_square, drift):
+    assert relative_drift(square, mean_square) == pytest.approx(drift)
+
+
+@pytest.mark.parametrize(("square", "mean_square"), [(math.nan, 1.0), (1.0, math.nan), (math.inf, math.inf)])
+def test_relative_drift_shows_what_is_not_a_number(square, mean_square):
+    assert math.isnan(relative_drift(square, mean_square))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shift_adds_the_difference_to_parameters_alone(dtype):
+    (ours,), (snapshot,) = memories(2, dtype)
+    mean = torch.randn(LENGTH, dtype=arithmetic(dtype))
+    before = ours.clone()
+    shift(Flat(ours, SPLIT), mean, snapshot)
+    wanted = (before.double() + (mean.double() - snapshot.double()))[:SPLIT]
+    # Rounded once, and not the difference too: half a unit in the last place of bfloat16.
+    tolerance = 2**-8 if dtype == torch.bfloat16 else 1e-6
+    assert float(((ours[:SPLIT].double() - wanted).abs() / wanted.abs().clamp(min=0.1)).max()) <= tolerance
+    assert torch.equal(ours[SPLIT:], before[SPLIT:])
+
+
+def test_shift_of_a_flat_without_parameters_does_nothing():
+    memory = torch.ones(64)
+    shift(Flat(memory, 0), torch.zeros(64), torch.ones(64))
+    assert torch.equal(memory, torch.ones(64))

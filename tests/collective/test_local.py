@@ -1,0 +1,209 @@
+import threading
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+import pytest
+import torch
+from torch import nn
+
+from flowdp.collective import base
+from flowdp.collective.base import Averaging
+from flowdp.collective.local import LocalMean
+from flowdp.device.tensors import FlatReplica
+from flowdp.errors import CollectiveAborted, OptionError, ProtocolError
+from flowdp.messages import Arrival
+from flowdp.threads.gate import Gate
+
+
+def model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    module = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(32, 50), nn.Linear(50, 3)
+    )
+    module[4].to(torch.bfloat16)
+    module[1].running_var.uniform_(0.5, 2.0)
+    module[1].num_batches_tracked.fill_(seed)
+    return module
+
+
+def in_threads(ranks: Sequence[int], body: Callable[[int], object]) -> list[object]:
+    """Run `body(rank)` in a thread per rank; results or errors, in the order of `ranks`."""
+    seen: dict[int, object] = {}
+
+    def work(rank: int) -> None:
+        try:
+            seen[rank] = body(rank)
+        except Exception as error:
+            seen[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    return [seen[rank] for rank in ranks]
+
+
+class World:
+    """Replicas, a real gate, and threads that hold a round."""
+
+    def __init__(self, world_size: int, build: Callable[[int], nn.Module] = model) -> None:
+        self.modules = [build(rank) for rank in range(world_size)]
+        self.replicas = [FlatReplica(module, rank) for rank, module in enumerate(self.modules)]
+        self.gate = Gate(world_size)
+        self.mean = LocalMean(self.replicas, self.gate.finish)
+        self.round = 0
+        self.step = 0
+
+    def hold(self, samples: Sequence[int], *, ranks: Sequence[int] | None = None, drift: bool = False):
+        ranks = range(len(self.modules)) if ranks is None else ranks
+
+        def body(rank: int) -> Averaging:
+            self.replicas[rank].gather()
+            outcome = self.gate.enter(Arrival(rank, self.round, self.step, steps=1, samples=samples[rank]))
+            return self.mean.average(rank, outcome.members, outcome.samples, drift=drift)
+
+        results = in_threads(ranks, body)
+        self.round += 1
+        self.step += len(ranks)
+        return results
+
+    def states(self) -> list[dict[str, torch.Tensor]]:
+        return [{k: v.clone() for k, v in module.state_dict().items()} for module in self.modules]
+
+
+def weighted(states: Sequence[dict[str, torch.Tensor]], samples: Sequence[int]) -> dict[str, torch.Tensor]:
+    """What every replica should hold afterwards, in float64."""
+    wanted = {}
+    for name, tensor in states[0].items():
+        if tensor.dtype.is_floating_point:
+            terms = [n * state[name].double() for n, state in zip(samples, states, strict=True) if n]
+            wanted[name] = sum(terms) / sum(samples)
+        else:
+            wanted[name] = torch.stack([state[name] for state in states]).amax(0)
+    return wanted
+
+
+@pytest.mark.parametrize("samples", [[320, 192], [1, 0], [64, 64, 17], [8, 0, 24, 3]])
+@pytest.mark.parametrize("drift", [False, True])
+def test_every_member_gets_the_weighted_mean_to_the_same_bits(samples, drift):
+    world = World(len(samples))
+    wanted = weighted(world.states(), samples)
+    results = world.hold(samples, drift=drift)
+    assert all(isinstance(result, Averaging) for result in results), results
+    after = world.states()
+    for name, tensor in wanted.items():
+        tolerance = 2**-8 if after[0][name].dtype == torch.bfloat16 else 1e-6
+        assert torch.allclose(after[0][name].double(), tensor.double(), rtol=tolerance, atol=1e-7), name
+        assert all(torch.equal(state[name], after[0][name]) for state in after), name
+
+
+def test_bits_do_not_depend_on_who_is_faster(monkeypatch):
+    monkeypatch.setattr(base, "BLOCK", 256)
+    seen = []
+    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]) * 3:
+        world = World(3)
+        world.hold([5, 3, 9], ranks=order, drift=True)
+        seen.append(torch.cat([memory.double() for memory in world.replicas[0].memories]))
+    assert all(torch.equal(memory, seen[0]) for memory in seen)
+
+
+@pytest.mark.parametrize("samples", [[320, 192], [64, 64, 17], [0, 5]])
+def test_drift_is_the_distance_from_the_mean_over_parameters(samples):
+    world = World(len(samples))
+    before = [
+        nn.utils.parameters_to_vector([p.detach().double() for p in m.parameters()]) for m in world.modules
+    ]
+    mean = sum(n * vector for n, vector in zip(samples, before, strict=True)) / sum(samples)
+    results = world.hold(samples, drift=True)
+    for result, vector in zip(results, before, strict=True):
+        assert result.drift == pytest.approx(float((vector - mean).norm() / mean.norm()), rel=1e-3)
+    assert all(result.drift is None for result in world.hold(samples))
+
+
+def test_drift_of_a_diverged_replica_is_not_a_number():
+    world = World(2, lambda seed: nn.Linear(3, 3))
+    world.modules[1].weight.data[0, 0] = float("nan")
+    results = world.hold([1, 1], drift=True)
+    assert all(result.drift != result.drift for result in results)
+
+
+def test_drift_from_a_mean_of_zero_is_zero():
+    world = World(2, lambda seed: nn.Linear(3, 3))
+    for module, value in zip(world.modules, (1.0, -1.0), strict=True):
+        for parameter in module.parameters():
+            parameter.data.fill_(value)
+    assert [result.drift for result in world.hold([1, 1], drift=True)] == [0.0, 0.0]
+
+
+def test_rounds_follow_one_another_and_ranks_that_left_are_left_out():
+    world = World(3)
+    world.hold([1, 1, 1])
+    world.modules[0][3].weight.data.add_(1.0)
+    world.modules[1][3].weight.data.fill_(5.0)
+    world.gate.leave(1)
+    before = world.states()
+    results = world.hold([1, 9, 3], ranks=[0, 2], drift=True)
+    wanted = weighted([before[0], before[2]], [1, 3])
+    after = world.states()
+    for rank in (0, 2):
+        assert torch.allclose(after[rank]["3.weight"].double(), wanted["3.weight"], rtol=1e-6, atol=1e-7)
+    assert torch.equal(after[1]["3.weight"], before[1]["3.weight"])
+    assert results[0].drift == pytest.approx(3 * results[1].drift, rel=1e-3)
+
+
+def test_what_a_module_moved_takes_part():
+    world = World(2)
+    before = world.states()
+    moved = torch.full((50, 32), 4.0)
+    world.modules[0][3].weight.data = moved
+    world.modules[1][1].running_mean = torch.full((8,), 2.0)
+    world.hold([1, 1])
+    assert torch.allclose(moved, (4.0 + before[1]["3.weight"]) / 2)
+    assert torch.equal(moved, world.modules[1][3].weight)
+    assert torch.equal(world.modules[1][1].running_mean, (2.0 + before[0]["1.running_mean"]) / 2)
+
+
+def test_a_member_that_waits_is_released_by_an_abort():
+    world = World(2)
+    entered = threading.Barrier(2)
+
+    def body(rank: int) -> Averaging | None:
+        outcome = world.gate.enter(Arrival(rank, 0, 0, steps=1, samples=1))
+        entered.wait(20)
+        if rank == 0:
+            return world.mean.average(rank, outcome.members, outcome.samples, drift=False)
+        world.gate.abort("rank 1 failed")
+        return None
+
+    first, _ = in_threads([0, 1], body)
+    assert isinstance(first, CollectiveAborted)
+    assert "rank 1 failed" in str(first)
+
+
+def test_waiting_is_reported_apart():
+    waited_ms = []
+
+    def meet(rank: int) -> None:
+        start = perf_counter()
+        sum(range(100_000))
+        waited_ms.append((perf_counter() - start) * 1e3)
+
+    mean = LocalMean([FlatReplica(model(0))], meet)
+    start = perf_counter()
+    result = mean.average(0, (0,), (5,), drift=True)
+    total_ms = (perf_counter() - start) * 1e3
+    assert result.wait_ms >= waited_ms[0]
+    assert 0.0 < result.sync_ms <= total_ms - waited_ms[0]
+
+
+def test_a_round_without_samples_is_a_bug():
+    world = World(2)
+    assert all(isinstance(result, ProtocolError) for result in world.hold([0, 0]))
+
+
+def test_replicas_that_differ_are_refused():
+    replicas = [FlatReplica(nn.Linear(2, width), rank) for rank, width in enumerate((2, 3))]
+    with pytest.raises(OptionError, match=r"'weight' is .*\(3, 2\).* on rank 1 and .*\(2, 2\).* on rank 0"):
+        LocalMean(replicas, lambda rank: None)

@@ -1,0 +1,196 @@
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from flowdp.collective.snapshot import Snapshots
+from flowdp.device.tensors import FlatReplica
+from flowdp.errors import OptionError, ProtocolError
+
+
+def replicas(world_size: int = 2) -> tuple[list[nn.Module], list[FlatReplica]]:
+    modules = []
+    for rank in range(world_size):
+        torch.manual_seed(rank)
+        module = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4).to(torch.bfloat16))
+        module[1].running_var.uniform_(0.5, 2.0)
+        module[1].num_batches_tracked.fill_(3 + rank)
+        modules.append(module)
+    return modules, [FlatReplica(module, rank) for rank, module in enumerate(modules)]
+
+
+def state(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def hold(snapshots: Snapshots, round: int, samples: list[int]) -> tuple[float, ...]:
+    for rank in range(len(samples)):
+        snapshots.take(rank, round)
+    _, drifts = snapshots.average(round, samples)
+    return drifts
+
+
+def apply_together(snapshots: Snapshots, round: int, world_size: int) -> None:
+    """All ranks apply at once, each in its own thread."""
+    start = threading.Barrier(world_size)
+    errors: list[Exception] = []
+
+    def work(rank: int) -> None:
+        try:
+            start.wait(20)
+            snapshots.apply(rank, round)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert not errors
+
+
+def test_local_steps_are_kept():
+    modules, flat = replicas(3)
+    snapshots, samples = Snapshots(flat), [5, 3, 2]
+    before = [state(module) for module in modules]
+    hold(snapshots, 7, samples)
+    steps = []
+    for rank, module in enumerate(modules):
+        step = {name: torch.randn_like(p) * 0.1 for name, p in module.named_parameters()}
+        for name, parameter in module.named_parameters():
+            parameter.data.add_(step[name])
+        module[1].running_var.fill_(99.0)  # local, and replaced
+        module[1].num_batches_tracked.fill_(20 if rank == 1 else 4)
+        steps.append(step)
+    local = [state(module) for module in modules]
+    apply_together(snapshots, 7, 3)
+    for rank, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            mean = sum(n * s[name].double() for n, s in zip(samples, before, strict=True)) / 10
+            wanted = local[rank][name].double() + mean - before[rank][name].double()
+            tolerance = 2**-8 if parameter.dtype == torch.bfloat16 else 1e-6
+            assert torch.allclose(parameter.double(), wanted, rtol=tolerance, atol=tolerance), name
+        variance = sum(n * s["1.running_var"] for n, s in zip(samples, before, strict=True)) / 10
+        assert torch.allclose(module[1].running_var, variance)
+        # 5 is the greatest that was put down, and rank 1 has counted on since.
+        assert int(module[1].num_batches_tracked) == (20 if rank == 1 else 5)
+
+
+def test_without_local_steps_all_hold_the_mean():
+    modules, flat = replicas()
+    snapshots = Snapshots(flat)
+    hold(snapshots, 0, [1, 3])
+    apply_together(snapshots, 0, 2)
+    for (name, ours), theirs in zip(
+        modules[0].state_dict().items(), modules[1].state_dict().values(), strict=True
+    ):
+        assert torch.allclose(ours.double(), theirs.double(), rtol=1e-6, atol=1e-7), name
+
+
+def test_the_mean_of_bfloat16_parameters_is_kept_in_float32():
+    modules, flat = replicas()
+    for module, value in zip(modules, (1.0, 1.0078125), strict=True):  # neighbours in bfloat16
+        module[2].weight.data.fill_(value)
+    snapshots = Snapshots(flat)
+    hold(snapshots, 0, [1, 1])
+    # Half a step lies between the two; at 0.25 it is bfloat16's own, so a rounded mean would show.
+    modules[0][2].weight.data.fill_(0.25)
+    snapshots.apply(0, 0)
+    assert bool((modules[0][2].weight == 0.25 + 0.00390625).all())
+
+
+def test_drift_is_the_distance_of_each_snapshot_from_the_mean():
+    modules, flat = replicas(3)
+    samples = [4, 0, 1]
+    before = [nn.utils.parameters_to_vector([p.detach().double() for p in m.parameters()]) for m in modules]
+    mean = (4 * before[0] + before[2]) / 5
+    drifts = hold(Snapshots(flat), 0, samples)
+    wanted = [float((vector - mean).norm() / mean.norm()) for vector in before]
+    assert drifts == pytest.approx(wanted, rel=1e-3)
+
+
+def test_a_snapshot_of_another_round_is_never_averaged():
+    _, flat = replicas()
+    snapshots = Snapshots(flat)
+    snapshots.take(0, 1)
+    snapshots.take(1, 0)
+    with pytest.raises(ProtocolError, match="snapshot of rank 1 is of round 0, not of round 1"):
+        snapshots.average(1, [2, 2])
+    with pytest.raises(ProtocolError, match="rank 0 was told to apply round 1"):
+        snapshots.apply(0, 1)
+
+
+def test_a_rank_without_samples_need_not_have_a_snapshot():
+    modules, flat = replicas()
+    snapshots = Snapshots(flat)
+    before = state(modules[0])
+    snapshots.take(1, 0)  # stale, and of no weight in round 1
+    snapshots.take(0, 1)
+    _, drifts = snapshots.average(1, [2, 0])
+    assert drifts == (0.0, 0.0)
+    snapshots.apply(0, 1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in modules[0].state_dict().items())
+    with pytest.raises(ProtocolError, match="its snapshot is of round 0"):
+        snapshots.apply(1, 1)
+
+
+def test_a_mean_is_applied_once():
+    _, flat = replicas()
+    snapshots = Snapshots(flat)
+    hold(snapshots, 0, [1, 1])
+    snapshots.apply(0, 0)
+    with pytest.raises(ProtocolError, match="of round None"):
+        snapshots.apply(0, 0)
+
+
+def test_a_dropped_round_cannot_be_used():
+    _, flat = replicas()
+    snapshots = Snapshots(flat)
+    snapshots.take(0, 0)
+    snapshots.drop(0)
+    with pytest.raises(ProtocolError, match="of round None, not of round 0"):
+        snapshots.average(0, [1, 0])
+    hold(snapshots, 1, [1, 1])
+    snapshots.drop(0)
+    snapshots.apply(0, 1)  # dropping another round changes nothing
+    snapshots.drop(1)
+    with pytest.raises(ProtocolError, match="the mean of round None"):
+        snapshots.apply(1, 1)
+
+
+def test_a_round_without_samples_is_a_bug():
+    _, flat = replicas()
+    snapshots = Snapshots(flat)
+    with pytest.raises(ProtocolError, match="no samples"):
+        hold(snapshots, 0, [0, 0])
+
+
+def test_rounds_use_the_same_memory():
+    _, flat = replicas()
+    snapshots = Snapshots(flat)
+    hold(snapshots, 0, [1, 1])
+    made = [memory.data_ptr() for memory in [*snapshots._mean, *snapshots._slots[0], *snapshots._slots[1]]]
+    apply_together(snapshots, 0, 2)
+    hold(snapshots, 1, [1, 1])
+    assert [m.data_ptr() for m in [*snapshots._mean, *snapshots._slots[0], *snapshots._slots[1]]] == made
+
+
+def test_what_a_module_moved_takes_part():
+    modules, flat = replicas()
+    snapshots = Snapshots(flat)
+    moved = torch.full((5, 6), 4.0)
+    modules[0][0].weight.data = moved
+    other = modules[1][0].weight.detach().clone()
+    hold(snapshots, 0, [1, 1])
+    moved.add_(1.0)
+    apply_together(snapshots, 0, 2)
+    assert torch.allclose(moved, (4.0 + other) / 2 + 1.0)
+
+
+def test_replicas_that_differ_are_refused():
+    flat = [FlatReplica(nn.Linear(2, width), rank) for rank, width in enumerate((2, 3))]
+    with pytest.raises(OptionError, match="'weight'"):
+        Snapshots(flat)

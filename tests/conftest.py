@@ -1,0 +1,75 @@
+"""What every test has: the thread police, readable skips, the Fashion-MNIST folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+GRACE_S = 2.0  # for threads that are on their way out when the test returns
+
+FASHION_MNIST_PLACES = (
+    Path("/usr/share/datasets/fashion-mnist"),  # Debian's package dataset-fashion-mnist
+    Path(__file__).resolve().parents[2] / "shared/data/fashion-mnist",
+)
+
+
+def _is_foreign(thread: threading.Thread) -> bool:
+    """Whether no test can be asked to end this thread.
+
+    A `_DummyThread` stands for a thread that C++ started; tqdm's monitor is one per process, for good.
+    """
+    return isinstance(thread, threading._DummyThread) or type(thread).__name__ == "TMonitor"
+
+
+def _where(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "".join(traceback.format_stack(frame)[-3:]) if frame else "  (no Python frame)\n"
+
+
+@pytest.fixture(autouse=True)
+def thread_police() -> Iterator[None]:
+    """Fail a test that leaves a thread behind."""
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + GRACE_S
+    left = []
+    for thread in set(threading.enumerate()) - before:
+        if _is_foreign(thread):
+            continue
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            left.append(thread)
+    if left:
+        pytest.fail("\n".join(f"Test left a thread: {t.name}\n{_where(t)}" for t in left), pytrace=False)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a `gpu(n)` test on a machine with fewer CUDA devices."""
+    marker = item.get_closest_marker("gpu")
+    if marker is None:
+        return
+    import torch  # here, so that the tests of the pure layers do not pay for the import
+
+    needed, there = marker.args[0] if marker.args else 1, torch.cuda.device_count()
+    if there < needed:
+        pytest.skip(f"needs {needed} CUDA device(s), this machine has {there}")
+
+
+@pytest.fixture(scope="session")
+def fashion_mnist() -> Path:
+    """The folder with Fashion-MNIST's four `.gz` files, else a skip that says how to get one."""
+    given = os.environ.get("FLOWDP_FASHION_MNIST")
+    for folder in [Path(given)] if given else FASHION_MNIST_PLACES:
+        if (folder / "train-images-idx3-ubyte.gz").is_file():
+            return folder
+    pytest.skip(
+        "Fashion-MNIST is not there: install Debian's dataset-fashion-mnist, or name a folder with its "
+        f"idx .gz files in FLOWDP_FASHION_MNIST (now {given!r})"
+    )

@@ -1,0 +1,91 @@
+"""The pages point at things that exist."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/README.md", "bench/LOG.md")
+    ),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+CODE_NAME = re.compile(r"(?<![\w./-])flowdp((?:\.[A-Za-z_]\w*)+)")
+CODE_PATH = re.compile(r"`((?:flowdp|tests|bench|examples|docs)/[\w./-]*)`")
+HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
+
+
+def anchors(page: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    return {
+        re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in HEADING.findall(page)
+    }
+
+
+def exists(dotted: str) -> bool:
+    """Whether `dotted` is a module of flowdp, or an attribute or a field of something in it."""
+    value: object = importlib.import_module("flowdp")
+    path = "flowdp"
+    for part in dotted.split(".")[1:]:
+        path = f"{path}.{part}"
+        if hasattr(value, part):
+            value = getattr(value, part)
+        elif part in getattr(value, "__annotations__", {}):
+            value = None
+        else:
+            try:
+                value = importlib.import_module(path)
+            except ModuleNotFoundError:
+                return False
+    return True
+
+
+def broken_links(page: str, folder: Path) -> list[str]:
+    """Relative links of a page in `folder` whose file, or whose heading in it, is not there."""
+
+    def leads(link: str) -> bool:
+        path, _, anchor = link.partition("#")
+        target = folder / path
+        if path and not target.exists():
+            return False
+        return not anchor or anchor in anchors(target.read_text(encoding="utf-8") if path else page)
+
+    return [link for link in LINK.findall(page) if not re.match(r"[a-z]+:", link) and not leads(link)]
+
+
+def unknown_names(page: str) -> list[str]:
+    """Dotted names below flowdp that a page uses and that do not exist."""
+    return sorted({name for tail in CODE_NAME.findall(page) if not exists(name := f"flowdp{tail}")})
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_page(file: Path) -> None:
+    page = file.read_text(encoding="utf-8")
+    assert broken_links(page, file.parent) == []
+    if file.name != "CHANGELOG.md":  # it may speak of names that are gone
+        assert unknown_names(page) == []
+        assert [path for path in CODE_PATH.findall(page) if not (ROOT / path).exists()] == []
+
+
+def test_the_rules_bite(tmp_path: Path) -> None:
+    (tmp_path / "there.md").write_text("# One `thing`, two\n")
+    page = "# Here\n[a](there.md) [b](there.md#one-thing-two) [c](#here) [d](https://example.org/x)"
+    assert broken_links(page, tmp_path) == []
+    assert broken_links("[a](gone.md) [b](there.md#gone) [c](#gone)", tmp_path) == [
+        "gone.md",
+        "there.md#gone",
+        "#gone",
+    ]
+    assert unknown_names("`flowdp.errors.OptionError` and flowdp.options.CadenceOptions.anchor") == []
+    assert unknown_names("```\nflowdp.Gone()\n```, flowdp.errors.Gone") == [
+        "flowdp.Gone",
+        "flowdp.errors.Gone",
+    ]

@@ -1,0 +1,133 @@
+"""Imports go downward only, and the pure rooms stay pure."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+LAYERS = (
+    {"errors"},
+    {"options"},
+    {"policy"},
+    {"messages"},
+    {"machine"},
+    {"sim", "threads"},
+    {"device"},
+    {"collective", "data"},
+    {"engine"},
+    {"observe"},
+    {"surface"},
+)
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+
+STANDARD_LIBRARY_ALONE = {"errors", "options", "policy", "messages", "machine", "sim", "threads"}
+PURE = STANDARD_LIBRARY_ALONE - {"threads"}
+IMPURE = {"threading", "queue", "time", "os", "logging"}
+ONLY_IN = {"cupy": "collective/nccl.py", "cupyx": "collective/nccl.py", "cupy_backends": "collective/nccl.py"}
+
+
+def room_of(module: tuple[str, ...]) -> str:
+    """The room of a dotted name below flowdp; what lies at the top and is no layer is the surface."""
+    return module[0] if module and module[0] in LEVEL else "surface"
+
+
+def imports_of(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Line and absolute dotted name of everything that a module of `package` imports, at any depth."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, tuple(alias.name.split("."))
+        elif isinstance(node, ast.ImportFrom):
+            base = tuple(node.module.split(".")) if node.module else ()
+            if node.level:
+                base = package[: len(package) - node.level + 1] + base
+            if base == ("flowdp",):  # `from flowdp import policy`: the names are the rooms
+                for alias in node.names:
+                    yield node.lineno, (*base, alias.name)
+            else:
+                yield node.lineno, base
+
+
+def offence(path: str, room: str, target: tuple[str, ...]) -> str | None:
+    """What is wrong with a module of `room` importing `target`; None when nothing is."""
+    if target[0] == "flowdp":
+        other = room_of(target[1:])
+        if other != room and LEVEL[other] >= LEVEL[room]:
+            return f"{room} must not import {other}"
+        return None
+    if room in PURE and target[0] in IMPURE:
+        return f"{room} is pure and must not import {target[0]}"
+    if room in STANDARD_LIBRARY_ALONE and target[0] not in sys.stdlib_module_names:
+        return f"{room} has the standard library alone, not {target[0]}"
+    if ONLY_IN.get(target[0], path) != path:
+        return f"{target[0]} belongs in {ONLY_IN[target[0]]} alone"
+    return None
+
+
+def offences(package: Path) -> list[str]:
+    """Every import below the folder `package` that breaks a rule, as file:line: reason."""
+    found = []
+    for file in sorted(package.rglob("*.py")):
+        parts = file.relative_to(package).with_suffix("").parts
+        path = file.relative_to(package).as_posix()
+        tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
+        for line, target in imports_of(tree, ("flowdp", *parts[:-1])):
+            if reason := offence(path, room_of(parts), target):
+                found.append(f"flowdp/{path}:{line}: {reason}")
+    return found
+
+
+def test_imports_go_downward() -> None:
+    found = offences(ROOT / "flowdp")
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "legal"),
+    [
+        ("policy/drift.py", "from flowdp.options import CadenceOptions", True),
+        ("policy/drift.py", "from flowdp.messages import SyncNow", False),
+        ("policy/drift.py", "from .. import messages", False),
+        ("policy/drift.py", "import math, time", False),
+        ("machine/rounds.py", "import numpy", False),
+        ("sim/world.py", "from flowdp.threads.gate import Gate", False),
+        ("threads/gate.py", "import threading", True),
+        ("threads/gate.py", "import torch", False),
+        ("collective/local.py", "def f():\n    import cupy", False),
+        ("collective/nccl.py", "import cupy", True),
+        ("collective/local.py", "from flowdp.data import reader", False),
+        ("engine/worker.py", "from .replica import Replica", True),
+        ("engine/worker.py", "from flowdp import trainer", False),
+        ("trainer.py", "from flowdp.run import Run", True),
+        ("__init__.py", "from .trainer import Trainer", True),
+    ],
+)
+def test_the_rules_bite(tmp_path: Path, path: str, line: str, legal: bool) -> None:
+    file = tmp_path / path
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(line)
+    assert bool(offences(tmp_path)) is not legal
+
+
+def test_import_flowdp_needs_no_extra() -> None:
+    program = """
+import sys
+sys.modules["cupy"] = None          # `import cupy` raises ImportError from here on
+import torch                        # what torch loads on its own account is not ours
+before = set(sys.modules)
+import flowdp
+loaded = {name.split(".")[0] for name in set(sys.modules) - before}
+print(sorted(loaded & {"cupy", "cupyx", "tqdm", "sklearn"}))
+"""
+    child = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.strip() == "[]"

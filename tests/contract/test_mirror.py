@@ -1,0 +1,70 @@
+"""Each module has its test file, at the same place in the tree, and each test file its module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FREE_FOLDERS = {
+    "contract": "rules about the whole repository",
+    "numerics": "the engine against plain PyTorch",
+    "gpu": "what needs CUDA devices",
+    "vectors": "recorded behaviour, run through the production functions",
+    "bench": "mirrors bench/",
+}
+FREE_FILES = {
+    "sim/test_seeds.py": "many virtual clusters",
+    "sim/test_mutants.py": "planted bugs, to test the rules",
+}
+
+
+def mirror_of(module: str) -> str:
+    """Where the tests of `module` lie, as a path below tests/."""
+    folder, _, name = module.rpartition("/")
+    return f"{folder}/test_{name}" if folder else f"test_{name}"
+
+
+def modules_below(folder: Path, pattern: str = "*.py") -> set[str]:
+    return {file.relative_to(folder).as_posix() for file in folder.rglob(pattern)}
+
+
+def offences(package: Path, tests: Path) -> list[str]:
+    """Modules without tests, and test files without a module."""
+    modules = {m for m in modules_below(package) if not m.rpartition("/")[2].startswith("__")}
+    present = modules_below(tests, "test_*.py")
+    mirrored = {file for file in present if file.split("/")[0] not in FREE_FOLDERS} - FREE_FILES.keys()
+    wanted = {mirror_of(module) for module in modules}
+    missing = [f"tests/{file} is missing" for file in sorted(wanted - present)]
+    return missing + [f"tests/{file} mirrors no module" for file in sorted(mirrored - wanted)]
+
+
+def test_tests_mirror_modules() -> None:
+    found = offences(ROOT / "flowdp", ROOT / "tests")
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_bench_tests_mirror_benches() -> None:
+    wanted = {mirror_of(module) for module in modules_below(ROOT / "bench")}
+    assert modules_below(ROOT / "tests/bench", "test_*.py") <= wanted
+
+
+@pytest.mark.parametrize(
+    ("module", "test", "found"),
+    [
+        ("policy/drift.py", "policy/test_drift.py", []),
+        ("policy/drift.py", "policy/test_el_che.py", ["missing", "mirrors no module"]),
+        ("run.py", "test_run.py", []),
+        ("sim/__main__.py", "sim/test_seeds.py", []),
+        ("__init__.py", "contract/test_anything.py", []),
+    ],
+)
+def test_the_rule_bites(tmp_path: Path, module: str, test: str, found: list[str]) -> None:
+    for file in (tmp_path / "flowdp" / module, tmp_path / "tests" / test):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    reasons = offences(tmp_path / "flowdp", tmp_path / "tests")
+    assert len(reasons) == len(found)
+    assert all(part in reason for part, reason in zip(found, reasons, strict=True))

@@ -1,0 +1,388 @@
+"""What a user may call a dataset, and what becomes of it."""
+
+from __future__ import annotations
+
+import queue
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from flowdp.data.dataset import Source, TensorSource, move, open_source
+from flowdp.data.order import epoch_order
+from flowdp.data.reader import Reader
+from flowdp.errors import DataError, OptionError
+
+X, Y = torch.arange(46.0).reshape(23, 2), torch.arange(23)
+
+
+class Pairs(Dataset[Any]):
+    """23 samples (X[i], i)."""
+
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, index):
+        return X[index], index
+
+
+def opened(dataset: object, **options: Any) -> Source:
+    defaults = dict.fromkeys(("batch_size", "shuffle", "drop_last", "collate_fn", "num_workers"))
+    if not isinstance(dataset, DataLoader):
+        defaults["batch_size"] = 5
+    return open_source(dataset, **{**defaults, "seed": 0, "epochs": 2, **options})
+
+
+def read(source: Source, epochs: int = 1) -> list[Any]:
+    """All batches of some epochs, taken by one rank."""
+    woken: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    source.start(wake=lambda *key: woken.put(key), failed=woken.put)
+    batches = []
+    for key in [(epoch, batch) for epoch in range(epochs) for batch in range(source.batches)]:
+        taken = source.take(0, *key)
+        if taken is None:
+            assert woken.get(timeout=10) == (0, *key)
+            taken = source.take(0, *key)
+        batches.append(taken)
+    assert source.close()
+    return batches
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    assert type(ours) is type(theirs)
+    if isinstance(theirs, torch.Tensor):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+    elif isinstance(theirs, dict):
+        assert list(ours) == list(theirs)
+        for key in theirs:
+            assert_same(ours[key], theirs[key])
+    else:
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert_same(one, other)
+
+
+# ---------------------------------------------------------------- tensors
+Named = namedtuple("Named", "x y")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "batch"),
+    [
+        ((X, Y), lambda i: (X[i], Y[i])),
+        ([X, Y], lambda i: [X[i], Y[i]]),
+        ({"x": X, "y": Y}, lambda i: {"x": X[i], "y": Y[i]}),
+        (Named(X, Y), lambda i: Named(X[i], Y[i])),
+        (X, lambda i: X[i]),
+        (TensorDataset(X, Y), lambda i: [X[i], Y[i]]),
+    ],
+    ids=["tuple", "list", "mapping", "namedtuple", "tensor", "TensorDataset"],
+)
+def test_tensors_are_gathered_in_their_structure(dataset, batch):
+    source = opened(dataset)
+    assert isinstance(source, TensorSource)
+    order = epoch_order(23, 0, 1)
+    for number in range(source.batches):
+        index = order[number * 5 : number * 5 + 5]
+        assert_same(source.take(0, 1, number), batch(index))
+        assert source.indices(1, number) == tuple(index.tolist())
+        assert source.samples_in(1, number) == len(index)
+
+
+def test_a_batch_does_not_share_memory_with_the_dataset():
+    x = X.clone()
+    opened((x,), shuffle=False).take(0, 0, 0)[0].zero_()
+    assert torch.equal(x, X)
+
+
+def test_tensors_may_be_taken_again_and_by_any_rank():
+    source = opened((X, Y))
+    first = source.take(0, 0, 2)
+    source.give_back(0, 2, first)
+    assert_same(source.take(1, 0, 2), first)
+
+
+# ---------------------------------------------------------------- as torch's own DataLoader
+def mapping(samples):
+    x, index = zip(*samples, strict=True)
+    return {"x": torch.stack(x), "index": torch.tensor(index)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"drop_last": True},
+        {"collate_fn": mapping},
+        {"num_workers": 2},
+        {"collate_fn": mapping, "num_workers": 1, "drop_last": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "dataset", [Pairs(), TensorDataset(X, Y), list(Pairs())], ids=["map", "tensors", "list"]
+)
+def test_it_yields_what_torch_yields(dataset, options):
+    theirs = list(DataLoader(dataset, 5, **options))
+    assert_same(read(opened(dataset, shuffle=False, **options)), theirs)
+    assert_same(read(opened(DataLoader(dataset, 5, **options))), theirs)
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda: SubsetRandomSampler([1, 1, 2, 3, 5, 8, 13], generator=generator()),
+        lambda: WeightedRandomSampler(torch.rand(23, generator=generator()), 17, generator=generator()),
+        lambda: RandomSampler(Pairs(), replacement=True, generator=generator()),
+        lambda: RandomSampler(Pairs(), num_samples=9, generator=generator()),
+        lambda: SequentialSampler(range(7)),
+        lambda: [3, 1, 2],
+    ],
+    ids=["subset", "weighted", "replacement", "num_samples", "shorter", "a list"],
+)
+@pytest.mark.parametrize("dataset", [Pairs(), TensorDataset(X, Y)], ids=["map", "tensors"])
+def test_other_samplers_keep_their_order(sampler, dataset):
+    theirs = DataLoader(dataset, 4, sampler=sampler())
+    ours = opened(DataLoader(dataset, 4, sampler=sampler()))
+    assert ours.batches == len(theirs)
+    assert_same(read(ours, epochs=2), [*theirs, *theirs])
+
+
+def test_the_epochs_of_a_distributed_sampler_differ():
+    def sampler():
+        return DistributedSampler(Pairs(), num_replicas=1, rank=0, seed=3)
+
+    source, twin = opened(DataLoader(Pairs(), 23, sampler=sampler())), sampler()
+    for epoch, batch in enumerate(read(source, epochs=2)):
+        twin.set_epoch(epoch)
+        assert batch[1].tolist() == list(twin)
+
+
+@pytest.mark.parametrize("loader", [{"shuffle": True}, {"shuffle": True, "generator": generator()}], ids=str)
+@pytest.mark.parametrize("dataset", [Pairs(), TensorDataset(X, Y)], ids=["map", "tensors"])
+def test_a_plain_random_sampler_becomes_the_seeded_order(dataset, loader):
+    batches = read(opened(DataLoader(dataset, 5, **loader), seed=8), epochs=2)
+    assert [i for batch in batches for i in batch[1].tolist()] == [
+        *epoch_order(23, 8, 0).tolist(),
+        *epoch_order(23, 8, 1).tolist(),
+    ]
+
+
+def test_what_a_loader_says_is_used():
+    started = torch.zeros(2, dtype=torch.int64).share_memory_()
+
+    def begin(number):
+        started[number] += 1
+
+    loader = DataLoader(
+        Pairs(),
+        5,
+        shuffle=True,
+        num_workers=2,
+        prefetch_factor=7,
+        timeout=30,
+        worker_init_fn=begin,
+        drop_last=True,
+        multiprocessing_context="fork",
+    )
+    source = opened(loader)
+    assert isinstance(source, Reader)
+    assert source.ahead == 14  # num_workers * prefetch_factor
+    inner = source._loader
+    assert (inner.prefetch_factor, inner.timeout) == (7, 30)
+    assert inner.multiprocessing_context is loader.multiprocessing_context
+    assert len(read(source)) == source.batches == 4
+    assert started.tolist() == [1, 1]
+
+
+def test_reading_runs_further_ahead_of_more_ranks():
+    assert [opened(Pairs(), world_size=n).ahead for n in (1, 2, 8)] == [4, 6, 18]
+
+
+def test_a_tensor_dataset_with_processes_is_read_by_them():
+    assert isinstance(opened(TensorDataset(X, Y), num_workers=1), Reader)
+    assert isinstance(opened(TensorDataset(X, Y), collate_fn=mapping), Reader)
+    assert isinstance(opened(DataLoader(TensorDataset(X, Y), 5, num_workers=1)), Reader)
+
+
+@pytest.mark.parametrize("dataset", [Pairs(), DataLoader(Pairs(), 5, shuffle=True)], ids=["map", "loader"])
+def test_the_generator_of_the_process_is_left_alone(dataset):
+    torch.manual_seed(4)
+    before = torch.get_rng_state()
+    read(opened(dataset))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# ---------------------------------------------------------------- datasets that make batches
+class Batched:
+    """Counts how it was asked."""
+
+    def __init__(self):
+        self.asked: list[list[int]] = []
+
+    def __len__(self):
+        return 23
+
+
+class Whole(Batched):
+    def get_batch(self, indices):
+        self.asked.append(indices)
+        return {"x": X[indices]}
+
+
+class Fetched(Batched):
+    def __getitem__(self, index):
+        raise AssertionError("asked for single samples")
+
+    def __getitems__(self, indices):
+        self.asked.append(indices)
+        return [(X[index], index) for index in indices]
+
+
+def test_get_batch_is_asked_for_whole_batches():
+    dataset = Whole()
+    batches = read(opened(dataset, shuffle=False, epochs=1))
+    assert dataset.asked == [list(range(start, min(start + 5, 23))) for start in range(0, 23, 5)]
+    assert_same(batches, [{"x": X[indices]} for indices in dataset.asked])
+
+
+def test_getitems_is_asked_for_the_samples_of_a_batch():
+    dataset = Fetched()
+    batches = read(opened(dataset, shuffle=False, epochs=1))
+    assert_same(batches, [[X[indices], torch.tensor(indices)] for indices in dataset.asked])
+    assert [i for indices in dataset.asked for i in indices] == list(range(23))
+
+
+def test_a_loader_does_not_ask_for_get_batch_as_torch_does_not():
+    class Both(Pairs):
+        def get_batch(self, indices):
+            raise AssertionError("not torch's")
+
+    assert_same(read(opened(DataLoader(Both(), 5))), list(DataLoader(Both(), 5)))
+
+
+# ---------------------------------------------------------------- what cannot work
+class Endless(IterableDataset[Any]):
+    def __iter__(self):
+        return iter(range(9))
+
+
+class Unsized(Dataset[Any]):
+    def __getitem__(self, index):
+        return index
+
+
+class OwnIteration(DataLoader[Any]):
+    def __iter__(self):
+        return iter(())
+
+
+class NoLength(Sampler[int]):
+    def __iter__(self):
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        ((), {}, "the dataset is empty"),
+        ({}, {}, "the dataset is empty"),
+        ([], {}, "the dataset is empty"),
+        (X[:0], {}, "the dataset is empty"),
+        ((X, Y[:7]), {}, "differ in length .*: element 0 has 23, element 1 has 7"),
+        ({"x": X, "y": Y[:7]}, {}, "'x' has 23, 'y' has 7"),
+        ((X, Y.numpy()), {}, "element 1 of the dataset is a ndarray, not a tensor"),
+        ([X, "y"], {}, "element 1 of the dataset is a str"),
+        ((X, torch.tensor(1)), {}, "element 1 of the dataset is a single number"),
+        ((X, Y), {"batch_size": None}, "batch_size is missing"),
+        ((X, Y), {"batch_size": 0}, "batch_size must be an int of at least 1, not 0"),
+        ((X, Y), {"batch_size": True}, "batch_size must be an int of at least 1, not True"),
+        ((X, Y), {"batch_size": 2.0}, "batch_size must be an int of at least 1, not 2.0"),
+        ((X, Y), {"batch_size": [4, 8]}, "batch_size must be an int"),
+        ((X, Y), {"batch_size": 24, "drop_last": True}, "leaves no batch: an epoch has 23 samples"),
+        ((X, Y), {"shuffle": 1}, "shuffle must be True or False, not 1"),
+        ((X, Y), {"drop_last": "no"}, "drop_last must be True or False"),
+        ((X, Y), {"seed": -1}, "seed must be an int of at least 0, not -1"),
+        ((X, Y), {"seed": 0.5}, "seed must be an int"),
+        (Pairs(), {"num_workers": -1}, "num_workers must be an int of at least 0"),
+        (Pairs(), {"num_workers": True}, "num_workers must be an int"),
+        (Pairs(), {"collate_fn": "stack"}, "collate_fn must be a callable"),
+        ((X, Y), {"collate_fn": mapping}, "collate_fn=.* has no use for a dataset of tensors"),
+        ((X, Y), {"num_workers": 2}, "num_workers=2 has no use for a dataset of tensors"),
+        (Whole(), {"collate_fn": mapping}, "Whole has get_batch"),
+        (Endless(), {}, "Endless is an IterableDataset, which is not supported yet"),
+        (Unsized(), {}, "dataset must be tensors .* not <"),
+        (iter([1]), {}, "dataset must be tensors"),
+        ("imagenet", {}, "not 'imagenet'"),
+        (None, {}, "not None"),
+        (DataLoader(Pairs(), 5), {"batch_size": 5}, "batch_size=5 was given beside a DataLoader"),
+        (DataLoader(Pairs(), 5), {"shuffle": False}, "shuffle=False was given beside"),
+        (DataLoader(Pairs(), 5), {"drop_last": False}, "drop_last=False was given beside"),
+        (DataLoader(Pairs(), 5), {"collate_fn": mapping}, "collate_fn=.* was given beside"),
+        (DataLoader(Pairs(), 5), {"num_workers": 0}, "num_workers=0 was given beside"),
+        (DataLoader(Pairs(), 5), {"seed": True}, "seed must be an int"),
+        (DataLoader(Endless(), 5), {}, "IterableDataset, which is not supported yet"),
+        (DataLoader(Pairs(), batch_size=None), {}, "batch_size=None or a batch_sampler"),
+        (
+            DataLoader(Pairs(), batch_sampler=BatchSampler(range(23), 5, False)),
+            {},
+            "batch_size=None or a batch_sampler.* not supported yet",
+        ),
+        (DataLoader(Pairs(), batch_sampler=[[1, 2], [3]]), {}, "batch_sampler list is not supported yet"),
+        (DataLoader(Pairs(), 24, drop_last=True), {}, "leaves no batch"),
+        (DataLoader(Pairs(), 5, sampler=NoLength()), {}, "sampler NoLength has no __len__"),
+        (DataLoader(Pairs(), 5, sampler=[]), {}, "an epoch has no samples"),
+        (OwnIteration(Pairs(), 5), {}, "OwnIteration iterates in its own way"),
+    ],
+)
+def test_it_says_what_is_wrong(dataset, options, message):
+    with pytest.raises(OptionError, match=message):
+        opened(dataset, **options)
+
+
+def test_indices_beyond_the_tensors_are_named():
+    source = opened(DataLoader(TensorDataset(X, Y), 2, sampler=[4, 5, 23, 24]))
+    assert_same(source.take(0, 0, 0), [X[4:6], Y[4:6]])
+    with pytest.raises(DataError, match="batch 1 of epoch 0 from tensors of 23 samples") as e:
+        source.take(0, 0, 1)
+    assert (e.value.epoch, e.value.indices) == (0, (23, 24))
+    assert isinstance(e.value.__cause__, IndexError)
+
+
+# ---------------------------------------------------------------- move
+def test_a_batch_for_a_cpu_device_is_the_same_object():
+    batch = {"x": X}
+    assert move(batch, torch.device("cpu")) is batch
+
+
+def test_every_tensor_moves_and_the_rest_stays():
+    moved = move({"x": [X, (Y, "a name")], "n": 3}, torch.device("meta"))
+    assert moved["x"][0].device.type == moved["x"][1][0].device.type == "meta"
+    assert (moved["x"][1][1], moved["n"]) == ("a name", 3)
+    assert X.device.type == "cpu"
+
+
+def test_what_moves_itself_is_asked_to():
+    packed = move([pack_sequence([X[0], X[1]])], torch.device("meta"))[0]
+    assert packed.data.device.type == "meta"
+    assert packed.batch_sizes.device.type == "cpu"  # as PyTorch wants it

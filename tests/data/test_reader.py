@@ -1,0 +1,518 @@
+"""Reading with one thread for all ranks: each sample once, failures told at once, closing at any moment."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from flowdp.data.dataset import open_source
+from flowdp.data.order import EpochOrder
+from flowdp.data.reader import Reader
+from flowdp.errors import DataError, ProtocolError
+
+SAMPLES = 103
+CLOSE_MS = 2000.0
+
+
+class Counted(Dataset[Any]):
+    """Counts how often each index is read, in this process or another, and never by two threads at once."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.counts = torch.zeros(samples, dtype=torch.int64).share_memory_()
+        self.inside = 0
+        self.threads: set[str] = set()
+
+    def __len__(self):
+        return len(self.counts)
+
+    def __getitem__(self, index):
+        self.inside += 1
+        assert self.inside == 1, "two threads read at once"
+        self.threads.add(threading.current_thread().name)
+        self.counts[index] += 1
+        self.inside -= 1
+        return index
+
+
+class Run:
+    """A reader with ranks that take from it."""
+
+    def __init__(self, dataset: Any, *, epochs: int | None = 2, ahead: int = 4, **options: Any) -> None:
+        order = EpochOrder(
+            len(dataset),
+            options.pop("batch_size", 8),
+            seed=1,
+            shuffle=options.pop("shuffle", True),
+            drop_last=options.pop("drop_last", False),
+        )
+        self.reader = Reader(dataset, order, epochs=epochs, ahead=ahead, **options)
+        self.woken: list[queue.SimpleQueue[tuple[int, int]]] = [queue.SimpleQueue() for _ in range(4)]
+        self.failed: queue.SimpleQueue[DataError] = queue.SimpleQueue()
+
+    def start(self) -> Run:
+        self.reader.start(
+            wake=lambda rank, epoch, batch: self.woken[rank].put((epoch, batch)), failed=self.failed.put
+        )
+        return self
+
+    def take(self, rank: int, epoch: int, batch: int) -> Any:
+        """Ask until the batch is there."""
+        while (payload := self.reader.take(rank, epoch, batch)) is None:
+            assert self.woken[rank].get(timeout=10) == (epoch, batch)
+        return payload
+
+    def close(self) -> bool:
+        """Close and look at the clock."""
+        begin = time.perf_counter()
+        ended = self.reader.close()
+        assert (time.perf_counter() - begin) * 1e3 < CLOSE_MS
+        return ended
+
+
+@pytest.fixture
+def runs() -> Iterator[Any]:
+    """Makes started runs and closes them."""
+    made: list[Run] = []
+
+    def make(dataset: Any, **options: Any) -> Run:
+        made.append(Run(dataset, **options).start())
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.close()
+
+
+def in_threads(ranks: int, body: Any) -> None:
+    """Run `body(rank)` in a thread for each rank and raise what any of them raised."""
+    errors: list[BaseException] = []
+
+    def guarded(rank: int) -> None:
+        try:
+            body(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+    for error in errors:
+        raise error
+
+
+# ---------------------------------------------------------------- each sample once
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("ranks", "num_workers"), [(1, 0), (2, 0), (4, 0), (1, 2), (4, 2)])
+def test_every_sample_is_read_and_dealt_once_an_epoch(runs, ranks, num_workers, drop_last):
+    dataset = Counted()
+    run = runs(dataset, epochs=3, drop_last=drop_last, num_workers=num_workers)
+    taken: list[list[int]] = [[] for _ in range(3)]
+
+    def rank_of(rank: int) -> None:
+        for epoch in range(3):
+            for batch in range(rank, run.reader.batches, ranks):
+                payload = run.take(rank, epoch, batch).tolist()
+                assert payload == list(run.reader.indices(epoch, batch))
+                assert len(payload) == run.reader.samples_in(epoch, batch)
+                taken[epoch].extend(payload)
+
+    in_threads(ranks, rank_of)
+    assert run.close()
+    for epoch in taken:
+        assert len(epoch) == len(set(epoch)) == run.reader.samples == (96 if drop_last else SAMPLES)
+    assert dataset.counts.sum() == 3 * run.reader.samples
+    if not drop_last:
+        assert dataset.counts.tolist() == [3] * SAMPLES
+    assert dataset.threads == (set() if num_workers else {"flowdp-reader"})
+
+
+def test_a_file_read_by_seek_and_read_is_never_read_by_two(runs, tmp_path):
+    width, samples = 64, 400
+    path = tmp_path / "samples.bin"
+    path.write_bytes(b"".join(bytes([i % 251]) * width for i in range(samples)))
+
+    class File(Dataset[Any]):
+        def __init__(self):
+            self.file = path.open("rb")
+
+        def __len__(self):
+            return samples
+
+        def __getitem__(self, index):
+            self.file.seek(index * width)
+            return index, torch.frombuffer(bytearray(self.file.read(width)), dtype=torch.uint8)
+
+    dataset = File()
+    run = runs(dataset, epochs=2)
+
+    def rank_of(rank: int) -> None:
+        for epoch in range(2):
+            for batch in range(rank, run.reader.batches, 4):
+                index, content = run.take(rank, epoch, batch)
+                assert torch.equal(content, (index % 251).to(torch.uint8)[:, None].expand(-1, width))
+
+    in_threads(4, rank_of)
+    assert run.close()
+    dataset.file.close()
+
+
+def test_fashion_mnist_is_read_as_it_lies_there(runs, fashion_mnist):
+    import gzip
+
+    raw = gzip.decompress((fashion_mnist / "t10k-images-idx3-ubyte.gz").read_bytes())[16:]
+    images = torch.frombuffer(bytearray(raw), dtype=torch.uint8).reshape(-1, 28, 28)
+
+    class Images(Dataset[Any]):
+        def __len__(self):
+            return len(images)
+
+        def __getitem__(self, index):
+            return images[index].float() / 255
+
+    run = runs(Images(), epochs=1, batch_size=1000, num_workers=2)
+    assert run.reader.batches == 10
+    for batch in range(10):
+        expected = images[list(run.reader.indices(0, batch))].float() / 255
+        assert torch.equal(run.take(batch % 2, 0, batch), expected)
+
+
+def test_the_batches_of_an_epoch_without_end(runs):
+    run = runs(Counted(5), epochs=None, batch_size=5)
+    for epoch in range(50):
+        assert sorted(run.take(0, epoch, 0).tolist()) == list(range(5))
+
+
+def test_the_reader_leaves_the_cores_to_the_workers(runs):
+    class Threads(Counted):
+        def __getitem__(self, index):
+            return torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    assert set(runs(Threads()).take(0, 0, 0).tolist()) == {1}
+    assert torch.get_num_threads() == before
+
+
+# ---------------------------------------------------------------- the store
+def test_no_more_than_ahead_is_read_while_nobody_waits():
+    reached = threading.Event()
+
+    class Announced(Counted):
+        def __getitem__(self, index):
+            if index == 3 * 8 - 1:
+                reached.set()
+            return super().__getitem__(index)
+
+    dataset = Announced()
+    run = Run(dataset, ahead=3, shuffle=False).start()
+    assert reached.wait(timeout=5)
+    assert run.close()
+    assert dataset.counts.tolist() == [1] * 24 + [0] * (SAMPLES - 24)
+
+
+def test_a_batch_taken_makes_room_for_one_more():
+    reached = threading.Event()
+
+    class Announced(Counted):
+        def __getitem__(self, index):
+            if index == 5 * 8 - 1:
+                reached.set()
+            return super().__getitem__(index)
+
+    dataset = Announced()
+    run = Run(dataset, ahead=3, shuffle=False).start()
+    run.take(0, 0, 1)
+    run.take(0, 0, 0)
+    assert reached.wait(timeout=5)
+    assert run.close()
+    assert dataset.counts.sum() == 5 * 8
+
+
+def test_a_rank_that_waits_is_served_though_others_leave_theirs_lying(runs):
+    run = runs(Counted(), ahead=1)
+    last = run.take(3, 1, 12)
+    assert last.tolist() == list(run.reader.indices(1, 12))
+    for epoch, batch in [(e, b) for e in range(2) for b in range(13)][:-1]:
+        assert run.reader.take(0, epoch, batch) is not None  # all of them lie here
+
+
+def test_a_batch_given_back_is_taken_again(runs):
+    run = runs(Counted())
+    payload = run.take(0, 0, 3)
+    run.reader.give_back(0, 3, payload)
+    assert run.reader.take(1, 0, 3) is payload
+
+
+def test_the_last_rank_that_asked_is_woken():
+    begin = threading.Event()
+
+    class Held(Counted):
+        def __getitem__(self, index):
+            assert begin.wait(timeout=10)
+            return super().__getitem__(index)
+
+    run = Run(Held()).start()
+    assert run.reader.take(0, 0, 1) is None
+    assert run.reader.take(1, 0, 1) is None  # dealt anew
+    begin.set()
+    assert run.woken[1].get(timeout=5) == (0, 1)
+    assert run.reader.take(1, 0, 1) is not None
+    assert run.close()
+    assert run.woken[0].empty()
+
+
+def test_a_batch_cannot_be_taken_twice(runs):
+    run = runs(Counted())
+    run.take(0, 0, 2)
+    with pytest.raises(ProtocolError, match="batch 2 of epoch 0 was taken before"):
+        run.reader.take(1, 0, 2)
+
+
+@pytest.mark.parametrize("key", [(0, 13), (0, -1), (2, 0), (-1, 0)])
+def test_a_batch_that_does_not_exist(runs, key):
+    with pytest.raises(IndexError, match=f"batch {key[1]} of epoch {key[0]}: 2 epochs of 13 batches"):
+        runs(Counted()).reader.take(0, *key)
+
+
+# ---------------------------------------------------------------- worker processes
+class Process(Counted):
+    def __getitem__(self, index):
+        super().__getitem__(index)
+        return os.getpid()
+
+
+def test_the_processes_live_through_all_epochs_and_a_ctrl_c(runs):
+    run = runs(Process(), epochs=5, num_workers=2, batch_size=5)
+    pids = set(run.take(0, 0, 0).tolist() + run.take(0, 0, 1).tolist())
+    for pid in pids:  # a terminal sends it to all processes of the job
+        os.kill(pid, signal.SIGINT)
+    for epoch, batch in [(e, b) for e in range(5) for b in range(run.reader.batches)][2:]:
+        pids |= set(run.take(0, epoch, batch).tolist())
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+    assert run.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_worker_init_fn_runs_in_each_process(runs):
+    begun = torch.zeros(2, dtype=torch.int64).share_memory_()
+
+    def begin(number):
+        begun[number] += os.getpid()
+
+    run = runs(Process(), num_workers=2, worker_init_fn=begin)
+    pids = {*run.take(0, 0, 0).tolist(), *run.take(0, 0, 1).tolist()}
+    assert set(begun.tolist()) == pids
+
+
+# ---------------------------------------------------------------- failures
+class Broken(Counted):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+
+    def __getitem__(self, index):
+        if index == self.index:
+            raise KeyError("label")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_dataset_that_raises(runs, num_workers):
+    run = runs(Broken(42), shuffle=False, num_workers=num_workers)  # sample 42 is in batch 5
+    waits = run.reader.take(1, 1, 0)
+    error = run.failed.get(timeout=5)
+    assert waits is None
+    assert (error.epoch, error.indices) == (0, tuple(range(40, 48)))
+    assert isinstance(error.__cause__, KeyError)
+    assert "batch 5 of epoch 0 (samples 40, 41, 42, 43, 44, 45, 46, 47) failed: KeyError" in str(error)
+    assert run.woken[1].get(timeout=5) == (1, 0)
+    for rank, key in ((1, (1, 0)), (0, (0, 0)), (2, (0, 5))):
+        with pytest.raises(DataError) as later:
+            run.reader.take(rank, *key)
+        assert later.value is error
+    assert run.close()
+    assert run.failed.empty()
+
+
+def test_a_long_batch_is_named_in_short(runs):
+    run = runs(Broken(0), batch_size=50, shuffle=False)
+    assert "(samples 0, 1, 2, 3, 4, 5, 6, 7, ...)" in str(run.failed.get(timeout=5))
+
+
+def test_a_collate_function_that_returns_none(runs):
+    run = runs(Counted(), collate_fn=lambda samples: None)
+    error = run.failed.get(timeout=5)
+    assert "the batch is None; the collate function must return one" in str(error)
+    assert error.epoch == 0
+
+
+def test_a_dataset_that_exits(runs):
+    class Exits(Counted):
+        def __getitem__(self, index):
+            raise SystemExit(3)
+
+    assert isinstance(runs(Exits()).failed.get(timeout=5).__cause__, SystemExit)
+
+
+@pytest.mark.parametrize("collate_fn", [None, list], ids=["tensors", "plain numbers"])
+def test_a_worker_process_that_dies(runs, collate_fn):
+    class Dies(Counted):
+        def __getitem__(self, index):
+            if index == 42:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__getitem__(index)
+
+    run = runs(Dies(), shuffle=False, num_workers=2, collate_fn=collate_fn)
+    assert run.reader.take(0, 1, 0) is None
+    error = run.failed.get(timeout=2)
+    assert re.search(r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly", str(error))
+    assert error.epoch == 0
+    assert isinstance(error.__cause__, RuntimeError)
+    with pytest.raises(DataError):
+        run.take(0, 1, 0)
+    assert run.close()
+
+
+class BreaksLater:
+    """A sampler that fails in epoch 1."""
+
+    def __init__(self) -> None:
+        self.epochs = 0
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        self.epochs += 1
+        if self.epochs == 2:
+            raise KeyError("weights")
+        return iter(range(12))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sampler_that_raises_does_so_after_the_batches_before_it(num_workers):
+    dataset = Counted()
+    loader = DataLoader(dataset, 4, sampler=BreaksLater(), num_workers=num_workers)
+    none = dict.fromkeys(("batch_size", "shuffle", "drop_last", "collate_fn", "num_workers"))
+    source = open_source(loader, **none, seed=0, epochs=3)
+    failed: queue.SimpleQueue[DataError] = queue.SimpleQueue()
+    source.start(wake=lambda *key: None, failed=failed.put)
+    assert failed.get(timeout=5).epoch == 1
+    assert dataset.counts.sum() == 12
+    with pytest.raises(DataError, match="sampler BreaksLater failed in epoch 1: KeyError"):
+        source.take(0, 1, 0)
+    assert source.close()
+
+
+def test_a_loader_that_cannot_be_started():
+    run = Run(Counted(), timeout=5)  # torch knows a timeout with worker processes alone
+    with pytest.raises(DataError, match="could not be started: "):
+        run.start()
+    assert run.close()
+
+
+def test_torchs_timeout_is_an_error(runs):
+    class Never(Counted):
+        def __getitem__(self, index):
+            threading.Event().wait()
+
+    run = runs(Never(), num_workers=1, timeout=0.1)
+    assert "timed out after 0.1 seconds" in str(run.failed.get(timeout=5))
+
+
+# ---------------------------------------------------------------- closing
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_closing_before_the_start(num_workers):
+    assert Run(Counted(), num_workers=num_workers).close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_closing_at_once(num_workers):
+    assert Run(Counted(), num_workers=num_workers).start().close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_closing_while_the_reader_waits_for_room(num_workers):
+    run = Run(Counted(), ahead=1, num_workers=num_workers).start()
+    run.take(0, 0, 5)
+    assert run.close()
+    assert run.close()  # again
+    assert run.reader.take(0, 0, 0) is None  # what lay here is gone, and nobody will be woken
+    run.reader.give_back(0, 5, torch.zeros(8))
+    assert run.reader.take(0, 0, 5) is None
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_closing_leaves_no_thread_and_no_process(num_workers):
+    before = set(threading.enumerate())
+    run = Run(Counted(), num_workers=num_workers).start()
+    run.take(0, 0, 3)
+    assert run.close()
+    assert set(threading.enumerate()) == before
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_closing_after_the_last_batch(num_workers):
+    run = Run(Counted(), epochs=1, num_workers=num_workers).start()
+    for batch in range(run.reader.batches):
+        run.take(0, 0, batch)
+    assert run.close()
+
+
+def test_closing_while_the_processes_are_inside_the_dataset():
+    inside = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    class Stuck(Counted):
+        def __getitem__(self, index):
+            if index >= 8:
+                inside.add_(1)
+                threading.Event().wait()
+            return super().__getitem__(index)
+
+    run = Run(Stuck(), shuffle=False, num_workers=2).start()
+    run.take(0, 0, 0)
+    assert run.reader.take(0, 0, 1) is None
+    processes = list(run.reader._processes._iterator._workers)
+    assert run.close()
+    assert not any(process.is_alive() for process in processes)
+    assert run.failed.empty()
+
+
+def test_closing_while_the_reader_is_inside_the_dataset():
+    entered, leave = threading.Event(), threading.Event()
+
+    class Stuck(Counted):
+        def __getitem__(self, index):
+            entered.set()
+            assert leave.wait(timeout=10)
+            return super().__getitem__(index)
+
+    run = Run(Stuck()).start()
+    assert entered.wait(timeout=5)
+    assert not run.close()
+    leave.set()
+    assert run.close()  # it ended with that call; nothing was told to anybody
+    assert run.failed.empty()
+
+
+def test_closing_after_a_failure():
+    run = Run(Broken(3), shuffle=False, num_workers=1).start()
+    run.failed.get(timeout=5)
+    assert run.close()

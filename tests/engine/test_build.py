@@ -1,0 +1,228 @@
+"""Models, replicas and optimizers out of what the user gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flowdp.engine.build import build_models, build_optimizer, equal_start
+from flowdp.errors import OptionError
+
+CPU = torch.device("cpu")
+TWO = [CPU, CPU]
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+# ---------------------------------------------------------------- models
+def test_an_instance_is_copied_and_left_alone() -> None:
+    model = net().eval()
+    model(torch.randn(5, 3)).sum().backward()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    replicas = build_models(model, TWO)
+    for replica in replicas:
+        assert replica.training
+        assert all(parameter.grad is None for parameter in replica.parameters())
+        replica(torch.randn(5, 3))
+        with torch.no_grad():
+            replica[0].weight.zero_()
+    assert not model.training
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_forms_of_a_factory() -> None:
+    seen: list[object] = []
+
+    def by_position(device: torch.device) -> nn.Module:
+        seen.append(device)
+        return net()
+
+    def by_name(width: int = 4, *, device: object = None) -> nn.Module:
+        seen.append((width, device))
+        return net()
+
+    def without(width: int = 4) -> nn.Module:
+        seen.append(width)
+        return net()
+
+    for factory in (by_position, by_name, without):
+        assert len(build_models(factory, TWO)) == 2
+    assert seen == [CPU, CPU, (4, CPU), (4, CPU), 4, 4]
+
+
+def test_a_class_is_a_factory() -> None:
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+    assert [type(module) for module in build_models(Small, TWO)] == [Small, Small]
+
+
+def test_factories_run_one_after_another_from_rank_0() -> None:
+    torch.manual_seed(3)
+    first, second = (module[0].weight.clone() for module in build_models(net, TWO))  # type: ignore[index]
+    torch.manual_seed(3)
+    assert torch.equal(net()[0].weight, first)
+    assert torch.equal(net()[0].weight, second)
+
+
+def test_a_factory_must_return_modules_of_its_own() -> None:
+    model = net()
+    with pytest.raises(OptionError, match="same module for rank 1"):
+        build_models(lambda: model, TWO)
+    with pytest.raises(OptionError, match="returned int for rank 0, not a module"):
+        build_models(lambda: 3, TWO)  # type: ignore[arg-type, return-value]
+    with pytest.raises(OptionError, match="factory of one, not 7"):
+        build_models(7, TWO)  # type: ignore[arg-type]
+
+
+def test_what_a_factory_raises_comes_out_as_it_is() -> None:
+    calls: list[int] = []
+
+    def second_fails() -> nn.Module:
+        calls.append(len(calls))
+        if len(calls) == 2:
+            raise ZeroDivisionError("no second one")
+        return net()
+
+    with pytest.raises(ZeroDivisionError, match="no second one"):
+        build_models(second_fails, TWO)
+
+
+def test_a_module_that_cannot_be_copied() -> None:
+    model = net()
+    model.handle = (n for n in range(3))  # type: ignore[assignment]
+    with pytest.raises(OptionError, match=r"cannot be copied .*TypeError.* give a factory"):
+        build_models(model, TWO)
+
+
+# ---------------------------------------------------------------- replicas
+def test_all_replicas_start_from_rank_0() -> None:
+    def factory() -> nn.Module:
+        model = net()
+        model[0].weight.requires_grad_(False)
+        model[1].running_mean.normal_()  # type: ignore[operator, union-attr]
+        return model
+
+    modules = build_models(factory, [CPU] * 3)
+    equal_start(modules)
+    expected = modules[0].state_dict()
+    for module in modules[1:]:
+        for name, value in module.state_dict().items():
+            assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("width", "frozen", "match"),
+    [
+        (5, False, r"'0.weight' is a parameter of shape \(5, 3\).*on rank 1 and .*\(4, 3\)"),
+        (5, True, r"'0.weight' of shape \(5, 3\) on rank 1 is '0.weight' of shape \(4, 3\) on rank 0"),
+    ],
+)
+def test_replicas_that_differ(width: int, frozen: bool, match: str) -> None:
+    sizes = iter([4, width])
+
+    def factory() -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, next(sizes), bias=False), nn.Tanh(), nn.PReLU())
+        model[0].weight.requires_grad_(not frozen)
+        return model
+
+    with pytest.raises(OptionError, match=match):
+        equal_start(build_models(factory, TWO))
+
+
+def test_nothing_to_train() -> None:
+    with pytest.raises(OptionError, match="no parameter that requires grad"):
+        equal_start(build_models(lambda: net().requires_grad_(False), TWO))
+    with pytest.raises(OptionError, match="nothing to train"):
+        equal_start(build_models(nn.ReLU(), TWO))
+
+
+def test_lazy_modules() -> None:
+    with pytest.raises(OptionError, match="has no shape yet; run one batch"):
+        equal_start(build_models(nn.Sequential(nn.LazyLinear(3)), TWO))
+
+
+# ---------------------------------------------------------------- optimizers
+def groups(model: nn.Sequential) -> list[dict[str, Any]]:
+    return [
+        {"params": model[0].parameters(), "lr": 0.1},
+        {"params": model[2].parameters(), "lr": 0.02, "weight_decay": 0.5},
+    ]
+
+
+def test_an_instance_is_rebuilt_with_groups_and_state() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(groups(model), lr=1.0, betas=(0.8, 0.9))
+    model(torch.randn(6, 3)).sum().backward()
+    optimizer.step()
+    [replica] = build_models(model, [CPU])
+    assert isinstance(replica, nn.Sequential)
+    twin = build_optimizer(optimizer, replica, model)
+
+    assert type(twin) is torch.optim.AdamW
+    assert [group["lr"] for group in twin.param_groups] == [0.1, 0.02]
+    assert [group["weight_decay"] for group in twin.param_groups] == [0.01, 0.5]
+    assert twin.param_groups[0]["betas"] == (0.8, 0.9)
+    assert twin.defaults == optimizer.defaults
+    assert twin.param_groups[1]["params"][0] is replica[2].weight
+    momentum = twin.state[replica[0].weight]["exp_avg"]
+    assert torch.equal(momentum, optimizer.state[model[0].weight]["exp_avg"])
+    assert momentum is not optimizer.state[model[0].weight]["exp_avg"]
+
+
+def test_a_factory_gets_what_requires_grad_or_the_module() -> None:
+    model = net()
+    model[0].weight.requires_grad_(False)
+    got: list[object] = []
+
+    def by_parameters(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        got.append([tuple(parameter.shape) for parameter in params])
+        return torch.optim.SGD(params, 0.1)
+
+    def by_model(model: nn.Sequential) -> torch.optim.Optimizer:
+        got.append(model)
+        return torch.optim.SGD(groups(model), 0.1)
+
+    build_optimizer(by_parameters, model, None)
+    assert len(build_optimizer(by_model, model, None).param_groups) == 2
+    assert got == [[(4,), (4,), (4,), (1, 4), (1,)], model]
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda other: lambda params: torch.optim.SGD(other.parameters(), 0.1), "another model"),
+        (lambda other: lambda params: 3, "returned int, not a torch optimizer"),
+        (lambda other: torch.optim.SGD(other.parameters(), 0.1), "6 parameters that are not the model's"),
+    ],
+)
+def test_optimizers_of_something_else(make: Callable[[nn.Module], Any], match: str) -> None:
+    model, other = net(), net()
+    with pytest.raises(OptionError, match=match):
+        build_optimizer(make(other), build_models(model, [CPU])[0], model)
+
+
+def test_an_instance_needs_its_model() -> None:
+    model = net()
+    with pytest.raises(OptionError, match="with a model factory, give an optimizer factory"):
+        build_optimizer(torch.optim.SGD(model.parameters(), 0.1), model, None)
+
+
+def test_an_optimizer_that_cannot_be_rebuilt() -> None:
+    class Own(torch.optim.SGD):
+        def __init__(self, params: Any, wanted: Tensor) -> None:
+            super().__init__(params, lr=0.1)
+
+    model = net()
+    optimizer = Own(model.parameters(), torch.ones(1))
+    with pytest.raises(OptionError, match=r"Own cannot be rebuilt .* optimizer=lambda params: Own"):
+        build_optimizer(optimizer, build_models(model, [CPU])[0], model)

@@ -1,0 +1,129 @@
+"""The records of a run, for readers at their own pace."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from flowdp.engine.records import KEPT_ROUNDS, Records
+from flowdp.messages import Finish, RoundEnded
+from flowdp.policy.tally import EpochMetrics, Tally
+
+FINISH = Finish(None, False, 10, 2)
+
+
+def round_record(number: int) -> RoundEnded:
+    none = (0.0,)
+    return RoundEnded(number, 1, 0, number + 1, (1,), (1,), 0.0, 0.1, 1.0, none, none, none, 0.0, 1)
+
+
+def epoch_record(number: int) -> EpochMetrics:
+    return Tally(number, 1).result(1.0, 1, number, None)
+
+
+def in_thread(function: Callable[[], object]) -> tuple[Future[object], threading.Event]:
+    """Call a function in a thread; the event is set just before."""
+    begun = threading.Event()
+
+    def body() -> object:
+        begun.set()
+        return function()
+
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(body)
+    pool.shutdown(wait=False)
+    assert begun.wait(5)
+    return future, begun
+
+
+def test_every_reader_sees_all_epochs_and_ends_with_the_run() -> None:
+    records = Records()
+    records.add(epoch_record(0))
+    early = records.epoch_records()
+    assert next(early).epoch == 0
+    late, _ = in_thread(lambda: [record.epoch for record in records.epoch_records()])
+    records.add(epoch_record(1))
+    assert next(early).epoch == 1
+    records.add(epoch_record(2))
+    records.end(FINISH, over=True)
+    assert [record.epoch for record in early] == [2]
+    assert late.result(5) == [0, 1, 2]
+    assert [record.epoch for record in records.epoch_records()] == [0, 1, 2]
+
+
+def test_of_rounds_the_last_are_kept() -> None:
+    records = Records()
+    for number in range(10):
+        records.add(round_record(number))
+    slow = records.round_records()
+    assert next(slow).round == 0
+    for number in range(10, KEPT_ROUNDS + 20):
+        records.add(round_record(number))
+    records.end(FINISH, over=True)
+    # What it had before was read; of the rest the oldest are gone.
+    assert [record.round for record in slow] == [*range(1, 10), *range(20, KEPT_ROUNDS + 20)]
+    assert next(records.round_records()).round == 20
+    last = records.last_round
+    assert last is not None
+    assert last.round == KEPT_ROUNDS + 19
+
+
+def test_waiting_for_the_end_and_for_all_threads() -> None:
+    records = Records()
+    assert not records.wait(timeout_s=0)
+    over, _ = in_thread(lambda: records.wait(over=True))
+    records.end(None, over=False)
+    assert records.wait(timeout_s=0)
+    assert not records.wait(over=True, timeout_s=0)
+    assert not over.done()
+    records.end(FINISH, over=True)
+    assert over.result(5) is True
+
+
+def test_a_standstill_from_before_the_wish_does_not_count() -> None:
+    records = Records()
+    records.hear()
+    records.pause(True)
+    records.wait_for_pause(1)
+    second, _ = in_thread(lambda: records.wait_for_pause(3))
+    records.hear()  # to go on
+    assert not second.done()
+    records.pause(False)
+    records.hear()  # to pause again
+    records.pause(True)
+    assert second.result(5) is None
+
+
+def test_waiting_for_a_standstill_ends_with_the_run() -> None:
+    records = Records()
+    waiting, _ = in_thread(lambda: records.wait_for_pause(1))
+    records.end(FINISH, over=True)
+    assert waiting.result(5) is None
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_whether_somebody_asks_for_the_failure(late: bool) -> None:
+    records = Records()
+    assert not records.wait_for_reader(0)
+    if late:
+        records.end(None, over=True)
+        waiting, _ = in_thread(lambda: records.wait_for_reader(5))
+        with records.reader():
+            pass
+        assert waiting.result(5) is True
+    else:
+        with records.reader():
+            assert records.wait_for_reader(0)
+            records.end(None, over=True)
+    assert records.wait_for_reader(0)
+
+
+def test_who_gave_up_before_the_end_does_not_ask() -> None:
+    records = Records()
+    with records.reader():
+        assert not records.wait(timeout_s=0)
+    records.end(None, over=True)
+    assert not records.wait_for_reader(0)

@@ -1,0 +1,127 @@
+"""What a step is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flowdp.device.tensors import FlatReplica
+from flowdp.engine.context import CurrentWorker
+from flowdp.engine.learning_rate import LearningRate
+from flowdp.engine.replica import Replica, loss_function
+
+CPU = torch.device("cpu")
+BATCH = (torch.tensor([[1.0, 2.0], [3.0, -1.0]]), torch.tensor([[1.0], [0.0]]))
+
+
+def mse(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def replica(loss: Callable[..., Any] = mse, module: nn.Module | None = None, **options: Any) -> Replica:
+    module = module or nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], 0.1)
+    flat = FlatReplica(module)
+    return Replica(module, flat, optimizer, loss_function(loss, CPU), LearningRate(optimizer), CPU, **options)
+
+
+def step(replica: Replica, batch: Any = BATCH) -> tuple[float, CurrentWorker]:
+    worker = CurrentWorker(0, CPU, replica.module, samples=2)
+    return replica.step(batch, worker), worker
+
+
+def test_a_step_is_that_of_plain_torch() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(2, 1)
+    twin = nn.Linear(2, 1)
+    twin.load_state_dict(module.state_dict())
+    plain = torch.optim.SGD(twin.parameters(), 0.1)
+    mine = replica(module=module)
+    for _ in range(3):
+        loss = mse(twin, BATCH)
+        loss.backward()
+        plain.step()
+        plain.zero_grad()
+        assert step(mine)[0] == loss.item()
+    assert torch.equal(module.weight, twin.weight)
+    assert module.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "scalars"),
+    [
+        (lambda model, batch: (mse(model, batch), {"a": 2.0}), {"a": (4.0, 2.0)}),
+        (lambda model, batch: {"loss": mse(model, batch), "b": torch.ones(1)}, {"b": (2.0, 2.0)}),
+        (lambda model, batch: mse(model, batch).reshape(1, 1), {}),
+    ],
+)
+def test_forms_of_a_loss(loss: Callable[..., Any], scalars: dict[str, tuple[float, float]]) -> None:
+    torch.manual_seed(0)
+    value, worker = step(replica(loss))
+    torch.manual_seed(0)
+    assert value == step(replica())[0]
+    assert worker.drain() == scalars
+
+
+ELSEWHERE = nn.Linear(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "match"),
+    [
+        (lambda model, batch: model(batch[0]), ValueError, r"not a tensor of shape \(2, 1\); add .mean\(\)"),
+        (lambda model, batch: mse(model, batch).item(), TypeError, "not float"),
+        (lambda model, batch: {"a": 1}, TypeError, "a mapping with 'a'"),
+        (lambda model, batch: {}, TypeError, "a mapping with nothing"),
+        (lambda model, batch: (mse(model, batch), 3), TypeError, "not tuple"),
+        (lambda model, batch: None, TypeError, "not NoneType"),
+        (lambda model, batch: batch[0].mean(), ValueError, "does not depend on a parameter"),
+        (lambda model, batch: mse(ELSEWHERE, batch), ValueError, "use the model that is passed in"),
+        (nn.MSELoss(), TypeError, "batches of two parts, not Tensor"),
+    ],
+)
+def test_what_is_no_loss(loss: Callable[..., Any], error: type[Exception], match: str) -> None:
+    batch = torch.ones(3, 2) if isinstance(loss, nn.Module) else BATCH
+    with pytest.raises(error, match=match):
+        step(replica(loss), batch)
+
+
+def test_a_criterion_is_copied_for_each_replica() -> None:
+    criterion = nn.BCEWithLogitsLoss(pos_weight=torch.tensor([2.0]))
+    first, second = loss_function(criterion, CPU), loss_function(criterion, CPU)
+    model = nn.Linear(2, 1)
+    expected = criterion(model(BATCH[0]), BATCH[1])
+    criterion.pos_weight.zero_()  # type: ignore[union-attr]
+    assert first(model, BATCH) == second(model, BATCH) == expected
+
+
+def test_gradients_are_clipped_before_the_step() -> None:
+    module = nn.Linear(2, 1)
+    before = module.weight.detach().clone(), module.bias.detach().clone()
+    step(replica(lambda model, batch: 100 * mse(model, batch), module, max_grad_norm=0.5))
+    moved = [
+        (new - old).square().sum() for new, old in zip((module.weight, module.bias), before, strict=True)
+    ]
+    assert sum(moved).sqrt().item() == pytest.approx(0.1 * 0.5, rel=1e-4)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("precision", "inside"), [("32", torch.float32), ("bf16", torch.bfloat16)])
+def test_precision(precision: Any, inside: torch.dtype) -> None:
+    seen: list[torch.dtype] = []
+
+    class Watched(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            seen.append(y.dtype)
+            return y
+
+    module = Watched(2, 1)
+    step(replica(lambda model, batch: model(batch[0]).float().mean(), module, precision=precision))
+    assert seen == [inside]
+    assert module.weight.dtype == torch.float32
+    assert not torch.is_autocast_enabled("cpu")

@@ -1,0 +1,281 @@
+"""What goes wrong in a step, and in whose code: it comes out of `join()` with its place, and nobody stays."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from flowdp import CadenceOptions, DataError, FlowdpError, Run, StepError, Trainer, current_worker
+
+POLICIES = ["sync", "cadence", "async"]
+SAMPLES, BATCH = 240, 2
+
+
+class Broken(Exception):
+    """What the user's code raises here."""
+
+
+def mse(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def start(policy: str = "cadence", devices: int = 2, loss: Callable[..., Any] = mse, **options: Any) -> Run:
+    given: dict[str, Any] = {
+        "model": lambda: nn.Linear(1, 1),
+        "optimizer": lambda params: torch.optim.SGD(params, 1e-3),
+        "dataset": (torch.arange(SAMPLES).float().unsqueeze(1), torch.ones(SAMPLES, 1)),
+        "batch_size": BATCH,
+        "epochs": 3,
+        "cadence": CadenceOptions(anchor=3, max_anchor=3),
+    } | options
+    if isinstance(given["dataset"], DataLoader):
+        del given["batch_size"]
+    return Trainer(loss=loss, policy=policy, devices=devices, **given).start()  # type: ignore[arg-type]
+
+
+def failure_of(run: Run) -> FlowdpError:
+    """The failure, raised in time, by all who ask, and with nobody left."""
+    began = perf_counter()
+    with pytest.raises(FlowdpError) as caught:
+        run.join(20)
+    spent = perf_counter() - began
+    with pytest.raises(FlowdpError) as again:
+        run.join()
+    with pytest.raises(FlowdpError) as read:
+        list(run.metrics())
+    assert caught.value is again.value is read.value is run.error
+    assert run.done
+    assert run.state is None
+    assert run.status().life == "failed"
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("flowdp-")] == []
+    assert spent < 10, "a run of some milliseconds"
+    return caught.value
+
+
+def is_at(rank: int, step: int) -> bool:
+    worker = current_worker()
+    return worker.rank == rank and worker.local_step == step
+
+
+# ---------------------------------------------------------------- the user's code in a step
+def raising(rank: int) -> dict[str, Any]:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if is_at(rank, 4):
+            raise Broken("loss")
+        return mse(model, batch)
+
+    return {"loss": loss}
+
+
+def leaving(rank: int) -> dict[str, Any]:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if is_at(rank, 4):
+            raise SystemExit(3)
+        return mse(model, batch)
+
+    return {"loss": loss}
+
+
+def raising_in_backward(rank: int) -> dict[str, Any]:
+    def refuse(gradient: Tensor) -> Tensor:
+        if is_at(rank, 4):
+            raise Broken("backward")
+        return gradient
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        value = mse(model, batch)
+        value.register_hook(refuse)
+        return value
+
+    return {"loss": loss}
+
+
+class RefusingSGD(torch.optim.SGD):
+    """Refuses a step of one rank."""
+
+    def __init__(self, params: Any, rank: int) -> None:
+        super().__init__(params, lr=1e-3)
+        self.rank = rank
+
+    def step(self, closure: Any = None) -> Any:
+        if is_at(self.rank, 4):
+            raise Broken("optimizer")
+        return super().step(closure)
+
+
+def raising_in_the_optimizer(rank: int) -> dict[str, Any]:
+    return {"optimizer": lambda params: RefusingSGD(params, rank)}
+
+
+def changing_shape(rank: int) -> dict[str, Any]:
+    class Growing(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(1, 1)
+            self.register_buffer("seen", torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if is_at(rank, 4):
+                self.seen = torch.zeros(3)
+            return super().forward(x)
+
+    return {"model": Growing}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("trouble", "cause"),
+    [
+        (raising, Broken),
+        (leaving, SystemExit),
+        (raising_in_backward, Broken),
+        (raising_in_the_optimizer, Broken),
+        (changing_shape, FlowdpError),
+    ],
+)
+def test_a_step_that_fails_on_one_rank(
+    trouble: Callable[[int], dict[str, Any]], cause: type[BaseException], devices: int, policy: str
+) -> None:
+    rank = devices - 1
+    error = failure_of(start(policy, devices, **trouble(rank)))
+    assert isinstance(error, StepError)
+    assert isinstance(error.__cause__, cause)
+    assert (error.rank, error.device, error.epoch) == (rank, "cpu", 0)
+    assert error.step == 4 or (cause is FlowdpError and error.step in range(5, 8))  # met at the next gate
+    assert len(error.indices) == BATCH
+    assert set(error.indices) <= set(range(SAMPLES))
+    for part in (f"rank {rank} on cpu", "epoch 0", "indices ", type(error.__cause__).__name__):
+        assert part in str(error)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, batch: model(batch[0]),
+        lambda model, batch: 0.5,
+        lambda model, batch: None,
+        lambda model, batch: batch[0].mean(),
+    ],
+    ids=["no scalar", "no tensor", "nothing", "independent"],
+)
+def test_what_is_no_loss_fails_at_the_first_step(loss: Callable[..., Any], policy: str) -> None:
+    error = failure_of(start(policy, 2, loss))
+    assert isinstance(error, StepError)
+    assert error.step == 0
+    assert isinstance(error.__cause__, TypeError | ValueError)
+
+
+def test_a_batch_that_a_criterion_cannot_unpack() -> None:
+    error = failure_of(start(loss=nn.MSELoss(), dataset=torch.ones(8, 1)))
+    assert isinstance(error, StepError)
+    assert error.step == 0
+    assert "needs batches of two parts" in str(error)
+
+
+def test_the_indices_are_those_of_the_batch() -> None:
+    failed: list[list[int]] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if is_at(1, 4):
+            failed.append(batch[0].long().flatten().tolist())
+            raise Broken("loss")
+        return mse(model, batch)
+
+    error = failure_of(start(loss=loss))
+    assert isinstance(error, StepError)
+    assert [list(error.indices)] == failed
+    assert f"indices {failed[0][0]}, {failed[0][1]}" in str(error)
+
+
+def test_a_later_failure_is_a_note_on_the_first() -> None:
+    both_inside = threading.Barrier(2)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if current_worker().local_step == 2:
+            both_inside.wait(10)
+            raise Broken(f"of rank {current_worker().rank}")
+        return mse(model, batch)
+
+    error = failure_of(start("sync", loss=loss))
+    assert isinstance(error, StepError)
+    [note] = error.__notes__
+    assert note.startswith(f"Then rank {1 - error.rank}: StepError: rank {1 - error.rank} on cpu failed")
+    assert f"of rank {1 - error.rank}" in note
+    assert str(error.__cause__) == f"of rank {error.rank}"
+
+
+# ---------------------------------------------------------------- the dataset
+class Cracked(Dataset[Any]):
+    """Cannot read one of its samples."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == 77:
+            raise Broken(f"sample {index}")
+        return torch.tensor([float(index)]), torch.ones(1)
+
+
+class CrackedBatches:
+    """Cannot read one of its batches."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def get_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        if 77 in indices:
+            raise Broken("batch")
+        return torch.tensor(indices).float().unsqueeze(1), torch.ones(len(indices), 1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("dataset", [Cracked(), CrackedBatches()])
+def test_a_dataset_that_raises(dataset: Any, devices: int, policy: str) -> None:
+    error = failure_of(start(policy, devices, dataset=dataset))
+    assert isinstance(error, DataError)
+    assert isinstance(error.__cause__, Broken)
+    assert error.epoch == 0
+    assert 77 in error.indices
+    assert len(error.indices) == BATCH
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_dataset_that_raises_in_another_process(policy: str) -> None:
+    error = failure_of(start(policy, 2, dataset=DataLoader(Cracked(), BATCH, num_workers=2)))
+    assert isinstance(error, DataError)
+    assert isinstance(error.__cause__, Broken)  # torch raises it anew, with the process's traceback in words
+    assert error.indices == (76, 77)
+
+
+# ---------------------------------------------------------------- what a step may ask
+def test_the_worker_of_a_step() -> None:
+    seen: list[tuple[int, int, int, int, int, bool]] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        worker = current_worker()
+        owns = worker.model is model and worker.device == batch[0].device
+        seen.append((worker.epoch, worker.round, worker.local_step, worker.global_step, worker.samples, owns))
+        return mse(model, batch)
+
+    data = (torch.ones(7, 1), torch.ones(7, 1))
+    start("sync", 1, loss, dataset=data, epochs=2, max_steps=6).join()
+    assert [(epoch, samples) for epoch, _, _, _, samples, _ in seen] == [
+        (0, 2), (0, 2), (0, 2), (0, 1), (1, 2), (1, 2),
+    ]  # fmt: skip
+    assert [local for _, _, local, _, _, _ in seen] == list(range(6))
+    assert [position for _, _, _, position, _, _ in seen] == list(range(6))
+    assert all(owns for *_, owns in seen)
+    rounds = [number for _, number, *_ in seen]
+    assert rounds[0] == -1
+    assert rounds == sorted(rounds)

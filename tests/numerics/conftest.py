@@ -1,0 +1,64 @@
+"""What the tests of the numerics share: a witness inside the loss."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import flowdp
+from flowdp.engine.context import CurrentWorker
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+
+class Step(NamedTuple):
+    """One step that was really taken."""
+
+    rank: int
+    epoch: int
+    round: int  # the last one held before it
+    indices: tuple[int, ...]
+    lr: float
+
+
+class Witness:
+    """Notes which samples were trained, by whom and when; the first part of a batch holds their indices."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.before: Callable[[CurrentWorker, int], None] | None = None  # called with the steps so far
+        self._lock = threading.Lock()
+
+    def watch(self, loss: Loss) -> Loss:
+        """The loss, watched."""
+
+        def watched(model: nn.Module, batch: Any) -> torch.Tensor:
+            worker = flowdp.current_worker()
+            indices = tuple(int(index) for index in batch[0].flatten())
+            with self._lock:
+                self.steps.append(Step(worker.rank, worker.epoch, worker.round, indices, worker.lr))
+                count = len(self.steps)
+            if self.before is not None:
+                self.before(worker, count)
+            return loss(model, batch)
+
+        return watched
+
+    def of(self, rank: int) -> list[Step]:
+        """The steps of a rank, in its order."""
+        return [step for step in self.steps if step.rank == rank]
+
+    def samples(self, epoch: int) -> Counter[int]:
+        """How often each sample was trained in an epoch."""
+        return Counter(index for step in self.steps if step.epoch == epoch for index in step.indices)
+
+
+@pytest.fixture
+def witness() -> Witness:
+    return Witness()

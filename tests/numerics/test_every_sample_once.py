@@ -1,0 +1,300 @@
+"""Every sample of every epoch is trained exactly once, on any number of devices, whatever comes between."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from itertools import product
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
+
+import flowdp
+from flowdp.engine.context import CurrentWorker
+
+POLICIES = ("sync", "cadence", "async")
+WAIT_S = 20.0
+
+# Full and ragged, fewer batches than devices, one sample, a batch larger than the dataset.
+SIZES = [(24, 4), (23, 4), (7, 3), (5, 2), (3, 8), (1, 1), (1, 4)]
+
+
+def content(index: int) -> float:
+    """What the sample of an index holds: no other sample of these tests does."""
+    return float(index * index % 1009) + index / 1024
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    indices, values = batch
+    expected = torch.tensor([content(int(index)) for index in indices])
+    assert torch.equal(values.float(), expected), f"samples {indices} hold {values}"
+    return model(values.float().unsqueeze(1) / 1024).mean()
+
+
+def tensors(count: int) -> tuple[Tensor, Tensor]:
+    return torch.arange(count), torch.tensor([content(index) for index in range(count)])
+
+
+def trainer(witness: Any, dataset: Any, policy: Any, devices: int, **options: Any) -> flowdp.Trainer:
+    return flowdp.Trainer(
+        nn.Linear(1, 1),
+        lambda params: torch.optim.SGD(params, lr=1e-3),
+        witness.watch(loss),
+        dataset=dataset,
+        policy=policy,
+        devices=["cpu"] * devices,
+        progress=False,
+        **{"epochs": 3, **options},
+    )
+
+
+def check(witness: Any, state: flowdp.TrainedState, expected: Counter[int], epochs: int = 3) -> None:
+    """Every epoch held what was expected, and the run's own books say the same as the witness."""
+    assert not state.interrupted
+    assert state.epochs_done == epochs
+    assert state.global_step == len(witness.steps)
+    for epoch in range(epochs):
+        assert witness.samples(epoch) == expected
+    check_books(witness, state)
+
+
+def check_books(witness: Any, state: flowdp.TrainedState) -> None:
+    for record in state.history:
+        for rank, part in enumerate(record.per_rank):
+            steps = [step for step in witness.of(rank) if step.epoch == record.epoch]
+            assert (part.steps, part.samples) == (len(steps), sum(len(step.indices) for step in steps))
+
+
+# ---------------------------------------------------------------- what comes in
+class Map(Dataset[Any]):
+    """Single samples."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index, content(index)
+
+
+class SeekingFile(Dataset[Any]):
+    """One open file, one position: two readers at once would take samples of each other."""
+
+    def __init__(self, path: Path, count: int) -> None:
+        self.count = count
+        np.array([[index, content(index)] for index in range(count)]).tofile(path)
+        self.file = path.open("rb")
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        self.file.seek(16 * index)
+        at, value = np.frombuffer(self.file.read(16))
+        return int(at), float(value)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tensors_of_any_size(witness, policy, devices):
+    for (samples, batch_size), drop_last in product(SIZES, (False, True)):
+        if drop_last and samples < batch_size:
+            continue
+        witness.steps.clear()
+        state = trainer(
+            witness, tensors(samples), policy, devices, batch_size=batch_size, drop_last=drop_last
+        ).fit()
+        for epoch in range(3):
+            seen = witness.samples(epoch)
+            assert max(seen.values()) == 1
+            assert len(seen) == (samples // batch_size * batch_size if drop_last else samples)
+            lengths = [len(step.indices) for step in witness.steps if step.epoch == epoch]
+            ragged = [] if drop_last or samples % batch_size == 0 else [samples % batch_size]
+            assert sorted(lengths, reverse=True) == [batch_size] * (samples // batch_size) + ragged
+        assert (state.epochs_done, state.global_step) == (3, len(witness.steps))
+        check_books(witness, state)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_single_samples(witness, policy, devices):
+    state = trainer(witness, Map(23), policy, devices, batch_size=4).fit()
+    check(witness, state, Counter(range(23)))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_loader_with_a_sampler_of_its_own(witness, policy):
+    chosen = range(3, 40, 2)
+    loader = DataLoader(Map(40), batch_size=4, sampler=SubsetRandomSampler(chosen))
+    check(witness, trainer(witness, loader, policy, 2).fit(), Counter(chosen))
+
+
+@pytest.mark.parametrize(("policy", "devices"), [("cadence", 2), ("async", 3)])
+def test_worker_processes(witness, policy, devices):
+    loader = DataLoader(Map(46), batch_size=4, shuffle=True, num_workers=2)
+    check(witness, trainer(witness, loader, policy, devices).fit(), Counter(range(46)))
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_file_read_by_seek_and_read(tmp_path, witness, policy, devices):
+    dataset = SeekingFile(tmp_path / "samples", 301)
+    try:
+        state = trainer(witness, dataset, policy, devices, batch_size=5).fit()
+    finally:
+        dataset.file.close()
+    check(witness, state, Counter(range(301)))
+
+
+# ---------------------------------------------------------------- what comes between
+class Door:
+    """Lets a worker wait inside a step until the test has done something."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+
+    def wait(self) -> None:
+        self.reached.set()
+        assert self.opened.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_stop_in_the_middle_trains_nothing_twice_and_counts_everything(witness, policy, devices):
+    for at in (1, 2, 9, 30):
+        witness.steps.clear()
+        door = Door()
+        witness.before = lambda _, count, at=at, door=door: door.wait() if count == at else None
+        run = trainer(witness, tensors(23), policy, devices, batch_size=4, epochs=10_000).start()
+        assert door.reached.wait(WAIT_S)
+        run.stop()
+        door.opened.set()
+        state = run.join(WAIT_S)
+        assert state.interrupted
+        assert len(witness.steps) == state.global_step >= at
+        assert len(state.history) == state.epochs_done
+        for epoch in range(max(step.epoch for step in witness.steps) + 1):
+            seen = witness.samples(epoch)
+            assert max(seen.values(), default=1) == 1
+            # Epochs end in their order; behind an open one async may have come to the end of a later one.
+            if epoch <= state.epochs_done:
+                assert (len(seen) == 23) == (epoch < state.epochs_done)
+        check_books(witness, state)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_pauses_lose_and_double_nothing(witness, policy, devices):
+    def meet(at: int) -> Door:
+        door = Door()
+        witness.before = lambda _, count: door.wait() if count == at else None
+        return door
+
+    door = meet(3)
+    run = trainer(witness, tensors(23), policy, devices, batch_size=4, epochs=40).start()
+    for further in (1, 8, 21):
+        assert door.reached.wait(WAIT_S)
+        run.pause()
+        door.opened.set()
+        with run.paused():
+            before = len(witness.steps)
+            assert run.status().life == "paused"
+            # Whoever stands still has taken the mean.
+            first, *others = (replica.flat.memories for replica in run._engine.replicas)
+            assert all(torch.equal(*pair) for theirs in others for pair in zip(first, theirs, strict=True))
+            assert len(witness.steps) == before
+            door = meet(before + further)
+    door.opened.set()
+    check(witness, run.join(WAIT_S), Counter(range(23)), epochs=40)
+
+
+class Staller:
+    """Keeps a rank busy in three of its steps, each time until the others have noticed."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.run: flowdp.Run | None = None
+        self.started = threading.Event()
+        self.stalls = 0
+
+    def __call__(self, worker: CurrentWorker, _: int) -> None:
+        if worker.rank != self.rank or self.stalls == 3 or not self.is_time(worker):
+            return
+        assert self.started.wait(WAIT_S)
+        busy = torch.ones(64, 64)
+        deadline = monotonic() + WAIT_S
+        while not self.is_noticed(worker):
+            busy = (busy @ busy).sigmoid()
+            assert monotonic() < deadline, "nobody noticed the stall"
+        self.stalls += 1
+
+    def is_time(self, worker: CurrentWorker) -> bool:
+        raise NotImplementedError
+
+    def is_noticed(self, worker: CurrentWorker) -> bool:
+        raise NotImplementedError
+
+
+class UntilHurried(Staller):
+    """Planned rounds: until the coordinator has cut the round short."""
+
+    round = 1  # from the next one on the speeds are known, so that somebody can be late
+
+    def is_time(self, worker: CurrentWorker) -> bool:
+        if worker.round <= self.round:
+            return False
+        # The first step of a round, so that a part is left; then some rounds to forget the stall in.
+        self.round = worker.round + 3
+        return True
+
+    def is_noticed(self, worker: CurrentWorker) -> bool:
+        return self.run._engine.workers[self.rank]._gate.hurry > worker.round
+
+
+class UntilAlone(Staller):
+    """Asynchronous rounds: until every other rank is held back."""
+
+    def is_time(self, worker: CurrentWorker) -> bool:
+        return worker.local_step in (5, 17, 29)
+
+    def is_noticed(self, worker: CurrentWorker) -> bool:
+        held = self.run.status().throttled
+        return all(reason is not None for rank, reason in enumerate(held) if rank != self.rank)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize(("policy", "kind"), [("cadence", UntilHurried), ("async", UntilAlone)])
+def test_a_rank_that_stalls_now_and_then(witness, policy, kind, devices):
+    staller = witness.before = kind(rank=devices - 1)
+    cadence = flowdp.CadenceOptions(anchor=4, max_anchor=8, divergence_guard=False)
+    options = {"batch_size": 2, "cadence": cadence, "partition_ratios": [1 / devices] * devices}
+    run = trainer(witness, tensors(99), policy, devices, epochs=6, **options).start()
+    staller.run = run
+    staller.started.set()
+    hurried = [record for record in run.metrics("round") if record.reason == "hurried"]
+    check(witness, run.join(WAIT_S), Counter(range(99)), epochs=6)
+    assert staller.stalls == 3
+    assert len(hurried) >= 2 or policy == "async"
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_max_steps_ends_inside_an_epoch_with_its_first_batches(witness, policy, devices):
+    options: dict[str, Any] = {"batch_size": 4, "epochs": None}
+    trainer(witness, tensors(23), "sync", 1, max_steps=12, **options).fit()
+    order = [step.indices for step in witness.steps]
+    for steps in (1, 5, 6, 10):
+        witness.steps.clear()
+        state = trainer(witness, tensors(23), policy, devices, max_steps=steps, **options).fit()
+        assert not state.interrupted
+        assert state.global_step == steps
+        assert sorted(step.indices for step in witness.steps) == sorted(order[:steps])

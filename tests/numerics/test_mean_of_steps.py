@@ -1,0 +1,174 @@
+"""A round is what plain PyTorch makes of it: every model steps alone, then the mean weighted by samples."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import flowdp
+
+SAMPLES, BATCH_SIZE, EPOCHS = 60, 8, 3  # 8 batches, the last of 4 samples
+LR = 0.02
+
+Data = tuple[Tensor, Tensor, Tensor]
+
+
+def data() -> Data:
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, 6, generator=draw)
+    return torch.arange(SAMPLES), x, x.sin().sum(1, keepdim=True)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def loss(model: nn.Module, batch: Data) -> Tensor:
+    return F.mse_loss(model(batch[1]), batch[2])
+
+
+class ByHand:
+    """Models that step on their own, and their mean."""
+
+    def __init__(self, model: nn.Module, count: int, momentum: float) -> None:
+        self.models = [copy.deepcopy(model) for _ in range(count)]
+        self.optimizers = [torch.optim.SGD(m.parameters(), lr=LR, momentum=momentum) for m in self.models]
+        self.data = data()
+
+    def round(self, batches: Sequence[Sequence[Sequence[int]]]) -> float:
+        """Train `batches[rank]`, lists of indices, then take the mean; returns the largest drift."""
+        for rank, theirs in enumerate(batches):
+            for indices in theirs:
+                loss(self.models[rank], tuple(part[list(indices)] for part in self.data)).backward()
+                self.optimizers[rank].step()
+                self.optimizers[rank].zero_grad()
+        counts = [sum(map(len, theirs)) for theirs in batches]
+        states = [copy.deepcopy(model.state_dict()) for model in self.models]
+        mean = {
+            name: torch.stack([state[name] for state in states]).amax(0)
+            if not states[0][name].is_floating_point()
+            else sum(state[name].double() * (n / sum(counts)) for state, n in zip(states, counts, strict=True))
+            for name in states[0]
+        }
+        for model in self.models:
+            model.load_state_dict(mean)
+        names = [name for name, _ in self.models[0].named_parameters()]
+        away = [math.sqrt(sum(float((s[n] - mean[n]).square().sum()) for n in names)) for s in states]
+        return max(away) / math.sqrt(sum(float(mean[n].square().sum()) for n in names))
+
+
+def train(witness: Any, model: nn.Module, devices: int, momentum: float = 0.0, **options: Any) -> flowdp.Run:
+    return flowdp.Trainer(
+        model,
+        lambda params: torch.optim.SGD(params, lr=LR, momentum=momentum),
+        witness.watch(loss),
+        dataset=data(),
+        batch_size=BATCH_SIZE,
+        epochs=EPOCHS,
+        devices=["cpu"] * devices,
+        progress=False,
+        **options,
+    ).start()
+
+
+def check_equal(run: flowdp.Run, hand: ByHand, tolerance: float) -> None:
+    run.join()
+    for replica, model in zip(run._engine.replicas, hand.models, strict=True):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(
+                replica.module.state_dict()[name],
+                value,
+                rtol=0,
+                atol=tolerance,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
+
+
+def rounds_of(witness: Any, devices: int) -> list[list[list[tuple[int, ...]]]]:
+    """What was trained: `[round][rank]`, lists of indices."""
+    before = sorted({step.round for step in witness.steps})
+    return [
+        [[step.indices for step in witness.of(rank) if step.round == round] for rank in range(devices)]
+        for round in before
+    ]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_sync_is_the_mean_after_every_step(witness, devices, momentum):
+    model = network()
+    hand = ByHand(model, devices, momentum)
+    run = train(witness, model, devices, momentum, policy="sync", shuffle=False)
+    in_order = [range(SAMPLES)[at : at + BATCH_SIZE] for at in range(0, SAMPLES, BATCH_SIZE)]
+    for _ in range(EPOCHS):
+        for at in range(0, len(in_order), devices):
+            hand.round([[batch] for batch in in_order[at : at + devices]] + [[]] * (at + devices - 8))
+    check_equal(run, hand, 1e-6)
+    tracked = run.join().state_dict["1.num_batches_tracked"]
+    assert tracked == EPOCHS * math.ceil(len(in_order) / devices)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(("ratios", "quotas"), [((3, 1), (3, 1)), ((2, 1, 1), (2, 1, 1)), ((1, 3), (1, 3))])
+def test_cadence_is_the_mean_after_every_round(witness, ratios, quotas, momentum):
+    model = network()
+    hand = ByHand(model, len(ratios), momentum)
+    cadence = flowdp.CadenceOptions(anchor=1, max_anchor=1)
+    run = train(witness, model, len(ratios), momentum, partition_ratios=ratios, cadence=cadence)
+    records = list(run.metrics("round"))
+    trained = rounds_of(witness, len(ratios))
+    assert [record.steps for record in records] == [tuple(map(len, ranks)) for ranks in trained]
+    assert records[0].steps == quotas
+    drifts = [hand.round(ranks) for ranks in trained]
+    check_equal(run, hand, 1e-5)
+    measured = [
+        (record.drift, drift)
+        for record, drift in zip(records, drifts, strict=True)
+        if record.drift is not None
+    ]
+    assert measured
+    for given, expected in measured:
+        assert given == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_round_of_several_steps_of_the_slowest(witness):
+    model = network()
+    hand = ByHand(model, 2, 0.9)
+    cadence = flowdp.CadenceOptions(anchor=2, max_anchor=2)
+    run = train(witness, model, 2, 0.9, partition_ratios=(1, 1), cadence=cadence)
+    records = list(run.metrics("round"))
+    assert max(record.steps for record in records) == (2, 2)
+    for ranks in rounds_of(witness, 2):
+        hand.round(ranks)
+    check_equal(run, hand, 1e-5)
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+@pytest.mark.parametrize(("ratio", "factor"), [(0.0, 1.0), (0.5, 2.0), (1.0, 3.0)])
+def test_the_learning_rate_grows_with_the_devices(witness, policy, ratio, factor):
+    model = nn.Linear(6, 1, bias=False)
+    start = model.weight.detach().clone()
+    state = flowdp.Trainer(
+        model,
+        lambda params: torch.optim.SGD(params, lr=LR),
+        witness.watch(lambda model, batch: model(batch[1]).mean()),
+        dataset=data(),
+        batch_size=BATCH_SIZE,
+        max_steps=1,
+        devices=["cpu"] * 3,
+        policy=policy,
+        lr_scale_ratio=ratio,
+        progress=False,
+    ).fit()
+    (step,) = witness.steps
+    assert step.lr == pytest.approx(LR * factor)
+    gradient = data()[1][list(step.indices)].mean(0)
+    torch.testing.assert_close(state.state_dict["weight"][0], start[0] - LR * factor * gradient)

@@ -1,0 +1,139 @@
+"""After every mean all replicas hold the same bits, whatever their tensors are."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from hashlib import sha256
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flowdp
+
+SAMPLES, BATCH_SIZE, EPOCHS = 90, 4, 3  # the last batch has 2 samples
+
+
+class Zoo(nn.Module):
+    """A parameter of every kind that a model may have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(4)
+        self.wide = nn.Linear(4, 4).double()
+        self.narrow = nn.Linear(4, 4).bfloat16()
+        self.encode = nn.Linear(4, 4, bias=False)
+        self.decode = nn.Linear(4, 4, bias=False)
+        self.decode.weight = self.encode.weight
+        self.turn = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("seen", torch.zeros(SAMPLES, dtype=torch.bool))
+        self.register_buffer("level", torch.tensor(0.0, dtype=torch.float64))
+
+    def forward(self, indices: Tensor, images: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen[indices] = True
+        h = self.norm(self.conv(images.to(memory_format=torch.channels_last))).mean((2, 3))
+        h = self.wide(h.double()).float() + self.narrow(h.bfloat16()).float()
+        h = self.decode(torch.tanh(self.encode(h))) * self.scale + self.frozen
+        self.level = 0.9 * self.level + h.detach().double().mean()  # another object after every call
+        return (h * self.turn).abs().sum(1)
+
+
+def bits(module: nn.Module) -> str:
+    digest = sha256()
+    for tensor in (*module.parameters(), *module.buffers()):
+        digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+class Meetings:
+    """The bits of every rank at its first step after each round."""
+
+    def __init__(self) -> None:
+        self.digests: dict[int, dict[int, str]] = defaultdict(dict)
+        self._lock = threading.Lock()
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        worker = flowdp.current_worker()
+        with self._lock:
+            is_first = worker.rank not in self.digests[worker.round]
+            if is_first:
+                self.digests[worker.round][worker.rank] = ""
+        if is_first:
+            self.digests[worker.round][worker.rank] = bits(model)
+        indices, images, target = batch
+        return (model(indices, images) - target).square().mean()
+
+
+def train(meetings: Meetings, devices: int, policy: Any, **options: Any) -> tuple[Zoo, flowdp.Run]:
+    draw = torch.Generator().manual_seed(3)
+    images = torch.randn(SAMPLES, 3, 5, 5, generator=draw)
+    torch.manual_seed(4)
+    model = Zoo()
+    run = flowdp.Trainer(
+        model,
+        lambda params: torch.optim.Adam(params, lr=0.01),
+        meetings.loss,
+        dataset=(torch.arange(SAMPLES), images, images.sum((1, 2, 3))),
+        batch_size=BATCH_SIZE,
+        epochs=EPOCHS,
+        devices=["cpu"] * devices,
+        policy=policy,
+        progress=False,
+        **options,
+    ).start()
+    run.join()
+    return model, run
+
+
+def check_end(model: Zoo, run: flowdp.Run) -> None:
+    replicas = run._engine.replicas
+    for replica in replicas:
+        for mine, first in zip(replica.flat.memories, replicas[0].flat.memories, strict=True):
+            assert torch.equal(mine.view(torch.uint8), first.view(torch.uint8))
+        module = replica.module
+        assert bits(module) == bits(model)
+        assert all(tensor.isfinite().all() for tensor in module.state_dict().values())
+        assert module.conv.weight.is_contiguous(memory_format=torch.channels_last)
+        assert module.decode.weight is module.encode.weight
+        assert module.seen.all()
+
+
+UNEQUAL = {"partition_ratios": (3, 1), "cadence": flowdp.CadenceOptions(anchor=1, max_anchor=1)}
+
+
+@pytest.mark.parametrize(
+    ("devices", "policy", "options"),
+    [
+        (2, "sync", {}),
+        (3, "sync", {}),
+        (4, "sync", {}),
+        (2, "cadence", {}),
+        (2, "cadence", UNEQUAL),
+        (3, "cadence", {}),
+        (4, "cadence", {"cadence": flowdp.CadenceOptions(anchor=1, overhead_target=0.5)}),
+        (4, "cadence", {"cadence": flowdp.CadenceOptions(max_batch_diff=0)}),
+    ],
+)
+def test_after_every_round(devices, policy, options):
+    meetings = Meetings()
+    model, run = train(meetings, devices, policy, **options)
+    met = {round: digests for round, digests in meetings.digests.items() if len(digests) > 1}
+    assert len(met) >= 3
+    assert [round for round, digests in met.items() if len(set(digests.values())) != 1] == []
+    assert len({next(iter(digests.values())) for digests in met.values()}) == len(met)
+    check_end(model, run)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+def test_after_the_last_round_of_async(devices):
+    meetings = Meetings()
+    model, run = train(meetings, devices, "async")
+    assert len(set(meetings.digests[-1].values())) == 1
+    check_end(model, run)

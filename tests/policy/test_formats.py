@@ -1,0 +1,43 @@
+import math
+
+import pytest
+
+from flowdp.policy.formats import format_duration, format_metric
+
+
+@pytest.mark.parametrize(
+    ("ms", "text"),
+    [
+        (0.0, "0ms"),
+        (420.0, "420ms"),
+        (999.4, "999ms"),
+        (999.6, "1.0s"),
+        (1234.0, "1.2s"),
+        (59_940.0, "59.9s"),
+        (59_960.0, "1m 00s"),
+        (272_000.0, "4m 32s"),
+        (3_599_600.0, "1h 00m"),
+        (11_520_000.0, "3h 12m"),
+        (360_000_000.0, "100h 00m"),
+    ],
+)
+def test_durations(ms, text):
+    assert format_duration(ms) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (0.000999, "9.99e-4"),
+        (-1.5e-12, "-1.50e-12"),
+        (0.001, "0.0010"),
+        (0.41234, "0.4123"),
+        (-99.5, "-99.5000"),
+        (100.0, "100.00"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+    ],
+)
+def test_metrics(value, text):
+    assert format_metric(value) == text

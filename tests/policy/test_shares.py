@@ -1,0 +1,132 @@
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowdp.errors import OptionError
+from flowdp.policy.shares import (
+    ThroughputBalance,
+    equal_sizes,
+    normalised_ratios,
+    proportional_sizes,
+    shard_sizes,
+    weights_from,
+)
+
+weights = st.lists(st.floats(0.001, 1000.0), min_size=1, max_size=8)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 9))
+def test_equal_sizes_differ_by_one_at_most(total, ranks):
+    sizes = equal_sizes(total, ranks)
+    assert (sum(sizes), len(sizes)) == (total, ranks)
+    assert sorted(sizes, reverse=True) == list(sizes)
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.integers(0, 100_000), weights)
+def test_proportional_sizes_are_exact_to_one_sample(total, given_weights):
+    sizes = proportional_sizes(total, given_weights)
+    assert sum(sizes) == total
+    for size, weight in zip(sizes, given_weights, strict=True):
+        assert abs(size - total * weight / sum(given_weights)) < 1.0 + 1e-6
+
+
+def test_what_is_left_goes_to_the_fastest():
+    assert proportional_sizes(10, [1.0, 2.0, 1.0]) == (2, 6, 2)  # 2.5, 5, 2.5: one left
+    assert proportional_sizes(3, [1.0, 1.0]) == (2, 1)
+    assert proportional_sizes(2, [1.0, 1.0, 5.0]) == (0, 0, 2)
+
+
+def test_weights_are_measured_speeds_else_the_hint_else_equal():
+    assert weights_from([10.0, 20.0, 40.0]) == (4.0, 2.0, 1.0)
+    assert weights_from([10.0, 0.0, 40.0], (0, 9.0)) == (4.0, 1.0, 1.0)
+    assert weights_from([0.0, 0.0, 0.0], (1, 2.3)) == (2.3, 1.0, 2.3)
+    assert weights_from([0.0, 0.0]) == (1.0, 1.0)
+
+
+@given(weights)
+def test_ratios_are_scaled_to_one(given_ratios):
+    ratios = normalised_ratios(given_ratios, len(given_ratios))
+    assert sum(ratios) == pytest.approx(1.0)
+    assert ratios[0] / ratios[-1] == pytest.approx(given_ratios[0] / given_ratios[-1])
+
+
+@pytest.mark.parametrize(
+    ("ratios", "says"),
+    [
+        ([0.5], "1 ratios for 2 devices"),
+        ([0.5, 0.0], r"not 0\.0"),
+        ([0.5, -0.5], r"not -0\.5"),
+        ([0.5, math.nan], "not nan"),
+        ([0.5, math.inf], "not inf"),
+    ],
+)
+def test_impossible_ratios_are_named(ratios, says):
+    with pytest.raises(OptionError, match=says):
+        normalised_ratios(ratios, 2)
+
+
+@given(st.integers(0, 300), weights)
+def test_shards_fill_the_batch_and_leave_nobody_out_while_samples_last(batch_size, given_weights):
+    ratios = normalised_ratios(given_weights, len(given_weights))
+    sizes = shard_sizes(batch_size, ratios)
+    assert sum(sizes) == batch_size
+    assert sum(size > 0 for size in sizes) == min(batch_size, len(ratios))
+    assert min(sizes) >= 0
+
+
+def test_a_batch_smaller_than_the_ranks_leaves_the_last_empty():
+    assert shard_sizes(2, [0.25] * 4) == (1, 1, 0, 0)
+
+
+# ---------------------------------------------------------------- the balance of single batches
+def run(balance, throughput, steps):
+    """Steps whose samples per millisecond are `throughput`; the steps at which the ratios were recomputed."""
+    return [
+        step
+        for step in range(1, steps + 1)
+        if balance.update(
+            [1 if rate else 0 for rate in throughput], [1.0 / rate if rate else 0.0 for rate in throughput]
+        )
+    ]
+
+
+def test_it_rebalances_after_ten_steps_and_every_fifty():
+    assert run(ThroughputBalance([1, 1]), (2.0, 1.0), 160) == [10, 60, 110, 160]
+
+
+def test_without_a_measurement_nothing_is_recomputed():
+    balance = ThroughputBalance([3, 1])
+    assert run(balance, (0.0, 0.0), 60) == []
+    assert balance.ratios == (0.75, 0.25)
+
+
+def test_the_throughput_is_smoothed_after_the_first_value():
+    balance = ThroughputBalance([1, 1])
+    balance.update([10, 0], [1.0, 1.0])
+    balance.update([20, 5], [1.0, math.nan])
+    assert balance.throughput == (pytest.approx(0.3 * 20 + 0.7 * 10), 0.0)
+
+
+def test_a_slow_rank_keeps_a_twentieth_and_the_others_pay_in_proportion():
+    balance = ThroughputBalance([1, 1, 1])
+    run(balance, (60.0, 40.0, 0.001), 10)
+    assert balance.ratios == pytest.approx((0.6 * 0.95, 0.4 * 0.95, 0.05), rel=1e-3)
+
+
+@given(st.lists(st.floats(0.01, 1000.0), min_size=2, max_size=8))
+def test_recomputed_ratios_sum_to_one_in_the_order_of_speed(throughput):
+    balance = ThroughputBalance([1] * len(throughput))
+    run(balance, throughput, 10)
+    assert sum(balance.ratios) == pytest.approx(1.0)
+    assert min(balance.ratios) > 0.03
+    ranked = sorted(zip(throughput, balance.ratios, strict=True))
+    assert all(slow[1] <= fast[1] + 1e-9 for slow, fast in pairwise(ranked))
+
+
+def test_balanced_means_equal_ratios():
+    assert ThroughputBalance([1, 1, 1]).is_balanced
+    assert not ThroughputBalance([1, 1, 1.001]).is_balanced

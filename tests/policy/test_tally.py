@@ -1,0 +1,124 @@
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowdp.policy.tally import Tally, Work
+
+
+def work(samples, loss=0.0, *, steps=1, **fields):
+    return Work(epoch=2, steps=steps, samples=samples, losses=(loss * samples, samples), **fields)
+
+
+def result(tally, epoch_ms=1000.0):
+    return tally.result(epoch_ms, anchor=10, global_step=7, epochs=10)
+
+
+@pytest.fixture
+def metrics():
+    tally = Tally(2, 2)
+    tally.add(0, work(600, 0.5, steps=6, busy_ms=800.0, data_ms=5.0, lr=0.1), wait_ms=50.0, sync_ms=20.0)
+    tally.add(1, work(300, 0.8, steps=3, busy_ms=700.0, scalars={"accuracy": (240.0, 300.0)}, lr=0.2))
+    tally.add(
+        0,
+        work(100, 0.1, busy_ms=150.0, data_ms=1.0, scalars={"accuracy": (50.0, 100.0)}, lr=0.3),
+        wait_ms=10.0,
+    )
+    tally.close_round(4.0, None)
+    tally.close_round(15.0, 0.02, rounds=5)
+    tally.close_round(3.0, 0.01)
+    return result(tally, 2000.0)
+
+
+def test_an_epoch_is_the_sum_of_its_work(metrics):
+    assert (metrics.epoch, metrics.epochs, metrics.anchor, metrics.global_step) == (2, 10, 10, 7)
+    assert metrics.loss == pytest.approx((300 + 240 + 10) / 1000)
+    assert metrics.scalars == {"accuracy": pytest.approx(290 / 400)}
+    assert metrics.share == (0.7, 0.3)
+    assert metrics.throughput == (350.0, 150.0)
+    assert metrics.efficiency == pytest.approx((950 + 700) / 4000)
+    assert (metrics.rounds, metrics.sync_ms, metrics.divergence) == (7, 22.0, 0.02)
+    assert metrics.lr == 0.3
+    assert metrics.eval == {}
+
+
+def test_each_rank_has_its_own_part(metrics):
+    first, second = metrics.per_rank
+    assert (first.samples, first.steps, first.busy_ms, first.data_wait_ms) == (700, 7, 950.0, 6.0)
+    assert (first.wait_ms, first.sync_ms, first.lr) == (60.0, 20.0, 0.3)
+    assert first.loss == pytest.approx(310 / 700)
+    assert first.scalars == {"accuracy": 0.5}
+    assert (second.loss, second.scalars) == (pytest.approx(0.8), {"accuracy": 0.8})
+
+
+def test_it_prints_as_one_line(metrics):
+    assert str(metrics) == (
+        "epoch 3/10  | loss 0.5500 | accuracy 0.7250 |    500 samples/s | share 70 % 30 % | 2.0s"
+    )
+    evaluated = replace(metrics, eval={"accuracy": 0.75}, epoch=9, throughput=(12_000.4, 339.6))
+    assert str(evaluated) == (
+        "epoch 10/10 | loss 0.5500 | accuracy 0.7250 | eval accuracy 0.7500 | 12,340 samples/s "
+        "| share 70 % 30 % | 2.0s"
+    )
+    assert str(replace(metrics, epochs=None)).startswith("epoch 3 | loss")
+
+
+def test_an_epoch_without_work_has_no_loss_and_divides_by_nothing():
+    empty = result(Tally(0, 2), 0.0)
+    assert math.isnan(empty.loss)
+    assert (empty.share, empty.throughput, empty.efficiency, empty.lr) == ((0.0, 0.0), (0.0, 0.0), 0.0, 0.0)
+    assert (empty.rounds, empty.divergence, empty.scalars) == (0, None, {})
+
+
+def test_a_nan_loss_stays_a_nan():
+    tally = Tally(0, 2)
+    tally.add(0, work(10, math.nan))
+    tally.add(1, work(10, 1.0))
+    metrics = result(tally)
+    assert math.isnan(metrics.loss)
+    assert math.isnan(metrics.per_rank[0].loss)
+    assert metrics.per_rank[1].loss == 1.0
+
+
+@pytest.mark.parametrize("drifts", [(0.1, math.nan, 0.2), (math.nan, 0.1), (0.1, math.nan)])
+def test_a_nan_drift_stays_a_nan(drifts):
+    tally = Tally(0, 1)
+    for drift in drifts:
+        tally.close_round(1.0, drift)
+    tally.close_round(1.0, None)
+    assert math.isnan(result(tally).divergence)
+
+
+def test_an_order_without_steps_keeps_the_learning_rate():
+    tally = Tally(0, 2)
+    tally.add(1, work(10, lr=0.5))
+    tally.add(1, work(0, steps=0))
+    tally.add(0, work(0, steps=0))
+    assert result(tally).lr == 0.5
+
+
+def test_a_scalar_without_weight_is_no_number():
+    tally = Tally(0, 1)
+    tally.add(0, work(1, scalars={"masked": (0.0, 0.0)}))
+    assert math.isnan(result(tally).scalars["masked"])
+
+
+def test_efficiency_is_at_most_one():
+    tally = Tally(0, 1)
+    tally.add(0, work(1, busy_ms=1000.5))
+    assert result(tally).efficiency == 1.0
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 64), st.floats(0.0, 10.0)), min_size=1, max_size=30)
+)
+def test_the_loss_does_not_depend_on_who_trained_what(parts):
+    dealt, alone = Tally(0, 3), Tally(0, 1)
+    for rank, samples, loss in parts:
+        dealt.add(rank, work(samples, loss))
+        alone.add(0, work(samples, loss))
+    assert result(dealt).loss == pytest.approx(result(alone).loss)
+    assert sum(result(dealt).share) == pytest.approx(1.0)
+    assert sum(result(dealt).throughput) == pytest.approx(sum(result(alone).throughput))

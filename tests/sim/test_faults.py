@@ -1,0 +1,73 @@
+"""Scenarios are drawn from their seed, of every kind, and within what the options allow."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from flowdp.sim.faults import Crash, Scenario, Wish, draw
+
+DRAWN = [draw(seed) for seed in range(1000)]
+
+
+def kinds(scenario: Scenario) -> list[str]:
+    """What is special about a scenario."""
+    config = scenario.config
+    found = [f"policy {config.policy}", f"{config.world_size} ranks"]
+    found += [f"crash in {crash.where}" for crash in scenario.crashes]
+    found += [f"wish to {wish.request.what}" for wish in scenario.wishes]
+    special = {
+        "noise": scenario.noise,
+        "stall": scenario.stall,
+        "late": scenario.late_snapshot,
+        "lost": scenario.lost_snapshot,
+        "slow": scenario.slow_from,
+        "short last batch": scenario.last_batch < scenario.batch_size,
+        "one batch": config.batches == 1,
+        "ratios": config.ratios,
+        "max_steps": config.max_steps,
+        "metric": config.wait_for_metric,
+        "calm": scenario.is_calm,
+        "lockstep": config.cadence.max_batch_diff == 0,
+    }
+    return found + [kind for kind, there in special.items() if there]
+
+
+def test_same_seed_same_scenario() -> None:
+    assert [draw(seed) for seed in range(50)] == DRAWN[:50]
+    assert len({repr(scenario) for scenario in DRAWN}) == len(DRAWN)
+
+
+def test_every_kind_comes_up() -> None:
+    seen = Counter(kind for scenario in DRAWN for kind in set(kinds(scenario)))
+    wanted = [f"policy {name}" for name in ("sync", "cadence", "async")]
+    wanted += [f"{n} ranks" for n in (1, 2, 3, 4, 5, 6, 8)]
+    wanted += [f"crash in {where}" for where in ("start", "step", "enter", "mean", "snapshot", "apply")]
+    wanted += [f"wish to {what}" for what in ("stop", "pause", "unpause", "set_lr")]
+    wanted += ["noise", "stall", "late", "lost", "slow", "short last batch", "one batch", "ratios"]
+    wanted += ["max_steps", "metric", "calm", "lockstep"]
+    rare = {kind: seen[kind] for kind in wanted if seen[kind] < 5}
+    assert rare == {}
+
+
+def test_scenarios_are_sound() -> None:
+    for scenario in DRAWN:
+        config = scenario.config
+        assert len(scenario.ms_per_step) == config.world_size
+        assert 1 <= scenario.last_batch <= scenario.batch_size
+        assert len({crash.rank for crash in scenario.crashes}) == len(scenario.crashes)
+        assert all(crash.rank < config.world_size for crash in scenario.crashes)
+        assert [w.at_ms for w in scenario.wishes] == sorted(w.at_ms for w in scenario.wishes)
+        if config.ratios is not None:
+            assert abs(sum(config.ratios) - 1.0) < 1e-9
+
+
+def test_calm_and_bounds() -> None:
+    calm = next(s for s in DRAWN if s.is_calm and not s.stall and s.slow_from is None and not s.noise)
+    assert calm.longest_step_ms == max(calm.ms_per_step)
+    # Even one rank alone, a step after the other, ends within the bound.
+    assert calm.longest_run_ms > calm.config.batches * (calm.config.epochs or 1) * calm.longest_step_ms
+    crashing = Scenario(seed=0, config=calm.config, ms_per_step=(1.0,), crashes=(Crash(0, "step", 0),))
+    assert not crashing.is_calm
+    stopped = next(s for s in DRAWN if any(w.request.what == "stop" for w in s.wishes))
+    assert not stopped.is_calm
+    assert isinstance(stopped.wishes[0], Wish)

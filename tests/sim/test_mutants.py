@@ -1,0 +1,504 @@
+"""Planted bugs, to test the rules: each must be found within the first seeds, by the rule it breaks.
+
+A mutant that survives means that a rule or a kind of trouble is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from flowdp.machine.coordinator import Coordinator, Life, RunConfig
+from flowdp.machine.epochs import Epochs
+from flowdp.machine.planned import PlannedRounds
+from flowdp.machine.rounds import GateState
+from flowdp.machine.snapshots import SnapshotRounds
+from flowdp.machine.worker import Action, Enter, Leave, WorkerMachine
+from flowdp.messages import (
+    Abort,
+    AbortGate,
+    Arrival,
+    Command,
+    Directives,
+    EpochEnded,
+    Exiting,
+    Fact,
+    Finish,
+    Order,
+    Outcome,
+    Requested,
+    RequestParams,
+    Send,
+    Shutdown,
+    SnapshotReady,
+    SyncAck,
+)
+from flowdp.options import CadenceOptions
+from flowdp.policy.cadence import Cadence
+from flowdp.policy.ledger import Deal, Ledger
+from flowdp.sim.faults import Scenario, draw
+from flowdp.sim.rules import Violation
+from flowdp.sim.world import Machines, World
+
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A bug and how it must be found.
+
+    `where` is a number of seeds, or a scenario in which the bug is cheap to find.
+    """
+
+    rule: str
+    where: int | Scenario
+    plant: Callable[[Patch], Machines | None]
+    world: type[World] = World
+
+
+MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(rule: str, where: int | Scenario, world: type[World] = World) -> Callable[[Any], Any]:
+    """Register what plants a bug: patches production code, or answers with other machines."""
+
+    def register(plant: Callable[[Patch], Machines | None]) -> Callable[[Patch], Machines | None]:
+        MUTANTS[plant.__name__] = Mutant(rule, where, plant, world)
+        return plant
+
+    return register
+
+
+def violations(planted: Mutant, patch: Patch) -> list[str]:
+    """The rules that broke, run by run, until the expected one did."""
+    machines = planted.plant(patch)
+    found: list[str] = []
+    for scenario in map(draw, range(planted.where)) if isinstance(planted.where, int) else [planted.where]:
+        try:
+            planted.world(scenario, machines).run()
+        except Violation as violation:
+            found.append(violation.rule)
+            if violation.rule == planted.rule:
+                break
+    return found
+
+
+# ---------------------------------------------------------------- three wrong readings of a stop
+class StopByInbox(Coordinator):
+    """Tells every rank to leave by its inbox, and hears nothing but their leaving from then on."""
+
+    told = False
+
+    def _take(self, fact: Fact, now_ms: float) -> list[Command]:
+        if self.told:
+            return [] if not isinstance(fact, Exiting) else super()._take(fact, now_ms)
+        if isinstance(fact, Requested) and fact.what == "stop" and self.life is Life.RUNNING:
+            self.told = True
+            return [Send(rank, Shutdown()) for rank in self._present()]
+        return super()._take(fact, now_ms)
+
+    def _take_exit(self, fact: Exiting) -> None:
+        if self.told and fact.error is None:
+            self._gone.add(fact.rank)
+        else:
+            super()._take_exit(fact)
+
+    def _decide(self, now_ms: float) -> list[Command]:
+        if not self.told or self.error is not None:
+            return super()._decide(now_ms)
+        if len(self._gone) < self.config.world_size or self.life is Life.DONE:
+            return []
+        self.life = Life.DONE
+        return [Finish(None, True, self.global_step, self.epochs.done)]
+
+    def check(self) -> None:
+        if not self.told:
+            super().check()
+
+
+@mutant("L3", 100)
+def a_stop_is_obeyed_where_it_is_read(patch: Patch) -> Machines:
+    return Machines(coordinator=StopByInbox)
+
+
+class MeetAndLeave(WorkerMachine):
+    """Reads a stop as: enter the gate with what there is, average, leave."""
+
+    stops = False
+
+    def handle(self, order: Order) -> None:
+        if isinstance(order, Shutdown) and self._order is not None and self._order.sync is not None:
+            self.stops = True
+        else:
+            super().handle(order)
+
+    def next(self, hurry: int) -> Action:
+        return super().next(2**61 if self.stops else hurry)
+
+    def met(self, outcome: Outcome) -> Any:
+        done = super().met(outcome)
+        if self.stops:
+            self._leave = Leave(None)
+        return done
+
+
+@mutant("L3", 100)
+def a_stop_means_average_and_leave(patch: Patch) -> Machines:
+    return Machines(coordinator=StopByInbox, worker=MeetAndLeave)
+
+
+class FinishAndLeave(WorkerMachine):
+    """Reads a stop as: do what is armed, then leave."""
+
+    stops = False
+
+    def handle(self, order: Order) -> None:
+        if isinstance(order, Shutdown):
+            self.stops = True
+        else:
+            super().handle(order)
+
+    def next(self, hurry: int) -> Action:
+        if self.stops and self._order is None:
+            return Leave(None)
+        return super().next(hurry)
+
+
+class LeavingWorld(World):
+    """A rank that ends takes itself out of the gate, so that nobody waits for it."""
+
+    def _leave(self, number: int, error: str | None) -> None:
+        super()._leave(number, error)
+        outcome = self.gate.leave(number)
+        if outcome is not None:
+            self._hold(outcome)
+
+
+@mutant("S11", 100, LeavingWorld)
+def a_stop_is_obeyed_after_what_is_armed(patch: Patch) -> Machines:
+    return Machines(coordinator=StopByInbox, worker=FinishAndLeave)
+
+
+# ---------------------------------------------------------------- rounds
+@mutant("S4", 20)
+def a_phantom_step_for_each_acknowledgment(patch: Patch) -> None:
+    take = PlannedRounds.take
+
+    def counting(self: PlannedRounds, fact: Fact, now_ms: float) -> list[Command]:
+        commands = take(self, fact, now_ms)
+        self.global_step += isinstance(fact, SyncAck)
+        return commands
+
+    patch.setattr(PlannedRounds, "take", counting)
+
+
+@mutant("L2", 100)
+def peers_are_not_told_of_a_failure(patch: Patch) -> Machines:
+    class Silent(Coordinator):
+        def handle(self, fact: Fact, now_ms: float) -> list[Command]:
+            def is_told(command: Command) -> bool:
+                is_order = isinstance(command, Send) and isinstance(command.order, Abort)
+                return not is_order and not isinstance(command, AbortGate)
+
+            return list(filter(is_told, super().handle(fact, now_ms)))
+
+    return Machines(coordinator=Silent)
+
+
+@mutant("S2", 300)
+def answers_come_in_the_order_of_rounds(patch: Patch) -> None:
+    take = PlannedRounds.take
+
+    def strict(self: PlannedRounds, fact: Fact, now_ms: float) -> list[Command]:
+        first = self._blocks[0]
+        blocks, self._blocks = self._blocks, type(self._blocks)([first])
+        try:
+            return take(self, fact, now_ms)
+        finally:
+            blocks = blocks if self._blocks else type(blocks)(list(blocks)[1:])
+            self._blocks = blocks
+
+    patch.setattr(PlannedRounds, "take", strict)
+
+
+@mutant("S4", 1000)
+def a_hurried_round_voids_nothing(patch: Patch) -> Machines:
+    class Forgetful(GateState):
+        def enter(self, arrival: Arrival) -> Outcome | None:
+            return super().enter(replace(arrival, left=0))
+
+    return Machines(gate=Forgetful)
+
+
+@mutant("S2", 100)
+def a_worker_keeps_orders_of_void_plans(patch: Patch) -> Machines:
+    class Keeping(WorkerMachine):
+        def met(self, outcome: Outcome) -> Any:
+            orders = list(self._orders)
+            done = super().met(outcome)
+            self._oldest_plan = 0
+            self._orders.extend(orders if not self._orders else ())
+            return done
+
+    return Machines(worker=Keeping)
+
+
+@mutant("S2", 50)
+def an_idle_rank_counts_from_its_own_mean(patch: Patch) -> Machines:
+    class Behind(WorkerMachine):
+        def next(self, hurry: int) -> Action:
+            action = super().next(hurry)
+            if isinstance(action, Enter) and action.arrival.steps == 0:
+                arrival = replace(action.arrival, global_step=self.total_steps)
+                return Enter(arrival, action.drift)
+            return action
+
+    return Machines(worker=Behind)
+
+
+@mutant("S2", 20)
+def the_planned_samples_are_the_weights(patch: Patch) -> Machines:
+    class Planned(WorkerMachine):
+        def trained(self, samples: int) -> None:
+            super().trained(8)
+
+    return Machines(worker=Planned)
+
+
+@mutant("L3", 300)
+def a_stop_waits_for_the_end_of_the_data(patch: Patch) -> None:
+    decide = PlannedRounds.decide
+
+    def deaf(self: PlannedRounds, now_ms: float, *, hold: bool, meet: bool) -> list[Command]:
+        return decide(self, now_ms, hold=False, meet=meet)
+
+    patch.setattr(PlannedRounds, "decide", deaf)
+    patch.setattr(GateState, "direct", lambda self, directives: None)
+
+
+# ---------------------------------------------------------------- the ledger and the epochs
+@mutant("S1", 20)
+def a_batch_is_dealt_twice(patch: Patch) -> None:
+    deal = Ledger.deal
+
+    def overlapping(self: Ledger, quotas: Any, ms_per_step: Any) -> Deal:
+        hands = deal(self, quotas, ms_per_step)
+        return tuple((*hand[:-1], hand[0]) if len(hand) > 1 else hand for hand in hands)
+
+    patch.setattr(Ledger, "deal", overlapping)
+
+
+@mutant("S7", 100)
+def left_overs_are_lost(patch: Patch) -> None:
+    settle = Ledger.settle
+    patch.setattr(
+        Ledger, "settle", lambda self, rank, batches, trained: settle(self, rank, batches, len(batches))
+    )
+
+
+@mutant("S7", 300)
+def epochs_are_reported_as_they_complete(patch: Patch) -> None:
+    def ended(self: Epochs, now_ms: float, anchor: int, global_step: int) -> list[EpochEnded]:
+        records = []
+        for epoch in list(self._open):
+            if epoch.ledger.is_complete:
+                self._open.remove(epoch)
+                self.done += 1
+                records.append(EpochEnded(epoch.tally.result(1.0, anchor, global_step, self.epochs)))
+        return records
+
+    patch.setattr(Epochs, "ended", ended)
+    patch.setattr(Epochs, "check", lambda self: None)
+    patch.setattr(Epochs, "_is_open", lambda self, number: any(e.ledger.epoch == number for e in self._open))
+
+
+@mutant("S5", 50)
+def a_slow_rank_gets_no_quota(patch: Patch) -> None:
+    quotas = Cadence.quotas.fget
+    assert quotas is not None
+
+    def starving(self: Cadence) -> tuple[int, ...]:
+        fair = quotas(self)
+        return fair if len(set(fair)) == 1 else tuple(0 if q == min(fair) else q for q in fair)
+
+    patch.setattr(Cadence, "quotas", property(starving))
+
+
+@mutant("S6", 1000)
+def a_lead_has_no_limit(patch: Patch) -> None:
+    fit = Cadence._fit
+
+    def unlimited(self: Cadence) -> tuple[int, ...]:
+        limited, self.options = self.options, replace(self.options, max_batch_diff=None)
+        try:
+            return fit(self)
+        finally:
+            self.options = limited
+
+    patch.setattr(Cadence, "_fit", unlimited)
+
+
+# ---------------------------------------------------------------- snapshots
+@mutant("S8", 500)
+def a_late_answer_counts_for_the_next_round(patch: Patch) -> None:
+    take = SnapshotRounds.take
+
+    def gullible(self: SnapshotRounds, fact: Fact, now_ms: float) -> list[Command]:
+        if isinstance(fact, SnapshotReady) and self._round is not None:
+            fact = replace(fact, round=self._round.number)
+        return take(self, fact, now_ms)
+
+    patch.setattr(SnapshotRounds, "take", gullible)
+
+
+@mutant("L1", 50)
+def the_end_of_the_data_is_not_noticed(patch: Patch) -> None:
+    patch.setattr(Epochs, "is_exhausted", False)
+
+
+@mutant("S9", 50)
+def the_run_ends_without_a_last_mean(patch: Patch) -> None:
+    patch.setattr(SnapshotRounds, "_is_dirty", False)
+
+
+SLOW_LINKS = Scenario(
+    seed=0,
+    config=RunConfig(world_size=4, batches=16, epochs=1, policy="async", cadence=CadenceOptions(anchor=1)),
+    ms_per_step=(1.0, 1.0, 1.0, 1.0),
+    latency_ms=20.0,
+)
+
+
+@mutant("L1", SLOW_LINKS)
+def a_short_timeout_is_never_doubled(patch: Patch) -> None:
+    constant = property(lambda self: 2.0, lambda self, value: None)
+    patch.setattr(SnapshotRounds, "_timeout_ms", constant, raising=False)
+
+
+@mutant("S8", 500)
+def steps_of_an_abandoned_round_are_lost(patch: Patch) -> Machines:
+    class Losing(WorkerMachine):
+        def handle(self, order: Order) -> None:
+            if isinstance(order, RequestParams) and self._snapshot is not None:
+                self.steps -= self._snapshot.steps
+                self.samples -= self._snapshot.samples
+                self._snapshot = None
+            super().handle(order)
+
+    return Machines(worker=Losing)
+
+
+@mutant("S4", 500)
+def steps_of_an_abandoned_round_count_twice(patch: Patch) -> None:
+    abandon = SnapshotRounds._abandon
+
+    def crediting(self: SnapshotRounds, round_: Any) -> Command:
+        self.global_step += sum(snapshot.steps for snapshot in round_.snapshots.values())
+        return abandon(self, round_)
+
+    patch.setattr(SnapshotRounds, "_abandon", crediting)
+
+
+@mutant("L1", 100)
+def a_throttled_rank_is_never_released(patch: Patch) -> None:
+    deal = SnapshotRounds._deal
+
+    def forgetting(self: SnapshotRounds, now_ms: float) -> list[Command]:
+        throttled = [state for state in self._ranks if state.is_throttled]
+        commands = deal(self, now_ms)
+        for state in throttled:
+            if not state.is_throttled:
+                self._ranks[self._ranks.index(state)].is_throttled = True
+        ranks = {rank for rank, state in enumerate(self._ranks) if any(state is t for t in throttled)}
+        return [c for c in commands if not (isinstance(c, Send) and c.rank in ranks)]
+
+    patch.setattr(SnapshotRounds, "_deal", forgetting)
+
+
+@mutant("S13", 50)
+def a_worker_forgets_where_the_mean_stands(patch: Patch) -> Machines:
+    class Lost(WorkerMachine):
+        def applied(self, round: int, global_step: int) -> None:
+            super().applied(round, 0)
+
+    return Machines(worker=Lost)
+
+
+# ---------------------------------------------------------------- wishes
+@mutant("S12", 300)
+def directives_are_not_consumed(patch: Patch) -> Machines:
+    class Sticky(GateState):
+        def _complete(self) -> Outcome | None:
+            before = self.directives
+            outcome = super()._complete()
+            self.directives = before
+            return outcome
+
+    return Machines(gate=Sticky)
+
+
+@mutant("S12", 300)
+def a_learning_rate_is_told_with_every_wish(patch: Patch) -> Machines:
+    class Repeating(Coordinator):
+        lr: float | None = None
+
+        def handle(self, fact: Fact, now_ms: float) -> list[Command]:
+            if isinstance(fact, Requested):
+                self.lr = fact.value or self.lr
+                self._new_lr = self.lr
+            return super().handle(fact, now_ms)
+
+    return Machines(coordinator=Repeating)
+
+
+@mutant("L4", 300)
+def a_learning_rate_is_forgotten(patch: Patch) -> Machines:
+    class Forgetful(GateState):
+        def direct(self, directives: Directives) -> None:
+            super().direct(replace(directives, lr=None))
+
+    return Machines(gate=Forgetful)
+
+
+@mutant("S10", 100)
+def a_pause_does_not_wait_for_the_ranks(patch: Patch) -> Machines:
+    class Hasty(Coordinator):
+        def _run(self, now_ms: float) -> list[Command]:
+            if self._wants_pause and not self.is_paused:
+                return self._stand_still()
+            return super()._run(now_ms)
+
+    return Machines(coordinator=Hasty)
+
+
+@mutant("S3", 300)
+def orders_go_to_ranks_that_left(patch: Patch) -> Machines:
+    class Careless(Coordinator):
+        def _present(self) -> list[int]:
+            return list(range(self.config.world_size))
+
+    return Machines(coordinator=Careless)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_mutant_is_found(name: str, monkeypatch: Patch) -> None:
+    planted = MUTANTS[name]
+    found = violations(planted, monkeypatch)
+    assert planted.rule in found, f"{name} survived {planted.where}, {planted.rule} was expected: {found}"
+
+
+def test_every_rule_finds_a_mutant() -> None:
+    """A rule that no planted bug breaks has not been shown to work."""
+    expected = {"S1", "S2", "S3", "S4", "S5", "S6", "S7", "S8", "S9", "S10", "S11", "S12", "S13"}
+    assert expected | {"L1", "L2", "L3", "L4"} <= {planted.rule for planted in MUTANTS.values()}
+
+
+def test_a_short_timeout_that_doubles_is_no_bug(monkeypatch: Patch) -> None:
+    """The control of the mutant: from the same short timeout, doubling reaches what is needed."""
+    monkeypatch.setattr("flowdp.machine.snapshots.SNAPSHOT_TIMEOUT_MS", 2.0)
+    World(SLOW_LINKS).run()
+    for seed in range(100):
+        World(draw(seed)).run()

@@ -1,0 +1,159 @@
+"""Many virtual clusters, those that once failed, and the command line that runs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flowdp.machine.snapshots import SnapshotRounds
+from flowdp.machine.story import Story, replay
+from flowdp.sim import __main__ as command_line
+from flowdp.sim.faults import draw
+from flowdp.sim.world import World
+
+SEEDS = 300
+CORPUS = json.loads((Path(__file__).parent / "corpus/seeds.json").read_text())
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 50))
+def test_seeds(first: int) -> None:
+    for seed in range(first, first + 50):
+        World(draw(seed)).run()
+
+
+@pytest.mark.parametrize("case", CORPUS, ids=lambda case: str(case["seed"]))
+def test_corpus(case: dict[str, object]) -> None:
+    """Runs that once broke a rule; `found` says what they found."""
+    seed = case["seed"]
+    assert isinstance(seed, int)
+    assert case["found"]
+    World(draw(seed)).run()
+
+
+@pytest.mark.parametrize("seed", [0, 12, 17, 223, 499, 3185])
+def test_same_seed_same_story(seed: int) -> None:
+    first, second = World(draw(seed)), World(draw(seed))
+    first.run()
+    second.run()
+    assert first.facts == second.facts
+    assert first.clock.now_ms == second.clock.now_ms
+    other = World(replace(draw(seed), seed=seed + 1))
+    other.run()
+    assert other.facts != first.facts
+
+
+def story_of(world: World) -> list[str]:
+    """The lines that a run with a sink would have written."""
+    lines: list[str] = []
+    machine = type(world.coordinator)(world.scenario.config)
+    story = Story(machine, lines.append)
+    for now_ms, fact in world.facts:
+        story.take(fact, now_ms, machine.handle(fact, now_ms))
+    return lines
+
+
+@pytest.mark.parametrize("seed", [0, 12, 17, 223, 499, 3185])
+def test_a_story_replays(seed: int) -> None:
+    world = World(draw(seed))
+    world.run()
+    result = replay(story_of(world))
+    assert result.error is None
+    assert result.events == len(world.facts)
+    assert result.coordinator is not None
+    assert result.coordinator.life is world.coordinator.life
+    assert result.coordinator.global_step == world.coordinator.global_step
+
+
+# ---------------------------------------------------------------- python -m flowdp.sim
+def test_seeds_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["--seeds", "5", "--from", "10"]) == 0
+    said = capsys.readouterr().out
+    assert "5 runs" in said
+    assert "runs/s" in said
+    assert "0 failures" in said
+
+
+def test_a_failing_seed_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SnapshotRounds, "_is_dirty", False)
+    assert command_line.main(["--seeds", "20"]) == 1
+    said = capsys.readouterr().out
+    assert "seed 9: S9: " in said
+    assert "    python -m flowdp.sim --seed 9 --trace" in said
+    assert command_line.main(["--seed", "9"]) == 1
+    assert "seed 9: S9: " in capsys.readouterr().out
+
+
+def test_another_exception_is_a_failure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: SnapshotRounds, now_ms: float) -> None:
+        raise KeyError("rank")
+
+    monkeypatch.setattr(SnapshotRounds, "_open_round", broken)
+    assert command_line.main(["--seeds", "20"]) == 1
+    assert "KeyError: 'rank'" in capsys.readouterr().out
+
+
+def test_a_trace_has_a_line_for_every_event(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["--seed", "17", "--trace"]) == 0
+    *trace, last = capsys.readouterr().out.splitlines()
+    world = World(draw(17))
+    world.run()
+    facts = [line for line in trace if " ms  -> " in line]
+    steps = [line for line in trace if " trained batch " in line]
+    assert len(facts) == len(world.facts)
+    assert len(steps) == sum(world.rules.steps)
+    assert last.startswith("seed 17: every rule holds; ")
+    assert float(trace[0].split(" ms ")[0]) >= 0.0
+
+
+def test_replay_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world = World(draw(0))
+    world.run()
+    lines = story_of(world)
+    whole, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
+    whole.write_text("".join(lines))
+    torn.write_text("".join(lines[:3]) + lines[3][:20])
+    assert command_line.main(["--replay", str(whole)]) == 0
+    assert (
+        f"{len(world.facts):,} facts give the same commands; then the run is done" in capsys.readouterr().out
+    )
+    assert command_line.main(["--replay", str(torn)]) == 1
+    assert "line 4: not a line of a story" in capsys.readouterr().out
+    assert command_line.main(["--replay", str(tmp_path / "gone")]) == 2
+    assert "cannot read the story" in capsys.readouterr().err
+
+
+def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["--plan", "12,28", "--sync", "9", "--policy", "async"]) == 0
+    assert "async: " in capsys.readouterr().out
+    assert command_line.main(["--plan", "12,0"]) == 2
+    assert "speeds must be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--plan", "fast"], "is no list of numbers"),
+        (["--seeds", "0"], "is no number of at least 1"),
+        (["--seed", "1", "--seeds", "2"], "not allowed with"),
+        ([], "is required"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        command_line.main(arguments)
+    assert exit_.value.code == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_several_processes() -> None:
+    command = [sys.executable, "-m", "flowdp.sim", "--seeds", "60", "--jobs", "2"]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert child.returncode == 0, child.stderr
+    assert "60 runs" in child.stdout

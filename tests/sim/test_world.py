@@ -1,0 +1,126 @@
+"""The virtual cluster: time adds up, and what goes wrong shows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flowdp.machine.coordinator import Coordinator, RunConfig
+from flowdp.machine.worker import WorkerMachine
+from flowdp.messages import Command, EpochEnded, Fact, Requested, RoundEnded, Tick, WorkerReady
+from flowdp.options import Policy
+from flowdp.sim.faults import Crash, Scenario, Wish
+from flowdp.sim.rules import Violation
+from flowdp.sim.world import Machines, World
+
+
+def scenario(policy: Policy = "sync", **given: Any) -> Scenario:
+    config = RunConfig(world_size=2, batches=20, epochs=1, policy=policy)
+    return replace(
+        Scenario(seed=0, config=config, ms_per_step=(10.0, 20.0), sync_ms=2.0, latency_ms=0.0), **given
+    )
+
+
+def ran(given: Scenario, **machines: Any) -> World:
+    world = World(given, Machines(**machines))
+    world.run()
+    return world
+
+
+def test_time_adds_up() -> None:
+    world = ran(scenario())
+    # 10 rounds: 20 ms of the slow rank, 2 ms of averaging.
+    assert world.clock.now_ms == pytest.approx(220.0)
+    assert world.step_ms == [100.0, 200.0]
+    rounds = [record for record in world.records if isinstance(record, RoundEnded)]
+    [epoch] = [record.metrics for record in world.records if isinstance(record, EpochEnded)]
+    assert sum(record.rounds for record in rounds) == epoch.rounds == 10
+    assert epoch.epoch_ms == pytest.approx(220.0)
+    assert [rank.wait_ms for rank in epoch.per_rank] == [100.0, 0.0]
+    assert [rank.sync_ms for rank in epoch.per_rank] == [20.0, 20.0]
+    assert world.rules.steps == [10, 10]
+
+
+def test_a_device_alone_averages_nothing() -> None:
+    config = RunConfig(world_size=1, batches=7, epochs=2)
+    world = ran(Scenario(seed=0, config=config, ms_per_step=(3.0,), sync_ms=50.0, latency_ms=0.0))
+    assert world.clock.now_ms == pytest.approx(14 * 3.0)
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+@pytest.mark.parametrize("where", ["start", "step", "enter", "mean", "snapshot", "apply"])
+def test_a_crash_ends_the_run_for_all(policy: Policy, where: Any) -> None:
+    world = ran(scenario(policy, crashes=(Crash(1, where, 0),)))
+    finish = world.rules.finish
+    assert finish is not None
+    never = where in ("snapshot", "apply") and policy != "async"
+    assert finish.error == (None if never else f"rank 1 failed at {where} 0")
+    assert {rank.state for rank in world.ranks} == {"gone"}
+
+
+def test_a_rank_that_slows_down_is_slower_from_then_on() -> None:
+    world = ran(scenario(slow_from=(0, 5, 3.0)))
+    assert world.step_ms == [5 * 10.0 + 5 * 30.0, 200.0]
+
+
+def test_a_wish_is_taken_at_its_time() -> None:
+    stop = Wish(50.0, Requested("stop"))
+    world = ran(scenario("cadence", wishes=(stop,)))
+    assert (50.0, Requested("stop")) in world.facts
+    assert world.rules.finish is not None
+    assert world.rules.finish.stopped
+    # The slow rank's step and the averaging are finished, no more.
+    assert 50.0 < world.clock.now_ms <= 50.0 + 20.0 + 2.0
+
+
+def test_the_machine_is_called_at_its_deadline() -> None:
+    late = scenario("cadence", slow_from=(1, 4, 10.0))
+    world = ran(replace(late, config=replace(late.config, batches=60)))
+    assert any(fact == Tick() for _, fact in world.facts)
+    assert any(isinstance(r, RoundEnded) and r.reason == "hurried" for r in world.records)
+
+
+def test_a_deadlock_is_nothing_left_to_happen() -> None:
+    class Mute(Coordinator):
+        def handle(self, fact: Fact, now_ms: float) -> list[Command]:
+            return [] if isinstance(fact, WorkerReady) else super().handle(fact, now_ms)
+
+    with pytest.raises(Violation, match=r"^L1: nothing is left to happen"):
+        ran(scenario(), coordinator=Mute)
+
+
+def test_an_endless_run_is_ended() -> None:
+    class Restless(Coordinator):
+        def deadline_ms(self) -> float | None:
+            return self.asked
+
+        def handle(self, fact: Fact, now_ms: float) -> list[Command]:
+            self.asked = now_ms + 5.0
+            return [] if isinstance(fact, WorkerReady) else super().handle(fact, now_ms)
+
+    with pytest.raises(Violation, match=r"^L1: still running after"):
+        ran(scenario(), coordinator=Restless)
+
+
+def test_work_that_was_not_done_is_noticed() -> None:
+    class Boaster(WorkerMachine):
+        def met(self, outcome: Any) -> Any:
+            done = super().met(outcome)
+            return done and replace(done, steps=done.steps + 1)
+
+    with pytest.raises(Violation, match=r"^S4: "):
+        ran(scenario(), worker=Boaster)
+
+
+def test_silent_without_a_trace_and_told_with_one() -> None:
+    lines: list[tuple[float, str]] = []
+    world = World(scenario(), trace=lambda now_ms, text: lines.append((now_ms, text)))
+    world.run()
+    times = [now_ms for now_ms, _ in lines]
+    assert times == sorted(times)
+    starts = {text.split()[0] for _, text in lines}
+    assert starts == {"->", "<-", "rank", "gate:"}
+    assert sum("enters the gate" in text for _, text in lines) == 20
+    assert sum(text.endswith("leaves: as told") for _, text in lines) == 2
