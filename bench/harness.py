@@ -170,8 +170,9 @@ def report(
     """
     figures = figures or {}
     for key, value in figures.items():
-        print(f"{key} {value:,.1f}")
-    print(table(results))
+        print(f"{key}  {value:,.3f}")
+    if results:
+        print(table(results))
     if not save:
         return None
     today, at = datetime.date.today().isoformat(), commit()

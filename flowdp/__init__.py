@@ -28,7 +28,7 @@ from flowdp.errors import (
     ProtocolError,
     StepError,
 )
-from flowdp.messages import RoundEnded
+from flowdp.machine.commands import RoundEnded
 from flowdp.options import CadenceOptions
 from flowdp.policy.el_che import ElChe
 from flowdp.policy.tally import EpochMetrics, RankMetrics

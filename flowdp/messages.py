@@ -10,34 +10,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from flowdp.policy.tally import EpochMetrics, Work
+from flowdp.policy.tally import Work
 
 __all__ = [
     "Abort",
-    "AbortGate",
     "Arrival",
-    "Average",
     "Averaged",
     "BatchReady",
-    "Command",
-    "Direct",
     "Directives",
-    "DropSnapshots",
-    "EpochEnded",
     "Exiting",
     "Fact",
     "Failed",
-    "Finish",
     "Hurried",
-    "Hurry",
     "Order",
     "Outcome",
     "Pace",
-    "Paused",
     "RequestParams",
     "Requested",
-    "RoundEnded",
-    "Send",
     "Shutdown",
     "SnapshotReady",
     "StartEpoch",
@@ -65,6 +54,7 @@ class Arrival:
         steps: Steps this rank has taken since the last mean.
         samples: Samples of those steps: its weight.
         left: Batches of its order that it did not train, because it was hurried.
+        drift: Whether its order wants the distance from the mean measured.
     """
 
     rank: int
@@ -73,6 +63,7 @@ class Arrival:
     steps: int
     samples: int
     left: int = 0
+    drift: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +96,7 @@ class Outcome:
         lr: New learning rate, or None.
         hurried: Some member came with fewer steps than planned.
         left: Ranks that left the gate since the last outcome.
+        drift: The distance from the mean is measured.
     """
 
     round: int
@@ -117,6 +109,7 @@ class Outcome:
     lr: float | None = None
     hurried: bool = False
     left: tuple[int, ...] = ()
+    drift: bool = False
 
     @property
     def voids(self) -> bool:
@@ -385,133 +378,4 @@ Fact = (
     | Failed
     | Requested
     | Tick
-)
-
-
-# ---------------------------------------------------------------- commands of the coordinator to its shell
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Put this order into the inbox of that rank."""
-
-    rank: int
-    order: Order
-
-
-@dataclass(frozen=True, slots=True)
-class Direct:
-    """Put these directives at the gate."""
-
-    directives: Directives
-
-
-@dataclass(frozen=True, slots=True)
-class Hurry:
-    """Set the gate's hurry: members of rounds up to this one come with the steps they have."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class AbortGate:
-    """Release everybody who stands in the gate with an error."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Average:
-    """Average the snapshots of a round on the helper thread (async).
-
-    Attributes:
-        round: The round.
-        samples: Weight per rank. Shape (world_size,).
-    """
-
-    round: int
-    samples: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DropSnapshots:
-    """The round was abandoned: forget its snapshots (async)."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class RoundEnded:
-    """A record for those who watch: one round, or the rounds of one order together.
-
-    Attributes:
-        round: Number of the last of them.
-        rounds: How many.
-        epoch: Epoch of their batches.
-        global_step: Steps of all ranks after them.
-        steps: Steps per rank. Shape (world_size,).
-        samples: Samples per rank. Shape (world_size,).
-        loss: Mean over the samples; NaN without any.
-        lr: Learning rate of the first group.
-        wall_ms: From their beginning to their end.
-        busy_ms: Time in steps per rank. Shape (world_size,).
-        data_ms: Waiting for batches per rank. Shape (world_size,).
-        wait_ms: Waiting in the gate per rank. Shape (world_size,).
-        sync_ms: Averaging time of one round.
-        anchor: Steps of the slowest rank that the cadence aimed at.
-        drift: Largest over the ranks; None where not measured.
-        reason: What the guard or the gate had to say; "" for an ordinary round.
-    """
-
-    round: int
-    rounds: int
-    epoch: int
-    global_step: int
-    steps: tuple[int, ...]
-    samples: tuple[int, ...]
-    loss: float
-    lr: float
-    wall_ms: float
-    busy_ms: tuple[float, ...]
-    data_ms: tuple[float, ...]
-    wait_ms: tuple[float, ...]
-    sync_ms: float
-    anchor: int
-    drift: float | None = None
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class EpochEnded:
-    """An epoch is complete: every batch of it was trained and counted once.
-
-    Attributes:
-        metrics: Its record.
-    """
-
-    metrics: EpochMetrics
-
-
-@dataclass(frozen=True, slots=True)
-class Paused:
-    """All workers stand still (`value` True) or move again (False)."""
-
-    value: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """The run is over and every worker has left.
-
-    Attributes:
-        error: The first failure in words, or None.
-        stopped: Whether it ended before its last step.
-    """
-
-    error: str | None
-    stopped: bool
-    global_step: int
-    epochs_done: int
-
-
-Command = (
-    Send | Direct | Hurry | AbortGate | Average | DropSnapshots | RoundEnded | EpochEnded | Paused | Finish
 )

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from flowdp.engine.launch import Engine
 from flowdp.errors import FlowdpError, OptionError
-from flowdp.messages import Requested, RoundEnded
+from flowdp.machine.commands import RoundEnded
+from flowdp.messages import Requested
 from flowdp.policy.tally import EpochMetrics
 
 __all__ = ["Run", "Status", "TrainedState"]

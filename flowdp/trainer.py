@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -173,8 +174,9 @@ class Trainer:
         """Build the replicas and start the threads; returns while they train.
 
         Raises:
-            OptionError: The factories' results cannot be used, or the story's file cannot be written.
+            OptionError: The factories' results cannot be used, or the story's file cannot be opened.
             DataError: The dataset's worker processes could not be started.
+            OSError: The story's file cannot be written.
 
         Threads:
             The model and optimizer factories, and the dataset's worker processes, run in the calling thread.
@@ -195,15 +197,7 @@ class Trainer:
             ratios=self.partition_ratios,
             wait_for_metric=replicas[0].learning_rate.waits_for_metric,
         )
-        file = None if self.story is None else _open_story(self.story)
-        engine = Engine(
-            config,
-            replicas,
-            source,
-            self.tuning,
-            sink=None if file is None else file.write,
-            closing=(lambda: None) if file is None else file.close,
-        )
+        engine = self._engine(config, replicas, source)
         engine.start()
         bar = show_progress(engine.records, self.total_steps, self._batches) if self.progress else None
         return Run(engine, self.model if isinstance(self.model, nn.Module) else None, bar)
@@ -214,6 +208,17 @@ class Trainer:
 
     def _open(self) -> Source:
         return open_source(self.dataset, epochs=self.epochs, world_size=len(self.devices), **self._reading)
+
+    def _engine(self, config: RunConfig, replicas: Sequence[Replica], source: Source) -> Engine:
+        if self.story is None:
+            return Engine(config, replicas, source, self.tuning)
+        file = _open_story(self.story)
+        try:
+            return Engine(config, replicas, source, self.tuning, sink=file.write, closing=file.close)
+        except OSError:  # of the first line, on a full disk; so there is nothing more to write either
+            with suppress(OSError):
+                file.close()
+            raise
 
     def _replica(self, module: nn.Module, flat: FlatReplica, device: torch.device) -> Replica:
         source = self.model if isinstance(self.model, nn.Module) else None
@@ -307,4 +312,6 @@ def _open_story(path: Path) -> TextIO:
     try:
         return path.open("w", encoding="utf-8", buffering=1)
     except OSError as error:
-        raise OptionError(f"the story cannot be written to {path}: {error}; give another path") from error
+        raise OptionError(
+            f"the story cannot be written to {str(path)!r}: {error}; give another path"
+        ) from error

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import socket
+from functools import partial
+from multiprocessing import get_context
 from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 import flowdp
@@ -24,6 +25,7 @@ from flowdp.device.process import keep_freed_memory, pause_openmp
 from flowdp.options import Policy
 
 WORLD_SIZE = 2
+POLICIES: dict[str, Policy] = {"K = 1": "sync", "cadence": "cadence"}
 WARM_UP = 20  # steps of each replica
 
 
@@ -54,8 +56,13 @@ def ddp_rate(name: str, steps: int) -> float:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_ddp, args=(name, steps, port, queue), nprocs=WORLD_SIZE)
+    context = get_context("spawn")
+    queue = context.SimpleQueue()
+    ranks = [context.Process(target=_ddp, args=(r, name, steps, port, queue)) for r in range(WORLD_SIZE)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
     return float(queue.get())
 
 
@@ -102,18 +109,18 @@ def main() -> None:
     for name, steps in (("mlp", 1500), ("cnn", 150)):
         if arguments.model and name not in arguments.model:
             continue
-        for policy in ("sync", "cadence"):
-            results.append(
-                compare(
-                    f"{name}, {'K = 1' if policy == 'sync' else policy}",
-                    {
-                        "flowdp": lambda n=name, s=steps, p=policy: flowdp_rate(n, s, p),  # type: ignore[misc]
-                        "DDP gloo": lambda n=name, s=steps: ddp_rate(n, s),  # type: ignore[misc]
-                    },
-                    pairs=arguments.pairs,
-                    unit="samples/s",
-                )
+        results += [
+            compare(
+                f"{name}, {label}",
+                {
+                    "flowdp": partial(flowdp_rate, name, steps, policy),
+                    "DDP gloo": partial(ddp_rate, name, steps),
+                },
+                pairs=arguments.pairs,
+                unit="samples/s",
             )
+            for label, policy in POLICIES.items()
+        ]
     report("cpu_ddp", results, save=arguments.save)
 
 

@@ -33,7 +33,7 @@ from bench.harness import Comparison, compare, options, report
 from flowdp.collective.local import LocalMean
 from flowdp.device.process import ProcessTuning, tuned_process
 from flowdp.device.tensors import FlatReplica
-from flowdp.messages import Arrival
+from flowdp.messages import Arrival, Outcome
 from flowdp.threads.gate import Gate
 
 CASES = ((100_000, 5), (100_000, 20), (1_000_000, 5), (25_000_000, 5))
@@ -75,18 +75,18 @@ def two_replicas(parameters: int, tensors: int) -> list[FlatReplica]:
     return [FlatReplica(module, rank) for rank, module in enumerate(modules)]
 
 
-def arrive(gate: Gate, rank: int, number: int) -> None:
-    gate.enter(Arrival(rank, round=number, global_step=2 * number, steps=1, samples=SAMPLES[rank]))
+def arrive(gate: Gate, rank: int, number: int, drift: bool = False) -> Outcome:
+    arrival = Arrival(rank, round=number, global_step=2 * number, steps=1, samples=SAMPLES[rank], drift=drift)
+    return gate.enter(arrival)
 
 
 def mean(parameters: int, replicas: list[FlatReplica], drift: bool) -> float:
-    gate = Gate(2)
-    local = LocalMean(replicas, gate.finish)
+    local = LocalMean(replicas, lambda rank: gate.finish(rank))
+    gate = Gate(2, local.launch)
 
     def one_round(rank: int, number: int) -> None:
         replicas[rank].gather()
-        arrive(gate, rank, number)
-        local.average(rank, (0, 1), SAMPLES, drift=drift)
+        local.average(rank, arrive(gate, rank, number, drift))
 
     return in_two_threads(parameters, one_round)
 

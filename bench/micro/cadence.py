@@ -1,15 +1,16 @@
 """How much of the devices' time a policy keeps: throughput over the sum of the solo throughputs.
 
-A device's step is a timed wait, which releases the interpreter as a GPU's step does, inside a tiny real model;
-"pure" leaves the model out, so that what is lost is flowdp's own doing and not two threads' quarrel about the
-interpreter. Solo and together are measured in turn, in one run.
+A device's step is a timed wait, which releases the interpreter as a GPU's step does, inside a tiny real
+model; "pure" leaves the model out, so that what is lost is flowdp's own doing and not two threads' quarrel
+about the interpreter. Solo and together are measured in turn, in one run.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,11 +32,15 @@ MIXES: dict[str, tuple[float, ...]] = {
     "8 equal at 4 ms": (4.0,) * 8,
 }
 ROUNDS = 40
+ONE_THREAD = flowdp.ProcessTuning(openmp=False)
+"""Every worker keeps the process's number of OpenMP threads, which is 1 here: alone a device is no larger."""
 
 
 def dataset(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(samples, 64, generator=generator), torch.randint(0, 10, (samples,), generator=generator)
+    return torch.randn(samples, 64, generator=generator), torch.randint(
+        0, 10, (samples,), generator=generator
+    )
 
 
 def tiny() -> nn.Module:
@@ -52,11 +57,16 @@ class Wait:
         time.sleep(self.ms[flowdp.current_worker().rank] / 1e3)
         return classify(model, batch)
 
-    def step(self, batch: Batch, worker: CurrentWorker) -> float:
-        """In place of a replica's step: nothing but the wait."""
-        del batch
-        time.sleep(self.ms[worker.rank] / 1e3)
+
+def wait_only(wait: Wait) -> Callable[[Replica, Any, CurrentWorker], float]:
+    """In place of a replica's step: nothing but the wait."""
+
+    def step(replica: Replica, batch: Any, worker: CurrentWorker) -> float:
+        del replica, batch
+        time.sleep(wait.ms[worker.rank] / 1e3)
         return 0.0
+
+    return step
 
 
 def samples_per_s(ms: Sequence[float], policy: Policy, steps: int, pure: bool) -> float:
@@ -72,11 +82,12 @@ def samples_per_s(ms: Sequence[float], policy: Policy, steps: int, pure: bool) -
         devices=["cpu"] * len(ms),
         policy=policy,
         progress=False,
+        tune_process=ONE_THREAD,
     )
     own = Replica.step
     try:
         if pure:
-            Replica.step = lambda _, b, w: wait.step(b, w)  # type: ignore[method-assign]
+            Replica.step = wait_only(wait)  # type: ignore[method-assign, assignment]
         (epoch,) = trainer.start().metrics()
     finally:
         Replica.step = own  # type: ignore[method-assign]
@@ -97,6 +108,7 @@ def main() -> None:
     parser.add_argument("--policy", action="append", choices=["sync", "cadence", "async"])
     parser.add_argument("--pure", action="store_true", help="only pure waits")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
     figures: dict[str, float] = {}
     for mix in arguments.mix or MIXES:
         for pure in (True,) if arguments.pure else (False, True):
@@ -104,7 +116,7 @@ def main() -> None:
                 values = [efficiency(MIXES[mix], policy, pure, 1.0) for _ in range(arguments.pairs)]
                 label = f"{mix}, {policy}{', pure' if pure else ''}"
                 figures[label] = median(values)
-                print(f"{label:<36}{figures[label]:.3f}   ({min(values):.3f}-{max(values):.3f})", flush=True)
+                print(f"{label:<32}{min(values):.3f} to {max(values):.3f}", flush=True)
     report("cadence", [], figures=figures, save=arguments.save)
 
 

@@ -1,14 +1,15 @@
 """One CPU device of flowdp against a loop as one writes it by hand.
 
-Both gather their batches from the same tensors by index, in a shuffled order. With the allocator setting that
-flowdp makes, given to the hand loop too, the difference is flowdp's own code; with the default allocator, which
-is what a user's loop has, it is what flowdp brings. The allocator's setting has no way back, so the second
-comparison runs the hand loop in processes of its own.
+Both gather their batches from the same tensors by index, in a shuffled order. With flowdp's allocator setting
+given to the hand loop too, the difference is flowdp's own code; with the default one, which is what a user's
+loop has, it is what flowdp brings. The setting has no way back, so there the hand loop runs in processes of its
+own.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from time import perf_counter
 from typing import Any
@@ -124,8 +125,8 @@ def main() -> None:
             compare(
                 f"{name}, default allocator",
                 {
-                    "hand": lambda n=name, s=steps: fresh_hand_ms(n, s),  # type: ignore[misc]
-                    "flowdp": lambda n=name, s=steps: flowdp_ms(n, s),  # type: ignore[misc]
+                    "hand": partial(fresh_hand_ms, name, steps),
+                    "flowdp": partial(flowdp_ms, name, steps),
                 },
                 pairs=own_pairs,
             )
@@ -136,8 +137,8 @@ def main() -> None:
             compare(
                 f"{name}, same allocator",
                 {
-                    "flowdp": lambda n=name, s=steps: flowdp_ms(n, s),  # type: ignore[misc]
-                    "hand": lambda n=name, s=steps: hand_ms(n, s),  # type: ignore[misc]
+                    "flowdp": partial(flowdp_ms, name, steps),
+                    "hand": partial(hand_ms, name, steps),
                 },
                 pairs=pairs,
             )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flowdp.device.tensors import Flat
 from flowdp.errors import ProtocolError
+from flowdp.messages import Outcome
 
 __all__ = ["Averaging", "BlockMean", "Collective", "arithmetic", "relative_drift", "shift"]
 
@@ -35,29 +36,28 @@ class Averaging:
 
     Attributes:
         sync_ms: Time spent averaging.
-        wait_ms: Time spent waiting for the other members.
         drift: ||replica - mean|| / ||mean|| before the mean was taken; None where not measured.
     """
 
     sync_ms: float
-    wait_ms: float
     drift: float | None
 
 
 class Collective(Protocol):
-    """Averages the replicas of a round."""
+    """Averages the replicas of a round: by the last arrival, by all members together, or by both."""
 
-    def average(self, rank: int, members: Sequence[int], samples: Sequence[int], *, drift: bool) -> Averaging:
+    def launch(self, outcome: Outcome) -> None:
+        """What is done once for all.
+
+        Threads: the last arrival at the gate, while all others stand in it. Each member has called
+            `FlatReplica.gather` before it entered.
+        """
+        ...
+
+    def average(self, rank: int, outcome: Outcome) -> Averaging:
         """Replace what is averaged in this rank's replica by the mean over the members.
 
-        Args:
-            rank: Who calls; one of the members.
-            members: The ranks of the round, ascending; the same for all.
-            samples: Weight per rank, 0 for one that only takes. Shape (world_size,).
-            drift: Whether to measure it; the same for all.
-
-        Threads: worker `rank`, once a round, after the gate has decided it. Each member has called
-            `FlatReplica.gather` before it entered the gate.
+        Threads: worker `rank`, once a round, after the gate has let it go.
         """
         ...
 

@@ -32,7 +32,7 @@ class Snapshots:
         OptionError: The replicas differ in structure.
 
     Threads: ranks take and apply at the same time, the helper averages between. That `take` of the next
-        round comes after every `apply` of this one, or after its `drop`, is the coordinator's promise.
+        round comes after every `apply` of this one, if there is one, is the coordinator's promise.
     """
 
     def __init__(self, replicas: Sequence[FlatReplica]) -> None:
@@ -128,14 +128,3 @@ class Snapshots:
                 flat.memory[flat.split :].copy_(mean[flat.split :])
         replica.scatter()
         self._taken[rank] = None
-
-    def drop(self, round: int) -> None:
-        """Forget a round: its snapshots and its mean can no longer be used.
-
-        Threads: coordinator or helper; no rank applies this round any more, none takes the next one yet.
-        """
-        for rank, taken in enumerate(self._taken):
-            if taken == round:
-                self._taken[rank] = None
-        if self._averaged == round:
-            self._averaged = None

@@ -1,18 +1,21 @@
 """Settings of the whole process that a run on CPU devices needs.
 
 Each has an off switch in `ProcessTuning`, leaves a choice of the user's alone, and is silently absent where
-the platform lacks it. The gains are those of `python -m bench.micro.process` on 2 cores.
+the platform lacks it. `python -m bench.micro.process` measures the gains; these are of 2 cores.
 
-===============  ================================================  =======================  ==============
-setting          what is done, and when                            way back                 gain
-===============  ================================================  =======================  ==============
-openmp           the starting thread's OpenMP pool ends, at every  its next parallel
-                 start                                             region builds it again
-malloc           glibc keeps freed blocks up to 32 MiB, and up to  none in this process
-                 256 MiB of free heap, once per process
-switch_interval  the interpreter changes threads every 0.5 ms,     the end of the last run
-                 not every 5 ms, while a run lives
-===============  ================================================  =======================  ==============
+===============  ==============================================  ========================  ==================
+setting          what is done, and when                          way back                  gain
+===============  ==============================================  ========================  ==================
+openmp           the starting thread's OpenMP pool ends, at      its next parallel region  small MLP 3.0 x,
+                 every start                                     builds it again           machine quiet
+malloc           glibc keeps freed blocks up to 32 MiB, and up   none in this process      small CNN 1.35 x
+                 to 256 MiB of free heap, once per process
+switch_interval  the interpreter changes threads every 0.5 ms,   the end of the last run   small MLP 1-20 x,
+                 not every 5 ms, while a run lives                         with Python beside
+===============  ==============================================  ========================  ==================
+
+A pool that has as many threads as there are cores spins at each barrier. Where other programs compete for
+those cores it is the slower way, and `openmp=False` the faster.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -91,16 +94,15 @@ def tuned_process(tuning: ProcessTuning) -> Iterator[None]:
     """
     if tuning.malloc:
         keep_freed_memory()
-    if tuning.openmp:
-        pause_openmp()
-    if not tuning.switch_interval:
+    with ExitStack() as stack:
+        if tuning.openmp:
+            pause_openmp()
+            # A worker's `set_num_threads` is also what torch gives to threads that start later.
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+        if tuning.switch_interval:
+            _switch_interval.hold()
+            stack.callback(_switch_interval.release)
         yield
-        return
-    _switch_interval.hold()
-    try:
-        yield
-    finally:
-        _switch_interval.release()
 
 
 def usable_cores() -> int:

@@ -17,29 +17,23 @@ from flowdp.data.reader import Source
 from flowdp.engine.failures import Failures
 from flowdp.engine.records import Records
 from flowdp.engine.worker import Mail
-from flowdp.errors import ProtocolError
-from flowdp.machine.coordinator import Coordinator, Life
-from flowdp.machine.story import Story
-from flowdp.messages import (
-    Abort,
+from flowdp.errors import CollectiveError, ProtocolError
+from flowdp.machine.commands import (
     AbortGate,
     Average,
-    Averaged,
     Command,
     Direct,
-    DropSnapshots,
     EpochEnded,
-    Fact,
-    Failed,
     Finish,
-    Hurried,
     Hurry,
     Paused,
-    Requested,
+    RoundAbandoned,
     RoundEnded,
     Send,
-    Tick,
 )
+from flowdp.machine.coordinator import Coordinator, Life
+from flowdp.machine.story import Story
+from flowdp.messages import Abort, Averaged, Fact, Failed, Hurried, Requested, Tick
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
 
@@ -161,8 +155,8 @@ class CoordinatorShell:
                 self._failing_ms = self._now_ms() + GRACE_MS
             case Average():
                 self._jobs.post(command)
-            case DropSnapshots():
-                pass  # its slots carry its number, and nobody asks for them any more
+            case RoundAbandoned():
+                log.info("round %d is given up: no snapshot of ranks %s", command.round, command.missing)
             case Paused():
                 self._records.pause(command.value)
             case Finish():
@@ -176,7 +170,11 @@ class CoordinatorShell:
             try:
                 sync_ms, drifts = snapshots.average(job.round, job.samples)
                 self.inbox.post(Averaged(job.round, sync_ms, drifts))
-            except BaseException as error:
+            except BaseException as cause:
+                error = CollectiveError(
+                    f"averaging the snapshots of round {job.round} failed: {type(cause).__name__}: {cause}"
+                )
+                error.__cause__ = cause
                 self.inbox.post(Failed(self._failures.add(error)))
 
     def _give_up(self, error: BaseException) -> None:

@@ -80,9 +80,9 @@ class Engine:
         self._asking = threading.Lock()  # numbers the wishes in the order in which the inbox has them
         self._inbox: Inbox[Fact] = Inbox(COORDINATOR_INBOX, "the coordinator")
         self._inboxes = [Inbox[Mail](WORKER_INBOX, f"rank {rank}") for rank in range(config.world_size)]
-        gate = Gate(config.world_size)
         flats = [replica.flat for replica in replicas]
-        mean = LocalMean(flats, gate.finish)
+        mean = LocalMean(flats, lambda rank: gate.finish(rank))
+        gate = Gate(config.world_size, mean.launch)
         snapshots = Snapshots(flats) if config.policy == "async" and config.world_size > 1 else None
         threads = threads_per_worker(usable_cores(), config.world_size) if tuning.openmp else None
         self.workers = [

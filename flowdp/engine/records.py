@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from flowdp.messages import Finish, RoundEnded
+from flowdp.machine.commands import Finish, RoundEnded
 from flowdp.policy.tally import EpochMetrics
 
 __all__ = ["Records"]

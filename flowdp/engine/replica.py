@@ -29,13 +29,13 @@ def loss_function(loss: LossOption, device: torch.device) -> Loss:
     criterion = copy.deepcopy(loss).to(device)
 
     def apply(model: nn.Module, batch: Any) -> Any:
-        try:
-            inputs, target = batch
-        except (TypeError, ValueError):
+        # Not by trying: a tensor of two samples can be taken apart, too.
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise TypeError(
                 f"a criterion is called as criterion(model(x), y) and needs batches of two parts, not "
                 f"{type(batch).__name__}; give a function instead: loss=lambda model, batch: ..."
-            ) from None
+            )
+        inputs, target = batch
         return criterion(model(inputs), target)
 
     return apply

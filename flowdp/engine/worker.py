@@ -193,28 +193,20 @@ class Worker:
         self.replica.flat.gather()
         try:
             outcome = self._gate.enter(action.arrival)
-            entered = perf_counter()
-            sync_ms, drift = self._average(outcome, action.drift)
+            averaging = self._collective.average(self.rank, outcome)
         except CollectiveAborted:
             # Somebody else failed, and the coordinator knows: its order to leave is on its way.
             self._await_leave()
             return
-        self._meter.wait_s += entered - start
+        # Whatever of this was not averaging was waiting, here or for the last arrival's launch.
+        self._meter.wait_s += max(0.0, perf_counter() - start - averaging.sync_ms / 1e3)
         self.current.round = outcome.round
         self._obey(outcome)
         done = self.machine.met(outcome)
         if done is not None:
             wait_ms = self._meter.wait_s * 1e3
             work = self._meter.work(done, self.current)
-            self._post(SyncAck(self.rank, outcome, work, sync_ms, wait_ms, drift))
-
-    def _average(self, outcome: Outcome, wants_drift: bool) -> tuple[float, float | None]:
-        if len(outcome.members) == 1 or not any(outcome.samples):
-            self._gate.finish(self.rank)
-            return 0.0, None
-        averaging = self._collective.average(self.rank, outcome.members, outcome.samples, drift=wants_drift)
-        self._meter.wait_s += averaging.wait_ms / 1e3
-        return averaging.sync_ms, averaging.drift
+            self._post(SyncAck(self.rank, outcome, work, averaging.sync_ms, wait_ms, averaging.drift))
 
     def _obey(self, outcome: Outcome) -> None:
         if outcome.lr is not None:

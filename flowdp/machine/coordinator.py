@@ -18,23 +18,18 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from flowdp.errors import ProtocolError
+from flowdp.machine.commands import AbortGate, Command, Direct, Finish, Paused, Send
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.planned import PlannedRounds
 from flowdp.machine.snapshots import SnapshotRounds
 from flowdp.messages import (
     Abort,
-    AbortGate,
-    Command,
-    Direct,
     Directives,
     Exiting,
     Fact,
     Failed,
-    Finish,
     Order,
-    Paused,
     Requested,
-    Send,
     Shutdown,
     SnapshotReady,
     StartEpoch,

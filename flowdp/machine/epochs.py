@@ -7,7 +7,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from flowdp.errors import ProtocolError
-from flowdp.messages import EpochEnded, Work
+from flowdp.machine.commands import EpochEnded
+from flowdp.messages import Work
 from flowdp.policy.ledger import Ledger
 from flowdp.policy.tally import Tally
 

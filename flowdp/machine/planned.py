@@ -12,8 +12,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from flowdp.errors import ProtocolError
+from flowdp.machine.commands import Command, Hurry, RoundEnded, Send
 from flowdp.machine.epochs import Epochs, mean_loss
-from flowdp.messages import Command, Fact, Hurry, RoundEnded, Send, StartEpoch, SyncAck, SyncNow
+from flowdp.messages import Fact, StartEpoch, SyncAck, SyncNow
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.drift import DriftReport
 from flowdp.policy.ledger import Deal, Ledger

@@ -49,6 +49,7 @@ def decide(
         lr=directives.lr,
         hurried=any(arrival.left for arrival in arrivals.values()),
         left=left,
+        drift=any(arrival.drift for arrival in arrivals.values()),
     )
 
 

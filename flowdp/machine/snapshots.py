@@ -13,18 +13,13 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from flowdp.errors import ProtocolError
+from flowdp.machine.commands import Average, Command, Hurry, RoundAbandoned, RoundEnded, Send
 from flowdp.machine.epochs import Epochs, mean_loss
 from flowdp.messages import (
-    Average,
     Averaged,
-    Command,
-    DropSnapshots,
     Fact,
-    Hurry,
     Pace,
     RequestParams,
-    RoundEnded,
-    Send,
     SnapshotReady,
     StartEpoch,
     StepsDone,
@@ -213,10 +208,10 @@ class SnapshotRounds:
 
     def _deal(self, now_ms: float) -> list[Command]:
         commands: list[Command] = []
-        counts = self.cadence.quotas
+        counts, pace_ms = self.cadence.quotas, self.cadence.ms_per_step
         sizes = [max(1, math.ceil(count / ORDERS_PER_ROUND)) for count in counts]
         # Those that would finish first are served first, so the end of the data goes to the fast ones.
-        for rank in sorted(range(self.world_size), key=lambda r: self.cadence.ms_per_step[r]):
+        for rank in sorted(range(self.world_size), key=pace_ms.__getitem__):
             state = self._ranks[rank]
             while len(state.orders) < AHEAD:
                 room = self._room(rank, counts)
@@ -229,7 +224,7 @@ class SnapshotRounds:
                     break
                 size = min(sizes[rank], room) if ledger.remaining > sum(sizes) else 1
                 quotas = [size if r == rank else 0 for r in range(self.world_size)]
-                batches = ledger.deal(quotas, self.cadence.ms_per_step)[rank]
+                batches = ledger.deal(quotas, pace_ms)[rank]
                 pace = Pace(sum(counts), counts[rank])
                 order = StartEpoch(self._plan, ledger.epoch, batches, pace=pace, metric=self.epochs.metric)
                 state.orders.append(order)
@@ -275,7 +270,8 @@ class SnapshotRounds:
         for state in self._ranks:
             state.snapshot = state.mean
         self._round = None
-        return DropSnapshots(round_.number)
+        missing = tuple(rank for rank in range(self.world_size) if rank not in round_.snapshots)
+        return RoundAbandoned(round_.number, missing)
 
     def _meet(self, is_hurried: bool) -> list[Command]:
         self._blocking = _Blocking(self._next_round)

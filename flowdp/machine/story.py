@@ -15,9 +15,10 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from flowdp import messages
-from flowdp.errors import ProtocolError
+from flowdp.machine import commands
+from flowdp.machine.commands import Command
 from flowdp.machine.coordinator import Coordinator, RunConfig
-from flowdp.messages import Command, Fact
+from flowdp.messages import Fact
 from flowdp.options import CadenceOptions
 from flowdp.policy.tally import RankMetrics
 
@@ -31,7 +32,7 @@ HALF = 2048
 
 RECORDS: dict[str, type] = {
     record.__name__: record
-    for record in (*vars(messages).values(), RankMetrics, RunConfig, CadenceOptions)
+    for record in (*vars(messages).values(), *vars(commands).values(), RankMetrics, RunConfig, CadenceOptions)
     if isinstance(record, type) and is_dataclass(record)
 }
 """Everything that may stand in a story, by its name."""
@@ -212,7 +213,7 @@ class Replay:
 def replay(lines: Iterable[str]) -> Replay:
     """Let a fresh coordinator take the facts of a story, and compare what it answers.
 
-    The first other command, error of the protocol or broken invariant ends it, and is named with its line.
+    The first other command, error or broken invariant ends it, and is named with its line.
     """
     told = iter(lines)
     try:
@@ -251,8 +252,9 @@ def _replay(coordinator: Coordinator, told: Iterable[_Told]) -> Replay:
             try:
                 given = encode(tuple(coordinator.handle(fact, now_ms)))
                 coordinator.check()
-            except ProtocolError as error:
-                return Replay(events, f"{where}: {brief(fact)} breaks the protocol: {error}", coordinator)
+            except Exception as error:  # whatever the run died of is what the reader looks for
+                what = f"{type(error).__name__}: {error}"
+                return Replay(events, f"{where}: {brief(fact)} raises {what}", coordinator)
             if given != expected:
                 return Replay(events, f"{where}: {brief(fact)} {_difference(given, expected)}", coordinator)
             events += 1

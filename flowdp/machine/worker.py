@@ -48,11 +48,9 @@ class Enter:
 
     Attributes:
         arrival: What to say there.
-        drift: Whether to measure the distance from the mean.
     """
 
     arrival: Arrival
-    drift: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +186,10 @@ class WorkerMachine:
         if self._in_round < sync.every and hurry < sync.round + self._held:
             return self._step(order, before + self._in_round * sync.steps // sync.every)
         left = sync.every - self._in_round + self._cut_batches
-        arrival = Arrival(self.rank, sync.round + self._held, before, self.steps, self.samples, left)
-        return Enter(arrival, sync.drift)
+        arrival = Arrival(
+            self.rank, sync.round + self._held, before, self.steps, self.samples, left, sync.drift
+        )
+        return Enter(arrival)
 
     def trained(self, samples: int) -> None:
         """The step that `next` named is done."""

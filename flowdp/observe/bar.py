@@ -9,7 +9,7 @@ from typing import Literal
 
 from flowdp.engine.records import Records
 from flowdp.errors import OptionError
-from flowdp.messages import RoundEnded
+from flowdp.machine.commands import RoundEnded
 
 __all__ = ["show_progress", "wants_progress"]
 

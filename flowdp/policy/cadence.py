@@ -62,14 +62,7 @@ class Cadence:
     @property
     def ms_per_step(self) -> tuple[float, ...]:
         """Time of one step per rank as far as known, else in proportion to the hint. Shape (world_size,)."""
-        measured = self.el_che.ms_per_batch
-        if self.ratios is not None:
-            return tuple(1.0 / ratio for ratio in self.ratios)
-        if self.el_che.is_calibrated:
-            # A rank that has had no batch yet is taken for the slowest.
-            slowest = max(measured)
-            return tuple(ms if ms > 0 else slowest for ms in measured)
-        return tuple(1.0 / count for count in self.el_che.batch_counts)
+        return self._ms_per_step
 
     @property
     def round_ms(self) -> float:
@@ -114,7 +107,18 @@ class Cadence:
         return decision.reason if decision is not None and hold else ""
 
     def _fit(self) -> tuple[int, ...]:
+        self._ms_per_step = self._known_ms_per_step()
         anchor = self.el_che.anchor if self.is_known else min(self.el_che.anchor, PROBE_STEPS)
         return fitted_quotas(
-            self.ms_per_step, anchor, max_lead=self.options.max_batch_diff, max_anchor=self.el_che.max_anchor
+            self._ms_per_step, anchor, max_lead=self.options.max_batch_diff, max_anchor=self.el_che.max_anchor
         )
+
+    def _known_ms_per_step(self) -> tuple[float, ...]:
+        if self.ratios is not None:
+            return tuple(1.0 / ratio for ratio in self.ratios)
+        if not self.el_che.is_calibrated:
+            return tuple(1.0 / count for count in self.el_che.batch_counts)
+        measured = self.el_che.ms_per_batch
+        # A rank that has had no batch yet is taken for the slowest.
+        slowest = max(measured)
+        return tuple(ms if ms > 0 else slowest for ms in measured)

@@ -161,4 +161,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except BrokenPipeError:
+        # Whoever reads the trace, `head` say, has seen enough; nothing may be flushed into its pipe.
+        sys.stdout = None
+        sys.exit(1)

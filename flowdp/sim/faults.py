@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from flowdp.machine.coordinator import RunConfig
@@ -84,7 +85,7 @@ class Scenario:
         slowed = self.slow_from[2] if self.slow_from else 1.0
         return max(self.ms_per_step) * (1 + self.noise) * slowed * (STALL if self.stall else 1.0)
 
-    @property
+    @cached_property
     def longest_run_ms(self) -> float:
         """No run that ends by itself takes longer than this."""
         steps = self.config.batches * (self.config.epochs or 1)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowdp.errors import OptionError
+from flowdp.machine.commands import RoundEnded
 from flowdp.machine.coordinator import RunConfig
-from flowdp.messages import RoundEnded
 from flowdp.options import CadenceOptions, Policy, one_of
 from flowdp.policy.formats import format_duration
 from flowdp.sim.faults import Scenario

@@ -26,18 +26,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from flowdp.machine.commands import EpochEnded, Finish, Paused, RoundEnded
 from flowdp.machine.coordinator import Coordinator
-from flowdp.messages import (
-    EpochEnded,
-    Finish,
-    Order,
-    Outcome,
-    Paused,
-    Requested,
-    RoundEnded,
-    StartEpoch,
-    Update,
-)
+from flowdp.messages import Order, Outcome, Requested, StartEpoch, Update
 from flowdp.sim.faults import Scenario
 
 __all__ = ["Rules", "Violation"]
@@ -91,6 +82,8 @@ class Rules:
         self.is_moving = [False] * world_size
         self.is_paused = False
         self.finish: Finish | None = None
+        self._here = set(range(world_size))
+        self._end_by: list[tuple[float, str]] = []  # when all must have left, and by which rule
         self._samples = [0] * world_size  # of the steps that no mean holds
         self._snapshots = [_Snapshot(-1, 0, 0)] * world_size
         self._base = [0] * world_size  # global step of the last mean
@@ -111,6 +104,32 @@ class Rules:
             self._waiting[request.what] = 0
         self._lr = request.value if request.what == "set_lr" else self._lr
 
+    # ------------------------------------------------------------------ time
+    def must_end(self, rule: str, now_ms: float, rounds: int) -> None:
+        """Something happened after which every rank shall leave within so many rounds."""
+        s = self.scenario
+        per_round = s.longest_step_ms + 3 * s.sync_ms + 8 * s.latency_ms
+        self._end_by.append((now_ms + rounds * per_round + 1.0, rule))
+
+    def left(self, rank: int) -> None:
+        """A rank has left."""
+        self._here.discard(rank)
+        self.is_moving[rank] = False
+
+    def passes(self, now_ms: float) -> None:
+        """Time passes."""
+        if now_ms > self.scenario.longest_run_ms:
+            raise Violation("L1", f"still running after {now_ms:.0f} ms of virtual time")
+        for by_ms, rule in self._end_by:
+            if now_ms > by_ms and self._here:
+                raise Violation(rule, f"ranks {sorted(self._here)} have not left at {now_ms:.1f} ms")
+
+    def stands_still(self, states: str) -> None:
+        """Nothing is left to happen, and the run is not over."""
+        rule = self._end_by[0][1] if self._end_by else "L1"
+        raise Violation(rule, f"nothing is left to happen: {states}")
+
+    # ------------------------------------------------------------------ steps and rounds
     def step_begins(self, rank: int, key: tuple[int, int], position: int) -> None:
         """A rank begins a step."""
         if self.is_paused:

@@ -13,38 +13,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from flowdp.errors import CollectiveAborted, ProtocolError
+from flowdp.machine.commands import (
+    AbortGate,
+    Average,
+    Command,
+    Direct,
+    EpochEnded,
+    Finish,
+    Hurry,
+    Paused,
+    RoundEnded,
+    Send,
+)
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.rounds import GateState
 from flowdp.machine.story import brief
-from flowdp.machine.worker import (
-    Apply,
-    Done,
-    Enter,
-    Idle,
-    Leave,
-    Report,
-    Snapshot,
-    Step,
-    WorkerMachine,
-)
+from flowdp.machine.worker import Apply, Done, Enter, Idle, Leave, Report, Snapshot, Step, WorkerMachine
 from flowdp.messages import (
-    AbortGate,
-    Average,
     Averaged,
-    Command,
-    Direct,
-    DropSnapshots,
-    EpochEnded,
     Exiting,
     Fact,
-    Finish,
-    Hurry,
     Order,
     Outcome,
-    Paused,
     Requested,
-    RoundEnded,
-    Send,
     SnapshotReady,
     StepsDone,
     SyncAck,
@@ -99,7 +90,6 @@ class World:
         clock: Virtual time.
         coordinator: The machine under test.
         rules: The judges; `rules.finish` is how the run ended.
-        idle_ms: Time that each rank waited in the gate. Shape (world_size,).
         step_ms: Time that each rank spent in steps. Shape (world_size,).
         records: Every record the coordinator reported.
         facts: Every fact the coordinator took, with its time.
@@ -120,13 +110,11 @@ class World:
         self.hurry = -1
         self.rules = Rules(scenario)
         self.ranks = [_Rank(machines.worker(rank)) for rank in range(scenario.config.world_size)]
-        self.idle_ms = [0.0] * scenario.config.world_size
         self.step_ms = [0.0] * scenario.config.world_size
         self.records: list[RoundEnded | EpochEnded] = []
         self.facts: list[tuple[float, Fact]] = []
         self._trace = trace
         self._tick_ms: float | None = None
-        self._end_by: list[tuple[float, str]] = []
 
     def run(self) -> None:
         """Run to the end.
@@ -138,37 +126,17 @@ class World:
             self.clock.after(self._rng.random() * self.scenario.latency_ms, self._start, rank)
         for wish in self.scenario.wishes:
             self.clock.after(wish.at_ms, self._wish, wish.request)
-        bound_ms = self.scenario.longest_run_ms
         try:
             while self.rules.finish is None and self.clock.advance():
-                self._judge_time(bound_ms)
+                self.rules.passes(self.clock.now_ms)
         except ProtocolError as error:
             raise Violation("S2", f"the protocol was broken: {error}") from error
         if self.rules.finish is None:
-            states = [rank.state for rank in self.ranks]
-            raise Violation(self._liveness(), f"nothing is left to happen: {states}, {self.coordinator.life}")
+            self.rules.stands_still(f"{[rank.state for rank in self.ranks]}, {self.coordinator.life}")
 
-    # ------------------------------------------------------------------ judging
-    def _judge_time(self, bound_ms: float) -> None:
-        if self.clock.now_ms > bound_ms:
-            raise Violation("L1", f"still running after {self.clock.now_ms:.0f} ms of virtual time")
-        for by_ms, rule in self._end_by:
-            if self.clock.now_ms > by_ms and any(rank.state != "gone" for rank in self.ranks):
-                raise Violation(
-                    rule, f"ranks are {[rank.state for rank in self.ranks]} at {self.clock.now_ms:.1f} ms"
-                )
-
-    def _must_end(self, rule: str, rounds: int) -> None:
-        s = self.scenario
-        per_round = s.longest_step_ms + 3 * s.sync_ms + 8 * s.latency_ms
-        self._end_by.append((self.clock.now_ms + rounds * per_round + 1.0, rule))
-
-    def _liveness(self) -> str:
-        return self._end_by[0][1] if self._end_by else "L1"
-
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, *about: object) -> None:
         if self._trace is not None:
-            self._trace(self.clock.now_ms, text)
+            self._trace(self.clock.now_ms, text.format(*map(brief, about)))
 
     # ------------------------------------------------------------------ coordinator
     def _fact(self, fact: Fact, link: object, extra_ms: float = 0.0) -> None:
@@ -177,12 +145,11 @@ class World:
     def _wish(self, request: Requested) -> None:
         self.rules.wishes(request)
         if request.what == "stop":
-            self._must_end("L3", 4)
+            self.rules.must_end("L3", self.clock.now_ms, rounds=4)
         self._handle(request)
 
     def _handle(self, fact: Fact) -> None:
-        if self._trace is not None:
-            self._say(f"-> {brief(fact)}")
+        self._say("-> {}", fact)
         self.facts.append((self.clock.now_ms, fact))
         commands = self.coordinator.handle(fact, self.clock.now_ms)
         self.coordinator.check()
@@ -199,11 +166,11 @@ class World:
             self._handle(Tick())
 
     def _obey(self, command: Command) -> None:
-        if self._trace is not None:
-            self._say(f"<- {brief(command)}")
+        self._say("<- {}", command)
         match command:
             case Send():
-                self.rules.ordered(command.rank, command.order, is_gone=self._is_known_gone(command.rank))
+                is_gone = command.rank in self.coordinator._gone
+                self.rules.ordered(command.rank, command.order, is_gone=is_gone)
                 self.clock.send(command.rank, self._deliver, command.rank, command.order)
             case Direct():
                 self.gate.direct(command.directives)
@@ -214,8 +181,6 @@ class World:
             case Average():
                 self.rules.averages(command.round, command.samples)
                 self.clock.after(self.scenario.sync_ms, self._averaged, command.round)
-            case DropSnapshots():
-                pass
             case RoundEnded():
                 self.records.append(command)
                 cadence = self.coordinator.rounds.cadence
@@ -227,9 +192,6 @@ class World:
                 self.rules.paused(command, any(rank.state == "step" for rank in self.ranks))
             case Finish():
                 self.rules.over(command, self.coordinator)
-
-    def _is_known_gone(self, rank: int) -> bool:
-        return rank in self.coordinator._gone
 
     def _averaged(self, round: int) -> None:
         self._fact(Averaged(round, self.scenario.sync_ms, (0.001,) * len(self.ranks)), "average")
@@ -293,12 +255,9 @@ class World:
         key = (step.epoch, step.batch)
         self.rules.step_begins(number, key, step.position)
         ms = s.ms_per_step[number] * (1 + s.noise * (2 * self._rng.random() - 1))
-        if (
-            s.slow_from is not None
-            and s.slow_from[0] == number
-            and rank.machine.total_steps >= s.slow_from[1]
-        ):
-            ms *= s.slow_from[2]
+        slow = s.slow_from
+        if slow is not None and slow[0] == number and rank.machine.total_steps >= slow[1]:
+            ms *= slow[2]
         if s.stall and self._rng.random() < s.stall:
             ms *= STALL
         self.clock.after(ms, self._end_step, number, key, ms)
@@ -312,8 +271,7 @@ class World:
         rank.samples += samples
         self.step_ms[number] += ms
         self.rules.step_ends(number, key)
-        if self._trace is not None:
-            self._say(f"rank {number} trained batch {key[1]} of epoch {key[0]}")
+        self._say("rank {} trained batch {} of epoch {}", number, key[1], key[0])
         self._boundary(number)
 
     def _work(self, number: int, done: Done) -> Work:
@@ -339,8 +297,7 @@ class World:
         rank.state = "gate"
         rank.entered_ms = self.clock.now_ms
         self.rules.is_moving[number] = False
-        if self._trace is not None:
-            self._say(f"rank {number} enters the gate: {brief(action.arrival)}")
+        self._say("rank {} enters the gate: {}", number, action.arrival)
         try:
             outcome = self.gate.enter(action.arrival)
         except CollectiveAborted:
@@ -350,11 +307,9 @@ class World:
             self._hold(outcome)
 
     def _hold(self, outcome: Outcome) -> None:
-        if self._trace is not None:
-            self._say(f"gate: {brief(outcome)}")
+        self._say("gate: {}", outcome)
         for member in outcome.members:
             self.ranks[member].wait_ms += self.clock.now_ms - self.ranks[member].entered_ms
-            self.idle_ms[member] += self.clock.now_ms - self.ranks[member].entered_ms
         for member in outcome.members:
             if self._crashes(member, "mean"):
                 # Its part of the mean is missing: the round is an error for all.
@@ -377,10 +332,10 @@ class World:
                 ack = SyncAck(member, outcome, self._work(member, done), sync_ms, rank.wait_ms, 0.001)
                 rank.wait_ms = 0.0
                 self._fact(ack, ("up", member))
-            self.clock.after(0.0, self._boundary_if_idle, member)
+            self.clock.after(0.0, self._resume, member, "idle")
 
-    def _boundary_if_idle(self, number: int) -> None:
-        if self.ranks[number].state == "idle":
+    def _resume(self, number: int, state: str) -> None:
+        if self.ranks[number].state == state:
             self._boundary(number)
 
     def _released(self, number: int) -> None:
@@ -407,7 +362,7 @@ class World:
             late_ms = self._rng.random() * LATENCY_MS if self._rng.random() < s.late_snapshot else 0.0
             fact = SnapshotReady(number, action.round, action.steps, action.samples)
             self._fact(fact, ("snapshot", number), extra_ms=late_ms)
-        self.clock.after(s.sync_ms / 4, self._ready, number)
+        self.clock.after(s.sync_ms / 4, self._resume, number, "busy")
 
     def _apply(self, number: int, action: Apply) -> None:
         rank = self.ranks[number]
@@ -416,16 +371,12 @@ class World:
         rank.state = "busy"
         self.rules.applied(number, action.round)
         self._fact(Updated(number, action.round), ("up", number))
-        self.clock.after(self.scenario.sync_ms / 4, self._ready, number)
-
-    def _ready(self, number: int) -> None:
-        if self.ranks[number].state == "busy":
-            self._boundary(number)
+        self.clock.after(self.scenario.sync_ms / 4, self._resume, number, "busy")
 
     def _leave(self, number: int, error: str | None) -> None:
         self.ranks[number].state = "gone"
-        self.rules.is_moving[number] = False
-        self._say(f"rank {number} leaves: {error or 'as told'}")
+        self.rules.left(number)
+        self._say("rank {} leaves: {}", number, error or "as told")
         self._fact(Exiting(number, error), ("up", number))
 
     def _crashes(self, number: int, where: str) -> bool:
@@ -434,7 +385,7 @@ class World:
         rank.acts[where] += 1
         for crash in self.scenario.crashes:
             if crash.rank == number and crash.where == where and crash.after == acts:
-                self._must_end("L2", 2)
+                self.rules.must_end("L2", self.clock.now_ms, rounds=2)
                 self._leave(number, f"rank {number} failed at {where} {acts}")
                 return True
         return False

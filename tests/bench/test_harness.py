@@ -73,7 +73,7 @@ def test_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert record["results"][0]["a"] == [3.0, 3.1]
     assert record["results"][0]["ratio"] == pytest.approx(result.ratio)
     out = capsys.readouterr().out
-    assert "faults 2,400.0" in out
+    assert "faults  2,400.000" in out
     assert table([result]) in out
 
 

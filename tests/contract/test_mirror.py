@@ -16,6 +16,7 @@ FREE_FOLDERS = {
     "bench": "mirrors bench/",
 }
 FREE_FILES = {
+    "test_exit.py": "how processes end that have a run",
     "sim/test_seeds.py": "many virtual clusters",
     "sim/test_mutants.py": "planted bugs, to test the rules",
 }

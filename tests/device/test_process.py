@@ -216,3 +216,18 @@ class TestSwitchInterval:
     def test_switched_off(self) -> None:
         with tuned_process(NONE):
             assert sys.getswitchinterval() == 0.005
+
+
+@linux
+def test_threads_that_start_after_a_run_have_as_many_openmp_threads_as_before() -> None:
+    def run() -> object:
+        torch.set_num_threads(3)
+        with tuned_process(POOL):
+            in_thread(lambda: torch.set_num_threads(1))  # as a worker does
+        return in_thread(torch.get_num_threads)
+
+    before = torch.get_num_threads()
+    try:
+        assert in_thread(run) == 3
+    finally:
+        torch.set_num_threads(before)

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from flowdp.engine.records import KEPT_ROUNDS, Records
-from flowdp.messages import Finish, RoundEnded
+from flowdp.machine.commands import Finish, RoundEnded
 from flowdp.policy.tally import EpochMetrics, Tally
 
 FINISH = Finish(None, False, 10, 2)

@@ -82,13 +82,18 @@ ELSEWHERE = nn.Linear(2, 1)
         (lambda model, batch: None, TypeError, "not NoneType"),
         (lambda model, batch: batch[0].mean(), ValueError, "does not depend on a parameter"),
         (lambda model, batch: mse(ELSEWHERE, batch), ValueError, "use the model that is passed in"),
-        (nn.MSELoss(), TypeError, "batches of two parts, not Tensor"),
     ],
 )
 def test_what_is_no_loss(loss: Callable[..., Any], error: type[Exception], match: str) -> None:
-    batch = torch.ones(3, 2) if isinstance(loss, nn.Module) else BATCH
     with pytest.raises(error, match=match):
-        step(replica(loss), batch)
+        step(replica(loss))
+
+
+@pytest.mark.parametrize("batch", [torch.ones(2, 2), {"x": BATCH[0], "y": BATCH[1]}, (*BATCH, BATCH[1])])
+def test_a_criterion_needs_two_parts(batch: Any) -> None:
+    with pytest.raises(TypeError, match=f"batches of two parts, not {type(batch).__name__}"):
+        step(replica(nn.MSELoss()), batch)
+    step(replica(nn.MSELoss()), list(BATCH))
 
 
 def test_a_criterion_is_copied_for_each_replica() -> None:

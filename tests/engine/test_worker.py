@@ -56,7 +56,7 @@ def failure_of(run: Run) -> FlowdpError:
     assert run.state is None
     assert run.status().life == "failed"
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("flowdp-")] == []
-    assert spent < 10, "a run of some milliseconds"
+    assert spent < 3, "2 s after the failure, in a run of some milliseconds"
     return caught.value
 
 
@@ -149,7 +149,7 @@ def test_a_step_that_fails_on_one_rank(
     assert isinstance(error, StepError)
     assert isinstance(error.__cause__, cause)
     assert (error.rank, error.device, error.epoch) == (rank, "cpu", 0)
-    assert error.step == 4 or (cause is FlowdpError and error.step in range(5, 8))  # met at the next gate
+    assert error.step == 4 or (cause is FlowdpError and error.step > 4)  # found at the next averaging
     assert len(error.indices) == BATCH
     assert set(error.indices) <= set(range(SAMPLES))
     for part in (f"rank {rank} on cpu", "epoch 0", "indices ", type(error.__cause__).__name__):

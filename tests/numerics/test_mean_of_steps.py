@@ -55,7 +55,9 @@ class ByHand:
         mean = {
             name: torch.stack([state[name] for state in states]).amax(0)
             if not states[0][name].is_floating_point()
-            else sum(state[name].double() * (n / sum(counts)) for state, n in zip(states, counts, strict=True))
+            else sum(
+                state[name].double() * (n / sum(counts)) for state, n in zip(states, counts, strict=True)
+            )
             for name in states[0]
         }
         for model in self.models:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from flowdp.machine.commands import AbortGate, Command, EpochEnded, Finish, Send
 from flowdp.machine.coordinator import Coordinator, Life, RunConfig
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.planned import PlannedRounds
@@ -19,19 +20,14 @@ from flowdp.machine.snapshots import SnapshotRounds
 from flowdp.machine.worker import Action, Enter, Leave, WorkerMachine
 from flowdp.messages import (
     Abort,
-    AbortGate,
     Arrival,
-    Command,
     Directives,
-    EpochEnded,
     Exiting,
     Fact,
-    Finish,
     Order,
     Outcome,
     Requested,
     RequestParams,
-    Send,
     Shutdown,
     SnapshotReady,
     SyncAck,
@@ -253,7 +249,7 @@ def an_idle_rank_counts_from_its_own_mean(patch: Patch) -> Machines:
             action = super().next(hurry)
             if isinstance(action, Enter) and action.arrival.steps == 0:
                 arrival = replace(action.arrival, global_step=self.total_steps)
-                return Enter(arrival, action.drift)
+                return Enter(arrival)
             return action
 
     return Machines(worker=Behind)

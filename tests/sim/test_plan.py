@@ -89,8 +89,8 @@ def test_prints_as_a_table() -> None:
     assert lines == [
         "rank   ms/step   share    idle",
         "   0        10  50.0 %  50.0 %",
-        "   1        20  50.0 %   0.1 %",
-        "sync: 99.8 steps/s, 3,194 samples/s, 66.6 % of these devices, 1.00 x the fastest alone",
+        "   1        20  50.0 %   0.0 %",
+        "sync: 100.0 steps/s, 3,199 samples/s, 66.7 % of these devices, 1.00 x the fastest alone",
         "100 rounds in 2.0s, anchor 1, 0 ms each",
     ]
 

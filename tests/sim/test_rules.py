@@ -6,19 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from flowdp.machine.commands import EpochEnded, Finish, Paused, RoundEnded
 from flowdp.machine.coordinator import Coordinator, RunConfig
-from flowdp.messages import (
-    EpochEnded,
-    Finish,
-    Outcome,
-    Pace,
-    Paused,
-    Requested,
-    RoundEnded,
-    Shutdown,
-    StartEpoch,
-    Update,
-)
+from flowdp.messages import Outcome, Pace, Requested, Shutdown, StartEpoch, Update
 from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.tally import Tally, Work
 from flowdp.sim.faults import Scenario
@@ -190,6 +180,27 @@ def deaf_to_a_wish(judge: Rules) -> None:
         judge.reported(record(0, (0, 0)), ())
 
 
+def too_long(judge: Rules) -> None:
+    judge.passes(judge.scenario.longest_run_ms)
+    judge.passes(judge.scenario.longest_run_ms + 1)
+
+
+def late_leave(judge: Rules) -> None:
+    judge.must_end("L2", 10.0, rounds=2)
+    judge.passes(10.0)
+    judge.left(1)
+    judge.passes(30.0)
+
+
+def deadlock_after_a_stop(judge: Rules) -> None:
+    judge.must_end("L3", 10.0, rounds=4)
+    judge.stands_still("both idle")
+
+
+def deadlock(judge: Rules) -> None:
+    judge.stands_still("both idle")
+
+
 BROKEN: list[tuple[str, Callable[[Rules], None]]] = [
     ("S1", twice),
     ("S2", other_outcome),
@@ -214,6 +225,10 @@ BROKEN: list[tuple[str, Callable[[Rules], None]]] = [
     ("S12", told_twice),
     ("S13", behind_the_mean),
     ("S13", behind_a_mean_of_snapshots),
+    ("L1", too_long),
+    ("L1", deadlock),
+    ("L2", late_leave),
+    ("L3", deadlock_after_a_stop),
     ("L4", deaf_to_a_wish),
 ]
 
@@ -246,6 +261,15 @@ def test_a_lead_is_judged_within_a_round_only() -> None:
     judge = rules("sync")
     long_lead(judge)  # lockstep is the gate's there, and no limit is set
     assert judge.steps == [3, 0]
+
+
+def test_all_have_left_in_time() -> None:
+    judge = rules()
+    judge.must_end("L2", 10.0, rounds=2)
+    judge.left(0)
+    judge.left(1)
+    judge.passes(100.0)
+    assert judge.is_moving == [False, False]
 
 
 ENDS: list[tuple[str, Finish]] = [

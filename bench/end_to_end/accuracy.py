@@ -1,0 +1,217 @@
+"""Does averaging cost accuracy? One model on one device, and on two of different speed, on equal samples.
+
+    python -m bench.end_to_end.accuracy            # 3 seeds x 5 configurations x 4 epochs of Fashion-MNIST
+    python -m bench.end_to_end.accuracy --quick    # a look: 1 seed, 1 epoch of 12,000 images
+
+A small CNN with BatchNorm, Adam at 1e-3 with a cosine over the run. Device 1 waits 1.5 times the processor
+time of each of its steps, so that it is 2.5 times slower whatever else runs. Time is not measured; what
+matters here is how many steps each device takes between two averagings, and at which learning rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+import flowdp
+from bench.harness import commit, machine
+
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
+SLOWDOWN = 2.5
+LR = 1e-3
+BATCH_SIZE = 64
+BAR = 0.5  # points that the mean over the seeds may stay below one device's
+
+Data = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One row of the table."""
+
+    name: str
+    devices: int
+    policy: Literal["cadence", "async"]
+    lr_scale_ratio: float
+
+
+ALONE = Configuration("one device", 1, "cadence", 0.0)
+TOGETHER = [
+    Configuration("cadence, lr x 2", 2, "cadence", 1.0),
+    Configuration("async, lr x 2", 2, "async", 1.0),
+    Configuration("cadence, lr x 1", 2, "cadence", 0.0),
+    Configuration("async, lr x 1", 2, "async", 0.0),
+]
+
+
+@dataclass
+class Row:
+    """What came out of a configuration, one figure per seed."""
+
+    name: str
+    accuracy_percent: list[float]
+    steps_per_round: list[float]
+    share_of_device_0: list[float]
+
+    @property
+    def mean_percent(self) -> float:
+        """Mean accuracy over the seeds."""
+        return round(float(np.mean(self.accuracy_percent)), 2)
+
+
+def main() -> None:
+    options = arguments()
+    torch.set_num_threads(1)
+    train, test = load(options.data)
+    train = train[0][: options.samples], train[1][: options.samples]
+    rows = []
+    for configuration in [ALONE, *TOGETHER]:
+        row = Row(configuration.name, [], [], [])
+        for seed in range(options.seeds):
+            run_once(configuration, row, train, test, options.epochs, seed)
+            print(f"{row.name}, seed {seed}: {row.accuracy_percent[-1]:.2f} %", flush=True)
+        rows.append(row)
+    print(table(rows))
+    record = {
+        "bench": "accuracy",
+        "commit": commit(),
+        "machine": machine(),
+        "samples": len(train[1]),
+        "epochs": options.epochs,
+        "rows": [asdict(row) | {"mean_percent": row.mean_percent} for row in rows],
+    }
+    print(json.dumps(record))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--data", type=Path, default=DEBIAN, help="folder of Fashion-MNIST's IDX files")
+    parser.add_argument("--epochs", type=int, help="default: 4")
+    parser.add_argument("--seeds", type=int, help="default: 3")
+    parser.add_argument("--samples", type=int, help="training images (default: all 60,000)")
+    parser.add_argument(
+        "--quick", action="store_true", help="the defaults are 1 epoch, 1 seed, 12,000 images"
+    )
+    options = parser.parse_args()
+    epochs, seeds, samples = (1, 1, 12_000) if options.quick else (4, 3, 60_000)
+    options.epochs = options.epochs or epochs
+    options.seeds = options.seeds or seeds
+    options.samples = options.samples or samples
+    return options
+
+
+def load(folder: Path) -> tuple[Data, Data]:
+    """Training and test part: images [n, 1, 28, 28], labels [n]."""
+
+    def part(name: str) -> Data:
+        images, labels = (idx(folder / f"{name}-{kind}-ubyte.gz") for kind in ("images-idx3", "labels-idx1"))
+        return images.unsqueeze(1).float() / 255, labels.long()
+
+    return part("train"), part("t10k")
+
+
+def idx(path: Path) -> Tensor:
+    """A file in IDX format: two zero bytes, the type, the number of dimensions, their sizes, the bytes."""
+    with gzip.open(path) as file:
+        content = file.read()
+    shape = np.frombuffer(content, ">i4", content[3], offset=4)
+    pixels = np.frombuffer(content, np.uint8, offset=4 + 4 * content[3])
+    return torch.from_numpy(pixels.reshape(shape).copy())
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 7 * 7, 10),
+    )
+
+
+class SlowLoss:
+    """The loss, with a wait on rank 1."""
+
+    def __init__(self) -> None:
+        self._last_s: float | None = None  # of rank 1 alone, so no lock
+
+    def __call__(self, model: nn.Module, batch: Data) -> Tensor:
+        if flowdp.current_worker().rank == 1:
+            # Processor time stands still in a wait, and where others have the core.
+            now_s = time.thread_time()
+            if self._last_s is not None:
+                time.sleep((SLOWDOWN - 1) * (now_s - self._last_s))
+            self._last_s = now_s
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def run_once(configuration: Configuration, row: Row, train: Data, test: Data, epochs: int, seed: int) -> None:
+    """Train once and add the figures to the row."""
+    torch.manual_seed(seed)
+    model = cnn()
+    steps = epochs * -(-len(train[1]) // BATCH_SIZE)
+    state = flowdp.Trainer(
+        model=model,
+        optimizer=lambda params: torch.optim.Adam(params, lr=LR),
+        loss=SlowLoss(),
+        dataset=train,
+        batch_size=BATCH_SIZE,
+        epochs=epochs,
+        devices=["cpu"] * configuration.devices,
+        policy=configuration.policy,
+        scheduler=lambda optimizer: CosineAnnealingLR(optimizer, steps),
+        scheduler_unit="step",
+        lr_scale_ratio=configuration.lr_scale_ratio,
+        seed=seed,
+        progress=False,
+        # One thread for each device, on one as on two.
+        tune_process=flowdp.ProcessTuning(openmp=False),
+    ).fit()
+    row.accuracy_percent.append(round(100 * accuracy(model, test), 2))
+    rounds = sum(epoch.rounds for epoch in state.history)
+    row.steps_per_round.append(round(state.global_step / rounds, 1))
+    row.share_of_device_0.append(round(float(np.mean([epoch.share[0] for epoch in state.history])), 3))
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, test: Data) -> float:
+    model.eval()
+    hits = [(model(x).argmax(1) == y).sum() for x, y in zip(*(part.split(500) for part in test), strict=True)]
+    return float(sum(hits)) / len(test[1])
+
+
+def table(rows: list[Row]) -> str:
+    """Accuracy of every seed, the mean, its distance from the first row's, and who did how much how often."""
+    lines = [f"{'':<18}{'mean':>8}{'points':>9}{'steps/round':>13}{'device 0':>10}   seeds"]
+    for row in rows:
+        points = row.mean_percent - rows[0].mean_percent
+        # On one device nothing is averaged: its rounds are only those in which it is given its batches.
+        steps = "-" if row is rows[0] else f"{np.mean(row.steps_per_round):.1f}"
+        seeds = "  ".join(f"{percent:.2f}" for percent in row.accuracy_percent)
+        lines.append(
+            f"{row.name:<18}{row.mean_percent:>7.2f}%{points:>+9.2f}{steps:>13}"
+            f"{np.mean(row.share_of_device_0):>10.0%}   {seeds}"
+        )
+    short = [row.name for row in rows if row.mean_percent < rows[0].mean_percent - BAR]
+    lines.append(f"more than {BAR} points below {rows[0].name}: {', '.join(short) or 'none'}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

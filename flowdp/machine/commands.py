@@ -1,0 +1,159 @@
+"""What the coordinator's machine asks of its shell: frozen records, no tensors.
+
+Durations are milliseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flowdp.messages import Directives, Order
+from flowdp.policy.tally import EpochMetrics
+
+__all__ = [
+    "AbortGate",
+    "Average",
+    "Command",
+    "Direct",
+    "EpochEnded",
+    "Finish",
+    "Hurry",
+    "Paused",
+    "RoundAbandoned",
+    "RoundEnded",
+    "Send",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Put this order into the inbox of that rank."""
+
+    rank: int
+    order: Order
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """Put these directives at the gate."""
+
+    directives: Directives
+
+
+@dataclass(frozen=True, slots=True)
+class Hurry:
+    """Set the gate's hurry: members of rounds up to this one come with the steps they have."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbortGate:
+    """Release everybody who stands in the gate with an error."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """Average the snapshots of a round on the helper thread (async).
+
+    Attributes:
+        round: The round.
+        samples: Weight per rank. Shape (world_size,).
+    """
+
+    round: int
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundAbandoned:
+    """The snapshots of a round did not come in time, or nobody needs them any more (async).
+
+    Attributes:
+        round: Which.
+        missing: The ranks whose snapshots did not come.
+    """
+
+    round: int
+    missing: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEnded:
+    """A record for those who watch: one round, or the rounds of one order together.
+
+    Attributes:
+        round: Number of the last of them.
+        rounds: How many.
+        epoch: Epoch of their batches.
+        global_step: Steps of all ranks after them.
+        steps: Steps per rank. Shape (world_size,).
+        samples: Samples per rank. Shape (world_size,).
+        loss: Mean over the samples; NaN without any.
+        lr: Learning rate of the first group.
+        wall_ms: From their beginning to their end.
+        busy_ms: Time in steps per rank. Shape (world_size,).
+        data_ms: Waiting for batches per rank. Shape (world_size,).
+        wait_ms: Waiting in the gate per rank. Shape (world_size,).
+        sync_ms: Averaging time of one round.
+        anchor: Steps of the slowest rank that the cadence aimed at.
+        drift: Largest over the ranks; None where not measured.
+        reason: What the guard or the gate had to say; "" for an ordinary round.
+    """
+
+    round: int
+    rounds: int
+    epoch: int
+    global_step: int
+    steps: tuple[int, ...]
+    samples: tuple[int, ...]
+    loss: float
+    lr: float
+    wall_ms: float
+    busy_ms: tuple[float, ...]
+    data_ms: tuple[float, ...]
+    wait_ms: tuple[float, ...]
+    sync_ms: float
+    anchor: int
+    drift: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochEnded:
+    """An epoch is complete: every batch of it was trained and counted once.
+
+    Attributes:
+        metrics: Its record.
+    """
+
+    metrics: EpochMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """All workers stand still (`value` True) or move again (False)."""
+
+    value: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The run is over and every worker has left.
+
+    Attributes:
+        error: The first failure in words, or None.
+        stopped: Whether it ended before its last step.
+    """
+
+    error: str | None
+    stopped: bool
+    global_step: int
+    epochs_done: int
+
+
+Command = (
+    Send | Direct | Hurry | AbortGate | Average | RoundAbandoned | RoundEnded | EpochEnded | Paused | Finish
+)

@@ -1,0 +1,312 @@
+"""How a run ends when something is wrong beside the steps: stuck threads, failures nobody waits for, bugs."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from flowdp import FlowdpError, ProtocolError, Run, StepError, Trainer, current_worker
+from flowdp.machine.coordinator import Coordinator
+from flowdp.messages import SyncAck
+
+WAIT_S = 10.0
+
+
+@pytest.fixture
+def unhandled(monkeypatch: pytest.MonkeyPatch) -> list[threading.ExceptHookArgs]:
+    """What the hook for unhandled exceptions of threads is told."""
+    told: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    return told
+
+
+@pytest.fixture
+def release() -> Iterator[threading.Event]:
+    """Lets go whoever is stuck, after the test at the latest."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def mse(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch), batch)
+
+
+def start(policy: Any = "cadence", devices: int = 2, loss: Any = mse, **options: Any) -> Run:
+    given: dict[str, Any] = {"dataset": torch.ones(400, 1), "batch_size": 2, "epochs": 2} | options
+    return Trainer(
+        nn.Linear(1, 1),
+        lambda params: torch.optim.SGD(params, 1e-3),
+        loss,
+        policy=policy,
+        devices=devices,
+        **given,
+    ).start()
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("flowdp-")]
+
+
+def end(run: Run) -> None:
+    """Wait until no thread of the run is left, without asking for its failure."""
+    for thread in threads():
+        thread.join(WAIT_S)
+    assert run.done
+
+
+# ---------------------------------------------------------------- stuck threads
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_a_rank_that_is_stuck_while_another_fails(policy: str, release: threading.Event) -> None:
+    inside = threading.Event()
+    failed_s: list[float] = []
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if current_worker().rank == 0:
+            inside.set()
+            release.wait(WAIT_S)
+        else:
+            inside.wait(WAIT_S)
+            failed_s.append(perf_counter())
+            raise ValueError("the other one")
+        return mse(model, batch)
+
+    run = start(policy, loss=loss)
+    with pytest.raises(StepError, match="the other one") as caught:
+        run.join(WAIT_S)
+    assert perf_counter() - failed_s[0] < 3
+    [note] = caught.value.__notes__
+    assert note.startswith("flowdp-worker-0 has not left yet")
+    assert "release.wait(WAIT_S)" in note
+    assert run.status().life == "failed"
+    names = {thread.name for thread in threads()}
+    assert "flowdp-worker-0" in names
+    assert "flowdp-worker-1" not in names
+    release.set()
+    end(run)
+    assert threads() == []
+    with pytest.raises(StepError) as again:
+        run.join()
+    assert again.value is caught.value
+
+
+def test_leaving_the_block_does_not_wait_for_a_stuck_rank(release: threading.Event) -> None:
+    inside = threading.Event()
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if current_worker().rank == 0:
+            inside.set()
+            release.wait(WAIT_S)
+            return mse(model, batch)
+        inside.wait(WAIT_S)
+        raise ValueError("the other one")
+
+    began = perf_counter()
+    with pytest.raises(StepError, match="the other one"), start(loss=loss) as run:
+        run.join()
+    assert perf_counter() - began < 4
+    release.set()
+    end(run)
+
+
+class Stuck(Dataset[Tensor]):
+    """Does not come back from reading its samples."""
+
+    def __init__(self, release: threading.Event) -> None:
+        self.inside = threading.Event()
+        self.release = release
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.inside.set()
+        self.release.wait(WAIT_S)
+        return torch.ones(1)
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])  # sync finishes the round that it is in
+def test_a_run_can_be_stopped_while_its_dataset_is_stuck(policy: str, release: threading.Event) -> None:
+    dataset = Stuck(release)
+    run = start(policy, dataset=dataset)
+    assert dataset.inside.wait(WAIT_S)
+    run.stop()
+    began = perf_counter()
+    state = run.join()
+    assert perf_counter() - began < 3
+    assert (state.interrupted, state.global_step) == (True, 0)
+    assert [thread.name for thread in threads()] == ["flowdp-reader"]
+    release.set()
+    end(run)
+
+
+# ---------------------------------------------------------------- failures nobody waits for
+def failing(gate: threading.Event) -> Any:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        gate.wait(WAIT_S)
+        raise ValueError("nobody told me")
+
+    return loss
+
+
+def test_a_failure_that_nobody_waits_for_is_printed_once(
+    unhandled: list[threading.ExceptHookArgs], release: threading.Event
+) -> None:
+    run = start(loss=failing(release))
+    with pytest.raises(TimeoutError):
+        run.join(0)  # who did not stay does not count
+    release.set()
+    end(run)
+    [told] = unhandled
+    assert told.exc_value is run.error
+    assert told.thread is not None
+    assert told.thread.name == "flowdp-coordinator"
+
+
+def test_it_is_printed_though_a_rank_is_stuck(
+    unhandled: list[threading.ExceptHookArgs], release: threading.Event
+) -> None:
+    told = threading.Event()
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if current_worker().rank == 0:
+            release.wait(WAIT_S)
+            return mse(model, batch)
+        raise ValueError("the other one")
+
+    threading.excepthook = lambda args: (unhandled.append(args), told.set())  # type: ignore[assignment, func-returns-value]
+    run = start("sync", loss=loss)
+    assert told.wait(WAIT_S)
+    assert threads() != []
+    release.set()
+    end(run)
+    assert len(unhandled) == 1
+
+
+@pytest.mark.parametrize("how", ["join", "metrics", "block", "a moment late"])
+def test_a_failure_that_somebody_waits_for_is_not_printed(
+    how: str, unhandled: list[threading.ExceptHookArgs], release: threading.Event
+) -> None:
+    def release_when_waited_for() -> None:
+        if run._engine.records.wait_for_reader(WAIT_S):
+            release.set()
+
+    def fails() -> None:
+        if how == "join":
+            run.join()
+        elif how == "metrics":
+            list(run.metrics("round"))
+        elif how == "block":
+            with run:
+                end(run)
+        else:  # as in `fit()` where the first step fails
+            release.set()
+            for thread in threads():
+                if thread.name.startswith("flowdp-worker"):
+                    thread.join(WAIT_S)
+            run.join()
+
+    run = start("sync", loss=failing(release))
+    watcher = threading.Thread(target=release_when_waited_for)
+    watcher.start()
+    with pytest.raises(StepError):
+        fails()
+    watcher.join(WAIT_S)
+    end(run)
+    assert unhandled == []
+
+
+def test_a_reader_between_two_records_still_waits(
+    unhandled: list[threading.ExceptHookArgs], release: threading.Event
+) -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if current_worker().epoch == 1:
+            release.wait(WAIT_S)
+            raise ValueError("in the second epoch")
+        return mse(model, batch)
+
+    run = start("sync", loss=loss)
+    seen = []
+    with pytest.raises(StepError):  # noqa: PT012 - what the loop's body does meanwhile is the point
+        for epoch in run.metrics():
+            seen.append(epoch.epoch)
+            release.set()
+            end(run)
+    assert seen == [0]
+    assert unhandled == []
+
+
+def test_an_error_of_the_block_takes_the_failure_along(release: threading.Event) -> None:
+    run = start(loss=failing(release))
+
+    def block() -> None:
+        with run:
+            release.set()
+            end(run)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError) as caught:
+        block()
+    assert caught.value.__notes__ == [f"The run had failed: StepError: {run.error}"]
+
+
+# ---------------------------------------------------------------- bugs, and full disks
+def test_a_bug_of_the_machine_frees_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = Coordinator.handle
+
+    def broken(self: Coordinator, fact: Any, now_ms: float) -> Any:
+        if isinstance(fact, SyncAck):
+            raise ProtocolError("planted")
+        return handle(self, fact, now_ms)
+
+    monkeypatch.setattr(Coordinator, "handle", broken)
+    run = start("sync")
+    with pytest.raises(ProtocolError, match="planted") as caught:
+        run.join(WAIT_S)
+    assert threads() == []
+    assert any("WorkerReady" in line for line in caught.value.story)
+    assert "The last events:" in str(caught.value)
+
+
+def test_averaging_beside_the_training_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: object, round: int, samples: object) -> object:
+        raise MemoryError("planted")
+
+    monkeypatch.setattr("flowdp.collective.snapshot.Snapshots.average", broken)
+    run = start("async")
+    with pytest.raises(FlowdpError, match="MemoryError: planted") as caught:
+        run.join(WAIT_S)
+    assert isinstance(caught.value.__cause__, MemoryError)
+    assert threads() == []
+
+
+def test_a_story_on_a_full_disk() -> None:
+    with pytest.raises(OSError, match="No space left"):
+        start("sync", story="/dev/full")
+    assert threads() == []
+
+
+def test_a_story_that_can_no_longer_be_written(tmp_path: Path, release: threading.Event) -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if current_worker().local_step == 1:
+            release.wait(WAIT_S)
+        return mse(model, batch)
+
+    os.mkfifo(tmp_path / "story")
+    reader = os.open(tmp_path / "story", os.O_RDONLY | os.O_NONBLOCK)
+    run = start("sync", loss=loss, story=tmp_path / "story")
+    os.close(reader)
+    release.set()
+    with pytest.raises(BrokenPipeError):
+        run.join(WAIT_S)
+    assert threads() == []

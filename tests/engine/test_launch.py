@@ -1,0 +1,145 @@
+"""A run that is started is always joined, and leaves the process as it was."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from flowdp import DataError, OptionError, Run, StepError, Trainer, current_worker
+from flowdp.engine import launch
+from flowdp.messages import Requested
+
+WAIT_S = 10.0
+
+
+def mse(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch), batch)
+
+
+def trainer(loss: Any = mse, **options: Any) -> Trainer:
+    given: dict[str, Any] = {
+        "dataset": torch.ones(400, 1), "batch_size": 2, "epochs": 2, "devices": 2
+    } | options  # fmt: skip
+    return Trainer(nn.Linear(1, 1), lambda params: torch.optim.SGD(params, 1e-3), loss, **given)
+
+
+@pytest.fixture(autouse=True)
+def stop_runs() -> Iterator[None]:
+    """End what a failed test left going, so that the tests end, too."""
+    yield
+    for engine in list(launch._live):
+        engine.request(Requested("stop"))
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("flowdp-")]
+
+
+def threads_of_a_new_thread() -> int:
+    """What torch gives a thread that is started now."""
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start()
+    thread.join(WAIT_S)
+    return found[0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are counted in /proc")
+def test_fifty_starts_and_stops_leave_nothing(tmp_path: Path) -> None:
+    trainer(story=tmp_path / "run.jsonl").fit()  # what is made once per process
+    before = len(os.listdir("/proc/self/fd")), sys.getswitchinterval(), threading.active_count()
+    pools = torch.get_num_threads(), threads_of_a_new_thread()
+    for number in range(50):
+        run = trainer(story=tmp_path / "run.jsonl", policy=("sync", "cadence", "async")[number % 3]).start()
+        assert sys.getswitchinterval() < before[1]
+        run.stop()
+        run.join()
+    gc.collect()
+    assert (len(os.listdir("/proc/self/fd")), sys.getswitchinterval(), threading.active_count()) == before
+    assert (torch.get_num_threads(), threads_of_a_new_thread()) == pools
+
+
+def test_a_run_whose_result_is_dropped_goes_on() -> None:
+    last = threading.Event()
+    steps: list[int] = []
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if current_worker().epoch == 1:
+            last.set()
+        steps.append(1)
+        return mse(model, batch)
+
+    engine = weakref.ref(trainer(loss).start()._engine)
+    gc.collect()
+    assert last.wait(WAIT_S)
+    for thread in threads():
+        thread.join(WAIT_S)
+    gc.collect()
+    assert len(steps) == 400
+    assert engine() is None
+
+
+@pytest.mark.parametrize("call", ["join", "metrics", "paused"])
+def test_a_thread_of_the_run_cannot_wait_for_it(call: str) -> None:
+    runs: list[Run] = []
+    has_run = threading.Event()
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        assert has_run.wait(WAIT_S)
+        with runs[0].paused() if call == "paused" else getattr(runs[0], call)():
+            pass
+        return mse(model, batch)
+
+    runs.append(trainer(loss).start())
+    has_run.set()
+    with pytest.raises(StepError, match=rf"{call}\(\) would wait for the thread that calls it") as caught:
+        runs[0].join(WAIT_S)
+    assert isinstance(caught.value.__cause__, OptionError)
+
+
+def test_a_thread_of_the_run_may_stop_it() -> None:
+    runs: list[Run] = []
+    has_run = threading.Event()
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        assert has_run.wait(WAIT_S)
+        if current_worker().local_step == 3:
+            runs[0].stop()
+        return mse(model, batch)
+
+    runs.append(trainer(loss, epochs=None, max_steps=10**9).start())
+    has_run.set()
+    assert runs[0].join(WAIT_S).interrupted
+
+
+class Unpicklable(Dataset[Tensor]):
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.ones(1)
+
+
+@pytest.mark.filterwarnings("ignore:Got pickle error:UserWarning")  # torch says it, and raises then
+def test_processes_that_cannot_be_started(tmp_path: Path) -> None:
+    interval = sys.getswitchinterval()
+    loader = DataLoader(Unpicklable(), 2, num_workers=1, multiprocessing_context="spawn")
+    with pytest.raises(DataError, match=r"could not be started: TypeError: cannot pickle"):
+        trainer(dataset=loader, batch_size=None, story=tmp_path / "run.jsonl").start()
+    assert threads() == []
+    assert sys.getswitchinterval() == interval

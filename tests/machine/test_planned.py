@@ -1,0 +1,358 @@
+"""Planned rounds: given acknowledgments, what is armed next and what is settled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowdp.errors import ProtocolError
+from flowdp.machine.commands import Command, Hurry, RoundEnded, Send
+from flowdp.machine.epochs import Epochs
+from flowdp.machine.planned import PlannedRounds
+from flowdp.messages import Averaged, Outcome, StartEpoch, SyncAck, SyncNow, Work
+from flowdp.options import CadenceOptions
+from flowdp.policy.cadence import Cadence
+
+Orders = dict[int, StartEpoch]
+
+
+def rounds(
+    batches: int = 100, *, world_size: int = 2, cadence: bool = True, epochs: int = 1, **options: Any
+) -> PlannedRounds:
+    policy = Cadence(world_size, CadenceOptions(**options)) if cadence else None
+    return PlannedRounds(Epochs(batches, epochs, None, world_size), policy, world_size)
+
+
+def decide(machine: PlannedRounds, now_ms: float = 0.0, *, hold: bool = False) -> list[Command]:
+    commands = machine.decide(now_ms, hold=hold, meet=False)
+    machine.check()
+    return commands
+
+
+def orders(commands: list[Command]) -> list[Orders]:
+    """The orders among the commands, one mapping of ranks for each block."""
+    found: list[Orders] = []
+    for command in commands:
+        if isinstance(command, Send) and isinstance(command.order, StartEpoch):
+            if command.rank == 0:
+                found.append({})
+            found[-1][command.rank] = command.order
+    return found
+
+
+def sync(order: StartEpoch) -> SyncNow:
+    assert order.sync is not None
+    return order.sync
+
+
+def acks(
+    block: Orders,
+    *,
+    pace_ms: tuple[float, ...] = (10.0, 10.0),
+    steps: tuple[int, ...] | None = None,
+    rounds_held: int | None = None,
+    drift: float | None = None,
+    sync_ms: float = 1.0,
+    **wishes: bool,
+) -> list[SyncAck]:
+    """What all ranks say when the block ended so."""
+    first = sync(block[0])
+    held = rounds_held or first.count
+    done = steps or tuple(sync(order).every * held for order in block.values())
+    outcome = Outcome(
+        round=first.round + held - 1,
+        global_step=first.global_step + sum(done),
+        members=tuple(block),
+        steps=done,
+        samples=tuple(8 * n for n in done),
+        **wishes,
+    )
+    return [
+        SyncAck(
+            rank,
+            outcome,
+            Work(
+                order.epoch,
+                done[rank],
+                8 * done[rank],
+                busy_ms=done[rank] * pace_ms[rank],
+                pace_ms=pace_ms[rank] if done[rank] else 0.0,
+                losses=(8.0 * done[rank], 8 * done[rank]),
+            ),
+            sync_ms,
+            wait_ms=2.0,
+            drift=drift,
+        )
+        for rank, order in block.items()
+    ]
+
+
+def settle(machine: PlannedRounds, answers: list[SyncAck], now_ms: float = 0.0) -> RoundEnded:
+    *others, last = answers
+    for answer in others:
+        assert machine.take(answer, now_ms) == []
+    [record] = machine.take(last, now_ms)
+    assert isinstance(record, RoundEnded)
+    return record
+
+
+def test_the_first_round_measures_and_nothing_is_armed_behind_it() -> None:
+    machine = rounds()
+    [block] = orders(decide(machine))
+    # Three steps each, in the order in which the ranks will ask for them.
+    assert [block[rank].batches for rank in (0, 1)] == [(0, 2, 4), (1, 3, 5)]
+    assert sync(block[0]) == SyncNow(0, 3, 1, 0, 6, drift=True)
+    # Asked again, there is nothing to add.
+    assert decide(machine) == []
+
+
+def test_from_then_on_one_round_runs_and_one_lies_ready() -> None:
+    machine = rounds()
+    [probe] = orders(decide(machine))
+    record = settle(machine, acks(probe, pace_ms=(10.0, 20.0)), 60.0)
+    assert (record.round, record.global_step, record.steps) == (0, 6, (3, 3))
+    # Rank 0 is twice as fast: it gets twice as many, in both rounds.
+    first, second = orders(decide(machine, 60.0))
+    assert [len(first[0].batches), len(first[1].batches)] == [20, 10]
+    assert (sync(first[0]).round, sync(first[0]).global_step) == (1, 6)
+    assert (sync(second[0]).round, sync(second[0]).global_step) == (2, 36)
+    assert sync(first[1]).every == 10
+    # One is settled, one more is armed.
+    settle(machine, acks(first, pace_ms=(10.0, 20.0)), 260.0)
+    [third] = orders(decide(machine, 260.0))
+    assert sync(third[0]).round == 3
+
+
+def test_a_hint_makes_the_first_round_a_full_one() -> None:
+    machine = rounds(speed_hint=(1, 2.0))
+    first, _second = orders(decide(machine))
+    assert [len(first[0].batches), len(first[1].batches)] == [20, 10]
+
+
+def test_answers_to_the_next_order_may_come_first() -> None:
+    machine = rounds(speed_hint=(1, 1.0))
+    [first] = orders(decide(machine))
+    settle(machine, acks(first))
+    second, third = orders(decide(machine))
+    (a2, b2), (a3, b3) = acks(second), acks(third)
+    # Rank 0 is done with both before rank 1 says anything.
+    assert machine.take(a2, 1.0) == []
+    assert machine.take(a3, 2.0) == []
+    [record] = machine.take(b2, 3.0)
+    assert isinstance(record, RoundEnded)
+    assert record.round == sync(second[0]).round
+    [record] = machine.take(b3, 4.0)
+    assert isinstance(record, RoundEnded)
+    assert record.round == sync(third[0]).round
+
+
+def test_the_record_of_a_round() -> None:
+    machine = rounds()
+    [probe] = orders(decide(machine, 100.0))
+    record = settle(machine, acks(probe, pace_ms=(10.0, 20.0), drift=0.01), 162.0)
+    assert record == RoundEnded(
+        round=0,
+        rounds=1,
+        epoch=0,
+        global_step=6,
+        steps=(3, 3),
+        samples=(24, 24),
+        loss=1.0,
+        lr=0.0,
+        wall_ms=62.0,
+        busy_ms=(30.0, 60.0),
+        data_ms=(0.0, 0.0),
+        wait_ms=(2.0, 2.0),
+        sync_ms=1.0,
+        anchor=10,
+        drift=0.01,
+    )
+
+
+def test_a_hurried_round_is_planned_anew() -> None:
+    machine = rounds()
+    [probe] = orders(decide(machine))
+    settle(machine, acks(probe), 30.0)
+    first, _second = orders(decide(machine, 30.0))
+    # Rank 1 came with 4 of its 10 steps.
+    record = settle(machine, acks(first, steps=(10, 4), hurried=True), 100.0)
+    assert record.reason == "hurried"
+    # What lay armed behind it is void. Rank 1 begins with what it left, but for the very last batch dealt,
+    # which counts as never dealt.
+    third, _fourth = orders(decide(machine, 100.0))
+    left = first[1].batches[4:-1]
+    assert third[1].batches[: len(left)] == left
+    assert third[0].plan == 1
+    assert (sync(third[0]).round, sync(third[0]).global_step) == (sync(first[0]).round + 2, 20)
+
+
+def test_batches_of_void_rounds_are_dealt_again() -> None:
+    machine = rounds(batches=30)
+    [probe] = orders(decide(machine))
+    settle(machine, acks(probe))
+    first, second = orders(decide(machine))
+    settle(machine, acks(first, pause=True))
+    # Nothing while the user holds.
+    assert decide(machine, hold=True) == []
+    assert machine.is_idle
+    [again] = orders(decide(machine))
+    assert [again[rank].batches for rank in (0, 1)] == [second[rank].batches for rank in (0, 1)]
+    settle(machine, acks(again))
+    assert machine.epochs.of(0).is_complete
+
+
+@pytest.mark.parametrize("wish", ["stop", "pause"])
+def test_a_hold_hurries_the_round_that_runs_once(wish: str) -> None:
+    machine = rounds()
+    [probe] = orders(decide(machine))
+    assert decide(machine, 5.0, hold=True) == [Hurry(0)]
+    assert decide(machine, 6.0, hold=True) == []
+    settle(machine, acks(probe, steps=(1, 1), hurried=True, **{wish: True}))
+    assert machine.is_idle
+
+
+def test_a_late_round_is_hurried_at_its_deadline() -> None:
+    machine = rounds()
+    [probe] = orders(decide(machine))
+    # Nobody knows how long the first round takes.
+    assert machine.deadline_ms() is None
+    settle(machine, acks(probe), 30.0)
+    decide(machine, 30.0)
+    # Predicted 100 ms and 1 ms of averaging, 1.25 times that.
+    assert machine.deadline_ms() == pytest.approx(30.0 + 1.0 + 125.0)
+    assert decide(machine, 155.9) == []
+    assert decide(machine, 156.1) == [Hurry(1)]
+    # Once is enough.
+    assert machine.deadline_ms() is None
+    assert decide(machine, 400.0) == []
+
+
+def test_noise_does_not_shorten_short_rounds() -> None:
+    machine = rounds()
+    [probe] = orders(decide(machine))
+    settle(machine, acks(probe, pace_ms=(1.0, 1.0), sync_ms=0.0), 3.0)
+    decide(machine, 3.0)
+    # A quarter of 10 ms would be less than 20 ms.
+    assert machine.deadline_ms() == pytest.approx(3.0 + 10.0 + 20.0)
+
+
+def test_sync_is_one_step_of_every_rank_and_never_hurried() -> None:
+    machine = rounds(batches=9, cadence=False)
+    [probe] = orders(decide(machine))
+    assert [block.batches for block in probe.values()] == [(0,), (1,)]
+    assert not sync(probe[0]).drift
+    assert decide(machine, 1e6, hold=True) == []
+    assert machine.deadline_ms() is None
+    settle(machine, acks(probe))
+    # Three rounds fit in a block, the last batch has no partner.
+    block, tail = orders(decide(machine))
+    assert [order.batches for order in block.values()] == [(2, 4, 6), (3, 5, 7)]
+    assert sync(block[0]) == SyncNow(1, 1, 3, 2, 2)
+    assert [order.batches for order in tail.values()] == [(8,), ()]
+    assert [sync(order).every for order in tail.values()] == [1, 0]
+    assert sync(tail[0]).global_step == 8
+    record = settle(machine, acks(block))
+    assert (record.round, record.rounds, record.global_step) == (3, 3, 8)
+
+
+def test_a_block_lasts_about_a_tenth_of_a_second() -> None:
+    machine = rounds(batches=1000, cadence=False)
+    [probe] = orders(decide(machine))
+    settle(machine, acks(probe, pace_ms=(9.0, 5.0)))
+    first, _second = orders(decide(machine))
+    # 9 ms and 1 ms of averaging.
+    assert sync(first[0]).count == 10
+
+
+def test_a_block_has_at_most_fifty_rounds() -> None:
+    machine = rounds(batches=1000, cadence=False)
+    [probe] = orders(decide(machine))
+    settle(machine, acks(probe, pace_ms=(0.1, 0.1), sync_ms=0.0))
+    first, _second = orders(decide(machine))
+    assert sync(first[0]).count == 50
+
+
+def test_a_block_that_is_voided_in_the_middle() -> None:
+    machine = rounds(batches=100, cadence=False)
+    [probe] = orders(decide(machine))
+    settle(machine, acks(probe))
+    first, _second = orders(decide(machine))
+    # A pause at its second round: two rounds were held, the rest comes back.
+    record = settle(machine, acks(first, rounds_held=2, pause=True))
+    assert (record.rounds, record.steps) == (2, (2, 2))
+    assert machine.epochs.of(0).position == 6
+    again, _ = orders(decide(machine))
+    assert again[0].batches[0] == 6
+    assert sync(again[0]).global_step == 6
+
+
+def test_one_device_needs_no_rank_to_wait_for() -> None:
+    machine = rounds(batches=40, world_size=1, cadence=False)
+    [probe] = orders(decide(machine))
+    assert probe[0].batches == (0,)
+    settle(machine, acks(probe, pace_ms=(5.0,), sync_ms=0.0))
+    first, second = orders(decide(machine))
+    # 20 steps are 100 ms; its blocks can be hurried.
+    assert (sync(first[0]).every, sync(first[0]).count) == (20, 1)
+    assert len(second[0].batches) == 19
+    assert decide(machine, hold=True) == [Hurry(sync(first[0]).round)]
+
+
+def test_drift_is_measured_rarely_where_averaging_is_dear() -> None:
+    machine = rounds(batches=1000, max_anchor=10)
+    [block] = orders(decide(machine))
+    assert sync(block[0]).drift
+    wants = []
+    ready = [block]
+    for _ in range(9):
+        settle(machine, acks(ready.pop(0), sync_ms=50.0))
+        ready += orders(decide(machine))
+    wants = [sync(block[0]).drift for block in ready]
+    number = sync(ready[0][0]).round
+    assert wants == [round % 4 == 0 for round in range(number, number + len(ready))]
+
+
+def test_the_next_epoch_follows_without_a_gap() -> None:
+    machine = rounds(batches=6, epochs=2)
+    [probe] = orders(decide(machine))
+    settle(machine, acks(probe))
+    [second] = orders(decide(machine))
+    assert {order.epoch for order in second.values()} == {1}
+    assert decide(machine) == []
+    settle(machine, acks(second))
+    assert machine.is_idle
+    assert machine.epochs.is_exhausted
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_answers_that_nobody_waits_for_are_a_bug(again: bool) -> None:
+    machine = rounds()
+    [probe] = orders(decide(machine))
+    first, second = acks(probe)
+    machine.take(first, 0.0)
+    if not again:
+        machine.take(second, 0.0)
+    with pytest.raises(ProtocolError, match="unexpected SyncAck"):
+        machine.take(first, 0.0)
+
+
+def test_ranks_that_were_told_different_outcomes_are_a_bug() -> None:
+    machine = rounds()
+    [probe] = orders(decide(machine))
+    machine.take(acks(probe)[0], 0.0)
+    with pytest.raises(ProtocolError, match="rank 1 left round 0 with another outcome"):
+        machine.take(acks(probe, pause=True)[1], 0.0)
+
+
+def test_other_facts_are_a_bug() -> None:
+    with pytest.raises(ProtocolError, match="planned rounds know no Averaged"):
+        rounds().take(Averaged(0, 1.0), 0.0)
+
+
+def test_what_is_out_is_what_the_ledgers_say() -> None:
+    machine = rounds()
+    decide(machine)
+    machine.epochs.of(0).dealt -= 1
+    with pytest.raises(ProtocolError, match="6 batches are out"):
+        machine.check()

@@ -1,0 +1,291 @@
+"""The worker's machine: given orders, what the rank does next."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowdp.errors import ProtocolError
+from flowdp.machine.worker import (
+    Apply,
+    Done,
+    Enter,
+    Idle,
+    Leave,
+    Report,
+    Snapshot,
+    Step,
+    WorkerMachine,
+)
+from flowdp.messages import (
+    Abort,
+    Arrival,
+    Outcome,
+    Pace,
+    RequestParams,
+    Shutdown,
+    StartEpoch,
+    SyncNow,
+    Throttle,
+    Update,
+)
+
+NEVER = -1
+
+
+def planned(
+    batches: tuple[int, ...],
+    *,
+    round: int = 0,
+    count: int = 1,
+    before: int = 0,
+    steps: int = 10,
+    plan: int = 0,
+) -> StartEpoch:
+    sync = SyncNow(round, len(batches) // count, count, before, steps)
+    return StartEpoch(plan, 0, batches, sync)
+
+
+def outcome(round: int = 0, global_step: int = 10, **voids: bool) -> Outcome:
+    return Outcome(round, global_step, (0, 1), (0, 0), (0, 0), **voids)
+
+
+def step(machine: WorkerMachine, hurry: int = NEVER, samples: int = 8) -> Step:
+    action = machine.next(hurry)
+    assert isinstance(action, Step)
+    machine.trained(samples)
+    return action
+
+
+def enter(machine: WorkerMachine, hurry: int = NEVER) -> Arrival:
+    action = machine.next(hurry)
+    assert isinstance(action, Enter)
+    return action.arrival
+
+
+def test_without_orders_it_waits() -> None:
+    assert WorkerMachine(0).next(NEVER) == Idle()
+
+
+def test_an_order_is_trained_and_then_met() -> None:
+    machine = WorkerMachine(1)
+    machine.handle(StartEpoch(0, 3, (5, 7), SyncNow(2, 2, 1, 100, 10, drift=True), metric=0.5))
+    # Two steps, whose places in the schedule are spread over the 10 steps of all ranks.
+    assert step(machine) == Step(3, 5, 100, 0.5)
+    assert step(machine) == Step(3, 7, 105, 0.5)
+    # Then the gate, with all that was done.
+    assert machine.next(NEVER) == Enter(Arrival(1, 2, 100, 2, 16, drift=True))
+    # The mean ends the order and starts the count anew.
+    assert machine.met(outcome(2, 110)) == Done(0, 3, 2)
+    assert (machine.steps, machine.samples, machine.total_steps) == (0, 0, 2)
+    assert machine.next(NEVER) == Idle()
+
+
+def test_the_next_order_lies_ready() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(planned((0,)))
+    machine.handle(planned((1,), round=1, before=10))
+    step(machine)
+    enter(machine)
+    assert machine.met(outcome()) == Done(0, 0, 1)
+    assert step(machine).batch == 1
+
+
+def test_a_block_holds_several_rounds() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(planned((0, 1, 2, 3), round=5, count=2, before=20, steps=4))
+    # First round: two steps, met as round 5.
+    assert [step(machine).position, step(machine).position] == [20, 22]
+    assert enter(machine) == Arrival(0, 5, 20, 2, 16)
+    assert machine.met(outcome(5, 24)) is None
+    # Second round: the next two, from where the first ended.
+    assert [step(machine).position, step(machine).position] == [24, 26]
+    assert enter(machine) == Arrival(0, 6, 24, 2, 16)
+    assert machine.met(outcome(6, 28)) == Done(0, 0, 4)
+
+
+def test_a_rank_without_batches_meets_with_nothing() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(planned((), round=3, before=30))
+    assert enter(machine) == Arrival(0, 3, 30, 0, 0)
+    assert machine.met(outcome(3, 40)) == Done(0, 0, 0)
+
+
+def test_a_hurry_sends_it_to_the_gate_with_what_there_is() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(planned((0, 1, 2, 3), round=7))
+    step(machine, hurry=6)
+    # The hurry of this very round: three batches are left.
+    assert enter(machine, hurry=7) == Arrival(0, 7, 0, 1, 8, left=3)
+    assert machine.met(outcome(7, hurried=True)) == Done(0, 0, 1)
+
+
+@pytest.mark.parametrize("wish", ["stop", "pause", "hurried"])
+def test_an_outcome_that_voids_drops_what_is_armed(wish: str) -> None:
+    machine = WorkerMachine(0)
+    machine.handle(planned((0, 1), count=2))
+    machine.handle(planned((2,), round=2))
+    step(machine)
+    enter(machine)
+    # The block ends after its first round, and the order behind it is void.
+    assert machine.met(outcome(**{wish: True})) == Done(0, 0, 1)
+    assert machine.next(NEVER) == Idle()
+    # So is one of that plan that was still on its way; one of the next plan is not.
+    machine.handle(planned((2,), round=2))
+    assert machine.next(NEVER) == Idle()
+    machine.handle(planned((1,), round=1, plan=1))
+    assert step(machine).batch == 1
+
+
+def test_a_rank_that_left_voids_as_well() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(planned((0,)))
+    machine.handle(planned((1,), round=1))
+    step(machine)
+    enter(machine)
+    machine.met(Outcome(0, 10, (0,), (1, 0), (8, 0), left=(1,)))
+    assert machine.next(NEVER) == Idle()
+
+
+def test_an_outcome_without_an_order_is_a_bug() -> None:
+    with pytest.raises(ProtocolError, match=r"rank 3 got .* without an order"):
+        WorkerMachine(3).met(outcome())
+
+
+def test_it_leaves_when_told_even_between_two_steps() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(planned((0, 1)))
+    step(machine)
+    machine.handle(Shutdown())
+    assert machine.next(NEVER) == Leave(None)
+
+
+def test_a_failure_outweighs_the_end_of_the_run() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(Shutdown())
+    machine.handle(Abort("rank 1 failed"))
+    machine.handle(Shutdown())
+    assert machine.next(NEVER) == Leave("rank 1 failed")
+
+
+def test_a_throttle_is_a_remark_until_the_next_order() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(Throttle("at its lead limit"))
+    assert machine.throttled == "at its lead limit"
+    assert machine.next(NEVER) == Idle()
+    machine.handle(planned((0,)))
+    assert machine.throttled is None
+    assert step(machine).batch == 0
+
+
+# ---------------------------------------------------------------- async
+def free(batches: tuple[int, ...], plan: int = 0) -> StartEpoch:
+    return StartEpoch(plan, 0, batches, pace=Pace(steps=6, quota=2))
+
+
+def test_an_order_without_a_meeting_is_reported() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(free((0, 1)))
+    machine.handle(free((2,)))
+    # This rank does a third of all steps, so each of its own counts for three.
+    assert [step(machine).position, step(machine).position] == [0, 3]
+    assert machine.next(NEVER) == Report(Done(0, 0, 2))
+    assert step(machine).position == 6
+    assert machine.next(NEVER) == Report(Done(0, 0, 1))
+    assert machine.next(NEVER) == Idle()
+    # Its own until a mean comes.
+    assert (machine.steps, machine.samples) == (3, 24)
+
+
+def test_a_snapshot_says_what_it_holds_and_its_mean_leaves_the_rest() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(free((0, 1, 2, 3)))
+    step(machine)
+    step(machine)
+    # A request is served between two steps.
+    machine.handle(RequestParams(4))
+    assert machine.next(NEVER) == Snapshot(4, 2, 16)
+    # One more step, which the snapshot does not hold.
+    step(machine)
+    machine.handle(Update(4, global_step=50))
+    assert machine.next(NEVER) == Apply(4)
+    assert (machine.steps, machine.samples) == (1, 8)
+    # The schedule goes on from the mean: 50, and one own step since.
+    assert step(machine).position == 53
+
+
+def test_an_abandoned_round_is_forgotten() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(free((0,)))
+    step(machine)
+    # Two requests lie there: nobody waits for the first any more.
+    machine.handle(RequestParams(0))
+    machine.handle(RequestParams(1))
+    assert machine.next(NEVER) == Snapshot(1, 1, 8)
+    assert machine.next(NEVER) == Report(Done(0, 0, 1))
+    # Asked again, it holds the same steps: none was credited.
+    machine.handle(RequestParams(2))
+    assert machine.next(NEVER) == Snapshot(2, 1, 8)
+
+
+def test_a_mean_that_waits_is_not_forgotten() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(RequestParams(0))
+    assert machine.next(NEVER) == Snapshot(0, 0, 0)
+    machine.handle(Update(0, 5))
+    machine.handle(RequestParams(1))
+    assert machine.next(NEVER) == Apply(0)
+    assert machine.next(NEVER) == Snapshot(1, 0, 0)
+
+
+@pytest.mark.parametrize("asked", [(), (0,)])
+def test_a_mean_of_another_snapshot_is_a_bug(asked: tuple[int, ...]) -> None:
+    machine = WorkerMachine(2)
+    for round in asked:
+        machine.handle(RequestParams(round))
+        machine.next(NEVER)
+    machine.handle(Update(1, 5))
+    with pytest.raises(ProtocolError, match="rank 2 got the mean of round 1"):
+        machine.next(NEVER)
+
+
+def test_a_blocking_round_waits_for_the_orders_before_it() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(free((0,)))
+    machine.handle(StartEpoch(0, 0, (), SyncNow(3, 0, 1, 20, 0)))
+    step(machine)
+    assert machine.next(NEVER) == Report(Done(0, 0, 1))
+    assert enter(machine) == Arrival(0, 3, 20, 1, 8)
+    assert machine.met(outcome(3, 21)) == Done(0, 0, 0)
+    assert machine.steps == 0
+
+
+def test_a_hurried_blocking_round_cuts_the_orders_before_it() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(free((0, 1, 2)))
+    machine.handle(free((3, 4)))
+    machine.handle(StartEpoch(0, 0, (), SyncNow(3, 0, 1, 20, 0)))
+    step(machine)
+    # The hurry of the meeting in the queue: four batches will be dealt anew, and the gate says so.
+    assert enter(machine, hurry=3) == Arrival(0, 3, 20, 1, 8, left=4)
+    # The acknowledgment speaks of the order that was cut, not of the empty one.
+    assert machine.met(outcome(3, 21, hurried=True)) == Done(0, 0, 1)
+    assert machine.next(3) == Idle()
+
+
+def test_a_hurry_alone_cuts_nothing() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(free((0, 1)))
+    # The meeting has not arrived yet: the next step is begun.
+    assert step(machine, hurry=0).batch == 0
+
+
+def test_a_meeting_makes_an_earlier_snapshot_stale() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(RequestParams(0))
+    machine.next(NEVER)
+    machine.handle(StartEpoch(0, 0, (), SyncNow(1, 0, 1, 0, 0)))
+    enter(machine)
+    machine.met(outcome(1, 0))
+    machine.handle(Update(0, 0))
+    with pytest.raises(ProtocolError, match="its snapshot is None"):
+        machine.next(NEVER)

@@ -1,0 +1,93 @@
+"""Averaging beside the training keeps every local step, and no variance becomes negative."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flowdp
+from flowdp.engine.context import CurrentWorker
+
+SAMPLES, BATCH_SIZE, LR = 302, 4, 0.125
+
+
+def slow_down(worker: CurrentWorker, _: int) -> None:
+    """Rank r has r times more to do."""
+    sum(range(20_000 * worker.rank))
+
+
+def train(witness: Any, model: nn.Module, loss: Any, devices: int, **options: Any) -> flowdp.Run:
+    draw = torch.Generator().manual_seed(6)
+    witness.before = slow_down
+    return flowdp.Trainer(
+        model,
+        lambda params: torch.optim.SGD(params, lr=LR),
+        witness.watch(loss),
+        dataset=(torch.arange(SAMPLES), torch.randn(SAMPLES, 5, generator=draw, dtype=torch.float64)),
+        batch_size=BATCH_SIZE,
+        epochs=4,
+        devices=["cpu"] * devices,
+        policy="async",
+        progress=False,
+        **options,
+    ).start()
+
+
+@pytest.mark.parametrize(
+    "cadence",
+    [
+        flowdp.CadenceOptions(anchor=2, max_anchor=4),
+        flowdp.CadenceOptions(),
+        flowdp.CadenceOptions(max_batch_diff=1),
+    ],
+    ids=["short rounds", "default", "throttled"],
+)
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_no_local_step_is_lost(witness, devices, cadence):
+    """With a loss linear in the parameters a step's gradient is the mean of its samples, wherever taken.
+
+    So the end is the start minus, for each round, the mean over the ranks (weighted by samples) of the sum of
+    their steps. A step lost, doubled or counted in the wrong round shows.
+    """
+    model = nn.Linear(5, 1, bias=False).double()
+    expected = model.weight.detach()[0].clone()
+    run = train(witness, model, lambda model, batch: model(batch[1]).mean(), devices, cadence=cadence)
+    records = list(run.metrics("round"))
+    data = run._engine._source._tensors[1]
+    left = [iter(witness.of(rank)) for rank in range(devices)]
+    for record in records:
+        for steps, mine in zip(record.steps, left, strict=True):
+            for step in itertools.islice(mine, steps):
+                own = record.samples[step.rank] / sum(record.samples)
+                expected -= own * LR * data[list(step.indices)].mean(0)
+    assert all(next(mine, None) is None for mine in left)
+    assert sum(sum(record.samples) for record in records) == 4 * SAMPLES
+    torch.testing.assert_close(run.join().state_dict["weight"][0], expected, rtol=0, atol=1e-12)
+    # The last round is a meeting; those before it were averaged beside the training.
+    assert len(records) > 1 or devices == 1
+
+
+class Guarded(nn.BatchNorm1d):
+    """Fails at the first variance that is none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert (self.running_var >= 0).all(), self.running_var
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_variances_stay_positive(witness, devices):
+    # Variances fall by half at every step: a difference of two of them, added, would be far below zero.
+    model = nn.Sequential(Guarded(5, momentum=0.5), nn.Linear(5, 1)).double()
+    model[0].running_var.fill_(1e6)
+    cadence = flowdp.CadenceOptions(anchor=2, max_anchor=4)
+    run = train(witness, model, lambda model, batch: model(batch[1]).mean(), devices, cadence=cadence)
+    records = list(run.metrics("round"))
+    assert sum(record.reason != "meeting" for record in records) >= 4
+    for replica in run._engine.replicas:
+        assert (replica.module[0].running_var >= 0).all()
+        assert (replica.module[0].running_var < 1e3).all()

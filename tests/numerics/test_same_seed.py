@@ -1,0 +1,95 @@
+"""One seed, one result to the bit where nothing depends on the clock; another seed, another order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import flowdp
+from flowdp.engine.context import CurrentWorker
+
+SAMPLES, BATCH_SIZE, EPOCHS = 203, 8, 3
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The bits are those of a thread count, and pools of several threads spin where the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[1]), batch[0] % 10)
+
+
+def train(witness: Any, policy: Any, devices: int, seed: int) -> flowdp.TrainedState:
+    torch.manual_seed(5)
+    witness.steps.clear()
+    return flowdp.Trainer(
+        nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10)),
+        lambda params: torch.optim.Adam(params, lr=0.01),
+        witness.watch(loss),
+        dataset=(torch.arange(SAMPLES), torch.randn(SAMPLES, 20)),
+        batch_size=BATCH_SIZE,
+        epochs=EPOCHS,
+        devices=["cpu"] * devices,
+        policy=policy,
+        seed=seed,
+        progress=False,
+        tune_process=flowdp.ProcessTuning(openmp=False),
+    ).fit()
+
+
+def slow_down(worker: CurrentWorker, _: int) -> None:
+    """Other times, other blocks of rounds: rank 1 has more to do, and everybody now and then."""
+    sum(range(20_000 * (worker.rank == 1) + 20_000 * (worker.local_step % 7 == 0)))
+
+
+@pytest.mark.parametrize(
+    ("policy", "devices"), [("sync", 1), ("sync", 2), ("sync", 3), ("cadence", 1), ("async", 1)]
+)
+def test_two_runs_with_one_seed_are_the_same_bits(witness, policy, devices):
+    first = train(witness, policy, devices, seed=7)
+    witness.before = slow_down
+    second = train(witness, policy, devices, seed=7)
+    assert first.global_step == second.global_step
+    for kind in ("state_dict", "optimizer_state"):
+        ours, theirs = (tree_leaves(getattr(state, kind)) for state in (first, second))
+        assert len(ours) == len(theirs) >= 8
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
+    for a, b in zip(first.history, second.history, strict=True):
+        assert a.loss == pytest.approx(b.loss, rel=1e-12)
+        assert [part.samples for part in a.per_rank] == [part.samples for part in b.per_rank]
+    third = train(witness, policy, devices, seed=8)
+    assert not torch.equal(first.state_dict["0.weight"], third.state_dict["0.weight"])
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_the_order_is_a_function_of_seed_and_epoch_alone(witness, policy):
+    def order(devices: int, seed: int) -> list[list[tuple[int, ...]]]:
+        train(witness, policy, devices, seed)
+        return [
+            sorted(step.indices for step in witness.steps if step.epoch == epoch) for epoch in range(EPOCHS)
+        ]
+
+    orders = [order(devices, 7) for devices in (1, 2, 3)]
+    assert orders[0] == orders[1] == orders[2]
+    other = order(2, 8)
+    assert len({tuple(epoch) for epoch in orders[0] + other}) == 2 * EPOCHS
+
+
+def test_on_one_device_batches_come_in_the_order_of_the_epoch(witness):
+    def order(policy: str, seed: int) -> list[tuple[int, ...]]:
+        train(witness, policy, 1, seed)
+        return [step.indices for step in witness.steps]
+
+    assert order("sync", 7) == order("cadence", 7) == order("async", 7) != order("sync", 8)

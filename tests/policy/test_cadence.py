@@ -1,0 +1,128 @@
+"""The quotas of a run: probe, measurement, guard, hint and fixed shares."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowdp.errors import OptionError
+from flowdp.options import CadenceOptions
+from flowdp.policy.cadence import Cadence
+from flowdp.policy.drift import GuardAction
+
+
+def measured(
+    cadence: Cadence,
+    pace_ms: tuple[float, ...],
+    sync_ms: float = 0.0,
+    drifts: tuple[float, ...] | None = None,
+    steps: tuple[int, ...] | None = None,
+) -> str:
+    return cadence.measured(pace_ms, steps or cadence.quotas, sync_ms, drifts)
+
+
+def test_the_first_round_is_a_short_probe() -> None:
+    cadence = Cadence(3, CadenceOptions())
+    assert not cadence.is_known
+    assert cadence.quotas == (3, 3, 3)
+    assert cadence.anchor == 10
+    assert cadence.round_ms == 0.0
+    # Nothing is known: all are alike.
+    assert len(set(cadence.ms_per_step)) == 1
+    # A smaller anchor is a shorter probe.
+    assert Cadence(2, CadenceOptions(anchor=2)).quotas == (2, 2)
+
+
+def test_after_a_measurement_all_fill_the_same_time() -> None:
+    cadence = Cadence(2, CadenceOptions())
+    assert measured(cadence, (10.0, 20.0)) == ""
+    assert cadence.is_known
+    assert cadence.quotas == (20, 10)
+    assert cadence.ms_per_step == (10.0, 20.0)
+    assert cadence.round_ms == 200.0
+
+
+def test_a_rank_without_a_step_is_taken_for_the_slowest() -> None:
+    cadence = Cadence(3, CadenceOptions())
+    measured(cadence, (10.0, 0.0, 40.0), steps=(3, 0, 3))
+    assert cadence.ms_per_step == (10.0, 40.0, 40.0)
+    assert cadence.quotas == (40, 10, 10)
+
+
+def test_a_hint_stands_for_the_first_measurement() -> None:
+    cadence = Cadence(2, CadenceOptions(speed_hint=(1, 2.0)))
+    assert cadence.is_known
+    assert cadence.quotas == (20, 10)
+    assert cadence.ms_per_step[1] == pytest.approx(2 * cadence.ms_per_step[0])
+    # And is forgotten after it.
+    measured(cadence, (10.0, 10.0))
+    assert cadence.quotas == (10, 10)
+
+
+def test_fixed_shares_are_kept_whatever_is_measured() -> None:
+    cadence = Cadence(2, CadenceOptions(), ratios=[0.75, 0.25])
+    assert cadence.is_known
+    assert cadence.quotas == (30, 10)
+    measured(cadence, (50.0, 10.0))
+    assert cadence.quotas == (30, 10)
+    assert cadence.ratios == (0.75, 0.25)
+
+
+def test_dear_averaging_makes_rounds_longer() -> None:
+    cadence = Cadence(2, CadenceOptions())
+    measured(cadence, (10.0, 10.0), sync_ms=30.0)
+    # 30 ms over 30 ms of the probe is ten times the target.
+    assert cadence.anchor == 100
+    assert min(cadence.quotas) == 100
+    measured(cadence, (10.0, 10.0), sync_ms=500.0)
+    assert cadence.anchor == 200
+    assert max(cadence.quotas) == 200
+
+
+def test_the_largest_anchor_is_the_users() -> None:
+    cadence = Cadence(2, CadenceOptions(max_anchor=15))
+    measured(cadence, (10.0, 10.0), sync_ms=500.0)
+    assert cadence.quotas == (15, 15)
+
+
+def test_a_limited_lead_limits_the_quotas() -> None:
+    cadence = Cadence(2, CadenceOptions(max_batch_diff=3))
+    measured(cadence, (10.0, 20.0))
+    assert max(cadence.quotas) <= 4
+    assert cadence.quotas == (4, 2)
+
+
+def test_rising_drifts_hold_the_anchor_and_halve_it() -> None:
+    cadence = Cadence(2, CadenceOptions())
+    assert measured(cadence, (10.0, 10.0), drifts=(0.01, 0.0)) == ""
+    assert measured(cadence, (10.0, 10.0), drifts=(0.0, 0.02)) == ""
+    # Over the threshold: the averaging is dear, but the anchor does not grow.
+    reason = measured(cadence, (10.0, 10.0), sync_ms=50.0, drifts=(0.06, 0.0))
+    assert "over the threshold" in reason
+    assert (cadence.action, cadence.anchor) == (GuardAction.HOLD, 10)
+    # Over twice the threshold: halved.
+    reason = measured(cadence, (10.0, 10.0), drifts=(0.2, 0.0))
+    assert "over twice the threshold" in reason
+    assert (cadence.action, cadence.anchor) == (GuardAction.TIGHTEN, 5)
+    assert cadence.quotas == (5, 5)
+    # Calm again.
+    assert measured(cadence, (10.0, 10.0), drifts=(0.1, 0.0)) == ""
+    assert cadence.action is GuardAction.STABLE
+
+
+def test_a_round_without_drifts_says_nothing_to_the_guard() -> None:
+    cadence = Cadence(2, CadenceOptions())
+    measured(cadence, (10.0, 10.0), drifts=(0.1, 0.1))
+    measured(cadence, (10.0, 10.0))
+    assert cadence.guard.history == (0.1,)
+
+
+def test_the_guard_can_be_switched_off() -> None:
+    cadence = Cadence(2, CadenceOptions(divergence_guard=False))
+    for drift in (0.1, 0.2, 0.4, 0.8):
+        assert measured(cadence, (10.0, 10.0), drifts=(drift, drift)) == ""
+    assert cadence.anchor == 10
+
+
+def test_a_hint_for_a_rank_that_is_not_there() -> None:
+    with pytest.raises(OptionError, match="speed_hint names rank 2"):
+        Cadence(2, CadenceOptions(speed_hint=(2, 2.0)))

@@ -1,0 +1,187 @@
+"""The ledger: each batch of an epoch is in exactly one place."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowdp.errors import ProtocolError
+from flowdp.policy.ledger import Deal, Ledger, interleave
+
+EQUAL = (1.0, 1.0)
+
+
+def settle(ledger: Ledger, deal: Deal, trained: tuple[int, ...]) -> None:
+    for rank, (hand, count) in enumerate(zip(deal, trained, strict=True)):
+        ledger.settle(rank, hand, count)
+    ledger.check()
+
+
+# ---------------------------------------------------------------- the order in which ranks ask
+@pytest.mark.parametrize(
+    ("counts", "ms_per_step", "ahead", "asked"),
+    [
+        ((3, 1), (10.0, 25.0), (), [0, 1, 0, 0]),
+        ((2, 2), (10.0, 10.0), (), [0, 1, 0, 1]),
+        ((2, 2), (10.0, 10.0), (1, 0), [1, 0, 1, 0]),
+        ((0, 2), (10.0, 10.0), (), [1, 1]),
+        ((0, 0), (10.0, 10.0), (), []),
+        ((4, 1, 2), (5.0, 20.0, 10.0), (), [0, 1, 2, 0, 0, 2, 0]),
+    ],
+)
+def test_interleave(
+    counts: tuple[int, ...], ms_per_step: tuple[float, ...], ahead: tuple[int, ...], asked: list[int]
+) -> None:
+    assert interleave(counts, ms_per_step, ahead) == asked
+
+
+# ---------------------------------------------------------------- dealing
+def test_a_full_round_gives_every_rank_its_quota() -> None:
+    ledger = Ledger(0, 100, 2)
+    deal = ledger.deal((4, 2), (10.0, 20.0))
+    assert deal == ((0, 2, 3, 5), (1, 4))
+    assert (ledger.position, ledger.dealt, ledger.remaining) == (6, 6, 94)
+    ledger.check()
+
+
+def test_a_round_of_one_step_goes_rank_by_rank() -> None:
+    ledger = Ledger(0, 100, 3)
+    assert ledger.deal((1, 1, 1), (9.0, 1.0, 5.0)) == ((0,), (1,), (2,))
+    assert ledger.deal((1, 0, 1), (9.0, 1.0, 5.0)) == ((3,), (), (4,))
+
+
+def test_the_tail_goes_to_those_that_finish_it_first() -> None:
+    ledger = Ledger(0, 4, 2)
+    # Rank 0 is three times as fast: it is done with three while rank 1 does one.
+    assert ledger.deal((10, 10), (10.0, 30.0)) == ((0, 1, 2), (3,))
+    assert ledger.remaining == 0
+
+
+def test_the_tail_keeps_to_the_quotas() -> None:
+    ledger = Ledger(0, 4, 2)
+    assert ledger.deal((1, 4), (1.0, 100.0)) == ((0,), (1, 2, 3))
+
+
+def test_an_empty_ledger_deals_nothing() -> None:
+    ledger = Ledger(0, 2, 2)
+    ledger.deal((1, 1), EQUAL)
+    assert ledger.deal((1, 1), EQUAL) == ((), ())
+    ledger.check()
+
+
+def test_whole_rounds_at_once() -> None:
+    ledger = Ledger(0, 10, 3)
+    assert ledger.deal_rounds(3) == ((0, 3, 6), (1, 4, 7), (2, 5, 8))
+    with pytest.raises(ProtocolError, match="1 whole rounds do not remain at 9"):
+        ledger.deal_rounds(1)
+
+
+# ---------------------------------------------------------------- counting back
+def test_complete_when_all_is_trained() -> None:
+    ledger = Ledger(0, 4, 2)
+    deal = ledger.deal((2, 2), EQUAL)
+    assert not ledger.is_complete
+    settle(ledger, deal, (2, 2))
+    assert ledger.is_complete
+
+
+def test_left_overs_are_the_ranks_first_ones() -> None:
+    ledger = Ledger(0, 100, 2)
+    deal = ledger.deal((4, 4), EQUAL)
+    settle(ledger, deal, (4, 1))
+    assert ledger.left == [[], list(deal[1][1:])]
+    # They count in its quota, and come before what is new.
+    again = ledger.deal((4, 4), EQUAL)
+    assert again[1][:3] == deal[1][1:]
+    assert [len(hand) for hand in again] == [4, 4]
+    assert ledger.left == [[], []]
+
+
+def test_left_overs_at_the_end_were_never_dealt() -> None:
+    ledger = Ledger(0, 100, 2)
+    deal = ledger.deal((3, 3), EQUAL)
+    settle(ledger, deal, (3, 0))
+    ledger.fold()
+    # 1 and 3 lie before 4, which was trained; 5 is the last.
+    assert (ledger.position, ledger.left) == (5, [[], [1, 3]])
+    ledger.check()
+
+
+def test_at_the_end_left_overs_change_hands() -> None:
+    ledger = Ledger(0, 8, 2)
+    deal = ledger.deal((4, 4), (1.0, 100.0))
+    settle(ledger, deal, (4, 0))
+    # Rank 1 is slow: rank 0 gets most of what rank 1 left.
+    again = ledger.deal((4, 4), (1.0, 100.0))
+    assert [len(hand) for hand in again] == [4, 0]
+
+
+def test_left_overs_of_others_change_hands_when_nothing_new_is_left() -> None:
+    ledger = Ledger(0, 6, 2)
+    deal = ledger.deal((3, 3), EQUAL)
+    settle(ledger, deal, (3, 0))
+    # Three remain, all left by rank 1, and both want one or two of them.
+    again = ledger.deal((1, 2), EQUAL)
+    assert sorted(again[0] + again[1]) == list(deal[1])
+    assert [len(hand) for hand in again] == [1, 2]
+
+
+@pytest.mark.parametrize(("batches", "trained"), [((0, 1), 3), ((0, 1), -1), ((0, 1, 2), 1)])
+def test_what_was_never_dealt_cannot_come_back(batches: tuple[int, ...], trained: int) -> None:
+    ledger = Ledger(4, 10, 1)
+    ledger.deal((2,), (1.0,))
+    with pytest.raises(ProtocolError, match=f"epoch 4: rank 0 says {trained} of {len(batches)} batches, 2"):
+        ledger.settle(0, batches, trained)
+
+
+@pytest.mark.parametrize("field", ["trained", "dealt", "position"])
+def test_a_batch_in_two_places_is_noticed(field: str) -> None:
+    ledger = Ledger(4, 10, 1)
+    ledger.deal((3,), (1.0,))
+    ledger.check()
+    setattr(ledger, field, getattr(ledger, field) - 1)
+    with pytest.raises(ProtocolError, match="epoch 4: "):
+        ledger.check()
+
+
+# ---------------------------------------------------------------- whatever happens
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_each_batch_is_in_exactly_one_place(data: st.DataObject) -> None:
+    ranks = data.draw(st.integers(1, 4))
+    batches = data.draw(st.integers(1, 60))
+    pace = data.draw(st.lists(st.floats(0.1, 50.0), min_size=ranks, max_size=ranks))
+    ledger = Ledger(0, batches, ranks)
+    out: list[tuple[int, tuple[int, ...]]] = []
+    trained: list[int] = []
+    for _ in range(data.draw(st.integers(1, 25))):
+        what = data.draw(st.sampled_from(("deal", "rounds", "settle", "settle", "fold")))
+        if what == "deal":
+            quotas = data.draw(st.lists(st.integers(0, 9), min_size=ranks, max_size=ranks))
+            expected = min(sum(quotas), ledger.remaining)
+            deal = ledger.deal(quotas, pace)
+            assert sum(map(len, deal)) == expected
+            assert all(len(hand) <= quota for hand, quota in zip(deal, quotas, strict=True))
+            out += list(enumerate(deal))
+        elif what == "rounds" and not any(ledger.left) and batches - ledger.position >= ranks:
+            out += list(enumerate(ledger.deal_rounds(1)))
+        elif what == "settle" and out:
+            rank, hand = out.pop(data.draw(st.integers(0, len(out) - 1)))
+            count = data.draw(st.integers(0, len(hand)))
+            ledger.settle(rank, hand, count)
+            trained += hand[:count]
+        elif what == "fold":
+            ledger.fold()
+        ledger.check()
+        places = [*trained, *(batch for _, hand in out for batch in hand)]
+        places += [batch for hand in ledger.left for batch in hand]
+        places += range(ledger.position, batches)
+        assert sorted(places) == list(range(batches))
+    # And however it went, the rest can be trained.
+    for rank, hand in out:
+        ledger.settle(rank, hand, len(hand))
+    while ledger.remaining:
+        for rank, hand in enumerate(ledger.deal([5] * ranks, pace)):
+            ledger.settle(rank, hand, len(hand))
+    assert ledger.is_complete

@@ -1,0 +1,217 @@
+"""How processes end that have a run: without `join()`, by Ctrl-C, by a failure, by `sys.exit`."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT_S = 30
+
+# `at_end` is registered before flowdp is imported, so it runs after flowdp has waited for the run.
+BEGIN = """
+import atexit, os, signal, sys, threading
+
+@atexit.register
+def at_end():
+    print("at exit:", ending(), flush=True)
+
+def ending():
+    return f"{run.status().life} {run.state and (run.state.interrupted, run.state.global_step)}"
+
+import torch
+import flowdp
+
+never = threading.Event()
+steps = threading.Semaphore(0)
+taken = []
+
+def loss(model, batch):
+    taken.append(1)
+    steps.release()
+    return (model(batch) - batch).square().mean()
+
+def trainer(loss=loss, epochs=3, **options):
+    return flowdp.Trainer(
+        torch.nn.Linear(1, 1), lambda params: torch.optim.SGD(params, 1e-3), loss,
+        dataset=torch.ones(20, 1), batch_size=2, epochs=epochs, devices=2, **options)
+
+def endless(loss=loss, **options):
+    return trainer(loss, epochs=None, max_steps=10**9, **options)
+
+def main_is_in(*functions):
+    frame, names = sys._current_frames()[threading.main_thread().ident], set()
+    while frame is not None:
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return names.issuperset(functions)
+
+def when_main_is_in(*functions, do):
+    def watch():
+        while not main_is_in("wait_for", *functions):
+            steps.acquire(timeout=0.01)
+        do()
+    threading.Thread(target=watch, daemon=True).start()
+
+def say_going():
+    print("going", flush=True)
+"""
+
+
+def run_script(body: str, *, interrupt: bool = False) -> tuple[int, str, str]:
+    """Run a script, with a Ctrl-C once it says "going": its exit code, what it printed, and its errors."""
+    command = [sys.executable, "-W", "error", "-c", BEGIN + textwrap.dedent(body)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    ) as child:
+        try:
+            printed = ""
+            if interrupt:
+                assert child.stdout is not None
+                printed = child.stdout.readline()
+                assert printed == "going\n", child.communicate(timeout=TIMEOUT_S)
+                child.send_signal(signal.SIGINT)
+            output, errors = child.communicate(timeout=TIMEOUT_S)
+        finally:
+            child.kill()
+    return child.returncode, printed + output, errors
+
+
+def test_a_script_that_ends_without_join_waits_for_its_runs() -> None:
+    code, printed, errors = run_script(
+        """
+        import gc
+        run = trainer().start()
+        trainer().start()  # kept by nobody
+        gc.collect()
+        said = ending
+        def ending():
+            return f"{said()} {len(taken)} steps"
+        """
+    )
+    assert (code, printed, errors) == (0, "at exit: done (False, 30) 60 steps\n", "")
+
+
+def test_ctrl_c_while_a_script_waits_at_its_end() -> None:
+    code, printed, errors = run_script(
+        """
+        run = endless().start()
+        when_main_is_in("_end_of_process", do=say_going)
+        """,
+        interrupt=True,
+    )
+    assert printed.startswith("going\nat exit: stopped (True, ")
+    assert errors == ""
+    assert code == -signal.SIGINT  # as Python ends on a Ctrl-C that nobody catches; a shell shows 130
+
+
+def test_a_second_ctrl_c_does_not_wait_for_a_stuck_rank() -> None:
+    code, printed, errors = run_script(
+        """
+        def stuck(model, batch):
+            if flowdp.current_worker().rank == 0:
+                never.wait()
+            return loss(model, batch)
+        def interrupt():
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        run = endless(stuck).start()
+        when_main_is_in("_end_of_process", do=say_going)
+        when_main_is_in("_end_of_process", "_stop", do=interrupt)
+        """,
+        interrupt=True,
+    )
+    assert (printed, errors) == ("going\nat exit: running None\n", "")
+    assert code == -signal.SIGINT
+
+
+def test_ctrl_c_in_join() -> None:
+    code, printed, errors = run_script(
+        """
+        run = endless().start()
+        when_main_is_in("join", do=say_going)
+        run.join()
+        """,
+        interrupt=True,
+    )
+    assert printed.startswith("going\nat exit: stopped (True, ")
+    assert errors.endswith("\nKeyboardInterrupt\n")
+    assert errors.count("Traceback") == 1
+    assert code == -signal.SIGINT
+
+
+def test_ctrl_c_elsewhere_in_a_script_does_not_leave_its_run_going() -> None:
+    code, printed, errors = run_script(
+        """
+        run = endless().start()
+        for record in run.metrics():
+            say_going()
+            never.wait()
+        """,
+        interrupt=True,
+    )
+    assert printed.startswith("going\nat exit: stopped (True, ")
+    assert errors.endswith("\nKeyboardInterrupt\n")
+    assert code == -signal.SIGINT
+
+
+def test_a_script_whose_run_failed_says_so_once() -> None:
+    code, printed, errors = run_script(
+        """
+        def failing(model, batch):
+            raise ValueError("boom")
+        run = trainer(failing).start()
+        """
+    )
+    assert (code, printed) == (0, "at exit: failed None\n")
+    assert errors.startswith("Exception in thread flowdp-coordinator:")
+    assert errors.count("flowdp.errors.StepError: rank ") == 1
+    assert "ValueError: boom" in errors
+
+
+def test_a_failed_run_with_a_stuck_rank_does_not_hold_the_exit() -> None:
+    code, printed, errors = run_script(
+        """
+        def failing(model, batch):
+            if flowdp.current_worker().rank == 0:
+                steps.release()
+                never.wait()
+            steps.acquire()
+            raise ValueError("boom")
+        import flowdp.engine.launch as launch
+        launch.EXIT_GRACE_S = 0.5
+        run = trainer(failing, policy="sync").start()
+        """
+    )
+    assert (code, printed) == (0, "at exit: failed None\n")
+    assert errors.count("ValueError: boom\n") == 2  # the cause, and the failure that quotes it
+    assert "flowdp-worker-0 has not left yet" in errors
+
+
+def test_a_failure_that_join_raised_is_not_said_again() -> None:
+    code, printed, errors = run_script(
+        """
+        def failing(model, batch):
+            raise ValueError("boom")
+        run = trainer(failing, policy="sync").start()
+        run.join()
+        """
+    )
+    assert (code, printed) == (1, "at exit: failed None\n")
+    assert "Exception in thread" not in errors
+    assert errors.count("The above exception was the direct cause") == 1
+
+
+def test_sys_exit_in_the_block() -> None:
+    code, printed, errors = run_script(
+        """
+        with endless().start() as run:
+            next(run.metrics())
+            sys.exit(7)
+        """
+    )
+    assert code == 7
+    assert printed.startswith("at exit: stopped (True, ")
+    assert errors == ""

@@ -1,0 +1,100 @@
+"""Options are checked when they are made."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from flowdp.errors import OptionError
+from flowdp.options import Backend, CadenceOptions, Policy, Precision, SchedulerUnit, one_of
+
+
+def test_the_defaults_are_allowed() -> None:
+    options = CadenceOptions()
+    assert (options.anchor, options.overhead_target, options.max_anchor) == (10, 0.10, None)
+    assert (options.max_batch_diff, options.speed_hint) == (None, None)
+    assert (options.divergence_threshold, options.divergence_guard) == (0.05, True)
+    assert options.windows
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"anchor": 1},
+        {"overhead_target": 0.01},
+        {"overhead_target": 0.5},
+        {"max_anchor": 0},
+        {"max_anchor": 1},
+        {"max_batch_diff": 0},
+        {"speed_hint": (0, 1)},
+        {"speed_hint": (3, 2.5)},
+        {"divergence_threshold": 1e-9},
+    ],
+)
+def test_the_edges_are_allowed(given: dict[str, Any]) -> None:
+    options = CadenceOptions(**given)
+    [(name, value)] = given.items()
+    assert getattr(options, name) == value
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"anchor": 0},
+        {"anchor": 2.0},
+        {"anchor": True},
+        {"anchor": "10"},
+        {"overhead_target": 0.009},
+        {"overhead_target": 0.51},
+        {"overhead_target": math.nan},
+        {"max_anchor": -1},
+        {"max_anchor": 3.5},
+        {"max_batch_diff": -1},
+        {"max_batch_diff": False},
+        {"divergence_threshold": 0.0},
+        {"divergence_threshold": math.inf},
+        {"divergence_threshold": math.nan},
+        {"speed_hint": (0, 0.5)},
+        {"speed_hint": (0, math.nan)},
+        {"speed_hint": (0, math.inf)},
+        {"speed_hint": (0, "2")},
+        {"speed_hint": (-1, 2.0)},
+        {"speed_hint": (0.0, 2.0)},
+        {"speed_hint": (0,)},
+        {"speed_hint": [0, 2.0]},
+        {"speed_hint": 2.0},
+    ],
+)
+def test_what_cannot_work_is_refused(given: dict[str, Any]) -> None:
+    [(name, value)] = given.items()
+    with pytest.raises(OptionError, match=f"cadence.{name}") as error:
+        CadenceOptions(**given)
+    # The message says what was given.
+    shown = value[1] if isinstance(value, tuple) and len(value) == 2 and value[0] == 0 else value
+    assert repr(shown) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "windows"),
+    [
+        ({"max_anchor": 0}, False),
+        ({"max_batch_diff": 0}, False),
+        ({"max_anchor": 1, "max_batch_diff": 1}, True),
+    ],
+)
+def test_when_rounds_of_several_steps_are_wanted(given: dict[str, Any], windows: bool) -> None:
+    assert CadenceOptions(**given).windows is windows
+
+
+@pytest.mark.parametrize(
+    ("literal", "word"),
+    [(Policy, "async"), (Backend, "local"), (Precision, "bf16"), (SchedulerUnit, "epoch")],
+)
+def test_words(literal: object, word: str) -> None:
+    one_of("option", word, literal)
+    with pytest.raises(OptionError, match=f"option must be one of .*'{word}'.*, not 'fast'"):
+        one_of("option", "fast", literal)
+    with pytest.raises(OptionError):
+        one_of("option", None, literal)

@@ -1,0 +1,484 @@
+"""A live run: reading, steering and ending it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flowdp import (
+    CadenceOptions,
+    EpochMetrics,
+    OptionError,
+    Run,
+    StepError,
+    TrainedState,
+    Trainer,
+    current_worker,
+)
+from flowdp.engine import launch
+from flowdp.messages import Requested
+
+WAIT_S = 10.0
+POLICIES = ["sync", "cadence", "async"]
+SAMPLES = 60
+ENDLESS: dict[str, Any] = {"epochs": None, "max_steps": 10**9}
+
+
+def mse(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch), batch)
+
+
+def trainer(loss: Callable[..., Any] = mse, **options: Any) -> Trainer:
+    given: dict[str, Any] = {
+        "model": nn.Linear(1, 1),
+        "optimizer": lambda params: torch.optim.SGD(params, 1e-3),
+        "dataset": torch.arange(float(SAMPLES)).unsqueeze(1) / SAMPLES,
+        "batch_size": 2,
+        "epochs": 3,
+        "devices": 2,
+        "cadence": CadenceOptions(anchor=3, max_anchor=3),
+    } | options
+    return Trainer(loss=loss, **given)
+
+
+@pytest.fixture(autouse=True)
+def stop_runs() -> Iterator[None]:
+    """End what a failed test left going, so that the tests end, too."""
+    yield
+    for engine in list(launch._live):
+        engine.request(Requested("stop"))
+
+
+class Steps:
+    """A loss that counts, and wakes whoever waits for a number of steps."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.seen: list[tuple[int, int, int, float]] = []  # rank, round, position, rate
+        self.is_forbidden = False
+        self.violated = threading.Event()
+
+    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
+        if self.is_forbidden:
+            self.violated.set()
+        worker = current_worker()
+        with self.changed:
+            self.seen.append((worker.rank, worker.round, worker.global_step, worker.lr))
+            self.changed.notify_all()
+        return mse(model, batch)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, WAIT_S)
+
+    def wait_for_more(self, steps: int) -> None:
+        target = len(self.seen) + steps
+        self.wait_until(lambda: len(self.seen) >= target)
+
+
+# ---------------------------------------------------------------- reading
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_a_run_to_its_end(policy: str, devices: int) -> None:
+    run = trainer(policy=policy, devices=devices).start()
+    state = run.join()
+    assert run.join() is state
+    assert run.state is state
+    assert run.done
+    assert run.error is None
+    assert (state.global_step, state.epochs_done, state.interrupted) == (90, 3, False)
+    assert (run.world_size, run.devices) == (devices, (torch.device("cpu"),) * devices)
+    assert [epoch.epoch for epoch in state.history] == [0, 1, 2]
+    for epoch in state.history:
+        assert sum(part.samples for part in epoch.per_rank) == SAMPLES
+        assert sum(part.steps for part in epoch.per_rank) == SAMPLES // 2
+    status = run.status()
+    assert (status.life, status.global_step, status.epochs_done) == ("done", 90, 3)
+    assert sum(status.local_steps) == 90
+    assert str(status).startswith("done | 3 epochs | step 90 | steps per rank ")
+    assert "Finish(" in run.dump()
+    assert len(run.dump(5).splitlines()) == 6
+
+
+def test_every_iterator_sees_all_records() -> None:
+    run = trainer().start()
+    first, second = run.metrics(), run.metrics()
+    assert next(first).epoch == 0
+    assert [record.epoch for record in first] == [1, 2]
+    assert [record.epoch for record in second] == [0, 1, 2]
+    assert [record.epoch for record in run.metrics()] == [0, 1, 2]
+    assert run.state is not None
+    assert run.history == run.state.history
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_records_of_rounds_and_of_every_so_many_steps(policy: str) -> None:
+    run = trainer(policy=policy).start()
+    rounds = list(run.metrics("round"))
+    assert [sum(part) for part in zip(*(record.steps for record in rounds), strict=True)] == [
+        sum(part) for part in zip(*(tuple(r.steps for r in e.per_rank) for e in run.history), strict=True)
+    ]
+    assert rounds[-1].global_step == 90
+    assert all(before.global_step < after.global_step for before, after in pairwise(rounds))
+    some = [record.global_step for record in run.metrics(20)]
+    expected = [
+        after
+        for before, after in pairwise([0, *(record.global_step for record in rounds)])
+        if before // 20 < after // 20
+    ]
+    assert some == expected
+    assert [record.global_step for record in run.metrics(1)] == [record.global_step for record in rounds]
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.5, True, "step", None])
+def test_records_of_something_else(every: Any) -> None:
+    run = trainer().start()
+    with pytest.raises(OptionError, match=r"'epoch', 'round' or a number of steps of at least 1, not"):
+        run.metrics(every)
+    run.join()
+
+
+def test_polling_does_not_wait() -> None:
+    go_on = threading.Event()
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if current_worker().epoch == 2:
+            go_on.wait(WAIT_S)
+        return mse(model, batch)
+
+    run = trainer(loss, policy="sync").start()
+    records: Iterator[EpochMetrics] = run.metrics()
+    assert [next(records).epoch, next(records).epoch] == [0, 1]
+    assert [record.epoch for record in run.poll_metrics()] == [0, 1]
+    assert run.poll_metrics() == []
+    go_on.set()
+    run.join()
+    assert [record.epoch for record in run.poll_metrics()] == [2]
+
+
+def test_a_run_under_way() -> None:
+    steps = Steps()
+    run = trainer(steps, **ENDLESS).start()
+    steps.wait_for_more(200)
+    assert not run.done
+    assert run.state is None
+    status = run.status()
+    assert status.life == "running"
+    assert "StartEpoch" in run.dump()
+    with pytest.raises(TimeoutError, match=r"goes on after 0.01 s: running \| "):
+        run.join(0.01)
+    steps.wait_for_more(10)
+    assert run.status().global_step >= status.global_step
+    run.stop()
+    assert run.join().global_step == len(steps.seen)
+    assert run.status().life == "stopped"
+
+
+# ---------------------------------------------------------------- stopping
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("steps_before", [0, 1, 40])
+def test_stop_at_any_moment(policy: str, devices: int, steps_before: int) -> None:
+    steps = Steps()
+    model = nn.Linear(1, 1)
+    run = trainer(steps, model=model, policy=policy, devices=devices, **ENDLESS).start()
+    steps.wait_until(lambda: len(steps.seen) >= steps_before)
+    run.stop()
+    run.stop()
+    state = run.join(WAIT_S)
+    assert state.interrupted
+    assert state.global_step == len(steps.seen) >= steps_before
+    assert torch.equal(model.weight, state.state_dict["weight"])
+    replicas = [replica.module.weight for replica in run._engine.replicas]
+    assert all(torch.equal(weight, model.weight) for weight in replicas)  # one last round was held
+    run.stop()
+    run.pause()
+    run.set_lr(0.5)
+    assert run.join() is state
+
+
+def test_stop_after_the_end() -> None:
+    run = trainer().start()
+    state = run.join()
+    run.stop()
+    assert run.join() is state
+    assert not state.interrupted
+    assert run.status().life == "done"
+
+
+# ---------------------------------------------------------------- standing still
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("devices", [1, 3])
+def test_no_rank_steps_inside_the_block(policy: str, devices: int) -> None:
+    steps = Steps()
+    run = trainer(steps, policy=policy, devices=devices, **ENDLESS).start()
+    for round_ in range(6):
+        if round_ % 2:  # also at once after the last block, whose standstill is not this one's
+            steps.wait_for_more(20)
+        with run.paused():
+            steps.is_forbidden = True
+            assert run.status().life == "paused"
+            weights = [replica.module.weight.clone() for replica in run._engine.replicas]
+            assert all(torch.equal(weight, weights[0]) for weight in weights)
+            assert not steps.violated.wait(0.02)
+            steps.is_forbidden = False
+    steps.wait_for_more(20)
+    run.stop()
+    run.join()
+
+
+def test_a_pause_that_was_taken_back_stops_nobody_for_long() -> None:
+    steps = Steps()
+    run = trainer(steps, **ENDLESS).start()
+    for _ in range(50):
+        run.pause()
+        run.unpause()
+    steps.wait_for_more(50)
+    with run.paused():
+        pass
+    run.unpause()
+    with run.paused():
+        steps.is_forbidden = True
+        assert not steps.violated.wait(0.02)
+        steps.is_forbidden = False
+    run.stop()
+    run.join()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_stop_while_standing_still(policy: str) -> None:
+    steps = Steps()
+    run = trainer(steps, policy=policy, **ENDLESS).start()
+    with run.paused():
+        before = len(steps.seen)
+        run.stop()
+        state = run.join(WAIT_S)
+        assert state.global_step == len(steps.seen) == before
+    with run.paused():  # of a run that is over: nobody to wait for
+        pass
+    assert run.join() is state
+
+
+# ---------------------------------------------------------------- the learning rate
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_new_rate_comes_to_all_ranks_in_the_same_round(policy: str, devices: int) -> None:
+    steps = Steps()
+    run = trainer(steps, policy=policy, devices=devices, **ENDLESS).start()
+    steps.wait_for_more(60)
+    run.set_lr(0.004)
+    steps.wait_until(lambda: {rank for rank, _, _, lr in steps.seen if lr == 0.004} == set(range(devices)))
+    run.stop()
+    run.join()
+    old = [number for _, number, _, lr in steps.seen if lr != 0.004]
+    new = [number for _, number, _, lr in steps.seen if lr == 0.004]
+    assert max(old) < min(new)
+    assert {lr for _, _, _, lr in steps.seen} == {0.001, 0.004}
+    last = list(run.metrics("round"))[-1]
+    assert last.lr == 0.004
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_a_new_rate_survives_the_schedule(policy: str) -> None:
+    steps = Steps()
+    run = trainer(steps, policy=policy, lr_lambda=lambda step: 1 / (1 + step), **ENDLESS).start()
+    steps.wait_for_more(60)
+    run.set_lr(0.5)
+    steps.wait_until(lambda: any(lr > 0.01 for _, _, _, lr in steps.seen))
+    steps.wait_for_more(60)
+    run.stop()
+    run.join()
+    factors = [lr * (1 + position) for _, _, position, lr in steps.seen]
+    assert {round(factor, 9) for factor in factors if factor < 0.01} == {0.001}
+    later = [factor for factor in factors if factor >= 0.01]
+    assert later == pytest.approx([later[0]] * len(later))
+
+
+@pytest.mark.parametrize("lr", [float("nan"), float("inf"), -0.1, "0.1", None, True])
+def test_a_rate_that_is_none(lr: Any) -> None:
+    run = trainer().start()
+    with pytest.raises(OptionError, match="lr must be a number of at least 0, not"):
+        run.set_lr(lr)
+    run.join()
+
+
+# ---------------------------------------------------------------- Ctrl-C
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("where", ["join", "metrics", "fit", "block"])
+def test_ctrl_c_ends_the_run_and_keeps_what_it_has_made(policy: str, where: str) -> None:
+    steps = Steps()
+    model = nn.Linear(1, 1)
+    runs: list[Run] = []
+    started = threading.Event()
+    main = threading.main_thread()
+    job = trainer(steps, model=model, policy=policy, **ENDLESS)
+    if where == "fit":
+        start = job.start
+        job.start = lambda: runs.append(start()) or started.set() or runs[0]  # type: ignore[method-assign, func-returns-value, assignment]
+    else:
+        runs.append(job.start())
+        started.set()
+
+    def interrupt() -> None:
+        assert started.wait(WAIT_S)
+        assert runs[0]._engine.records.wait_for_reader(WAIT_S)
+        steps.wait_for_more(30)
+        signal.pthread_kill(main.ident or 0, signal.SIGINT)
+
+    def wait() -> None:
+        if where == "join":
+            runs[0].join()
+        elif where == "metrics":
+            for _ in runs[0].metrics(10**6):
+                pass
+        elif where == "fit":
+            job.fit()
+        else:
+            with runs[0]:
+                steps.wait_for_more(10**9)
+
+    watcher = threading.Thread(target=interrupt)
+    watcher.start()
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    watcher.join(WAIT_S)
+    state = runs[0].state
+    assert state is not None
+    assert state.interrupted
+    assert state.global_step == len(steps.seen) >= 30
+    assert torch.equal(model.weight, state.state_dict["weight"])
+    assert runs[0].join() is state
+
+
+# ---------------------------------------------------------------- the block
+def test_leaving_the_block_joins() -> None:
+    model = nn.Linear(1, 1)
+    with trainer(model=model).start() as run:
+        assert run.world_size == 2
+    assert run.done
+    assert run.state is not None
+    assert torch.equal(model.weight, run.state.state_dict["weight"])
+    assert not run.state.interrupted
+
+
+def test_leaving_the_block_by_an_exception_stops() -> None:
+    model = nn.Linear(1, 1)
+    before = model.weight.clone()
+    steps = Steps()
+    run = trainer(steps, model=model, **ENDLESS).start()
+
+    def block() -> None:
+        with run:
+            steps.wait_for_more(30)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        block()
+    assert run.state is not None
+    assert run.state.interrupted
+    assert not torch.equal(model.weight, before)
+    assert torch.equal(model.weight, run.state.state_dict["weight"])
+
+
+# ---------------------------------------------------------------- several runs
+def test_two_runs_at_once() -> None:
+    interval = sys.getswitchinterval()
+    seen: dict[str, set[int]] = {"one": set(), "two": set()}
+
+    def loss(name: str) -> Callable[..., Tensor]:
+        def run_loss(model: nn.Module, batch: Tensor) -> Tensor:
+            seen[name].add(id(current_worker()))
+            return mse(model, batch)
+
+        return run_loss
+
+    steps = Steps()
+    endless = trainer(steps, **ENDLESS).start()
+    one = trainer(loss("one"), policy="sync").start()
+    two = trainer(loss("two"), policy="async", devices=3).start()
+    assert {one.join().global_step, two.join().global_step} == {90}
+    assert not seen["one"] & seen["two"]
+    assert sys.getswitchinterval() < interval
+    steps.wait_for_more(10)
+    endless.stop()
+    endless.join()
+    assert sys.getswitchinterval() == interval
+
+
+def test_a_failure_of_one_run_is_not_the_others() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        raise ValueError("mine")
+
+    good, bad = trainer().start(), trainer(loss).start()
+    with pytest.raises(StepError, match="mine"):
+        bad.join()
+    assert good.join().global_step == 90
+
+
+def test_a_second_start_goes_on_from_the_module() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if current_worker().local_step == 0:
+            first.append(model.weight.detach().clone())  # type: ignore[operator, union-attr]
+        return mse(model, batch)
+
+    first: list[Tensor] = []
+    model = nn.Linear(1, 1)
+    job = trainer(loss, model=model, devices=1)
+    before = model.weight.detach().clone()
+    job.fit()
+    between = model.weight.detach().clone()
+    assert job.fit().global_step == 90
+    assert torch.equal(first[0], before)
+    assert torch.equal(first[1], between)
+    assert not torch.equal(before, between)
+
+
+# ---------------------------------------------------------------- what it has made
+def test_the_module_is_not_touched_until_the_end() -> None:
+    model = nn.Linear(1, 1).double().eval()
+    pointer, before = model.weight.data_ptr(), model.weight.detach().clone()
+    steps = Steps()
+    run = trainer(steps, model=model, dataset=torch.ones(8, 1).double(), **ENDLESS).start()
+    steps.wait_for_more(30)
+    assert torch.equal(model.weight, before)
+    run.stop()
+    run.join()
+    assert not torch.equal(model.weight, before)
+    assert (model.weight.dtype, model.weight.data_ptr(), model.training) == (torch.float64, pointer, False)
+    assert model.weight.grad is None
+
+
+def test_metrics_fill_the_module_when_they_end() -> None:
+    model = nn.Linear(1, 1)
+    before = model.weight.detach().clone()
+    for _ in trainer(model=model).start().metrics():
+        pass
+    assert not torch.equal(model.weight, before)
+
+
+def test_a_state_is_plain_and_small() -> None:
+    model = nn.Sequential(nn.Linear(1, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    state = trainer(model=model, optimizer=lambda params: torch.optim.Adam(params, 1e-3)).fit()
+    assert isinstance(state, TrainedState)
+    assert list(state.state_dict) == list(model.state_dict())
+    tensors = [*state.state_dict.values()]
+    tensors += [value for part in state.optimizer_state["state"].values() for value in part.values()]
+    assert len(tensors) > 10
+    for tensor in tensors:
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        assert not tensor.requires_grad
+    fresh = nn.Sequential(nn.Linear(1, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    assert state.load_into(fresh) is fresh
+    assert all(torch.equal(value, state.state_dict[name]) for name, value in fresh.state_dict().items())
+    fresh[0].weight.detach().zero_()
+    assert state.state_dict["0.weight"].any()
+    torch.optim.Adam(fresh.parameters()).load_state_dict(dict(state.optimizer_state))

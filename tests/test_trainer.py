@@ -1,0 +1,476 @@
+"""What a Trainer takes and refuses, and what comes of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from flowdp import CadenceOptions, OptionError, ProcessTuning, Trainer, current_worker, record_scalar
+from flowdp.engine import launch
+from flowdp.machine.story import replay
+from flowdp.messages import Requested
+
+POLICIES = ["sync", "cadence", "async"]
+SAMPLES = 60
+DATA = (torch.arange(float(SAMPLES)).unsqueeze(1) / SAMPLES, torch.ones(SAMPLES, 1))
+
+
+def mse(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, 0.01)
+
+
+def trainer(**options: Any) -> Trainer:
+    given: dict[str, Any] = {
+        "model": nn.Linear(1, 1), "optimizer": sgd, "loss": mse, "dataset": DATA, "batch_size": 4,
+        "epochs": 2, "devices": 2, "cadence": CadenceOptions(anchor=3, max_anchor=3),
+    } | options  # fmt: skip
+    return Trainer(**given)
+
+
+@pytest.fixture(autouse=True)
+def stop_runs() -> Iterator[None]:
+    """End what a failed test left going, so that the tests end, too."""
+    yield
+    for engine in list(launch._live):
+        engine.request(Requested("stop"))
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("flowdp-")]
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+# ---------------------------------------------------------------- refused when it is made
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(DATA[0])
+
+
+class Learned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+
+OPTIMIZER = sgd(nn.Linear(1, 1).parameters())
+LOADER = DataLoader(TensorDataset(*DATA), 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"model": 3}, "model must be a torch.nn.Module or a factory of one, not 3"),
+        ({"model": None}, "not None"),
+        ({"optimizer": "sgd"}, "optimizer must be a torch optimizer or a factory of one, not 'sgd'"),
+        ({"optimizer": OPTIMIZER, "model": two_layers}, "with a model factory, give an optimizer factory"),
+        ({"loss": None}, r"loss must be a function of \(model, batch\) or a criterion, not None"),
+        ({"loss": Learned()}, "criterion has parameters to train: make it a part of the model"),
+        ({"dataset": 3}, "dataset must be tensors of equal length, .* not 3"),
+        ({"dataset": None}, "not None"),
+        ({"dataset": []}, "the dataset is empty"),
+        ({"dataset": ()}, "the dataset is empty"),
+        ({"dataset": torch.ones(0, 1)}, "the dataset is empty"),
+        ({"dataset": (DATA[0], DATA[1][:5])}, "differ in length .* element 0 has 60, element 1 has 5"),
+        ({"dataset": (DATA[0], 5)}, "element 1 of the dataset is a int, not a tensor"),
+        ({"dataset": Stream()}, "is an IterableDataset, which is not supported yet"),
+        ({"batch_size": None}, "batch_size is missing"),
+        ({"batch_size": 0}, "batch_size must be an int of at least 1, not 0"),
+        ({"batch_size": True}, "not True"),
+        ({"batch_size": 2.0}, "not 2.0"),
+        ({"batch_size": 61, "drop_last": True}, "drop_last=True leaves no batch"),
+        ({"dataset": LOADER}, "batch_size=4 was given beside a DataLoader"),
+        ({"dataset": LOADER, "batch_size": None, "shuffle": False}, "shuffle=False was given beside"),
+        ({"dataset": LOADER, "batch_size": None, "drop_last": True}, "drop_last=True was given beside"),
+        ({"dataset": LOADER, "batch_size": None, "num_workers": 2}, "num_workers=2 was given beside"),
+        ({"dataset": LOADER, "batch_size": None, "collate_fn": list}, "collate_fn=.* was given beside"),
+        ({"epochs": None}, "how long shall it train"),
+        ({"epochs": 0}, "epochs must be an int of at least 1, not 0"),
+        ({"epochs": 1.5}, "not 1.5"),
+        ({"epochs": True}, "not True"),
+        ({"max_steps": 0}, "max_steps must be an int of at least 1, not 0"),
+        ({"devices": "gpu"}, "devices must be 'auto', an int or a list, not 'gpu'"),
+        ({"devices": []}, "devices is empty"),
+        ({"devices": 0}, "at least 1, not 0"),
+        ({"devices": True}, "not True"),
+        ({"devices": ["toaster"]}, "'toaster' is no device of torch"),
+        ({"devices": ["cuda:99"]}, "'cuda:99' is not here: this machine has "),
+        ({"devices": ["cpu", None]}, "not None"),
+        ({"policy": "ring"}, "policy must be one of 'sync', 'cadence', 'async', not 'ring'"),
+        ({"policy": ["sync"]}, "policy must be one of"),
+        ({"backend": "mpi"}, "backend must be one of .*'local', not 'mpi'"),
+        ({"precision": 16}, "precision must be one of '32', 'bf16', not 16"),
+        ({"cadence": "fast"}, "cadence must be a CadenceOptions, not 'fast'"),
+        (
+            {"cadence": CadenceOptions(speed_hint=(2, 2.0))},
+            "names rank 2 as the slow one; the ranks are 0 to 1",
+        ),
+        ({"partition_ratios": [1.0]}, "1 ratios for 2 devices"),
+        ({"partition_ratios": [1.0, 0.0]}, "positive and finite, not 0.0"),
+        ({"partition_ratios": 0.5}, "partition_ratios must be numbers, one for each device, not 0.5"),
+        ({"partition_ratios": ["a", "b"]}, r"not \['a', 'b'\]"),
+        ({"partition_ratios": [0.5, 0.5], "policy": "sync"}, "cannot be kept under policy='sync'"),
+        ({"shuffle": 1}, "shuffle must be True or False, not 1"),
+        ({"drop_last": "no"}, "drop_last must be True or False, not 'no'"),
+        ({"seed": -1}, "seed must be an int of at least 0, not -1"),
+        ({"seed": "now"}, "seed must be an int of at least 0, not 'now'"),
+        ({"collate_fn": 3}, "collate_fn must be a callable that makes a batch of samples, not 3"),
+        ({"collate_fn": list}, "collate_fn=.* has no use for a dataset of tensors"),
+        ({"num_workers": -1}, "num_workers must be an int of at least 0, not -1"),
+        ({"num_workers": 2}, "num_workers=2 has no use for a dataset of tensors"),
+        ({"max_grad_norm": 0}, "max_grad_norm must be a number above 0, not 0"),
+        ({"max_grad_norm": "1"}, "max_grad_norm must be a number above 0, not '1'"),
+        ({"max_grad_norm": float("nan")}, "max_grad_norm must be a number above 0, not nan"),
+        ({"scheduler": lambda opt: StepLR(opt, 1)}, "needs scheduler_unit='step' or 'epoch'"),
+        ({"scheduler": 3, "scheduler_unit": "step"}, "torch scheduler or a factory of one, not 3"),
+        ({"scheduler": StepLR, "scheduler_unit": "step", "lr_lambda": abs}, "scheduler and lr_lambda both"),
+        ({"scheduler": StepLR(OPTIMIZER, 1), "scheduler_unit": "step"}, "made for the optimizer instance"),
+        (
+            {"scheduler": ReduceLROnPlateau(OPTIMIZER), "scheduler_unit": "step", "optimizer": OPTIMIZER},
+            "scheduler_unit must be 'epoch'",
+        ),
+        ({"scheduler_unit": "step"}, "scheduler_unit='step' is given without a scheduler"),
+        ({"lr_lambda": 0.5}, "lr_lambda must be a function of the global step, not 0.5"),
+        ({"lr_scale_ratio": -1}, "lr_scale_ratio must be a number of at least 0, not -1"),
+        ({"lr_scale_ratio": None}, "lr_scale_ratio must be a number of at least 0, not None"),
+        ({"progress": "yes"}, "progress must be True, False or 'auto', not 'yes'"),
+        ({"story": 3}, "story must be the path of a file, not 3"),
+        ({"tune_process": "hard"}, "tune_process must be True, False or a ProcessTuning, not 'hard'"),
+    ],
+)
+def test_what_is_refused_when_it_is_made(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(OptionError, match=match):
+        trainer(**options)
+    assert threads() == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"speed_hint": (0, 0.5)}, {"speed_hint": 2}, {"speed_hint": (0,)}, {"anchor": 0}, {"max_anchor": -1}],
+)
+def test_what_the_cadence_refuses(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=f"cadence.{next(iter(options))}"):
+        CadenceOptions(**options)
+
+
+# ---------------------------------------------------------------- refused before a thread starts
+def shapes(*sizes: int) -> Callable[[], nn.Module]:
+    left = list(sizes)
+    return lambda: nn.Linear(1, left.pop(0))
+
+
+ONE_MODULE = nn.Linear(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"model": shapes(1, 2)}, r"'weight' is a parameter of shape \(2, 1\).*on rank 1 and .*on rank 0"),
+        ({"model": lambda: ONE_MODULE}, "same module for rank 1 and an earlier rank"),
+        ({"model": lambda: 3}, "returned int for rank 0, not a module"),
+        ({"model": nn.LazyLinear(1)}, "has no shape yet; run one batch"),
+        ({"model": nn.Linear(1, 1).requires_grad_(False)}, "no parameter that requires grad"),
+        ({"model": nn.ReLU()}, "nothing to train"),
+        ({"optimizer": OPTIMIZER}, "2 parameters that are not the model's"),
+        ({"optimizer": lambda params: sgd(ONE_MODULE.parameters())}, "parameters of another model"),
+        ({"optimizer": lambda params: 3}, "returned int, not a torch optimizer"),
+        ({"scheduler": lambda opt: 3, "scheduler_unit": "step"}, "returned 3, not a torch scheduler"),
+        ({"scheduler": lambda opt: ReduceLROnPlateau(opt), "scheduler_unit": "step"}, "must be 'epoch'"),
+        ({"story": "/nowhere/run.jsonl"}, "cannot be written to '/nowhere/run.jsonl': .*; give another path"),
+        ({"story": "/"}, "cannot be written to '/'"),
+    ],
+)
+def test_what_is_refused_before_a_thread_starts(
+    options: dict[str, Any], match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: started.append(thread.name))
+    with pytest.raises(OptionError, match=match):
+        trainer(**options).start()
+    assert started == []
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer", "scheduler"])
+def test_a_factory_that_raises_on_one_device(what: str, tmp_path: Path) -> None:
+    calls = Counter[str]()
+    interval = sys.getswitchinterval()
+
+    def factory(given: Any = None) -> Any:
+        calls["all"] += 1
+        if calls["all"] == 2:
+            raise ZeroDivisionError("no second one")
+        made = {
+            "model": lambda: nn.Linear(1, 1),
+            "optimizer": lambda: sgd(given),
+            "scheduler": lambda: StepLR(given, 1),
+        }
+        return made[what]()
+
+    options: dict[str, Any] = {what: factory, "story": tmp_path / "run.jsonl"}
+    if what == "scheduler":
+        options["scheduler_unit"] = "epoch"
+    job = trainer(**options)
+    with pytest.raises(ZeroDivisionError, match="no second one"):
+        job.start()
+    assert threads() == []
+    assert sys.getswitchinterval() == interval
+    assert not (tmp_path / "run.jsonl").exists()
+    assert job.fit().epochs_done == 2  # the next start is a new one
+
+
+# ---------------------------------------------------------------- which samples
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("samples", "devices"), [(1, 2), (5, 4), (4, 3), (9, 4)])
+def test_every_sample_once_though_there_are_fewer_batches_than_devices(
+    samples: int, devices: int, policy: str
+) -> None:
+    seen = Counter[tuple[int, int]]()
+    lock = threading.Lock()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with lock:
+            seen.update((current_worker().epoch, int(x)) for x in batch[0].flatten())
+        return mse(model, batch)
+
+    data = (torch.arange(float(samples)).unsqueeze(1), torch.ones(samples, 1))
+    state = trainer(loss=loss, dataset=data, devices=devices, policy=policy).fit()
+    assert seen == Counter((epoch, x) for epoch in (0, 1) for x in range(samples))
+    assert state.global_step == 2 * -(-samples // 4)
+
+
+class Squares(Dataset[Any]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return DATA[0][index], DATA[1][index]
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({}, 30),
+        ({"max_steps": 7}, 7),
+        ({"epochs": None, "max_steps": 40}, 40),
+        ({"batch_size": 7, "drop_last": True}, 16),
+        ({"dataset": {"x": DATA[0], "y": DATA[1]}, "loss": lambda m, b: mse(m, (b["x"], b["y"]))}, 30),
+        ({"dataset": Squares(), "num_workers": 1}, 30),
+        ({"dataset": DataLoader(Squares(), 8, num_workers=2), "batch_size": None}, 16),
+        ({"loss": nn.MSELoss()}, 30),
+        ({"tune_process": ProcessTuning(openmp=False)}, 30),
+        ({"tune_process": False}, 30),
+        ({"partition_ratios": [3, 1]}, 30),
+    ],
+)
+def test_how_long_it_trains(options: dict[str, Any], steps: int) -> None:
+    job = trainer(**options)
+    assert job.total_steps == steps
+    state = job.fit()
+    assert state.global_step == steps
+    assert not state.interrupted
+
+
+def test_fixed_shares_are_kept() -> None:
+    data = (torch.ones(1600, 1), torch.ones(1600, 1))
+    state = trainer(dataset=data, partition_ratios=[3, 1], epochs=1).fit()
+    assert state.history[0].share[0] == pytest.approx(0.75, abs=0.05)
+
+
+# ---------------------------------------------------------------- models
+@pytest.mark.parametrize("policy", POLICIES)
+def test_frozen_parameters_start_equal_and_stay(policy: str) -> None:
+    def factory() -> nn.Module:
+        model = two_layers()
+        model[0].requires_grad_(False)
+        return model
+
+    torch.manual_seed(5)
+    expected = factory()
+    job = trainer(model=factory, policy=policy, devices=3)
+    torch.manual_seed(5)
+    run = job.start()
+    state = run.join()
+    for replica in run._engine.replicas:
+        assert isinstance(replica.module, nn.Sequential)
+        assert torch.equal(replica.module[0].weight, expected[0].weight)
+        assert sum(memory.numel() for memory in replica.flat.memories) < 8 * 16  # (8 + 1), padded
+    assert torch.equal(state.state_dict["0.weight"], expected[0].weight)
+    assert not torch.equal(state.state_dict["2.weight"], expected[2].weight)
+
+
+def test_tied_weights_stay_tied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.second(self.first(x))
+            return out
+
+    model = Tied()
+    data = (torch.randn(40, 2), torch.randn(40, 2))
+    run = trainer(model=model, dataset=data).start()
+    state = run.join()
+    assert model.second.weight is model.first.weight
+    assert torch.equal(state.state_dict["first.weight"], state.state_dict["second.weight"])
+    for replica in run._engine.replicas:
+        assert isinstance(replica.module, Tied)
+        assert replica.module.second.weight is replica.module.first.weight
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_counters_take_the_maximum(policy: str) -> None:
+    model = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    run = trainer(model=model, policy=policy, epochs=4).start()
+    steps = run.join() and run.status().local_steps
+    counter = model[1].num_batches_tracked
+    assert isinstance(counter, Tensor)
+    assert counter.dtype == torch.int64
+    # A rank's counter jumps to the other's at each averaging, and goes on from there.
+    assert max(steps) <= int(counter) <= sum(steps)
+    variance = model[1].running_var
+    assert isinstance(variance, Tensor)
+    assert (variance > 0).all()
+
+
+def test_an_optimizer_instance_with_groups() -> None:
+    model = two_layers()
+    optimizer = torch.optim.Adam(
+        [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters(), "lr": 0.01}]
+    )
+    mse(model, DATA).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = trainer(model=model, optimizer=optimizer, devices=1, epochs=1).fit()
+    assert torch.equal(model[0].weight, before["0.weight"])
+    assert not torch.equal(model[2].weight, before["2.weight"])
+    assert [group["lr"] for group in state.optimizer_state["param_groups"]] == [0.0, 0.01]
+    assert state.optimizer_state["state"][0]["step"] == 1 + 15  # its own step, and those of the run
+    assert optimizer.state[model[0].weight]["step"] == 1
+    assert model[0].weight.grad is None
+
+
+# ---------------------------------------------------------------- what the loss says
+@pytest.mark.parametrize("policy", POLICIES)
+def test_numbers_of_the_loss_are_means_over_the_epoch(policy: str) -> None:
+    def loss(model: nn.Module, batch: Any) -> Any:
+        record_scalar("x", batch[0].mean())
+        record_scalar("heavy", 1.0 if current_worker().samples == 4 else 0.0, weight=1.0)
+        return {"loss": mse(model, batch), "first": batch[0].mean() * 2}
+
+    data = (DATA[0][:30], DATA[1][:30])  # 7 batches of 4, and one of 2
+    for epoch in trainer(loss=loss, dataset=data, policy=policy).fit().history:
+        mean = data[0].mean().item()
+        assert epoch.scalars["x"] == pytest.approx(mean, rel=1e-5)
+        assert epoch.scalars["first"] == pytest.approx(2 * mean, rel=1e-5)
+        assert epoch.scalars["heavy"] == pytest.approx(7 / 8)
+        assert "x " in str(epoch)
+
+
+def test_each_replica_clips_its_gradients() -> None:
+    norms: list[float] = []
+
+    class Watching(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            grads = [p.grad.norm() for group in self.param_groups for p in group["params"]]
+            norms.append(torch.stack(grads).norm().item())
+            return super().step(closure)
+
+    trainer(
+        loss=lambda model, batch: 1e3 * mse(model, batch),
+        optimizer=lambda params: Watching(params, 1e-6),
+        max_grad_norm=0.5,
+    ).fit()
+    assert norms == pytest.approx([0.5] * 30, rel=1e-4)
+
+
+def test_autocast_is_entered_in_every_worker() -> None:
+    seen: set[tuple[int, torch.dtype]] = set()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        out = model(batch[0])
+        seen.add((current_worker().rank, out.dtype))
+        return F.mse_loss(out, batch[1])
+
+    model = nn.Linear(1, 1)
+    trainer(model=model, loss=loss, precision="bf16", policy="sync").fit()
+    assert seen == {(0, torch.bfloat16), (1, torch.bfloat16)}
+    assert model.weight.dtype == torch.float32
+
+
+# ---------------------------------------------------------------- the story
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "sync"},
+        {"policy": "cadence", "devices": 3},
+        {"policy": "async"},
+        {"policy": "cadence", "devices": 1},
+        {"policy": "cadence", "steered": True},
+        {"policy": "async", "steered": True},
+        {"policy": "sync", "steered": True},
+    ],
+)
+def test_the_story_of_a_run_replays(options: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "run.jsonl"
+    steered = options.pop("steered", False)
+    length = {"epochs": None, "max_steps": 10**9} if steered else {}
+    run = trainer(story=file, **length, **options).start()
+    if steered:
+        records = run.metrics("round")
+        next(records)
+        with run.paused():
+            pass
+        run.set_lr(0.02)
+        run.pause()
+        run.unpause()
+        for _ in range(3):
+            next(records)
+        run.stop()
+    state = run.join()
+    lines = file.read_text().splitlines()
+    result = replay(lines)
+    assert result.error is None
+    assert result.events == len(lines) - 1
+    assert result.coordinator is not None
+    assert result.coordinator.global_step == state.global_step
+    if options == {"policy": "sync"}:
+        command = [sys.executable, "-m", "flowdp.sim", "--replay", str(file)]
+        child = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert child.returncode == 0, child.stdout + child.stderr
+
+
+def test_the_story_of_a_run_that_failed_replays(tmp_path: Path) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if current_worker().local_step == 3:
+            raise ValueError("boom")
+        return mse(model, batch)
+
+    run = trainer(story=str(tmp_path / "run.jsonl"), loss=loss).start()
+    with pytest.raises(Exception, match="boom"):
+        run.join()
+    result = replay((tmp_path / "run.jsonl").read_text().splitlines())
+    assert result.error is None
+    assert result.coordinator is not None
+    assert "boom" in str(result.coordinator.error)

@@ -1,0 +1,86 @@
+"""The inbox: order, waiting, its limit."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from flowdp.errors import ProtocolError
+from flowdp.threads.inbox import Inbox
+
+
+def test_messages_come_in_their_order() -> None:
+    inbox: Inbox[int] = Inbox(10, "rank 0")
+    for number in range(10):
+        inbox.post(number)
+    assert [inbox.get() for _ in range(10)] == list(range(10))
+
+
+def test_nothing_comes_in_no_time() -> None:
+    inbox: Inbox[int] = Inbox(1, "rank 0")
+    assert inbox.get(0) is None
+    # A deadline that has passed is as good as none.
+    assert inbox.get(-5.0) is None
+    inbox.post(1)
+    assert inbox.get(0) == 1
+
+
+def test_it_waits_as_long_as_it_was_told() -> None:
+    inbox: Inbox[int] = Inbox(1, "rank 0")
+    started = time.perf_counter()
+    assert inbox.get(30.0) is None
+    assert 0.029 <= time.perf_counter() - started < 5.0
+
+
+@pytest.mark.parametrize("timeout_ms", [None, 60_000.0])
+def test_a_message_wakes_the_reader(timeout_ms: float | None) -> None:
+    inbox: Inbox[str] = Inbox(1, "rank 0")
+    heard: list[str | None] = []
+    reader = threading.Thread(target=lambda: heard.append(inbox.get(timeout_ms)))
+    reader.start()
+    inbox.post("wake up")
+    reader.join(10.0)
+    assert heard == ["wake up"]
+
+
+def test_pending_is_whether_something_waits() -> None:
+    inbox: Inbox[int] = Inbox(2, "rank 0")
+    assert not inbox.pending
+    inbox.post(1)
+    assert inbox.pending
+    inbox.get()
+    assert not inbox.pending
+
+
+def test_one_message_too_many_is_a_bug_and_blocks_nobody() -> None:
+    inbox: Inbox[int] = Inbox(2, "rank 1")
+    inbox.post(1)
+    inbox.post(2)
+    with pytest.raises(ProtocolError, match="the inbox of rank 1 holds 2 messages; one more: 3"):
+        inbox.post(3)
+    # The two that were allowed are still there.
+    assert [inbox.get(0), inbox.get(0), inbox.get(0)] == [1, 2, None]
+    inbox.post(4)
+    assert inbox.get(0) == 4
+
+
+def test_many_writers_lose_nothing_and_keep_their_own_order() -> None:
+    inbox: Inbox[tuple[int, int]] = Inbox(4000, "the coordinator")
+    start = threading.Barrier(4)
+
+    def write(writer: int) -> None:
+        start.wait(10.0)
+        for number in range(1000):
+            inbox.post((writer, number))
+
+    writers = [threading.Thread(target=write, args=(writer,)) for writer in range(4)]
+    for thread in writers:
+        thread.start()
+    heard = [inbox.get(10_000.0) for _ in range(4000)]
+    for thread in writers:
+        thread.join(10.0)
+    for writer in range(4):
+        assert [m[1] for m in heard if m is not None and m[0] == writer] == list(range(1000))
+    assert not inbox.pending

@@ -1,0 +1,310 @@
+"""flodl's vectors for averaging, each run through the flat replicas, their snapshots and the machine.
+
+A check returns what flowdp answers under the names that the vector expects. All of them must agree, but for
+the values that `differences_averaging.md` lists with a reason; those must really differ.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flowdp.collective.local import LocalMean
+from flowdp.collective.snapshot import Snapshots
+from flowdp.device.tensors import FlatReplica
+from flowdp.errors import OptionError, ProtocolError
+from flowdp.machine.commands import Average, Command, RoundAbandoned, RoundEnded, Send
+from flowdp.machine.coordinator import Coordinator, RunConfig
+from flowdp.machine.rounds import GateState
+from flowdp.messages import (
+    Arrival,
+    Averaged,
+    Fact,
+    RequestParams,
+    SnapshotReady,
+    StartEpoch,
+    StepsDone,
+    Tick,
+    Update,
+    Updated,
+    Work,
+    WorkerReady,
+)
+
+Vector = dict[str, Any]
+Answers = dict[str, Any]
+Check = Callable[[Vector], Answers]
+
+HERE = Path(__file__).parent
+VECTORS: dict[str, Vector] = {
+    vector["id"]: vector
+    for vector in json.loads((HERE / "flodl.json").read_text())
+    if vector["area"] == "cpu_averaging"
+}
+CHECKS: dict[str, Check] = {}
+
+
+def rows() -> list[list[str]]:
+    """The table of differences_averaging.md: vector, value, flowdp, why."""
+    lines = (HERE / "differences_averaging.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return [row for row in cells if row[0] != "vector" and set(row[0]) != {"-"}]
+
+
+DIFFERENCES = {(row[0], row[1]) for row in rows()}
+
+
+def answers(name: str) -> Callable[[Check], Check]:
+    """Register the check of a vector."""
+
+    def register(check: Check) -> Check:
+        assert name not in CHECKS
+        CHECKS[name] = check
+        return check
+
+    return register
+
+
+def agree(answer: object, expected: object) -> bool:
+    if isinstance(expected, str) and expected.startswith("<"):
+        return isinstance(answer, int | float) and answer < float(expected[1:])
+    if isinstance(expected, float):
+        given = answer if isinstance(answer, list | tuple) else [answer]
+        return len(given) > 0 and all(value == pytest.approx(expected, rel=1e-6) for value in given)
+    return bool(answer == expected)
+
+
+# ---------------------------------------------------------------- replicas of one value
+def replica(rank: int, shape: Sequence[int] = (4,)) -> FlatReplica:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(*shape))
+    return FlatReplica(module, rank)
+
+
+def fill(flat: FlatReplica, value: float) -> None:
+    flat.memories[0].fill_(value)
+
+
+def value(flat: FlatReplica) -> float:
+    values = set(flat.memories[0].tolist())
+    assert len(values) == 1
+    return values.pop()
+
+
+class Cluster:
+    """Two ranks whose parameters are one value, their snapshots, and the machine that asks for them."""
+
+    def __init__(self, shape: Sequence[int] = (4,)) -> None:
+        self.machine = Coordinator(RunConfig(world_size=2, batches=10_000, epochs=1, policy="async"))
+        self.replicas = [replica(rank, shape) for rank in (0, 1)]
+        self.snapshots = Snapshots(self.replicas)
+        self.now_ms = 0.0
+        self.orders: list[list[StartEpoch]] = [[], []]
+        self.asked: int | None = None  # the round whose snapshots are wanted
+        self.average: Average | None = None  # the mean that is wanted
+        self.drifts: tuple[float, ...] = ()
+        self.trained = [0, 0]  # steps, per rank
+        self.loaded = [0, 0]  # means, per rank
+        self.rounds = 0
+        for rank in (0, 1):
+            self.tell(WorkerReady(rank))
+
+    @property
+    def state(self) -> str:
+        round_ = self.machine.rounds._round
+        return "Idle" if round_ is None else "Computing" if round_.is_averaging else "Collecting"
+
+    def tell(self, fact: Fact) -> None:
+        for command in self.machine.handle(fact, self.now_ms):
+            self.obey(command)
+        self.machine.check()
+
+    def obey(self, command: Command) -> None:
+        match command:
+            case Send(rank, StartEpoch() as order):
+                self.orders[rank].append(order)
+            case Send(_, RequestParams(round)):
+                self.asked = round
+            case Send(rank, Update(round)):
+                self.snapshots.apply(rank, round)
+                self.loaded[rank] += 1
+                self.tell(Updated(rank, round))
+            case Average():
+                self.average = command
+            case RoundAbandoned():
+                pass
+            case RoundEnded():
+                self.rounds += 1
+
+    def train(self) -> None:
+        """Both ranks take steps, at the same pace, until a round is opened."""
+        self.asked = None
+        while self.asked is None:
+            for rank in (0, 1):
+                order = self.orders[rank].pop(0)
+                steps = len(order.batches)
+                self.trained[rank] += steps
+                self.tell(StepsDone(rank, order.plan, Work(0, steps, 8 * steps, 10.0 * steps, pace_ms=10.0)))
+
+    def take(self, rank: int, given: float, steps: int = 1) -> None:
+        """The snapshot that a rank was asked for, of parameters that are `given`."""
+        fill(self.replicas[rank], given)
+        self.snapshots.take(rank, self.asked)
+        self.tell(SnapshotReady(rank, self.asked, steps, 8 * steps))
+
+    def compute(self) -> None:
+        sync_ms, self.drifts = self.snapshots.average(self.average.round, self.average.samples)
+        self.tell(Averaged(self.average.round, sync_ms, self.drifts))
+
+
+# ---------------------------------------------------------------- the vectors
+@answers("CA-001")
+def _weighted(vector: Vector) -> Answers:
+    replicas = [replica(rank, vector["setup"]["shape"]) for rank in (0, 1)]
+    snapshots, version = Snapshots(replicas), vector["input"]["version"]
+    given = vector["input"]["snapshots"]
+    for rank, snapshot in enumerate(given):
+        fill(replicas[rank], snapshot["value"])
+        snapshots.take(rank, version)
+    snapshots.average(version, [snapshot["batch_count"] for snapshot in given])
+    with pytest.raises(ProtocolError):
+        snapshots.apply(0, version - 1)
+    for rank in (0, 1):
+        snapshots.apply(rank, version)
+    assert value(replicas[0]) == value(replicas[1])
+    return {"value": value(replicas[0]), "version": version}
+
+
+@answers("CA-003")
+def _trigger(vector: Vector) -> Answers:
+    machine = Coordinator(RunConfig(world_size=2, batches=4, epochs=1, policy=vector["setup"]["policy"]))
+    commands = [*machine.handle(WorkerReady(0), 0.0), *machine.handle(WorkerReady(1), 0.0)]
+    orders = [[type(c.order).__name__ for c in commands if c.rank == rank] for rank in (0, 1)]
+    assert orders[0] == orders[1]
+    return {"messages_per_rank_in_order": orders[0]}
+
+
+@answers("CA-005")
+def _full_cycle(_: Vector) -> Answers:
+    cluster = Cluster()
+    cluster.train()
+    states = [cluster.state]
+    cluster.tell(Tick())
+    states.append(cluster.state)
+    cluster.take(0, 1.0)
+    assert cluster.state == "Collecting"
+    cluster.take(1, 3.0)
+    states.append(cluster.state)
+    cluster.tell(Tick())
+    states.append(cluster.state)
+    cluster.compute()
+    states.append(cluster.state)
+    assert cluster.loaded[0] == cluster.loaded[1]
+    return {"states": states, "version": cluster.rounds, "update_version": cluster.loaded[0]}
+
+
+@answers("CA-007")
+def _stale(vector: Vector) -> Answers:
+    cluster = Cluster()
+    cluster.train()
+    stale = cluster.asked
+    cluster.take(0, 999.0)
+    cluster.now_ms = cluster.machine.deadline_ms()
+    cluster.tell(Tick())
+    assert cluster.asked != stale
+    for rank, given in enumerate(vector["input"]["round2"]):
+        cluster.take(rank, given)
+    # The answer to the round that was given up comes at last, and changes nothing.
+    cluster.tell(SnapshotReady(1, stale, 1, 8))
+    cluster.compute()
+    assert value(cluster.replicas[0]) == value(cluster.replicas[1])
+    return {"round2_average": value(cluster.replicas[0]), "version": cluster.rounds}
+
+
+@answers("CA-009")
+def _survivor(vector: Vector) -> Answers:
+    given = vector["input"]["final_snapshots"][0]
+    replicas = [replica(0), replica(1)]
+    fill(replicas[0], given["value"])
+    fill(replicas[1], 1.0)
+    gate = GateState(2)
+    assert gate.enter(Arrival(0, 0, 0, given["batch_count"], 8 * given["batch_count"])) is None
+    outcome = gate.leave(1)
+    mean = LocalMean(replicas, lambda rank: None)
+    mean.launch(outcome)
+    mean.average(0, outcome)
+    return {"value": value(replicas[0])}
+
+
+@answers("CA-011")
+def _end_to_end(vector: Vector) -> Answers:
+    cluster = Cluster((3,))
+    draw = torch.Generator().manual_seed(0)
+    data = torch.randn(40, 3, generator=draw)
+    cluster.train()
+    for rank, (start, count) in enumerate(vector["setup"]["plans"]):
+        weights = cluster.replicas[rank].memories[0][:3]
+        for row in data[start : start + count]:
+            weights -= 0.1 * (weights @ row - row.sum()) * row
+        cluster.snapshots.take(rank, cluster.asked)
+        cluster.tell(SnapshotReady(rank, cluster.asked, cluster.trained[rank], count))
+    first, second = (flat.memories[0] for flat in cluster.replicas)
+    assert (first - second).abs().sum() > 1e-3
+    cluster.compute()
+    return {"versions": cluster.loaded, "param_abs_diff_sum": float((first - second).abs().sum())}
+
+
+@answers("CA-013")
+def _wrong_count(_: Vector) -> Answers:
+    two, none = nn.Linear(3, 1), nn.Identity()
+    with pytest.raises(OptionError) as error:
+        Snapshots([FlatReplica(two, 0), FlatReplica(none, 1)])
+    assert "weight" in str(error.value)
+    return {"error": True}
+
+
+@answers("CA-015")
+def _drift(vector: Vector) -> Answers:
+    cluster = Cluster(vector["setup"]["shape"])
+    cluster.train()
+    for rank, snapshot in enumerate(vector["input"]["snapshots"]):
+        cluster.take(rank, snapshot["value"], snapshot["batch_count"])
+    cluster.compute()
+    cadence = cluster.machine.rounds.cadence
+    return {
+        "average": value(cluster.replicas[1]),
+        "relative_delta_each_rank": cluster.drifts,
+        "anchor": cadence.anchor,
+        "calibrated": cadence.el_che.is_calibrated,
+    }
+
+
+# ---------------------------------------------------------------- the rules of this file
+def test_every_vector_is_run():
+    assert CHECKS.keys() == VECTORS.keys()
+
+
+def test_every_difference_names_a_value_of_a_vector_and_a_reason():
+    for row in rows():
+        assert len(row) == 4, row
+        assert all(row), row
+        assert row[1] in VECTORS[row[0]]["expected"], row
+    assert len(rows()) == len(DIFFERENCES)
+
+
+@pytest.mark.parametrize("name", sorted(CHECKS))
+def test_vector(name):
+    vector = VECTORS[name]
+    given = CHECKS[name](vector)
+    assert given.keys() == vector["expected"].keys()
+    for key, expected in vector["expected"].items():
+        if (name, key) in DIFFERENCES:
+            assert not agree(given[key], expected), f"{key} agrees: delete its row"
+        else:
+            assert agree(given[key], expected), (key, given[key], expected)
