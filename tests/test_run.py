@@ -323,7 +323,7 @@ def test_ctrl_c_ends_the_run_and_keeps_what_it_has_made(policy: str, where: str)
     job = trainer(steps, model=model, policy=policy, **ENDLESS)
     if where == "fit":
         start = job.start
-        job.start = lambda: runs.append(start()) or started.set() or runs[0]  # type: ignore[method-assign, func-returns-value, assignment]
+        job.start = lambda: runs.append(start()) or started.set() or runs[0]
     else:
         runs.append(job.start())
         started.set()
@@ -427,7 +427,7 @@ def test_a_failure_of_one_run_is_not_the_others() -> None:
 def test_a_second_start_goes_on_from_the_module() -> None:
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         if current_worker().local_step == 0:
-            first.append(model.weight.detach().clone())  # type: ignore[operator, union-attr]
+            first.append(model.weight.detach().clone())
         return mse(model, batch)
 
     first: list[Tensor] = []

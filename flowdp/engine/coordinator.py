@@ -126,7 +126,11 @@ class CoordinatorShell:
             self._failures.note_stuck(self._threads)
             self._conclude(over=False)
         fact = fact or Tick()
-        commands = self.machine.handle(fact, now_ms)
+        try:
+            commands = self.machine.handle(fact, now_ms)
+        except ProtocolError:
+            self.story.take(fact, now_ms, ())  # the fact that the protocol rules out is the one to see
+            raise
         self.story.take(fact, now_ms, commands)
         for command in commands:
             self._obey(command)

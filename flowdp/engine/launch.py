@@ -139,8 +139,7 @@ class Engine:
             self._settings.close()
             raise
         _live.add(self)
-        self._coordinator.start()
-        for thread in self._threads:
+        for thread in (*self._threads, self._coordinator):  # last: it may join the others at once
             thread.start()
 
     def request(self, wish: Requested) -> int:
@@ -186,6 +185,8 @@ def _end_of_process() -> None:
         if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
             _stop(runs)  # the script ended by a Ctrl-C that nobody caught
             return
+        for engine in runs:
+            engine.request(Requested("unpause"))  # nobody is left to do it
         for engine in runs:
             engine.records.wait()
         _await(runs)

@@ -68,7 +68,7 @@ def test_a_class_is_a_factory() -> None:
 
 def test_factories_run_one_after_another_from_rank_0() -> None:
     torch.manual_seed(3)
-    first, second = (module[0].weight.clone() for module in build_models(net, TWO))  # type: ignore[index]
+    first, second = (module[0].weight.clone() for module in build_models(net, TWO))
     torch.manual_seed(3)
     assert torch.equal(net()[0].weight, first)
     assert torch.equal(net()[0].weight, second)
@@ -79,9 +79,9 @@ def test_a_factory_must_return_modules_of_its_own() -> None:
     with pytest.raises(OptionError, match="same module for rank 1"):
         build_models(lambda: model, TWO)
     with pytest.raises(OptionError, match="returned int for rank 0, not a module"):
-        build_models(lambda: 3, TWO)  # type: ignore[arg-type, return-value]
+        build_models(lambda: 3, TWO)
     with pytest.raises(OptionError, match="factory of one, not 7"):
-        build_models(7, TWO)  # type: ignore[arg-type]
+        build_models(7, TWO)
 
 
 def test_what_a_factory_raises_comes_out_as_it_is() -> None:
@@ -99,7 +99,7 @@ def test_what_a_factory_raises_comes_out_as_it_is() -> None:
 
 def test_a_module_that_cannot_be_copied() -> None:
     model = net()
-    model.handle = (n for n in range(3))  # type: ignore[assignment]
+    model.handle = (n for n in range(3))
     with pytest.raises(OptionError, match=r"cannot be copied .*TypeError.* give a factory"):
         build_models(model, TWO)
 
@@ -109,7 +109,7 @@ def test_all_replicas_start_from_rank_0() -> None:
     def factory() -> nn.Module:
         model = net()
         model[0].weight.requires_grad_(False)
-        model[1].running_mean.normal_()  # type: ignore[operator, union-attr]
+        model[1].running_mean.normal_()
         return model
 
     modules = build_models(factory, [CPU] * 3)

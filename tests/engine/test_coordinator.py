@@ -184,7 +184,7 @@ def test_it_is_printed_though_a_rank_is_stuck(
             return mse(model, batch)
         raise ValueError("the other one")
 
-    threading.excepthook = lambda args: (unhandled.append(args), told.set())  # type: ignore[assignment, func-returns-value]
+    threading.excepthook = lambda args: (unhandled.append(args), told.set())
     run = start("sync", loss=loss)
     assert told.wait(WAIT_S)
     assert threads() != []

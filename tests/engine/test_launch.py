@@ -60,7 +60,6 @@ def threads_of_a_new_thread() -> int:
 def test_fifty_starts_and_stops_leave_nothing(tmp_path: Path) -> None:
     trainer(story=tmp_path / "run.jsonl").fit()  # what is made once per process
     before = len(os.listdir("/proc/self/fd")), sys.getswitchinterval(), threading.active_count()
-    pools = torch.get_num_threads(), threads_of_a_new_thread()
     for number in range(50):
         run = trainer(story=tmp_path / "run.jsonl", policy=("sync", "cadence", "async")[number % 3]).start()
         assert sys.getswitchinterval() < before[1]
@@ -68,22 +67,34 @@ def test_fifty_starts_and_stops_leave_nothing(tmp_path: Path) -> None:
         run.join()
     gc.collect()
     assert (len(os.listdir("/proc/self/fd")), sys.getswitchinterval(), threading.active_count()) == before
-    assert (torch.get_num_threads(), threads_of_a_new_thread()) == pools
+
+
+def test_torch_has_its_threads_back() -> None:
+    own = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        trainer().fit()
+        assert (torch.get_num_threads(), threads_of_a_new_thread()) == (3, 3)
+    finally:
+        torch.set_num_threads(own)
 
 
 def test_a_run_whose_result_is_dropped_goes_on() -> None:
-    last = threading.Event()
+    second_epoch, go_on = threading.Event(), threading.Event()
     steps: list[int] = []
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         if current_worker().epoch == 1:
-            last.set()
+            second_epoch.set()
+            go_on.wait(WAIT_S)
         steps.append(1)
         return mse(model, batch)
 
     engine = weakref.ref(trainer(loss).start()._engine)
+    assert second_epoch.wait(WAIT_S)
     gc.collect()
-    assert last.wait(WAIT_S)
+    assert engine() in launch._live  # the end of the process will find it
+    go_on.set()
     for thread in threads():
         thread.join(WAIT_S)
     gc.collect()

@@ -203,7 +203,7 @@ def curve(devices: int, policy: str, is_instance: bool = False, **options: Any) 
         batch_size=2,
         epochs=EPOCHS,
         devices=devices,
-        policy=policy,  # type: ignore[arg-type]
+        policy=policy,
         cadence=CadenceOptions(anchor=2, max_anchor=2),
         **options,
     ).fit()

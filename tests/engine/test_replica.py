@@ -101,7 +101,7 @@ def test_a_criterion_is_copied_for_each_replica() -> None:
     first, second = loss_function(criterion, CPU), loss_function(criterion, CPU)
     model = nn.Linear(2, 1)
     expected = criterion(model(BATCH[0]), BATCH[1])
-    criterion.pos_weight.zero_()  # type: ignore[union-attr]
+    criterion.pos_weight.zero_()
     assert first(model, BATCH) == second(model, BATCH) == expected
 
 
@@ -112,7 +112,7 @@ def test_gradients_are_clipped_before_the_step() -> None:
     moved = [
         (new - old).square().sum() for new, old in zip((module.weight, module.bias), before, strict=True)
     ]
-    assert sum(moved).sqrt().item() == pytest.approx(0.1 * 0.5, rel=1e-4)  # type: ignore[union-attr]
+    assert sum(moved).sqrt().item() == pytest.approx(0.1 * 0.5, rel=1e-4)
 
 
 @pytest.mark.parametrize(("precision", "inside"), [("32", torch.float32), ("bf16", torch.bfloat16)])

@@ -38,7 +38,7 @@ def start(policy: str = "cadence", devices: int = 2, loss: Callable[..., Any] = 
     } | options
     if isinstance(given["dataset"], DataLoader):
         del given["batch_size"]
-    return Trainer(loss=loss, policy=policy, devices=devices, **given).start()  # type: ignore[arg-type]
+    return Trainer(loss=loss, policy=policy, devices=devices, **given).start()
 
 
 def failure_of(run: Run) -> FlowdpError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -57,6 +57,19 @@ class Witness:
     def samples(self, epoch: int) -> Counter[int]:
         """How often each sample was trained in an epoch."""
         return Counter(index for step in self.steps if step.epoch == epoch for index in step.indices)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """One thread for each worker, where a run is told to leave that alone.
+
+    Bits are those of a thread count, and a pool of several threads spins where the machine has other things
+    to do: a step of microseconds takes milliseconds then.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ def train(witness: Any, model: nn.Module, loss: Any, devices: int, **options: An
         devices=["cpu"] * devices,
         policy="async",
         progress=False,
+        tune_process=flowdp.ProcessTuning(openmp=False),
         **options,
     ).start()
 
@@ -46,7 +47,7 @@ def train(witness: Any, model: nn.Module, loss: Any, devices: int, **options: An
     ],
     ids=["short rounds", "default", "throttled"],
 )
-@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("devices", [2, 3])
 def test_no_local_step_is_lost(witness, devices, cadence):
     """With a loss linear in the parameters a step's gradient is the mean of its samples, wherever taken.
 
@@ -68,7 +69,7 @@ def test_no_local_step_is_lost(witness, devices, cadence):
     assert sum(sum(record.samples) for record in records) == 4 * SAMPLES
     torch.testing.assert_close(run.join().state_dict["weight"][0], expected, rtol=0, atol=1e-12)
     # The last round is a meeting; those before it were averaged beside the training.
-    assert len(records) > 1 or devices == 1
+    assert len(records) > 1
 
 
 class Guarded(nn.BatchNorm1d):

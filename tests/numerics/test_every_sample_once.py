@@ -50,6 +50,7 @@ def trainer(witness: Any, dataset: Any, policy: Any, devices: int, **options: An
         policy=policy,
         devices=["cpu"] * devices,
         progress=False,
+        tune_process=flowdp.ProcessTuning(openmp=False),
         **{"epochs": 3, **options},
     )
 

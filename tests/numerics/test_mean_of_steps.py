@@ -77,6 +77,7 @@ def train(witness: Any, model: nn.Module, devices: int, momentum: float = 0.0, *
         epochs=EPOCHS,
         devices=["cpu"] * devices,
         progress=False,
+        tune_process=flowdp.ProcessTuning(openmp=False),
         **options,
     ).start()
 
@@ -169,6 +170,7 @@ def test_the_learning_rate_grows_with_the_devices(witness, policy, ratio, factor
         policy=policy,
         lr_scale_ratio=ratio,
         progress=False,
+        tune_process=flowdp.ProcessTuning(openmp=False),
     ).fit()
     (step,) = witness.steps
     assert step.lr == pytest.approx(LR * factor)

@@ -84,7 +84,7 @@ def test_without_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_no_choice() -> None:
     with pytest.raises(OptionError, match="True, False or 'auto', not 'on'"):
-        wants_progress("on")  # type: ignore[arg-type]
+        wants_progress("on")
 
 
 @pytest.mark.parametrize("progress", [True, "auto"])
