@@ -1,8 +1,9 @@
 """One CPU device of flowdp against a loop as one writes it by hand.
 
-Both gather their batches from the same tensors by index, in a shuffled order. With the same allocator setting
-on both sides the difference is flowdp's own code; with the default one for the hand loop, as a user's loop
-has it, it is what flowdp brings. The setting has no way back, so there the hand loop runs in its own processes.
+Both gather their batches from the same tensors by index, in a shuffled order. With the same
+allocator setting on both sides the difference is flowdp's own code; with the default one for the
+hand loop, as a user's loop has it, it is what flowdp brings. The setting has no way back, so there
+the hand loop runs in its own processes.
 """
 
 from __future__ import annotations
