@@ -35,6 +35,10 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CadenceOptions:
     """How often the replicas meet.
@@ -75,7 +79,7 @@ class CadenceOptions:
         """
         if not _is_int(self.anchor) or self.anchor < 1:
             raise OptionError(f"cadence.anchor must be an int of at least 1, not {self.anchor!r}")
-        if not 0.01 <= self.overhead_target <= 0.50:
+        if not _is_number(self.overhead_target) or not 0.01 <= self.overhead_target <= 0.50:
             raise OptionError(f"cadence.overhead_target must lie in 0.01..0.50, not {self.overhead_target!r}")
         if self.max_anchor is not None and (not _is_int(self.max_anchor) or self.max_anchor < 0):
             raise OptionError(
@@ -85,9 +89,13 @@ class CadenceOptions:
             raise OptionError(
                 f"cadence.max_batch_diff must be None or an int >= 0, not {self.max_batch_diff!r}"
             )
-        if not (math.isfinite(self.divergence_threshold) and self.divergence_threshold > 0):
+        if not _is_number(self.divergence_threshold) or not self.divergence_threshold > 0:
             raise OptionError(
                 f"cadence.divergence_threshold must be positive, not {self.divergence_threshold!r}"
+            )
+        if not isinstance(self.divergence_guard, bool):
+            raise OptionError(
+                f"cadence.divergence_guard must be True or False, not {self.divergence_guard!r}"
             )
         if self.speed_hint is not None:
             self._check_hint(self.speed_hint)
@@ -96,7 +104,7 @@ class CadenceOptions:
     def _check_hint(hint: object) -> None:
         if not isinstance(hint, tuple) or len(hint) != 2 or not _is_int(hint[0]) or hint[0] < 0:
             raise OptionError(f"cadence.speed_hint must be (slow_rank, ratio), not {hint!r}")
-        if not isinstance(hint[1], (int, float)) or not math.isfinite(hint[1]) or hint[1] < 1:
+        if not _is_number(hint[1]) or hint[1] < 1:
             raise OptionError(
                 f"cadence.speed_hint ratio says how many times faster the others are and must be >= 1, "
                 f"not {hint[1]!r}"

@@ -291,6 +291,7 @@ def test_how_long_it_trains(options: dict[str, Any], steps: int) -> None:
 def test_total_steps_are_those_that_a_schedule_needs() -> None:
     job = trainer(
         devices=3,
+        policy="sync",
         scheduler=lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=job.total_steps),
         scheduler_unit="step",
     )

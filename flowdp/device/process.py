@@ -95,10 +95,10 @@ def tuned_process(tuning: ProcessTuning) -> Iterator[None]:
     if tuning.malloc:
         keep_freed_memory()
     with ExitStack() as stack:
+        # What a worker or reader sets for its own pool, torch gives to all threads that start later.
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
         if tuning.openmp:
             pause_openmp()
-            # A worker's `set_num_threads` is also what torch gives to threads that start later.
-            stack.callback(torch.set_num_threads, torch.get_num_threads())
         if tuning.switch_interval:
             _switch_interval.hold()
             stack.callback(_switch_interval.release)

@@ -84,7 +84,11 @@ class Engine:
         mean = LocalMean(flats, lambda rank: gate.finish(rank))
         gate = Gate(config.world_size, mean.launch)
         snapshots = Snapshots(flats) if config.policy == "async" and config.world_size > 1 else None
-        threads = threads_per_worker(usable_cores(), config.world_size) if tuning.openmp else None
+        threads = (
+            threads_per_worker(usable_cores(), config.world_size)
+            if tuning.openmp
+            else torch.get_num_threads()
+        )
         self.workers = [
             Worker(
                 rank,
@@ -130,8 +134,6 @@ class Engine:
             The user's; it gives its OpenMP pool back.
         """
         self._settings.enter_context(tuned_process(self._tuning))
-        # What a thread sets for its own pool, torch hands on to all threads that come after it.
-        self._settings.callback(torch.set_num_threads, torch.get_num_threads())
         try:
             self._source.start(wake=self._wake, failed=self._data_failed)
         except BaseException:

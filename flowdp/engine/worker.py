@@ -86,7 +86,7 @@ class Worker:
         inbox: Of this thread.
         post: Puts a fact into the coordinator's inbox.
         failures: Takes what goes wrong.
-        threads: Size of this thread's OpenMP pool; None leaves it.
+        threads: Size of this thread's OpenMP pool.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Worker:
         inbox: Inbox[Mail],
         post: Callable[[Fact], None],
         failures: Failures,
-        threads: int | None,
+        threads: int,
     ) -> None:
         self.rank = rank
         self.replica = replica
@@ -125,8 +125,7 @@ class Worker:
         """
         error: str | None = None
         try:
-            if self._threads is not None:
-                torch.set_num_threads(self._threads)
+            torch.set_num_threads(self._threads)
             context.bind(self.current)
             self._post(WorkerReady(self.rank))
             self._loop()

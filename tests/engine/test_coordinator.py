@@ -176,12 +176,14 @@ def test_a_failure_that_nobody_waits_for_is_printed_once(
 def test_it_is_printed_though_a_rank_is_stuck(
     unhandled: list[threading.ExceptHookArgs], release: threading.Event
 ) -> None:
-    told = threading.Event()
+    told, inside = threading.Event(), threading.Event()
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         if current_worker().rank == 0:
+            inside.set()
             release.wait(WAIT_S)
             return mse(model, batch)
+        inside.wait(WAIT_S)
         raise ValueError("the other one")
 
     threading.excepthook = lambda args: (unhandled.append(args), told.set())
@@ -211,9 +213,7 @@ def test_a_failure_that_somebody_waits_for_is_not_printed(
                 end(run)
         else:  # as in `fit()` where the first step fails
             release.set()
-            for thread in threads():
-                if thread.name.startswith("flowdp-worker"):
-                    thread.join(WAIT_S)
+            run._engine.records.wait(over=True)
             run.join()
 
     run = start("sync", loss=failing(release))

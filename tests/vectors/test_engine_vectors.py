@@ -215,7 +215,7 @@ class Rank:
         self.mean = Watched([self.flat], gate.finish)
         self.snapshots = Snapshots([self.flat])
         self.worker = Worker(
-            0, replica, source, gate, self.mean, self.snapshots, self.inbox, self.facts.post, Failures(), None
+            0, replica, source, gate, self.mean, self.snapshots, self.inbox, self.facts.post, Failures(), 1
         )  # fmt: skip
         self.thread = threading.Thread(target=self.worker.run)
 
