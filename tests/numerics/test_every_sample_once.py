@@ -251,7 +251,8 @@ class UntilHurried(Staller):
     round = 1  # from the next one on the speeds are known, so that somebody can be late
 
     def is_time(self, worker: CurrentWorker) -> bool:
-        if worker.round <= self.round:
+        # Not at the end of an epoch (of 50 batches), where a round may be one step.
+        if worker.round <= self.round or worker.global_step % 50 > 25:
             return False
         # The first step of a round, so that a part is left; then some rounds to forget the stall in.
         self.round = worker.round + 3
@@ -284,7 +285,7 @@ def test_a_rank_that_stalls_now_and_then(witness, policy, kind, devices):
     hurried = [record for record in run.metrics("round") if record.reason == "hurried"]
     check(witness, run.join(WAIT_S), Counter(range(99)), epochs=6)
     assert staller.stalls == 3
-    assert len(hurried) >= 2 or policy == "async"
+    assert len(hurried) >= 3 or policy == "async"
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
