@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +33,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {"mlp": (small_mlp, 32)
 """Name -> (factory, batch size)."""
 
 
+@cache
 def images(samples: int) -> Data:
-    """Random images [samples, 1, 28, 28] and labels [samples]."""
+    """The same random images [samples, 1, 28, 28] and labels [samples]."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(samples, 1, 28, 28, generator=generator)
     return x, torch.randint(0, 10, (samples,), generator=generator)

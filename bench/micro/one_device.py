@@ -25,6 +25,7 @@ from flowdp.device.process import keep_freed_memory, pause_openmp
 from flowdp.engine.replica import Replica
 
 WARM_UP = 20
+SAMPLES = 60_000  # as in Fashion-MNIST
 
 
 class Clock:
@@ -51,7 +52,7 @@ class Clock:
 def hand_ms(name: str, steps: int) -> float:
     """Milliseconds of a step of the hand loop."""
     make, batch_size = MODELS[name]
-    data, model, clock = images(batch_size * 100), make(), Clock(steps)
+    data, model, clock = images(SAMPLES), make(), Clock(steps)
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
     while clock.left:
         order = torch.randperm(len(data[1]))
@@ -74,7 +75,7 @@ def flowdp_ms(name: str, steps: int) -> float:
         model=make(),
         optimizer=lambda params: torch.optim.Adam(params, fused=True),
         loss=clock.loss,
-        dataset=images(batch_size * 100),
+        dataset=images(SAMPLES),
         batch_size=batch_size,
         max_steps=steps + WARM_UP + 1,
         devices=["cpu"],

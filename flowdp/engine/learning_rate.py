@@ -69,6 +69,10 @@ class LearningRate:
 
     Threads:
         The owner of the optimizer.
+
+    Attributes:
+        optimizer: As given.
+        value: Learning rate of the first group.
     """
 
     def __init__(
@@ -95,11 +99,6 @@ class LearningRate:
     def waits_for_metric(self) -> bool:
         """Whether the scheduler needs the loss of the epoch before."""
         return isinstance(self._scheduler, ReduceLROnPlateau)
-
-    @property
-    def value(self) -> float:
-        """Learning rate of the first group."""
-        return float(self._groups[0]["lr"])
 
     def advance(self, position: int, epoch: int, metric: float | None = None) -> None:
         """Set the rates for a step.
@@ -144,6 +143,7 @@ class LearningRate:
 
     def _write(self, plain: bool = False) -> None:
         factor = 1.0 if plain else self._factor
+        self.value = self._plain[0] * factor
         for group, lr in zip(self._groups, self._plain, strict=True):
             if isinstance(group["lr"], float):
                 group["lr"] = lr * factor

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +19,8 @@ __all__ = ["LossOption", "Replica", "loss_function"]
 
 LossOption = Callable[..., Any] | nn.Module
 Loss = Callable[[nn.Module, Any], Any]
+
+NOT_OURS = "the loss does not depend on a parameter of the replica: use the model that is passed in"
 
 
 def loss_function(loss: LossOption, device: torch.device) -> Loss:
@@ -78,6 +79,7 @@ class Replica:
         self._precision = precision
         self._max_grad_norm = max_grad_norm
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._has_stepped = False
 
     def step(self, batch: Any, worker: CurrentWorker) -> float:
         """Forward, backward, clip, optimizer step.
@@ -89,8 +91,12 @@ class Replica:
             TypeError: What the loss returned is not a loss.
             ValueError: The loss is not a scalar.
         """
-        with self._autocast():
+        if self._precision == "32":
             result = self._loss(self.module, batch)
+        else:
+            # Autocast is a state of the thread: it is entered where the step runs, and per step.
+            with torch.autocast(self.device.type, dtype=torch.bfloat16):
+                result = self._loss(self.module, batch)
         loss = result if isinstance(result, Tensor) else self._unpack(result, worker)
         if loss.dim() != 0:
             if loss.numel() != 1:
@@ -99,23 +105,22 @@ class Replica:
                     f"{tuple(loss.shape)}; add .mean()"
                 )
             loss = loss.squeeze()
-        if loss.requires_grad:
-            loss.backward()
-        if all(parameter.grad is None for parameter in self._trained):
-            raise ValueError(
-                "the loss does not depend on a parameter of the replica: use the model that is passed in"
-            )
+        if not loss.requires_grad:
+            raise ValueError(NOT_OURS)
+        loss.backward()
+        if not self._has_stepped:
+            self._check_gradients()
         if self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._trained, self._max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.item()
 
-    def _autocast(self) -> AbstractContextManager[object]:
-        # Autocast is a state of the thread: it is entered where the step runs, and per step.
-        if self._precision == "32":
-            return _FULL_PRECISION
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+    def _check_gradients(self) -> None:
+        """Once: a loss that was computed on another model, the user's own, would train nothing, silently."""
+        if all(parameter.grad is None for parameter in self._trained):
+            raise ValueError(NOT_OURS)
+        self._has_stepped = True
 
     @staticmethod
     def _unpack(result: object, worker: CurrentWorker) -> Tensor:
@@ -134,9 +139,6 @@ class Replica:
         for name, value in scalars.items():
             worker.record(name, value)
         return loss
-
-
-_FULL_PRECISION = nullcontext()
 
 
 def _describe(result: object) -> str:

@@ -115,7 +115,7 @@ class Worker:
         self._failures = failures
         self._threads = threads
         self._meter = _Meter()
-        self._batch: tuple[int, int] | None = None  # in training, for errors
+        self._training: Step | None = None  # for errors
 
     def run(self) -> None:
         """Live until told to leave; whatever goes wrong is reported, never raised.
@@ -164,7 +164,7 @@ class Worker:
     def _step(self, step: Step) -> None:
         start = perf_counter()
         source, current, meter = self._source, self.current, self._meter
-        self._batch = (step.epoch, step.batch)
+        self._training = step
         batch = source.take(self.rank, step.epoch, step.batch)
         if batch is None:
             # It was not read yet. Orders are served meanwhile, and the loop asks the machine anew.
@@ -231,7 +231,8 @@ class Worker:
         """The error that the user will see, with the place where it happened."""
         if isinstance(cause, DataError | ProtocolError):
             return cause
-        epoch, batch = self._batch if self._batch is not None else (None, None)
+        step = self._training
+        epoch, batch = (None, None) if step is None else (step.epoch, step.batch)
         indices = () if epoch is None or batch is None else self._source.indices(epoch, batch)
         shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
         error = StepError(

@@ -24,10 +24,10 @@ __all__ = ["PlannedRounds"]
 AHEAD = 2
 """Orders per rank that are out: the one that runs and the next."""
 
-BLOCK_MS = 100.0
+BLOCK_MS = 200.0
 """Rounds of one step, and the steps of a single device, are armed in blocks of about this time ..."""
 
-BLOCK_STEPS = 50
+BLOCK_STEPS = 500
 """... and of at most this many steps per rank."""
 
 LATE_FACTOR = 1.25

@@ -9,7 +9,7 @@ import pytest
 from flowdp.errors import ProtocolError
 from flowdp.machine.commands import Command, Hurry, RoundEnded, Send
 from flowdp.machine.epochs import Epochs
-from flowdp.machine.planned import PlannedRounds
+from flowdp.machine.planned import BLOCK_MS, BLOCK_STEPS, PlannedRounds
 from flowdp.messages import Averaged, Outcome, StartEpoch, SyncAck, SyncNow, Work
 from flowdp.options import CadenceOptions
 from flowdp.policy.cadence import Cadence
@@ -256,21 +256,21 @@ def test_sync_is_one_step_of_every_rank_and_never_hurried() -> None:
     assert (record.round, record.rounds, record.global_step) == (3, 3, 8)
 
 
-def test_a_block_lasts_about_a_tenth_of_a_second() -> None:
+def test_a_block_lasts_about_a_fifth_of_a_second() -> None:
     machine = rounds(batches=1000, cadence=False)
     [probe] = orders(decide(machine))
     settle(machine, acks(probe, pace_ms=(9.0, 5.0)))
     first, _second = orders(decide(machine))
     # 9 ms and 1 ms of averaging.
-    assert sync(first[0]).count == 10
+    assert sync(first[0]).count == BLOCK_MS / 10 == 20
 
 
-def test_a_block_has_at_most_fifty_rounds() -> None:
-    machine = rounds(batches=1000, cadence=False)
+def test_a_block_has_a_limit() -> None:
+    machine = rounds(batches=3000, cadence=False)
     [probe] = orders(decide(machine))
     settle(machine, acks(probe, pace_ms=(0.1, 0.1), sync_ms=0.0))
     first, _second = orders(decide(machine))
-    assert sync(first[0]).count == 50
+    assert sync(first[0]).count == BLOCK_STEPS
 
 
 def test_a_block_that_is_voided_in_the_middle() -> None:
@@ -288,14 +288,14 @@ def test_a_block_that_is_voided_in_the_middle() -> None:
 
 
 def test_one_device_needs_no_rank_to_wait_for() -> None:
-    machine = rounds(batches=40, world_size=1, cadence=False)
+    machine = rounds(batches=80, world_size=1, cadence=False)
     [probe] = orders(decide(machine))
     assert probe[0].batches == (0,)
     settle(machine, acks(probe, pace_ms=(5.0,), sync_ms=0.0))
     first, second = orders(decide(machine))
-    # 20 steps are 100 ms; its blocks can be hurried.
-    assert (sync(first[0]).every, sync(first[0]).count) == (20, 1)
-    assert len(second[0].batches) == 19
+    # 40 steps are 200 ms; its blocks can be hurried.
+    assert (sync(first[0]).every, sync(first[0]).count) == (40, 1)
+    assert len(second[0].batches) == 39
     assert decide(machine, hold=True) == [Hurry(sync(first[0]).round)]
 
 
