@@ -32,7 +32,7 @@ from flowdp.messages import (
     Updated,
     WorkerReady,
 )
-from flowdp.policy.tally import Work
+from flowdp.policy.tally import Work, pace_ms
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
 
@@ -51,20 +51,17 @@ class _Meter:
         self.data_s = 0.0
         self.wait_s = 0.0
         self.loss_sum = 0.0
-        self.warm_up_s = 0.0
+        self.longest_s = 0.0  # of one step, with its wait for data
 
     def work(self, done: Done, worker: context.CurrentWorker) -> Work:
         """Everything so far as a record; the meter starts again."""
-        # The first step of a rank builds what all later ones find there: it says nothing about its pace.
-        timed = self.steps - 1 if self.warm_up_s else self.steps
-        pace_s = (self.busy_s + self.data_s - self.warm_up_s) / timed if timed else self.warm_up_s
         work = Work(
             epoch=done.epoch,
             steps=done.steps,
             samples=self.samples,
             busy_ms=self.busy_s * 1e3,
             data_ms=self.data_s * 1e3,
-            pace_ms=pace_s * 1e3,
+            pace_ms=pace_ms((self.busy_s + self.data_s) * 1e3, self.longest_s * 1e3, self.steps),
             losses=(self.loss_sum, self.samples),
             scalars=worker.drain(),
             lr=worker.lr,
@@ -116,6 +113,7 @@ class Worker:
         self._threads = threads
         self._meter = _Meter()
         self._training: Step | None = None  # for errors
+        self._waited_s = 0.0  # for the batch of the next step
 
     def run(self) -> None:
         """Live until told to leave; whatever goes wrong is reported, never raised.
@@ -169,7 +167,7 @@ class Worker:
         if batch is None:
             # It was not read yet. Orders are served meanwhile, and the loop asks the machine anew.
             self._read(self.inbox.get())
-            meter.data_s += perf_counter() - start
+            self._waited_s += perf_counter() - start
             return
         replica = self.replica
         replica.learning_rate.advance(step.position, step.epoch, step.metric)
@@ -182,10 +180,14 @@ class Worker:
         meter.steps += 1
         meter.samples += samples
         meter.loss_sum += loss * samples
-        spent = perf_counter() - start
-        meter.busy_s += spent
-        if current.local_step == 1:
-            meter.warm_up_s = spent + meter.data_s
+        spent_s = perf_counter() - start
+        meter.busy_s += spent_s
+        if self._waited_s:
+            meter.data_s += self._waited_s
+            spent_s += self._waited_s
+            self._waited_s = 0.0
+        if spent_s > meter.longest_s:
+            meter.longest_s = spent_s
 
     def _enter(self, action: Enter) -> None:
         start = perf_counter()

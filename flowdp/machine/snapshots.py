@@ -39,8 +39,12 @@ __all__ = ["SnapshotRounds"]
 AHEAD = 2
 """Orders per rank that are out."""
 
+ORDER_MS = 10.0
+"""Steps go out in orders of about this time. Only a finished order tells that a count is full: with long
+ones a slow rank's round grows, and the fast ranks reach their limit."""
+
 ORDERS_PER_ROUND = 4
-"""A rank's count of steps goes out in about this many orders: fewer messages against a finer grain."""
+"""A rank's count goes out in at least this many orders."""
 
 SNAPSHOT_TIMEOUT_MS = 5000.0
 """How long a round waits for its snapshots; doubled when that was too short, halved when it was not."""
@@ -110,8 +114,7 @@ class SnapshotRounds:
     @property
     def is_idle(self) -> bool:
         """Whether no order and no round is out."""
-        out = self._round is not None or self._blocking is not None
-        return not out and not any(rank.orders for rank in self._ranks) and not self._is_dirty
+        return self._round is None and self._blocking is None and not self._is_dirty
 
     @property
     def anchor(self) -> int:
@@ -209,7 +212,8 @@ class SnapshotRounds:
     def _deal(self, now_ms: float) -> list[Command]:
         commands: list[Command] = []
         counts, pace_ms = self.cadence.quotas, self.cadence.ms_per_step
-        sizes = [max(1, math.ceil(count / ORDERS_PER_ROUND)) for count in counts]
+        measured = zip(counts, self.cadence.el_che.ms_per_batch, strict=True)
+        sizes = [math.ceil(min(n / ORDERS_PER_ROUND, ORDER_MS / ms if ms else n)) for n, ms in measured]
         # Those that would finish first are served first, so the end of the data goes to the fast ones.
         for rank in sorted(range(self.world_size), key=pace_ms.__getitem__):
             state = self._ranks[rank]

@@ -100,6 +100,8 @@ class Cadence:
         self.action = GuardAction.STABLE if decision is None else decision.action
         hold = self.action is not GuardAction.STABLE
         wall_ms = [ms * n for ms, n in zip(pace_ms, steps, strict=True)]
+        # The first averaging also builds what all later ones find there: its time would stretch the rounds.
+        sync_ms = sync_ms if self.el_che.is_calibrated else 0.0
         self.el_che.report_timing(wall_ms, steps, sync_ms, hold=hold)
         if self.action is GuardAction.TIGHTEN:
             self.el_che.nudge_anchor_down(0.5)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from flowdp.policy.drift import DriftReport
 from flowdp.policy.formats import format_duration, format_metric
 
-__all__ = ["EpochMetrics", "RankMetrics", "Tally", "Work"]
+__all__ = ["EpochMetrics", "RankMetrics", "Tally", "Work", "pace_ms"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,22 @@ class Work:
     losses: tuple[float, int] = (0.0, 0)
     scalars: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     lr: float = 0.0
+
+
+def pace_ms(total_ms: float, longest_ms: float, steps: int) -> float:
+    """Time of one step, the longest left out; 0 without steps.
+
+    The first step of a run builds what all later ones find there, and a step that stalled says nothing about
+    the next ones: counted, one of them would stretch the rounds of all ranks.
+
+    Args:
+        total_ms: Time of all steps, with their waits for data.
+        longest_ms: Of these, time of the longest one.
+        steps: How many.
+    """
+    if steps < 2:
+        return total_ms
+    return (total_ms - longest_ms) / (steps - 1)
 
 
 @dataclass(frozen=True, slots=True)

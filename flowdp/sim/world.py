@@ -41,9 +41,9 @@ from flowdp.messages import (
     SyncAck,
     Tick,
     Updated,
-    Work,
     WorkerReady,
 )
+from flowdp.policy.tally import Work, pace_ms
 from flowdp.sim.clock import Clock
 from flowdp.sim.faults import LATENCY_MS, STALL, Scenario
 from flowdp.sim.rules import Rules, Violation
@@ -72,6 +72,7 @@ class _Rank:
     state: str = "starting"  # idle, step, gate, busy, gone
     entered_ms: float = 0.0
     busy_ms: float = 0.0
+    longest_ms: float = 0.0
     wait_ms: float = 0.0
     timed_steps: int = 0
     samples: int = 0
@@ -267,6 +268,7 @@ class World:
         samples = self.rules.samples_in(key[1])
         rank.machine.trained(samples)
         rank.busy_ms += ms
+        rank.longest_ms = max(rank.longest_ms, ms)
         rank.timed_steps += 1
         rank.samples += samples
         self.step_ms[number] += ms
@@ -276,18 +278,17 @@ class World:
 
     def _work(self, number: int, done: Done) -> Work:
         rank = self.ranks[number]
-        pace = rank.busy_ms / rank.timed_steps if rank.timed_steps else 0.0
         work = Work(
             done.epoch,
             done.steps,
             rank.samples,
             busy_ms=rank.busy_ms,
-            pace_ms=pace,
+            pace_ms=pace_ms(rank.busy_ms, rank.longest_ms, rank.timed_steps),
             losses=(1.0 * rank.samples, rank.samples),
         )
         if rank.timed_steps != done.steps:
             raise Violation("S4", f"rank {number} took {rank.timed_steps} steps for {done}")
-        rank.busy_ms, rank.timed_steps, rank.samples = 0.0, 0, 0
+        rank.busy_ms, rank.longest_ms, rank.timed_steps, rank.samples = 0.0, 0.0, 0, 0
         return work
 
     def _enter(self, number: int, action: Enter) -> None:

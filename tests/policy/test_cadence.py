@@ -69,17 +69,21 @@ def test_fixed_shares_are_kept_whatever_is_measured() -> None:
 
 def test_dear_averaging_makes_rounds_longer() -> None:
     cadence = Cadence(2, CadenceOptions())
-    measured(cadence, (10.0, 10.0), sync_ms=30.0)
-    # 30 ms over 30 ms of the probe is ten times the target.
+    # The probe's averaging is the first of all: it does not count.
+    measured(cadence, (10.0, 10.0), sync_ms=1000.0)
+    assert cadence.anchor == 10
+    # 100 ms over a round of 100 ms are ten times the target.
+    measured(cadence, (10.0, 10.0), sync_ms=100.0)
     assert cadence.anchor == 100
     assert min(cadence.quotas) == 100
-    measured(cadence, (10.0, 10.0), sync_ms=500.0)
+    measured(cadence, (10.0, 10.0), sync_ms=5000.0)
     assert cadence.anchor == 200
     assert max(cadence.quotas) == 200
 
 
 def test_the_largest_anchor_is_the_users() -> None:
     cadence = Cadence(2, CadenceOptions(max_anchor=15))
+    measured(cadence, (10.0, 10.0))
     measured(cadence, (10.0, 10.0), sync_ms=500.0)
     assert cadence.quotas == (15, 15)
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowdp.policy.tally import Tally, Work
+from flowdp.policy.tally import Tally, Work, pace_ms
 
 
 def work(samples, loss=0.0, *, steps=1, **fields):
@@ -122,3 +122,10 @@ def test_the_loss_does_not_depend_on_who_trained_what(parts):
     assert result(dealt).loss == pytest.approx(result(alone).loss)
     assert sum(result(dealt).share) == pytest.approx(1.0)
     assert sum(result(dealt).throughput) == pytest.approx(sum(result(alone).throughput))
+
+
+def test_the_pace_leaves_the_longest_step_out():
+    assert pace_ms(0.0, 0.0, 0) == 0.0
+    assert pace_ms(7.0, 7.0, 1) == 7.0
+    # A first step of 100 ms, then three of 10.
+    assert pace_ms(130.0, 100.0, 4) == 10.0
