@@ -106,7 +106,7 @@ def main() -> None:
     torch.set_num_threads(1)
     pause_openmp()
     results = []
-    for name, steps in (("mlp", 1500), ("cnn", 150)):
+    for name, steps in (("mlp", 1500), ("cnn", 250), ("wide cnn", 150)):
         if arguments.model and name not in arguments.model:
             continue
         results += [

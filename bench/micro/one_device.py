@@ -121,7 +121,7 @@ def main() -> None:
     results: list[Comparison] = []
     # Before this process takes the allocator's setting, for it has no way back.
     own_pairs = 3 if arguments.quick else 7
-    for name, steps in (("mlp", 600), ("cnn", 60)):
+    for name, steps in (("mlp", 600), ("wide cnn", 60)):
         results.append(
             compare(
                 f"{name}, default allocator",
@@ -133,7 +133,7 @@ def main() -> None:
             )
         )
     keep_freed_memory()
-    for name, steps in (("mlp", 600), ("cnn", 40)):
+    for name, steps in (("mlp", 600), ("wide cnn", 40)):
         results.append(
             compare(
                 f"{name}, same allocator",
