@@ -34,8 +34,10 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     name, train, test = load(options.data)
+    is_large = len(train[1]) > 10_000
+    batch_size = options.batch_size or (64 if is_large else 16)
     model = cnn(train[0].shape[-1])
-    slow = Slowdown(model, train, options.batch_size, options.slowdown)
+    slow = Slowdown(model, train, batch_size, options.slowdown)
     print(f"{name}: {len(train[1]):,} images, two CPU devices, one {options.slowdown} times slower")
 
     trainer = flowdp.Trainer(
@@ -43,8 +45,8 @@ def main() -> None:
         optimizer=lambda params: torch.optim.Adam(params, lr=2e-3),
         loss=slow.loss,
         dataset=train,
-        batch_size=options.batch_size,
-        epochs=options.epochs or (1 if len(train[1]) > 10_000 else 20),
+        batch_size=batch_size,
+        epochs=options.epochs or (1 if is_large else 40),
         devices=["cpu", "cpu"],
         policy=options.policy,
         progress=True,
@@ -55,7 +57,7 @@ def main() -> None:
             print(f"\r{epoch}", flush=True)
         state = run.join()
     seconds = time.perf_counter() - start
-    report(state, seconds, slow.free_run(model, train, options.batch_size), accuracy(model, test))
+    report(state, seconds, slow.free_run(model, train, batch_size), accuracy(model, test))
 
 
 def arguments() -> argparse.Namespace:
@@ -63,8 +65,8 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, help="folder of Fashion-MNIST's IDX files")
-    parser.add_argument("--epochs", type=int, help="default: 1 on Fashion-MNIST, 20 on digits")
-    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--epochs", type=int, help="default: 1 on Fashion-MNIST, 40 on digits")
+    parser.add_argument("--batch-size", type=int, help="default: 64 on Fashion-MNIST, 16 on digits")
     parser.add_argument("--policy", default="cadence", choices=["sync", "cadence", "async"])
     parser.add_argument("--slowdown", type=float, default=2.5, help="how many times slower device 1 is")
     return parser.parse_args()

@@ -59,6 +59,7 @@ def threads_of_a_new_thread() -> int:
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are counted in /proc")
 def test_fifty_starts_and_stops_leave_nothing(tmp_path: Path) -> None:
     trainer(story=tmp_path / "run.jsonl").fit()  # what is made once per process
+    gc.collect()  # of earlier tests
     before = len(os.listdir("/proc/self/fd")), sys.getswitchinterval(), threading.active_count()
     for number in range(50):
         run = trainer(story=tmp_path / "run.jsonl", policy=("sync", "cadence", "async")[number % 3]).start()
