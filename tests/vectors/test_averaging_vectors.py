@@ -6,10 +6,7 @@ the values that `differences_averaging.md` lists with a reason; those must reall
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -36,39 +33,10 @@ from flowdp.messages import (
     Work,
     WorkerReady,
 )
+from tests.vectors.book import Answers, Book, Vector
 
-Vector = dict[str, Any]
-Answers = dict[str, Any]
-Check = Callable[[Vector], Answers]
-
-HERE = Path(__file__).parent
-VECTORS: dict[str, Vector] = {
-    vector["id"]: vector
-    for vector in json.loads((HERE / "flodl.json").read_text())
-    if vector["area"] == "cpu_averaging"
-}
-CHECKS: dict[str, Check] = {}
-
-
-def rows() -> list[list[str]]:
-    """The table of differences_averaging.md: vector, value, flowdp, why."""
-    lines = (HERE / "differences_averaging.md").read_text().splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-    return [row for row in cells if row[0] != "vector" and set(row[0]) != {"-"}]
-
-
-DIFFERENCES = {(row[0], row[1]) for row in rows()}
-
-
-def answers(name: str) -> Callable[[Check], Check]:
-    """Register the check of a vector."""
-
-    def register(check: Check) -> Check:
-        assert name not in CHECKS
-        CHECKS[name] = check
-        return check
-
-    return register
+BOOK = Book({"cpu_averaging"}, "differences_averaging.md")
+VECTORS, CHECKS, DIFFERENCES, answers = BOOK.vectors, BOOK.checks, BOOK.differences, BOOK.answers
 
 
 def agree(answer: object, expected: object) -> bool:
@@ -291,11 +259,11 @@ def test_every_vector_is_run():
 
 
 def test_every_difference_names_a_value_of_a_vector_and_a_reason():
-    for row in rows():
+    for row in BOOK.rows:
         assert len(row) == 4, row
         assert all(row), row
         assert row[1] in VECTORS[row[0]]["expected"], row
-    assert len(rows()) == len(DIFFERENCES)
+    assert len(BOOK.rows) == len(DIFFERENCES)
 
 
 @pytest.mark.parametrize("name", sorted(CHECKS))

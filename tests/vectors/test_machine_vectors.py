@@ -6,9 +6,7 @@ the values that `differences_machine.md` lists with a reason; those must really 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -40,10 +38,7 @@ from flowdp.options import CadenceOptions
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.lead import Overshoot
 from flowdp.policy.ledger import Ledger
-
-Vector = dict[str, Any]
-Answers = dict[str, Any]
-Check = Callable[[Vector], Answers]
+from tests.vectors.book import Answers, Book, Vector
 
 AREAS = {
     "should_average",
@@ -57,35 +52,8 @@ AREAS = {
 }
 REMARKS = {"note", "formula"}
 
-HERE = Path(__file__).parent
-VECTORS: dict[str, Vector] = {
-    vector["id"]: vector
-    for vector in json.loads((HERE / "flodl.json").read_text())
-    if vector["area"] in AREAS
-}
-CHECKS: dict[str, Check] = {}
-
-
-def answers(*names: str) -> Callable[[Check], Check]:
-    """Register a check for these vectors."""
-
-    def register(check: Check) -> Check:
-        for name in names:
-            assert name not in CHECKS
-            CHECKS[name] = check
-        return check
-
-    return register
-
-
-def rows() -> list[list[str]]:
-    """The tables of differences_machine.md: vector, value, flowdp, why."""
-    lines = (HERE / "differences_machine.md").read_text().splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-    return [row for row in cells if row[0] != "vector" and set(row[0]) != {"-"}]
-
-
-DIFFERENCES = {(row[0], row[1]) for row in rows()}
+BOOK = Book(AREAS, "differences_machine.md")
+VECTORS, CHECKS, DIFFERENCES, answers = BOOK.vectors, BOOK.checks, BOOK.differences, BOOK.answers
 
 
 # ---------------------------------------------------------------- two ranks
@@ -555,11 +523,11 @@ def test_every_vector_is_run_or_listed_with_a_reason() -> None:
 
 
 def test_every_difference_names_a_value_of_a_vector_and_a_reason() -> None:
-    for row in rows():
+    for row in BOOK.rows:
         assert len(row) == 4, row
         assert all(row), row
         assert row[1] in VECTORS[row[0]]["expected"], row
-    assert len(rows()) == len(DIFFERENCES)
+    assert len(BOOK.rows) == len(DIFFERENCES)
 
 
 @pytest.mark.parametrize("name", sorted(CHECKS))

@@ -6,11 +6,8 @@ the values that `differences.md` lists with a reason; those must really differ, 
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,10 +27,7 @@ from flowdp.policy.shares import (
     weights_from,
 )
 from flowdp.policy.tally import Tally, Work
-
-Vector = dict[str, Any]
-Answers = dict[str, Any]
-Check = Callable[[Vector], Answers]
+from tests.vectors.book import ALL, Answers, Book, Vector
 
 AREAS = {
     "chunk_ratio_rebalance",
@@ -52,32 +46,8 @@ AREAS = {
 # Remarks inside an expectation, and intermediate figures that no caller can see.
 REMARKS = {"note", "test_asserts", "tol", "alpha_used_rank1", "min_anchor", "auto"}
 
-HERE = Path(__file__).parent
-ALL: dict[str, Vector] = {vector["id"]: vector for vector in json.loads((HERE / "flodl.json").read_text())}
-VECTORS = {name: vector for name, vector in ALL.items() if vector["area"] in AREAS}
-CHECKS: dict[str, Check] = {}
-
-
-def answers(*names: str) -> Callable[[Check], Check]:
-    """Register a check for these vectors."""
-
-    def register(check: Check) -> Check:
-        for name in names:
-            assert name not in CHECKS
-            CHECKS[name] = check
-        return check
-
-    return register
-
-
-def rows() -> list[list[str]]:
-    """The tables of differences.md: vector, value, flowdp, why."""
-    lines = (HERE / "differences.md").read_text().splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-    return [row for row in cells if row[0] != "vector" and set(row[0]) != {"-"}]
-
-
-DIFFERENCES = {(row[0], row[1]) for row in rows()}
+BOOK = Book(AREAS, "differences.md")
+VECTORS, CHECKS, DIFFERENCES, answers = BOOK.vectors, BOOK.checks, BOOK.differences, BOOK.answers
 
 
 def agree(answer: object, expected: object, tol: float) -> bool:
@@ -482,11 +452,11 @@ def test_every_vector_is_run_or_listed_with_a_reason():
 
 
 def test_every_difference_names_a_value_of_a_vector_and_a_reason():
-    for row in rows():
+    for row in BOOK.rows:
         assert len(row) == 4, row
         assert all(row), row
         assert row[1] in ALL[row[0]]["expected"], row
-    assert len(rows()) == len(DIFFERENCES)
+    assert len(BOOK.rows) == len(DIFFERENCES)
 
 
 @pytest.mark.parametrize("name", sorted(CHECKS))
