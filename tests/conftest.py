@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -48,6 +49,13 @@ def thread_police() -> Iterator[None]:
             left.append(thread)
     if left:
         pytest.fail("\n".join(f"Test left a thread: {t.name}\n{_where(t)}" for t in left), pytrace=False)
+
+
+def pytest_configure() -> None:
+    # A shell starts its background jobs with SIGINT ignored, and Python then installs no handler of its own:
+    # no test of a Ctrl-C, here or in a child process, would ever see one.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
