@@ -20,6 +20,7 @@ __all__ = [
     "choose_devices",
     "cpu_name",
     "devices",
+    "reach_each_other",
     "resolve_devices",
 ]
 
@@ -35,12 +36,14 @@ class DeviceInfo:
         name: Its model.
         memory_bytes: All of its memory, in use or not.
         problem: Why it cannot be used; None when it can.
+        peers: CUDA devices whose memory it reads without a detour through the host.
     """
 
     device: torch.device
     name: str
     memory_bytes: int
     problem: str | None = None
+    peers: tuple[torch.device, ...] = ()
 
     def __str__(self) -> str:
         """`RTX 4090 (23.5 GB)`, in binary gigabytes."""
@@ -112,13 +115,35 @@ def _problem_of(device: torch.device) -> str | None:
     return None if total == 4 else f"1 + 1 gave {total / 2}"
 
 
+def _peers_of(device: torch.device) -> tuple[torch.device, ...]:
+    others = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+    return tuple(
+        other
+        for other in others
+        if other != device and torch.cuda.can_device_access_peer(device.index, other.index)
+    )
+
+
+def reach_each_other(chosen: Sequence[torch.device], there: DeviceSummary) -> bool:
+    """Whether each of these devices reads the memory of all others: one device, one CPU, or peer access."""
+    peers = {info.device: info.peers for info in there.devices}
+    different = set(chosen)
+    return all(
+        other == device or other in peers.get(device, ()) for device in different for other in different
+    )
+
+
 def devices() -> DeviceSummary:
     """Look at this machine and try each CUDA device."""
     found = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         device = torch.device("cuda", index)
-        found.append(DeviceInfo(device, properties.name, properties.total_memory, _problem_of(device)))
+        found.append(
+            DeviceInfo(
+                device, properties.name, properties.total_memory, _problem_of(device), _peers_of(device)
+            )
+        )
     if all(info.problem for info in found):
         found.append(DeviceInfo(torch.device("cpu"), cpu_name(), _cpu_memory_bytes()))
     return DeviceSummary(tuple(found))
@@ -133,15 +158,9 @@ def resolve_devices(wanted: DevicesOption) -> tuple[torch.device, ...]:
             in it is a CUDA index, as in torch, and a device may stand in it several times.
 
     Raises:
-        OptionError: This machine has no such device, or this version cannot train on it.
+        OptionError: This machine has no such device, or it cannot be used.
     """
-    chosen = choose_devices(wanted, devices())
-    if cuda := [device for device in chosen if device.type != "cpu"]:
-        raise OptionError(
-            f"this version of flowdp trains on CPU devices only, not on {_listed(cuda)}: "
-            "pass devices=['cpu'], or ['cpu', 'cpu'] for two replicas"
-        )
-    return chosen
+    return choose_devices(wanted, devices())
 
 
 def choose_devices(wanted: DevicesOption, there: DeviceSummary) -> tuple[torch.device, ...]:

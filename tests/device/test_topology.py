@@ -12,6 +12,7 @@ from flowdp.device.topology import (
     choose_devices,
     cpu_name,
     devices,
+    reach_each_other,
     resolve_devices,
 )
 from flowdp.errors import OptionError
@@ -28,7 +29,8 @@ NO_CUDA = DeviceSummary((DeviceInfo(CPU, "some processor", 8 * GB),))
 TWO = DeviceSummary((gpu(0), gpu(1)))
 ONE_OF_TWO = DeviceSummary((gpu(0, problem="busy"), gpu(1)))
 NONE_OF_ONE = DeviceSummary((gpu(0, problem="no kernel image"), DeviceInfo(CPU, "some processor", 8 * GB)))
-CUDA_0, CUDA_1 = torch.device("cuda:0"), torch.device("cuda:1")
+CUDA = [torch.device("cuda", index) for index in range(3)]
+CUDA_0, CUDA_1 = CUDA[:2]
 
 
 class TestSummary:
@@ -137,7 +139,28 @@ class TestResolve:
             resolve_devices(["cuda:0"])
 
     @pytest.mark.gpu(1)
-    def test_cuda_is_not_trained_on_yet(self) -> None:
-        for wanted in ("auto", 1, ["cuda:0"]):
-            with pytest.raises(OptionError, match="trains on CPU devices only, not on cuda:0"):
-                resolve_devices(wanted)
+    def test_with_cuda(self) -> None:
+        assert resolve_devices(["cuda"]) == (torch.device("cuda", 0),)
+        assert torch.device("cuda", 0) in resolve_devices("auto")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "together"),
+    [
+        ([CPU, CPU], True),
+        ([CUDA[0], CUDA[0]], True),
+        ([CUDA[0], CUDA[1]], True),
+        ([CUDA[0], CUDA[2]], False),
+        ([CUDA[2], CUDA[1]], False),  # one way is not enough
+        ([CUDA[0], CPU], False),
+    ],
+)
+def test_who_reads_whose_memory(chosen: list[torch.device], together: bool) -> None:
+    there = DeviceSummary(
+        (
+            DeviceInfo(CUDA[0], "A", 1, peers=(CUDA[1],)),
+            DeviceInfo(CUDA[1], "A", 1, peers=(CUDA[0], CUDA[2])),
+            DeviceInfo(CUDA[2], "A", 1, peers=()),
+        )
+    )
+    assert reach_each_other(chosen, there) is together

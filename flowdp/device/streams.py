@@ -1,0 +1,221 @@
+"""The streams of one rank, and how work is put on them.
+
+A CUDA rank has three: `compute` for everything the user's code does, `comm` (high priority) for averaging,
+`copy` for prefetch. No work goes to the default stream, which every other stream would wait for. What one
+stream makes and another reads is ordered by an event: it is recorded on the first and the second waits for
+it, on the device, without the host. A CPU rank has the same names with nothing behind them, because its work
+is done when the call returns; so the code that orders streams runs, and is tested, without a GPU.
+
+All of `torch.cuda` that orders work is called here.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["QUIET", "CudaLane", "Event", "HostLane", "Lane", "Stream", "open_lanes"]
+
+QUIET = threading.Lock()
+"""Held while a grouped collective is launched, and by whoever allocates, pins or launches for the first time
+beside the workers (which stand in the gate then). Between the first and the last launch of a group, each of
+these can wait for a kernel that waits for a launch behind it. One for the process: runs share the driver."""
+
+
+class Event(Protocol):
+    """A mark on a stream; `torch.cuda.Event` is one."""
+
+    def record(self, stream: Any = None) -> None:
+        """Mark what is on the stream so far."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait, on the host and without the interpreter lock, until the device has passed the mark."""
+        ...
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from this mark to another; both must have been passed."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of work on a device; `torch.cuda.Stream` is one."""
+
+    def wait_event(self, event: Any) -> None:
+        """Let what comes later on this stream wait for a mark on another one."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait, on the host and without the interpreter lock, until everything on it is done."""
+        ...
+
+
+class Lane(ABC):
+    """One rank's place on its device.
+
+    Attributes:
+        device: The device.
+        compute: The user's code: forward, backward, optimizer step.
+        comm: Averaging.
+        copy: Prefetch.
+        is_async: Whether a call returns before its work is done.
+    """
+
+    device: torch.device
+    compute: Stream
+    comm: Stream
+    copy: Stream
+    is_async: bool
+
+    @abstractmethod
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Make the device and this stream the calling thread's current ones."""
+
+    @abstractmethod
+    def event(self, *, timing: bool = False) -> Event:
+        """A new mark; make it once and record it again and again.
+
+        Args:
+            timing: Whether `elapsed_time` will be asked.
+        """
+
+    @abstractmethod
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Host memory that the device copies from and to by itself. Hold `QUIET`."""
+
+    @abstractmethod
+    def adopt(self) -> None:
+        """Let `compute` wait for what the calling thread has enqueued so far: the user's tensors."""
+
+    def drain(self) -> None:
+        """Wait until everything on the three streams is done. Never while the rank is awaited at the gate."""
+        for stream in (self.copy, self.compute, self.comm):
+            stream.synchronize()
+
+
+class CudaLane(Lane):
+    """A rank on a CUDA device.
+
+    Args:
+        device: With its index.
+        cuda: What stands for `torch.cuda`, in tests.
+
+    Attributes:
+        cuda: As given.
+    """
+
+    is_async = True
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self.device = device
+        self.cuda = cuda
+        self.compute = cuda.Stream(device=device)
+        self.comm = cuda.Stream(device=device, priority=-1)
+        self.copy = cuda.Stream(device=device)
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        """See `Lane.on`."""
+        context: AbstractContextManager[Any] = self.cuda.stream(stream)
+        return context
+
+    def event(self, *, timing: bool = False) -> Event:
+        """See `Lane.event`; a host that waits for it sleeps instead of spinning."""
+        with self.cuda.device(self.device):
+            event: Event = self.cuda.Event(enable_timing=timing, blocking=True)
+        return event
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See `Lane.pinned`."""
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.device.type == "cuda")
+
+    def adopt(self) -> None:
+        """See `Lane.adopt`."""
+        mark = self.event()
+        mark.record(self.cuda.current_stream(self.device))
+        self.compute.wait_event(mark)
+
+
+class HostLane(Lane):
+    """A rank on the CPU: the calling thread does the work itself, at once."""
+
+    is_async = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.compute = self.comm = self.copy = _NoStream()
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:  # noqa: ARG002 - there is one
+        """See `Lane.on`."""
+        return nullcontext()
+
+    def event(self, *, timing: bool = False) -> Event:  # noqa: ARG002 - always
+        """See `Lane.event`."""
+        return _HostEvent()
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See `Lane.pinned`: plain memory."""
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def adopt(self) -> None:
+        """See `Lane.adopt`."""
+
+
+def open_lanes(devices: Sequence[torch.device]) -> list[Lane]:
+    """One lane per rank. Ranks that share a device have streams of their own.
+
+    CUDA streams are made once per process and used again by later runs: torch hands out 32 of each priority
+    and then the first ones again, so a process that made new ones for each run would end up with two roles
+    on one stream.
+
+    Args:
+        devices: One per rank.
+    """
+    seen: Counter[torch.device] = Counter()
+    lanes: list[Lane] = []
+    for device in devices:
+        if device.type == "cpu":
+            lanes.append(HostLane(device))
+            continue
+        key = device, seen[device]
+        seen[device] += 1
+        with _making:
+            if key not in _made:
+                _made[key] = CudaLane(device)
+            lanes.append(_made[key])
+    return lanes
+
+
+class _NoStream:
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _HostEvent:
+    """Work is done when the call returns, so a mark is a time."""
+
+    def __init__(self) -> None:
+        self._at_s = 0.0
+
+    def record(self, stream: Any = None) -> None:  # noqa: ARG002 - there is one
+        self._at_s = perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end_event: _HostEvent) -> float:
+        return (end_event._at_s - self._at_s) * 1e3
+
+
+_made: dict[tuple[torch.device, int], Lane] = {}
+_making = threading.Lock()

@@ -1,0 +1,118 @@
+"""Lanes: streams made once, edges between them, and the same names on the CPU."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from flowdp.device import streams
+from flowdp.device.streams import CudaLane, HostLane, open_lanes
+from tests.fakes import FakeCuda
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cuda() -> FakeCuda:
+    return FakeCuda()
+
+
+def test_a_lane_has_three_streams_and_averaging_goes_first(cuda: FakeCuda) -> None:
+    lane = CudaLane(CPU, cuda)
+    assert len({id(stream) for stream in (lane.compute, lane.comm, lane.copy)}) == 3
+    assert (lane.comm.priority, lane.compute.priority, lane.copy.priority) == (-1, 0, 0)
+
+
+def test_work_lands_on_the_stream_that_was_entered(cuda: FakeCuda) -> None:
+    lane = CudaLane(CPU, cuda)
+    with lane.on(lane.compute):
+        with lane.on(lane.comm):
+            assert cuda.current_stream() is lane.comm
+        assert cuda.current_stream() is lane.compute
+    assert cuda.current_stream() is cuda.default
+
+
+def test_the_current_stream_is_the_threads_own(cuda: FakeCuda) -> None:
+    lane = CudaLane(CPU, cuda)
+    seen = []
+    with lane.on(lane.compute):
+        thread = threading.Thread(target=lambda: seen.append(cuda.current_stream()))
+        thread.start()
+        thread.join()
+    assert seen == [cuda.default]
+
+
+@pytest.mark.parametrize("awaits", [True, False])
+def test_an_edge_orders_two_streams(cuda: FakeCuda, awaits: bool) -> None:
+    lane, memory = CudaLane(CPU, cuda), torch.zeros(8)
+    cuda.watch("memory", memory)
+    mark = lane.event()
+    with lane.on(lane.compute):
+        memory.add_(1)
+    mark.record(lane.compute)
+    if awaits:
+        lane.comm.wait_event(mark)
+    with lane.on(lane.comm):
+        memory.mul_(2)
+    assert bool(cuda.races) is not awaits
+
+
+def test_what_the_user_enqueued_comes_before_the_run(cuda: FakeCuda) -> None:
+    lane, memory = CudaLane(CPU, cuda), torch.zeros(8)
+    cuda.watch("the user's tensor", memory)
+    with cuda.stream(cuda.default):
+        memory.add_(1)
+        lane.adopt()
+    with lane.on(lane.compute):
+        memory.clone()
+    assert not cuda.races
+
+
+def test_the_host_may_reuse_what_a_drained_lane_used(cuda: FakeCuda) -> None:
+    lane, other, memory = CudaLane(CPU, cuda), CudaLane(CPU, cuda), torch.zeros(8)
+    cuda.watch("memory", memory)
+    for stream in (lane.compute, lane.comm, lane.copy):
+        with lane.on(stream):
+            memory.add_(1)
+        lane.drain()
+    with other.on(other.compute):
+        memory.add_(1)
+    assert not cuda.races
+
+
+def test_ranks_of_one_device_have_streams_of_their_own_and_get_them_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[CudaLane] = []
+
+    def make(device: torch.device) -> CudaLane:
+        made.append(CudaLane(device, FakeCuda()))
+        return made[-1]
+
+    monkeypatch.setattr(streams, "CudaLane", make)
+    monkeypatch.setattr(streams, "_made", {})
+    card, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    first = open_lanes([card, other, card])
+    assert len(made) == 3
+    assert [lane.device for lane in first] == [card, other, card]
+    assert open_lanes([card, card]) == [first[0], first[2]]
+    assert len(made) == 3
+
+
+def test_a_cpu_rank_has_the_same_names() -> None:
+    (lane,) = open_lanes([CPU])
+    assert isinstance(lane, HostLane)
+    assert not lane.is_async
+    first, second = lane.event(timing=True), lane.event(timing=True)
+    first.record(lane.compute)
+    with lane.on(lane.comm):
+        torch.ones(1000).sum()
+    second.record(lane.comm)
+    lane.comm.wait_event(second)
+    lane.adopt()
+    lane.drain()
+    second.synchronize()
+    assert first.elapsed_time(second) > 0
+    assert lane.pinned((2, 3), torch.int64).shape == (2, 3)

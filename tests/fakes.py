@@ -1,0 +1,243 @@
+"""CUDA without a GPU: streams and events on CPU tensors, with a detector of missing edges.
+
+`FakeCuda` stands for `torch.cuda` in a `CudaLane`. Every torch operation runs at once, on CPU tensors, but it
+is booked on the stream that is current in its thread, with the memory it reads and writes. Two accesses to
+watched memory, one of them a write, must be ordered as CUDA would order them: on one stream, through a chain
+of recorded and awaited events, or because the host waited for the first before it launched the second. What
+is ordered only by luck is a race, and `races` names both operations and their streams.
+
+Clocks are vector clocks: of each stream, what is known to have happened when its next operation runs.
+The host is one sequence (inboxes, locks and the gate order its threads): what one thread waited for, every
+later launch knows. So a race that is far apart in time may go unseen; one between neighbours does not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Clock = dict[int, int]
+
+
+def _merge(into: Clock, other: Clock) -> None:
+    for stream, time in other.items():
+        if into.get(stream, -1) < time:
+            into[stream] = time
+
+
+@dataclass
+class _Access:
+    stream: FakeStream
+    time: int
+    start: int
+    stop: int
+    what: str
+
+
+@dataclass
+class _Watched:
+    name: str
+    start: int
+    stop: int
+    keep: Tensor  # so that nobody else gets its address
+    writes: list[_Access] = field(default_factory=list)
+    reads: list[_Access] = field(default_factory=list)
+
+
+class FakeStream:
+    """Stands for `torch.cuda.Stream`."""
+
+    def __init__(self, cuda: FakeCuda, device: Any, priority: int) -> None:
+        self.cuda = cuda
+        self.device = device
+        self.priority = priority
+        self.number = next(cuda.numbers)
+        self.cuda_stream = self.number
+        self.name = f"stream {self.number}"
+        self.time = 0
+        self.clock: Clock = {}
+
+    def wait_event(self, event: FakeEvent) -> None:
+        with self.cuda.lock:
+            _merge(self.clock, event.clock)
+            self.cuda.log.append((self.name, "waits for", event.name))
+
+    def synchronize(self) -> None:
+        with self.cuda.lock:
+            _merge(self.cuda.host, {**self.clock, self.number: self.time})
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class FakeEvent:
+    """Stands for `torch.cuda.Event`."""
+
+    def __init__(self, cuda: FakeCuda, enable_timing: bool = False, blocking: bool = False) -> None:
+        self.cuda = cuda
+        self.enable_timing = enable_timing
+        self.name = f"event {next(cuda.numbers)}"
+        self.clock: Clock = {}
+        self.at_s: float | None = None
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        stream = stream or self.cuda.current_stream()
+        with self.cuda.lock:
+            self.clock = {**stream.clock, stream.number: stream.time}
+            self.at_s = perf_counter()
+            self.cuda.log.append((stream.name, "records", self.name))
+
+    def synchronize(self) -> None:
+        with self.cuda.lock:
+            _merge(self.cuda.host, self.clock)
+
+    def elapsed_time(self, end_event: FakeEvent) -> float:
+        for event in (self, end_event):
+            if not event.enable_timing or event.at_s is None:
+                raise RuntimeError(f"{event.name} has no time: made without timing, or never recorded")
+            with self.cuda.lock:
+                late = [s for s, time in event.clock.items() if self.cuda.host.get(s, -1) < time]
+            if late:
+                raise RuntimeError(f"{event.name} may not have been passed: nobody waited for it")
+        assert self.at_s is not None
+        assert end_event.at_s is not None
+        return (end_event.at_s - self.at_s) * 1e3
+
+
+class FakeCuda:
+    """Stands for `torch.cuda` in `CudaLane(device, cuda)`.
+
+    Attributes:
+        log: What streams recorded and waited for, in order, as (stream, verb, event).
+        races: Descriptions of accesses that nothing orders.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.numbers = itertools.count()
+        self.host: Clock = {}
+        self.log: list[tuple[str, str, str]] = []
+        self.races: list[str] = []
+        self._watched: list[_Watched] = []
+        self._local = threading.local()
+        self.default = FakeStream(self, None, 0)
+        self.default.name = "the default stream"
+
+    # ------------------------------------------------------------ what torch.cuda has
+    def Stream(self, device: Any = None, priority: int = 0) -> FakeStream:
+        return FakeStream(self, device, priority)
+
+    def Event(self, enable_timing: bool = False, blocking: bool = False) -> FakeEvent:
+        return FakeEvent(self, enable_timing, blocking)
+
+    def current_stream(self, device: Any = None) -> FakeStream:
+        stack: list[FakeStream] = getattr(self._local, "stack", [])
+        return stack[-1] if stack else self.default
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        if not hasattr(self._local, "stack"):
+            self._local.stack = []
+        self._local.stack.append(stream)
+        try:
+            with _Recorder(self):
+                yield
+        finally:
+            self._local.stack.pop()
+
+    @contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        yield
+
+    # ------------------------------------------------------------ the detector
+    def watch(self, name: str, *tensors: Tensor) -> None:
+        """Check accesses to the memory of these tensors from now on."""
+        with self.lock:
+            for tensor in tensors:
+                start = tensor.data_ptr()
+                stop = start + tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
+                self._watched.append(_Watched(name, start, stop, tensor))
+
+    def access(self, stream: FakeStream, what: str, reads: list[Tensor], writes: list[Tensor]) -> None:
+        """Book an operation on a stream. Fakes of libraries that take raw pointers call it themselves."""
+        with self.lock:
+            stream.time += 1
+            _merge(stream.clock, self.host)
+            for tensor in writes:
+                self._book(stream, what, tensor, is_write=True)
+            for tensor in reads:
+                if not any(tensor is written for written in writes):
+                    self._book(stream, what, tensor, is_write=False)
+
+    def _book(self, stream: FakeStream, what: str, tensor: Tensor, is_write: bool) -> None:
+        if tensor.numel() == 0 or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            return
+        start = tensor.data_ptr()
+        span = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        access = _Access(stream, stream.time, start, start + span * tensor.itemsize, what)
+        for watched in self._watched:
+            if access.start >= watched.stop or access.stop <= watched.start:
+                continue
+            for other in watched.writes + (watched.reads if is_write else []):
+                if (
+                    access.start < other.stop
+                    and other.start < access.stop
+                    and not self._ordered(other, access)
+                ):
+                    self.races.append(
+                        f"{watched.name}: {what} on {stream} {'writes' if is_write else 'reads'} what "
+                        f"{other.what} on {other.stream} touched; nothing orders them"
+                    )
+            kept = watched.writes if is_write else watched.reads
+            # What a write covers is ordered before whatever follows the write, or was reported just now.
+            covered = [watched.writes, watched.reads] if is_write else [watched.reads]
+            for accesses in covered:
+                accesses[:] = [
+                    old
+                    for old in accesses
+                    if not (access.start <= old.start and old.stop <= access.stop)
+                    or (not is_write and old.stream is not stream)
+                ]
+            kept.append(access)
+
+    @staticmethod
+    def _ordered(before: _Access, after: _Access) -> bool:
+        return (
+            before.stream is after.stream or after.stream.clock.get(before.stream.number, -1) >= before.time
+        )
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__()
+        self._cuda = cuda
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        schema = func._schema
+        given = list(zip(schema.arguments, args, strict=False))
+        given += [(a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs]
+        reads: list[Tensor] = []
+        writes: list[Tensor] = []
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+        for argument, value in given:
+            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                writes += tensors
+            elif not is_view:
+                reads += tensors
+        if not is_view:
+            writes += [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+            self._cuda.access(self._cuda.current_stream(), str(func), reads, writes)
+        return out
