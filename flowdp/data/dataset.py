@@ -22,7 +22,8 @@ from torch.utils.data import (
 
 from flowdp.data.order import EpochOrder, Order, SamplerOrder
 from flowdp.data.reader import Batch, Reader, Source
-from flowdp.errors import DataError, OptionError
+from flowdp.data.tensor_source import TensorSource
+from flowdp.errors import OptionError
 
 __all__ = ["Batch", "Source", "TensorSource", "move", "open_source"]
 
@@ -99,51 +100,6 @@ def move(batch: Batch, device: torch.device) -> Batch:
         batch,
         is_leaf=lambda node: hasattr(node, "to"),  # a PackedSequence is a tuple that keeps a part on the CPU
     )
-
-
-class TensorSource(Source):
-    """Gathers batches from tensors in memory, in the thread that asks.
-
-    Args:
-        tensors: Equal in length. Each of shape [samples, ...].
-        pack: Makes the batch of the gathered parts.
-        order: Which samples each batch holds.
-    """
-
-    def __init__(
-        self, tensors: Sequence[Tensor], pack: Callable[[list[Tensor]], Batch], order: Order
-    ) -> None:
-        super().__init__(order)
-        self._tensors = tuple(tensors)
-        self._pack = pack
-
-    def start(
-        self,
-        *,
-        wake: Callable[[int, int, int], None],
-        failed: Callable[[DataError], None],
-    ) -> None:
-        """Nothing is read ahead; see `Source.start`."""
-
-    def take(self, rank: int, epoch: int, batch: int) -> Batch:  # noqa: ARG002 - all ranks are served alike
-        """Gather a batch; always there. See `Source.take`."""
-        index = self._order.indices(epoch, batch)
-        try:
-            return self._pack([tensor.index_select(0, index) for tensor in self._tensors])
-        except (IndexError, RuntimeError) as error:
-            raise DataError(
-                f"gathering batch {batch} of epoch {epoch} from tensors of {len(self._tensors[0])} samples "
-                f"failed: {error}",
-                epoch=epoch,
-                indices=index.tolist(),
-            ) from error
-
-    def give_back(self, epoch: int, batch: int, payload: Batch) -> None:
-        """Nothing to keep: it is gathered again. See `Source.give_back`."""
-
-    def close(self) -> bool:
-        """Nothing to end; see `Source.close`."""
-        return True
 
 
 # ---------------------------------------------------------------- what the user gave

@@ -1,0 +1,135 @@
+"""What one worker sees of the data: a batch on its device, and what will be wanted next.
+
+A feed stands between a rank and the `Source` of all ranks. On the CPU the source's batches are used as they
+are (`DirectFeed`). On CUDA they are copied ahead into a ring (`PrefetchFeed`), or the whole dataset lies on
+the device and a batch is a gather (`ResidentFeed`). A worker treats all of them alike.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from flowdp.data.reader import Batch, Source
+
+__all__ = ["DirectFeed", "Feed"]
+
+
+class Feed(ABC):
+    """The batches of one rank.
+
+    In a round the worker calls `take`, enqueues the step, and calls `release`, again and again; `follow`
+    whenever what it will train has changed.
+
+    Threads:
+        The worker of the rank, unless a method says otherwise.
+    """
+
+    @abstractmethod
+    def start(self, notify: Callable[[int, int], None]) -> None:
+        """Begin. Call it once, after the source was started.
+
+        Args:
+            notify: Called as `notify(epoch, batch)` once a batch is there that `take` did not have, or
+                `take` would raise. Must not block.
+
+        Threads:
+            The one that starts the run.
+        """
+
+    @abstractmethod
+    def follow(self, upcoming: Sequence[tuple[int, int]]) -> None:
+        """Say what this rank will train if nothing changes.
+
+        Level-triggered: the whole list, whenever it is another one than the steps since have left of the
+        last. A batch that was fetched and is not in it is back at the source when this returns.
+
+        Args:
+            upcoming: (epoch, batch) of each, in order.
+        """
+
+    @abstractmethod
+    def take(self, epoch: int, batch: int) -> Batch | None:
+        """Hand a batch over, on the device; None where it is not there yet, and `notify` follows.
+
+        Streams:
+            `compute` waits for the batch's copy.
+
+        Raises:
+            DataError: The dataset failed.
+            IndexError: There is no such batch.
+            ProtocolError: The batch was taken before, or the one before it was not released.
+            RuntimeError: The device failed.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """The step that uses the last taken batch is enqueued; the batch's memory may be written again.
+
+        Streams:
+            A mark is recorded on `compute`.
+        """
+
+    @abstractmethod
+    def wake(self, epoch: int, batch: int) -> None:
+        """Hear from the source that a batch is there which it did not have.
+
+        Threads:
+            The source's own. Does not block.
+        """
+
+    @abstractmethod
+    def fit(self) -> None:
+        """Look how much memory is left, and use it. Call it once, after the first round."""
+
+    @abstractmethod
+    def close(self) -> bool:
+        """End what was started, and let its memory go; takes 1 s at most, and may be called twice.
+
+        Call it at any moment after which no batch is taken.
+
+        Returns:
+            False where a thread still waits for the device; it ends with that wait.
+
+        Threads:
+            Any but the feed's own.
+        """
+
+
+class DirectFeed(Feed):
+    """Batches as the source has them, for a CPU device: they lie in its memory already.
+
+    Args:
+        source: Of all ranks' batches.
+        rank: Whose feed this is.
+    """
+
+    def __init__(self, source: Source, rank: int) -> None:
+        self._source = source
+        self._rank = rank
+        self._notify: Callable[[int, int], None]
+
+    def start(self, notify: Callable[[int, int], None]) -> None:
+        """See `Feed.start`."""
+        self._notify = notify
+
+    def follow(self, upcoming: Sequence[tuple[int, int]]) -> None:
+        """Nothing is fetched ahead; see `Feed.follow`."""
+
+    def take(self, epoch: int, batch: int) -> Batch | None:
+        """Ask the source; see `Feed.take`."""
+        return self._source.take(self._rank, epoch, batch)
+
+    def release(self) -> None:
+        """Nothing is written twice; see `Feed.release`."""
+
+    def wake(self, epoch: int, batch: int) -> None:
+        """Pass it on; see `Feed.wake`."""
+        self._notify(epoch, batch)
+
+    def fit(self) -> None:
+        """Nothing to size; see `Feed.fit`."""
+
+    def close(self) -> bool:
+        """Nothing to end; see `Feed.close`."""
+        return True

@@ -1,0 +1,399 @@
+"""Batches copied to the device ahead of the worker, into memory that is allocated once.
+
+::
+
+    source -> host slot (pinned) ==copy stream==> device slot -> compute stream -> the same slot again
+              3 of them            `copied`       depth + 1      `ready` `free`
+
+One thread per rank. A host slot is filled once the copy out of it has been passed, which the thread waits
+for. The device orders all else: a copy waits for the slot's `free`, `compute` for the slot's `ready`. So
+neither the worker nor its stream ever waits for the host's side of a copy.
+
+What is fetched is always the beginning of what the worker will train, in that order. So a batch that a worker
+waits for has every batch before it out of the way, and a slot: no order of events can lock the two up.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from flowdp.data.base import Feed
+from flowdp.data.reader import Batch, Source
+from flowdp.data.slots import (
+    HostSlot,
+    Layout,
+    Pool,
+    Slot,
+    first_rows,
+    is_plain,
+    moves_itself,
+    own_memory,
+    poison,
+)
+from flowdp.data.tensor_source import TensorSource
+from flowdp.device.streams import Lane
+from flowdp.errors import ProtocolError
+from flowdp.policy.budget import USAGE, Memory, prefetch_depth
+
+__all__ = ["PrefetchFeed"]
+
+_Key = tuple[int, int]  # (epoch, batch)
+
+HOST_SLOTS = 3
+"""One that is filled, one that is copied, and one so that neither waits for the other."""
+
+LOOSE_SLOTS = 2
+"""Batches of other shapes that may be alive: the one in use and the next."""
+
+_GRACE_S = 0.9
+
+
+@dataclass(slots=True, eq=False)
+class _Fetched:
+    """A batch on its way to the device, or there.
+
+    Attributes:
+        key: Its (epoch, batch).
+        payload: As the source gave it, to give back; None where it is gathered.
+        slot: Where it lies, once its copy is enqueued.
+        is_dropped: It was given back.
+    """
+
+    key: _Key
+    payload: Batch
+    slot: Slot | None = None
+    is_dropped: bool = False
+
+
+class PrefetchFeed(Feed):
+    """Copies a rank's batches ahead of it.
+
+    Until `fit` one batch is fetched ahead of the one in use. Batches like the first full one, and shorter
+    ones, lie in slots; others are allocated, two at most at a time. A slot's batch may be written over from
+    `release` on, so a step that keeps one clones it.
+
+    Args:
+        source: Of all ranks' batches.
+        rank: Whose feed this is.
+        lane: Its device.
+        gauge: Reads the device's memory; None for a CPU device.
+        neighbours: The feeds of all ranks on this device; this one joins them.
+        usage: Part of the device that may be in use.
+        poison: Write NaN, or the largest integer, over each slot that becomes free, to find steps that keep
+            a batch. For debugging: it takes time of the copy stream and of the worker.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        rank: int,
+        lane: Lane,
+        *,
+        gauge: Callable[[], Memory | None],
+        neighbours: list[PrefetchFeed] | None = None,
+        usage: float = USAGE,
+        poison: bool = False,
+    ) -> None:
+        self._source = source
+        self._rank = rank
+        self._lane = lane
+        self._gauge = gauge
+        self._neighbours = [] if neighbours is None else neighbours
+        self._neighbours.append(self)
+        self._usage = usage
+        self._poison = poison
+        self._notify: Callable[[int, int], None]
+        self._thread: threading.Thread | None = None
+        self._in_use: Slot | None = None  # the worker's
+
+        # The prefetch thread's.
+        self._host: deque[HostSlot] = deque()  # the one whose copy is the oldest first
+        self._rows = min(source.batch_size, source.samples)  # of a full batch
+        self._tensors: TensorSource | None = None  # whose batches are gathered here
+        self._layout: Layout | None = None  # of a full batch
+        if isinstance(source, TensorSource) and all(map(is_plain, source.tensors)):
+            self._tensors = source
+            self._layout = Layout.of_gathered(source.tensors, self._rows)
+
+        # Serialises everything below; notified when there may be something to do for the prefetch thread.
+        self._changed = threading.Condition()
+        self._upcoming: deque[_Key] = deque()
+        self._fetched: dict[_Key, _Fetched] = {}  # the beginning of `_upcoming`, in its order
+        self._asked = False  # the source did not have the next one, and will wake us
+        self._wanted: _Key | None = None  # the worker waits for it
+        self._ring = Pool(limit=2)
+        self._loose = Pool(limit=LOOSE_SLOTS)
+        self._is_short = False  # of device memory
+        self._error: BaseException | None = None
+        self._closing = False
+
+    @property
+    def depth(self) -> int:
+        """Batches fetched ahead of the one in use, at most.
+
+        Threads:
+            Any.
+        """
+        return max(1, self._ring.limit - 1)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Device memory of the ring but for the batch in use.
+
+        Threads:
+            Any.
+        """
+        return 0 if self._layout is None else max(0, self._ring.made - 1) * self._layout.nbytes
+
+    # ------------------------------------------------------------ the worker
+    def start(self, notify: Callable[[int, int], None]) -> None:
+        """Start the prefetch thread; see `Feed.start`."""
+        self._notify = notify
+        self._thread = threading.Thread(target=self._run, name=f"flowdp-prefetch-{self._rank}", daemon=True)
+        self._thread.start()
+
+    def follow(self, upcoming: Sequence[_Key]) -> None:
+        """Fetch these; see `Feed.follow`."""
+        with self._changed:
+            self._follow(upcoming)
+
+    def take(self, epoch: int, batch: int) -> Batch | None:
+        """Hand a batch over; see `Feed.take`."""
+        key = (epoch, batch)
+        if self._in_use is not None:
+            raise ProtocolError(f"rank {self._rank} took batch {batch} of epoch {epoch} without a release")
+        with self._changed:
+            if not self._upcoming or self._upcoming[0] != key:
+                self._follow([key, *(other for other in self._upcoming if other != key)])
+            fetched = self._fetched.get(key)
+            if fetched is None or fetched.slot is None:
+                if self._error is not None:
+                    raise self._error
+                self._wanted = key
+                return None
+            self._wanted = None
+            self._upcoming.popleft()
+            del self._fetched[key]
+            self._changed.notify()
+        self._in_use = fetched.slot
+        self._lane.compute.wait_event(fetched.slot.ready)
+        return fetched.slot.batch
+
+    def release(self) -> None:
+        """Let the slot of the last batch be filled again; see `Feed.release`."""
+        slot, self._in_use = self._in_use, None
+        if slot is None:
+            if self._closing:
+                return
+            raise ProtocolError(f"rank {self._rank} released a batch that it had not taken")
+        slot.free.record(self._lane.compute)
+        if self._poison:
+            with self._lane.on(self._lane.copy):
+                self._lane.copy.wait_event(slot.free)
+                poison(slot.memory)
+        with self._changed:
+            if not self._closing:
+                slot.pool.unused.append(slot)
+                self._changed.notify()
+
+    def wake(self, epoch: int, batch: int) -> None:  # noqa: ARG002 - an old one makes us ask once too often
+        """Let the prefetch thread ask again; see `Feed.wake`."""
+        with self._changed:
+            self._asked = False
+            self._changed.notify()
+
+    def fit(self) -> None:
+        """Size the ring by the device's memory; see `Feed.fit`."""
+        memory = self._gauge()
+        ahead_bytes = sum(feed.ahead_bytes for feed in self._neighbours)
+        with self._changed:
+            if self._layout is None or self._is_short:
+                return
+            self._ring.limit = 1 + prefetch_depth(
+                memory,
+                self._layout.nbytes,
+                ranks=len(self._neighbours),
+                ahead_bytes=ahead_bytes,
+                usage=self._usage,
+            )
+            self._changed.notify()
+
+    def close(self) -> bool:
+        """End the prefetch thread; see `Feed.close`."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(_GRACE_S)
+            if self._thread.is_alive():
+                return False
+        with self._changed:  # who keeps a run that is over must not keep the device's memory
+            for slots in (self._fetched, self._host, self._ring.unused, self._loose.unused):
+                slots.clear()
+            self._in_use = None
+        return True
+
+    def _follow(self, upcoming: Sequence[_Key]) -> None:
+        """Take over another list, under the lock; give back what was fetched and is not its beginning."""
+        self._upcoming = deque(upcoming)
+        pairs = zip(self._fetched, upcoming, strict=False)
+        kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        for key in list(self._fetched)[kept:]:
+            fetched = self._fetched.pop(key)
+            fetched.is_dropped = True
+            if fetched.slot is not None:  # else the prefetch thread is at it, and looks
+                fetched.slot.pool.unused.append(fetched.slot)
+            if fetched.payload is not None:
+                self._source.give_back(*key, fetched.payload)
+        # Another rank may have asked for it since, and would be woken in our place: ask again.
+        self._asked = False
+        self._changed.notify()
+
+    # ------------------------------------------------------------ the prefetch thread
+    def _run(self) -> None:
+        torch.set_num_threads(1)  # this thread's own; the cores belong to the workers
+        try:
+            with torch.no_grad(), self._lane.on(self._lane.copy):
+                while (fetched := self._fetch()) is not None:
+                    self._load(fetched)
+        except BaseException as error:  # whoever waits must hear of it
+            self._fail(error)
+
+    def _fetch(self) -> _Fetched | None:
+        """Wait for the next batch from the source; None at the end."""
+        with self._changed:
+            while True:
+                self._changed.wait_for(self._may_fetch)
+                if self._closing:
+                    return None
+                key = self._upcoming[len(self._fetched)]
+                payload = None
+                if self._tensors is None:
+                    # Under the lock: a `follow` finds it here, or it lies at the source.
+                    payload = self._source.take(self._rank, *key)
+                    if payload is None:
+                        self._asked = True
+                        continue
+                self._fetched[key] = _Fetched(key, payload)
+                return self._fetched[key]
+
+    def _may_fetch(self) -> bool:
+        ahead = len(self._fetched)
+        return self._closing or (not self._asked and ahead < min(self.depth, len(self._upcoming)))
+
+    def _load(self, fetched: _Fetched) -> None:
+        """Bring a batch to the device."""
+        key, tensors = fetched.key, self._tensors
+        fill: Callable[[Slot], Batch]
+        if tensors is not None and tensors.samples_in(*key) <= self._rows:
+            pool, fill = self._ring, partial(self._gather, tensors, key)
+        else:
+            payload = self._source.take(self._rank, *key) if fetched.payload is None else fetched.payload
+            leaves, tree = tree_flatten(payload, is_leaf=moves_itself)
+            pool, fill = self._pool_for(key, leaves, tree), partial(self._copy, leaves, tree)
+        slot = self._acquire(fetched, pool)
+        if slot is None:
+            return
+        self._lane.copy.wait_event(slot.free)
+        slot.batch = None
+        slot.batch = fill(slot)
+        slot.ready.record(self._lane.copy)
+        with self._changed:
+            if fetched.is_dropped:
+                pool.unused.append(slot)
+                return
+            fetched.slot = slot
+            is_wanted = self._wanted == key
+            if is_wanted:
+                self._wanted = None  # one note for each wait: the worker's inbox is bounded
+        if is_wanted:
+            self._notify(*key)
+
+    def _pool_for(self, key: _Key, leaves: Sequence[object], tree: TreeSpec) -> Pool:
+        """Whether a batch has room in the ring; the first full one says what that looks like."""
+        if self._layout is None and self._source.samples_in(*key) >= self._rows:
+            self._layout = Layout.of(leaves, tree)
+        return self._ring if self._layout is not None and self._layout.holds(leaves, tree) else self._loose
+
+    def _acquire(self, fetched: _Fetched, pool: Pool) -> Slot | None:
+        """Wait for a slot, or make one; None where the batch was given back meanwhile, or at the end."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._closing or fetched.is_dropped or pool.unused or pool.made < pool.limit
+                )
+                if self._closing or fetched.is_dropped:
+                    return None
+                if pool.unused:
+                    return pool.unused.popleft()
+                pool.made += 1
+            try:
+                return self._new_slot(pool)
+            except torch.OutOfMemoryError:
+                with self._changed:
+                    pool.made -= 1
+                    if not pool.made:
+                        raise
+                    pool.limit, self._is_short = pool.made, True
+
+    def _new_slot(self, pool: Pool) -> Slot:
+        lane, layout = self._lane, self._layout
+        memory = layout.on_device(lane) if layout is not None and pool is self._ring else []
+        return Slot(pool, memory, lane.event(), lane.event())
+
+    def _host_slot(self) -> HostSlot:
+        """A host slot that no copy reads any more."""
+        assert self._layout is not None
+        if len(self._host) < HOST_SLOTS:
+            slot = HostSlot(self._layout.on_host(self._lane), self._lane.event())
+        else:
+            slot = self._host.popleft()
+            slot.copied.synchronize()
+        self._host.append(slot)
+        return slot
+
+    def _gather(self, source: TensorSource, key: _Key, slot: Slot) -> Batch:
+        """Fill a slot from the dataset's own tensors."""
+        rows = source.samples_in(*key)
+        host = self._host_slot()
+        parts = [first_rows(rows, memory) for memory in host.memory if memory is not None]
+        batch = [first_rows(rows, memory) for memory in slot.memory if memory is not None]
+        source.gather(*key, out=parts)
+        for memory, part in zip(batch, parts, strict=True):
+            memory.copy_(part, non_blocking=True)
+        host.copied.record(self._lane.copy)
+        return source.pack(batch)
+
+    def _copy(self, leaves: Sequence[Any], tree: TreeSpec, slot: Slot) -> Batch:
+        """Fill a slot from a batch; what has no room in it gets memory of its own."""
+        if slot.pool is self._loose:
+            return tree_unflatten([own_memory(leaf, self._lane) for leaf in leaves], tree)
+        host = self._host_slot()
+        batch = []
+        for leaf, staging, memory in zip(leaves, host.memory, slot.memory, strict=True):
+            if staging is None or memory is None:
+                batch.append(own_memory(leaf, self._lane))
+                continue
+            rows = len(leaf) if leaf.dim() else 0
+            part = first_rows(rows, staging).copy_(leaf)
+            batch.append(first_rows(rows, memory).copy_(part, non_blocking=True))
+        host.copied.record(self._lane.copy)
+        return tree_unflatten(batch, tree)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            if self._closing:
+                return
+            self._error = error
+            wanted, self._wanted = self._wanted, None
+        if wanted is not None:
+            self._notify(*wanted)

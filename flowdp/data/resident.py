@@ -1,0 +1,163 @@
+"""A dataset of tensors that lies on the device as a whole: a batch is a gather there, and nothing is copied.
+
+Of each epoch the order alone goes to the device, once, through pinned memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from flowdp.data.base import Feed
+from flowdp.data.reader import Batch
+from flowdp.data.slots import keep_for_compute
+from flowdp.data.tensor_source import TensorSource
+from flowdp.device.streams import QUIET, Event, Lane
+from flowdp.errors import DataError
+
+__all__ = ["ORDERS_KEPT", "ResidentData", "ResidentFeed"]
+
+ORDERS_KEPT = 2
+"""Epochs whose order lies on the device, for each rank: a rank stands in at most two."""
+
+
+class ResidentData:
+    """A dataset on one device, for all its ranks. What lies there already is used as it is.
+
+    Args:
+        source: Whose tensors.
+        lane: Of one of the ranks there; it copies.
+
+    Attributes:
+        source: As given.
+        tensors: Its tensors, on the device.
+        copied: Recorded behind the copies.
+
+    Threads:
+        The one that made the tensors, so that a copy from another device is behind what made them.
+
+    Raises:
+        torch.OutOfMemoryError: The device has no room for them.
+    """
+
+    def __init__(self, source: TensorSource, lane: Lane) -> None:
+        self.source = source
+        self.tensors: list[Tensor] = []
+        self.copied = lane.event()
+        with torch.no_grad(), lane.on(lane.copy):
+            for tensor in source.tensors:
+                if tensor.device != lane.device:
+                    with QUIET:
+                        own = torch.empty_like(tensor, device=lane.device)
+                    tensor = own.copy_(tensor, non_blocking=True)
+                self.tensors.append(tensor)
+            self.copied.record(lane.copy)
+
+    @staticmethod
+    def needed_bytes(source: TensorSource, device: torch.device, ranks: int) -> int:
+        """What has to be allocated on a device of so many ranks for this."""
+        orders = ranks * ORDERS_KEPT * source.samples * torch.int64.itemsize
+        return orders + sum(tensor.nbytes for tensor in source.tensors if tensor.device != device)
+
+
+@dataclass(slots=True)
+class _Order:
+    """The order of an epoch on the device.
+
+    Attributes:
+        epoch: Which.
+        bounds: Where each batch starts and stops in it.
+        staging: Pinned. Shape [samples].
+        index: On the device. Shape [samples].
+        copied: Recorded behind the copy from `staging`.
+    """
+
+    epoch: int
+    bounds: list[tuple[int, int]]
+    staging: Tensor
+    index: Tensor
+    copied: Event
+
+
+class ResidentFeed(Feed):
+    """Gathers a rank's batches on its device, on `compute`, in the worker itself.
+
+    Args:
+        data: The dataset, on that device.
+        lane: The rank's.
+    """
+
+    def __init__(self, data: ResidentData, lane: Lane) -> None:
+        self._source = data.source
+        self._tensors = data.tensors
+        self._lane = lane
+        self._orders: list[_Order | None] = [None] * ORDERS_KEPT
+        lane.adopt()  # tensors that the user made there
+        lane.compute.wait_event(data.copied)
+        keep_for_compute(data.tensors, lane)
+
+    def start(self, notify: Callable[[int, int], None]) -> None:
+        """Every batch is there; see `Feed.start`."""
+
+    def follow(self, upcoming: Sequence[tuple[int, int]]) -> None:
+        """Nothing is fetched ahead; see `Feed.follow`."""
+
+    def take(self, epoch: int, batch: int) -> Batch:
+        """Gather a batch; always there. See `Feed.take`."""
+        order = self._orders[epoch % ORDERS_KEPT]
+        if order is None or order.epoch != epoch:
+            order = self._orders[epoch % ORDERS_KEPT] = self._upload(epoch, order)
+        if not 0 <= batch < len(order.bounds):
+            raise IndexError(f"batch {batch} of an epoch of {len(order.bounds)} batches")
+        start, stop = order.bounds[batch]
+        index = order.index[start:stop]
+        return self._source.pack([tensor.index_select(0, index) for tensor in self._tensors])
+
+    def release(self) -> None:
+        """Each batch has memory of its own; see `Feed.release`."""
+
+    def wake(self, epoch: int, batch: int) -> None:
+        """Nobody is ever asked to; see `Feed.wake`."""
+
+    def fit(self) -> None:
+        """Nothing to size; see `Feed.fit`."""
+
+    def close(self) -> bool:
+        """Let the memory go: who keeps a run that is over must not keep it. See `Feed.close`."""
+        self._tensors = []
+        self._orders = [None] * ORDERS_KEPT
+        return True
+
+    def _upload(self, epoch: int, old: _Order | None) -> _Order:
+        """Bring an epoch's order to the device, into the memory of an older one."""
+        parts = [self._source.index(epoch, batch) for batch in range(self._source.batches)]
+        bounds = list(pairwise(accumulate(map(len, parts), initial=0)))
+        samples = bounds[-1][1]
+        if old is None or len(old.staging) < samples:
+            with QUIET:
+                staging = self._lane.pinned((samples,), torch.int64)
+            index = torch.empty(samples, dtype=torch.int64, device=self._lane.device)
+            old = _Order(epoch, bounds, staging, index, self._lane.event())
+        old.copied.synchronize()  # two epochs ago: passed long since, so nobody waits
+        staging = old.staging[:samples]
+        torch.cat(parts, out=staging)
+        self._check(epoch, staging)
+        old.index[:samples].copy_(staging, non_blocking=True)
+        old.copied.record(self._lane.compute)
+        return _Order(epoch, bounds, old.staging, old.index, old.copied)
+
+    def _check(self, epoch: int, index: Tensor) -> None:
+        # On the device a wrong index would end the process's use of CUDA, without a word of whose it was.
+        low, high = (int(bound) for bound in torch.aminmax(index))
+        samples = len(self._tensors[0])
+        if low < 0 or high >= samples:
+            wrong = low if low < 0 else high
+            raise DataError(
+                f"the order of epoch {epoch} holds index {wrong}, and the tensors have {samples} samples",
+                epoch=epoch,
+                indices=(wrong,),
+            )

@@ -1,0 +1,221 @@
+"""Memory for batches that is written again and again: what a batch looks like, and where one lies."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_leaves
+
+from flowdp.data.reader import Batch
+from flowdp.device.streams import QUIET, Event, Lane
+
+__all__ = [
+    "HostSlot",
+    "Layout",
+    "Pool",
+    "Slot",
+    "first_rows",
+    "is_plain",
+    "keep_for_compute",
+    "moves_itself",
+    "own_memory",
+    "poison",
+]
+
+
+def is_plain(leaf: object) -> TypeGuard[Tensor]:
+    """Whether a leaf is a tensor that a slot can hold: dense, on the host, no subclass that says more."""
+    return (
+        type(leaf) is Tensor
+        and leaf.layout is torch.strided
+        and leaf.device.type == "cpu"
+        and not leaf.is_nested
+    )
+
+
+def moves_itself(node: object) -> bool:
+    """Whether a node of a batch is moved as one: a PackedSequence is a tuple that keeps a part on the CPU."""
+    return hasattr(node, "to")
+
+
+def first_rows(rows: int, memory: Tensor) -> Tensor:
+    """The part of a slot's tensor for so many samples; all of one without dimensions."""
+    return memory[:rows] if memory.dim() else memory
+
+
+def keep_for_compute(leaves: Iterable[object], lane: Lane) -> None:
+    """Tell the allocator that memory of the copy stream is read by `compute`, for when it is freed."""
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
+            leaf.record_stream(lane.compute)  # type: ignore[arg-type]
+
+
+def own_memory(leaf: Any, lane: Lane) -> Any:
+    """A leaf of a batch on the device, in memory of its own; the leaf itself if it does not move.
+
+    Streams:
+        `copy` is current: it allocates there, and copies.
+    """
+    if is_plain(leaf):
+        with QUIET:
+            moved = torch.empty_like(leaf, device=lane.device)
+        moved.copy_(leaf, non_blocking=True)
+    elif moves_itself(leaf):
+        # Some move themselves in place, and the source may get this one back.
+        own = leaf if isinstance(leaf, Tensor) else copy.copy(leaf)
+        with QUIET:
+            moved = own.to(lane.device)
+    else:
+        return leaf
+    keep_for_compute(tree_leaves(moved), lane)
+    return moved
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A tensor of a full batch."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, like: Tensor) -> _Form:
+        # `empty_like` keeps dense strides (channels_last) and makes others dense.
+        return cls(tuple(like.shape), torch.empty_like(like, device="meta").stride(), like.dtype)
+
+    def holds(self, leaf: object) -> bool:
+        return (
+            is_plain(leaf)
+            and leaf.dtype == self.dtype
+            and leaf.dim() == len(self.shape)
+            and leaf.shape[1:] == self.shape[1:]
+            and leaf.shape[:1] <= self.shape[:1]
+        )
+
+    def of_memory(self, allocate: Callable[[tuple[int], torch.dtype], Tensor]) -> Tensor:
+        return allocate((self.elements,), self.dtype).as_strided(self.shape, self.strides)
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a full batch looks like: its tree, and for each leaf its form, or None for no plain tensor.
+
+    Attributes:
+        tree: How the leaves make a batch; None where batches are gathered.
+        forms: One per leaf.
+    """
+
+    tree: TreeSpec | None
+    forms: tuple[_Form | None, ...]
+
+    @classmethod
+    def of(cls, leaves: Sequence[object], tree: TreeSpec | None) -> Layout:
+        """The layout of a full batch that is there."""
+        return cls(tree, tuple(_Form.of(leaf) if is_plain(leaf) else None for leaf in leaves))
+
+    @classmethod
+    def of_gathered(cls, tensors: Sequence[Tensor], rows: int) -> Layout:
+        """The layout of batches of so many samples of these tensors, all of them plain."""
+        gathered = (torch.empty((rows, *t.shape[1:]), dtype=t.dtype, device="meta") for t in tensors)
+        return cls(None, tuple(map(_Form.of, gathered)))
+
+    def holds(self, leaves: Sequence[object], tree: TreeSpec) -> bool:
+        """Whether a batch is one of these, or a shorter one."""
+        return tree == self.tree and all(
+            form is None or form.holds(leaf) for form, leaf in zip(self.forms, leaves, strict=True)
+        )
+
+    def on_device(self, lane: Lane) -> list[Tensor | None]:
+        """Memory for a full batch that `copy`, the current stream, writes and `compute` reads.
+
+        Raises:
+            torch.OutOfMemoryError: The device has no room for it.
+        """
+        with QUIET:
+            memory = self._new(lambda shape, dtype: torch.empty(shape, dtype=dtype, device=lane.device))
+        keep_for_compute(memory, lane)
+        return memory
+
+    def on_host(self, lane: Lane) -> list[Tensor | None]:
+        """Memory for a full batch that the device copies from by itself."""
+        with QUIET:
+            return self._new(lane.pinned)
+
+    def _new(self, allocate: Callable[[tuple[int], torch.dtype], Tensor]) -> list[Tensor | None]:
+        return [None if form is None else form.of_memory(allocate) for form in self.forms]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a full batch."""
+        return sum(form.elements * form.dtype.itemsize for form in self.forms if form is not None)
+
+
+@dataclass(slots=True, eq=False)
+class HostSlot:
+    """Pinned memory of one batch.
+
+    Attributes:
+        memory: A tensor per leaf, None for what is no plain tensor.
+        copied: Recorded on `copy` behind the copy out of it.
+    """
+
+    memory: list[Tensor | None]
+    copied: Event
+
+
+@dataclass(slots=True)
+class Pool:
+    """Slots of a kind.
+
+    Attributes:
+        limit: How many there may be.
+        made: How many there are.
+        unused: Those of them that are not in use.
+    """
+
+    limit: int
+    made: int = 0
+    unused: deque[Slot] = field(default_factory=deque)
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """Device memory of one batch.
+
+    Attributes:
+        pool: Where it goes when it is not in use.
+        memory: A tensor per leaf, None for what is no plain tensor. Empty where each batch has its own.
+        ready: Recorded on `copy` behind the copy into it.
+        free: Recorded on `compute` behind the step that used it.
+        batch: The last batch here. What of it was allocated for it alone is let go once `copy` has waited for
+            `free`, because the allocator gives it to the copy stream again.
+    """
+
+    pool: Pool
+    memory: list[Tensor | None]
+    ready: Event
+    free: Event
+    batch: Batch = None
+
+
+def poison(memory: Sequence[Tensor | None]) -> None:
+    """Write over a slot: NaN, or the largest integer."""
+    for tensor in memory:
+        if tensor is None:
+            continue
+        worst: Any = math.nan
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            worst = tensor.dtype is torch.bool or torch.iinfo(tensor.dtype).max
+        tensor.fill_(worst)

@@ -1,0 +1,106 @@
+"""Datasets that are tensors in memory: batches are gathered from them, where and when they are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from flowdp.data.order import Order
+from flowdp.data.reader import Batch, Source
+from flowdp.errors import DataError
+
+__all__ = ["TensorSource"]
+
+
+class TensorSource(Source):
+    """Gathers batches from tensors in memory, in the thread that asks.
+
+    Args:
+        tensors: Equal in length. Each of shape [samples, ...].
+        pack: Makes the batch of the gathered parts.
+        order: Which samples each batch holds.
+
+    Attributes:
+        tensors: As given.
+        pack: As given.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], pack: Callable[[list[Tensor]], Batch], order: Order
+    ) -> None:
+        super().__init__(order)
+        self.tensors = tuple(tensors)
+        self.pack = pack
+
+    def on_host(self) -> TensorSource:
+        """The same source with its tensors in the host's memory; itself where they lie there.
+
+        Threads:
+            The one that made the tensors: what it has enqueued is waited for.
+        """
+        if all(tensor.device.type == "cpu" for tensor in self.tensors):
+            return self
+        return TensorSource([tensor.cpu() for tensor in self.tensors], self.pack, self._order)
+
+    def start(
+        self,
+        *,
+        wake: Callable[[int, int, int], None],
+        failed: Callable[[DataError], None],
+    ) -> None:
+        """Nothing is read ahead; see `Source.start`."""
+
+    def take(self, rank: int, epoch: int, batch: int) -> Batch:  # noqa: ARG002 - all ranks are served alike
+        """Gather a batch; always there. See `Source.take`."""
+        return self.pack(self.gather(epoch, batch))
+
+    def index(self, epoch: int, batch: int) -> Tensor:
+        """The dataset indices of a batch, int64. Shape [samples_in(epoch, batch)].
+
+        Threads:
+            Any.
+
+        Raises:
+            DataError: The sampler failed.
+            IndexError: An epoch has no such batch.
+        """
+        return self._order.indices(epoch, batch)
+
+    def gather(self, epoch: int, batch: int, out: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """The parts of a batch, one per tensor. Each of shape [samples_in(epoch, batch), ...].
+
+        Args:
+            epoch: Its epoch.
+            batch: Its number in the epoch.
+            out: Memory for the parts, of their shapes and dtypes.
+
+        Threads:
+            Any.
+
+        Raises:
+            DataError: An index lies outside the tensors, or the sampler failed.
+            IndexError: An epoch has no such batch.
+        """
+        index = self._order.indices(epoch, batch)
+        try:
+            if out is None:
+                return [tensor.index_select(0, index) for tensor in self.tensors]
+            return [
+                torch.index_select(t, 0, index, out=part) for t, part in zip(self.tensors, out, strict=True)
+            ]
+        except (IndexError, RuntimeError) as error:
+            raise DataError(
+                f"gathering batch {batch} of epoch {epoch} from tensors of {len(self.tensors[0])} samples "
+                f"failed: {error}",
+                epoch=epoch,
+                indices=index.tolist(),
+            ) from error
+
+    def give_back(self, epoch: int, batch: int, payload: Batch) -> None:
+        """Nothing to keep: it is gathered again. See `Source.give_back`."""
+
+    def close(self) -> bool:
+        """Nothing to end; see `Source.close`."""
+        return True

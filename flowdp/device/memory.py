@@ -1,0 +1,53 @@
+"""The gauge: what a device's driver and torch's allocator say of its memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flowdp.device.streams import Lane
+from flowdp.policy.budget import Memory
+
+__all__ = ["read_memory", "reset_peak"]
+
+
+def read_memory(lane: Lane, cuda: Any = torch.cuda) -> Memory | None:
+    """The memory of a rank's device now; None for a CPU device.
+
+    It takes some 100 us and, for the allocator's part, its lock with the interpreter's: once in a while,
+    never per batch.
+
+    Args:
+        lane: Whose device.
+        cuda: What stands for `torch.cuda`, in tests.
+
+    Threads:
+        The rank's worker or, before the run, the one that starts it; never at the gate.
+    """
+    if not lane.is_async:
+        return None
+    free, total = cuda.mem_get_info(lane.device)
+    stats = cuda.memory_stats(lane.device)  # a key that an allocator does not keep counts as 0
+    return Memory(
+        total=total,
+        free=free,
+        reserved=stats.get("reserved_bytes.all.current", 0),
+        active=stats.get("active_bytes.all.current", 0),
+        peak=stats.get("active_bytes.all.peak", 0),
+        split=stats.get("inactive_split_bytes.all.current", 0),
+    )
+
+
+def reset_peak(lane: Lane, cuda: Any = torch.cuda) -> None:
+    """Let the peak begin anew: what an earlier run of the process needed says nothing about this one.
+
+    Args:
+        lane: Whose device; nothing is done for a CPU device.
+        cuda: What stands for `torch.cuda`, in tests.
+
+    Threads:
+        The one that starts the run, before its workers.
+    """
+    if lane.is_async:
+        cuda.reset_peak_memory_stats(lane.device)

@@ -1,0 +1,152 @@
+"""A fake card: `FakeCuda` with memory of its own, on which a feed's every slot is watched.
+
+What is allocated under a stream is watched from then on; on `copy`, beside the worker, that takes `QUIET`.
+What writes to pinned memory is the host, whatever stream is current; it is booked as a stream that the host
+has always waited for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowdp.device.streams import QUIET, CudaLane, Event
+from tests.fakes import FakeCuda, FakeEvent, FakeStream
+
+NEAR = torch.device("cpu", 0)
+
+
+class _Event(FakeEvent):
+    def record(self, stream: FakeStream | None = None) -> None:
+        super().record(stream)
+        assert isinstance(self.cuda, Card)
+        self.cuda._told()
+
+    def synchronize(self) -> None:
+        assert isinstance(self.cuda, Card)
+        self.cuda.waiters.add(threading.current_thread().name)
+        if self not in self.cuda.deaf:
+            super().synchronize()
+
+
+class _Stream(FakeStream):
+    def wait_event(self, event: FakeEvent) -> None:
+        assert isinstance(self.cuda, Card)
+        if self not in self.cuda.deaf:
+            super().wait_event(event)
+
+
+class Card(FakeCuda):
+    """Stands for `torch.cuda` with one device.
+
+    Args:
+        total: Bytes of the device.
+        used: Of them, by other processes.
+        room: Bytes that can be allocated under streams before it is out of memory.
+
+    Attributes:
+        deaf: Streams and events that do not wait, to see that each wait is needed.
+        waiters: Names of the threads that waited for an event.
+        allocated: Bytes of device memory, under streams.
+        refused: Allocations for which there was no room.
+    """
+
+    def __init__(self, total: int = 10**9, used: int = 0, room: int = 10**12) -> None:
+        super().__init__()
+        self.total, self.used, self.room = total, used, room
+        self.deaf: set[Any] = set()
+        self.waiters: set[str] = set()
+        self.recorded = threading.Condition()
+        self.allocated = self.refused = 0
+        self.peaks_reset = 0
+        self.emptied = 0
+        self.host_stream = FakeStream(self, None, 0)
+        self.host_stream.name = "the host"
+        self._pinned: list[tuple[int, int]] = []
+        self._pinning = threading.local()
+
+    def Stream(self, device: Any = None, priority: int = 0) -> FakeStream:
+        return _Stream(self, device, priority)
+
+    def Event(self, enable_timing: bool = False, blocking: bool = False) -> FakeEvent:
+        return _Event(self, enable_timing, blocking)
+
+    def until(self, happened: Callable[[], bool]) -> None:
+        """Wait for something that is true when an event is recorded, or memory refused."""
+        with self.recorded:
+            assert self.recorded.wait_for(happened, timeout=10)
+
+    def _told(self) -> None:
+        with self.recorded:
+            self.recorded.notify_all()
+
+    # ------------------------------------------------------------ memory
+    def mem_get_info(self, device: Any) -> tuple[int, int]:
+        return self.total - self.used - self.allocated, self.total
+
+    def memory_stats(self, device: Any) -> dict[str, int]:
+        return {
+            "reserved_bytes.all.current": self.allocated,
+            "active_bytes.all.current": self.allocated,
+            "active_bytes.all.peak": self.allocated,
+        }
+
+    def reset_peak_memory_stats(self, device: Any) -> None:
+        self.peaks_reset += 1
+
+    def empty_cache(self) -> None:
+        self.emptied += 1
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        assert QUIET.locked(), "memory is pinned while a collective may be launched"
+        self._pinning.now = True
+        try:
+            memory = torch.empty(tuple(shape), dtype=dtype)
+        finally:
+            self._pinning.now = False
+        self.watch("pinned memory", memory)
+        with self.lock:
+            self._pinned.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes))
+        return memory
+
+    def access(self, stream: FakeStream, what: str, reads: list[Tensor], writes: list[Tensor]) -> None:
+        if what.startswith("aten.empty"):
+            if writes[0].device.type == "cpu" and not getattr(self._pinning, "now", False):
+                assert stream.name != "copy" or QUIET.locked(), "allocated while a collective may be launched"
+                self._allocate(writes[0])
+            return
+        if any(start <= tensor.data_ptr() < stop for tensor in writes for start, stop in self._pinned):
+            super().access(self.host_stream, what, reads, writes)
+            self.host_stream.synchronize()
+        else:
+            super().access(stream, what, reads, writes)
+
+    def _allocate(self, memory: Tensor) -> None:
+        with self.lock:
+            if self.allocated + memory.nbytes > self.room:
+                self.refused += 1
+                self._told()
+                raise torch.OutOfMemoryError("the fake card is full")
+            self.allocated += memory.nbytes
+        self.watch("a slot", memory)
+
+
+class CardLane(CudaLane):
+    """A rank on a fake card. `NEAR` is the CPU under another name than plain tensors have."""
+
+    def __init__(self, card: Card | None = None, device: torch.device = NEAR) -> None:
+        self.card = card or Card()
+        super().__init__(device, self.card)
+        self.compute.name, self.copy.name = "compute", "copy"  # type: ignore[attr-defined]
+        self.made: list[Event] = []
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self.card.pinned(shape, dtype)
+
+    def event(self, *, timing: bool = False) -> Event:
+        self.made.append(super().event(timing=timing))
+        return self.made[-1]

@@ -1,0 +1,54 @@
+"""A rank on the CPU has the source's own batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowdp.data.base import DirectFeed
+from flowdp.data.order import EpochOrder
+from flowdp.data.reader import Source
+from flowdp.errors import DataError
+
+
+class Recorded(Source):
+    """A source that has its second batch only when it was asked for it before."""
+
+    def __init__(self) -> None:
+        super().__init__(EpochOrder(9, 3, 0, shuffle=False, drop_last=False))
+        self.asked: list[tuple[int, int, int]] = []
+
+    def start(self, **_: Any) -> None: ...
+
+    def take(self, rank: int, epoch: int, batch: int) -> Any:
+        self.asked.append((rank, epoch, batch))
+        if batch == 2:
+            raise DataError("broken")
+        return f"batch {batch}" if batch == 0 or self.asked.count((rank, epoch, batch)) > 1 else None
+
+    def give_back(self, epoch: int, batch: int, payload: Any) -> None:
+        raise AssertionError("nothing was fetched that could be given back")
+
+    def close(self) -> bool:
+        raise AssertionError("the source is not the feed's to close")
+
+
+def test_it_passes_everything_on():
+    source, notes = Recorded(), list[tuple[int, int]]()
+    feed = DirectFeed(source, 3)
+    feed.start(lambda epoch, batch: notes.append((epoch, batch)))
+    feed.follow([(0, 0), (0, 1), (0, 2)])
+    assert source.asked == []
+    assert feed.take(0, 0) == "batch 0"
+    feed.release()
+    assert feed.take(0, 1) is None
+    feed.follow([])
+    feed.wake(0, 1)
+    assert notes == [(0, 1)]
+    feed.fit()
+    assert feed.take(0, 1) == "batch 1"
+    with pytest.raises(DataError, match="broken"):
+        feed.take(0, 2)
+    assert source.asked == [(3, 0, 0), (3, 0, 1), (3, 0, 1), (3, 0, 2)]
+    assert feed.close()

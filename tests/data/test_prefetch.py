@@ -1,0 +1,775 @@
+"""The ring: every batch right and once, no access that only luck orders, no wait that can lock up."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from flowdp.data.dataset import open_source
+from flowdp.data.order import EpochOrder
+from flowdp.data.prefetch import HOST_SLOTS, PrefetchFeed
+from flowdp.data.reader import Batch, Source
+from flowdp.data.tensor_source import TensorSource
+from flowdp.device.streams import HostLane, Lane
+from flowdp.errors import DataError, ProtocolError
+from flowdp.policy.budget import Memory
+from tests.data.cards import Card, CardLane
+
+Key = tuple[int, int]
+SAMPLES, BATCH, BATCHES = 43, 4, 11  # the last batch of an epoch has 3
+
+
+class Samples:
+    """A dataset whose samples tell their index."""
+
+    def __init__(self, length: int = SAMPLES, sample: Callable[[int], Any] | None = None) -> None:
+        self.length = length
+        self.sample = sample or (lambda index: {"x": torch.full((2, 3), float(index)), "y": index})
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.sample(index)
+
+
+class Logged(Source):
+    """Another source, with a look at what was handed out: no batch twice, none lost."""
+
+    def __init__(self, inner: Source) -> None:
+        super().__init__(inner._order)
+        self.inner = inner
+        self.out: set[Key] = set()
+        self.returned: list[Key] = []
+        self._lock = threading.Lock()
+
+    def start(self, *, wake: Any, failed: Any) -> None:
+        self.inner.start(wake=wake, failed=failed)
+
+    def take(self, rank: int, epoch: int, batch: int) -> Batch | None:
+        payload = self.inner.take(rank, epoch, batch)
+        if payload is not None:
+            with self._lock:
+                assert (epoch, batch) not in self.out
+                self.out.add((epoch, batch))
+        return payload
+
+    def give_back(self, epoch: int, batch: int, payload: Batch) -> None:
+        with self._lock:
+            self.out.remove((epoch, batch))
+            self.returned.append((epoch, batch))
+        self.inner.give_back(epoch, batch, payload)
+
+    def close(self) -> bool:
+        return self.inner.close()
+
+
+class Shelf(Source):
+    """A source whose batches a test lays on it by hand."""
+
+    def __init__(self, batches: int = 50) -> None:
+        super().__init__(EpochOrder(batches * BATCH, BATCH, 0, shuffle=False, drop_last=False))
+        self.there: dict[Key, Batch] = {}
+        self.asked: queue.SimpleQueue[tuple[int, int, int]] = queue.SimpleQueue()
+        self.returned: list[Key] = []
+
+    def start(self, *, wake: Any, failed: Any) -> None: ...
+
+    def take(self, rank: int, epoch: int, batch: int) -> Batch | None:
+        self.asked.put((rank, epoch, batch))
+        return self.there.pop((epoch, batch), None)
+
+    def give_back(self, epoch: int, batch: int, payload: Batch) -> None:
+        self.there[epoch, batch] = payload
+        self.returned.append((epoch, batch))
+
+    def close(self) -> bool:
+        return True
+
+    def put(self, *batches: int) -> None:
+        for batch in batches:
+            self.there[0, batch] = torch.full((BATCH,), float(batch))
+
+
+class Rank:
+    """A worker that sees its batches through a feed."""
+
+    def __init__(self, source: Source, lane: Lane, rank: int = 0, **options: Any) -> None:
+        options.setdefault("gauge", lambda: None)
+        self.lane = lane
+        self.feed = PrefetchFeed(source, rank, lane, **options)
+        self.notes: queue.SimpleQueue[Key] = queue.SimpleQueue()
+        self.seen: dict[Key, Batch] = {}
+        self.waits = self.noted = 0
+        self.feed.start(self._note)
+
+    def _note(self, epoch: int, batch: int) -> None:
+        self.noted += 1
+        assert self.noted <= self.waits, "more notes than waits: the inbox would overflow"
+        self.notes.put((epoch, batch))
+
+    def take(self, key: Key) -> Batch:
+        with self.lane.on(self.lane.compute):
+            while (batch := self.ask(key)) is None:
+                self.notes.get(timeout=10)
+        return batch
+
+    def ask(self, key: Key) -> Batch | None:
+        self.waits += 1  # before the answer: the note may be quicker than it
+        batch = self.feed.take(*key)
+        self.waits -= batch is not None
+        return batch
+
+    def train(self, key: Key) -> Batch:
+        """A step that clones its batch."""
+        batch = self.take(key)
+        with self.lane.on(self.lane.compute):
+            self.seen[key] = torch.utils._pytree.tree_map(
+                lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch
+            )
+            self.feed.release()
+        return self.seen[key]
+
+
+@pytest.fixture
+def close() -> Iterator[Callable[[Any], Any]]:
+    """Closes, at the end of the test, what it was called with: feeds before their source."""
+    things: list[Any] = []
+
+    def later(thing: Any) -> Any:
+        things.append(thing)
+        return thing
+
+    yield later
+    for thing in sorted(things, key=lambda thing: isinstance(thing, Source)):
+        begin = time.perf_counter()
+        assert (thing if isinstance(thing, Source) else thing.feed).close()
+        assert time.perf_counter() - begin < (2 if isinstance(thing, Source) else 1)
+
+
+def tensors(length: int = SAMPLES, **options: Any) -> TensorSource:
+    x = torch.arange(length, dtype=torch.float32)[:, None, None].expand(-1, 2, 3).contiguous()
+    given: dict[str, Any] = {
+        "batch_size": BATCH, "shuffle": True, "seed": 3, "drop_last": False, "collate_fn": None,
+        "num_workers": None, "epochs": 3, **options,
+    }  # fmt: skip
+    source = open_source({"x": x, "y": torch.arange(length)}, **given)
+    assert isinstance(source, TensorSource)
+    return source
+
+
+def read(dataset: Any = None, *, world_size: int = 1, **options: Any) -> Logged:
+    given: dict[str, Any] = {
+        "batch_size": BATCH, "shuffle": True, "seed": 3, "drop_last": False, "collate_fn": None,
+        "num_workers": None, "epochs": 3, "world_size": world_size, **options,
+    }  # fmt: skip
+    return Logged(open_source(dataset or Samples(), **given))
+
+
+def begin(source: Source, ranks: Sequence[Rank]) -> None:
+    source.start(wake=lambda rank, *key: ranks[rank].feed.wake(*key), failed=lambda error: None)
+
+
+def check(source: Source, key: Key, batch: Batch) -> None:
+    indices = torch.tensor(source.indices(*key))
+    assert torch.equal(batch["y"], indices)
+    assert torch.equal(batch["x"], indices.float()[:, None, None].expand(-1, 2, 3))
+
+
+def everything(epochs: int = 3) -> list[Key]:
+    return [(epoch, batch) for epoch in range(epochs) for batch in range(BATCHES)]
+
+
+LANES = {"host": lambda: HostLane(torch.device("cpu")), "card": CardLane}
+SOURCES = {"tensors": tensors, "read": read}
+
+
+def no_race(*lanes: Lane) -> None:
+    for lane in lanes:
+        if isinstance(lane, CardLane):
+            assert lane.card.races == []
+
+
+# ---------------------------------------------------------------- the batches
+@pytest.mark.parametrize("source_of", SOURCES.values(), ids=SOURCES)
+@pytest.mark.parametrize("lane_of", LANES.values(), ids=LANES)
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_all_batches_of_all_epochs(close, source_of, lane_of, depth):
+    source, lane = close(source_of()), lane_of()
+    rank = close(Rank(source, lane))
+    rank.feed._ring.limit = depth + 1
+    begin(source, [rank])
+    keys = everything()
+    for i in range(0, len(keys), 9):  # in plans that overlap
+        rank.feed.follow(keys[i : i + 18])
+        for key in keys[i : i + 9]:
+            check(source, key, rank.train(key))
+    assert list(rank.seen) == keys
+    no_race(lane)
+    assert rank.feed._ring.made <= depth + 1
+    assert len(rank.feed._host) <= HOST_SLOTS
+    if isinstance(lane, CardLane):
+        assert lane.card.waiters <= {"flowdp-prefetch-0"}, "the worker waited for the device"
+
+
+def test_a_shorter_batch_is_a_part_of_a_slot(close):
+    rank = close(Rank(tensors(), CardLane()))
+    rank.feed.follow(everything(1))
+    for key in everything(1):
+        batch = rank.take(key)
+        assert batch["x"].untyped_storage().nbytes() == BATCH * 6 * 4
+        assert len(batch["x"]) == (3 if key == (0, BATCHES - 1) else BATCH)
+        rank.feed.release()
+    assert rank.feed._loose.made == 0
+
+
+@pytest.mark.parametrize("what", ["ready", "free", "copied"])
+@pytest.mark.parametrize("source_of", SOURCES.values(), ids=SOURCES)
+def test_each_edge_is_needed(close, what, source_of):
+    source, lane = close(source_of()), CardLane()
+    deaf = {"ready": lane.compute, "free": lane.copy}
+    if what in deaf:
+        lane.card.deaf.add(deaf[what])
+    rank = close(Rank(source, lane))
+    begin(source, [rank])
+    rank.feed.follow(everything())
+    for key in everything():
+        if what == "copied":
+            lane.card.deaf.update(lane.made)
+        rank.train(key)
+    assert lane.card.races
+
+
+def test_the_first_batch_may_be_the_short_one(close):
+    source = close(read())
+    rank = close(Rank(source, CardLane()))
+    begin(source, [rank])
+    keys = [(0, BATCHES - 1), *everything(2)[BATCHES:]]
+    rank.feed.follow(keys)
+    for key in keys:
+        check(source, key, rank.train(key))
+    assert rank.feed._loose.made == 1
+    assert rank.feed._ring.made <= 2
+    no_race(rank.lane)
+
+
+# ---------------------------------------------------------------- plans that change
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("lane_of", LANES.values(), ids=LANES)
+@pytest.mark.parametrize("source_of", SOURCES.values(), ids=SOURCES)
+def test_plans_change_at_any_moment(close, seed, lane_of, source_of):
+    dice = random.Random(seed)
+    world = dice.choice([1, 2, 3])
+    source = close(source_of(world_size=world))
+    if isinstance(source, Logged):
+        source.inner.ahead = dice.choice([1, 2, 8])  # type: ignore[attr-defined]
+    ranks = [close(Rank(source, lane_of(), rank)) for rank in range(world)]
+    for rank in ranks:
+        rank.feed._ring.limit = dice.choice([2, 3, 6])
+    begin(source, ranks)
+    undealt, plans = everything(), [list[Key]() for _ in ranks]
+    while undealt or any(plans):
+        who = dice.randrange(world)
+        rank, plan = ranks[who], plans[who]
+        match dice.choice(["deal", "train", "train", "train", "void"]):
+            case "deal":
+                count = dice.randrange(1, 6)
+                plan += undealt[:count]
+                del undealt[:count]
+                rank.feed.follow(plan)
+            case "train" if plan:
+                key = plan.pop(0)
+                check(source, key, rank.train(key))
+            case "void":
+                kept = dice.randrange(len(plan) + 1)
+                undealt = sorted(undealt + plan[kept:])
+                del plan[kept:]
+                rank.feed.follow(plan)
+                if isinstance(source, Logged):
+                    assert not source.out & set(undealt), "a batch was not given back in time"
+    trained = [key for rank in ranks for key in rank.seen]
+    assert sorted(trained) == everything()
+    if isinstance(source, Logged):
+        assert source.out == set(everything())
+    no_race(*(rank.lane for rank in ranks))
+
+
+def test_the_batch_being_copied_is_given_back_at_once(close):
+    class Slow(CardLane):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside, self.go = threading.Event(), threading.Event()
+
+        def pinned(self, shape, dtype):
+            self.inside.set()
+            assert self.go.wait(10)
+            return super().pinned(shape, dtype)
+
+    shelf, lane = Shelf(), Slow()
+    shelf.put(0, 1, 2)
+    rank = close(Rank(shelf, lane))
+    rank.feed.follow([(0, 0), (0, 1)])
+    assert lane.inside.wait(10)
+    rank.feed.follow([(0, 2)])
+    assert shelf.returned == [(0, 0)]
+    lane.go.set()
+    assert rank.train((0, 2)).tolist() == [2.0] * BATCH
+    rank.feed.follow([(0, 0), (0, 1)])
+    assert rank.train((0, 0)).tolist() == [0.0] * BATCH
+    assert rank.train((0, 1)).tolist() == [1.0] * BATCH
+    assert len(rank.feed._ring.unused) == rank.feed._ring.made, "the slot of a batch given back is lost"
+    no_race(lane)
+
+
+def test_a_new_first_batch_makes_room_for_itself(close):
+    shelf = Shelf()
+    shelf.put(*range(9))
+    rank = close(Rank(shelf, CardLane()))
+    rank.feed.follow([(0, 3), (0, 4)])
+    rank.train((0, 3))
+    rank.train((0, 4))
+    rank.feed.follow([(0, 7), (0, 8)])
+    rank.lane.card.until(lambda: len(rank.feed._fetched) == 1)
+    rank.feed.follow([(0, 1), (0, 7), (0, 8)])  # the ring is full of later ones
+    for batch in (1, 7, 8):
+        assert rank.train((0, batch)).tolist() == [batch] * BATCH
+
+
+def test_a_batch_that_was_not_announced_can_be_taken(close):
+    shelf = Shelf()
+    shelf.put(*range(4))
+    rank = close(Rank(shelf, CardLane()))
+    rank.feed.follow([(0, 1), (0, 2)])
+    for batch in (3, 1, 2, 0):
+        assert rank.train((0, batch)).tolist() == [batch] * BATCH
+
+
+def test_it_asks_again_when_woken(close):
+    shelf = Shelf()
+    rank = close(Rank(shelf, CardLane()))
+    rank.feed.follow([(0, 0)])
+    assert shelf.asked.get(timeout=10) == (0, 0, 0)
+    assert rank.ask((0, 0)) is None
+    shelf.put(0)
+    rank.feed.wake(0, 0)
+    assert rank.notes.get(timeout=10) == (0, 0)
+    assert rank.train((0, 0)).tolist() == [0.0] * BATCH
+
+
+def test_a_wait_has_one_note(close):
+    shelf = Shelf()
+    rank = close(Rank(shelf, CardLane()))
+    assert rank.ask((0, 0)) is None
+    shelf.put(0)
+    rank.feed.wake(0, 0)
+    assert rank.notes.get(timeout=10) == (0, 0)
+    rank.feed.follow([])
+    card = rank.lane.card
+    card.log.clear()
+    rank.feed.follow([(0, 0)])  # fetched again, and nobody waits
+    card.until(lambda: any(verb == "records" for _, verb, _ in card.log))
+    assert rank.feed.close()
+    assert rank.noted == 1
+
+
+def test_it_asks_again_for_a_batch_that_comes_back(close):
+    # Meanwhile another rank may have asked for it, and the source would wake that one.
+    shelf = Shelf()
+    rank = close(Rank(shelf, CardLane()))
+    for _ in range(3):
+        rank.feed.follow([(0, 0)])
+        assert shelf.asked.get(timeout=10) == (0, 0, 0)
+        rank.feed.follow([])
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("lane_of", LANES.values(), ids=LANES)
+def test_short_rings_and_a_short_reader_do_not_lock_up(close, ahead, lane_of):
+    source = close(read(world_size=3))
+    source.inner.ahead = ahead  # type: ignore[attr-defined]
+    ranks = [close(Rank(source, lane_of(), rank)) for rank in range(3)]
+    begin(source, ranks)
+    everyone = threading.Barrier(3)
+    errors: list[BaseException] = []
+
+    def work(who: int) -> None:
+        mine = everything()[who::3]
+        try:
+            for i in range(0, len(mine), 4):
+                ranks[who].feed.follow(mine[i : i + 8])
+                for key in mine[i : i + 4]:
+                    check(source, key, ranks[who].train(key))
+                everyone.wait(20)  # a round
+        except BaseException as error:
+            errors.append(error)
+            everyone.abort()
+
+    threads = [threading.Thread(target=work, args=(who,)) for who in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert errors == []
+    assert sorted(key for rank in ranks for key in rank.seen) == everything()
+
+
+# ---------------------------------------------------------------- batches of other kinds
+class Named(NamedTuple):
+    image: Tensor
+    label: Tensor
+    note: str
+
+
+class MovesInPlace:
+    """As the batches of a tokenizer do."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def to(self, device: torch.device) -> MovesInPlace:
+        self.x = self.x.to(device, copy=True)
+        return self
+
+
+def one_batch(close: Any, payload: Any, lane: Lane | None = None) -> tuple[Batch, Rank]:
+    shelf = Shelf()
+    shelf.there[0, 0] = payload
+    rank = close(Rank(shelf, lane or CardLane()))
+    rank.feed.follow([(0, 0)])
+    return rank.train((0, 0)), rank
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.int8, torch.bool]
+)
+def test_dtypes(close, dtype):
+    payload = torch.tensor([0, 1, 0, 3]).to(dtype)
+    batch, _ = one_batch(close, payload)
+    assert torch.equal(batch, payload)
+    assert batch.dtype == dtype
+
+
+def test_trees_keep_their_kind_and_what_is_no_tensor_stays(close):
+    payload = Named(torch.rand(BATCH, 2), torch.tensor(5), "a note")
+    batch, rank = one_batch(close, payload)
+    assert type(batch) is Named
+    assert torch.equal(batch.image, payload.image)
+    assert batch.label.item() == 5
+    assert batch.note == "a note"
+    assert rank.feed._ring.made == 1
+
+
+def test_channels_last_stays(close):
+    payload = torch.rand(BATCH, 3, 5, 5).to(memory_format=torch.channels_last)
+    batch, _ = one_batch(close, payload)
+    assert torch.equal(batch, payload)
+    assert batch.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_packed_sequence_moves_itself(close):
+    payload = pack_sequence([torch.arange(3.0), torch.arange(2.0)])
+    shelf = Shelf()
+    shelf.there[0, 0] = payload
+    rank = close(Rank(shelf, CardLane()))
+    batch = rank.take((0, 0))
+    assert isinstance(batch, PackedSequence)
+    assert torch.equal(batch.data, payload.data)
+    assert batch.batch_sizes.device.type == "cpu"
+
+
+def test_what_moves_in_place_can_still_be_given_back(close):
+    shelf, x = Shelf(), torch.rand(BATCH)
+    shelf.there[0, 0] = payload = MovesInPlace(x)
+    rank = close(Rank(shelf, CardLane()))
+    assert rank.take((0, 0)).x is not x
+    rank.feed.release()
+    assert payload.x is x
+
+
+def test_batches_of_many_shapes_are_two_at_most(close):
+    shelf = Shelf()
+    keys = [(0, batch) for batch in range(12)]
+    for key in keys:
+        shelf.there[key] = torch.full((BATCH, key[1] % 5 + 1), float(key[1]))
+    lane = CardLane()
+    rank = close(Rank(shelf, lane))
+    rank.feed._ring.limit = 6
+    rank.feed.follow(keys)
+    for key in keys:
+        batch = rank.train(key)
+        assert batch.shape == (BATCH, key[1] % 5 + 1)
+        assert set(batch.flatten().tolist()) == {float(key[1])}
+        assert rank.feed._loose.made <= 2
+    assert rank.feed._loose.made == 2
+    no_race(lane)
+
+
+def test_a_loose_batch_is_kept_until_the_copy_stream_has_waited_for_its_step(close):
+    # Its memory goes back to the copy stream when the last reference goes: not before.
+    shelf, lane = Shelf(), CardLane()
+    shelf.put(0)
+    for batch in (1, 2, 3, 4):
+        shelf.there[0, batch] = torch.zeros(BATCH, batch)
+    rank = close(Rank(shelf, lane))
+    rank.train((0, 0))
+    rank.feed.follow([(0, 1)])
+    rank.train((0, 1))
+    (slot,) = rank.feed._loose.unused
+    assert slot.batch is not None
+    waited = ("copy", "waits for", slot.free.name)  # type: ignore[attr-defined]
+    before = lane.card.log.count(waited)
+    for batch in (2, 3, 4):
+        rank.train((0, batch))
+    assert lane.card.log.count(waited) > before
+
+
+# ---------------------------------------------------------------- memory
+def gauge(spare: int) -> Callable[[], Memory]:
+    return lambda: Memory(
+        total=spare * 10 // 9 + 1, free=spare * 10 // 9 + 1, reserved=0, active=0, peak=0, split=0
+    )
+
+
+BATCH_BYTES = BATCH * (6 * 4 + 8)
+
+
+def test_the_ring_is_sized_once_the_memory_is_known(close):
+    rank = close(Rank(tensors(), CardLane(), gauge=gauge(7 * BATCH_BYTES)))
+    assert rank.feed.depth == 1
+    rank.feed.follow(everything())
+    rank.train((0, 0))
+    rank.take((0, 1))
+    rank.lane.card.until(lambda: rank.feed._ring.made == 2)
+    rank.feed.fit()
+    assert rank.feed.depth == 8  # the one ahead was a part of what was in use
+    rank.lane.card.until(lambda: rank.feed._ring.made == 9)
+    rank.feed.release()
+    for key in everything()[2:]:
+        rank.train(key)
+    assert rank.feed._ring.made == 9
+    no_race(rank.lane)
+
+
+def test_on_the_cpu_two_batches_are_fetched_ahead(close):
+    rank = close(Rank(tensors(), HostLane(torch.device("cpu"))))
+    rank.train((0, 0))
+    rank.feed.fit()
+    assert rank.feed.depth == 2
+
+
+def test_ranks_on_one_device_share_it(close):
+    neighbours: list[PrefetchFeed] = []
+    made = [
+        close(Rank(tensors(), CardLane(), who, gauge=gauge(20 * BATCH_BYTES), neighbours=neighbours))
+        for who in range(2)
+    ]
+    for rank in made:
+        rank.feed.follow(everything())
+        rank.take((0, 0))
+        rank.lane.card.until(lambda: rank.feed._ring.made == 2)  # noqa: B023 - called at once
+    for rank in made:
+        rank.feed.fit()
+    assert [rank.feed.depth for rank in made] == [11, 11]
+
+
+def test_nothing_is_sized_before_there_is_a_batch(close):
+    rank = close(Rank(Shelf(), CardLane(), gauge=gauge(10**6)))
+    rank.feed.fit()
+    assert rank.feed.depth == 1
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_out_of_memory_makes_the_ring_shorter(close, slots):
+    lane = CardLane(Card(room=slots * BATCH_BYTES))
+    rank = close(Rank(tensors(), lane))
+    rank.feed._ring.limit = 8
+    rank.feed.follow(everything())
+    rank.take((0, 0))
+    lane.card.until(lambda: lane.card.refused > 0)
+    rank.feed.release()
+    for key in everything()[1:]:
+        check(rank.feed._source, key, rank.train(key))
+    assert rank.feed._ring.made == slots
+    assert lane.card.refused == 1
+    assert rank.feed.depth == max(1, slots - 1)
+    rank.feed._gauge = gauge(10**6)
+    rank.feed.fit()
+    assert rank.feed.depth == max(1, slots - 1), "the gauge does not know it better than the device"
+    no_race(lane)
+
+
+def test_no_memory_for_a_single_batch_is_an_error(close):
+    rank = close(Rank(tensors(), CardLane(Card(room=BATCH_BYTES - 1))))
+    with pytest.raises(torch.OutOfMemoryError, match="fake card is full"):
+        rank.train((0, 0))
+
+
+# ---------------------------------------------------------------- poison
+def test_poison_is_never_seen_by_a_step(close):
+    lane = CardLane()
+    source = close(read())
+    rank = close(Rank(source, lane, poison=True))
+    begin(source, [rank])
+    rank.feed.follow(everything())
+    for key in everything():
+        check(source, key, rank.train(key))
+    no_race(lane)
+
+
+def test_poison_shows_a_step_that_keeps_its_batch(close):
+    shelf = Shelf()
+    shelf.there[0, 0] = (
+        torch.ones(BATCH), torch.ones(BATCH, dtype=torch.int16), torch.zeros(BATCH, dtype=torch.bool),
+        torch.ones(BATCH, dtype=torch.complex64), "text",
+    )  # fmt: skip
+    rank = close(Rank(shelf, CardLane(), poison=True))
+    floats, ints, flags, complexes, _ = rank.take((0, 0))
+    rank.feed.release()
+    assert floats.isnan().all()
+    assert ints.tolist() == [32767] * BATCH
+    assert flags.all()
+    assert complexes.isnan().all()
+
+
+def test_poison_needs_its_wait_as_a_copy_does(close):
+    lane = CardLane()
+    lane.card.deaf.add(lane.copy)
+    rank = close(Rank(tensors(), lane, poison=True))
+    rank.train((0, 0))
+    assert any("fill_" in race for race in lane.card.races)
+
+
+# ---------------------------------------------------------------- errors
+def test_an_error_of_the_dataset_reaches_the_worker(close):
+    def sample(index: int) -> Any:
+        if index == 9:
+            raise ValueError("sample 9 is broken")
+        return {"x": torch.full((2, 3), float(index)), "y": index}
+
+    source = close(read(Samples(sample=sample), shuffle=False))
+    rank = close(Rank(source, CardLane()))
+    begin(source, [rank])
+    rank.feed.follow(everything())
+    caught = None
+    for key in everything()[:3]:
+        try:
+            rank.train(key)
+        except DataError as error:
+            caught = error
+    assert "sample 9 is broken" in str(caught)
+    assert (0, 2) not in rank.seen
+
+
+def test_a_wrong_index_is_named_when_its_batch_is_wanted(close):
+    class Order(EpochOrder):
+        def _draw(self, epoch: int) -> Tensor:
+            return self._keep(epoch, torch.tensor([0, 1, 2, 3, 4, 99]))
+
+    source = TensorSource(
+        [torch.arange(6)], lambda parts: parts[0], Order(6, 2, 0, shuffle=False, drop_last=False)
+    )
+    rank = close(Rank(source, CardLane()))
+    rank.feed.follow([(0, 0), (0, 1), (0, 2)])
+    assert rank.train((0, 0)).tolist() == [0, 1]
+    assert rank.train((0, 1)).tolist() == [2, 3]
+    with pytest.raises(DataError, match="batch 2 of epoch 0") as caught:
+        rank.train((0, 2))
+    assert caught.value.indices == (4, 99)
+
+
+def test_a_batch_is_released_before_the_next_is_taken(close):
+    rank = close(Rank(tensors(), CardLane()))
+    with pytest.raises(ProtocolError, match="had not taken"):
+        rank.feed.release()
+    rank.take((0, 0))
+    with pytest.raises(ProtocolError, match="without a release"):
+        rank.feed.take(0, 1)
+
+
+# ---------------------------------------------------------------- the end
+@pytest.mark.parametrize("seed", range(20))
+def test_it_closes_at_any_moment(close, seed):
+    dice = random.Random(seed)
+    source = close(dice.choice([tensors, read])())
+    rank = close(Rank(source, CardLane()))  # the fixture closes it, and looks at the clock
+    begin(source, [rank])
+    rank.feed.follow(everything())
+    for key in everything()[: dice.randrange(12)]:
+        rank.train(key)
+    if dice.random() < 0.5:
+        rank.ask(everything()[len(rank.seen)])
+    assert rank.feed.close()
+    assert not rank.feed._thread.is_alive()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("waits_for", ["a plan", "the source", "a slot"])
+def test_it_closes_while_it_waits(close, waits_for):
+    shelf = Shelf()
+    rank = close(Rank(shelf, CardLane(Card(room=BATCH * 4))))
+    rank.feed._ring.limit = 3
+    if waits_for == "the source":
+        rank.feed.follow([(0, 0)])
+        shelf.asked.get(timeout=10)
+    if waits_for == "a slot":
+        shelf.put(0, 1)
+        rank.feed.follow([(0, 0), (0, 1)])
+        rank.take((0, 0))
+        assert shelf.asked.get(timeout=10) == (0, 0, 0)
+        assert shelf.asked.get(timeout=10) == (0, 0, 1)
+    assert rank.feed.close()
+    assert rank.feed.close()
+
+
+def test_a_closed_feed_holds_no_memory(close):
+    rank = close(Rank(tensors(), HostLane(torch.device("cpu"))))
+    rank.feed.follow(everything())
+    rank.train((0, 0))
+    rank.take((0, 1))  # and does not come back
+    kept = [
+        weakref.ref(memory)
+        for slot in (*rank.feed._ring.unused, *rank.feed._host, rank.feed._in_use)
+        for memory in slot.memory  # type: ignore[union-attr]
+        if memory is not None
+    ]
+    assert len(kept) >= 4
+    assert rank.feed.close()
+    assert [memory for memory in kept if memory() is not None] == []
+    rank.feed.release()  # the worker may be late
+
+
+def test_it_closes_before_it_starts():
+    assert PrefetchFeed(tensors(), 0, CardLane(), gauge=lambda: None).close()
+
+
+def test_a_wait_for_the_device_that_never_ends_is_told():
+    inside, stuck = threading.Event(), threading.Event()
+
+    def synchronize() -> None:
+        inside.set()
+        stuck.wait(10)
+
+    class Stuck(CardLane):
+        def event(self, *, timing: bool = False) -> Any:
+            mark = super().event()
+            mark.synchronize = synchronize  # type: ignore[method-assign]
+            return mark
+
+    rank = Rank(tensors(), Stuck())
+    rank.feed.follow(everything())
+    for key in everything()[:HOST_SLOTS]:
+        rank.train(key)
+    assert inside.wait(10)
+    assert not rank.feed.close()
+    stuck.set()
+    assert rank.feed.close()

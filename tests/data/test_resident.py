@@ -1,0 +1,185 @@
+"""A dataset on the device: the right samples, no copies but of the order, no wait of the host."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flowdp.data.order import EpochOrder, SamplerOrder
+from flowdp.data.resident import ResidentData, ResidentFeed
+from flowdp.data.tensor_source import TensorSource
+from flowdp.device.streams import HostLane, Lane
+from flowdp.errors import DataError
+from tests.data.cards import Card, CardLane
+
+LENGTH, BATCH, BATCHES = 23, 5, 5
+X, Y = torch.rand(LENGTH, 3), torch.arange(LENGTH)
+
+
+def source(order: Any = None, *tensors: Tensor) -> TensorSource:
+    order = order or EpochOrder(LENGTH, BATCH, 7, shuffle=True, drop_last=False)
+    return TensorSource(tensors or (X, Y), tuple, order)
+
+
+def on_card(made: TensorSource) -> tuple[ResidentFeed, CardLane]:
+    lane = CardLane()
+    return ResidentFeed(ResidentData(made, lane), lane), lane
+
+
+def take(feed: ResidentFeed, lane: Lane, epoch: int, batch: int) -> Any:
+    with lane.on(lane.compute):
+        parts = feed.take(epoch, batch)
+        feed.release()
+    return parts
+
+
+def check(made: TensorSource, feed: ResidentFeed, lane: Lane, epoch: int, batch: int) -> None:
+    parts, index = take(feed, lane, epoch, batch), made.index(epoch, batch)
+    assert torch.equal(parts[0], X[index])
+    assert torch.equal(parts[1], Y[index])
+
+
+@pytest.mark.parametrize("lane_of", [CardLane, lambda: HostLane(torch.device("cpu"))], ids=["card", "host"])
+def test_all_batches_of_all_epochs(lane_of):
+    made, lane = source(), lane_of()
+    feed = ResidentFeed(ResidentData(made, lane), lane)
+    feed.start(lambda epoch, batch: pytest.fail("nobody waits"))
+    for epoch in range(5):
+        for batch in range(BATCHES):
+            check(made, feed, lane, epoch, batch)
+    assert feed.close()
+    if isinstance(lane, CardLane):
+        assert lane.card.races == []
+
+
+def test_a_batch_waits_for_the_copies_of_the_dataset():
+    made, lane = source(), CardLane()
+    lane.card.deaf.add(lane.compute)
+    feed = ResidentFeed(ResidentData(made, lane), lane)
+    take(feed, lane, 0, 0)
+    assert any("copy_" in race for race in lane.card.races)
+
+
+def test_an_order_is_not_written_before_the_copy_out_of_it():
+    feed, lane = on_card(source())
+    lane.card.deaf.update(lane.made)
+    for epoch in range(3):
+        lane.card.deaf.update(lane.made)
+        take(feed, lane, epoch, 0)
+    assert any("pinned memory" in race for race in lane.card.races)
+
+
+def test_the_order_is_uploaded_once_an_epoch_and_two_are_kept():
+    feed, lane = on_card(source())
+    take(feed, lane, 0, 0)
+    take(feed, lane, 1, 0)
+    marks, bytes_ = len(lane.card.log), lane.card.allocated
+    for batch in range(BATCHES):  # a rank may stand in two epochs
+        take(feed, lane, 0, batch)
+        take(feed, lane, 1, batch)
+    assert len(lane.card.log) == marks
+    take(feed, lane, 2, 0)
+    take(feed, lane, 3, 0)
+    assert len(lane.card.log) > marks
+    assert lane.card.allocated == bytes_, "the memory of older orders was to be used again"
+
+
+def test_tensors_that_lie_there_are_used_as_they_are():
+    lane = HostLane(torch.device("cpu"))
+    assert ResidentData(source(), lane).tensors[0] is X
+    assert ResidentData(source(), CardLane()).tensors[0] is not X
+
+
+def test_what_the_user_made_there_is_waited_for():
+    card = Card()
+    x, user = torch.zeros(LENGTH, 2), card.Stream()
+    card.watch("the user's tensor", x)
+    lane = CardLane(card, torch.device("cpu"))
+    made = source(None, x)
+    with card.stream(user):
+        x.fill_(3.0)
+        feed = ResidentFeed(ResidentData(made, lane), lane)
+    assert take(feed, lane, 0, 0)[0].tolist() == [[3.0, 3.0]] * BATCH
+    assert card.races == []
+
+
+def test_ranks_of_a_device_share_the_tensors():
+    card = Card()
+    lanes = [CardLane(card), CardLane(card)]
+    made = source()
+    data = ResidentData(made, lanes[0])
+    feeds = [ResidentFeed(data, lane) for lane in lanes]
+    copied = card.allocated
+    for epoch in range(2):
+        for batch in range(BATCHES):
+            check(made, feeds[batch % 2], lanes[batch % 2], epoch, batch)
+    assert copied == X.nbytes + Y.nbytes
+    assert card.races == []
+
+
+def test_what_it_needs_is_what_it_allocates():
+    made = source()
+    feed, lane = on_card(made)
+    for epoch in range(2):
+        take(feed, lane, epoch, 0)
+    needed = ResidentData.needed_bytes(made, lane.device, ranks=1)
+    assert lane.card.allocated == needed
+    orders = 2 * LENGTH * 8
+    assert ResidentData.needed_bytes(made, lane.device, ranks=3) == needed + 2 * orders
+    assert ResidentData.needed_bytes(made, torch.device("cpu"), ranks=1) == orders
+
+
+def test_out_of_memory_is_told():
+    with pytest.raises(torch.OutOfMemoryError):
+        ResidentData(source(), CardLane(Card(room=X.nbytes + Y.nbytes - 1)))
+
+
+@pytest.mark.parametrize("wrong", [-1, LENGTH])
+def test_a_wrong_index_never_reaches_the_device(wrong):
+    class Sampler:
+        def __len__(self) -> int:
+            return 4
+
+        def __iter__(self) -> Any:
+            return iter([0, wrong, 1, 2])
+
+    feed, lane = on_card(source(SamplerOrder(Sampler(), 2, drop_last=False)))
+    with pytest.raises(DataError, match=f"epoch 0 holds index {wrong}, and the tensors have 23") as caught:
+        take(feed, lane, 0, 1)
+    assert caught.value.indices == (wrong,)
+
+
+@pytest.mark.parametrize("batch", [-1, BATCHES])
+def test_there_is_no_such_batch(batch):
+    feed, lane = on_card(source())
+    with pytest.raises(IndexError):
+        take(feed, lane, 0, batch)
+
+
+def test_closed_feeds_hold_no_memory():
+    made, lane = source(), HostLane(torch.device("cpu"))
+    data = ResidentData(TensorSource([X.clone()], tuple, made._order), lane)
+    kept = weakref.ref(data.tensors[0])
+    feeds = [ResidentFeed(data, lane) for _ in range(2)]
+    take(feeds[0], lane, 0, 0)
+    order = weakref.ref(feeds[0]._orders[0].index)  # type: ignore[union-attr]
+    data.source.tensors = ()
+    del data
+    feeds[0].close()
+    assert kept() is not None
+    feeds[1].close()
+    assert (kept(), order()) == (None, None)
+
+
+def test_rest_of_the_interface_has_nothing_to_do():
+    made = source()
+    feed, lane = on_card(made)
+    feed.follow([(0, 0)])
+    feed.wake(0, 0)
+    feed.fit()
+    feed.follow([])
+    check(made, feed, lane, 0, 0)

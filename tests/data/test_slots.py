@@ -1,0 +1,163 @@
+"""Which batches have room in which memory, and what is done with the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from flowdp.data.slots import Layout, first_rows, is_plain, moves_itself, own_memory, poison
+from flowdp.device.streams import HostLane
+from tests.data.cards import CardLane
+
+
+def layout(batch: Any) -> Layout:
+    return Layout.of(*tree_flatten(batch, is_leaf=moves_itself))
+
+
+def holds(full: Any, batch: Any) -> bool:
+    return layout(full).holds(*tree_flatten(batch, is_leaf=moves_itself))
+
+
+FULL = {
+    "x": torch.zeros(4, 3),
+    "y": torch.zeros(4, dtype=torch.int64),
+    "scale": torch.tensor(2.0),
+    "tag": "a",
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "has_room"),
+    [
+        ({}, True),
+        ({"tag": "b"}, True),
+        ({"x": torch.zeros(2, 3), "y": torch.zeros(2, dtype=torch.int64)}, True),
+        ({"x": torch.zeros(0, 3)}, True),
+        ({"x": torch.zeros(5, 3)}, False),
+        ({"x": torch.zeros(4, 2)}, False),
+        ({"x": torch.zeros(4, 3, 1)}, False),
+        ({"x": torch.zeros(4, 3, dtype=torch.float64)}, False),
+        ({"x": torch.zeros(4, 3).to_sparse()}, False),
+        ({"x": [0.0]}, False),
+        ({"scale": torch.zeros(1)}, False),
+        ({"tag": torch.zeros(4)}, True),
+        ({"more": torch.zeros(4)}, False),
+    ],
+)
+def test_a_layout_holds_full_batches_and_shorter_ones(change, has_room):
+    assert holds(FULL, {**FULL, **change}) is has_room
+
+
+@pytest.mark.parametrize(
+    ("leaf", "plain"),
+    [
+        (torch.zeros(3), True),
+        (torch.zeros(3, 3).t(), True),
+        (torch.zeros(1).expand(5), True),
+        (torch.zeros(3, requires_grad=True), True),
+        (nn.Parameter(torch.zeros(3)), False),
+        (torch.zeros(3).to_sparse(), False),
+        (torch.zeros(3, device="meta"), False),
+        ("text", False),
+        (3, False),
+    ],
+)
+def test_only_dense_host_tensors_without_a_class_of_their_own_are_plain(leaf, plain):
+    assert is_plain(leaf) is plain
+
+
+def test_memory_of_a_layout():
+    lane = CardLane()
+    made = layout(FULL)
+    with lane.on(lane.copy):
+        on_device, on_host = made.on_device(lane), made.on_host(lane)
+    for memory in (on_device, on_host):
+        assert [None if t is None else (tuple(t.shape), t.dtype) for t in memory] == [
+            ((4, 3), torch.float32), ((4,), torch.int64), ((), torch.float32), None,
+        ]  # fmt: skip
+    assert made.nbytes == 4 * 3 * 4 + 4 * 8 + 4 == lane.card.allocated
+
+
+@pytest.mark.parametrize(
+    "like",
+    [
+        torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.zeros(5, 2).t(),
+        torch.zeros(1).expand(6),
+    ],
+    ids=["channels_last", "transposed", "expanded"],
+)
+def test_strides_are_kept_where_they_leave_no_gaps(like):
+    (memory,) = layout(like).on_device(HostLane(torch.device("cpu")))
+    assert memory is not None
+    assert memory.stride() == torch.empty_like(like).stride()
+
+
+def test_gathered_batches_are_contiguous():
+    made = Layout.of_gathered([torch.zeros(20, 3), torch.zeros(20, 2, 5, dtype=torch.int16)], 4)
+    assert made.nbytes == 4 * 3 * 4 + 4 * 10 * 2
+    x, y = made.on_device(HostLane(torch.device("cpu")))
+    assert x is not None
+    assert y is not None
+    assert (x.shape, y.shape) == ((4, 3), (4, 2, 5))
+    assert x.is_contiguous()
+    assert y.is_contiguous()
+
+
+def test_rows_of_a_slot():
+    memory = torch.arange(6).reshape(3, 2)
+    assert first_rows(2, memory).tolist() == [[0, 1], [2, 3]]
+    number = torch.tensor(7)
+    assert first_rows(0, number) is number
+
+
+def test_what_has_no_room_is_copied_on_the_copy_stream():
+    lane, leaf = CardLane(), torch.rand(3)
+    with lane.on(lane.copy):
+        moved = own_memory(leaf, lane)
+    assert torch.equal(moved, leaf)
+    assert moved.data_ptr() != leaf.data_ptr()
+    assert lane.card.allocated == leaf.nbytes
+
+
+def test_what_moves_itself_does_so_and_the_rest_stays():
+    class Moves:
+        def __init__(self) -> None:
+            self.where: Any = None
+
+        def to(self, device: torch.device) -> Moves:
+            self.where = device
+            return self
+
+    lane, leaf = CardLane(), Moves()
+    assert own_memory(leaf, lane).where == lane.device
+    assert leaf.where is None
+    parameter = nn.Parameter(torch.ones(2))
+    assert torch.equal(own_memory(parameter, lane), parameter)
+    assert own_memory("text", lane) == "text"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_worst"),
+    [
+        (torch.float32, Tensor.isnan),
+        (torch.bfloat16, Tensor.isnan),
+        (torch.complex64, Tensor.isnan),
+        (torch.int64, lambda t: t == 2**63 - 1),
+        (torch.uint8, lambda t: t == 255),
+        (torch.bool, lambda t: t),
+    ],
+)
+def test_poison(dtype, is_worst):
+    memory = [torch.zeros(3, dtype=dtype), None]
+    poison(memory)
+    assert is_worst(memory[0]).all()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_not_plain():
+    assert not is_plain(torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]))

@@ -1,0 +1,86 @@
+"""flodl's vectors for the depth of the prefetch ring, each run through the budget and the ring.
+
+A check returns what flowdp answers under the names that the vector expects. All of them must agree, but for
+the values that `differences_data.md` lists with a reason; those must really differ.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flowdp.data.dataset import open_source
+from flowdp.data.prefetch import PrefetchFeed
+from flowdp.device.streams import HostLane
+from flowdp.policy.budget import Memory, clamp_usage, prefetch_depth
+from tests.vectors.book import Answers, Book, Vector
+
+BOOK = Book({"prefetch_depth"}, "differences_data.md")
+VECTORS, CHECKS, DIFFERENCES, answers = BOOK.vectors, BOOK.checks, BOOK.differences, BOOK.answers
+
+
+@answers("PD-001", "PD-003")
+def _without_a_gauge(vector: Vector) -> Answers:
+    given = vector["input"]
+    return {"depth": prefetch_depth(None, given["per_sample_bytes"] * given["batch_size"])}
+
+
+@answers("PD-005")
+def _before_the_gauge(vector: Vector) -> Answers:
+    source = open_source(
+        torch.zeros(8, 1), batch_size=4, shuffle=None, seed=0, drop_last=None, collate_fn=None,
+        num_workers=None, epochs=1,
+    )  # fmt: skip
+    feed = PrefetchFeed(source, 0, HostLane(torch.device("cpu")), gauge=lambda: None)
+    return {"initial": feed.depth, "after_each": None}
+
+
+@answers("PD-007")
+def _usage(vector: Vector) -> Answers:
+    return {"stored": [clamp_usage(usage) for usage in vector["input"]["vram_max_usage"]]}
+
+
+@answers("PD-009")
+def _an_almost_empty_device(vector: Vector) -> Answers:
+    given = vector["input"]
+    memory = Memory(
+        total=given["total"],
+        free=given["total"] - given["used"],
+        reserved=0,
+        active=0,
+        peak=given["reserve"],
+        split=0,
+    )
+    depth = prefetch_depth(memory, given["batch_bytes"], usage=given["usage"])
+    return {"depth": depth, "flodl_actual_due_to_used_free_swap": depth}
+
+
+# ---------------------------------------------------------------- the rules of this file
+def agree(answer: object, expected: object) -> bool:
+    if isinstance(expected, str) and expected.startswith(">= "):
+        return isinstance(answer, int) and answer >= int(expected.split()[1])
+    return bool(answer == expected)
+
+
+def test_every_vector_is_run():
+    assert CHECKS.keys() == VECTORS.keys()
+
+
+def test_every_difference_names_a_value_of_a_vector_and_a_reason():
+    for row in BOOK.rows:
+        assert len(row) == 4, row
+        assert all(row), row
+        assert row[1] in VECTORS[row[0]]["expected"], row
+    assert len(BOOK.rows) == len(DIFFERENCES)
+
+
+@pytest.mark.parametrize("name", sorted(CHECKS))
+def test_vector(name):
+    vector = VECTORS[name]
+    given = CHECKS[name](vector)
+    assert given.keys() == vector["expected"].keys()
+    for key, expected in vector["expected"].items():
+        if (name, key) in DIFFERENCES:
+            assert not agree(given[key], expected), f"{key} agrees: delete its row"
+        else:
+            assert agree(given[key], expected), (key, given[key], expected)
