@@ -8,7 +8,7 @@ the result and gives nothing; it is left out, not multiplied by 0, for 0 times N
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,11 +19,25 @@ from flowdp.device.tensors import Flat
 from flowdp.errors import ProtocolError
 from flowdp.messages import Outcome
 
-__all__ = ["Averaging", "BlockMean", "Collective", "arithmetic", "relative_drift", "shift"]
+__all__ = [
+    "NOTHING",
+    "Averaging",
+    "BlockMean",
+    "Collective",
+    "Reading",
+    "arithmetic",
+    "is_held",
+    "relative_drift",
+    "shift",
+]
 
 BLOCK = 1 << 17
 """Elements of a block per torch thread. Half a megabyte of float32: the blocks of two replicas and a scratch
 stay in the cache, and a call is long enough that two threads do not quarrel about the interpreter lock."""
+
+CUDA_BLOCK = 1 << 23
+"""Elements of a block on a CUDA device: few launches, and a scratch of 32 MB of float32 that its cache can
+still hold when the mean is spread."""
 
 LINE = 64
 """Parts start on multiples of this many elements: at least a cache line of any dtype, so no two threads write
@@ -43,21 +57,68 @@ class Averaging:
     drift: float | None
 
 
+NOTHING = Averaging(0.0, None)
+"""Of a round that averages nothing."""
+
+Reading = Callable[[], Averaging]
+"""What a mean cost and found, told later: call it when the device has passed the averaging, or it waits."""
+
+
+def is_held(outcome: Outcome) -> bool:
+    """Whether a round averages anything: several members, and samples."""
+    return len(outcome.members) > 1 and any(outcome.samples)
+
+
 class Collective(Protocol):
-    """Averages the replicas of a round: by the last arrival, by all members together, or by both."""
+    """Averages the replicas of a round: by the last arrival, by all members together, or by both.
+
+    A round with one member or without samples changes nothing.
+    """
+
+    def prepare(self, rank: int) -> None:
+        """Bring what the module moved into the flat memory, and mark on `compute` that the replica is ready.
+
+        Raises:
+            CollectiveError: The module lost a tensor or changed its shape.
+
+        Threads: worker `rank`, once a round, before it enters the gate.
+        Streams: the rank's `compute` is current. The host waits only where the mean is taken on the host.
+        """
+        ...
 
     def launch(self, outcome: Outcome) -> None:
         """What is done once for all.
 
-        Threads: the last arrival at the gate, while all others stand in it. Each member has called
-            `FlatReplica.gather` before it entered.
+        Raises:
+            CollectiveError: The members cannot be averaged.
+
+        Threads: the last arrival at the gate, while all others stand in it.
+        Streams: every member's `comm` waits for what all members have marked; the host does not wait.
         """
         ...
 
-    def average(self, rank: int, outcome: Outcome) -> Averaging:
+    def average(self, rank: int, outcome: Outcome) -> Reading:
         """Replace what is averaged in this rank's replica by the mean over the members.
 
-        Threads: worker `rank`, once a round, after the gate has let it go.
+        Returns:
+            What tells how long it took and what it found. Read it before the eighth round after this one.
+
+        Threads: worker `rank`, once a round, after the gate has let it go; so is the reading.
+        Streams: the rank's `compute` is current, and waits for the mean.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Release the devices that hang in a collective, for good; the mean is not to be trusted.
+
+        Threads: any.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back what the driver holds, in order; a second time does nothing.
+
+        Threads: any, when no worker runs any more.
         """
         ...
 
@@ -85,8 +146,12 @@ class BlockMean:
             may also be wider, of the dtype that `arithmetic` says.
         part: Which part this object reduces, from 0.
         parts: How many parts there are.
+        far: Sources on other devices than the first flat's, by index. The arithmetic is done on that one,
+            and they are brought over block by block.
 
     Threads: one. Distinct parts touch distinct memory, so each may have its own.
+    Streams: everything is enqueued on the current one of that device. A copy between two devices is ordered
+        by torch with the current streams of both, so whoever has `far` sources or targets makes both current.
     """
 
     def __init__(
@@ -97,8 +162,13 @@ class BlockMean:
         *,
         part: int = 0,
         parts: int = 1,
+        far: Collection[int] = (),
     ) -> None:
         self._members = len(sources)
+        self._device = flats[0].memory.device if flats else torch.device("cpu")
+        self._far = frozenset(far)
+        self._squares = torch.zeros(self._members + 1, dtype=torch.float64, device=self._device)
+        self._rows = self._squares.unbind()
         self._scratch: dict[tuple[torch.dtype, int, int], Tensor] = {}
         self._parameters: list[_Blocks] = []
         self._buffers: list[_Blocks] = []
@@ -114,7 +184,7 @@ class BlockMean:
                     theirs = _cut([memories[index] for memories in targets], first, last)
                 blocks += zip(ours, theirs, strict=True)
 
-    def reduce(self, samples: Sequence[int], *, drift: bool) -> list[float]:
+    def reduce(self, samples: Sequence[int], *, drift: bool) -> Tensor | None:
         """Write the mean of this part.
 
         Args:
@@ -123,7 +193,8 @@ class BlockMean:
 
         Returns:
             Over the parameters of this part: the sum of (source - mean)^2 for each member, then the sum of
-            mean^2. Zeros without `drift`.
+            mean^2. Float64, on the device, shape (members + 1,); the next call writes it anew. None without
+            `drift`.
 
         Raises:
             ProtocolError: All weights are 0.
@@ -133,14 +204,23 @@ class BlockMean:
             raise ProtocolError("a mean of replicas that trained no samples was asked for")
         givers = [member for member, count in enumerate(samples) if count]
         shares = [samples[member] / total for member in givers]
-        squares = [0.0] * (self._members + 1)
+        squares = self._sums() if drift else None
         for ours, theirs in self._parameters:
-            self._mean(ours, theirs, givers, shares, squares if drift else None)
+            self._mean(ours, theirs, givers, shares, squares)
         for ours, theirs in self._buffers:
             self._exact_mean(ours, theirs, givers, shares)
         for ours, theirs in self._counts:
-            _maximum(ours, theirs)
-        return squares
+            self._maximum(ours, theirs)
+        if squares and isinstance(squares[0], _HostSum):
+            return torch.tensor([float(square) for square in squares], dtype=torch.float64)
+        return self._squares if drift else None
+
+    def _sums(self) -> Sequence[_Sum]:
+        """Zero for each member, and for the mean."""
+        if _adds_on_host(self._device):
+            return [_HostSum() for _ in self._rows]
+        self._squares.zero_()
+        return self._rows
 
     def _mean(
         self,
@@ -148,15 +228,15 @@ class BlockMean:
         targets: Sequence[Tensor],
         givers: Sequence[int],
         shares: Sequence[float],
-        squares: list[float] | None,
+        squares: Sequence[_Sum] | None,
     ) -> None:
         dtype = arithmetic(sources[0].dtype)
-        narrow = not sources[0].dtype == targets[0].dtype == dtype
-        if len(givers) == len(sources) == 2 and not narrow:
+        apart = bool(self._far) or not sources[0].dtype == targets[0].dtype == dtype
+        if len(givers) == len(sources) == 2 and not apart:
             self._mean_of_two(sources, targets, shares, squares)
             return
         # Distances need every source once more when the mean is known, so it cannot overwrite the first.
-        mean = self._room(dtype, 0, sources[0]) if narrow or squares is not None else targets[0]
+        mean = self._room(dtype, 0, sources[0]) if apart or squares is not None else targets[0]
         # Giver by giver, each as far towards it as its share of those so far: equal replicas stay equal to
         # the bit, which a sum of products does not promise.
         if mean is not sources[givers[0]]:
@@ -164,12 +244,12 @@ class BlockMean:
         so_far = shares[0]
         for giver, share in zip(givers[1:], shares[1:], strict=True):
             so_far += share
-            mean.lerp_(self._as(dtype, sources[giver]), share / so_far)
+            mean.lerp_(self._near(dtype, giver, sources), share / so_far)
         if squares is not None:
             for member, source in enumerate(sources):
                 away = self._room(dtype, 1, source)
-                squares[member] += _square(torch.sub(self._as(dtype, source), mean, out=away))
-            squares[-1] += _square(mean)
+                squares[member].add_(_square(torch.sub(self._near(dtype, member, sources), mean, out=away)))
+            squares[-1].add_(_square(mean))
         _spread(mean, targets)
 
     def _mean_of_two(
@@ -177,7 +257,7 @@ class BlockMean:
         sources: Sequence[Tensor],
         targets: Sequence[Tensor],
         shares: Sequence[float],
-        squares: list[float] | None,
+        squares: Sequence[_Sum] | None,
     ) -> None:
         """Two replicas lie on opposite sides of their mean, so the distance of one is that of both."""
         heavy, light = (0, 1) if shares[0] >= shares[1] else (1, 0)
@@ -188,9 +268,9 @@ class BlockMean:
             # The lighter replica is the farther one: its distance loses the fewest digits.
             away = sources[light] if in_place else self._room(mean.dtype, 1, mean)
             square = _square(torch.sub(sources[light], mean, out=away))
-            squares[light] += square
-            squares[heavy] += square * (shares[light] / shares[heavy]) ** 2
-            squares[-1] += _square(mean)
+            squares[light].add_(square)
+            squares[heavy].add_(square, alpha=(shares[light] / shares[heavy]) ** 2)
+            squares[-1].add_(_square(mean))
         _spread(mean, targets)
 
     def _exact_mean(
@@ -203,18 +283,29 @@ class BlockMean:
         mean = self._room(torch.float64, 0, sources[0])
         mean.copy_(sources[givers[0]]).mul_(shares[0])
         for giver, share in zip(givers[1:], shares[1:], strict=True):
-            mean.add_(self._as(torch.float64, sources[giver]), alpha=share)
+            mean.add_(self._near(torch.float64, giver, sources), alpha=share)
         _spread(mean, targets)
 
-    def _as(self, dtype: torch.dtype, source: Tensor) -> Tensor:
-        """The source itself, or the second scratch block holding it in another dtype."""
-        return source if source.dtype == dtype else self._room(dtype, 1, source).copy_(source)
+    def _maximum(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        greatest = self._room(sources[0].dtype, 0, sources[0]) if self._far else targets[0]
+        if greatest is not sources[0]:
+            greatest.copy_(sources[0])
+        for member, source in enumerate(sources[1:], 1):
+            torch.maximum(greatest, self._near(source.dtype, member, sources), out=greatest)
+        _spread(greatest, targets)
+
+    def _near(self, dtype: torch.dtype, member: int, sources: Sequence[Tensor]) -> Tensor:
+        """A source itself, or the second scratch block holding it: in this dtype, on this device."""
+        source = sources[member]
+        if source.dtype == dtype and member not in self._far:
+            return source
+        return self._room(dtype, 1, source).copy_(source)
 
     def _room(self, dtype: torch.dtype, row: int, like: Tensor) -> Tensor:
         """One of two scratch blocks of this dtype, as long as a block."""
         key = dtype, row, like.numel()
         if key not in self._scratch:
-            self._scratch[key] = torch.empty(like.numel(), dtype=dtype)
+            self._scratch[key] = torch.empty(like.numel(), dtype=dtype, device=self._device)
         return self._scratch[key]
 
 
@@ -228,7 +319,7 @@ def shift(flat: Flat, mean: Tensor, snapshot: Tensor) -> None:
     """
     blocks = _cut((flat.memory, mean, snapshot), 0, flat.split)
     narrow = flat.memory.dtype != mean.dtype
-    room = torch.empty(2, len(blocks[0][0]) if blocks else 0, dtype=mean.dtype)
+    room = torch.empty(2, len(blocks[0][0]) if blocks else 0, dtype=mean.dtype, device=mean.device)
     for ours, new, old in blocks:
         difference, wide = room[:, : len(ours)]
         torch.sub(new, difference.copy_(old) if narrow else old, out=difference)
@@ -236,6 +327,26 @@ def shift(flat: Flat, mean: Tensor, snapshot: Tensor) -> None:
             ours.copy_(wide.copy_(ours).add_(difference))
         else:
             ours.add_(difference)
+
+
+class _HostSum:
+    """A sum of numbers on the host: there, to read one costs less than to add two tensors of one each."""
+
+    def __init__(self) -> None:
+        self._value = 0.0
+
+    def __float__(self) -> float:
+        return self._value
+
+    def add_(self, square: Tensor, alpha: float = 1.0) -> None:
+        self._value += alpha * square.item()
+
+
+_Sum = Tensor | _HostSum
+
+
+def _adds_on_host(device: torch.device) -> bool:
+    return device.type == "cpu"
 
 
 _Blocks = tuple[Sequence[Tensor], Sequence[Tensor]]
@@ -253,24 +364,18 @@ def _cut(tensors: Sequence[Tensor], start: int, stop: int) -> list[tuple[Tensor,
     """The span of all tensors, block by block."""
     if start == stop:
         return []
-    size = BLOCK * torch.get_num_threads()
+    size = CUDA_BLOCK if tensors[0].is_cuda else BLOCK * torch.get_num_threads()
     return list(zip(*(torch.split(tensor[start:stop], size) for tensor in tensors), strict=True))
 
 
-def _square(tensor: Tensor) -> float:
-    return torch.dot(tensor, tensor).item()
+def _square(tensor: Tensor) -> Tensor:
+    if tensor.is_cuda:  # a dot product there is a call of cuBLAS, which allocates at its first use
+        norm: Tensor = torch.linalg.vector_norm(tensor)
+        return norm.square_()
+    return torch.dot(tensor, tensor)
 
 
 def _spread(mean: Tensor, targets: Sequence[Tensor]) -> None:
     for target in targets:
         if target is not mean:
             target.copy_(mean)
-
-
-def _maximum(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    greatest = targets[0]
-    if greatest is not sources[0]:
-        greatest.copy_(sources[0])
-    for source in sources[1:]:
-        torch.maximum(greatest, source, out=greatest)
-    _spread(greatest, targets)

@@ -1,64 +1,76 @@
-"""The mean of replicas in one memory: no copy of the model, no queue and no pool.
+"""The mean of replicas where they lie: no copy of the model, no queue and no pool.
 
-A large model is reduced by all members together, each its own part of all replicas, between the gate and a
-second meeting. A small one is reduced by the last arrival alone, while the others stand in the gate anyway:
-that takes less time than the second meeting.
+On the CPU a large model is reduced by all members together, each its own part of all replicas, between the
+gate and a second meeting. A small one is reduced by the last arrival alone, while the others stand in the
+gate anyway: that takes less time than the second meeting.
+
+On CUDA the last arrival enqueues everything, for all members. Replicas on one card are one memory; on several
+cards each card reduces a part of all replicas, and what lies elsewhere is copied over block by block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from time import perf_counter
 
-from flowdp.collective.base import Averaging, BlockMean, relative_drift
-from flowdp.device.tensors import FlatReplica
+import torch
+from torch import Tensor
+
+from flowdp.collective.base import NOTHING, Averaging, BlockMean, Reading, is_held, relative_drift
+from flowdp.collective.streamed import StreamedMean
+from flowdp.device.streams import Lane
+from flowdp.device.tensors import Flat, FlatReplica
 from flowdp.messages import Outcome
 
-__all__ = ["SMALL", "LocalMean"]
+__all__ = ["SMALL", "DeviceMean", "LocalMean", "MemoryMean"]
 
 SMALL = 1 << 18
 """Elements of a replica up to which one thread reduces alone. With two replicas of 100,000 float32 that takes
 32 us a round instead of 46, with 400,000 as long, with a million it is slower (2 cores)."""
 
 
-class LocalMean:
-    """Averages replicas in place, in their flat memories.
+class MemoryMean:
+    """Averages memories of the host, by the last arrival or by all members together.
 
     All members get the same bits, whoever was faster and whoever reduced.
 
     Args:
-        replicas: One per rank.
+        flats: The layout that all memories have.
+        memories: One list per rank. A rank's may be filled later, before its first round.
         meet: `meet(rank)` returns when all members of the round have called it and raises when the round
             was given up: the second meeting at the gate.
-
-    Raises:
-        OptionError: The replicas differ in structure.
     """
 
-    def __init__(self, replicas: Sequence[FlatReplica], meet: Callable[[int], None]) -> None:
-        for replica in replicas:
-            replica.check_like(replicas[0])
-        self._replicas = tuple(replicas)
+    def __init__(
+        self, flats: Sequence[Flat], memories: Sequence[Sequence[Tensor]], meet: Callable[[int], None]
+    ) -> None:
+        self._flats = flats
+        self._memories = memories
         self._meet = meet
-        self.is_small = sum(memory.numel() for memory in replicas[0].memories) <= SMALL
+        self.is_small = sum(flat.memory.numel() for flat in flats) <= SMALL
         # What each rank reduces, cut anew when the members change.
-        self._parts: list[tuple[Sequence[int], BlockMean] | None] = [None] * len(replicas)
+        self._parts: list[tuple[Sequence[int], BlockMean] | None] = [None] * len(memories)
         # Squares of each member's part. A row is written before the meeting and read behind it; nobody
         # writes again before all readers have entered the gate of the next round.
-        self._squares: list[list[float]] = [[] for _ in replicas]
+        self._squares: list[Tensor | None] = [None] * len(memories)
         self._launch_ms = 0.0
 
     def launch(self, outcome: Outcome) -> None:
         """Reduce a small model; see `Collective.launch`."""
-        if self.is_small and len(outcome.members) > 1 and any(outcome.samples):
+        if self.is_small and is_held(outcome):
             start = perf_counter()
             self._squares[outcome.members[0]] = self._reduce(outcome.members[0], outcome, alone=True)
             self._launch_ms = (perf_counter() - start) * 1e3
 
     def average(self, rank: int, outcome: Outcome) -> Averaging:
-        """See `Collective.average`."""
-        if len(outcome.members) == 1 or not any(outcome.samples):
-            return Averaging(0.0, None)
+        """Reduce this rank's part of a large model, and wait for the others'.
+
+        Raises:
+            CollectiveAborted: The round was given up meanwhile.
+
+        Threads: worker `rank`, in a round that is held.
+        """
         if self.is_small:
             sync_ms, reducers = self._launch_ms, outcome.members[:1]
         else:
@@ -68,18 +80,120 @@ class LocalMean:
             self._meet(rank)
         drift = None
         if outcome.drift:
-            rows = [self._squares[reducer] for reducer in reducers]
+            rows = [row.tolist() for reducer in reducers if (row := self._squares[reducer]) is not None]
             own = outcome.members.index(rank)
             drift = relative_drift(sum(row[own] for row in rows), sum(row[-1] for row in rows))
-        self._replicas[rank].scatter()
         return Averaging(sync_ms, drift)
 
-    def _reduce(self, rank: int, outcome: Outcome, *, alone: bool) -> list[float]:
+    def _reduce(self, rank: int, outcome: Outcome, *, alone: bool) -> Tensor | None:
         members = outcome.members
         known = self._parts[rank]
         if known is None or known[0] != members:
-            memories = [self._replicas[member].memories for member in members]
+            memories = [self._memories[member] for member in members]
             part, parts = (0, 1) if alone else (members.index(rank), len(members))
-            mean = BlockMean(self._replicas[rank].flats, memories, memories, part=part, parts=parts)
+            mean = BlockMean(self._flats, memories, memories, part=part, parts=parts)
             known = self._parts[rank] = (members, mean)
         return known[1].reduce([outcome.samples[member] for member in members], drift=outcome.drift)
+
+
+class LocalMean:
+    """Averages replicas on the CPU in place, in their flat memories; see `Collective`.
+
+    Args:
+        replicas: One per rank.
+        meet: As in `MemoryMean`.
+
+    Raises:
+        OptionError: The replicas differ in structure.
+    """
+
+    def __init__(self, replicas: Sequence[FlatReplica], meet: Callable[[int], None]) -> None:
+        for replica in replicas:
+            replica.check_like(replicas[0])
+        self._replicas = tuple(replicas)
+        self._mean = MemoryMean(replicas[0].flats, [replica.memories for replica in replicas], meet)
+
+    def prepare(self, rank: int) -> None:
+        """See `Collective.prepare`."""
+        self._replicas[rank].gather()
+
+    def launch(self, outcome: Outcome) -> None:
+        """Reduce a small model; see `Collective.launch`."""
+        self._mean.launch(outcome)
+
+    def average(self, rank: int, outcome: Outcome) -> Reading:
+        """See `Collective.average`."""
+        if not is_held(outcome):
+            return lambda: NOTHING
+        averaging = self._mean.average(rank, outcome)
+        self._replicas[rank].scatter()
+        return lambda: averaging
+
+    def abort(self) -> None:
+        """Nothing hangs here but workers in `meet`, which the gate releases."""
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+class DeviceMean(StreamedMean):
+    """Averages replicas on CUDA devices in place, by ordinary kernels and copies; see `Collective`.
+
+    All members get the same bits: what is averaged is averaged once, on the card of one of them.
+
+    Args:
+        replicas: One per rank.
+        lanes: One per rank; several may be of one device.
+
+    Raises:
+        OptionError: The replicas differ in structure, or a rank trains on the CPU.
+    """
+
+    def __init__(self, replicas: Sequence[FlatReplica], lanes: Sequence[Lane]) -> None:
+        super().__init__(replicas, lanes, width=len(replicas) + 1)
+        self._plan: tuple[Sequence[int], dict[int, BlockMean]] = ((), {})
+
+    def _workers(self, outcome: Outcome) -> Sequence[int]:
+        """The first member on each card."""
+        first: dict[torch.device, int] = {}
+        for member in outcome.members:
+            first.setdefault(self._lanes[member].device, member)
+        return tuple(first.values())
+
+    def _writers(self, rank: int, workers: Sequence[int]) -> Sequence[int]:  # noqa: ARG002 - of every rank
+        return workers
+
+    def _enqueue(self, outcome: Outcome, workers: Sequence[int]) -> dict[int, Tensor]:
+        members = outcome.members
+        if self._plan[0] != members:
+            self._plan = members, {}
+        means = self._plan[1]
+        samples = [outcome.samples[member] for member in members]
+        rows = {}
+        for part, worker in enumerate(workers):
+            with ExitStack() as stack:
+                # Torch orders a copy between two cards with the current streams of both.
+                for rank in (*(other for other in workers if other != worker), worker):
+                    stack.enter_context(self._lanes[rank].on(self._lanes[rank].comm))
+                if worker not in means:
+                    means[worker] = self._mean_of(members, worker, part, len(workers))
+                squares = means[worker].reduce(samples, drift=outcome.drift)
+            if squares is not None:
+                rows[worker] = squares
+        return rows
+
+    def _mean_of(self, members: Sequence[int], worker: int, part: int, parts: int) -> BlockMean:
+        here = self._lanes[worker].device
+        memories = [self._replicas[member].memories for member in members]
+        return BlockMean(
+            self._replicas[worker].flats,
+            memories,
+            memories,
+            part=part,
+            parts=parts,
+            far=[at for at, member in enumerate(members) if self._lanes[member].device != here],
+        )
+
+    def _drift(self, rank: int, outcome: Outcome, rows: Sequence[Sequence[float]]) -> float:
+        own, last = outcome.members.index(rank), len(outcome.members)
+        return relative_drift(sum(row[own] for row in rows), sum(row[last] for row in rows))

@@ -13,6 +13,7 @@ from flowdp.device.tensors import FlatReplica
 from flowdp.errors import CollectiveAborted, OptionError
 from flowdp.messages import Arrival, Outcome
 from flowdp.threads.gate import Gate
+from tests.collective.fake_world import FakeWorld, device_mean
 
 
 def model(seed: int) -> nn.Module:
@@ -68,9 +69,9 @@ class World:
         ranks = range(len(self.modules)) if ranks is None else ranks
 
         def body(rank: int) -> Averaging:
-            self.replicas[rank].gather()
+            self.mean.prepare(rank)
             arrival = Arrival(rank, self.round, self.step, steps=1, samples=samples[rank], drift=drift)
-            return self.mean.average(rank, self.gate.enter(arrival))
+            return self.mean.average(rank, self.gate.enter(arrival))()
 
         results = in_threads(ranks, body)
         self.round += 1
@@ -183,7 +184,7 @@ def test_a_member_that_waits_is_released_by_an_abort(way):
         outcome = world.gate.enter(Arrival(rank, 0, 0, steps=1, samples=1))
         entered.wait(20)
         if rank == 0:
-            return world.mean.average(rank, outcome)
+            return world.mean.average(rank, outcome)()
         world.gate.abort("rank 1 failed")
         return None
 
@@ -204,7 +205,7 @@ def test_waiting_is_no_averaging():
     outcome = Outcome(0, 2, (0, 1), (1, 1), (5, 5))
     mean.launch(outcome)
     start = perf_counter()
-    result = mean.average(0, outcome)
+    result = mean.average(0, outcome)()
     total_ms = (perf_counter() - start) * 1e3
     assert result.sync_ms > 0.0
     assert not waited_ms or result.sync_ms <= total_ms - waited_ms[0]
@@ -222,3 +223,39 @@ def test_replicas_that_differ_are_refused():
     replicas = [FlatReplica(nn.Linear(2, width), rank) for rank, width in enumerate((2, 3))]
     with pytest.raises(OptionError, match=r"'weight' is .*\(3, 2\).* on rank 1 and .*\(2, 2\).* on rank 0"):
         LocalMean(replicas, lambda rank: None)
+
+
+# ---------------------------------------------------------------- on CUDA streams; see test_streamed.py too
+@pytest.mark.parametrize(
+    ("cards", "workers"), [((0, 0, 0), {0}), ((0, 1, 1), {0, 1}), ((1, 0, 1), {0, 1}), ((2, 0, 1), {0, 1, 2})]
+)
+def test_one_rank_of_each_card_works_for_all_on_it(cards, workers):
+    world = FakeWorld(device_mean, cards)
+    world.hold([1, 2, 3], drift=True)
+    marked = {name for name, verb, _ in world.cuda.log if verb == "records"}
+    working = {rank for rank, lane in enumerate(world.lanes) if lane.comm.name in marked}
+    assert working == workers
+
+
+def test_on_several_cards_the_streams_of_all_are_current(monkeypatch):
+    """Torch orders a copy between two cards with the current streams of both."""
+    world = FakeWorld(device_mean, (0, 1, 2))
+    stacks = []
+    real = base.BlockMean.reduce
+
+    def reduce(self, samples, *, drift):
+        stacks.append(list(world.cuda._local.stack))
+        return real(self, samples, drift=drift)
+
+    monkeypatch.setattr(base.BlockMean, "reduce", reduce)
+    world.hold([1, 2, 3])
+    comms = [lane.comm for lane in world.lanes]
+    assert [stack[-1] for stack in stacks] == comms
+    assert all(set(comms) <= set(stack) for stack in stacks)
+
+
+def test_what_is_far_is_what_lies_on_another_card():
+    world = FakeWorld(device_mean, (0, 1, 0))
+    world.hold([1, 2, 3])
+    means = world.mean._plan[1]
+    assert [sorted(means[worker]._far) for worker in (0, 1)] == [[1], [0, 2]]

@@ -1,12 +1,26 @@
+import random
 import threading
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import nn
 
+from flowdp.collective.base import BlockMean
 from flowdp.collective.snapshot import Snapshots
+from flowdp.device.streams import QUIET, HostLane
 from flowdp.device.tensors import FlatReplica
 from flowdp.errors import OptionError, ProtocolError
+from tests.collective.fake_world import (
+    FakeWorld,
+    in_threads,
+    local_mean,
+    without_synchronize,
+    without_waits,
+)
+from tests.fakes import FakeEvent
+
+CPU = torch.device("cpu")
 
 
 def replicas(world_size: int = 2) -> tuple[list[nn.Module], list[FlatReplica]]:
@@ -18,6 +32,10 @@ def replicas(world_size: int = 2) -> tuple[list[nn.Module], list[FlatReplica]]:
         module[1].num_batches_tracked.fill_(3 + rank)
         modules.append(module)
     return modules, [FlatReplica(module, rank) for rank, module in enumerate(modules)]
+
+
+def on_host(flat: list[FlatReplica]) -> Snapshots:
+    return Snapshots(flat, [HostLane(CPU) for _ in flat])
 
 
 def state(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -54,7 +72,7 @@ def apply_together(snapshots: Snapshots, round: int, world_size: int) -> None:
 
 def test_local_steps_are_kept():
     modules, flat = replicas(3)
-    snapshots, samples = Snapshots(flat), [5, 3, 2]
+    snapshots, samples = on_host(flat), [5, 3, 2]
     before = [state(module) for module in modules]
     hold(snapshots, 7, samples)
     steps = []
@@ -81,7 +99,7 @@ def test_local_steps_are_kept():
 
 def test_without_local_steps_all_hold_the_mean():
     modules, flat = replicas()
-    snapshots = Snapshots(flat)
+    snapshots = on_host(flat)
     hold(snapshots, 0, [1, 3])
     apply_together(snapshots, 0, 2)
     for (name, ours), theirs in zip(
@@ -94,7 +112,7 @@ def test_the_mean_of_bfloat16_parameters_is_kept_in_float32():
     modules, flat = replicas()
     for module, value in zip(modules, (1.0, 1.0078125), strict=True):  # neighbours in bfloat16
         module[2].weight.data.fill_(value)
-    snapshots = Snapshots(flat)
+    snapshots = on_host(flat)
     hold(snapshots, 0, [1, 1])
     # Half a step lies between the two; at 0.25 it is bfloat16's own, so a rounded mean would show.
     modules[0][2].weight.data.fill_(0.25)
@@ -107,14 +125,14 @@ def test_drift_is_the_distance_of_each_snapshot_from_the_mean():
     samples = [4, 0, 1]
     before = [nn.utils.parameters_to_vector([p.detach().double() for p in m.parameters()]) for m in modules]
     mean = (4 * before[0] + before[2]) / 5
-    drifts = hold(Snapshots(flat), 0, samples)
+    drifts = hold(on_host(flat), 0, samples)
     wanted = [float((vector - mean).norm() / mean.norm()) for vector in before]
     assert drifts == pytest.approx(wanted, rel=1e-3)
 
 
 def test_a_snapshot_of_another_round_is_never_averaged():
     _, flat = replicas()
-    snapshots = Snapshots(flat)
+    snapshots = on_host(flat)
     snapshots.take(0, 1)
     snapshots.take(1, 0)
     with pytest.raises(ProtocolError, match="snapshot of rank 1 is of round 0, not of round 1"):
@@ -125,7 +143,7 @@ def test_a_snapshot_of_another_round_is_never_averaged():
 
 def test_a_rank_without_samples_need_not_have_a_snapshot():
     modules, flat = replicas()
-    snapshots = Snapshots(flat)
+    snapshots = on_host(flat)
     before = state(modules[0])
     snapshots.take(1, 0)  # stale, and of no weight in round 1
     snapshots.take(0, 1)
@@ -139,7 +157,7 @@ def test_a_rank_without_samples_need_not_have_a_snapshot():
 
 def test_a_mean_is_applied_once():
     _, flat = replicas()
-    snapshots = Snapshots(flat)
+    snapshots = on_host(flat)
     hold(snapshots, 0, [1, 1])
     snapshots.apply(0, 0)
     with pytest.raises(ProtocolError, match="of round None"):
@@ -148,7 +166,7 @@ def test_a_mean_is_applied_once():
 
 def test_the_snapshot_of_an_abandoned_round_is_never_averaged():
     _, flat = replicas()
-    snapshots = Snapshots(flat)
+    snapshots = on_host(flat)
     snapshots.take(0, 0)
     snapshots.take(1, 1)
     with pytest.raises(ProtocolError, match="of round 0, not of round 1"):
@@ -157,24 +175,26 @@ def test_the_snapshot_of_an_abandoned_round_is_never_averaged():
 
 def test_a_round_without_samples_is_a_bug():
     _, flat = replicas()
-    snapshots = Snapshots(flat)
+    snapshots = on_host(flat)
     with pytest.raises(ProtocolError, match="no samples"):
         hold(snapshots, 0, [0, 0])
 
 
 def test_rounds_use_the_same_memory():
     _, flat = replicas()
-    snapshots = Snapshots(flat)
+    snapshots = on_host(flat)
     hold(snapshots, 0, [1, 1])
-    made = [memory.data_ptr() for memory in [*snapshots._mean, *snapshots._slots[0], *snapshots._slots[1]]]
+    made = [
+        memory.data_ptr() for memory in [*snapshots._mean[CPU], *snapshots._slots[0], *snapshots._slots[1]]
+    ]
     apply_together(snapshots, 0, 2)
     hold(snapshots, 1, [1, 1])
-    assert [m.data_ptr() for m in [*snapshots._mean, *snapshots._slots[0], *snapshots._slots[1]]] == made
+    assert [m.data_ptr() for m in [*snapshots._mean[CPU], *snapshots._slots[0], *snapshots._slots[1]]] == made
 
 
 def test_what_a_module_moved_takes_part():
     modules, flat = replicas()
-    snapshots = Snapshots(flat)
+    snapshots = on_host(flat)
     moved = torch.full((5, 6), 4.0)
     modules[0][0].weight.data = moved
     other = modules[1][0].weight.detach().clone()
@@ -187,4 +207,144 @@ def test_what_a_module_moved_takes_part():
 def test_replicas_that_differ_are_refused():
     flat = [FlatReplica(nn.Linear(2, width), rank) for rank, width in enumerate((2, 3))]
     with pytest.raises(OptionError, match="'weight'"):
-        Snapshots(flat)
+        on_host(flat)
+
+
+# ---------------------------------------------------------------- on CUDA streams
+WEIGHTS = [5, 3, 2]
+
+
+class Async(FakeWorld):
+    """Ranks that train on while a helper averages their snapshots."""
+
+    def __init__(self, cards: Sequence[int]) -> None:
+        super().__init__(local_mean, cards)
+        self.snapshots = Snapshots(self.replicas, self.lanes)
+
+    def take(self, round: int, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            with self.lanes[rank].on(self.lanes[rank].compute):
+                self.train(rank)
+                self.snapshots.take(rank, round)
+                self.train(rank)
+
+    def average(self, round: int, samples: Sequence[int]) -> tuple[float, tuple[float, ...]]:
+        """On a thread whose current stream is the default one."""
+        (result,) = in_threads([0], lambda _: self.snapshots.average(round, samples))
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def apply(self, round: int, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            with self.lanes[rank].on(self.lanes[rank].compute):
+                self.train(rank)
+                self.snapshots.apply(rank, round)
+                self.train(rank)
+
+    def watch(self) -> None:
+        """What the first round has made, too."""
+        for rank, slot in enumerate(self.snapshots._slots):
+            self.cuda.watch(f"slot {rank}", *slot)
+        for card, mean in self.snapshots._mean.items():
+            self.cuda.watch(f"mean on {card}", *mean)
+
+    def hold(self, round: int) -> None:
+        self.take(round, [0, 1, 2])
+        self.average(round, WEIGHTS)
+        self.apply(round, [0, 1, 2])
+
+
+@pytest.fixture(params=[(0, 0, 0), (0, 1, 1), (2, 0, 1), (-1, 0, 1)], ids=str)
+def world(request: pytest.FixtureRequest) -> Async:
+    world = Async(request.param)
+    world.hold(0)
+    world.watch()
+    world.hold(1)
+    assert world.cuda.races == []
+    return world
+
+
+def test_on_streams_the_mean_is_that_of_the_host():
+    worlds = [Async(cards) for cards in ((-1, -1, -1), (0, 0, 0), (0, 1, 1), (-1, 1, -1))]
+    drifts = []
+    for world in worlds:
+        world.take(0, [0, 1, 2])
+        drifts.append(world.average(0, WEIGHTS)[1])
+        world.apply(0, [0, 1, 2])
+    assert drifts[1] == drifts[0]
+    assert drifts[2] == pytest.approx(drifts[0], rel=1e-6)
+    assert drifts[3] == pytest.approx(drifts[0], rel=1e-6)
+    assert min(drifts[0]) > 0.1
+    for other in worlds[1:]:
+        for one, two in zip(worlds[0].states(), other.states(), strict=True):
+            assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_mean_lies_on_every_device(world):
+    assert world.snapshots._mean.keys() == {lane.device for lane in world.lanes}
+    first, *others = world.snapshots._mean.values()
+    assert all(torch.equal(a, b) for mean in others for a, b in zip(first, mean, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_race_in_random_rounds(world, seed):
+    draw = random.Random(seed)
+    for round in range(2, 16):
+        ranks = sorted(draw.sample([0, 1, 2], draw.randint(1, 3)))
+        world.take(round, ranks)
+        if draw.random() < 0.2:
+            continue  # given up
+        world.average(round, [4 if rank in ranks else 0 for rank in range(3)])
+        world.apply(round, draw.sample(ranks, len(ranks)))
+    assert world.cuda.races == []
+
+
+def test_the_default_stream_has_no_work(world, monkeypatch):
+    def access(stream, *_):
+        assert stream is not world.cuda.default
+
+    monkeypatch.setattr(world.cuda, "access", access)
+    world.hold(2)
+
+
+def test_what_is_made_first_is_made_while_nobody_launches(monkeypatch):
+    world = Async((0, 1, 1))
+    seen = []
+    real = BlockMean.reduce
+    monkeypatch.setattr(
+        BlockMean, "reduce", lambda *args, **given: (seen.append(QUIET.locked()), real(*args, **given))[1]
+    )
+    world.hold(0)
+    assert seen == [True]
+    assert not QUIET.locked()
+
+
+def test_without_taken_the_mean_is_too_early(world, monkeypatch):
+    without_waits(monkeypatch, lambda: world.snapshots._is_down)
+    world.hold(2)
+    assert any(race.startswith("slot") for race in world.cuda.races)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_without_applied_a_mean_is_overwritten_that_a_slow_rank_still_adds(world, monkeypatch, waits):
+    """A rank that takes again says by that that it has applied; one that does not take part says nothing."""
+    if not waits:
+        without_waits(monkeypatch, lambda: world.snapshots._is_applied)
+    world.take(2, [0, 1])
+    world.average(2, [1, 1, 0])
+    assert any(race.startswith("mean") for race in world.cuda.races) is not waits
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_rank_waits_for_the_mean_by_itself(world, monkeypatch, waits):
+    """Not only by way of the helper, which waits for the drift before it reports the mean."""
+    ends = [end for _, end in world.snapshots._marks]
+    without_synchronize(monkeypatch, lambda: ends)
+    monkeypatch.setattr(FakeEvent, "elapsed_time", lambda *_: 1.0)
+    if not waits:
+        without_waits(monkeypatch, lambda: ends)
+    world.take(2, [0, 1, 2])
+    world.average(2, WEIGHTS)
+    world.apply(2, [0, 1, 2])
+    assert any(race.startswith("mean") for race in world.cuda.races) is not waits

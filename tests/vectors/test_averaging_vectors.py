@@ -12,9 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from flowdp.collective.local import LocalMean
+from flowdp.collective.local import DeviceMean, LocalMean
+from flowdp.collective.nccl import NcclMean
 from flowdp.collective.snapshot import Snapshots
+from flowdp.device.streams import HostLane
 from flowdp.device.tensors import FlatReplica
+from flowdp.device.topology import resolve_devices
 from flowdp.errors import OptionError, ProtocolError
 from flowdp.machine.commands import Average, Command, RoundAbandoned, RoundEnded, Send
 from flowdp.machine.coordinator import Coordinator, RunConfig
@@ -23,6 +26,7 @@ from flowdp.messages import (
     Arrival,
     Averaged,
     Fact,
+    Outcome,
     RequestParams,
     SnapshotReady,
     StartEpoch,
@@ -33,15 +37,19 @@ from flowdp.messages import (
     Work,
     WorkerReady,
 )
+from tests.collective.fake_nccl import FakeNccl
+from tests.collective.fake_world import FakeLane
+from tests.fakes import FakeCuda
 from tests.vectors.book import Answers, Book, Vector
 
-BOOK = Book({"cpu_averaging"}, "differences_averaging.md")
+BOOK = Book({"cpu_averaging", "nccl_numeric"}, "differences_averaging.md")
+HOST = [HostLane(torch.device("cpu"))] * 2
 VECTORS, CHECKS, DIFFERENCES, answers = BOOK.vectors, BOOK.checks, BOOK.differences, BOOK.answers
 
 
 def agree(answer: object, expected: object) -> bool:
     if isinstance(expected, str) and expected.startswith("<"):
-        return isinstance(answer, int | float) and answer < float(expected[1:])
+        return isinstance(answer, int | float) and answer < float(expected[1:].split()[0])
     if isinstance(expected, float):
         given = answer if isinstance(answer, list | tuple) else [answer]
         return len(given) > 0 and all(value == pytest.approx(expected, rel=1e-6) for value in given)
@@ -71,7 +79,7 @@ class Cluster:
     def __init__(self, shape: Sequence[int] = (4,)) -> None:
         self.machine = Coordinator(RunConfig(world_size=2, batches=10_000, epochs=1, policy="async"))
         self.replicas = [replica(rank, shape) for rank in (0, 1)]
-        self.snapshots = Snapshots(self.replicas)
+        self.snapshots = Snapshots(self.replicas, HOST)
         self.now_ms = 0.0
         self.orders: list[list[StartEpoch]] = [[], []]
         self.asked: int | None = None  # the round whose snapshots are wanted
@@ -135,7 +143,7 @@ class Cluster:
 @answers("CA-001")
 def _weighted(vector: Vector) -> Answers:
     replicas = [replica(rank, vector["setup"]["shape"]) for rank in (0, 1)]
-    snapshots, version = Snapshots(replicas), vector["input"]["version"]
+    snapshots, version = Snapshots(replicas, HOST), vector["input"]["version"]
     given = vector["input"]["snapshots"]
     for rank, snapshot in enumerate(given):
         fill(replicas[rank], snapshot["value"])
@@ -205,6 +213,7 @@ def _survivor(vector: Vector) -> Answers:
     assert gate.enter(Arrival(0, 0, 0, given["batch_count"], 8 * given["batch_count"])) is None
     outcome = gate.leave(1)
     mean = LocalMean(replicas, lambda rank: None)
+    mean.prepare(0)
     mean.launch(outcome)
     mean.average(0, outcome)
     return {"value": value(replicas[0])}
@@ -232,7 +241,7 @@ def _end_to_end(vector: Vector) -> Answers:
 def _wrong_count(_: Vector) -> Answers:
     two, none = nn.Linear(3, 1), nn.Identity()
     with pytest.raises(OptionError) as error:
-        Snapshots([FlatReplica(two, 0), FlatReplica(none, 1)])
+        Snapshots([FlatReplica(two, 0), FlatReplica(none, 1)], HOST)
     assert "weight" in str(error.value)
     return {"error": True}
 
@@ -251,6 +260,77 @@ def _drift(vector: Vector) -> Answers:
         "anchor": cadence.anchor,
         "calibrated": cadence.el_che.is_calibrated,
     }
+
+
+# ---------------------------------------------------------------- sums by NCCL, on a fake that really sums
+def summed(values: Sequence[float]) -> list[float]:
+    """The sum that each rank holds: its mean, times the ranks."""
+    cuda = FakeCuda()
+    lanes = [FakeLane(torch.device("cuda", rank), cuda) for rank in range(len(values))]
+    replicas = [replica(rank) for rank in range(len(values))]
+    for flat, given in zip(replicas, values, strict=True):
+        fill(flat, given)
+        cuda.watch("a replica", *flat.memories)
+    mean = NcclMean(replicas, lanes, FakeNccl(cuda, lanes))
+    for rank in range(len(values)):
+        mean.prepare(rank)
+    ones = (1,) * len(values)
+    mean.launch(Outcome(0, 0, tuple(range(len(values))), ones, ones))
+    mean.close()
+    assert cuda.races == []
+    return [value(flat) * len(values) for flat in replicas]
+
+
+@answers("NC-002", "NC-004")
+def _sum(vector: Vector) -> Answers:
+    return {"values": summed(vector["input"]["values"])}
+
+
+@answers("NC-006")
+def _one_device(_: Vector) -> Answers:
+    assert summed([7.0]) == [7.0]
+    return {"error": False}
+
+
+@answers("NC-008")
+def _rank_out_of_range(vector: Vector) -> Answers:
+    """Ranks are the places of the lanes in their list, so one too many is one communicator too many."""
+    cuda = FakeCuda()
+    lanes = [FakeLane(torch.device("cuda", rank), cuda) for rank in range(vector["setup"]["world"])]
+    with pytest.raises(ValueError, match="argument"):
+        NcclMean([replica(rank) for rank in range(vector["setup"]["rank"] + 1)], lanes, FakeNccl(cuda, lanes))
+    return {"error": True}
+
+
+@answers("NC-010")
+def _no_devices(_: Vector) -> Answers:
+    with pytest.raises(OptionError):
+        resolve_devices([])
+    return {"error": True}
+
+
+@answers("NC-012")
+def _sum_of_gradients(vector: Vector) -> Answers:
+    """Each rank's gradient of its half of the rows, averaged as a replica's parameters are."""
+    weight = torch.tensor(vector["input"]["w"], dtype=torch.float32)
+    rows = torch.randn(vector["input"]["x_rows"], len(weight), generator=torch.Generator().manual_seed(0))
+
+    def gradient(batch: torch.Tensor) -> torch.Tensor:
+        parameter = weight.clone().requires_grad_()
+        (batch @ parameter).square().sum().backward()
+        return parameter.grad
+
+    cuda = FakeCuda()
+    lanes = [FakeLane(torch.device("cuda", card), cuda) for card in (0, 1)]
+    modules = [nn.ParameterList([nn.Parameter(gradient(half))]) for half in rows.chunk(2)]
+    replicas = [FlatReplica(module, rank) for rank, module in enumerate(modules)]
+    mean = DeviceMean(replicas, lanes)
+    for rank in (0, 1):
+        mean.prepare(rank)
+    outcome = Outcome(0, 0, (0, 1), (1, 1), (1, 1))
+    mean.launch(outcome)
+    found = 2 * modules[1][0].data
+    return {"abs_diff": float((found - gradient(rows)).abs().max())}
 
 
 # ---------------------------------------------------------------- the rules of this file

@@ -1,0 +1,294 @@
+"""A group of ranks that sum by NCCL: how its communicators are made and checked, and what one sum is.
+
+`nccl` is cupy's module of that name throughout, or what stands for it in tests.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import ldexp
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowdp.collective.base import arithmetic
+from flowdp.device.streams import Lane
+from flowdp.device.tensors import Flat
+from flowdp.errors import CollectiveError
+
+__all__ = ["ABORT_S", "Opening", "Side", "abort_all", "nccl_errors", "sum_replicas"]
+
+ABORT_S = 2.0
+"""How long an abort may take before its threads are left alone."""
+
+CHECKED = 1 << 26
+"""Elements of a flat that the first sums have, at most. NCCL connects an algorithm when a size first asks for
+it, so the first sums have the sizes of all later ones; beyond this its choice stays the same."""
+
+_MAKING = threading.Lock()
+"""Communicators are made by one thread of the process at a time: two that wait for their devices in turns
+would wait for each other."""
+
+_NAMES = {
+    torch.int8: "NCCL_INT8",
+    torch.uint8: "NCCL_UINT8",
+    torch.int32: "NCCL_INT32",
+    torch.int64: "NCCL_INT64",
+    torch.float32: "NCCL_FLOAT32",
+    torch.float64: "NCCL_FLOAT64",
+}
+
+
+class _Carried:
+    """One flat on its way: the memory itself, or a wider copy where NCCL would round or has no such dtype."""
+
+    def __init__(self, flat: Flat) -> None:
+        memory = flat.memory
+        if memory.dtype == torch.bool:
+            memory = memory.view(torch.uint8)
+        wide = torch.int32 if memory.dtype == torch.int16 else memory.dtype
+        if not flat.counts:
+            wide = arithmetic(memory.dtype)
+        self.memory = memory
+        self.work = memory if memory.dtype == wide else torch.empty_like(memory, dtype=wide)
+        self.is_staged = self.work is not memory
+        self.counts = flat.counts
+        self.parameters = self.work[: flat.split]
+        # Of the work's dtype, so that a division by it casts nothing; and the norm likewise.
+        self.weight = torch.zeros((), dtype=wide, device=memory.device)
+        self.norm = torch.zeros((), dtype=wide, device=memory.device)
+
+
+class Side:
+    """One rank's part in a sum. All that it needs is made here, so that a launch allocates nothing.
+
+    Attributes:
+        tail: The weight, the weighted square of the parameters, and, of this rank alone, the square of the
+            mean. Float64, shape (3,).
+        calls: The arguments of each all-reduce: address, count, dtype and operation of NCCL, stream.
+    """
+
+    def __init__(self, nccl: Any, lane: Lane, flats: Sequence[Flat]) -> None:
+        self.lane = lane
+        with lane.on(lane.comm):
+            self._carried = [_Carried(flat) for flat in flats if flat.memory.numel()]
+            self.tail = torch.zeros(3, dtype=torch.float64, device=flats[0].memory.device)
+            self._norm = torch.zeros((), dtype=torch.float64, device=self.tail.device)
+        self._weight, self._square, self._mean_square = self.tail.unbind()
+        stream = getattr(lane.comm, "cuda_stream", 0)
+        summed = [(carried.work, carried.counts) for carried in self._carried]
+        self.calls = [
+            (
+                tensor.data_ptr(),
+                tensor.numel(),
+                int(getattr(nccl, _NAMES[tensor.dtype])),
+                int(nccl.NCCL_MAX if counts else nccl.NCCL_SUM),
+                stream,
+            )
+            for tensor, counts in [*summed, (self.tail[:2], False)]
+        ]
+
+    def scale(self, weight: float, *, drift: bool) -> None:
+        """What comes before the sum. A weight of 0 leaves the replica out; 0 times NaN would be NaN."""
+        self.tail.zero_()
+        self._weight.fill_(weight)
+        for carried in self._carried:
+            if weight == 0.0 and not carried.counts:
+                carried.work.zero_()
+                continue
+            if carried.is_staged:
+                carried.work.copy_(carried.memory)
+            if carried.counts:
+                continue
+            if drift:
+                self._add_square(carried, self._square, weight)
+            carried.work.mul_(weight)
+
+    def divide(self, *, drift: bool) -> None:
+        """What comes behind the sum."""
+        for carried in self._carried:
+            if not carried.counts:
+                carried.work.div_(carried.weight.copy_(self._weight))
+                if drift:
+                    self._add_square(carried, self._mean_square, 1.0)
+            if carried.is_staged:
+                carried.memory.copy_(carried.work)
+
+    def fill(self, value: float, count: int) -> None:
+        """Give floats one value and integers another."""
+        with self.lane.on(self.lane.comm):
+            for carried in self._carried:
+                carried.memory.fill_(count if carried.counts else value)
+
+    def distance(self, value: float, count: int) -> float:
+        """How far what lies here is from these values, and what is not a number shows; overwrites it.
+
+        Threads: any; it waits for the device.
+        """
+        with self.lane.on(self.lane.comm):
+            away = [
+                carried.memory.sub_(count if carried.counts else value).abs_().max()
+                for carried in self._carried
+            ]
+            return sum(map(float, away))
+
+    def _add_square(self, carried: _Carried, to: Tensor, weight: float) -> None:
+        if carried.parameters.numel():
+            torch.linalg.vector_norm(carried.parameters, out=carried.norm)
+            self._norm.copy_(carried.norm)
+            to.addcmul_(self._norm, self._norm, value=weight)
+
+
+def sum_replicas(
+    nccl: Any, comms: Sequence[Any], sides: Sequence[Side], samples: Sequence[int], *, drift: bool
+) -> None:
+    """Enqueue one mean over all ranks.
+
+    Raises:
+        CollectiveError: NCCL refuses.
+    """
+    # Divided by a power of two: the weights, and so their sum, stay exact.
+    bits = sum(samples).bit_length()
+    for side, count in zip(sides, samples, strict=True):
+        with side.lane.on(side.lane.comm):
+            side.scale(ldexp(count, -bits), drift=drift)
+    with nccl_errors(nccl, "sum the replicas"):
+        nccl.groupStart()
+        try:
+            for comm, side in zip(comms, sides, strict=True):
+                for address, count, dtype, operation, stream in side.calls:
+                    comm.allReduce(address, address, count, dtype, operation, stream)
+        finally:
+            nccl.groupEnd()
+    for side in sides:
+        with side.lane.on(side.lane.comm):
+            side.divide(drift=drift)
+
+
+class Opening:
+    """Communicators in the making, on a thread of its own: what hangs in there cannot be called back.
+
+    `QUIET` is not held: a thread that hangs would never give it back. What another run allocates meanwhile
+    can at worst make this one late.
+    """
+
+    def __init__(self, nccl: Any, lanes: Sequence[Lane], flats: Sequence[Sequence[Flat]]) -> None:
+        self._nccl = nccl
+        self._lanes = lanes
+        self._flats = flats
+        self._comms: list[Any] = []
+        self._stage = "making its communicators"
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()  # guards which of the two below came first
+        self._is_over = threading.Event()
+        self._is_late = False
+
+    def wait(self, deadline_s: float) -> list[Any]:
+        """The communicators, one per rank, whose sums were right.
+
+        Raises:
+            CollectiveError: They could not be made, or are late or wrong; none is left.
+        """
+        end_s = monotonic() + deadline_s
+        for lane in self._lanes:
+            lane.drain()
+        if not _MAKING.acquire(timeout=deadline_s):
+            raise CollectiveError("an earlier run of this process still hangs in NCCL's start")
+        threading.Thread(target=self._run, name="flowdp-nccl", daemon=True).start()
+        self._is_over.wait(end_s - monotonic())
+        with self._lock:
+            self._is_late = not self._is_over.is_set()
+            error = self._error
+        if self._is_late:  # what an abort makes the thread raise now tells nothing
+            error = CollectiveError(
+                f"NCCL did not get beyond {self._stage} on {self._where()} within {deadline_s:g} s. If the "
+                "boards cannot reach each other's memory, NCCL_P2P_DISABLE=1 helps; NCCL_DEBUG=INFO says more"
+            )
+        if error is not None:
+            abort_all(list(self._comms))
+            raise error
+        return self._comms
+
+    def _run(self) -> None:
+        try:
+            with nccl_errors(self._nccl, f"make communicators for {self._where()}"):
+                self._make()
+            self._stage = "its first sums"
+            self._check()
+        except BaseException as error:
+            self._error = error
+        with self._lock:
+            self._is_over.set()
+            is_late = self._is_late
+        if is_late:  # nobody else knows of those that were made since
+            abort_all(self._comms)
+        _MAKING.release()
+
+    def _make(self) -> None:
+        make, devices = self._nccl.NcclCommunicator, [lane.device for lane in self._lanes]
+        if len(set(devices)) < len(devices):
+            # Holds the interpreter lock, but several ranks on a device are supported only so.
+            self._comms += make.initAll([device.index for device in devices])
+            return
+        name = self._nccl.get_unique_id()
+        self._nccl.groupStart()
+        try:
+            for rank, lane in enumerate(self._lanes):
+                with lane.on(lane.comm):  # NCCL takes the current device
+                    self._comms.append(make(len(devices), name, rank))
+        finally:
+            self._nccl.groupEnd()
+
+    def _check(self) -> None:
+        """Take two means of known values; what they need for the first time, later ones find there."""
+        sides = [
+            Side(self._nccl, lane, [_stand_in(lane, flat) for flat in flats])
+            for lane, flats in zip(self._lanes, self._flats, strict=True)
+        ]
+        for samples in (range(1, len(sides) + 1), range(len(sides))):
+            if not any(samples):
+                continue
+            for rank, side in enumerate(sides):
+                side.fill(rank + 1, rank % 2)
+            sum_replicas(self._nccl, self._comms, sides, samples, drift=True)
+            mean = sum(count * (rank + 1) for rank, count in enumerate(samples)) / sum(samples)
+            for rank, side in enumerate(sides):
+                if not (away := side.distance(mean, min(len(sides) - 1, 1))) < 1e-2 * mean:
+                    raise CollectiveError(
+                        f"NCCL on {self._where()} gives rank {rank} wrong sums, {away:g} away from {mean:g}: "
+                        "the boards do not reach each other's memory as they claim; try NCCL_P2P_DISABLE=1"
+                    )
+
+    def _where(self) -> str:
+        return ", ".join(str(lane.device) for lane in self._lanes)
+
+
+def _stand_in(lane: Lane, flat: Flat) -> Flat:
+    """A flat that may be written over. Its memory is training's, and so is not lost to it afterwards."""
+    length = min(flat.memory.numel(), CHECKED)
+    with lane.on(lane.compute):
+        memory = torch.empty(length, dtype=flat.memory.dtype, device=flat.memory.device)
+    return Flat(memory, min(flat.split, length))
+
+
+def abort_all(comms: Sequence[Any]) -> None:
+    """Abort all, each on a thread of its own: one that is aborted waits for those that are not yet."""
+    threads = [threading.Thread(target=comm.abort, name="flowdp-nccl-abort", daemon=True) for comm in comms]
+    for thread in threads:
+        thread.start()
+    end_s = monotonic() + ABORT_S
+    for thread in threads:
+        thread.join(max(0.0, end_s - monotonic()))
+
+
+@contextmanager
+def nccl_errors(nccl: Any, what: str) -> Iterator[None]:
+    """Turn what cupy raises into a `CollectiveError` that says what NCCL could not do."""
+    try:
+        yield
+    except (nccl.NcclError, KeyError) as error:  # cupy has no name for the newer errors: a KeyError
+        raise CollectiveError(f"NCCL could not {what}: {type(error).__name__}: {error}") from error

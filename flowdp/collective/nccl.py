@@ -1,0 +1,199 @@
+"""The mean by NCCL: one all-reduce over all devices, launched by one thread for everybody.
+
+A kernel of NCCL spins until its peers run too. So nothing that may wait for the device can stand between the
+first and the last of them: the last arrival at the gate launches them all in one group, while the workers
+stand in the gate and nobody else allocates or pins (`QUIET`).
+
+Each rank scales its replica by its samples, the group sums, and each divides by the summed weight, which
+rides along in a tail of its own. Not NCCL's own mean: that knows no weights, rounds 1 / n to the tensor's
+dtype, and loses the reduction inside the switch. Only here is cupy imported, which calls NCCL, at first use.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowdp.collective.base import is_held, relative_drift
+from flowdp.collective.group import ABORT_S, Opening, Side, abort_all, sum_replicas
+from flowdp.collective.streamed import StreamedMean
+from flowdp.device.streams import QUIET, Lane
+from flowdp.device.tensors import FlatReplica
+from flowdp.errors import CollectiveError
+from flowdp.messages import Outcome
+
+__all__ = ["NcclMean", "load"]
+
+DEADLINE_S = 10.0
+"""For making the communicators and for the first sums: a healthy machine takes one or two seconds."""
+
+MAPS = Path("/proc/self/maps")
+
+
+def load(devices: Sequence[torch.device]) -> Any:
+    """The module `cupy.cuda.nccl`, after a look at what is known not to work.
+
+    Args:
+        devices: One per rank.
+
+    Raises:
+        CollectiveError: NCCL cannot be used here; the message says what to install or set.
+    """
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        raise CollectiveError(
+            "CUDA_LAUNCH_BLOCKING is set: each launch then waits for its kernel, and NCCL's kernels wait for "
+            "the launches behind them; unset it, or pass backend='local'"
+        )
+    if torch.version.cuda is None:
+        raise CollectiveError("this torch is built without CUDA, and NCCL is for CUDA devices")
+    major = torch.version.cuda.split(".")[0]
+    try:
+        import cupy
+        from cupy.cuda import nccl
+    except ImportError as error:
+        raise CollectiveError(
+            f"NCCL is called through cupy, which cannot be imported ({error}): pip install "
+            f"'flowdp[cuda{major}]' (cupy-cuda{major}x, for a torch of CUDA {torch.version.cuda})"
+        ) from error
+    if not nccl.available:
+        raise CollectiveError(
+            f"cupy finds no NCCL: pip install nvidia-nccl-cu{major}, which torch brings too"
+        )
+    theirs = str(cupy.cuda.runtime.runtimeGetVersion() // 1000)
+    if theirs != major:
+        raise CollectiveError(
+            f"torch is built for CUDA {torch.version.cuda} and cupy for CUDA {theirs}: pip uninstall "
+            f"cupy-cuda{theirs}x, then pip install 'flowdp[cuda{major}]'"
+        )
+    _check_nccl(nccl.get_version(), devices)
+    return nccl
+
+
+def _check_nccl(version: int, devices: Sequence[torch.device]) -> None:
+    """Check that torch and cupy use one NCCL, and that it can do what the devices ask for."""
+    cupys = version // 10_000, version // 100 % 100, version % 100
+    torchs = torch.cuda.nccl.version()[:3] if hasattr(torch._C, "_nccl_version") else None
+    try:
+        lines = MAPS.read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    files = sorted({line.split()[-1] for line in lines if "/libnccl.so" in line})
+    if (torchs is not None and torchs != cupys) or len(files) > 1:
+        raise CollectiveError(
+            f"torch uses NCCL {_dotted(torchs or ())}, cupy {_dotted(cupys)} (loaded: {', '.join(files)}): "
+            "two libraries would wait for each other on one device. Keep the one that torch requires, see "
+            "`pip show torch`, and look for another one in LD_LIBRARY_PATH and LD_PRELOAD"
+        )
+    if len(set(devices)) == len(devices):
+        return
+    if cupys < (2, 30) or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        raise CollectiveError(
+            "several ranks on one device need NCCL 2.30 or later and NCCL_MULTI_RANK_GPU_ENABLE=1 in the "
+            f"environment before NCCL starts (this is NCCL {_dotted(cupys)}); backend='local' does without"
+        )
+
+
+def _dotted(version: Iterable[int]) -> str:
+    return ".".join(map(str, version)) or "of its own"
+
+
+class NcclMean(StreamedMean):
+    """Averages replicas on CUDA devices by one all-reduce; see `Collective`.
+
+    Memory: bfloat16, float16 and int16 tensors once more in float32 or int32; else none. The drift is the
+    weighted mean over the members, the same number for all, and cannot tell less than about 5e-4 from zero.
+
+    Args:
+        replicas: One per rank.
+        lanes: One per rank.
+        nccl: What stands for `cupy.cuda.nccl`, in tests.
+        deadline_s: For making the communicators and checking them by value.
+
+    Raises:
+        OptionError: The replicas differ in structure, or a rank trains on the CPU.
+        CollectiveError: NCCL does not work here; the replicas are as they were.
+
+    Threads:
+        Made by one thread, before the workers run; it waits `deadline_s` and `ABORT_S` at most.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[FlatReplica],
+        lanes: Sequence[Lane],
+        nccl: Any = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        super().__init__(replicas, lanes, width=3)
+        self._nccl = load([lane.device for lane in lanes]) if nccl is None else nccl
+        self._lock = threading.Lock()  # guards `_comms`, which an abort and a close take away
+        flats = [replica.flats for replica in replicas]
+        self._sides = [Side(self._nccl, lane, own) for lane, own in zip(lanes, flats, strict=True)]
+        self._comms = Opening(self._nccl, lanes, flats).wait(deadline_s)
+
+    def launch(self, outcome: Outcome) -> None:
+        """See `Collective.launch`.
+
+        Raises:
+            CollectiveError: A rank left, the collective was aborted, or NCCL refuses.
+        """
+        if is_held(outcome) and len(outcome.members) < len(self._lanes):
+            left = sorted(set(range(len(self._lanes))) - set(outcome.members))
+            raise CollectiveError(
+                f"rank {', '.join(map(str, left))} left, and NCCL's communicators are made for all "
+                f"{len(self._lanes)} ranks; backend='local' goes on without them"
+            )
+        super().launch(outcome)
+
+    def abort(self) -> None:
+        """See `Collective.abort`. It returns after a few seconds at most."""
+        comms = self._take()
+        # NCCL wants no thread inside a call on a communicator that is aborted. A launch that itself hangs
+        # is no reason to wait for ever.
+        is_quiet = QUIET.acquire(timeout=ABORT_S / 2) if comms else False
+        try:
+            abort_all(comms)
+        finally:
+            if is_quiet:
+                QUIET.release()
+
+    def close(self) -> None:
+        """See `Collective.close`."""
+        comms = self._take()
+        super().close()
+        with QUIET:  # the last one frees what all had on their devices
+            for comm in comms:
+                comm.destroy()
+
+    def _take(self) -> list[Any]:
+        with self._lock:
+            comms, self._comms = self._comms, []
+        return comms
+
+    def _workers(self, outcome: Outcome) -> Sequence[int]:
+        return outcome.members
+
+    def _writers(self, rank: int, workers: Sequence[int]) -> Sequence[int]:  # noqa: ARG002 - only itself
+        return (rank,)
+
+    def _enqueue(self, outcome: Outcome, workers: Sequence[int]) -> dict[int, Tensor]:
+        with self._lock:
+            comms = self._comms
+        if not comms:
+            raise CollectiveError(
+                f"round {outcome.round} was to be averaged after NCCL was aborted or closed"
+            )
+        sum_replicas(self._nccl, comms, self._sides, outcome.samples, drift=outcome.drift)
+        # One row for all: they hold the same bits, and one copy to the host is enough.
+        return {workers[0]: self._sides[workers[0]].tail} if outcome.drift else {}
+
+    def _drift(self, rank: int, outcome: Outcome, rows: Sequence[Sequence[float]]) -> float:  # noqa: ARG002
+        weight, square, mean_square = rows[0]
+        away = square / weight - mean_square
+        return relative_drift(0.0 if away < 0.0 else away, mean_square)

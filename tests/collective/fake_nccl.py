@@ -1,0 +1,163 @@
+"""NCCL without a GPU: cupy's names, on CPU tensors.
+
+A group really sums, on the raw addresses, when it ends, and books each rank's part on the rank's stream. What
+would hang or be undefined raises: a rank that is missing in a group, calls of one group from two threads, a
+call outside a group, and any torch operation between the start and the end of a group (it might allocate).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flowdp.device.streams import QUIET, Lane
+from tests.fakes import FakeCuda
+
+DTYPES = {0: np.int8, 1: np.uint8, 2: np.int32, 4: np.int64, 7: np.float32, 8: np.float64}
+
+
+class NcclError(RuntimeError):
+    """As cupy's."""
+
+
+class _NoTorch(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} between groupStart and groupEnd")
+
+
+class _Group:
+    def __init__(self) -> None:
+        self.thread = threading.current_thread()
+        self.made: list[Any] = []
+        self.calls: list[tuple[Any, ...]] = []
+        self.guard = _NoTorch()
+
+
+class FakeNccl:
+    """Stands for `cupy.cuda.nccl`.
+
+    Attributes:
+        groups: Of each group that summed: whether `QUIET` was held, and the counts of rank 0's calls.
+        aborted: Ranks whose communicators were aborted.
+        destroyed: Ranks whose communicators were destroyed.
+        hangs: None, or "make" or "sum": the group of that kind that does not end before an abort; or "late":
+            every group ends well, but not before `wake`.
+        hanging: Set when one hangs.
+        deaf: Whether an abort does not help; `wake` does.
+        broken: Whether the last rank's numbers do not reach the others.
+    """
+
+    available = True
+    NCCL_SUM, NCCL_MAX = 0, 2
+    NCCL_INT8, NCCL_UINT8, NCCL_INT32, NCCL_INT64, NCCL_FLOAT32, NCCL_FLOAT64 = 0, 1, 2, 4, 7, 8
+    NcclError = NcclError
+
+    def __init__(self, cuda: FakeCuda, lanes: Sequence[Lane]) -> None:
+        self.groups: list[tuple[bool, list[int]]] = []
+        self.aborted: list[int] = []
+        self.destroyed: list[int] = []
+        self.hangs: str | None = None
+        self.deaf = False
+        self.broken = False
+        self.hanging = threading.Event()
+        self.wake = threading.Event()
+        self._cuda = cuda
+        self._streams = {getattr(lane.comm, "cuda_stream", 0): lane.comm for lane in lanes}
+        self._group: _Group | None = None
+        fake = self
+
+        class NcclCommunicator:
+            def __init__(self, ndev: int, name: bytes, rank: int) -> None:
+                assert len(name) == 128
+                self.ndev, self.rank, self.is_open = ndev, rank, True
+                assert fake._group is not None, "one thread would wait for all others"
+                fake._group.made.append(self)
+
+            @staticmethod
+            def initAll(devices: list[int]) -> list[NcclCommunicator]:
+                fake.groupStart()
+                made = [NcclCommunicator(len(devices), b"n" * 128, rank) for rank in range(len(devices))]
+                fake.groupEnd()
+                return made
+
+            def allReduce(self, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> None:
+                if not self.is_open:
+                    raise NcclError("invalid argument")
+                assert send == recv
+                group = fake._group
+                assert group is not None, "one thread would wait for all others"
+                assert group.thread is threading.current_thread(), "a group is one thread's"
+                group.calls.append((self, recv, count, dtype, op, stream))
+
+            def abort(self) -> None:
+                if self.is_open:
+                    self.is_open = False
+                    fake.aborted.append(self.rank)
+                if not fake.deaf:
+                    fake.wake.set()
+                fake.wake.wait(20)
+
+            def destroy(self) -> None:
+                if self.is_open:
+                    self.is_open = False
+                    fake.destroyed.append(self.rank)
+
+        self.NcclCommunicator = NcclCommunicator
+
+    def get_version(self) -> int:
+        return 22809
+
+    def get_unique_id(self) -> bytes:
+        return b"n" * 128
+
+    def groupStart(self) -> None:
+        assert self._group is None
+        self._group = _Group()
+        self._group.guard.__enter__()
+
+    def groupEnd(self) -> None:
+        group, self._group = self._group, None
+        assert group is not None
+        assert group.thread is threading.current_thread(), "a group is one thread's"
+        group.guard.__exit__(None, None, None)
+        if self.hangs == ("make" if group.made else "sum"):
+            self.hanging.set()
+            assert self.wake.wait(20)
+            raise NcclError("aborted")
+        if self.hangs == "late":
+            assert self.wake.wait(20)
+        if group.made:
+            assert [comm.rank for comm in group.made] == list(range(group.made[0].ndev))
+        if group.calls:
+            self._sum(group)
+
+    def _sum(self, group: _Group) -> None:
+        by_rank: dict[int, list[tuple[Any, ...]]] = {}
+        for call in group.calls:
+            by_rank.setdefault(call[0].rank, []).append(call)
+        ndev = group.calls[0][0].ndev
+        assert sorted(by_rank) == list(range(ndev)), f"only ranks {sorted(by_rank)} of {ndev}: the rest waits"
+        self.groups.append((QUIET.locked(), [call[2] for call in by_rank[0]]))
+        for calls in zip(*by_rank.values(), strict=True):
+            assert len({call[2:5] for call in calls}) == 1, "the ranks sum different things"
+            _, _, count, dtype, op, _ = calls[0]
+            arrays, tensors = zip(*(_at(call[1], count, DTYPES[dtype]) for call in calls), strict=True)
+            given = arrays[:-1] if self.broken else arrays
+            with np.errstate(all="ignore"):
+                result = np.sum(given, axis=0) if op == self.NCCL_SUM else np.max(given, axis=0)
+            for call, array, tensor in zip(calls, arrays, tensors, strict=True):
+                array[:] = result
+                self._cuda.access(self._streams[call[5]], "allReduce", [], [tensor])
+
+
+def _at(address: int, count: int, dtype: Any) -> tuple[Any, Tensor]:
+    memory = (ctypes.c_char * (count * np.dtype(dtype).itemsize)).from_address(address)
+    array = np.frombuffer(memory, dtype)
+    return array, torch.from_numpy(array)

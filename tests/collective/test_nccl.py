@@ -1,0 +1,227 @@
+"""The mean by NCCL: what it needs, its launches, its end. Numbers and edges are in test_streamed.py."""
+
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from flowdp.collective import nccl
+from flowdp.collective.nccl import NcclMean, load
+from flowdp.device.streams import QUIET
+from flowdp.errors import CollectiveError
+from tests.collective.fake_nccl import FakeNccl, NcclError
+from tests.collective.fake_world import FakeWorld, nccl_mean
+
+TWO = [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+@pytest.fixture
+def installed(monkeypatch, tmp_path):
+    """A machine on which everything fits: torch for CUDA 13 and a cupy with the same NCCL."""
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch._C, "_nccl_version", lambda: 0, raising=False)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    maps = tmp_path / "maps"
+    maps.write_text("7f00-7f10 r-xp 0 08:01 7 /site/nvidia/nccl/lib/libnccl.so.2\n" * 2)
+    monkeypatch.setattr(nccl, "MAPS", maps)
+    cupy, cuda, module = ModuleType("cupy"), ModuleType("cupy.cuda"), ModuleType("cupy.cuda.nccl")
+    cupy.cuda, cuda.nccl = cuda, module
+    cuda.runtime = SimpleNamespace(runtimeGetVersion=lambda: 13000)
+    module.available, module.get_version = True, lambda: 23007
+    for made in (cupy, cuda, module):
+        monkeypatch.setitem(sys.modules, made.__name__, made)
+    return SimpleNamespace(cupy=cupy, cuda=cuda, nccl=module, maps=maps)
+
+
+def test_where_everything_fits_cupys_module_is_given(installed):
+    assert load(TWO) is installed.nccl
+
+
+def test_launch_blocking_is_refused(installed, monkeypatch):
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    with pytest.raises(CollectiveError, match="CUDA_LAUNCH_BLOCKING is set"):
+        load(TWO)
+
+
+def test_a_torch_without_cuda(installed, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(CollectiveError, match="without CUDA"):
+        load(TWO)
+
+
+@pytest.mark.parametrize(("cuda", "extra"), [("12.8", "cuda12"), ("13.0", "cuda13")])
+def test_without_cupy_the_extra_is_named(installed, monkeypatch, cuda, extra):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(CollectiveError, match=rf"pip install 'flowdp\[{extra}\]' \(cupy-{extra}x"):
+        load(TWO)
+
+
+def test_without_a_library(installed):
+    installed.nccl.available = False
+    with pytest.raises(CollectiveError, match="pip install nvidia-nccl-cu13"):
+        load(TWO)
+
+
+def test_a_cupy_of_another_cuda(installed):
+    installed.cuda.runtime.runtimeGetVersion = lambda: 12090
+    with pytest.raises(CollectiveError, match=r"CUDA 13\.0 and cupy for CUDA 12.*flowdp\[cuda13\]"):
+        load(TWO)
+
+
+def test_another_version_than_torchs(installed):
+    installed.nccl.get_version = lambda: 22809
+    with pytest.raises(CollectiveError, match=r"torch uses NCCL 2\.30\.7, cupy 2\.28\.9"):
+        load(TWO)
+
+
+def test_a_second_library(installed):
+    with installed.maps.open("a") as maps:
+        maps.write("7f20-7f30 r-xp 0 08:01 8 /usr/lib/libnccl.so.2.30.7\n")
+    with pytest.raises(CollectiveError, match=r"/site/nvidia/nccl/lib/libnccl\.so\.2, /usr/lib/libnccl"):
+        load(TWO)
+
+
+def test_a_system_without_maps(installed, monkeypatch, tmp_path):
+    monkeypatch.setattr(nccl, "MAPS", tmp_path / "none")
+    assert load(TWO) is installed.nccl
+
+
+@pytest.mark.parametrize(
+    ("version", "enabled", "works"),
+    [((2, 30, 7), "1", True), ((2, 30, 7), "", False), ((2, 28, 9), "1", False)],
+)
+def test_several_ranks_on_a_device(installed, monkeypatch, version, enabled, works):
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    installed.nccl.get_version = lambda: version[0] * 10_000 + version[1] * 100 + version[2]
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", enabled)
+    if works:
+        assert load([TWO[0], TWO[0]]) is installed.nccl
+        return
+    with pytest.raises(CollectiveError, match=r"NCCL 2\.30 or later and NCCL_MULTI_RANK_GPU_ENABLE=1"):
+        load([TWO[0], TWO[0]])
+
+
+def test_without_cupy_there_is_no_mean():
+    world = FakeWorld(nccl_mean, (0, 1))
+    with pytest.raises(CollectiveError):
+        NcclMean(world.replicas, world.lanes)
+
+
+# ---------------------------------------------------------------- rounds
+@pytest.fixture
+def world() -> FakeWorld:
+    return FakeWorld(nccl_mean, (0, 1, 2))
+
+
+def fake(world: FakeWorld) -> FakeNccl:
+    return world.mean._nccl
+
+
+def test_a_round_is_one_group_that_is_launched_while_it_is_quiet(world):
+    opened = len(fake(world).groups)
+    for _ in range(3):
+        world.read(world.hold([1, 2, 3], drift=True))
+    groups = fake(world).groups[opened:]
+    assert [is_quiet for is_quiet, _ in groups] == [True] * 3
+    sizes = [memory.numel() for memory in world.replicas[0].memories]
+    assert all(counts == [*sizes, 2] for _, counts in groups)
+    assert not QUIET.locked()
+
+
+def test_narrow_tensors_are_carried_in_wide_ones_made_once(world):
+    carried = [c for c in world.mean._sides[0]._carried if c.is_staged]
+    assert {(c.memory.dtype, c.work.dtype) for c in carried} == {
+        (torch.bfloat16, torch.float32),
+        (torch.int16, torch.int32),
+    }
+    before = [c.work.data_ptr() for c in carried]
+    world.hold([1, 2, 3])
+    assert [c.work.data_ptr() for c in carried] == before
+
+
+def test_a_rank_that_left_is_named(world):
+    world.gate.leave(1)
+    errors = world.hold([1, 0, 2], ranks=[0, 2])
+    assert any("rank 1 left" in str(error) for error in errors)
+    assert not QUIET.locked()
+
+
+def test_what_nccl_refuses_is_an_error_of_the_round(world, monkeypatch):
+    def refuse(*_):
+        raise NcclError("unhandled cuda error")
+
+    monkeypatch.setattr(type(world.mean._comms[0]), "allReduce", refuse)
+    errors = world.hold([1, 2, 3])
+    assert any("could not sum the replicas: NcclError: unhandled" in str(error) for error in errors)
+    assert all(isinstance(error, CollectiveError) for error in errors)
+
+
+def test_an_abort_reaches_every_communicator_once_and_ends_it(world):
+    fake(world).wake.set()
+    world.mean.abort()
+    world.mean.abort()
+    assert sorted(fake(world).aborted) == [0, 1, 2]
+    errors = world.hold([1, 2, 3])
+    assert any("aborted or closed" in str(error) for error in errors)
+    world.mean.close()
+    assert fake(world).destroyed == []
+
+
+@pytest.mark.parametrize("is_quiet", [True, False])
+def test_an_abort_waits_for_a_launch_but_not_for_ever(world, monkeypatch, is_quiet):
+    fake(world).wake.set()
+    order = []
+
+    class Quiet:
+        def acquire(self, timeout):
+            order.append((0 < timeout < 10, sorted(fake(world).aborted)))
+            return is_quiet
+
+        def release(self):
+            order.append(sorted(fake(world).aborted))
+
+    monkeypatch.setattr(nccl, "QUIET", Quiet())
+    world.mean.abort()
+    assert order == [(True, []), [0, 1, 2]][: 1 + is_quiet]
+    assert sorted(fake(world).aborted) == [0, 1, 2]
+
+
+def test_an_abort_releases_a_launch_that_hangs(world, monkeypatch):
+    monkeypatch.setattr(nccl, "ABORT_S", 0.05)
+    fake(world).hangs = "sum"
+    hung = threading.Thread(target=world.hold, args=([1, 2, 3],))
+    hung.start()
+    assert fake(world).hanging.wait(20)
+    world.mean.abort()
+    hung.join(20)
+    assert not hung.is_alive()
+    assert not QUIET.locked()
+
+
+def test_closing_destroys_when_the_streams_are_done(world, monkeypatch):
+    order = []
+    for lane in world.lanes:
+        monkeypatch.setattr(lane.comm, "synchronize", lambda: order.append("drained"))
+    monkeypatch.setattr(type(world.mean._comms[0]), "destroy", lambda comm: order.append(comm.rank))
+    world.mean.close()
+    assert order == ["drained"] * 3 + [0, 1, 2]
+    world.mean.close()
+    assert order[6:] == ["drained"] * 3
+
+
+def test_drift_of_replicas_that_are_equal_is_not_below_zero(world):
+    world.hold([1, 1, 1])
+    results = world.read(world.hold([5, 3, 9], drift=True))
+    assert {result.drift for result in results} == {results[0].drift}
+    assert 0.0 <= results[0].drift < 1e-3
+    # What rounding may make of equal replicas.
+    assert world.mean._drift(0, world.outcomes[0], [[0.5, 0.4999, 1.0]]) == 0.0
+
+
+def test_drift_of_a_diverged_replica_is_not_a_number(world):
+    world.modules[1][0].weight.data[0, 0] = float("nan")
+    assert all(result.drift != result.drift for result in world.read(world.hold([1, 1, 1], drift=True)))
