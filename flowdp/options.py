@@ -14,8 +14,8 @@ from flowdp.errors import OptionError
 __all__ = ["Backend", "CadenceOptions", "Policy", "Precision", "SchedulerUnit", "one_of"]
 
 Policy = Literal["sync", "cadence", "async"]
-Backend = Literal["auto", "local"]
-Precision = Literal["32", "bf16"]
+Backend = Literal["auto", "nccl", "local", "cpu"]
+Precision = Literal["32", "bf16", "fp16"]
 SchedulerUnit = Literal["step", "epoch"]
 
 

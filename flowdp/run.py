@@ -328,8 +328,8 @@ class Run:
 
 
 def _on_cpu(value: Any) -> Any:
-    # A clone: a view would keep, and a file would hold, the whole flat memory.
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+    # A copy: a view would keep, and a file would hold, the whole flat memory.
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def _every(records: Iterator[RoundEnded], steps: int) -> Iterator[RoundEnded]:

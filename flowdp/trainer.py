@@ -17,11 +17,20 @@ from torch.utils.data import DataLoader, Dataset
 from flowdp.data.dataset import open_source
 from flowdp.data.reader import Source
 from flowdp.device.process import ProcessTuning, as_tuning
+from flowdp.device.streams import Lane, open_lanes
 from flowdp.device.tensors import FlatReplica
 from flowdp.device.topology import devices as find_devices
 from flowdp.device.topology import resolve_devices
-from flowdp.engine.build import ModelOption, OptimizerOption, build_models, build_optimizer, equal_start
-from flowdp.engine.launch import Engine
+from flowdp.engine.build import (
+    ModelOption,
+    OptimizerOption,
+    build_models,
+    build_optimizer,
+    equal_start,
+    seed_devices,
+    slow_optimizer,
+)
+from flowdp.engine.launch import Engine, check_free
 from flowdp.engine.learning_rate import (
     LearningRate,
     LrLambda,
@@ -70,16 +79,19 @@ class Trainer:
         devices: "auto", how many, or a list of devices; a device may repeat.
         policy: Who waits for whom: "sync" averages after every step; "cadence" after rounds in which each
             device takes steps by its speed; "async" while the devices train on.
-        backend: How the bytes move: "auto" or "local", through this process's memory.
+        backend: How the bytes move, never who waits: "nccl" (cupy; CUDA devices, one rank each), "local"
+            (within this process: CPU, or CUDA devices that reach each other), "cpu" (through host memory);
+            "auto" takes the first of these that works here. "async" has no "nccl".
         cadence: How long the rounds are.
         partition_ratios: Fixed shares of the work, one per device; None: by measured speed.
         shuffle: None is True, or what the DataLoader says.
-        seed: Of the order of the samples: the order of an epoch is a function of (seed, epoch) alone.
+        seed: Of the order of the samples: the order of an epoch is a function of (seed, epoch) alone; and of
+            each CUDA device's generator.
         drop_last: Leave out an epoch's last batch where it is not full. None is False.
         collate_fn: Makes a batch of a list of samples. None is torch's.
         num_workers: Processes that read the dataset. None is 0.
         max_grad_norm: Clip each replica's gradients to this 2-norm.
-        precision: "32", or "bf16" for autocast.
+        precision: "32"; "bf16" or "fp16" for autocast, "fp16" with a gradient scaler per replica.
         scheduler: Factory of a torch scheduler, or an instance made for the optimizer instance.
         scheduler_unit: What the scheduler counts, "step" (of all devices) or "epoch".
         lr_lambda: Factor on the learning rate as a function of the global step, in place of a scheduler.
@@ -144,6 +156,7 @@ class Trainer:
         self.epochs = epochs
         self.max_steps = max_steps
         self.policy = policy
+        self.backend = _check_backend(backend, policy, self.devices)
         self.max_grad_norm = max_grad_norm
         self.precision = precision
         self.scheduler = scheduler
@@ -174,7 +187,9 @@ class Trainer:
         """Build the replicas and start the threads; returns while they train.
 
         Raises:
-            OptionError: The factories' results cannot be used, or the story's file cannot be opened.
+            OptionError: The factories' results cannot be used, the story's file cannot be opened, or another
+                run holds one of the devices.
+            CollectiveError: backend="nccl" was asked for and does not work here; the message says why.
             DataError: The dataset's worker processes could not be started.
             OSError: The story's file cannot be written.
 
@@ -182,9 +197,14 @@ class Trainer:
             The model and optimizer factories, and the dataset's worker processes, run in the calling thread.
         """
         log.info("%s", find_devices())
-        modules = build_models(self.model, self.devices)
-        flats = equal_start(modules)
-        replicas = [self._replica(*parts) for parts in zip(modules, flats, self.devices, strict=True)]
+        check_free(self.devices)
+        lanes = open_lanes(self.devices)
+        modules = build_models(self.model, lanes)
+        flats = equal_start(modules, lanes)
+        replicas = [self._replica(*parts) for parts in zip(modules, flats, lanes, strict=True)]
+        seed_devices(self.devices, self._reading["seed"])
+        if lanes[0].is_async and (advice := slow_optimizer(replicas[0].optimizer)):
+            log.info("%s", advice)
         # The source that was opened to check the arguments serves the first run.
         source, self._first_source = self._first_source or self._open(), None
         config = RunConfig(
@@ -211,35 +231,28 @@ class Trainer:
 
     def _engine(self, config: RunConfig, replicas: Sequence[Replica], source: Source) -> Engine:
         if self.story is None:
-            return Engine(config, replicas, source, self.tuning)
+            return Engine(config, replicas, source, self.tuning, self.backend)
         file = _open_story(self.story)
         try:
-            return Engine(config, replicas, source, self.tuning, sink=file.write, closing=file.close)
+            return Engine(config, replicas, source, self.tuning, self.backend, file.write, file.close)
         except OSError:  # of the first line, on a full disk; so there is nothing more to write either
             with suppress(OSError):
                 file.close()
             raise
 
-    def _replica(self, module: nn.Module, flat: FlatReplica, device: torch.device) -> Replica:
+    def _replica(self, module: nn.Module, flat: FlatReplica, lane: Lane) -> Replica:
         source = self.model if isinstance(self.model, nn.Module) else None
-        optimizer = build_optimizer(self.optimizer, module, source)
-        rate = LearningRate(
-            optimizer,
-            self.scheduler,
-            self.scheduler_unit,
-            self.lr_lambda,
-            lr_factor(self.lr_scale_ratio, len(self.devices)),
-        )
-        return Replica(
-            module,
-            flat,
-            optimizer,
-            loss_function(self.loss, device),
-            rate,
-            device,
-            self.precision,
-            self.max_grad_norm,
-        )
+        with lane.on(lane.compute):
+            optimizer = build_optimizer(self.optimizer, module, source)
+            rate = LearningRate(
+                optimizer,
+                self.scheduler,
+                self.scheduler_unit,
+                self.lr_lambda,
+                lr_factor(self.lr_scale_ratio, len(self.devices)),
+            )
+            loss = loss_function(self.loss, lane.device)
+            return Replica(module, flat, optimizer, loss, rate, lane, self.precision, self.max_grad_norm)
 
 
 # ---------------------------------------------------------------- checks
@@ -271,6 +284,20 @@ def _check_number(name: str, value: object, above: bool) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 <= float(str(value)) < float("inf") or (above and value == 0):
         raise OptionError(f"{name} must be a number {'above' if above else 'of at least'} 0, not {value!r}")
+
+
+def _check_backend(backend: Backend, policy: Policy, devices: Sequence[torch.device]) -> Backend:
+    if backend == "nccl" and policy == "async":
+        raise OptionError(
+            "backend='nccl' cannot be used with policy='async': its kernels wait for each other, and so may "
+            "only be launched while all ranks stand at the gate; use backend='auto' or 'local'"
+        )
+    kinds = {device.type for device in devices}
+    if backend == "nccl" and kinds != {"cuda"}:
+        raise OptionError(f"backend='nccl' is for CUDA devices, not for {', '.join(map(str, devices))}")
+    if backend == "local" and len(kinds) > 1:
+        raise OptionError("backend='local' is for devices of one kind; between CPU and CUDA use 'cpu'")
+    return backend
 
 
 def _check_cadence(cadence: object, world_size: int) -> CadenceOptions:

@@ -9,7 +9,9 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,6 +70,37 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     needed, there = marker.args[0] if marker.args else 1, torch.cuda.device_count()
     if there < needed:
         pytest.skip(f"needs {needed} CUDA device(s), this machine has {there}")
+
+
+@pytest.fixture(params=["cpu", "streams"])
+def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Run a test twice: on CPU devices as they are, and as CUDA devices would run it, on fake streams.
+
+    There, ranks prefetch, keep data resident, average and measure as on a card, with every replica and every
+    batch watched: two streams that touch one must be ordered by an event.
+    """
+    if request.param == "cpu":
+        yield request.param
+        return
+    from flowdp import trainer
+    from flowdp.data.feed import open_feeds
+    from flowdp.device.streams import CudaLane
+    from flowdp.engine import build, launch
+    from tests.data.cards import Card
+
+    card = Card()
+
+    def equal_start(modules: Any, lanes: Any) -> Any:
+        replicas = build.equal_start(modules, lanes)
+        for replica in replicas:
+            card.watch(f"rank {replica.rank}", *replica.memories)
+        return replicas
+
+    monkeypatch.setattr(trainer, "open_lanes", lambda devices: [CudaLane(d, card) for d in devices])
+    monkeypatch.setattr(trainer, "equal_start", equal_start)
+    monkeypatch.setattr(launch, "open_feeds", partial(open_feeds, cuda=card))
+    yield request.param
+    assert not card.races
 
 
 @pytest.fixture(scope="session")

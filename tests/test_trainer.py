@@ -116,8 +116,8 @@ LOADER = DataLoader(TensorDataset(*DATA), 4)
         ({"devices": ["cpu", None]}, "not None"),
         ({"policy": "ring"}, "policy must be one of 'sync', 'cadence', 'async', not 'ring'"),
         ({"policy": ["sync"]}, "policy must be one of"),
-        ({"backend": "mpi"}, "backend must be one of .*'local', not 'mpi'"),
-        ({"precision": 16}, "precision must be one of '32', 'bf16', not 16"),
+        ({"backend": "mpi"}, "backend must be one of .*'cpu', not 'mpi'"),
+        ({"precision": 16}, "precision must be one of '32', 'bf16', 'fp16', not 16"),
         ({"cadence": "fast"}, "cadence must be a CadenceOptions, not 'fast'"),
         (
             {"cadence": CadenceOptions(speed_hint=(2, 2.0))},

@@ -1,7 +1,8 @@
 """From what the user gave to one replica per device: models, optimizers and criteria, checked.
 
 Factories run one after another on the calling thread, rank 0 first, so that `torch.manual_seed` before the
-start fixes the initial weights. All replicas start from rank 0's.
+start fixes the initial weights. All replicas start from rank 0's. Everything is built under the compute
+stream of its rank, where it will be used: what autograd notes about a parameter names the stream it saw.
 """
 
 from __future__ import annotations
@@ -11,43 +12,62 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from flowdp.device.streams import Lane
 from flowdp.device.tensors import FlatReplica
 from flowdp.errors import OptionError
 
-__all__ = ["ModelOption", "OptimizerOption", "build_models", "build_optimizer", "equal_start"]
+__all__ = [
+    "ModelOption",
+    "OptimizerOption",
+    "build_models",
+    "build_optimizer",
+    "equal_start",
+    "seed_devices",
+    "slow_optimizer",
+]
 
 ModelOption = nn.Module | Callable[..., nn.Module]
 OptimizerOption = Optimizer | Callable[..., Optimizer]
 
 
-def build_models(model: ModelOption, devices: Sequence[torch.device]) -> list[nn.Module]:
+def build_models(model: ModelOption, lanes: Sequence[Lane]) -> list[nn.Module]:
     """One module per device, in training mode.
 
     Args:
         model: A module, copied for every device and not touched, or a factory: called as `f(device)` if it
             has one required positional parameter, as `f(device=...)` if it names `device`, else as `f()`.
-        devices: One per rank.
+        lanes: One per rank.
 
     Raises:
         OptionError: It is neither, cannot be copied, or returns something else or the same module twice.
     """
     modules: list[nn.Module] = []
-    for rank, device in enumerate(devices):
-        module = _copy(model) if isinstance(model, nn.Module) else _call_factory(model, device, rank)
-        if any(module is other for other in modules):
-            raise OptionError(
-                f"the model factory returned the same module for rank {rank} and an earlier rank: it must "
-                f"build a new one at every call"
-            )
-        modules.append(module.to(device).train())
+    for rank, lane in enumerate(lanes):
+        lane.adopt()
+        with lane.on(lane.compute):
+            modules.append(_build_model(model, lane.device, rank, modules))
+        lane.drain()
     return modules
 
 
-def equal_start(modules: Sequence[nn.Module]) -> list[FlatReplica]:
+def _build_model(
+    model: ModelOption, device: torch.device, rank: int, modules: Sequence[nn.Module]
+) -> nn.Module:
+    module = _copy(model) if isinstance(model, nn.Module) else _call_factory(model, device, rank)
+    if any(module is other for other in modules):
+        raise OptionError(
+            f"the model factory returned the same module for rank {rank} and an earlier rank: it must "
+            f"build a new one at every call"
+        )
+    return module.to(device).train()
+
+
+def equal_start(modules: Sequence[nn.Module], lanes: Sequence[Lane]) -> list[FlatReplica]:
     """Flatten the replicas and give all of them rank 0's values, frozen parameters included.
 
     Raises:
@@ -55,18 +75,26 @@ def equal_start(modules: Sequence[nn.Module]) -> list[FlatReplica]:
     """
     if not any(parameter.requires_grad for parameter in modules[0].parameters()):
         raise OptionError("the model has no parameter that requires grad: there is nothing to train")
-    replicas = [FlatReplica(module, rank) for rank, module in enumerate(modules)]
-    for rank, replica in enumerate(replicas[1:], 1):
-        replica.copy_from(replicas[0])
-        with torch.no_grad():
-            for (name, mine), theirs in zip(_frozen(modules[rank]), _frozen(modules[0]), strict=True):
-                if (name, mine.shape) != (theirs[0], theirs[1].shape):
-                    raise OptionError(
-                        f"the replicas differ: frozen parameter {name!r} of shape {tuple(mine.shape)} on "
-                        f"rank {rank} is {theirs[0]!r} of shape {tuple(theirs[1].shape)} on rank 0"
-                    )
-                mine.copy_(theirs[1])
+    replicas: list[FlatReplica] = []
+    for rank, (module, lane) in enumerate(zip(modules, lanes, strict=True)):
+        with lanes[0].on(lanes[0].compute), lane.on(lane.compute):
+            replicas.append(FlatReplica(module, rank))
+            if rank > 0:
+                replicas[rank].copy_from(replicas[0])
+                _copy_frozen(modules[0], module, rank)
+        lane.drain()
     return replicas
+
+
+@torch.no_grad()
+def _copy_frozen(source: nn.Module, target: nn.Module, rank: int) -> None:
+    for (name, mine), (their_name, theirs) in zip(_frozen(target), _frozen(source), strict=True):
+        if (name, mine.shape) != (their_name, theirs.shape):
+            raise OptionError(
+                f"the replicas differ: frozen parameter {name!r} of shape {tuple(mine.shape)} on "
+                f"rank {rank} is {their_name!r} of shape {tuple(theirs.shape)} on rank 0"
+            )
+        mine.copy_(theirs)
 
 
 def build_optimizer(optimizer: OptimizerOption, module: nn.Module, source: nn.Module | None) -> Optimizer:
@@ -103,6 +131,32 @@ def build_optimizer(optimizer: OptimizerOption, module: nn.Module, source: nn.Mo
             "build it from its argument, optimizer=lambda params: torch.optim.SGD(params, ...)"
         )
     return made
+
+
+def seed_devices(devices: Sequence[torch.device], seed: int) -> None:
+    """Seed the generator of every CUDA device, for dropout and the like; each differently.
+
+    The CPU's generator belongs to the process, and the user.
+
+    Args:
+        devices: One per rank. Ranks that share a device share its generator.
+        seed: Of the run.
+    """
+    for place, device in enumerate(dict.fromkeys(devices)):
+        if device.type == "cuda":
+            state = np.random.SeedSequence(seed, spawn_key=(place,)).generate_state(1, np.uint64)
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(int(state[0]))
+
+
+def slow_optimizer(optimizer: Optimizer) -> str | None:
+    """What to say about an optimizer that launches more kernels than it has to; None where there is nothing.
+
+    A step of many small kernels is bound by the host that launches them.
+    """
+    if "fused" not in optimizer.defaults or all(group.get("fused") for group in optimizer.param_groups):
+        return None
+    return f"{type(optimizer).__name__}(..., fused=True) would step with fewer kernel launches"
 
 
 def _copy(model: nn.Module) -> nn.Module:

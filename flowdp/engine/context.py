@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import SupportsFloat
 
@@ -27,6 +27,7 @@ class CurrentWorker:
         global_step: Steps of all ranks before this one, as far as known here.
         lr: Learning rate of the first parameter group.
         samples: Samples of the batch.
+        sink: Takes what is recorded: name, value, weight.
     """
 
     rank: int
@@ -38,7 +39,7 @@ class CurrentWorker:
     global_step: int = 0
     lr: float = 0.0
     samples: int = 0
-    _scalars: dict[str, list[float]] = field(default_factory=dict)
+    sink: Callable[[str, float | Tensor, float], None] = field(repr=False, kw_only=True)
 
     def record(self, name: str, value: SupportsFloat, weight: float | None = None) -> None:
         """Count a value towards the mean of the epoch; see `record_scalar`."""
@@ -46,19 +47,8 @@ class CurrentWorker:
             raise ValueError(
                 f"record_scalar({name!r}) takes one number, not a tensor of shape {tuple(value.shape)}"
             )
-        number = value.item() if isinstance(value, Tensor) else float(value)
         by = float(self.samples if weight is None else weight)
-        sums = self._scalars.setdefault(name, [0.0, 0.0])
-        sums[0] += number * by
-        sums[1] += by
-
-    def drain(self) -> Mapping[str, tuple[float, float]]:
-        """The sums since the last call: name -> (weighted sum, sum of weights)."""
-        if not self._scalars:
-            return {}
-        scalars = {name: (total, weight) for name, (total, weight) in self._scalars.items()}
-        self._scalars.clear()
-        return scalars
+        self.sink(name, value if isinstance(value, Tensor) else float(value), by)
 
 
 _local = threading.local()
@@ -91,7 +81,8 @@ def record_scalar(name: str, value: SupportsFloat, weight: float | None = None) 
 
     Args:
         name: Under which it stands in `EpochMetrics.scalars`.
-        value: A number or a tensor of one element.
+        value: A number or a tensor of one element; one on the worker's device is not read back, but summed
+            up there.
         weight: What it counts for; None is the samples of the step.
 
     Raises:

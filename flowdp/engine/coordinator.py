@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
+from flowdp.collective.base import Collective
 from flowdp.collective.snapshot import Snapshots
 from flowdp.data.reader import Source
 from flowdp.engine.failures import Failures
@@ -55,6 +56,7 @@ class CoordinatorShell:
         machine: Decides.
         story: Keeps what it was told.
         gate: Takes its directives.
+        collective: Is aborted when ranks do not leave after a failure: one may hang in a kernel of it.
         inbox: Of this thread.
         workers: Inboxes of the workers.
         threads: The workers' threads.
@@ -70,6 +72,7 @@ class CoordinatorShell:
         machine: Coordinator,
         story: Story,
         gate: Gate,
+        collective: Collective,
         inbox: Inbox[Fact],
         workers: Sequence[Inbox[Mail]],
         threads: Sequence[threading.Thread],
@@ -83,6 +86,7 @@ class CoordinatorShell:
         self.story = story
         self.inbox = inbox
         self._gate = gate
+        self._collective = collective
         self._workers = workers
         self._threads = threads
         self._source = source
@@ -123,6 +127,7 @@ class CoordinatorShell:
         now_ms = self._now_ms()
         if self._failing_ms is not None and now_ms >= self._failing_ms:
             self._failing_ms = None
+            self._collective.abort()
             self._failures.note_stuck(self._threads)
             self._conclude(over=False)
         fact = fact or Tick()

@@ -9,27 +9,30 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from time import perf_counter
 
 import torch
 
-from flowdp.collective.local import LocalMean
 from flowdp.collective.snapshot import Snapshots
+from flowdp.data.feed import open_feeds
 from flowdp.data.reader import Source
 from flowdp.device.process import ProcessTuning, threads_per_worker, tuned_process, usable_cores
+from flowdp.engine.backends import open_collective
 from flowdp.engine.coordinator import CoordinatorShell
 from flowdp.engine.failures import Failures
 from flowdp.engine.records import Records
 from flowdp.engine.replica import Replica
 from flowdp.engine.worker import Mail, Worker
-from flowdp.errors import DataError
+from flowdp.errors import DataError, OptionError
 from flowdp.machine.coordinator import Coordinator, RunConfig
 from flowdp.machine.story import Story
 from flowdp.messages import BatchReady, Fact, Failed, Requested
+from flowdp.options import Backend
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "check_free"]
 
 WORKER_INBOX = 64
 """Orders, notes and requests that may wait for a worker: two orders, one request per abandoned round (their
@@ -50,6 +53,7 @@ class Engine:
         replicas: One per rank, equal.
         source: Of all batches.
         tuning: Process-wide settings held while the run lives.
+        backend: How the bytes move when replicas are averaged.
         sink: Takes every line of the story; None keeps only the last events.
         closing: Called when every thread has ended.
 
@@ -65,6 +69,7 @@ class Engine:
         replicas: Sequence[Replica],
         source: Source,
         tuning: ProcessTuning,
+        backend: Backend = "auto",
         sink: Callable[[str], object] | None = None,
         closing: Callable[[], None] = lambda: None,
     ) -> None:
@@ -80,27 +85,39 @@ class Engine:
         self._asking = threading.Lock()  # numbers the wishes in the order in which the inbox has them
         self._inbox: Inbox[Fact] = Inbox(COORDINATOR_INBOX, "the coordinator")
         self._inboxes = [Inbox[Mail](WORKER_INBOX, f"rank {rank}") for rank in range(config.world_size)]
-        flats = [replica.flat for replica in replicas]
-        mean = LocalMean(flats, lambda rank: gate.finish(rank))
-        gate = Gate(config.world_size, mean.launch)
-        snapshots = Snapshots(flats) if config.policy == "async" and config.world_size > 1 else None
-        threads = (
-            threads_per_worker(usable_cores(), config.world_size)
-            if tuning.openmp
-            else torch.get_num_threads()
-        )
+        try:
+            self._build(backend, sink)
+        except BaseException:
+            self._settings.close()
+            raise
+
+    def _build(self, backend: Backend, sink: Callable[[str], object] | None) -> None:
+        config = self.config
+        flats = [replica.flat for replica in self.replicas]
+        lanes = [replica.lane for replica in self.replicas]
+        collective = open_collective(backend, config.policy, flats, lanes, lambda rank: gate.finish(rank))
+        self._settings.callback(collective.close)
+        gate = Gate(config.world_size, collective.launch)
+        is_async = config.policy == "async" and config.world_size > 1
+        snapshots = Snapshots(flats, lanes) if is_async else None
+        self._feeds = open_feeds(self._source, lanes)
+        for lane, feed in zip(lanes, self._feeds, strict=True):
+            self._settings.callback(lane.drain)
+            self._settings.callback(feed.close)
+        cores = threads_per_worker(usable_cores(), config.world_size)
         self.workers = [
             Worker(
                 rank,
-                replicas[rank],
-                source,
+                self.replicas[rank],
+                self._source,
+                self._feeds[rank],
                 gate,
-                mean,
+                collective,
                 snapshots,
                 self._inboxes[rank],
                 self._inbox.post,
                 self.failures,
-                threads,
+                cores if self._tuning.openmp else torch.get_num_threads(),
             )
             for rank in range(config.world_size)
         ]
@@ -113,10 +130,11 @@ class Engine:
             machine,
             Story(machine, sink),
             gate,
+            collective,
             self._inbox,
             self._inboxes,
             self._threads,
-            source,
+            self._source,
             snapshots,
             self.records,
             self.failures,
@@ -129,6 +147,7 @@ class Engine:
 
         Raises:
             DataError: The dataset's worker processes could not be started.
+            DeviceError: The dataset could not be brought to a device.
 
         Threads:
             The user's; it gives its OpenMP pool back.
@@ -136,6 +155,8 @@ class Engine:
         self._settings.enter_context(tuned_process(self._tuning))
         try:
             self._source.start(wake=self._wake, failed=self._data_failed)
+            for feed, inbox in zip(self._feeds, self._inboxes, strict=True):
+                feed.start(partial(_notify, inbox))
         except BaseException:
             self._source.close()
             self._settings.close()
@@ -167,13 +188,30 @@ class Engine:
         self.shell.run()
 
     def _wake(self, rank: int, epoch: int, batch: int) -> None:
-        self._inboxes[rank].post(BatchReady(epoch, batch))
+        self._feeds[rank].wake(epoch, batch)
 
     def _data_failed(self, error: DataError) -> None:
         self._inbox.post(Failed(self.failures.add(error)))
 
 
+def _notify(inbox: Inbox[Mail], epoch: int, batch: int) -> None:
+    inbox.post(BatchReady(epoch, batch))
+
+
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def check_free(devices: Sequence[torch.device]) -> None:
+    """Check that no CUDA device of these is in the hands of a run: two would share its streams and memory.
+
+    Raises:
+        OptionError: One is.
+    """
+    for engine in list(_live):
+        held = {replica.device for replica in engine.replicas} - {torch.device("cpu")}
+        if not engine.records.is_over and (taken := held.intersection(devices)):
+            names = ", ".join(sorted(map(str, taken)))
+            raise OptionError(f"{names} is held by a run that has not ended: stop() and join() it first")
 
 
 def _end_of_process() -> None:

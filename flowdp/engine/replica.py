@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from flowdp.device.streams import Lane
 from flowdp.device.tensors import FlatReplica
 from flowdp.engine.context import CurrentWorker
 from flowdp.engine.learning_rate import LearningRate
@@ -51,8 +52,8 @@ class Replica:
         optimizer: Of its parameters.
         loss: Function of (module, batch).
         learning_rate: Sets the optimizer's rates.
-        device: Where all of it lies.
-        precision: "bf16" runs forward and loss under autocast.
+        lane: Of the device where all of it lies.
+        precision: "bf16" and "fp16" run forward and loss under autocast, "fp16" with a scaled loss.
         max_grad_norm: Gradients are clipped to this 2-norm between backward and step; None: not.
 
     Threads:
@@ -66,7 +67,7 @@ class Replica:
         optimizer: Optimizer,
         loss: Loss,
         learning_rate: LearningRate,
-        device: torch.device,
+        lane: Lane,
         precision: Precision = "32",
         max_grad_norm: float | None = None,
     ) -> None:
@@ -74,28 +75,34 @@ class Replica:
         self.flat = flat
         self.optimizer = optimizer
         self.learning_rate = learning_rate
-        self.device = device
+        self.lane = lane
+        self.device = lane.device
         self._loss = loss
-        self._precision = precision
+        self._autocast = {"32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        self._scaler = torch.amp.GradScaler(self.device.type) if precision == "fp16" else None
         self._max_grad_norm = max_grad_norm
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._has_stepped = False
 
-    def step(self, batch: Any, worker: CurrentWorker) -> float:
+    def step(self, batch: Any, worker: CurrentWorker) -> Tensor:
         """Forward, backward, clip, optimizer step.
 
         Returns:
-            The loss of the batch, before the step.
+            The loss of the batch, before the step, on the device. Shape [].
 
         Raises:
             TypeError: What the loss returned is not a loss.
             ValueError: The loss is not a scalar.
+
+        Streams:
+            All of it is enqueued on the current stream, which is the lane's `compute`. Nothing is read back,
+            but for the optimizers that a gradient scaler has to ask (all that are not fused).
         """
-        if self._precision == "32":
+        if self._autocast is None:
             result = self._loss(self.module, batch)
         else:
             # Autocast is a state of the thread: it is entered where the step runs, and per step.
-            with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            with torch.autocast(self.device.type, dtype=self._autocast):
                 result = self._loss(self.module, batch)
         loss = result if isinstance(result, Tensor) else self._unpack(result, worker)
         if loss.dim() != 0:
@@ -107,14 +114,31 @@ class Replica:
             loss = loss.squeeze()
         if not loss.requires_grad:
             raise ValueError(NOT_OURS)
-        loss.backward()
+        if self._scaler is None:
+            loss.backward()
+        else:
+            self._scaler.scale(loss).backward()
         if not self._has_stepped:
             self._check_gradients()
+        if self._scaler is None:
+            self._clip()
+            self.optimizer.step()
+        else:
+            self._scaled_step(self._scaler)
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def _clip(self) -> None:
         if self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._trained, self._max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.item()
+
+    def _scaled_step(self, scaler: torch.amp.GradScaler) -> None:
+        """Step, unless a gradient overflowed; the scale follows."""
+        if self._max_grad_norm is not None:
+            scaler.unscale_(self.optimizer)
+            self._clip()
+        scaler.step(self.optimizer)
+        scaler.update()
 
     def _check_gradients(self) -> None:
         """Once: a loss that was computed on another model, the user's own, would train nothing, silently."""

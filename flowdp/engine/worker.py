@@ -1,7 +1,8 @@
 """The worker's shell: a thread that does what its machine says.
 
 Between two steps of a round it waits for nobody: it looks at its inbox and at the gate's hurry, takes the
-next batch, and trains it. One message goes up per order, not per step.
+next batch, and trains it. One message goes up per order, not per step; on a device that runs behind its host
+it goes up when the device is there.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from time import perf_counter
 
 import torch
 
-from flowdp.collective.base import Collective
+from flowdp.collective.base import Averaging, Collective
 from flowdp.collective.snapshot import Snapshots
+from flowdp.data.feed import Feed
 from flowdp.data.reader import Source
-from flowdp.engine import context
+from flowdp.engine import context, meter
 from flowdp.engine.failures import Failures
 from flowdp.engine.replica import Replica
 from flowdp.errors import CollectiveAborted, DataError, ProtocolError, StepError
@@ -32,42 +34,12 @@ from flowdp.messages import (
     Updated,
     WorkerReady,
 )
-from flowdp.policy.tally import Work, pace_ms
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
 
 __all__ = ["Mail", "Worker"]
 
 Mail = Order | BatchReady | Hurried
-
-
-class _Meter:
-    """What a rank has done since its last report."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.samples = 0
-        self.busy_s = 0.0
-        self.data_s = 0.0
-        self.wait_s = 0.0
-        self.loss_sum = 0.0
-        self.longest_s = 0.0  # of one step, with its wait for data
-
-    def work(self, done: Done, worker: context.CurrentWorker) -> Work:
-        """Everything so far as a record; the meter starts again."""
-        work = Work(
-            epoch=done.epoch,
-            steps=done.steps,
-            samples=self.samples,
-            busy_ms=self.busy_s * 1e3,
-            data_ms=self.data_s * 1e3,
-            pace_ms=pace_ms((self.busy_s + self.data_s) * 1e3, self.longest_s * 1e3, self.steps),
-            losses=(self.loss_sum, self.samples),
-            scalars=worker.drain(),
-            lr=worker.lr,
-        )
-        self.__init__()  # type: ignore[misc]
-        return work
 
 
 class Worker:
@@ -77,6 +49,7 @@ class Worker:
         rank: Who.
         replica: Its model and optimizer.
         source: Of all ranks' batches.
+        feed: Brings this rank's batches to its device.
         gate: Where the ranks meet.
         collective: Averages at the gate.
         snapshots: Averages beside the training; None where the policy has no such rounds.
@@ -91,6 +64,7 @@ class Worker:
         rank: int,
         replica: Replica,
         source: Source,
+        feed: Feed,
         gate: Gate,
         collective: Collective,
         snapshots: Snapshots | None,
@@ -103,17 +77,21 @@ class Worker:
         self.replica = replica
         self.inbox = inbox
         self.machine = WorkerMachine(rank)
-        self.current = context.CurrentWorker(rank, replica.device, replica.module)
+        self._lane = replica.lane
+        with self._lane.on(self._lane.compute):
+            self._meter = meter.open_meter(self._lane)
+        self.current = context.CurrentWorker(rank, replica.device, replica.module, sink=self._meter.scalar)
         self._source = source
+        self._feed = feed
         self._gate = gate
         self._collective = collective
         self._snapshots = snapshots
         self._post = post
         self._failures = failures
         self._threads = threads
-        self._meter = _Meter()
         self._training: Step | None = None  # for errors
-        self._waited_s = 0.0  # for the batch of the next step
+        self._fed = 0  # the machine's plans that the feed knows
+        self._is_fit = False
 
     def run(self) -> None:
         """Live until told to leave; whatever goes wrong is reported, never raised.
@@ -125,8 +103,11 @@ class Worker:
         try:
             torch.set_num_threads(self._threads)
             context.bind(self.current)
-            self._post(WorkerReady(self.rank))
-            self._loop()
+            # Backward runs in this thread, not in autograd's one per device: no wake-up on the way, ranks
+            # that share a device do not queue there, and a hook finds the thread's own state.
+            with self._lane.on(self._lane.compute), torch.autograd.set_multithreading_enabled(False):
+                self._post(WorkerReady(self.rank))
+                self._loop()
         except BaseException as cause:
             error = self._failures.add(self._explain(cause), self.rank)
         finally:
@@ -137,21 +118,25 @@ class Worker:
         while True:
             while inbox.pending:
                 self._read(inbox.get())
+            self._tell_feed()
             action = machine.next(gate.hurry)
             if type(action) is Step:
                 self._step(action)
             elif type(action) is Enter:
                 self._enter(action)
             elif type(action) is Report:
-                done = action.done
-                self._post(StepsDone(self.rank, done.plan, self._meter.work(done, self.current)))
+                self._close(action.done)
             elif type(action) is Idle:
+                self._meter.settle()
                 self._read(inbox.get())
+                self._meter.settle()
             elif type(action) is Snapshot:
                 self._put_snapshot(action)
             elif type(action) is Apply:
                 self._apply(action)
             elif type(action) is Leave:
+                if action.reason is None:
+                    self._meter.settle()
                 return
 
     def _read(self, mail: Mail | None) -> None:
@@ -159,55 +144,66 @@ class Worker:
         if mail is not None and not isinstance(mail, BatchReady | Hurried):
             self.machine.handle(mail)
 
+    def _tell_feed(self) -> None:
+        """Let the feed know what comes: before a report lets what it holds of a void plan be dealt anew."""
+        if self._fed != self.machine.plans:
+            self._fed = self.machine.plans
+            self._feed.follow(self.machine.upcoming())
+
     def _step(self, step: Step) -> None:
-        start = perf_counter()
-        source, current, meter = self._source, self.current, self._meter
+        start_s = perf_counter()
+        current, meter, replica = self.current, self._meter, self.replica
         self._training = step
-        batch = source.take(self.rank, step.epoch, step.batch)
+        batch = self._feed.take(step.epoch, step.batch)
         if batch is None:
             # It was not read yet. Orders are served meanwhile, and the loop asks the machine anew.
+            meter.settle()
             self._read(self.inbox.get())
-            self._waited_s += perf_counter() - start
+            meter.waited(perf_counter() - start_s)
             return
-        replica = self.replica
+        meter.begin(start_s)
         replica.learning_rate.advance(step.position, step.epoch, step.metric)
-        samples = source.samples_in(step.epoch, step.batch)
+        samples = self._source.samples_in(step.epoch, step.batch)
         current.epoch, current.global_step, current.samples = step.epoch, step.position, samples
         current.lr = replica.learning_rate.value
         loss = replica.step(batch, current)
+        meter.end(loss, samples)
+        self._feed.release()
         self.machine.trained(samples)
         current.local_step += 1
-        meter.steps += 1
-        meter.samples += samples
-        meter.loss_sum += loss * samples
-        spent_s = perf_counter() - start
-        meter.busy_s += spent_s
-        if self._waited_s:
-            meter.data_s += self._waited_s
-            spent_s += self._waited_s
-            self._waited_s = 0.0
-        if spent_s > meter.longest_s:
-            meter.longest_s = spent_s
 
     def _enter(self, action: Enter) -> None:
-        start = perf_counter()
-        self.replica.flat.gather()
+        self._meter.meet()
         try:
+            self._collective.prepare(self.rank)
             outcome = self._gate.enter(action.arrival)
-            averaging = self._collective.average(self.rank, outcome)
+            reading = self._collective.average(self.rank, outcome)
         except CollectiveAborted:
             # Somebody else failed, and the coordinator knows: its order to leave is on its way.
             self._await_leave()
             return
-        # Whatever of this was not averaging was waiting, here or for the last arrival's launch.
-        self._meter.wait_s += max(0.0, perf_counter() - start - averaging.sync_ms / 1e3)
+        self._meter.met(reading)
         self.current.round = outcome.round
         self._obey(outcome)
         done = self.machine.met(outcome)
         if done is not None:
-            wait_ms = self._meter.wait_s * 1e3
-            work = self._meter.work(done, self.current)
-            self._post(SyncAck(self.rank, outcome, work, averaging.sync_ms, wait_ms, averaging.drift))
+            self._close(done, outcome)
+
+    def _close(self, done: Done, outcome: Outcome | None = None) -> None:
+        """An order has ended, with a mean or without one."""
+        self._tell_feed()
+        if not self._is_fit:
+            self._is_fit = True
+            self._feed.fit()
+
+        def post(report: meter.Report) -> None:
+            if outcome is None:
+                self._post(StepsDone(self.rank, done.plan, report.work))
+                return
+            mean = report.averaging or Averaging(0.0, None)
+            self._post(SyncAck(self.rank, outcome, report.work, mean.sync_ms, report.wait_ms, mean.drift))
+
+        self._meter.close(done, self.current.lr, post)
 
     def _obey(self, outcome: Outcome) -> None:
         if outcome.lr is not None:
@@ -221,13 +217,15 @@ class Worker:
     def _put_snapshot(self, action: Snapshot) -> None:
         assert self._snapshots is not None
         self._snapshots.take(self.rank, action.round)
-        self._post(SnapshotReady(self.rank, action.round, action.steps, action.samples))
+        ready = SnapshotReady(self.rank, action.round, action.steps, action.samples)
+        self._meter.then(lambda: self._post(ready))
 
     def _apply(self, action: Apply) -> None:
         assert self._snapshots is not None
         self._snapshots.apply(self.rank, action.round)
         self.current.round = action.round
-        self._post(Updated(self.rank, action.round))
+        updated = Updated(self.rank, action.round)
+        self._meter.then(lambda: self._post(updated))
 
     def _explain(self, cause: BaseException) -> BaseException:
         """The error that the user will see, with the place where it happened."""

@@ -121,6 +121,7 @@ class WorkerMachine:
         samples: Samples of those steps.
         total_steps: Steps of the run.
         throttled: Why there are no batches for this rank, while there are none.
+        plans: Counts up whenever `upcoming` is another list than before, but for batches trained since.
     """
 
     def __init__(self, rank: int) -> None:
@@ -129,6 +130,7 @@ class WorkerMachine:
         self.samples = 0
         self.total_steps = 0
         self.throttled: str | None = None
+        self.plans = 0
         self._orders: deque[StartEpoch] = deque()
         self._control: deque[RequestParams | Update] = deque()
         self._order: StartEpoch | None = None
@@ -150,6 +152,7 @@ class WorkerMachine:
                 if order.plan >= self._oldest_plan:
                     self._orders.append(order)
                     self.throttled = None
+                    self.plans += 1
             case RequestParams():
                 # Asked again, the earlier round was abandoned: nobody waits for its snapshot.
                 self._control = deque(c for c in self._control if isinstance(c, Update))
@@ -218,7 +221,14 @@ class WorkerMachine:
         if outcome.voids:
             self._orders.clear()
             self._oldest_plan = order.plan + 1
+            self.plans += 1
         return done
+
+    def upcoming(self) -> list[tuple[int, int]]:
+        """The (epoch, batch) that will be trained next, in this order, if no fact changes it."""
+        orders = [] if self._order is None else [self._order]
+        batches = [(order.epoch, batch) for order in (*orders, *self._orders) for batch in order.batches]
+        return batches[self._done :] if orders else batches
 
     def applied(self, round: int, global_step: int) -> None:
         """The mean of the round is in: only the steps behind the snapshot are still this rank's own."""
@@ -254,6 +264,7 @@ class WorkerMachine:
         self._cut_batches = len(order.batches) - self._done
         while self._orders[0].sync is None:
             self._cut_batches += len(self._orders.popleft().batches)
+        self.plans += 1
         self._order = self._orders.popleft()
         self._done = self._in_round = self._held = 0
         return self.next(hurry)

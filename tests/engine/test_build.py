@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from flowdp.engine.build import build_models, build_optimizer, equal_start
+from flowdp.device.streams import HostLane
+from flowdp.engine.build import (
+    build_models,
+    build_optimizer,
+    equal_start,
+    seed_devices,
+    slow_optimizer,
+)
 from flowdp.errors import OptionError
 
 CPU = torch.device("cpu")
-TWO = [CPU, CPU]
+ONE = [HostLane(CPU)]
+TWO = [HostLane(CPU), HostLane(CPU)]
 
 
 def net() -> nn.Sequential:
@@ -112,8 +121,8 @@ def test_all_replicas_start_from_rank_0() -> None:
         model[1].running_mean.normal_()
         return model
 
-    modules = build_models(factory, [CPU] * 3)
-    equal_start(modules)
+    modules = build_models(factory, ONE * 3)
+    equal_start(modules, ONE * 3)
     expected = modules[0].state_dict()
     for module in modules[1:]:
         for name, value in module.state_dict().items():
@@ -136,19 +145,19 @@ def test_replicas_that_differ(width: int, frozen: bool, match: str) -> None:
         return model
 
     with pytest.raises(OptionError, match=match):
-        equal_start(build_models(factory, TWO))
+        equal_start(build_models(factory, TWO), TWO)
 
 
 def test_nothing_to_train() -> None:
     with pytest.raises(OptionError, match="no parameter that requires grad"):
-        equal_start(build_models(lambda: net().requires_grad_(False), TWO))
+        equal_start(build_models(lambda: net().requires_grad_(False), TWO), TWO)
     with pytest.raises(OptionError, match="nothing to train"):
-        equal_start(build_models(nn.ReLU(), TWO))
+        equal_start(build_models(nn.ReLU(), TWO), TWO)
 
 
 def test_lazy_modules() -> None:
     with pytest.raises(OptionError, match="has no shape yet; run one batch"):
-        equal_start(build_models(nn.Sequential(nn.LazyLinear(3)), TWO))
+        equal_start(build_models(nn.Sequential(nn.LazyLinear(3)), TWO), TWO)
 
 
 # ---------------------------------------------------------------- optimizers
@@ -164,7 +173,7 @@ def test_an_instance_is_rebuilt_with_groups_and_state() -> None:
     optimizer = torch.optim.AdamW(groups(model), lr=1.0, betas=(0.8, 0.9))
     model(torch.randn(6, 3)).sum().backward()
     optimizer.step()
-    [replica] = build_models(model, [CPU])
+    [replica] = build_models(model, ONE)
     assert isinstance(replica, nn.Sequential)
     twin = build_optimizer(optimizer, replica, model)
 
@@ -208,7 +217,7 @@ def test_a_factory_gets_what_requires_grad_or_the_module() -> None:
 def test_optimizers_of_something_else(make: Callable[[nn.Module], Any], match: str) -> None:
     model, other = net(), net()
     with pytest.raises(OptionError, match=match):
-        build_optimizer(make(other), build_models(model, [CPU])[0], model)
+        build_optimizer(make(other), build_models(model, ONE)[0], model)
 
 
 def test_an_instance_needs_its_model() -> None:
@@ -225,4 +234,45 @@ def test_an_optimizer_that_cannot_be_rebuilt() -> None:
     model = net()
     optimizer = Own(model.parameters(), torch.ones(1))
     with pytest.raises(OptionError, match=r"Own cannot be rebuilt .* optimizer=lambda params: Own"):
-        build_optimizer(optimizer, build_models(model, [CPU])[0], model)
+        build_optimizer(optimizer, build_models(model, ONE)[0], model)
+
+
+@pytest.mark.parametrize(
+    ("make", "is_slow"),
+    [
+        (lambda params: torch.optim.AdamW(params), True),
+        (lambda params: torch.optim.AdamW(params, fused=True), False),
+        (lambda params: torch.optim.SGD(params, 0.1), True),
+        (lambda params: torch.optim.LBFGS(params), False),  # knows no other way
+    ],
+)
+def test_an_optimizer_that_could_launch_less_is_named(make: Any, is_slow: bool) -> None:
+    said = slow_optimizer(make(list(nn.Linear(1, 1).parameters())))
+    assert (said is not None) is is_slow
+    assert said is None or "fused=True" in said
+
+
+def test_each_card_is_seeded_once_and_the_cpu_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+    seeded: list[tuple[torch.device, int]] = []
+
+    @contextmanager
+    def device(which: torch.device) -> Iterator[None]:
+        current.append(which)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: seeded.append((current[-1], seed)))
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    before = torch.get_rng_state()
+    seed_devices([first, CPU, second, first], 7)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [device for device, _ in seeded] == [first, second]
+    assert seeded[0][1] != seeded[1][1]
+    again, seeded[:] = seeded[:], []
+    seed_devices([first, CPU, second, first], 7)
+    assert seeded == again
+    seeded.clear()
+    seed_devices([first], 8)
+    assert seeded[0] != again[0]

@@ -21,6 +21,8 @@ from flowdp import DataError, OptionError, Run, StepError, Trainer, current_work
 from flowdp.engine import launch
 from flowdp.messages import Requested
 
+pytestmark = pytest.mark.usefixtures("lanes")
+
 WAIT_S = 10.0
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flowdp.device.streams import HostLane
 from flowdp.device.tensors import FlatReplica
 from flowdp.engine.context import CurrentWorker
 from flowdp.engine.learning_rate import LearningRate
@@ -26,13 +27,26 @@ def mse(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def replica(loss: Callable[..., Any] = mse, module: nn.Module | None = None, **options: Any) -> Replica:
     module = module or nn.Linear(2, 1)
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], 0.1)
-    flat = FlatReplica(module)
-    return Replica(module, flat, optimizer, loss_function(loss, CPU), LearningRate(optimizer), CPU, **options)
+    flat, lane = FlatReplica(module), HostLane(CPU)
+    return Replica(
+        module, flat, optimizer, loss_function(loss, CPU), LearningRate(optimizer), lane, **options
+    )
 
 
-def step(replica: Replica, batch: Any = BATCH) -> tuple[float, CurrentWorker]:
-    worker = CurrentWorker(0, CPU, replica.module, samples=2)
-    return replica.step(batch, worker), worker
+Recorded = dict[str, tuple[float, float]]
+
+
+def step(replica: Replica, batch: Any = BATCH) -> tuple[float, Recorded]:
+    """The loss, and what was recorded."""
+    recorded: Recorded = {}
+
+    def sink(name: str, value: float | Tensor, weight: float) -> None:
+        recorded[name] = float(value), weight
+
+    worker = CurrentWorker(0, CPU, replica.module, samples=2, sink=sink)
+    loss = replica.step(batch, worker)
+    assert not loss.requires_grad
+    return loss.item(), recorded
 
 
 def test_a_step_is_that_of_plain_torch() -> None:
@@ -55,17 +69,17 @@ def test_a_step_is_that_of_plain_torch() -> None:
 @pytest.mark.parametrize(
     ("loss", "scalars"),
     [
-        (lambda model, batch: (mse(model, batch), {"a": 2.0}), {"a": (4.0, 2.0)}),
-        (lambda model, batch: {"loss": mse(model, batch), "b": torch.ones(1)}, {"b": (2.0, 2.0)}),
+        (lambda model, batch: (mse(model, batch), {"a": 2.0}), {"a": (2.0, 2.0)}),
+        (lambda model, batch: {"loss": mse(model, batch), "b": torch.ones(1)}, {"b": (1.0, 2.0)}),
         (lambda model, batch: mse(model, batch).reshape(1, 1), {}),
     ],
 )
 def test_forms_of_a_loss(loss: Callable[..., Any], scalars: dict[str, tuple[float, float]]) -> None:
     torch.manual_seed(0)
-    value, worker = step(replica(loss))
+    value, recorded = step(replica(loss))
     torch.manual_seed(0)
     assert value == step(replica())[0]
-    assert worker.drain() == scalars
+    assert recorded == scalars
 
 
 ELSEWHERE = nn.Linear(2, 1)
@@ -115,7 +129,9 @@ def test_gradients_are_clipped_before_the_step() -> None:
     assert sum(moved).sqrt().item() == pytest.approx(0.1 * 0.5, rel=1e-4)
 
 
-@pytest.mark.parametrize(("precision", "inside"), [("32", torch.float32), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("precision", "inside"), [("32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
 def test_precision(precision: Any, inside: torch.dtype) -> None:
     seen: list[torch.dtype] = []
 
@@ -130,3 +146,25 @@ def test_precision(precision: Any, inside: torch.dtype) -> None:
     assert seen == [inside]
     assert module.weight.dtype == torch.float32
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_an_overflow_in_fp16_leaves_the_parameters_alone_and_lowers_the_scale() -> None:
+    module = nn.Linear(2, 1)
+    mine = replica(lambda model, batch: model(batch[0]).float().mean() * 1e30, module, precision="fp16")
+    before = module.weight.detach().clone()
+    step(mine)
+    assert torch.equal(module.weight, before)
+    assert mine._scaler is not None
+    assert mine._scaler.get_scale() == 2.0**15
+    for _ in range(15):
+        step(mine)
+    assert mine._scaler.get_scale() == 1.0
+
+
+def test_fp16_clips_the_gradient_and_not_its_scaled_form() -> None:
+    module = nn.Linear(2, 1)
+    before = torch.cat([p.detach().flatten() for p in module.parameters()])
+    loss = lambda model, batch: 0.1 * model(batch[0]).float().mean()  # noqa: E731
+    step(replica(loss, module, precision="fp16", max_grad_norm=0.05))
+    moved = torch.cat([p.detach().flatten() for p in module.parameters()]) - before
+    assert moved.norm().item() == pytest.approx(0.1 * 0.05, rel=1e-3)

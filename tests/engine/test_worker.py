@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from flowdp import CadenceOptions, DataError, FlowdpError, Run, StepError, Trainer, current_worker
 
+pytestmark = pytest.mark.usefixtures("lanes")
+
 POLICIES = ["sync", "cadence", "async"]
 SAMPLES, BATCH = 240, 2
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from flowdp.errors import ProtocolError
@@ -289,3 +291,68 @@ def test_a_meeting_makes_an_earlier_snapshot_stale() -> None:
     machine.handle(Update(0, 0))
     with pytest.raises(ProtocolError, match="its snapshot is None"):
         machine.next(NEVER)
+
+
+# ---------------------------------------------------------------- what comes next
+def test_upcoming_is_what_will_be_trained() -> None:
+    machine = WorkerMachine(0)
+    assert machine.upcoming() == []
+    machine.handle(planned((3, 4), round=0))
+    machine.handle(planned((7,), round=1))
+    assert machine.upcoming() == [(0, 3), (0, 4), (0, 7)]
+    step(machine)
+    assert machine.upcoming() == [(0, 4), (0, 7)]
+    step(machine)
+    enter(machine)
+    machine.met(outcome(0))
+    assert machine.upcoming() == [(0, 7)]
+
+
+def test_a_void_plan_is_not_upcoming() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(planned((3, 4, 5), round=0))
+    machine.handle(planned((7,), round=1))
+    step(machine)
+    enter(machine, hurry=0)
+    machine.met(outcome(0, hurried=True))
+    assert machine.upcoming() == []
+    machine.handle(planned((8,), round=2))  # of the plan that is void
+    assert machine.upcoming() == []
+    machine.handle(planned((4, 5), round=1, plan=1))
+    assert machine.upcoming() == [(0, 4), (0, 5)]
+
+
+def test_skipping_to_a_blocking_round_leaves_the_rest_to_others() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(StartEpoch(0, 0, (1, 2), None))
+    machine.handle(StartEpoch(1, 0, (3,), None))
+    machine.handle(StartEpoch(2, 1, (0,), SyncNow(0, 1, 1, 4, 2)))
+    step(machine)
+    enter(machine, hurry=0)
+    assert machine.upcoming() == [(1, 0)]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_list_changes_only_when_plans_counts_up(seed: int) -> None:
+    """What a feed is told when `plans` counts up, and the steps since, is what `next` names at any moment."""
+    chance = random.Random(seed)
+    machine, told, plans, held, fresh = WorkerMachine(0), [], 0, 0, 0
+    armed = 0
+    for _ in range(200):
+        if armed < 2 and chance.random() < 0.5:
+            count = chance.choice((1, 1, 2))
+            batches = tuple(range(fresh, fresh + count * chance.randrange(3)))
+            fresh += len(batches)
+            machine.handle(planned(batches, round=held + armed, count=1, plan=machine._oldest_plan))
+            armed += 1
+        if machine.plans != plans:
+            plans, told = machine.plans, machine.upcoming()
+        assert machine.upcoming() == told
+        action = machine.next(held if chance.random() < 0.1 else NEVER)
+        if isinstance(action, Step):
+            assert told.pop(0) == (action.epoch, action.batch)
+            machine.trained(8)
+        elif isinstance(action, Enter):
+            voids = action.arrival.left > 0 or chance.random() < 0.2
+            machine.met(outcome(action.arrival.round, hurried=voids))
+            held, armed = action.arrival.round + 1, 0 if voids else armed - 1

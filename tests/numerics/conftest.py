@@ -60,6 +60,11 @@ class Witness:
 
 
 @pytest.fixture(autouse=True)
+def on_both(lanes: str) -> None:
+    """Every test of the numerics runs on the CPU and on streams."""
+
+
+@pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """One thread for each worker, where a run is told to leave that alone.
 

@@ -58,7 +58,7 @@ def test_no_local_step_is_lost(witness, devices, cadence):
     expected = model.weight.detach()[0].clone()
     run = train(witness, model, lambda model, batch: model(batch[1]).mean(), devices, cadence=cadence)
     records = list(run.metrics("round"))
-    data = run._engine._source._tensors[1]
+    data = run._engine._source.tensors[1]
     left = [iter(witness.of(rank)) for rank in range(devices)]
     for record in records:
         for steps, mine in zip(record.steps, left, strict=True):

@@ -22,12 +22,16 @@ from flowdp import OptionError, Trainer, current_worker, record_scalar
 from flowdp.collective.local import LocalMean
 from flowdp.collective.snapshot import Snapshots
 from flowdp.data.dataset import open_source
+from flowdp.data.feed import open_feeds
+from flowdp.device.streams import HostLane
 from flowdp.device.tensors import FlatReplica
 from flowdp.engine.context import CurrentWorker, bind
 from flowdp.engine.failures import Failures
 from flowdp.engine.learning_rate import LearningRate
+from flowdp.engine.meter import HostMeter, Report
 from flowdp.engine.replica import Replica
 from flowdp.engine.worker import Mail, Worker
+from flowdp.machine.worker import Done
 from flowdp.messages import (
     Abort,
     Fact,
@@ -147,14 +151,17 @@ def a_single_device(vector: dict[str, Any]) -> Answers:
 
 
 # ---------------------------------------------------------------- numbers of the loss
-def fresh_worker() -> CurrentWorker:
-    worker = CurrentWorker(0, torch.device("cpu"), nn.Linear(1, 1), samples=1)
-    bind(worker)
-    return worker
+def fresh_worker() -> HostMeter:
+    """Make the calling thread a worker's; returns what its numbers go to."""
+    meter = HostMeter()
+    bind(CurrentWorker(0, torch.device("cpu"), nn.Linear(1, 1), samples=1, sink=meter.scalar))
+    return meter
 
 
-def drained(worker: CurrentWorker) -> dict[str, list[float]]:
-    return {name: [total, int(weight)] for name, (total, weight) in worker.drain().items()}
+def drained(meter: HostMeter) -> dict[str, list[float]]:
+    reports: list[Report] = []
+    meter.close(Done(0, 0, 0), 0.0, reports.append)
+    return {name: [total, int(weight)] for name, (total, weight) in reports[0].work.scalars.items()}
 
 
 @answers("RS-002")
@@ -162,10 +169,10 @@ def several_names(vector: dict[str, Any]) -> Answers:
     found: list[Answers] = []
 
     def body() -> None:
-        worker = fresh_worker()
+        meter = fresh_worker()
         for name, value in vector["input"]["calls"]:
             record_scalar(name, value)
-        found.append(drained(worker))
+        found.append(drained(meter))
 
     in_threads(body)
     return found[0]
@@ -177,11 +184,11 @@ def each_thread_its_own(vector: dict[str, Any]) -> Answers:
     both = threading.Barrier(2)
 
     def body(which: str) -> None:
-        worker = fresh_worker()
+        meter = fresh_worker()
         both.wait(5)
         record_scalar(*vector["input"][which])
         both.wait(5)
-        found[f"{which}_sees"] = drained(worker)
+        found[f"{which}_sees"] = drained(meter)
 
     in_threads(lambda: body("main"), lambda: body("child"))
     return found
@@ -203,8 +210,8 @@ class Rank:
         module = nn.Linear(1, 1)
         self.flat = FlatReplica(module)
         optimizer = torch.optim.SGD(module.parameters(), 0.1)
-        device = torch.device("cpu")
-        replica = Replica(module, self.flat, optimizer, mse, LearningRate(optimizer), device)
+        lane = HostLane(torch.device("cpu"))
+        replica = Replica(module, self.flat, optimizer, mse, LearningRate(optimizer), lane)
         source = open_source(
             torch.ones(samples, 1), batch_size=batch_size, shuffle=None, seed=0, drop_last=None,
             collate_fn=None, num_workers=None, epochs=None,
@@ -213,9 +220,11 @@ class Rank:
         self.inbox: Inbox[Mail] = Inbox(64, "rank 0")
         gate = Gate(1)
         self.mean = Watched([self.flat], gate.finish)
-        self.snapshots = Snapshots([self.flat])
+        self.snapshots = Snapshots([self.flat], [lane])
+        [feed] = open_feeds(source, [lane])
         self.worker = Worker(
-            0, replica, source, gate, self.mean, self.snapshots, self.inbox, self.facts.post, Failures(), 1
+            0, replica, source, feed, gate, self.mean, self.snapshots,
+            self.inbox, self.facts.post, Failures(), 1,
         )  # fmt: skip
         self.thread = threading.Thread(target=self.worker.run)
 

@@ -1,0 +1,60 @@
+"""Which collective a run gets: how the bytes move, never who waits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from flowdp.collective.base import Collective
+from flowdp.collective.host import HostMean
+from flowdp.collective.local import DeviceMean, LocalMean
+from flowdp.collective.nccl import NcclMean
+from flowdp.device.streams import Lane
+from flowdp.device.tensors import FlatReplica
+from flowdp.device.topology import devices, reach_each_other
+from flowdp.errors import CollectiveError
+from flowdp.options import Backend, Policy
+
+__all__ = ["open_collective"]
+
+log = logging.getLogger("flowdp")
+
+
+def open_collective(
+    backend: Backend,
+    policy: Policy,
+    replicas: Sequence[FlatReplica],
+    lanes: Sequence[Lane],
+    meet: Callable[[int], None],
+) -> Collective:
+    """The collective of a run.
+
+    Args:
+        backend: As the user said. "auto" is the first of these that works here: NCCL for several CUDA
+            devices, one rank each, unless the policy is async (a kernel that waits for its peers may only be
+            launched while all stand at the gate); local where the devices reach each other; host memory.
+        policy: Who waits for whom.
+        replicas: One per rank.
+        lanes: One per rank.
+        meet: The second meeting at the gate, for collectives whose members work together on the host.
+
+    Raises:
+        CollectiveError: backend="nccl" was asked for and does not work here.
+        OptionError: The replicas differ in structure.
+
+    Threads:
+        The one that starts the run, before any other thread of it exists.
+    """
+    chosen = [lane.device for lane in lanes]
+    if len(chosen) > 1:
+        one_each = len(set(chosen)) == len(chosen) and all(device.type == "cuda" for device in chosen)
+        if backend == "nccl":
+            return NcclMean(replicas, lanes)
+        if backend == "auto" and one_each and policy != "async":
+            try:
+                return NcclMean(replicas, lanes)
+            except CollectiveError as error:
+                log.warning("averaging without NCCL: %s", error)
+        if backend == "cpu" or (backend == "auto" and not reach_each_other(chosen, devices())):
+            return HostMean(replicas, lanes, meet)
+    return DeviceMean(replicas, lanes) if lanes[0].is_async else LocalMean(replicas, meet)

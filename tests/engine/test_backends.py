@@ -1,0 +1,100 @@
+"""How the bytes move is decided by the devices, the policy and what works."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flowdp.collective.host import HostMean
+from flowdp.collective.local import DeviceMean, LocalMean
+from flowdp.device.streams import CudaLane, HostLane, Lane
+from flowdp.device.tensors import FlatReplica
+from flowdp.device.topology import DeviceInfo, DeviceSummary
+from flowdp.engine import backends
+from flowdp.engine.backends import open_collective
+from flowdp.errors import CollectiveError
+from tests.fakes import FakeCuda
+
+CPU = torch.device("cpu")
+CUDA = [torch.device("cuda", index) for index in range(2)]
+
+
+class Nccl:
+    """Stands for `NcclMean`: this machine has no NCCL."""
+
+    def __init__(self, replicas: Any, lanes: Any) -> None:
+        pass
+
+
+def refuse(replicas: Any, lanes: Any) -> Any:
+    raise CollectiveError("cupy is not there")
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = [DeviceInfo(CUDA[i], "A", 1, peers=(CUDA[1 - i],)) for i in range(2)]
+    monkeypatch.setattr(backends, "devices", lambda: DeviceSummary(tuple(peers)))
+    monkeypatch.setattr(backends, "NcclMean", Nccl)
+
+
+def lane(device: torch.device) -> Lane:
+    if device == CPU:
+        return HostLane(CPU)
+    # Fake streams and memory of the CPU, under the name of a card.
+    made = CudaLane(CPU, FakeCuda())
+    made.device, made.pinned = device, HostLane(CPU).pinned  # type: ignore[method-assign]
+    return made
+
+
+def chosen(devices: list[torch.device], backend: Any = "auto", policy: Any = "cadence") -> type:
+    replicas = [FlatReplica(nn.Linear(2, 1), rank) for rank in range(len(devices))]
+    return type(open_collective(backend, policy, replicas, [lane(d) for d in devices], lambda rank: None))
+
+
+@pytest.mark.parametrize(
+    ("devices", "backend", "policy", "collective"),
+    [
+        ([CPU], "auto", "cadence", LocalMean),
+        ([CPU, CPU], "auto", "sync", LocalMean),
+        ([CPU, CPU], "local", "async", LocalMean),
+        ([CPU, CPU], "cpu", "cadence", HostMean),
+        ([CUDA[0]], "auto", "cadence", DeviceMean),
+        ([CUDA[0]], "cpu", "cadence", DeviceMean),  # alone it has nothing to bring down
+        ([CPU], "cpu", "cadence", LocalMean),
+        (CUDA, "auto", "cadence", Nccl),
+        (CUDA, "nccl", "sync", Nccl),
+        (CUDA, "local", "cadence", DeviceMean),
+        (CUDA, "cpu", "cadence", HostMean),
+        (CUDA, "auto", "async", DeviceMean),
+        ([CUDA[0], CUDA[0]], "auto", "cadence", DeviceMean),
+        ([CUDA[0], CUDA[0]], "nccl", "cadence", Nccl),
+        ([CUDA[0], CPU], "auto", "cadence", HostMean),
+    ],
+)
+def test_what_is_taken(devices: list[torch.device], backend: Any, policy: Any, collective: type) -> None:
+    assert chosen(devices, backend, policy) is collective
+
+
+def test_without_nccl_a_warning_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(backends, "NcclMean", refuse)
+    with caplog.at_level(logging.WARNING, "flowdp"):
+        assert chosen(CUDA) is DeviceMean
+    assert "without NCCL: cupy is not there" in caplog.text
+    caplog.clear()
+    with pytest.raises(CollectiveError, match="cupy is not there"):
+        chosen(CUDA, "nccl")
+    assert not caplog.text
+
+
+def test_cards_that_do_not_reach_each_other_go_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = DeviceSummary(tuple(DeviceInfo(device, "A", 1) for device in CUDA))
+    monkeypatch.setattr(backends, "devices", lambda: alone)
+    monkeypatch.setattr(backends, "NcclMean", refuse)
+    assert chosen(CUDA) is HostMean
+    assert chosen(CUDA, "local") is DeviceMean  # asked for: the driver copies by its own detour
