@@ -72,12 +72,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"needs {needed} CUDA device(s), this machine has {there}")
 
 
-@pytest.fixture(params=["cpu", "streams"])
+@pytest.fixture(params=["cpu", "streams", "streams of a full card"])
 def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Run a test twice: on CPU devices as they are, and as CUDA devices would run it, on fake streams.
+    """Run a test on CPU devices as they are, and as CUDA devices would run it, on fake streams.
 
-    There, ranks prefetch, keep data resident, average and measure as on a card, with every replica and every
-    batch watched: two streams that touch one must be ordered by an event.
+    There, ranks average and measure as on a card, keep a dataset of tensors resident, or prefetch it where the
+    card has no room. Every replica and every batch is watched: two streams that touch one must be ordered by
+    an event.
     """
     if request.param == "cpu":
         yield request.param
@@ -88,7 +89,7 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     from flowdp.engine import build, launch
     from tests.data.cards import Card
 
-    card = Card()
+    card = Card() if request.param == "streams" else Card(total=1)
 
     def equal_start(modules: Any, lanes: Any) -> Any:
         replicas = build.equal_start(modules, lanes)

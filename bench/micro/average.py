@@ -85,8 +85,8 @@ def mean(parameters: int, replicas: list[FlatReplica], drift: bool) -> float:
     gate = Gate(2, local.launch)
 
     def one_round(rank: int, number: int) -> None:
-        replicas[rank].gather()
-        local.average(rank, arrive(gate, rank, number, drift))
+        local.prepare(rank)
+        local.average(rank, arrive(gate, rank, number, drift))()
 
     return in_two_threads(parameters, one_round)
 

@@ -58,13 +58,15 @@ class Wait:
         return classify(model, batch)
 
 
-def wait_only(wait: Wait) -> Callable[[Replica, Any, CurrentWorker], float]:
+def wait_only(wait: Wait) -> Callable[[Replica, Any, CurrentWorker], torch.Tensor]:
     """In place of a replica's step: nothing but the wait."""
 
-    def step(replica: Replica, batch: Any, worker: CurrentWorker) -> float:
+    loss = torch.zeros(())
+
+    def step(replica: Replica, batch: Any, worker: CurrentWorker) -> torch.Tensor:
         del replica, batch
         time.sleep(wait.ms[worker.rank] / 1e3)
-        return 0.0
+        return loss
 
     return step
 

@@ -87,7 +87,8 @@ def flowdp_ms(name: str, steps: int) -> float:
 def null_step_us(steps: int = 20_000) -> float:
     """Microseconds of flowdp's own code in a step that does nothing: no batch is gathered, no model runs."""
     step, take = Replica.step, TensorSource.take
-    nothing: dict[str, Any] = {"step": lambda *_: 0.0, "take": lambda *_: ()}
+    loss = torch.zeros(())
+    nothing: dict[str, Any] = {"step": lambda *_: loss, "take": lambda *_: ()}
     try:
         Replica.step, TensorSource.take = nothing["step"], nothing["take"]  # type: ignore[method-assign]
         run = flowdp.Trainer(

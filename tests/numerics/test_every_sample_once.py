@@ -276,7 +276,7 @@ class UntilAlone(Staller):
 @pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize(("policy", "kind"), [("cadence", UntilHurried), ("async", UntilAlone)])
 def test_a_rank_that_stalls_now_and_then(witness, policy, kind, devices, lanes):
-    if kind is UntilHurried and lanes == "streams":
+    if kind is UntilHurried and lanes != "cpu":
         pytest.skip("a device's report of a round follows its next steps: a stall in the first is seen later")
     staller = witness.before = kind(rank=devices - 1)
     cadence = flowdp.CadenceOptions(anchor=4, max_anchor=8, divergence_guard=False)
