@@ -7,7 +7,7 @@ comes back as an `Outcome`. Durations are milliseconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from flowdp.policy.tally import Work
@@ -17,6 +17,7 @@ __all__ = [
     "Arrival",
     "Averaged",
     "BatchReady",
+    "DataEnded",
     "Directives",
     "Exiting",
     "Fact",
@@ -172,6 +173,22 @@ class StartEpoch:
     pace: Pace | None = None
     metric: float | None = None
 
+    def until(self, end: DataEnded) -> StartEpoch:
+        """The order without the batches that its epoch does not have."""
+        kept = tuple(batch for batch in self.batches if batch < end.batches)
+        return replace(self, batches=kept) if end.epoch == self.epoch else self
+
+
+@dataclass(frozen=True, slots=True)
+class DataEnded:
+    """An epoch of unknown length has so many batches: what was dealt beyond them never existed.
+
+    A fact of the reader's, and an order to the ranks that hold some of that: the coordinator passes it on.
+    """
+
+    epoch: int
+    batches: int
+
 
 @dataclass(frozen=True, slots=True)
 class Throttle:
@@ -220,7 +237,7 @@ class Shutdown:
     """The run is over: leave."""
 
 
-Order = StartEpoch | Throttle | RequestParams | Update | Abort | Shutdown
+Order = StartEpoch | DataEnded | Throttle | RequestParams | Update | Abort | Shutdown
 
 
 # ---------------------------------------------------------------- facts
@@ -374,6 +391,7 @@ Fact = (
     | SnapshotReady
     | Averaged
     | Updated
+    | DataEnded
     | Exiting
     | Failed
     | Requested

@@ -72,7 +72,8 @@ class Trainer:
             or an instance, made for the model instance and rebuilt for each replica.
         loss: Function of (model, batch) that returns the mean loss over the batch, (loss, scalars) or a
             mapping with "loss"; or a criterion, called as `criterion(model(x), y)`.
-        dataset: Tensors of equal length (a tuple or a mapping), a map-style dataset, or a DataLoader.
+        dataset: Tensors of equal length (a tuple or a mapping), a map-style dataset, an IterableDataset, or a
+            DataLoader.
         batch_size: Samples of one step of one device.
         epochs: Passes over the dataset.
         max_steps: Steps of all devices together after which the run ends. At least one of the two.
@@ -179,9 +180,22 @@ class Trainer:
 
     @property
     def total_steps(self) -> int:
-        """Steps of all devices together: what a schedule of the whole run is made for."""
-        by_epochs = None if self.epochs is None else self.epochs * self._batches
-        return min(n for n in (by_epochs, self.max_steps) if n is not None)
+        """Steps of all devices together: what a schedule of the whole run is made for.
+
+        Raises:
+            OptionError: Nobody knows: the dataset is an IterableDataset, and there is no `max_steps`.
+        """
+        total = self._known_steps()
+        if total is None:
+            raise OptionError(
+                "total_steps is not known before the run ends, for an IterableDataset has no length: give "
+                "max_steps"
+            )
+        return total
+
+    def _known_steps(self) -> int | None:
+        by_epochs = None if self.epochs is None or self._batches is None else self.epochs * self._batches
+        return min((n for n in (by_epochs, self.max_steps) if n is not None), default=None)
 
     def start(self) -> Run:
         """Build the replicas and start the threads; returns while they train.
@@ -219,7 +233,7 @@ class Trainer:
         )
         engine = self._engine(config, replicas, source)
         engine.start()
-        bar = show_progress(engine.records, self.total_steps, self._batches) if self.progress else None
+        bar = show_progress(engine.records, self._known_steps(), self._batches) if self.progress else None
         return Run(engine, self.model if isinstance(self.model, nn.Module) else None, bar)
 
     def fit(self) -> TrainedState:

@@ -91,7 +91,7 @@ LOADER = DataLoader(TensorDataset(*DATA), 4)
         ({"dataset": torch.ones(0, 1)}, "the dataset is empty"),
         ({"dataset": (DATA[0], DATA[1][:5])}, "differ in length .* element 0 has 60, element 1 has 5"),
         ({"dataset": (DATA[0], 5)}, "element 1 of the dataset is a int, not a tensor"),
-        ({"dataset": Stream()}, "is an IterableDataset, which is not supported yet"),
+        ({"dataset": Stream(), "shuffle": True}, "shuffle=True has no use for Stream"),
         ({"batch_size": None}, "batch_size is missing"),
         ({"batch_size": 0}, "batch_size must be an int of at least 1, not 0"),
         ({"batch_size": True}, "not True"),

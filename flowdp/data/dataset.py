@@ -20,8 +20,9 @@ from torch.utils.data import (
     default_collate,
 )
 
-from flowdp.data.order import EpochOrder, Order, SamplerOrder
+from flowdp.data.order import BatchSamplerOrder, EpochOrder, Order, SamplerOrder
 from flowdp.data.reader import Batch, Reader, Source
+from flowdp.data.stream import Measured, StreamReader
 from flowdp.data.tensor_source import TensorSource
 from flowdp.errors import OptionError
 
@@ -49,16 +50,21 @@ def open_source(
         open_source((x, y), batch_size=64, ...)         # tensors of equal length: gathered, batch (x, y)
         open_source({"x": x, "y": y}, batch_size=64, ...)               # batch {"x": ..., "y": ...}
         open_source(dataset, batch_size=64, num_workers=2, ...)         # __getitem__ and collate_fn
+        open_source(iterable, batch_size=64, num_workers=2, ...)        # an IterableDataset, to its end
         open_source(DataLoader(dataset, 64, shuffle=True), ...)         # what the loader says
 
     A dataset with `get_batch(indices)` is asked for whole batches, and what it returns is the batch; one with
     `__getitems__(indices)` is asked for the samples of a batch at once, as torch does. Of a `DataLoader`, a
-    plain RandomSampler becomes flowdp's seeded order, and any other sampler is iterated once per epoch; its
+    plain RandomSampler becomes flowdp's seeded order, and any other sampler or batch_sampler is iterated once
+    per epoch; with batch_size=None each item is a batch, and the length of its first tensor its samples. Its
     batches come in order, and its pin_memory, which speeds up copies to a GPU, has nothing to do here.
 
+    An IterableDataset is iterated anew in each epoch, which ends where its iterator ends. Each worker process
+    iterates all of it, unless the dataset looks at `torch.utils.data.get_worker_info()`.
+
     Args:
-        dataset: Tensors of equal length (one, a tuple, a list or a mapping of them), a map-style dataset, or
-            a torch DataLoader.
+        dataset: Tensors of equal length (one, a tuple, a list or a mapping of them), a map-style dataset, an
+            IterableDataset, or a torch DataLoader.
         batch_size: Samples of a batch.
         shuffle: None is True.
         seed: Of the order, >= 0.
@@ -144,12 +150,6 @@ def _check_tensors(named: Mapping[str, object]) -> list[Tensor]:
 
 
 def _length(dataset: object) -> int:
-    kind = type(dataset).__name__
-    if isinstance(dataset, IterableDataset):
-        raise OptionError(
-            f"{kind} is an IterableDataset, which is not supported yet: batches are dealt by their number. "
-            f"Give a dataset with __len__ and __getitem__"
-        )
     reads = any(hasattr(dataset, name) for name in ("__getitem__", "__getitems__", "get_batch"))
     if isinstance(dataset, (str, bytes)) or not reads or not hasattr(dataset, "__len__"):
         raise OptionError(
@@ -160,11 +160,27 @@ def _length(dataset: object) -> int:
 
 
 def _from_dataset(
-    dataset: object, options: Mapping[str, Any], seed: int, epochs: int | None, world_size: int
+    dataset: Any, options: Mapping[str, Any], seed: int, epochs: int | None, world_size: int
 ) -> Source:
     tensors = _as_tensors(dataset)
     collate, num_workers = options["collate_fn"], options["num_workers"] or 0
     batch_size, drop_last = options["batch_size"], bool(options["drop_last"])
+    if isinstance(dataset, IterableDataset):
+        if options["shuffle"] is not None:
+            raise OptionError(
+                f"shuffle={options['shuffle']!r} has no use for {type(dataset).__name__}: an IterableDataset "
+                f"has its own order"
+            )
+        return StreamReader(
+            dataset,
+            batch_size,
+            epochs=epochs,
+            ahead=_ahead(world_size, num_workers),
+            collate_fn=collate or default_collate,
+            num_workers=num_workers,
+            drop_last=drop_last,
+            generator=torch.Generator().manual_seed(seed),
+        )
     length = len(tensors[0][0]) if tensors is not None else _length(dataset)
     _check_batches(length, batch_size, drop_last)
     order = EpochOrder(length, batch_size, seed, options["shuffle"] is not False, drop_last)
@@ -184,9 +200,14 @@ def _from_dataset(
                 f"samples for collate_fn={collate!r}; leave one of them out"
             )
         dataset, collate = _WholeBatches(dataset), _as_it_is
-    generator = torch.Generator().manual_seed(seed)
-    return _reader(
-        dataset, order, epochs, world_size, collate_fn=collate, num_workers=num_workers, generator=generator
+    return Reader(
+        dataset,
+        order,
+        epochs=epochs,
+        ahead=_ahead(world_size, num_workers),
+        collate_fn=collate,
+        num_workers=num_workers,
+        generator=torch.Generator().manual_seed(seed),
     )
 
 
@@ -203,62 +224,65 @@ def _from_loader(
             f"{type(loader).__name__} iterates in its own way, which would be lost: its dataset is read in "
             f"flowdp's order. Give a plain torch DataLoader"
         )
-    length = _length(loader.dataset)
-    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
-        raise OptionError(
-            f"the DataLoader's batch_sampler {type(loader.batch_sampler).__name__} is not supported yet; "
-            f"give it batch_size and, where needed, a sampler"
+    options = {
+        "epochs": epochs,
+        "num_workers": loader.num_workers,
+        "ahead": _ahead(world_size, loader.num_workers, loader.prefetch_factor),
+        "worker_init_fn": loader.worker_init_fn,
+        "generator": loader.generator or torch.Generator().manual_seed(seed),
+        "prefetch_factor": loader.prefetch_factor,
+        "timeout": loader.timeout,
+        "multiprocessing_context": loader.multiprocessing_context,
+    }
+    dataset, collate = loader.dataset, loader.collate_fn
+    if isinstance(dataset, IterableDataset):
+        return StreamReader(
+            dataset, loader.batch_size, collate_fn=collate, drop_last=loader.drop_last, **options
         )
-    batch_size = loader.batch_size
-    if batch_size is None:
-        raise OptionError(
-            "the DataLoader makes no batches of its own (batch_size=None or a batch_sampler), which is not "
-            "supported yet; give it a batch_size"
-        )
-    order = _order_of(loader, length, batch_size, seed)
-    collate = None if loader.collate_fn is default_collate else loader.collate_fn
-    if loader.num_workers == 0 and collate is None and type(loader.dataset) is TensorDataset:
-        tensors = _as_tensors(loader.dataset)
-        assert tensors is not None
-        return TensorSource(*tensors, order)
-    return _reader(
-        loader.dataset,
-        order,
-        epochs,
-        world_size,
-        collate_fn=collate,
-        num_workers=loader.num_workers,
-        worker_init_fn=loader.worker_init_fn,
-        generator=loader.generator or torch.Generator().manual_seed(seed),
-        prefetch_factor=loader.prefetch_factor,
-        timeout=loader.timeout,
-        multiprocessing_context=loader.multiprocessing_context,
-    )
+    order = _order_of(loader, _length(dataset), seed)
+    if loader.batch_sampler is None:
+        return Reader(dataset, order, collate_fn=_Single(collate), is_counted=True, **options)
+    if loader.num_workers == 0 and collate is default_collate and type(dataset) is TensorDataset:
+        tensors = _as_tensors(dataset)
+        if tensors is not None and not isinstance(order, BatchSamplerOrder):
+            return TensorSource(*tensors, order)
+    return Reader(dataset, order, collate_fn=collate, **options)
 
 
-def _order_of(loader: DataLoader[Any], length: int, batch_size: int, seed: int) -> Order:
-    sampler: Any = loader.sampler
-    if not hasattr(sampler, "__len__"):
-        raise OptionError(
-            f"the DataLoader's sampler {type(sampler).__name__} has no __len__; the batches of an epoch must "
-            f"be known when it begins"
-        )
-    _check_batches(len(sampler), batch_size, loader.drop_last)
+def _order_of(loader: DataLoader[Any], length: int, seed: int) -> Order:
+    own: Any = loader.batch_sampler
+    if own is not None and type(own) is not BatchSampler:
+        _check_sampler(own, "batch_sampler")
+        return BatchSamplerOrder(own)
+    # Without a batch sampler each item is a batch.
+    sampler: Any = loader.sampler if own is None else own.sampler
+    batch_size, drop_last = (1, False) if own is None else (own.batch_size, own.drop_last)
+    _check_sampler(sampler, "sampler")
+    _check_batches(len(sampler), batch_size, drop_last)
     if len(sampler) == length:
         if type(sampler) is RandomSampler and not sampler.replacement:
-            return EpochOrder(length, batch_size, seed, shuffle=True, drop_last=loader.drop_last)
+            return EpochOrder(length, batch_size, seed, shuffle=True, drop_last=drop_last)
         if type(sampler) is SequentialSampler:
-            return EpochOrder(length, batch_size, seed, shuffle=False, drop_last=loader.drop_last)
-    return SamplerOrder(sampler, batch_size, loader.drop_last)
+            return EpochOrder(length, batch_size, seed, shuffle=False, drop_last=drop_last)
+    return SamplerOrder(sampler, batch_size, drop_last)
 
 
-def _reader(
-    dataset: Any, order: Order, epochs: int | None, world_size: int, *, num_workers: int, **loader: Any
-) -> Reader:
+def _check_sampler(sampler: object, name: str) -> None:
+    if not hasattr(sampler, "__len__"):
+        raise OptionError(
+            f"the DataLoader's {name} {type(sampler).__name__} has no __len__; the batches of an epoch must "
+            f"be known when it begins"
+        )
+    if len(sampler) == 0:
+        raise OptionError(
+            f"the DataLoader's {name} {type(sampler).__name__} is empty: an epoch has no samples"
+        )
+
+
+def _ahead(world_size: int, num_workers: int, prefetch_factor: int | None = None) -> int:
     # Two batches for each rank, and two for the road; with processes at least what they have in work, so
     # that none of them waits for a rank that is late.
-    ahead = max(2 * world_size + 2, num_workers * (loader.get("prefetch_factor") or 2))
-    return Reader(dataset, order, epochs=epochs, ahead=ahead, num_workers=num_workers, **loader)
+    return max(2 * world_size + 2, num_workers * (prefetch_factor or 2))
 
 
 # ---------------------------------------------------------------- checks of single options
@@ -298,6 +322,16 @@ class _WholeBatches(Dataset[Any]):
 
     def __getitems__(self, indices: list[int]) -> Batch:
         return self._dataset.get_batch(indices)
+
+
+class _Single:
+    """What is done to the only item of a list, which is a batch already."""
+
+    def __init__(self, convert: Collate) -> None:
+        self._measured = Measured(convert)
+
+    def __call__(self, items: list[Any]) -> tuple[int, Batch]:
+        return self._measured(items[0])
 
 
 def _as_it_is(batch: Batch) -> Batch:

@@ -1,7 +1,8 @@
 """The order of an epoch: which samples make up batch b of epoch e.
 
 An epoch has exactly ceil(samples / batch_size) batches on any number of devices (floor with drop_last), and
-every sample lies in one of them. Batches are numbered within their epoch: (epoch, batch) names one for good.
+every sample lies in one of them; a batch sampler makes batches of its own. Batches are numbered within their
+epoch: (epoch, batch) names one for good.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import operator
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +20,15 @@ from torch import Tensor
 
 from flowdp.errors import DataError, ProtocolError
 
-__all__ = ["AllEpochs", "EpochOrder", "Order", "SamplerOrder", "batches_per_epoch", "epoch_order"]
+__all__ = [
+    "AllEpochs",
+    "BatchSamplerOrder",
+    "EpochOrder",
+    "Order",
+    "SamplerOrder",
+    "batches_per_epoch",
+    "epoch_order",
+]
 
 # Ranks stand in at most two epochs at once, and an error may still name a batch of the one before. More
 # epochs are alive only where they are short, and a short one is quickly drawn again.
@@ -54,15 +63,16 @@ class Order(ABC):
         Any, at once: ranks may stand in different epochs.
 
     Attributes:
-        batch_size: Samples of every batch but, without drop_last, an epoch's last.
+        batch_size: Samples of every batch but, without drop_last, an epoch's last; None where they differ.
         batches: Batches of an epoch.
-        samples: Samples dealt in an epoch, without a dropped tail.
+        samples: Samples dealt in an epoch, without a dropped tail; None where epochs differ.
     """
 
     def __init__(self, drawn: int, batch_size: int, drop_last: bool, kept: int) -> None:
-        self.batch_size = batch_size
         self.batches = batches_per_epoch(drawn, batch_size, drop_last)
-        self.samples = min(drawn, self.batches * batch_size)
+        self._size, self._stop = batch_size, min(drawn, self.batches * batch_size)
+        self.batch_size: int | None = self._size
+        self.samples: int | None = self._stop
         self._kept = kept
         self._epochs: dict[int, Tensor] = {}
         self._lock = threading.Lock()  # serialises drawing, so that no epoch is drawn twice
@@ -78,21 +88,26 @@ class Order(ABC):
         order = self._epochs.get(epoch)
         if order is None:
             order = self._find(epoch)
-        start = batch * self.batch_size
-        return order[start : start + self.batch_size]
+        start, stop = self._span(epoch, batch)
+        return order[start:stop]
 
-    def samples_in(self, epoch: int, batch: int) -> int:  # noqa: ARG002 - all epochs are cut alike
+    def samples_in(self, epoch: int, batch: int) -> int:
         """How many samples a batch holds.
 
         Raises:
             IndexError: An epoch has no such batch.
         """
         self._check(batch)
-        return min(self.batch_size, self.samples - batch * self.batch_size)
+        start, stop = self._span(epoch, batch)
+        return stop - start
 
     def _check(self, batch: int) -> None:
         if not 0 <= batch < self.batches:
             raise IndexError(f"batch {batch} of an epoch of {self.batches} batches")
+
+    def _span(self, epoch: int, batch: int) -> tuple[int, int]:  # noqa: ARG002 - all epochs are cut alike
+        start = batch * self._size
+        return start, min(start + self._size, self._stop)
 
     def _find(self, epoch: int) -> Tensor:
         with self._lock:
@@ -138,7 +153,7 @@ class SizedIterable(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __iter__(self) -> Iterator[int]: ...
+    def __iter__(self) -> Iterator[Any]: ...
 
 
 class SamplerOrder(Order):
@@ -152,6 +167,8 @@ class SamplerOrder(Order):
         batch_size: Samples of a batch.
         drop_last: Leave out a last batch that is not full.
     """
+
+    _what = "indices"
 
     def __init__(self, sampler: SizedIterable, batch_size: int, drop_last: bool) -> None:
         self._sampler = sampler
@@ -174,21 +191,62 @@ class SamplerOrder(Order):
     def _iterate(self, epoch: int) -> Tensor:
         name = type(self._sampler).__name__
         try:
-            set_epoch = getattr(self._sampler, "set_epoch", None)
-            if set_epoch is not None:
-                set_epoch(epoch)
-            drawn = [operator.index(index) for index in self._sampler]
+            self._set_epoch(epoch)
+            drawn = list(self._sampler)
+            order = self._joined(epoch, drawn)
         except Exception as error:
             raise DataError(
                 f"the sampler {name} failed in epoch {epoch}: {type(error).__name__}: {error}", epoch=epoch
             ) from error
         if len(drawn) != self._length:
             raise DataError(
-                f"the sampler {name} yielded {len(drawn)} indices in epoch {epoch}, but its length is "
+                f"the sampler {name} yielded {len(drawn)} {self._what} in epoch {epoch}, but its length is "
                 f"{self._length}; make `__len__` and `__iter__` agree",
                 epoch=epoch,
             )
-        return torch.tensor(drawn, dtype=torch.int64)
+        return order
+
+    def _set_epoch(self, epoch: int) -> None:
+        """Tell the sampler the epoch, or the one that it draws from."""
+        for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
+            set_epoch = getattr(sampler, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(epoch)
+                return
+
+    def _joined(self, epoch: int, drawn: list[Any]) -> Tensor:  # noqa: ARG002 - all epochs are cut alike
+        return torch.tensor([operator.index(index) for index in drawn], dtype=torch.int64)
+
+
+class BatchSamplerOrder(SamplerOrder):
+    """The batches of a torch batch sampler, which is iterated once per epoch, as `SamplerOrder` says.
+
+    Args:
+        batch_sampler: Anything with a length that yields lists of dataset indices, of any sizes but 0.
+    """
+
+    _what = "batches"
+
+    def __init__(self, batch_sampler: SizedIterable) -> None:
+        super().__init__(batch_sampler, 1, drop_last=False)
+        self.batch_size = self.samples = None
+        self._stops: dict[int, list[int]] = {}  # of the epochs that are kept: where each batch ends
+
+    def samples_in(self, epoch: int, batch: int) -> int:
+        """How many samples a batch holds; draws the epoch if that is new. See `Order.samples_in`."""
+        return len(self.indices(epoch, batch))
+
+    def _joined(self, epoch: int, drawn: list[Any]) -> Tensor:
+        batches = [[operator.index(index) for index in batch] for batch in drawn]
+        if not all(batches):
+            raise ValueError(f"batch {batches.index([])} has no samples")
+        self._stops = {kept: self._stops[kept] for kept in self._epochs}
+        self._stops[epoch] = list(itertools.accumulate(map(len, batches)))
+        return torch.tensor([index for batch in batches for index in batch], dtype=torch.int64)
+
+    def _span(self, epoch: int, batch: int) -> tuple[int, int]:
+        stops = self._stops[epoch]
+        return stops[batch - 1] if batch else 0, stops[batch]
 
 
 class AllEpochs:

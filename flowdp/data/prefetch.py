@@ -29,7 +29,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from flowdp.data.base import Feed
 from flowdp.data.reader import Batch, Source
 from flowdp.data.slots import (
-    HostSlot,
+    HostSlots,
     Layout,
     Pool,
     Slot,
@@ -47,9 +47,6 @@ from flowdp.policy.budget import USAGE, Memory, prefetch_depth
 __all__ = ["PrefetchFeed"]
 
 _Key = tuple[int, int]  # (epoch, batch)
-
-HOST_SLOTS = 3
-"""One that is filled, one that is copied, and one so that neither waits for the other."""
 
 LOOSE_SLOTS = 2
 """Batches of other shapes that may be alive: the one in use and the next."""
@@ -116,8 +113,9 @@ class PrefetchFeed(Feed):
         self._in_use: Slot | None = None  # the worker's
 
         # The prefetch thread's.
-        self._host: deque[HostSlot] = deque()  # the one whose copy is the oldest first
-        self._rows = min(source.batch_size, source.samples)  # of a full batch
+        self._host = HostSlots(lane)
+        sizes = [n for n in (source.batch_size, source.samples) if n is not None]
+        self._rows = min(sizes, default=1)  # of a full batch; where they differ, the first one counts as such
         self._tensors: TensorSource | None = None  # whose batches are gathered here
         self._layout: Layout | None = None  # of a full batch
         if isinstance(source, TensorSource) and all(map(is_plain, source.tensors)):
@@ -350,21 +348,11 @@ class PrefetchFeed(Feed):
         memory = layout.on_device(lane) if layout is not None and pool is self._ring else []
         return Slot(pool, memory, lane.event(), lane.event())
 
-    def _host_slot(self) -> HostSlot:
-        """A host slot that no copy reads any more."""
-        assert self._layout is not None
-        if len(self._host) < HOST_SLOTS:
-            slot = HostSlot(self._layout.on_host(self._lane), self._lane.event())
-        else:
-            slot = self._host.popleft()
-            slot.copied.synchronize()
-        self._host.append(slot)
-        return slot
-
     def _gather(self, source: TensorSource, key: _Key, slot: Slot) -> Batch:
         """Fill a slot from the dataset's own tensors."""
+        assert self._layout is not None
         rows = source.samples_in(*key)
-        host = self._host_slot()
+        host = self._host.next(self._layout)
         parts = [first_rows(rows, memory) for memory in host.memory if memory is not None]
         batch = [first_rows(rows, memory) for memory in slot.memory if memory is not None]
         source.gather(*key, out=parts)
@@ -377,15 +365,20 @@ class PrefetchFeed(Feed):
         """Fill a slot from a batch; what has no room in it gets memory of its own."""
         if slot.pool is self._loose:
             return tree_unflatten([own_memory(leaf, self._lane) for leaf in leaves], tree)
-        host = self._host_slot()
+        assert self._layout is not None
+        host = self._host.next(self._layout)
         batch = []
         for leaf, staging, memory in zip(leaves, host.memory, slot.memory, strict=True):
             if staging is None or memory is None:
                 batch.append(own_memory(leaf, self._lane))
                 continue
             rows = len(leaf) if leaf.dim() else 0
-            part = first_rows(rows, staging).copy_(leaf)
-            batch.append(first_rows(rows, memory).copy_(part, non_blocking=True))
+            part, target = first_rows(rows, staging), first_rows(rows, memory)
+            if leaf.is_pinned() and leaf.stride() == target.stride():
+                part = leaf  # by the dataset; torch keeps it for as long as the copy reads
+            else:
+                part.copy_(leaf)
+            batch.append(target.copy_(part, non_blocking=True))
         host.copied.record(self._lane.copy)
         return tree_unflatten(batch, tree)
 

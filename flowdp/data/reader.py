@@ -1,55 +1,66 @@
 """Reading a dataset: one thread, one torch DataLoader, all devices.
 
 `Source` is what a worker sees: it asks for a batch by its number and has it at once or is woken once it is
-there. `Reader` is the source of everything that is not plain tensors. Two threads that read one dataset that
-seeks and reads a file get wrong samples without an error, so `__getitem__` is never called by two at once.
+there. `Reader` is the source of map-style datasets. Two threads that read one dataset that seeks and reads a
+file get wrong samples without an error, so `__getitem__` is never called by two at once.
 """
 
 from __future__ import annotations
 
-import queue
-import signal
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
-from multiprocessing import connection
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from flowdp.data.order import AllEpochs, Order
+from flowdp.data.order import KEPT_BATCHES, AllEpochs, Order
+from flowdp.data.processes import GRACE_S, Processes, begin
 from flowdp.errors import DataError, ProtocolError
 
-__all__ = ["Batch", "Reader", "Source"]
+__all__ = ["Batch", "LoaderSource", "Reader", "Source"]
 
 Batch = Any
 """A pytree of tensors, or whatever the collate function returns."""
 
 _Key = tuple[int, int]  # (epoch, batch): its order is the order of reading
 
-# `close` waits this long for the reader to leave by itself, then as long again after ending its processes.
-_GRACE_S = 0.9
+_NOTHING = object()
 
 
 class Source(ABC):
     """Deals the batches of a dataset, each by its (epoch, batch), to whoever it was planned for.
 
     Attributes:
-        batch_size: Samples of every batch but, without drop_last, an epoch's last.
-        batches: Batches of an epoch.
-        samples: Samples dealt in an epoch, without a dropped tail.
+        batch_size: Samples of every batch but, without drop_last, an epoch's last; None where they differ.
+        batches: Batches of an epoch; None: each is as long as `on_end` says.
+        samples: Samples dealt in an epoch, without a dropped tail; None where that is not known before.
     """
 
-    def __init__(self, order: Order) -> None:
-        self._order = order
-        self.batch_size = order.batch_size
-        self.batches = order.batches
-        self.samples = order.samples
+    _order: Order  # a source without one has its own `samples_in` and `indices`
+
+    def __init__(self, order: Order | None) -> None:
+        self.batch_size: int | None = None
+        self.batches: int | None = None
+        self.samples: int | None = None
+        self._ended: Callable[[int, int], None] | None = None
+        if order is not None:
+            self._order = order
+            self.batch_size, self.batches, self.samples = order.batch_size, order.batches, order.samples
+
+    def on_end(self, ended: Callable[[int, int], None]) -> None:
+        """Have the end of each epoch told, where `batches` is None. Call it before `start`.
+
+        Args:
+            ended: Called as `ended(epoch, batches)` by the reader thread, in the order of the epochs, before
+                anything of the next one is there. Must not block.
+        """
+        self._ended = ended
 
     def samples_in(self, epoch: int, batch: int) -> int:
-        """How many samples a batch holds.
+        """How many samples a batch holds. Ask when it was taken: of some, only their reading tells.
 
         Threads:
             Any.
@@ -60,7 +71,7 @@ class Source(ABC):
         return self._order.samples_in(epoch, batch)
 
     def indices(self, epoch: int, batch: int) -> tuple[int, ...]:
-        """The dataset indices of a batch, for errors that name them.
+        """The dataset indices of a batch, for errors that name them; none where samples have no number.
 
         Threads:
             Any.
@@ -89,6 +100,8 @@ class Source(ABC):
     @abstractmethod
     def take(self, rank: int, epoch: int, batch: int) -> Batch | None:
         """Hand a batch over, or None where it has not been read yet and `wake` will follow.
+
+        Beyond the end of an epoch there is None, too, if it took the reading to find it.
 
         Threads:
             Any; one batch is taken by one rank.
@@ -121,10 +134,8 @@ class Source(ABC):
         """
 
 
-class Reader(Source):
-    """Reads every batch of every epoch in order, ahead of the ranks that will take them.
-
-    The DataLoader runs over all epochs, so its worker processes never drain at an epoch's end.
+class LoaderSource(Source):
+    """One thread that reads one DataLoader, ahead of the ranks that will take its batches.
 
     Deadlock: the reader stands still only while `ahead` batches lie here and no rank waits for a later one.
     So whoever holds up a round by waiting for its batch is served, whatever others have left lying. That
@@ -133,37 +144,35 @@ class Reader(Source):
     dealt and not taken, whichever is more; torch's processes hold num_workers * prefetch_factor besides.
 
     Args:
-        dataset: Map-style.
-        order: Which samples each batch holds.
+        order: Which samples each batch holds; None: the dataset's own.
+        loader: What is read.
         epochs: Epochs to read; None: without end.
         ahead: Batches read and not taken above which the reader waits, unless a rank waits for it.
-        worker_init_fn: Called with its number in each worker process before it reads.
-        loader: Further arguments of `torch.utils.data.DataLoader`.
+        is_counted: What the loader yields is (samples, batch), because nothing else tells how many there are.
     """
 
     def __init__(
         self,
-        dataset: Dataset[Any],
-        order: Order,
+        order: Order | None,
+        loader: DataLoader[Any],
         *,
         epochs: int | None,
         ahead: int,
-        worker_init_fn: Callable[[int], None] | None = None,
-        **loader: Any,
+        is_counted: bool,
     ) -> None:
         super().__init__(order)
         self.epochs = epochs
         self.ahead = ahead
-        self._plan = AllEpochs(order, epochs)
-        self._loader: DataLoader[Any] = DataLoader(
-            dataset, batch_sampler=self._plan, worker_init_fn=partial(_begin, worker_init_fn), **loader
-        )
+        self._loader = loader
+        self._is_counted = is_counted
+        self._reading: _Key = (0, 0)  # what the reader is at
         self._thread: threading.Thread | None = None
-        self._processes: _Processes | None = None
+        self._processes: Processes | None = None
 
         # Serialises everything below; notified when the reader may have something to do.
         self._changed = threading.Condition()
         self._read: dict[_Key, Batch] = {}  # read and not taken
+        self._samples: dict[_Key, int] = {}  # of those, and of the last that were taken
         self._waiting: dict[_Key, int] = {}  # asked for and not read -> the rank that asked last
         self._last: _Key = (0, -1)  # everything up to it has been read
         self._error: DataError | None = None
@@ -172,15 +181,15 @@ class Reader(Source):
     def start(self, *, wake: Callable[[int, int, int], None], failed: Callable[[DataError], None]) -> None:
         """Begin to read; see `Source.start`."""
         try:
-            iterator = iter(self._loader)
+            iterator = self._begin()
         except Exception as error:
             raise DataError(
                 f"the DataLoader could not be started: {type(error).__name__}: {error}"
             ) from error
         if self._loader.num_workers > 0:
-            self._processes = _Processes(iterator)
+            self._processes = Processes(iterator)
         self._thread = threading.Thread(
-            target=self._run, args=(iterator, wake, failed), name="flowdp-reader", daemon=True
+            target=self._run, args=(self._feed(iterator), wake, failed), name="flowdp-reader", daemon=True
         )
         self._thread.start()
 
@@ -192,12 +201,21 @@ class Reader(Source):
                 raise self._error
             payload = self._read.pop(key, None)
             if payload is None:
-                if self._closing:
+                if self._closing or not self._comes(key):
                     return None
-                self._check(key)
                 self._waiting[key] = rank
             self._changed.notify()
         return payload
+
+    def samples_in(self, epoch: int, batch: int) -> int:
+        """How many samples a batch holds that was taken lately, or lies here; see `Source.samples_in`."""
+        if not self._is_counted:
+            return super().samples_in(epoch, batch)
+        with self._changed:
+            samples = self._samples.get((epoch, batch))
+        if samples is None:
+            raise IndexError(f"batch {batch} of epoch {epoch} has not been read, or long ago")
+        return samples
 
     def give_back(self, epoch: int, batch: int, payload: Batch) -> None:
         """Return a batch untrained; see `Source.give_back`."""
@@ -215,57 +233,61 @@ class Reader(Source):
         if self._thread is None:
             return True
         if self._processes is not None:
-            self._thread.join(_GRACE_S)
+            self._thread.join(GRACE_S)
             # Whoever is left is inside the dataset's code, and torch would wait 5 s for each.
             self._processes.terminate()
-        self._thread.join(_GRACE_S)
+        self._thread.join(GRACE_S)
         return not self._thread.is_alive()
 
-    def _check(self, key: _Key) -> None:
+    def _comes(self, key: _Key) -> bool:
+        """Whether a batch that is not here will be read; raises if there is none, or it was taken."""
         epoch, batch = key
-        if not 0 <= batch < self.batches or epoch < 0 or (self.epochs is not None and epoch >= self.epochs):
+        most = batch + 1 if self.batches is None else self.batches
+        if not 0 <= batch < most or epoch < 0 or (self.epochs is not None and epoch >= self.epochs):
             raise IndexError(
                 f"batch {batch} of epoch {epoch}: {self.epochs} epochs of {self.batches} batches"
             )
         if key <= self._last:
             raise ProtocolError(f"batch {batch} of epoch {epoch} was taken before and not given back")
+        return True
+
+    def _begin(self) -> Iterator[Batch] | None:
+        """The loader's iterator, made on the thread that its worker processes are started by."""
+        return iter(self._loader)
+
+    @abstractmethod
+    def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[_Key, Any]]:
+        """Everything there is to read, in order; runs on the reader thread, with `_reading` up to date."""
 
     # ------------------------------------------------------------ the reader thread
     def _run(
         self,
-        iterator: Iterator[Batch],
+        feed: Iterator[tuple[_Key, Any]],
         wake: Callable[[int, int, int], None],
         failed: Callable[[DataError], None],
     ) -> None:
         torch.set_num_threads(1)  # this thread's own; the cores belong to the workers
-        key = (0, 0)
         try:
-            for key in self._plan.walk():
-                if not self._has_room():
+            while self._has_room():
+                read = next(feed, None)
+                if read is None:
                     return
-                rank = self._put(key, self._next(iterator))
+                rank = self._put(*read)
                 if rank is not None:
-                    wake(rank, *key)
+                    wake(rank, *read[0])
         except BaseException as error:  # also a SystemExit of the dataset: whoever waits must hear of it
-            self._fail(key, error, wake, failed)
+            self._fail(self._reading, error, wake, failed)
         finally:
             if self._processes is not None:
                 self._processes.shut_down()
-
-    def _next(self, iterator: Iterator[Batch]) -> Batch:
-        try:
-            return next(iterator)
-        except StopIteration:
-            if self._plan.error is not None:
-                raise self._plan.error from self._plan.error.__cause__
-            raise
 
     def _has_room(self) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._waiting or len(self._read) < self.ahead)
             return not self._closing
 
-    def _put(self, key: _Key, payload: Batch) -> int | None:
+    def _put(self, key: _Key, payload: Any) -> int | None:
+        samples, payload = payload if self._is_counted else (0, payload)
         if payload is None:
             raise TypeError("the batch is None; the collate function must return one")
         with self._changed:
@@ -273,7 +295,18 @@ class Reader(Source):
                 return None
             self._read[key] = payload
             self._last = key
+            if self._is_counted:
+                self._samples[key] = samples
+                self._forget()
             return self._waiting.pop(key, None)
+
+    def _forget(self) -> None:
+        """Keep the counts of what lies here, and of so many that were taken as can be under way."""
+        while len(self._samples) > len(self._read) + KEPT_BATCHES:
+            oldest = next(iter(self._samples))
+            samples = self._samples.pop(oldest)
+            if oldest in self._read:
+                self._samples[oldest] = samples
 
     def _fail(
         self,
@@ -299,9 +332,9 @@ class Reader(Source):
         epoch, batch = key
         indices = self.indices(epoch, batch)
         shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
+        samples = f" (samples {shown})" if indices else ""
         error = DataError(
-            f"reading batch {batch} of epoch {epoch} (samples {shown}) failed: "
-            f"{type(cause).__name__}: {cause}",
+            f"reading batch {batch} of epoch {epoch}{samples} failed: {type(cause).__name__}: {cause}",
             epoch=epoch,
             indices=indices,
         )
@@ -309,54 +342,43 @@ class Reader(Source):
         return error
 
 
-def _begin(worker_init_fn: Callable[[int], None] | None, number: int) -> None:
-    """What a worker process does first."""
-    # A terminal sends Ctrl-C to all its processes, but the run ends after its round and reads on for it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if worker_init_fn is not None:
-        worker_init_fn(number)
+class Reader(LoaderSource):
+    """Reads every batch of every epoch of a map-style dataset.
 
+    The DataLoader runs over all epochs, so its worker processes never drain at an epoch's end.
 
-class _Processes:
-    """The worker processes of a DataLoader's iterator, with a wait that ends when one of them dies.
-
-    torch waits for its result queue alone, looks for dead processes every 5 s, and where it can raises their
-    death by a signal handler in the main thread, out of whatever the user does there. Here the wait is for
-    the queue and all processes together, and a death is raised in the thread that reads.
+    Args:
+        dataset: Map-style.
+        order: Which samples each batch holds.
+        epochs: Epochs to read; None: without end.
+        ahead: See `LoaderSource`.
+        is_counted: See `LoaderSource`.
+        worker_init_fn: Called with its number in each worker process before it reads.
+        loader: Further arguments of `torch.utils.data.DataLoader`.
     """
 
-    def __init__(self, iterator: Any) -> None:
-        self._iterator = iterator
-        self._results = iterator._data_queue
-        iterator._data_queue = self
-        if iterator._worker_pids_set:
-            torch._C._remove_worker_pids(id(iterator))
-            iterator._worker_pids_set = False
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        order: Order,
+        *,
+        epochs: int | None,
+        ahead: int,
+        is_counted: bool = False,
+        worker_init_fn: Callable[[int], None] | None = None,
+        **loader: Any,
+    ) -> None:
+        self._plan = AllEpochs(order, epochs)
+        made: DataLoader[Any] = DataLoader(
+            dataset, batch_sampler=self._plan, worker_init_fn=partial(begin, worker_init_fn), **loader
+        )
+        super().__init__(order, made, epochs=epochs, ahead=ahead, is_counted=is_counted)
 
-    def get(self, timeout: float) -> Any:
-        """What torch calls for the next result; `queue.Empty` makes it look for dead processes."""
-        processes = {process.sentinel: process for process in self._iterator._workers}
-        ready = connection.wait([self._results._reader, *processes], timeout)
-        if self._results._reader not in ready:
-            raise queue.Empty
-        try:
-            return self._results.get(timeout=timeout)
-        except (OSError, EOFError):
-            # Tensors travel as handles, and a process that dies takes its own with it. Once it is joined,
-            # torch sees that it is dead and says so.
-            for sentinel in connection.wait([*processes], timeout=_GRACE_S):
-                processes[sentinel].join()
-            raise
-
-    def terminate(self) -> None:
-        """End the processes that have not left by themselves."""
-        for process in self._iterator._workers:
-            process.terminate()
-
-    def shut_down(self) -> None:
-        """Stop and join the processes, and the threads that fed them."""
-        self._iterator._shutdown_workers()
-        self._iterator._data_queue = self._results
-        for feed in self._iterator._index_queues:
-            if feed._thread is not None:
-                feed._thread.join(_GRACE_S)
+    def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[_Key, Any]]:
+        assert iterator is not None
+        for key in self._plan.walk():
+            self._reading = key
+            payload = next(iterator, _NOTHING)
+            if payload is _NOTHING:
+                raise self._plan.error or RuntimeError("the DataLoader ended before its batch sampler")
+            yield key, payload

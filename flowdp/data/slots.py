@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -17,7 +17,9 @@ from flowdp.data.reader import Batch
 from flowdp.device.streams import QUIET, Event, Lane
 
 __all__ = [
+    "HOST_SLOTS",
     "HostSlot",
+    "HostSlots",
     "Layout",
     "Pool",
     "Slot",
@@ -28,6 +30,10 @@ __all__ = [
     "own_memory",
     "poison",
 ]
+
+
+HOST_SLOTS = 3
+"""One that is filled, one that is copied, and one so that neither waits for the other."""
 
 
 def is_plain(leaf: object) -> TypeGuard[Tensor]:
@@ -173,6 +179,38 @@ class HostSlot:
 
     memory: list[Tensor | None]
     copied: Event
+
+
+class HostSlots:
+    """Host slots in turn: the one whose copy is the oldest comes next.
+
+    Args:
+        lane: Whose `copy` reads them.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._slots: deque[HostSlot] = deque()
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __iter__(self) -> Iterator[HostSlot]:
+        return iter(self._slots)
+
+    def next(self, layout: Layout) -> HostSlot:
+        """A slot that no copy reads any more: a new one, or the host waits for one."""
+        if len(self._slots) < HOST_SLOTS:
+            slot = HostSlot(layout.on_host(self._lane), self._lane.event())
+        else:
+            slot = self._slots.popleft()
+            slot.copied.synchronize()
+        self._slots.append(slot)
+        return slot
+
+    def clear(self) -> None:
+        """Let the memory go."""
+        self._slots.clear()
 
 
 @dataclass(slots=True)

@@ -27,6 +27,10 @@ class TensorSource(Source):
         pack: As given.
     """
 
+    batch_size: int
+    batches: int
+    samples: int
+
     def __init__(
         self, tensors: Sequence[Tensor], pack: Callable[[list[Tensor]], Batch], order: Order
     ) -> None:

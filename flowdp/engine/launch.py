@@ -27,7 +27,7 @@ from flowdp.engine.worker import Mail, Worker
 from flowdp.errors import DataError, OptionError
 from flowdp.machine.coordinator import Coordinator, RunConfig
 from flowdp.machine.story import Story
-from flowdp.messages import BatchReady, Fact, Failed, Requested
+from flowdp.messages import BatchReady, DataEnded, Fact, Failed, Requested
 from flowdp.options import Backend
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
@@ -154,6 +154,7 @@ class Engine:
         """
         self._settings.enter_context(tuned_process(self._tuning))
         try:
+            self._source.on_end(self._data_ended)
             self._source.start(wake=self._wake, failed=self._data_failed)
             for feed, inbox in zip(self._feeds, self._inboxes, strict=True):
                 feed.start(partial(_notify, inbox))
@@ -189,6 +190,9 @@ class Engine:
 
     def _wake(self, rank: int, epoch: int, batch: int) -> None:
         self._feeds[rank].wake(epoch, batch)
+
+    def _data_ended(self, epoch: int, batches: int) -> None:
+        self._inbox.post(DataEnded(epoch, batches))
 
     def _data_failed(self, error: DataError) -> None:
         self._inbox.post(Failed(self.failures.add(error)))

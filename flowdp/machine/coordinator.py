@@ -24,6 +24,7 @@ from flowdp.machine.planned import PlannedRounds
 from flowdp.machine.snapshots import SnapshotRounds
 from flowdp.messages import (
     Abort,
+    DataEnded,
     Directives,
     Exiting,
     Fact,
@@ -48,7 +49,7 @@ class RunConfig:
 
     Attributes:
         world_size: Ranks.
-        batches: Batches of an epoch.
+        batches: Batches of an epoch; None: not known before its end was read.
         epochs: How many; None: until `max_steps`.
         max_steps: Steps of all ranks after which the run ends; None: no limit.
         policy: Who waits for whom.
@@ -58,7 +59,7 @@ class RunConfig:
     """
 
     world_size: int
-    batches: int
+    batches: int | None
     epochs: int | None = None
     max_steps: int | None = None
     policy: Policy = "cadence"
@@ -146,6 +147,11 @@ class Coordinator:
                 self._take_wish(fact)
             case Tick():
                 pass
+            case DataEnded():
+                # As soon as it is read, before the first order too; a run that is leaving has no use for it.
+                if self.life in (Life.STARTING, Life.RUNNING):
+                    self.epochs.end(fact.epoch, fact.batches)
+                    return self.rounds.end(fact)
             case _ if self.life is Life.RUNNING:
                 return self.rounds.take(fact, now_ms)
             case _ if self.life in (Life.FAILING, Life.DONE):

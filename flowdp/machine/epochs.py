@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.commands import EpochEnded
 from flowdp.messages import Work
-from flowdp.policy.ledger import Ledger
+from flowdp.policy.ledger import ENDLESS, Ledger
 from flowdp.policy.tally import Tally
 
 __all__ = ["Epochs"]
@@ -28,7 +29,7 @@ class Epochs:
     """Ledgers and tallies of the epochs that are under way; two at most in planned rounds.
 
     Args:
-        batches: Batches of an epoch.
+        batches: Batches of an epoch; None: as many as `end` will say of each.
         epochs: How many; None: until `max_steps`.
         max_steps: Steps of all ranks after which the run ends; None: no limit.
         world_size: Ranks.
@@ -42,7 +43,7 @@ class Epochs:
 
     def __init__(
         self,
-        batches: int,
+        batches: int | None,
         epochs: int | None,
         max_steps: int | None,
         world_size: int,
@@ -57,17 +58,20 @@ class Epochs:
         self.metric: float | None = None
         self._open: deque[_Open] = deque()
         self._opened = 0
+        self._planned = 0  # batches of the opened epochs
+        self._ends: dict[int, int] = {}  # what `end` said of epochs that are not open yet
 
     @property
     def total_batches(self) -> int | None:
-        """Batches of the whole run; None without an end."""
-        bounds = [n for n in (self.max_steps, self.epochs and self.epochs * self.batches) if n is not None]
+        """Batches of the whole run; None without an end, or where it is not known."""
+        whole = None if self.epochs is None or self.batches is None else self.epochs * self.batches
+        bounds = [n for n in (self.max_steps, whole) if n is not None]
         return min(bounds) if bounds else None
 
     @property
     def is_complete(self) -> bool:
         """Whether every batch of the run was trained and counted back."""
-        return not self._open and self._length(self._opened) == 0
+        return not self._open and self._next_length == 0
 
     def dealing(self, now_ms: float) -> Ledger | None:
         """The earliest epoch of which something can be dealt; None: nothing now, or nothing ever."""
@@ -76,9 +80,11 @@ class Epochs:
                 return epoch.ledger
         if self._open and self.wait_for_metric:
             return None
-        length = self._length(self._opened)
+        length = self._next_length
         if length == 0:
             return None
+        self._planned += length
+        self._ends.pop(self._opened, None)
         ledger = Ledger(self._opened, length, self.world_size)
         self._open.append(_Open(ledger, Tally(self._opened, self.world_size), now_ms))
         self._opened += 1
@@ -87,11 +93,24 @@ class Epochs:
     @property
     def is_exhausted(self) -> bool:
         """Whether nothing will ever be dealt again, unless something comes back."""
-        return not any(e.ledger.remaining for e in self._open) and self._length(self._opened) == 0
+        return not any(e.ledger.remaining for e in self._open) and self._next_length == 0
 
     def of(self, epoch: int) -> Ledger:
         """The ledger of an epoch under way."""
         return self._find(epoch).ledger
+
+    def end(self, epoch: int, batches: int) -> None:
+        """Take in how many batches an epoch of unknown length has."""
+        if epoch >= self._opened:
+            self._ends[epoch] = batches
+        elif self._is_open(epoch) and batches < (ledger := self.of(epoch)).batches:
+            self._planned -= ledger.batches - batches
+            ledger.end(batches)
+
+    def settle(self, epoch: int, rank: int, batches: Sequence[int], trained: int) -> None:
+        """Count back what was dealt of an epoch; nothing of one that had ended before it."""
+        if batches:
+            self.of(epoch).settle(rank, batches, trained)
 
     def record(self, rank: int, work: Work, wait_ms: float = 0.0, sync_ms: float = 0.0) -> None:
         """Count a rank's work towards its epoch."""
@@ -133,12 +152,13 @@ class Epochs:
             if epoch.ledger.epoch != number:
                 raise ProtocolError(f"epoch {epoch.ledger.epoch} stands where {number} should")
 
-    def _length(self, epoch: int) -> int:
-        if self.epochs is not None and epoch >= self.epochs:
+    @property
+    def _next_length(self) -> int:
+        """Batches of the epoch that would be opened next."""
+        if self.epochs is not None and self._opened >= self.epochs:
             return 0
-        if self.max_steps is None:
-            return self.batches
-        return max(0, min(self.batches, self.max_steps - epoch * self.batches))
+        length = self._ends.get(self._opened, ENDLESS) if self.batches is None else self.batches
+        return length if self.max_steps is None else max(0, min(length, self.max_steps - self._planned))
 
     def _is_open(self, epoch: int) -> bool:
         return self.done <= epoch < self.done + len(self._open)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from flowdp.errors import ProtocolError
 from flowdp.machine.commands import Command, Hurry, RoundEnded, Send
 from flowdp.machine.epochs import Epochs, mean_loss
-from flowdp.messages import Fact, StartEpoch, SyncAck, SyncNow
+from flowdp.messages import DataEnded, Fact, StartEpoch, SyncAck, SyncNow
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.drift import DriftReport
 from flowdp.policy.ledger import Deal, Ledger
@@ -108,6 +108,20 @@ class PlannedRounds:
             records.append(self._settle(self._blocks.popleft(), now_ms))
         return records
 
+    def end(self, end: DataEnded) -> list[Command]:
+        """Shorten what is out of an epoch.
+
+        The ranks come to the gate without what never existed, so the outcome voids what was armed behind. In
+        sync that is the same round at whatever moment this is known.
+        """
+        cut: set[int] = set()
+        for block in self._blocks:
+            if block.epoch == end.epoch:
+                whole = block.deal
+                block.deal = tuple(tuple(batch for batch in hand if batch < end.batches) for hand in whole)
+                cut.update(rank for rank, hand in enumerate(whole) if hand != block.deal[rank])
+        return [Send(rank, end) for rank in sorted(cut)]
+
     def decide(self, now_ms: float, *, hold: bool, meet: bool) -> list[Command]:  # noqa: ARG002
         """Arm what may be armed.
 
@@ -147,7 +161,7 @@ class PlannedRounds:
         for block in self._blocks:
             out[block.epoch] = out.get(block.epoch, 0) + sum(map(len, block.deal))
         for epoch, batches in out.items():
-            if self.epochs.of(epoch).dealt != batches:
+            if batches and self.epochs.of(epoch).dealt != batches:
                 raise ProtocolError(f"epoch {epoch}: {batches} batches are out, the ledger says otherwise")
         if len(self._blocks) > AHEAD:
             raise ProtocolError(f"{len(self._blocks)} orders are out, {AHEAD} may be")
@@ -230,14 +244,13 @@ class PlannedRounds:
     def _settle(self, block: _Block, now_ms: float) -> RoundEnded:
         outcome = block.acks[0].outcome
         rounds = outcome.round - block.sync.round + 1
-        ledger = self.epochs.of(block.epoch)
         works = [block.acks[rank].work for rank in range(self.world_size)]
         for rank, ack in sorted(block.acks.items()):
             if ack.outcome != outcome:
                 raise ProtocolError(
                     f"rank {rank} left round {outcome.round} with another outcome: {ack.outcome}"
                 )
-            ledger.settle(rank, block.deal[rank], ack.work.steps)
+            self.epochs.settle(block.epoch, rank, block.deal[rank], ack.work.steps)
             self.epochs.record(rank, ack.work, wait_ms=ack.wait_ms, sync_ms=ack.sync_ms * rounds)
             if ack.work.pace_ms > 0:
                 self._pace_ms[rank] = ack.work.pace_ms
@@ -253,7 +266,6 @@ class PlannedRounds:
         self.epochs.close_round(block.epoch, self._sync_ms * rounds, drift, rounds)
         if outcome.voids:
             self._void()
-            ledger.fold()
         wall_ms = now_ms - block.start_ms
         if self._blocks:
             self._blocks[0].start_ms = now_ms
@@ -279,9 +291,8 @@ class PlannedRounds:
     def _void(self) -> None:
         """Take back what lies armed behind an outcome that voids it."""
         for block in reversed(self._blocks):
-            ledger = self.epochs.of(block.epoch)
             for rank, hand in enumerate(block.deal):
-                ledger.settle(rank, hand, 0)
-            ledger.fold()
+                self.epochs.settle(block.epoch, rank, hand, 0)
+        self.epochs.fold()
         self._blocks.clear()
         self._plan += 1

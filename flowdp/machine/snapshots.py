@@ -9,14 +9,15 @@ new learning rate, the end) is a blocking round at the gate.
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass, field
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.commands import Average, Command, Hurry, RoundAbandoned, RoundEnded, Send
 from flowdp.machine.epochs import Epochs, mean_loss
+from flowdp.machine.ranks import AHEAD, RankState
 from flowdp.messages import (
     Averaged,
+    DataEnded,
     Fact,
     Pace,
     RequestParams,
@@ -33,11 +34,9 @@ from flowdp.messages import (
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.drift import DriftReport
 from flowdp.policy.lead import Overshoot, lead_room
+from flowdp.policy.ledger import ENDLESS
 
 __all__ = ["SnapshotRounds"]
-
-AHEAD = 2
-"""Orders per rank that are out."""
 
 ORDER_MS = 10.0
 """Steps go out in orders of about this time. Only a finished order tells that a count is full: with long
@@ -67,21 +66,8 @@ class _Blocking:
     """A meeting of all ranks at the gate under way."""
 
     number: int
+    is_hurried: bool
     acks: dict[int, SyncAck] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Rank:
-    """What the coordinator knows of a rank; all counts are steps since the run began."""
-
-    orders: deque[StartEpoch] = field(default_factory=deque)
-    dealt: int = 0
-    trained: int = 0  # reported
-    mean: int = 0  # in the last mean that was applied
-    snapshot: int = 0  # in the last snapshot, applied or under way
-    pace_ms: float = 0.0
-    works: list[Work] = field(default_factory=list)  # since the last round
-    is_throttled: bool = False
 
 
 class SnapshotRounds:
@@ -101,8 +87,8 @@ class SnapshotRounds:
         self.cadence = cadence
         self.world_size = world_size
         self.global_step = 0
-        self._ranks = [_Rank() for _ in range(world_size)]
-        self._overshoot = Overshoot(epochs.batches)
+        self._ranks = [RankState() for _ in range(world_size)]
+        self._overshoot = Overshoot(ENDLESS if epochs.batches is None else epochs.batches)
         self._round: _Round | None = None
         self._blocking: _Blocking | None = None
         self._next_round = 0
@@ -123,7 +109,9 @@ class SnapshotRounds:
 
     @property
     def _is_dirty(self) -> bool:
-        return sum(rank.dealt for rank in self._ranks) > self._met_dealt
+        # An order that has become empty is still answered.
+        is_out = any(rank.orders for rank in self._ranks)
+        return is_out or sum(rank.dealt for rank in self._ranks) > self._met_dealt
 
     # ------------------------------------------------------------------ facts
     def take(self, fact: Fact, now_ms: float) -> list[Command]:
@@ -161,13 +149,13 @@ class SnapshotRounds:
         self._credit(fact.rank, order, fact.work)
 
     def _credit(self, rank: int, order: StartEpoch, work: Work, wait_ms: float = 0.0) -> None:
-        state = self._ranks[rank]
-        self.epochs.of(order.epoch).settle(rank, order.batches, work.steps)
+        self.epochs.settle(order.epoch, rank, order.batches, work.steps)
         self.epochs.record(rank, work, wait_ms=wait_ms)
-        state.trained += work.steps
-        state.dealt -= len(order.batches) - work.steps
-        state.works.append(work)
-        state.pace_ms = work.pace_ms or state.pace_ms
+        self._ranks[rank].credit(order, work)
+
+    def end(self, end: DataEnded) -> list[Command]:
+        """Shorten what is out of an epoch; an order that becomes empty is answered, too."""
+        return [Send(rank, end) for rank, state in enumerate(self._ranks) if state.shorten(end)]
 
     # ------------------------------------------------------------------ decisions
     def decide(self, now_ms: float, *, hold: bool, meet: bool) -> list[Command]:
@@ -179,7 +167,11 @@ class SnapshotRounds:
             meet: All ranks shall meet at the gate soon.
         """
         if self._blocking is not None:
-            return []
+            # The last one waits for whatever is dealt, which a stop or a pause does not.
+            if not hold or self._blocking.is_hurried:
+                return []
+            self._blocking.is_hurried = True
+            return [Hurry(self._blocking.number)]
         commands: list[Command] = []
         # Before the first step since the last meeting there is nothing to meet for.
         meet = (hold or meet) and self._is_dirty
@@ -231,9 +223,7 @@ class SnapshotRounds:
                 batches = ledger.deal(quotas, pace_ms)[rank]
                 pace = Pace(sum(counts), counts[rank])
                 order = StartEpoch(self._plan, ledger.epoch, batches, pace=pace, metric=self.epochs.metric)
-                state.orders.append(order)
-                state.dealt += len(batches)
-                state.is_throttled = False
+                state.give(order)
                 commands.append(Send(rank, order))
         return commands
 
@@ -251,7 +241,7 @@ class SnapshotRounds:
         )[rank]
         return ahead if room is None else room
 
-    def _may_move(self, state: _Rank) -> bool:
+    def _may_move(self, state: RankState) -> bool:
         """Whether a rank is not held back by the data: it has orders, or could get some."""
         return bool(state.orders) or not self.epochs.is_exhausted
 
@@ -278,7 +268,7 @@ class SnapshotRounds:
         return RoundAbandoned(round_.number, missing)
 
     def _meet(self, is_hurried: bool) -> list[Command]:
-        self._blocking = _Blocking(self._next_round)
+        self._blocking = _Blocking(self._next_round, is_hurried)
         self._next_round += 1
         number = self._blocking.number
         # The meeting belongs to the epoch whose batches are behind it, if any are.
@@ -329,7 +319,7 @@ class SnapshotRounds:
             if state.orders:
                 self._credit(rank, state.orders.popleft(), theirs.work, theirs.wait_ms)
             for order in state.orders:
-                self.epochs.of(order.epoch).settle(rank, order.batches, 0)
+                self.epochs.settle(order.epoch, rank, order.batches, 0)
                 state.dealt -= len(order.batches)
             state.orders.clear()
             state.mean = state.snapshot = state.trained
@@ -391,10 +381,7 @@ class SnapshotRounds:
         for state in self._ranks:
             for order in state.orders:
                 out[order.epoch] = out.get(order.epoch, 0) + len(order.batches)
-            if not state.mean <= state.snapshot <= state.dealt or state.trained > state.dealt:
-                raise ProtocolError(f"counts out of order: {state}")
-            if len(state.orders) > AHEAD:
-                raise ProtocolError(f"{len(state.orders)} orders are out, {AHEAD} may be")
+            state.check()
         for epoch, batches in out.items():
-            if self.epochs.of(epoch).dealt != batches:
+            if batches and self.epochs.of(epoch).dealt != batches:
                 raise ProtocolError(f"epoch {epoch}: {batches} batches are out, the ledger says otherwise")

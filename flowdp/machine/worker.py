@@ -13,6 +13,7 @@ from flowdp.errors import ProtocolError
 from flowdp.messages import (
     Abort,
     Arrival,
+    DataEnded,
     Order,
     Outcome,
     RequestParams,
@@ -153,6 +154,8 @@ class WorkerMachine:
                     self._orders.append(order)
                     self.throttled = None
                     self.plans += 1
+            case DataEnded():
+                self._shorten(order)
             case RequestParams():
                 # Asked again, the earlier round was abandoned: nobody waits for its snapshot.
                 self._control = deque(c for c in self._control if isinstance(c, Update))
@@ -186,7 +189,8 @@ class WorkerMachine:
         if sync is None:
             return self._next_free(order, hurry)
         before = sync.global_step + self._held * sync.steps
-        if self._in_round < sync.every and hurry < sync.round + self._held:
+        is_over = self._in_round >= sync.every or self._done >= len(order.batches)
+        if not is_over and hurry < sync.round + self._held:
             return self._step(order, before + self._in_round * sync.steps // sync.every)
         left = sync.every - self._in_round + self._cut_batches
         arrival = Arrival(
@@ -240,6 +244,13 @@ class WorkerMachine:
         self.samples -= self._snapshot.samples
         self._base = global_step
         self._snapshot = None
+
+    def _shorten(self, end: DataEnded) -> None:
+        """Drop what the epoch does not have; at the gate it counts as left, which voids what is behind."""
+        self._orders = deque(order.until(end) for order in self._orders)
+        if self._order is not None:
+            self._order = self._order.until(end)
+        self.plans += 1
 
     def _serve(self, order: RequestParams | Update) -> Action:
         if isinstance(order, RequestParams):

@@ -33,13 +33,13 @@ def _is_watched() -> bool:
     return in_notebook or (sys.stderr is not None and sys.stderr.isatty())
 
 
-def show_progress(records: Records, total_steps: int, batches: int) -> threading.Thread:
+def show_progress(records: Records, total_steps: int | None, batches: int | None) -> threading.Thread:
     """Draw until the run ends.
 
     Args:
         records: Of the run.
-        total_steps: Steps of all ranks in the run.
-        batches: Steps of all ranks in an epoch.
+        total_steps: Steps of all ranks in the run; None where nobody knows.
+        batches: Steps of all ranks in an epoch; None where nobody knows.
     """
     thread = threading.Thread(
         target=_draw, args=(records, total_steps, batches), name="flowdp-progress", daemon=True
@@ -48,13 +48,13 @@ def show_progress(records: Records, total_steps: int, batches: int) -> threading
     return thread
 
 
-def _draw(records: Records, total_steps: int, batches: int) -> None:
+def _draw(records: Records, total_steps: int | None, batches: int | None) -> None:
     from tqdm.auto import tqdm  # an extra, and slow to import: only for those who draw
 
-    epochs = -(-total_steps // batches)
+    of_all = "" if total_steps is None or batches is None else f"/{-(-total_steps // batches)}"
     with tqdm(total=total_steps, unit="step", dynamic_ncols=True) as bar:
         for record in records.round_records():
-            bar.set_description(f"epoch {record.epoch + 1}/{epochs}", refresh=False)
+            bar.set_description(f"epoch {record.epoch + 1}{of_all}", refresh=False)
             bar.set_postfix(_postfix(record), refresh=False)
             bar.update(record.global_step - bar.n)
 

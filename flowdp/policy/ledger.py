@@ -11,7 +11,10 @@ from heapq import heapify, heapreplace
 
 from flowdp.errors import ProtocolError
 
-__all__ = ["Deal", "Ledger", "interleave"]
+__all__ = ["ENDLESS", "Deal", "Ledger", "interleave"]
+
+ENDLESS = 2**62
+"""Batches of an epoch whose end nobody has seen yet."""
 
 Deal = tuple[tuple[int, ...], ...]
 """Batch numbers per rank, in the order of training. Shape (ranks,)."""
@@ -46,7 +49,7 @@ class Ledger:
 
     Attributes:
         epoch: Which epoch.
-        batches: Batches of the epoch.
+        batches: Batches of the epoch; `ENDLESS` until its end is known.
         position: First batch that was never dealt.
         left: Batches per rank that a shortened round left; they are the rank's first ones.
         dealt: Batches that are out.
@@ -122,6 +125,15 @@ class Ledger:
         self.dealt -= len(batches)
         self.trained += trained
         self.left[rank] = sorted(self.left[rank] + list(batches[trained:]))
+
+    def end(self, batches: int) -> None:
+        """Learn that the epoch has so many batches and no more: what was dealt beyond never existed."""
+        beyond = max(0, self.position - batches)
+        left = sum(map(len, self.left))
+        self.left = [[batch for batch in hand if batch < batches] for hand in self.left]
+        self.dealt -= beyond - (left - sum(map(len, self.left)))
+        self.position -= beyond
+        self.batches = batches
 
     def fold(self) -> None:
         """Shorten the list of left-overs: those at the end of what was dealt were never dealt."""

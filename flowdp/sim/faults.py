@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -55,6 +55,9 @@ class Scenario:
         sync_ms: Time of one averaging.
         batch_size: Samples of a batch.
         last_batch: Samples of an epoch's last batch.
+        lengths: Batches of the epochs, in turn, where `config` does not know them.
+        read_ms: Time that reading one of those batches takes.
+        ahead: How many of them are read and not taken, at most, while nobody waits.
         latency_ms: Longest time that a message takes.
         stall: Probability that a step takes `STALL` times its time.
         late_snapshot: Probability that a snapshot takes up to `LATENCY_MS` longer.
@@ -71,6 +74,9 @@ class Scenario:
     sync_ms: float = 1.0
     batch_size: int = 8
     last_batch: int = 8
+    lengths: tuple[int, ...] = ()
+    read_ms: float = 0.0
+    ahead: int = 4
     latency_ms: float = 0.1
     stall: float = 0.0
     late_snapshot: float = 0.0
@@ -78,6 +84,18 @@ class Scenario:
     slow_from: tuple[int, int, float] | None = None
     crashes: tuple[Crash, ...] = ()
     wishes: tuple[Wish, ...] = field(default=())
+
+    def length(self, epoch: int) -> int:
+        """Batches of an epoch."""
+        known = self.config.batches
+        return self.lengths[epoch % len(self.lengths)] if known is None else known
+
+    def dealt(self, epoch: int) -> int:
+        """Batches of an epoch that the run comes to."""
+        if self.config.max_steps is None:
+            return self.length(epoch)
+        before = sum(self.length(earlier) for earlier in range(epoch))
+        return max(0, min(self.length(epoch), self.config.max_steps - before))
 
     @property
     def longest_step_ms(self) -> float:
@@ -88,8 +106,8 @@ class Scenario:
     @cached_property
     def longest_run_ms(self) -> float:
         """No run that ends by itself takes longer than this."""
-        steps = self.config.batches * (self.config.epochs or 1)
-        per_step = self.longest_step_ms + self.sync_ms + 6 * self.latency_ms
+        steps = sum(self.length(epoch) for epoch in range(self.config.epochs or 1))
+        per_step = self.longest_step_ms + self.sync_ms + 6 * self.latency_ms + self.read_ms
         last_wish_ms = max((wish.at_ms for wish in self.wishes), default=0.0)
         lateness_ms = (steps * 4 + 20) * (self.lost_snapshot + self.late_snapshot) * LATENCY_MS * 8
         return 100 + 4 * steps * per_step + len(self.wishes) * (last_wish_ms + 1) + lateness_ms
@@ -127,8 +145,8 @@ def draw(seed: int) -> Scenario:
         for kind in ("noise", "stall", "late", "lost", "slow", "crash", "wish", "link")
     }
     batch_size = rng.choice((1, 8))
-    span_ms = sum(ms_per_step) / world_size**2 * config.batches * (config.epochs or 1)
-    return Scenario(
+    span_ms = sum(ms_per_step) / world_size**2 * (config.batches or 1) * (config.epochs or 1)
+    scenario = Scenario(
         seed=seed,
         config=config,
         ms_per_step=ms_per_step,
@@ -145,6 +163,20 @@ def draw(seed: int) -> Scenario:
         else None,
         crashes=_draw_crashes(rng, world_size) if has["crash"] else (),
         wishes=_draw_wishes(rng, span_ms) if has["wish"] else (),
+    )
+    # Every tenth, so that a seed of the others stays the run it was when it found something.
+    return _draw_stream(rng, scenario) if seed % 10 == 8 else scenario
+
+
+def _draw_stream(rng: random.Random, scenario: Scenario) -> Scenario:
+    """The same with epochs whose lengths only the reader finds out."""
+    mean_ms = sum(scenario.ms_per_step) / len(scenario.ms_per_step) ** 2
+    return replace(
+        scenario,
+        config=replace(scenario.config, batches=None),
+        lengths=tuple(rng.choice((1, 2, rng.randint(1, 12), rng.randint(10, 80))) for _ in range(4)),
+        read_ms=rng.choice((0.0, 0.3, 1.0, 3.0)) * mean_ms,
+        ahead=rng.choice((1, 4, 2 * len(scenario.ms_per_step) + 2, 40)),
     )
 
 

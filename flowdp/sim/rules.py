@@ -15,10 +15,12 @@
 | S11 | all ranks obey a stop in the same round |
 | S12 | a wish is obeyed once |
 | S13 | no step stands before the last mean in the schedule |
+| S14 | nothing is dealt beyond the end of an epoch once the coordinator knows it |
 | L1 | a run that nobody ends early ends by itself, within a bound of virtual time |
 | L2 | after a failure every rank has left within a bound |
 | L3 | after a stop every rank has left within a bound |
 | L4 | a pause and a learning rate are obeyed within a few rounds |
+| L5 | nobody waits long for a batch beyond the end of an epoch |
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from dataclasses import dataclass
 
 from flowdp.machine.commands import EpochEnded, Finish, Paused, RoundEnded
 from flowdp.machine.coordinator import Coordinator
-from flowdp.messages import Order, Outcome, Requested, StartEpoch, Update
+from flowdp.messages import DataEnded, Order, Outcome, Requested, StartEpoch, Update
+from flowdp.policy.ledger import ENDLESS
 from flowdp.sim.faults import Scenario
 
 __all__ = ["Rules", "Violation"]
@@ -92,6 +95,11 @@ class Rules:
         self._obeyed: Counter[str] = Counter()
         self._waiting: Counter[str] = Counter()  # wish -> rounds since
         self._lr: float | None = None
+        self._ends: dict[int, int] = {}  # epoch -> its batches, as the coordinator knows
+        self._ends_ms: dict[int, float] = {}  # epoch -> when the reader knew
+        self._waits: dict[
+            int, tuple[tuple[int, int], float]
+        ] = {}  # rank -> the batch it waits for, since when
         config = scenario.config
         self._lead = config.cadence.max_batch_diff if config.policy == "cadence" else None
 
@@ -114,20 +122,49 @@ class Rules:
     def left(self, rank: int) -> None:
         """A rank has left."""
         self._here.discard(rank)
+        self._waits.pop(rank, None)
         self.is_moving[rank] = False
 
     def passes(self, now_ms: float) -> None:
         """Time passes."""
         if now_ms > self.scenario.longest_run_ms:
             raise Violation("L1", f"still running after {now_ms:.0f} ms of virtual time")
+        if self._waits and not self._end_by:
+            self._judge_waits(now_ms)
         for by_ms, rule in self._end_by:
             if now_ms > by_ms and self._here:
                 raise Violation(rule, f"ranks {sorted(self._here)} have not left at {now_ms:.1f} ms")
 
     def stands_still(self, states: str) -> None:
         """Nothing is left to happen, and the run is not over."""
-        rule = self._end_by[0][1] if self._end_by else "L1"
+        rule = self._end_by[0][1] if self._end_by else "L5" if self._waits else "L1"
         raise Violation(rule, f"nothing is left to happen: {states}")
+
+    # ------------------------------------------------------------------ data of unknown length
+    def read_end(self, end: DataEnded, now_ms: float) -> None:
+        """The reader has found where an epoch ends."""
+        self._ends_ms[end.epoch] = now_ms
+
+    def knows_end(self, end: DataEnded) -> None:
+        """The coordinator hears of it."""
+        self._ends[end.epoch] = end.batches
+
+    def waits(self, rank: int, key: tuple[int, int], now_ms: float) -> None:
+        """A rank waits for a batch that has not been read."""
+        if rank not in self._waits or self._waits[rank][0] != key:
+            self._waits[rank] = (key, now_ms)
+
+    def goes_on(self, rank: int) -> None:
+        """A rank waits no longer for a batch."""
+        self._waits.pop(rank, None)
+
+    def _judge_waits(self, now_ms: float) -> None:
+        for rank, ((epoch, batch), since_ms) in self._waits.items():
+            if batch >= self.scenario.length(epoch) and epoch in self._ends_ms:
+                # One message to the coordinator, and one to the rank.
+                by_ms = max(since_ms, self._ends_ms[epoch]) + 2 * self.scenario.latency_ms
+                if now_ms > by_ms + 1e-6:
+                    raise Violation("L5", f"rank {rank} waits for batch {batch} of epoch {epoch}")
 
     # ------------------------------------------------------------------ steps and rounds
     def step_begins(self, rank: int, key: tuple[int, int], position: int) -> None:
@@ -149,7 +186,7 @@ class Rules:
         """A rank has trained a batch."""
         self.trained[key] += 1
         self.steps[rank] += 1
-        self._samples[rank] += self.samples_in(key[1])
+        self._samples[rank] += self.samples_in(*key)
         if self.trained[key] > 1:
             raise Violation("S1", f"batch {key[1]} of epoch {key[0]} was trained twice")
 
@@ -200,6 +237,10 @@ class Rules:
             raise Violation("S3", f"{order} goes to rank {rank}, which has left")
         if isinstance(order, StartEpoch) and order.pace is not None and order.pace.quota < 1:
             raise Violation("S5", f"{order} has a quota below 1")
+        if isinstance(order, StartEpoch) and max(order.batches, default=-1) >= self._ends.get(
+            order.epoch, ENDLESS
+        ):
+            raise Violation("S14", f"{order} goes beyond the {self._ends[order.epoch]} batches of its epoch")
         if isinstance(order, Update):
             self._mean_steps[order.round] = order.global_step
 
@@ -229,12 +270,12 @@ class Rules:
         self.epochs.append(metrics.epoch)
         batches = sum(1 for epoch, _ in self.trained if epoch == metrics.epoch)
         counted = sum(rank.steps for rank in metrics.per_rank)
-        if batches != self._length(metrics.epoch) or counted != batches:
+        if batches != self.scenario.dealt(metrics.epoch) or counted != batches:
             raise Violation(
                 "S7", f"epoch {metrics.epoch} ends after {batches} batches, {counted} are counted"
             )
         samples = sum(rank.samples for rank in metrics.per_rank)
-        if samples != sum(self.samples_in(batch) for batch in range(batches)):
+        if samples != sum(self.samples_in(metrics.epoch, batch) for batch in range(batches)):
             raise Violation("S7", f"epoch {metrics.epoch} ends after {samples} samples")
 
     def paused(self, event: Paused, is_somebody_in_a_step: bool) -> None:
@@ -244,9 +285,9 @@ class Rules:
         if event.value and is_somebody_in_a_step:
             raise Violation("S10", "the run says that it stands still while a rank is in a step")
 
-    def samples_in(self, batch: int) -> int:
+    def samples_in(self, epoch: int, batch: int) -> int:
         """Samples of a batch."""
-        last = batch == self.scenario.config.batches - 1
+        last = batch == self.scenario.length(epoch) - 1
         return self.scenario.last_batch if last else self.scenario.batch_size
 
     def over(self, finish: Finish, coordinator: Coordinator) -> None:
@@ -272,12 +313,12 @@ class Rules:
 
     def _judge_complete(self, finish: Finish) -> None:
         epochs = self.scenario.config.epochs or 0
-        expected = {(e, b) for e in range(epochs) for b in range(self._length(e))}
+        expected = {(e, b) for e in range(epochs) for b in range(self.scenario.dealt(e))}
         if set(self.trained) != expected:
             raise Violation("S1", f"{len(expected - set(self.trained))} batches were never trained")
-        if len(self.epochs) != sum(1 for e in range(epochs) if self._length(e)) or finish.epochs_done != len(
-            self.epochs
-        ):
+        if len(self.epochs) != sum(
+            1 for e in range(epochs) if self.scenario.dealt(e)
+        ) or finish.epochs_done != len(self.epochs):
             raise Violation("S7", f"only the epochs {self.epochs} were reported")
 
     def _uncredited(self, rank: int) -> int:
@@ -290,12 +331,6 @@ class Rules:
                 raise Violation("S12", f"{outcome} obeys {wish} again")
         if outcome.lr is not None and outcome.lr == self._lr:
             self._waiting.pop("set_lr", None)
-
-    def _length(self, epoch: int) -> int:
-        config = self.scenario.config
-        if config.max_steps is None:
-            return config.batches
-        return max(0, min(config.batches, config.max_steps - epoch * config.batches))
 
     def _same_round(self, rank: int, other: int) -> bool:
         return len(self.outcomes[rank]) == len(self.outcomes[other])

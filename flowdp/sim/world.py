@@ -8,9 +8,8 @@ scenario's seed alone: the same scenario gives the same story.
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flowdp.errors import CollectiveAborted, ProtocolError
 from flowdp.machine.commands import (
@@ -28,9 +27,10 @@ from flowdp.machine.commands import (
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.rounds import GateState
 from flowdp.machine.story import brief
-from flowdp.machine.worker import Apply, Done, Enter, Idle, Leave, Report, Snapshot, Step, WorkerMachine
+from flowdp.machine.worker import Apply, Enter, Idle, Leave, Report, Snapshot, Step, WorkerMachine
 from flowdp.messages import (
     Averaged,
+    DataEnded,
     Exiting,
     Fact,
     Order,
@@ -43,10 +43,11 @@ from flowdp.messages import (
     Updated,
     WorkerReady,
 )
-from flowdp.policy.tally import Work, pace_ms
 from flowdp.sim.clock import Clock
 from flowdp.sim.faults import LATENCY_MS, STALL, Scenario
 from flowdp.sim.rules import Rules, Violation
+from flowdp.sim.shell import Shell
+from flowdp.sim.source import VirtualReader
 
 __all__ = ["Machines", "World"]
 
@@ -61,22 +62,6 @@ class Machines:
     coordinator: type[Coordinator] = Coordinator
     worker: type[WorkerMachine] = WorkerMachine
     gate: type[GateState] = GateState
-
-
-@dataclass
-class _Rank:
-    """A worker's shell."""
-
-    machine: WorkerMachine
-    inbox: deque[Order] = field(default_factory=deque)
-    state: str = "starting"  # idle, step, gate, busy, gone
-    entered_ms: float = 0.0
-    busy_ms: float = 0.0
-    longest_ms: float = 0.0
-    wait_ms: float = 0.0
-    timed_steps: int = 0
-    samples: int = 0
-    acts: Counter[str] = field(default_factory=Counter)
 
 
 class World:
@@ -110,10 +95,13 @@ class World:
         self.gate = machines.gate(scenario.config.world_size)
         self.hurry = -1
         self.rules = Rules(scenario)
-        self.ranks = [_Rank(machines.worker(rank)) for rank in range(scenario.config.world_size)]
+        self.ranks = [Shell(machines.worker(rank)) for rank in range(scenario.config.world_size)]
         self.step_ms = [0.0] * scenario.config.world_size
         self.records: list[RoundEnded | EpochEnded] = []
         self.facts: list[tuple[float, Fact]] = []
+        self._source = None
+        if scenario.config.batches is None:
+            self._source = VirtualReader(scenario, self.clock, self._wake, self._ended)
         self._trace = trace
         self._tick_ms: float | None = None
 
@@ -125,6 +113,8 @@ class World:
         """
         for rank in range(len(self.ranks)):
             self.clock.after(self._rng.random() * self.scenario.latency_ms, self._start, rank)
+        if self._source is not None:
+            self._source.start()
         for wish in self.scenario.wishes:
             self.clock.after(wish.at_ms, self._wish, wish.request)
         try:
@@ -152,6 +142,8 @@ class World:
     def _handle(self, fact: Fact) -> None:
         self._say("-> {}", fact)
         self.facts.append((self.clock.now_ms, fact))
+        if isinstance(fact, DataEnded):
+            self.rules.knows_end(fact)
         commands = self.coordinator.handle(fact, self.clock.now_ms)
         self.coordinator.check()
         for command in commands:
@@ -177,6 +169,8 @@ class World:
                 self.gate.direct(command.directives)
             case Hurry():
                 self.hurry = max(self.hurry, command.round)
+                for number in range(len(self.ranks)):
+                    self.clock.send(number, self._resume, number, "waiting")
             case AbortGate():
                 self._abort(command.reason)
             case Average():
@@ -217,23 +211,32 @@ class World:
         if rank.state == "gone":
             return
         rank.inbox.append(order)
-        if rank.state == "idle":
+        if rank.state in ("idle", "waiting"):
             self._boundary(number)
+
+    def _ended(self, end: DataEnded) -> None:
+        self.rules.read_end(end, self.clock.now_ms)
+        self._fact(end, "reader")
+
+    def _wake(self, number: int, key: tuple[int, int]) -> None:
+        self._say("batch {} of epoch {} is there for rank {}", key[1], key[0], number)
+        self.clock.send(("data", number), self._resume, number, "waiting")
 
     def _boundary(self, number: int) -> None:
         """Between two steps: read the inbox, then do what the machine says."""
         rank = self.ranks[number]
-        while rank.inbox:
-            rank.machine.handle(rank.inbox.popleft())
+        rank.wake(self.clock.now_ms)
         while True:
             action = rank.machine.next(self.hurry)
+            if not isinstance(action, Step):
+                self.rules.goes_on(number)
             match action:
                 case Step():
                     self._begin_step(number, action)
                 case Enter():
                     self._enter(number, action)
                 case Report():
-                    work = self._work(number, action.done)
+                    work = self.ranks[number].work(action.done)
                     self._fact(StepsDone(number, action.done.plan, work), ("up", number))
                     continue
                 case Snapshot():
@@ -249,11 +252,17 @@ class World:
 
     def _begin_step(self, number: int, step: Step) -> None:
         rank, s = self.ranks[number], self.scenario
+        key = (step.epoch, step.batch)
+        if self._source is not None and not self._source.take(number, key):
+            rank.state, rank.asked_ms = "waiting", self.clock.now_ms
+            self.rules.is_moving[number] = False
+            self.rules.waits(number, key, self.clock.now_ms)
+            return
+        self.rules.goes_on(number)
         if self._crashes(number, "step"):
             return
         rank.state = "step"
         self.rules.is_moving[number] = True
-        key = (step.epoch, step.batch)
         self.rules.step_begins(number, key, step.position)
         ms = s.ms_per_step[number] * (1 + s.noise * (2 * self._rng.random() - 1))
         slow = s.slow_from
@@ -265,31 +274,11 @@ class World:
 
     def _end_step(self, number: int, key: tuple[int, int], ms: float) -> None:
         rank = self.ranks[number]
-        samples = self.rules.samples_in(key[1])
-        rank.machine.trained(samples)
-        rank.busy_ms += ms
-        rank.longest_ms = max(rank.longest_ms, ms)
-        rank.timed_steps += 1
-        rank.samples += samples
+        rank.stepped(self.rules.samples_in(*key), ms)
         self.step_ms[number] += ms
         self.rules.step_ends(number, key)
         self._say("rank {} trained batch {} of epoch {}", number, key[1], key[0])
         self._boundary(number)
-
-    def _work(self, number: int, done: Done) -> Work:
-        rank = self.ranks[number]
-        work = Work(
-            done.epoch,
-            done.steps,
-            rank.samples,
-            busy_ms=rank.busy_ms,
-            pace_ms=pace_ms(rank.busy_ms, rank.longest_ms, rank.timed_steps),
-            losses=(1.0 * rank.samples, rank.samples),
-        )
-        if rank.timed_steps != done.steps:
-            raise Violation("S4", f"rank {number} took {rank.timed_steps} steps for {done}")
-        rank.busy_ms, rank.longest_ms, rank.timed_steps, rank.samples = 0.0, 0.0, 0, 0
-        return work
 
     def _enter(self, number: int, action: Enter) -> None:
         rank = self.ranks[number]
@@ -330,7 +319,7 @@ class World:
             done = rank.machine.met(outcome)
             if done is not None:
                 sync_ms = self.scenario.sync_ms if len(outcome.members) > 1 else 0.0
-                ack = SyncAck(member, outcome, self._work(member, done), sync_ms, rank.wait_ms, 0.001)
+                ack = SyncAck(member, outcome, rank.work(done), sync_ms, rank.wait_ms, 0.001)
                 rank.wait_ms = 0.0
                 self._fact(ack, ("up", member))
             self.clock.after(0.0, self._resume, member, "idle")
@@ -345,8 +334,7 @@ class World:
         if rank.state == "gone":
             return
         rank.state = "released"
-        while rank.inbox:
-            rank.machine.handle(rank.inbox.popleft())
+        rank.wake(self.clock.now_ms)
         if isinstance(rank.machine.next(-1), Leave):
             self._leave(number, None)
         else:

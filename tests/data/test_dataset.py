@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 from collections import namedtuple
 from typing import Any
@@ -20,12 +21,14 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    get_worker_info,
 )
 from torch.utils.data.distributed import DistributedSampler
 
 from flowdp.data.dataset import Source, TensorSource, move, open_source
 from flowdp.data.order import epoch_order
 from flowdp.data.reader import Reader
+from flowdp.data.stream import StreamReader
 from flowdp.errors import DataError, OptionError
 
 X, Y = torch.arange(46.0).reshape(23, 2), torch.arange(23)
@@ -48,19 +51,20 @@ def opened(dataset: object, **options: Any) -> Source:
     return open_source(dataset, **{**defaults, "seed": 0, "epochs": 2, **options})
 
 
-def read(source: Source, epochs: int = 1) -> list[Any]:
-    """All batches of some epochs, taken by one rank."""
+def read(source: Source, epochs: int = 1, batches: int | None = None) -> list[Any]:
+    """All batches of some epochs, taken by one rank; `batches` where the source does not know how many."""
     woken: queue.SimpleQueue[Any] = queue.SimpleQueue()
     source.start(wake=lambda *key: woken.put(key), failed=woken.put)
-    batches = []
-    for key in [(epoch, batch) for epoch in range(epochs) for batch in range(source.batches)]:
+    all_taken = []
+    known = source.batches if batches is None else batches
+    for key in [(epoch, batch) for epoch in range(epochs) for batch in range(known)]:
         taken = source.take(0, *key)
         if taken is None:
             assert woken.get(timeout=10) == (0, *key)
             taken = source.take(0, *key)
-        batches.append(taken)
+        all_taken.append(taken)
     assert source.close()
-    return batches
+    return all_taken
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
@@ -68,6 +72,8 @@ def assert_same(ours: Any, theirs: Any) -> None:
     if isinstance(theirs, torch.Tensor):
         assert ours.dtype == theirs.dtype
         assert torch.equal(ours, theirs)
+    elif isinstance(theirs, str):
+        assert ours == theirs
     elif isinstance(theirs, dict):
         assert list(ours) == list(theirs)
         for key in theirs:
@@ -219,7 +225,7 @@ def test_reading_runs_further_ahead_of_more_ranks():
     assert [opened(Pairs(), world_size=n).ahead for n in (1, 2, 8)] == [4, 6, 18]
 
 
-def test_a_tensor_dataset_with_processes_is_read_by_them():
+def test_a_tensor_dataset_with_processes_is_taken_by_them():
     assert isinstance(opened(TensorDataset(X, Y), num_workers=1), Reader)
     assert isinstance(opened(TensorDataset(X, Y), collate_fn=mapping), Reader)
     assert isinstance(opened(DataLoader(TensorDataset(X, Y), 5, num_workers=1)), Reader)
@@ -231,6 +237,134 @@ def test_the_generator_of_the_process_is_left_alone(dataset):
     before = torch.get_rng_state()
     read(opened(dataset))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+# ---------------------------------------------------------------- batch samplers, and none at all
+class Growing(BatchSampler):
+    """Batches of 1, 2, 3, ... indices."""
+
+    def __iter__(self):
+        indices = iter(list(self.sampler))
+        for size in range(1, 7):
+            yield list(itertools.islice(indices, size))
+
+    def __len__(self):
+        return 6
+
+
+@pytest.mark.parametrize(
+    "batch_sampler",
+    [
+        lambda: [[1, 2], [3], [22, 0, 5]],
+        lambda: Growing(range(21), 1, False),
+        lambda: Growing(SubsetRandomSampler(range(21), generator=generator()), 1, False),
+        lambda: BatchSampler(SequentialSampler(range(23)), 5, True),
+        lambda: BatchSampler([4, 2, 2], 2, False),
+    ],
+    ids=["a list", "a subclass", "with a sampler", "torch's own", "around a list"],
+)
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("dataset", [Pairs(), TensorDataset(X, Y)], ids=["map", "tensors"])
+def test_the_batches_of_a_batch_sampler_keep_their_order(batch_sampler, num_workers, dataset):
+    theirs = DataLoader(dataset, batch_sampler=batch_sampler(), num_workers=num_workers)
+    ours = opened(DataLoader(dataset, batch_sampler=batch_sampler(), num_workers=num_workers))
+    batches = [*theirs, *theirs]
+    sizes = [len(batch[1]) for batch in batches]
+    keys = [(epoch, batch) for epoch in range(2) for batch in range(ours.batches)]
+    assert_same(read(ours, epochs=2), batches)
+    assert [ours.samples_in(*key) for key in keys] == sizes
+
+
+def test_torchs_batch_sampler_around_a_random_sampler_is_the_seeded_order():
+    loader = DataLoader(Pairs(), batch_sampler=BatchSampler(RandomSampler(Pairs()), 5, True))
+    source = opened(loader, seed=8)
+    assert (source.batch_size, source.batches, source.samples) == (5, 4, 20)
+    indices = [i for batch in read(source) for i in batch[1].tolist()]
+    assert indices == epoch_order(23, 8, 0).tolist()[:20]
+
+
+class Ragged(Dataset[Any]):
+    """Item i is a batch of i + 1 samples."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return {"name": f"item {index}", "x": X[: index + 1].numpy()}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("sampler", [None, [3, 1, 1]], ids=["in order", "a sampler"])
+def test_without_a_batch_size_each_item_is_a_batch(sampler, num_workers):
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Ragged(), batch_size=None, sampler=sampler, num_workers=num_workers)
+
+    source = opened(loader())
+    batches = list(loader())
+    assert source.batches == len(batches)
+    assert_same(read(source), batches)
+    sizes = [len(batch["x"]) for batch in batches]
+    assert [source.samples_in(0, number) for number in range(source.batches)] == sizes
+    assert source.indices(0, 0) == ((0,) if sampler is None else (3,))
+
+
+# ---------------------------------------------------------------- datasets without a length
+class Finite(IterableDataset[Any]):
+    """23 pairs, shared among the worker processes."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return ((X[index], index) for index in range(first, 23, step))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"drop_last": True}, {"collate_fn": mapping}, {"num_workers": 2}],
+    ids=str,
+)
+def test_an_iterable_dataset_yields_what_torch_yields(options):
+    theirs = list(DataLoader(Finite(), 5, **options))
+    for ours in (opened(Finite(), **options), opened(DataLoader(Finite(), 5, **options))):
+        assert isinstance(ours, StreamReader)
+        assert (ours.batches, ours.samples, ours.batch_size) == (None, None, 5)
+        assert_same(read(ours, batches=len(theirs)), theirs)
+
+
+def test_an_iterable_dataset_of_batches():
+    class Made(IterableDataset[Any]):
+        def __iter__(self):
+            return iter([(X[:3].numpy(), "a"), (X[:1].numpy(), "b")])
+
+    ours = opened(DataLoader(Made(), batch_size=None))
+    assert_same(read(ours, batches=2), list(DataLoader(Made(), batch_size=None)))
+    assert [ours.samples_in(0, batch) for batch in (0, 1)] == [3, 1]
+
+
+def test_what_a_loader_of_an_iterable_dataset_says_is_used():
+    started = torch.zeros(2, dtype=torch.int64).share_memory_()
+
+    def begin(number):
+        started[number] += 1
+
+    loader = DataLoader(
+        Finite(),
+        5,
+        num_workers=2,
+        prefetch_factor=7,
+        timeout=30,
+        worker_init_fn=begin,
+        drop_last=True,
+        multiprocessing_context="fork",
+    )
+    source = opened(loader)
+    assert isinstance(source, StreamReader)
+    assert source.ahead == 14
+    inner = source._loader
+    assert (inner.prefetch_factor, inner.timeout, inner.drop_last) == (7, 30, True)
+    assert inner.multiprocessing_context is loader.multiprocessing_context
+    assert len(read(source, epochs=2, batches=4)) == 8
+    assert started.tolist() == [1, 1]  # the processes live through both epochs
 
 
 # ---------------------------------------------------------------- datasets that make batches
@@ -282,11 +416,6 @@ def test_a_loader_does_not_ask_for_get_batch_as_torch_does_not():
 
 
 # ---------------------------------------------------------------- what cannot work
-class Endless(IterableDataset[Any]):
-    def __iter__(self):
-        return iter(range(9))
-
-
 class Unsized(Dataset[Any]):
     def __getitem__(self, index):
         return index
@@ -330,7 +459,9 @@ class NoLength(Sampler[int]):
         ((X, Y), {"collate_fn": mapping}, "collate_fn=.* has no use for a dataset of tensors"),
         ((X, Y), {"num_workers": 2}, "num_workers=2 has no use for a dataset of tensors"),
         (Whole(), {"collate_fn": mapping}, "Whole has get_batch"),
-        (Endless(), {}, "Endless is an IterableDataset, which is not supported yet"),
+        (Finite(), {"shuffle": True}, "shuffle=True has no use for Finite: an IterableDataset has its own"),
+        (Finite(), {"shuffle": False}, "shuffle=False has no use for Finite"),
+        (Finite(), {"batch_size": None}, "batch_size is missing"),
         (Unsized(), {}, "dataset must be tensors .* not <"),
         (iter([1]), {}, "dataset must be tensors"),
         ("imagenet", {}, "not 'imagenet'"),
@@ -341,14 +472,10 @@ class NoLength(Sampler[int]):
         (DataLoader(Pairs(), 5), {"collate_fn": mapping}, "collate_fn=.* was given beside"),
         (DataLoader(Pairs(), 5), {"num_workers": 0}, "num_workers=0 was given beside"),
         (DataLoader(Pairs(), 5), {"seed": True}, "seed must be an int"),
-        (DataLoader(Endless(), 5), {}, "IterableDataset, which is not supported yet"),
-        (DataLoader(Pairs(), batch_size=None), {}, "batch_size=None or a batch_sampler"),
-        (
-            DataLoader(Pairs(), batch_sampler=BatchSampler(range(23), 5, False)),
-            {},
-            "batch_size=None or a batch_sampler.* not supported yet",
-        ),
-        (DataLoader(Pairs(), batch_sampler=[[1, 2], [3]]), {}, "batch_sampler list is not supported yet"),
+        (DataLoader(Finite(), 5), {"shuffle": True}, "shuffle=True was given beside a DataLoader"),
+        (DataLoader(Pairs(), batch_sampler=NoLength()), {}, "batch_sampler NoLength has no __len__"),
+        (DataLoader(Pairs(), batch_sampler=[]), {}, "batch_sampler list is empty: an epoch has no samples"),
+        (DataLoader(Pairs(), batch_size=None, sampler=NoLength()), {}, "sampler NoLength has no __len__"),
         (DataLoader(Pairs(), 24, drop_last=True), {}, "leaves no batch"),
         (DataLoader(Pairs(), 5, sampler=NoLength()), {}, "sampler NoLength has no __len__"),
         (DataLoader(Pairs(), 5, sampler=[]), {}, "an epoch has no samples"),

@@ -18,6 +18,7 @@ from flowdp.data.dataset import open_source
 from flowdp.data.order import (
     KEPT_EPOCHS,
     AllEpochs,
+    BatchSamplerOrder,
     EpochOrder,
     Order,
     SamplerOrder,
@@ -249,6 +250,82 @@ def test_a_sampler_that_raises():
 def test_a_sampler_that_yields_no_indices():
     with pytest.raises(DataError, match="TypeError"):
         SamplerOrder(["a", "b"], 1, False).indices(0, 0)
+
+
+# ---------------------------------------------------------------- BatchSamplerOrder
+class Buckets:
+    """Batches of 1, 2, 3, ... samples, other ones in each epoch."""
+
+    def __init__(self, batches: int = 4) -> None:
+        self.batches = batches
+        self.epoch = -1
+
+    def __len__(self):
+        return self.batches
+
+    def __iter__(self):
+        self.epoch += 1
+        for batch in range(self.batches):
+            yield [100 * self.epoch + 10 * batch + i for i in range((batch + self.epoch) % 3 + 1)]
+
+
+def test_a_batch_sampler_makes_batches_of_any_size():
+    order, twin = BatchSamplerOrder(Buckets()), Buckets()
+    assert (order.batches, order.batch_size, order.samples) == (4, None, None)
+    for epoch in range(3):
+        batches = list(twin)
+        assert [order.samples_in(epoch, batch) for batch in range(4)] == [len(batch) for batch in batches]
+        assert [order.indices(epoch, batch).tolist() for batch in range(4)] == batches
+    assert order.indices(0, 1).tolist() == [10, 11]
+    with pytest.raises(IndexError, match="batch 4 of an epoch of 4 batches"):
+        order.samples_in(0, 4)
+
+
+def test_where_batches_end_is_kept_as_long_as_their_epoch():
+    order = BatchSamplerOrder(Buckets(3000))
+    for epoch in range(6):
+        assert order.samples_in(epoch, 2999) == (2999 + epoch) % 3 + 1
+        assert set(order._epochs) <= set(order._stops)
+    assert len(order._stops) <= order._kept + 1
+    with pytest.raises(ProtocolError, match="asked for again"):
+        order.samples_in(0, 0)
+
+
+@pytest.mark.parametrize("where", ["the batch sampler", "its sampler"])
+def test_a_batch_sampler_is_told_its_epoch(where):
+    told: list[int] = []
+
+    class Told(Buckets):
+        def set_epoch(self, epoch):
+            told.append(epoch)
+
+    batch_sampler = Told() if where == "the batch sampler" else Buckets()
+    batch_sampler.sampler = Told()  # asked only where the other is not
+    BatchSamplerOrder(batch_sampler).indices(2, 0)
+    assert told == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([[1], []], "list failed in epoch 0: ValueError: batch 1 has no samples"),
+        ([[1], ["a"]], "list failed in epoch 0: TypeError"),
+        ([1, 2], "list failed in epoch 0: TypeError"),
+    ],
+)
+def test_a_batch_sampler_that_yields_something_else(batches, message):
+    with pytest.raises(DataError, match=message) as e:
+        BatchSamplerOrder(batches).indices(0, 0)
+    assert e.value.epoch == 0
+
+
+def test_a_batch_sampler_whose_length_is_wrong():
+    class Wrong(Buckets):
+        def __len__(self):
+            return 5
+
+    with pytest.raises(DataError, match="Wrong yielded 4 batches in epoch 0, but its length is 5"):
+        BatchSamplerOrder(Wrong()).indices(0, 0)
 
 
 # ---------------------------------------------------------------- AllEpochs

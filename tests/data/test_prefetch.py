@@ -17,8 +17,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from flowdp.data.dataset import open_source
 from flowdp.data.order import EpochOrder
-from flowdp.data.prefetch import HOST_SLOTS, PrefetchFeed
+from flowdp.data.prefetch import PrefetchFeed
 from flowdp.data.reader import Batch, Source
+from flowdp.data.slots import HOST_SLOTS
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.streams import HostLane, Lane
 from flowdp.errors import DataError, ProtocolError

@@ -23,6 +23,7 @@ from flowdp.machine.planned import PlannedRounds
 from flowdp.machine.snapshots import SnapshotRounds
 from flowdp.messages import (
     Abort,
+    DataEnded,
     Directives,
     Exiting,
     Outcome,
@@ -320,3 +321,37 @@ def test_done_means_all_have_left() -> None:
     machine.life = Life.DONE
     with pytest.raises(ProtocolError, match=r"done while only \[\] have left"):
         machine.check()
+
+
+# ---------------------------------------------------------------- epochs of unknown length
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_the_end_of_the_data_may_be_known_before_the_first_order(policy: Policy) -> None:
+    machine = coordinator(policy, batches=None)
+    assert machine.handle(DataEnded(0, 2), 0.0) == []
+    machine.handle(WorkerReady(0), 0.0)
+    out = machine.handle(WorkerReady(1), 0.0)
+    dealt = [order.batches for c in out if isinstance(c, Send) and isinstance(order := c.order, StartEpoch)]
+    assert sorted(batch for batches in dealt for batch in batches) == [0, 1]
+    machine.check()
+
+
+def test_the_end_of_the_data_is_passed_on_and_ends_the_run() -> None:
+    machine, out = started(batches=None)
+    block = orders(out)
+    assert [order.batches for order in block.values()] == [(0, 2, 4), (1, 3, 5)]
+    end = DataEnded(0, 5)
+    assert machine.handle(end, 1.0) == [Send(1, end)]
+    commands = meet(machine, block, steps=(3, 2), hurried=True)
+    assert [type(c) for c in commands] == [RoundEnded, EpochEnded, Send, Send]
+    assert others(commands) == [Send(0, Shutdown()), Send(1, Shutdown())]
+
+
+@pytest.mark.parametrize("fact", [Exiting(1, "boom"), Requested("stop")])
+def test_the_end_of_the_data_changes_nothing_in_a_run_that_is_leaving(fact: Any) -> None:
+    machine, out = started(batches=None)
+    machine.handle(fact, 1.0)
+    if isinstance(fact, Requested):
+        meet(machine, orders(out), steps=(1, 1), hurried=True, stop=True)
+    assert machine.life in (Life.LEAVING, Life.FAILING)
+    assert machine.handle(DataEnded(0, 2), 2.0) == []
+    assert not machine.epochs.is_complete

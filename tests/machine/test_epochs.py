@@ -188,3 +188,66 @@ def test_mean_loss() -> None:
     works = [Work(0, 1, 8, losses=(8.0, 8)), Work(0, 1, 2, losses=(12.0, 2))]
     assert mean_loss(works) == 2.0
     assert math.isnan(mean_loss([]))
+
+
+# ---------------------------------------------------------------- epochs of unknown length
+def test_an_epoch_of_unknown_length_ends_where_its_end_was_read() -> None:
+    epochs = Epochs(None, 2, None, 2)
+    assert epochs.total_batches is None
+    assert dealt(epochs).remaining > 10**9
+    assert not epochs.is_exhausted
+    epochs.end(0, 3)  # batch 3, which rank 1 holds, never existed
+    epochs.check()
+    assert epochs.of(0).remaining == 0
+    trained(epochs, 0, 0, (0, 2))
+    trained(epochs, 0, 1, (1,))
+    [event] = epochs.ended(5.0, 1, 3)
+    assert sum(rank.steps for rank in event.metrics.per_rank) == 3
+    assert not epochs.is_complete
+    # The next one may be longer.
+    assert dealt(epochs).epoch == 1
+    epochs.end(1, 4)
+    trained(epochs, 1, 0, (0, 2))
+    trained(epochs, 1, 1, (1, 3))
+    assert len(epochs.ended(9.0, 1, 7)) == 1
+    assert epochs.is_complete
+    assert epochs.is_exhausted
+
+
+def test_the_end_of_an_epoch_that_has_not_begun_is_kept() -> None:
+    epochs = Epochs(None, 2, None, 2)
+    epochs.end(0, 1)
+    epochs.end(1, 2)
+    first = dealt(epochs)
+    second = dealt(epochs)
+    assert [(first.epoch, first.batches), (second.epoch, second.batches)] == [(0, 1), (1, 2)]
+    assert epochs.dealing(0.0) is None
+    assert epochs._ends == {}
+
+
+def test_max_steps_counts_through_epochs_of_any_length() -> None:
+    epochs = Epochs(None, None, 5, 2)
+    assert epochs.total_batches == 5
+    assert dealt(epochs).batches == 5
+    epochs.end(0, 3)
+    # Two are left for the epoch behind it, however long that is.
+    assert dealt(epochs).batches == 2
+    epochs.end(1, 100)
+    assert epochs.of(1).batches == 2
+    assert epochs.dealing(0.0) is None
+    for epoch, hands in ((0, ((0, 2), (1,))), (1, ((0,), (1,)))):
+        for rank, hand in enumerate(hands):
+            trained(epochs, epoch, rank, hand)
+    assert len(epochs.ended(1.0, 1, 5)) == 2
+    assert epochs.is_complete
+
+
+def test_what_never_existed_may_come_back_when_its_epoch_is_over() -> None:
+    epochs = Epochs(None, 1, None, 2)
+    dealt(epochs, (1, 1))
+    epochs.end(0, 1)
+    trained(epochs, 0, 0, (0,))
+    assert len(epochs.ended(1.0, 1, 1)) == 1
+    epochs.settle(0, 1, (), 0)
+    with pytest.raises(ProtocolError, match="epoch 0 is not under way"):
+        epochs.settle(0, 1, (1,), 0)

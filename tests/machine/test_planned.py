@@ -10,7 +10,7 @@ from flowdp.errors import ProtocolError
 from flowdp.machine.commands import Command, Hurry, RoundEnded, Send
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.planned import BLOCK_MS, BLOCK_STEPS, PlannedRounds
-from flowdp.messages import Averaged, Outcome, StartEpoch, SyncAck, SyncNow, Work
+from flowdp.messages import Averaged, DataEnded, Outcome, StartEpoch, SyncAck, SyncNow, Work
 from flowdp.options import CadenceOptions
 from flowdp.policy.cadence import Cadence
 
@@ -356,3 +356,74 @@ def test_what_is_out_is_what_the_ledgers_say() -> None:
     machine.epochs.of(0).dealt -= 1
     with pytest.raises(ProtocolError, match="6 batches are out"):
         machine.check()
+
+
+# ---------------------------------------------------------------- epochs of unknown length
+def stream(**given: Any) -> PlannedRounds:
+    machine = rounds(**given)
+    machine.epochs.batches = None
+    return machine
+
+
+def ends(machine: PlannedRounds, epoch: int, batches: int) -> list[Command]:
+    machine.epochs.end(epoch, batches)
+    commands = machine.end(DataEnded(epoch, batches))
+    machine.check()
+    return commands
+
+
+def test_the_end_of_the_data_shortens_what_is_out() -> None:
+    machine = stream(epochs=2)
+    [first] = orders(decide(machine))
+    assert [first[rank].batches for rank in (0, 1)] == [(0, 2, 4), (1, 3, 5)]
+    # Batch 3 is the last one: each rank holds one that never existed.
+    end = DataEnded(0, 4)
+    assert ends(machine, 0, 4) == [Send(0, end), Send(1, end)]
+    # They come to the gate with what there is, which voids what is armed behind.
+    record = settle(machine, acks(first, steps=(2, 2), hurried=True))
+    assert record.steps == (2, 2)
+    assert len(machine.epochs.ended(1.0, 1, 4)) == 1
+    second, _ = orders(decide(machine))
+    assert (second[0].epoch, second[0].batches[:3], sync(second[0]).global_step) == (1, (0, 2, 4), 4)
+    assert second[0].plan == first[0].plan + 1
+
+
+def test_who_holds_nothing_beyond_the_end_is_not_told() -> None:
+    machine = stream()
+    decide(machine)
+    assert ends(machine, 0, 5) == [Send(1, DataEnded(0, 5))]
+    assert ends(machine, 0, 5) == []
+
+
+def test_a_round_of_nothing_ends_after_its_epoch() -> None:
+    machine = stream()
+    [first] = orders(decide(machine))
+    settle(machine, acks(first))
+    second, third = orders(decide(machine))
+    ends(machine, 0, 6 + len(second[0].batches) + len(second[1].batches))
+    settle(machine, acks(second))
+    assert len(machine.epochs.ended(1.0, 1, 1)) == 1
+    assert decide(machine) == []
+    # What was armed behind has become empty; its meeting is still held, and voids itself.
+    record = settle(machine, acks(third, steps=(0, 0), hurried=True))
+    assert record.steps == (0, 0)
+    assert machine.is_idle
+    assert machine.epochs.is_complete
+
+
+@pytest.mark.parametrize("length", [7, 8])
+def test_in_sync_a_block_is_held_up_to_the_round_that_is_short(length: int) -> None:
+    machine = stream(cadence=False, epochs=2)
+    [probe] = orders(decide(machine))
+    settle(machine, acks(probe))
+    block, behind = orders(decide(machine))
+    assert sync(block[0]).count > length
+    ends(machine, 0, length)
+    assert [len(hand) for hand in machine._blocks[0].deal] == [(length + 1) // 2 - 1, length // 2 - 1]
+    assert machine._blocks[1].deal == ((), ())
+    done = (((length + 1) // 2 - 1), length // 2 - 1)
+    settle(machine, acks(block, steps=done, rounds_held=max(done) + (length == 8), hurried=True))
+    assert len(machine.epochs.ended(1.0, 1, length)) == 1
+    assert behind[0].plan == block[0].plan
+    [following, *_] = orders(decide(machine))
+    assert (following[0].epoch, following[0].plan) == (1, block[0].plan + 1)

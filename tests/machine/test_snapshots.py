@@ -13,6 +13,7 @@ from flowdp.machine.epochs import Epochs
 from flowdp.machine.snapshots import SNAPSHOT_TIMEOUT_MS, SnapshotRounds
 from flowdp.messages import (
     Averaged,
+    DataEnded,
     Fact,
     Outcome,
     RequestParams,
@@ -33,7 +34,7 @@ from flowdp.policy.cadence import Cadence
 class Run:
     """Two ranks and the machine between them."""
 
-    def __init__(self, batches: int = 100, *, epochs: int = 1, **options: Any) -> None:
+    def __init__(self, batches: int | None = 100, *, epochs: int = 1, **options: Any) -> None:
         cadence = Cadence(2, CadenceOptions(**options))
         self.machine = SnapshotRounds(Epochs(batches, epochs, None, 2), cadence, 2)
         self.out: list[list[StartEpoch]] = [[], []]
@@ -332,3 +333,67 @@ def test_the_counts_are_checked() -> None:
     run.machine.epochs.of(0).dealt = 1
     with pytest.raises(ProtocolError, match="4 batches are out"):
         run.machine.check()
+
+
+# ---------------------------------------------------------------- epochs of unknown length
+def ends(run: Run, batches: int, epoch: int = 0) -> list[Command]:
+    """The end of the epoch is read; ranks that are told drop what never existed."""
+    end = DataEnded(epoch, batches)
+    run.machine.epochs.end(epoch, batches)
+    commands = run.machine.end(end)
+    run.machine.check()
+    for command in commands:
+        assert isinstance(command, Send)
+        assert command.order == end
+        run.out[command.rank] = [order.until(end) for order in run.out[command.rank]]
+    return commands
+
+
+def test_the_end_of_the_data_shortens_orders_that_are_out() -> None:
+    run = Run(None)
+    run.decide()
+    assert [[order.batches for order in orders] for orders in run.out] == [[(0,), (1,)], [(2,), (3,)]]
+    assert ends(run, 3) == [Send(1, DataEnded(0, 3))]
+    # Everything is out, so all meet for the last time behind it.
+    assert run.decide() == []
+    meeting = [orders.pop() for orders in run.out]
+    assert all(order.sync is not None for order in meeting)
+    for rank in (0, 0, 1, 1):  # the empty order of rank 1 is answered, too
+        run.trains(rank)
+    assert run.machine.epochs.of(0).is_complete
+
+
+def test_an_empty_order_may_be_answered_after_its_epoch() -> None:
+    run = Run(None, epochs=2)
+    run.decide()
+    ends(run, 2)
+    run.trains(0)
+    run.trains(0)
+    assert len(run.machine.epochs.ended(1.0, 1, 2)) == 1
+    run.decide()  # the next epoch goes out behind it
+    run.trains(1)
+    run.trains(1)
+    assert run.out[0][0].epoch == 1
+
+
+def test_a_run_is_not_idle_while_an_empty_order_is_out() -> None:
+    run = Run(None)
+    run.decide()
+    ends(run, 0 + 1)
+    run.trains(0)
+    run.trains(1)
+    run.trains(1)
+    run.machine._met_dealt = 1  # as after a meeting: nothing was trained since
+    assert not run.machine.is_idle
+    run.trains(0)
+    assert run.machine.is_idle
+
+
+def test_a_stop_hurries_the_last_meeting() -> None:
+    run = Run(4)
+    run.decide()
+    assert run.machine.epochs.is_exhausted
+    assert run.decide() == []
+    # The meeting waits for what is dealt; a stop does not, and says so once.
+    assert run.decide(hold=True) == [Hurry(0)]
+    assert run.decide(hold=True) == []

@@ -21,6 +21,7 @@ from flowdp.machine.worker import (
 from flowdp.messages import (
     Abort,
     Arrival,
+    DataEnded,
     Outcome,
     Pace,
     RequestParams,
@@ -356,3 +357,35 @@ def test_the_list_changes_only_when_plans_counts_up(seed: int) -> None:
             voids = action.arrival.left > 0 or chance.random() < 0.2
             machine.met(outcome(action.arrival.round, hurried=voids))
             held, armed = action.arrival.round + 1, 0 if voids else armed - 1
+
+
+# ---------------------------------------------------------------- epochs of unknown length
+def test_what_does_not_exist_is_left_at_the_gate_in_its_own_round_alone() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(planned((0, 2, 4, 6), count=2))
+    machine.handle(planned((8, 10), round=2, before=20))
+    plans = machine.plans
+    step(machine)
+    machine.handle(DataEnded(1, 0))  # of another epoch
+    machine.handle(DataEnded(0, 6))
+    assert machine.plans > plans
+    assert machine.upcoming() == [(0, 2), (0, 4)]
+    step(machine)
+    # The first round has all of its batches, whenever the end was known.
+    assert machine.next(NEVER) == Enter(Arrival(0, 0, 0, 2, 16, left=0))
+    assert machine.met(outcome()) is None
+    step(machine)
+    assert machine.next(NEVER) == Enter(Arrival(0, 1, 10, 1, 8, left=1))
+    assert machine.met(outcome(1, 20, hurried=True)) == Done(0, 0, 3)
+    assert machine.next(NEVER) == Idle()
+
+
+def test_an_order_of_nothing_is_answered() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(StartEpoch(0, 0, (4, 5), pace=Pace(2, 1)))
+    machine.handle(StartEpoch(0, 0, (6, 7), pace=Pace(2, 1)))
+    step(machine)
+    machine.handle(DataEnded(0, 5))
+    assert machine.next(NEVER) == Report(Done(0, 0, 1))
+    assert machine.next(NEVER) == Report(Done(0, 0, 0))
+    assert machine.next(NEVER) == Idle()

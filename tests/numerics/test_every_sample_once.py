@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from itertools import product
+from collections.abc import Iterator
+from itertools import cycle, product
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, get_worker_info
 
 import flowdp
 from flowdp.engine.context import CurrentWorker
@@ -302,3 +303,92 @@ def test_max_steps_ends_inside_an_epoch_with_its_first_batches(witness, policy, 
         assert not state.interrupted
         assert state.global_step == steps
         assert sorted(step.indices for step in witness.steps) == sorted(order[:steps])
+
+
+# ---------------------------------------------------------------- batches of any size, epochs of any length
+class Stream(IterableDataset[Any]):
+    """Samples in an order of their own, more of them in each epoch; processes share them."""
+
+    def __init__(self, *counts: int) -> None:
+        self.counts = counts
+        self.epoch = -1
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        self.epoch += 1
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        yield from ((i, content(i)) for i in range(first, self.counts[self.epoch % len(self.counts)], step))
+
+
+class Uneven:
+    """A batch sampler: batches of 1, 2, 3, 1, ... samples, in another order in each epoch."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.draw = torch.Generator().manual_seed(2)
+
+    def __len__(self) -> int:
+        return len(list(self.cut(list(range(self.count)))))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.cut(torch.randperm(self.count, generator=self.draw).tolist())
+
+    def cut(self, indices: list[int]) -> Iterator[list[int]]:
+        for size in cycle((1, 2, 3)):
+            if not indices:
+                return
+            batch, indices = indices[:size], indices[size:]
+            yield batch
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_iterable_dataset(witness, policy, devices, num_workers):
+    counts = (46, 1, 203) if num_workers == 0 else (46, 3, 203)
+    state = trainer(witness, Stream(*counts), policy, devices, batch_size=4, num_workers=num_workers).fit()
+    assert (state.epochs_done, state.global_step) == (3, len(witness.steps))
+    for epoch, count in enumerate(counts):
+        assert witness.samples(epoch) == Counter(range(count))
+    check_books(witness, state)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_batch_sampler(witness, policy, devices, num_workers):
+    loader = DataLoader(Map(47), batch_sampler=Uneven(47), num_workers=num_workers)
+    state = trainer(witness, loader, policy, devices).fit()
+    check(witness, state, Counter(range(47)))
+    for epoch in range(3):
+        sizes = [len(step.indices) for step in witness.steps if step.epoch == epoch]
+        assert Counter(sizes) == Counter(len(batch) for batch in Uneven(47))
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_max_steps_of_an_iterable_dataset(witness, policy, devices):
+    options: dict[str, Any] = {"batch_size": 4, "epochs": None}
+    # Six batches, then two, then six ...
+    for steps, epochs in ((5, 1), (6, 1), (7, 2), (8, 2), (20, 5)):
+        witness.steps.clear()
+        state = trainer(witness, Stream(23, 7), policy, devices, max_steps=steps, **options).fit()
+        assert not state.interrupted
+        assert state.global_step == len(witness.steps) == steps
+        assert len({step.epoch for step in witness.steps}) == epochs
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_epoch_without_samples_is_an_error(witness, policy):
+    with pytest.raises(flowdp.DataError, match="epoch 1 of Stream has no batch"):
+        trainer(witness, Stream(9, 0), policy, 2, batch_size=4).fit()
+
+
+def test_sync_on_an_iterable_dataset_depends_on_no_clock(witness):
+    def weights() -> Tensor:
+        torch.manual_seed(1)
+        return trainer(witness, Stream(46, 9), "sync", 3, batch_size=2).fit().state_dict["weight"]
+
+    first = weights()
+    witness.before = lambda worker, count: sum(range(20_000 * ((worker.rank + count) % 3)))
+    assert torch.equal(first, weights())

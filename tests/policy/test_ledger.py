@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowdp.errors import ProtocolError
-from flowdp.policy.ledger import Deal, Ledger, interleave
+from flowdp.policy.ledger import ENDLESS, Deal, Ledger, interleave
 
 EQUAL = (1.0, 1.0)
 
@@ -185,3 +185,62 @@ def test_each_batch_is_in_exactly_one_place(data: st.DataObject) -> None:
         for rank, hand in enumerate(ledger.deal([5] * ranks, pace)):
             ledger.settle(rank, hand, len(hand))
     assert ledger.is_complete
+
+
+# ---------------------------------------------------------------- an end that nobody knew
+def test_the_end_takes_back_what_was_dealt_beyond_it() -> None:
+    ledger = Ledger(0, ENDLESS, 2)
+    first = ledger.deal((3, 3), EQUAL)
+    settle(ledger, first, (3, 1))  # rank 1 leaves 3 and 5
+    second = ledger.deal((3, 1), EQUAL)
+    assert second == ((6, 7, 8), (3,))
+    ledger.end(7)
+    ledger.check()
+    # 5 lies with rank 1; 6 and 3 are out; 7 and 8 never existed.
+    assert (ledger.left, ledger.dealt, ledger.remaining) == ([[], [5]], 2, 1)
+    settle(ledger, ((6,), (3,)), (1, 1))
+    assert ledger.deal((2, 2), EQUAL) == ((5,), ())
+    settle(ledger, ((5,), ()), (1, 0))
+    assert ledger.is_complete
+
+
+def test_an_end_far_ahead_changes_nothing_but_the_length() -> None:
+    ledger = Ledger(0, ENDLESS, 2)
+    deal = ledger.deal((1, 1), EQUAL)
+    ledger.end(3)
+    assert (ledger.dealt, ledger.remaining, ledger.is_complete) == (2, 1, False)
+    settle(ledger, deal, (1, 1))
+    settle(ledger, ledger.deal((1, 1), EQUAL), (1, 0))
+    assert ledger.is_complete
+
+
+@given(st.data(), st.integers(1, 3), st.integers(1, 40))
+@settings(max_examples=200, deadline=None)
+def test_every_batch_is_trained_once_whenever_the_end_is_known(
+    data: st.DataObject, ranks: int, batches: int
+) -> None:
+    ledger = Ledger(0, ENDLESS, ranks)
+    trained: list[int] = []
+    out: list[tuple[int, tuple[int, ...]]] = []
+    ends_at = data.draw(st.integers(0, 12))
+    for turn in range(400):
+        if turn == ends_at:
+            ledger.end(batches)
+            out = [(rank, tuple(b for b in hand if b < batches)) for rank, hand in out]
+            ledger.check()
+        if ledger.is_complete:
+            break
+        if len(out) < 2 * ranks and ledger.remaining:
+            quotas = [data.draw(st.integers(1, 5)) for _ in range(ranks)]
+            out += enumerate(ledger.deal(quotas, [1.0] * ranks))
+        elif out:
+            rank, hand = out.pop(data.draw(st.integers(0, len(out) - 1)))
+            # A rank trains what exists; hurried, it gives back what does not, for nobody knows yet.
+            exists = sum(batch < batches for batch in hand)
+            done = data.draw(st.integers(min(1, exists), exists))
+            trained += hand[:done]
+            ledger.settle(rank, hand, done)
+        ledger.check()
+        if data.draw(st.booleans()) and not out:
+            ledger.fold()
+    assert sorted(trained) == list(range(batches))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from flowdp.sim.faults import Crash, Scenario, Wish, draw
 
@@ -28,6 +29,9 @@ def kinds(scenario: Scenario) -> list[str]:
         "metric": config.wait_for_metric,
         "calm": scenario.is_calm,
         "lockstep": config.cadence.max_batch_diff == 0,
+        "stream": config.batches is None,
+        "slow reader": scenario.read_ms > max(scenario.ms_per_step) / config.world_size,
+        "fast reader": config.batches is None and scenario.read_ms == 0.0,
     }
     return found + [kind for kind, there in special.items() if there]
 
@@ -44,7 +48,7 @@ def test_every_kind_comes_up() -> None:
     wanted += [f"crash in {where}" for where in ("start", "step", "enter", "mean", "snapshot", "apply")]
     wanted += [f"wish to {what}" for what in ("stop", "pause", "unpause", "set_lr")]
     wanted += ["noise", "stall", "late", "lost", "slow", "short last batch", "one batch", "ratios"]
-    wanted += ["max_steps", "metric", "calm", "lockstep"]
+    wanted += ["max_steps", "metric", "calm", "lockstep", "stream", "slow reader", "fast reader"]
     rare = {kind: seen[kind] for kind in wanted if seen[kind] < 5}
     assert rare == {}
 
@@ -65,9 +69,16 @@ def test_calm_and_bounds() -> None:
     calm = next(s for s in DRAWN if s.is_calm and not s.stall and s.slow_from is None and not s.noise)
     assert calm.longest_step_ms == max(calm.ms_per_step)
     # Even one rank alone, a step after the other, ends within the bound.
-    assert calm.longest_run_ms > calm.config.batches * (calm.config.epochs or 1) * calm.longest_step_ms
+    assert calm.longest_run_ms > calm.length(0) * (calm.config.epochs or 1) * calm.longest_step_ms
     crashing = Scenario(seed=0, config=calm.config, ms_per_step=(1.0,), crashes=(Crash(0, "step", 0),))
     assert not crashing.is_calm
     stopped = next(s for s in DRAWN if any(w.request.what == "stop" for w in s.wishes))
     assert not stopped.is_calm
     assert isinstance(stopped.wishes[0], Wish)
+
+
+def test_the_epochs_of_a_stream_differ() -> None:
+    stream = next(s for s in DRAWN if s.config.batches is None and len(set(s.lengths)) == 4)
+    assert [stream.length(epoch) for epoch in range(6)] == [*stream.lengths, *stream.lengths[:2]]
+    limited = replace(stream, lengths=(3, 5), config=replace(stream.config, max_steps=9))
+    assert [limited.dealt(epoch) for epoch in range(4)] == [3, 5, 1, 0]

@@ -21,6 +21,7 @@ from flowdp.machine.worker import Action, Enter, Leave, WorkerMachine
 from flowdp.messages import (
     Abort,
     Arrival,
+    DataEnded,
     Directives,
     Exiting,
     Fact,
@@ -31,6 +32,7 @@ from flowdp.messages import (
     Shutdown,
     SnapshotReady,
     SyncAck,
+    Tick,
 )
 from flowdp.options import CadenceOptions
 from flowdp.policy.cadence import Cadence
@@ -337,6 +339,55 @@ def a_lead_has_no_limit(patch: Patch) -> None:
     patch.setattr(Cadence, "_fit", unlimited)
 
 
+# ---------------------------------------------------------------- epochs of unknown length
+@mutant("L5", 100)
+def the_end_of_the_data_is_not_passed_on(patch: Patch) -> Machines:
+    class Silent(Coordinator):
+        def handle(self, fact: Fact, now_ms: float) -> list[Command]:
+            commands = super().handle(fact, now_ms)
+            return [c for c in commands if not (isinstance(c, Send) and isinstance(c.order, DataEnded))]
+
+    return Machines(coordinator=Silent)
+
+
+@mutant("L5", 100)
+def a_worker_waits_for_what_never_existed(patch: Patch) -> Machines:
+    class Waiting(WorkerMachine):
+        def handle(self, order: Order) -> None:
+            if not isinstance(order, DataEnded):
+                super().handle(order)
+
+    return Machines(worker=Waiting)
+
+
+@mutant("S14", 500)
+def the_end_of_the_data_is_forgotten_before_the_run_begins(patch: Patch) -> Machines:
+    class Late(Coordinator):
+        def handle(self, fact: Fact, now_ms: float) -> list[Command]:
+            is_early = isinstance(fact, DataEnded) and self.life is Life.STARTING
+            return super().handle(Tick() if is_early else fact, now_ms)
+
+    return Machines(coordinator=Late)
+
+
+@mutant("S14", 100)
+def one_batch_too_many_is_dealt(patch: Patch) -> None:
+    end = Ledger.end
+    patch.setattr(Ledger, "end", lambda self, batches: end(self, batches + 1))
+
+
+@mutant("S1", 500)
+def max_steps_counts_what_never_existed(patch: Patch) -> None:
+    end = Epochs.end
+
+    def forgetful(self: Epochs, epoch: int, batches: int) -> None:
+        planned = self._planned
+        end(self, epoch, batches)
+        self._planned = planned
+
+    patch.setattr(Epochs, "end", forgetful)
+
+
 # ---------------------------------------------------------------- snapshots
 @mutant("S8", 500)
 def a_late_answer_counts_for_the_next_round(patch: Patch) -> None:
@@ -488,8 +539,8 @@ def test_the_mutant_is_found(name: str, monkeypatch: Patch) -> None:
 
 def test_every_rule_finds_a_mutant() -> None:
     """A rule that no planted bug breaks has not been shown to work."""
-    expected = {"S1", "S2", "S3", "S4", "S5", "S6", "S7", "S8", "S9", "S10", "S11", "S12", "S13"}
-    assert expected | {"L1", "L2", "L3", "L4"} <= {planted.rule for planted in MUTANTS.values()}
+    expected = {f"S{number}" for number in range(1, 15)} | {f"L{number}" for number in range(1, 6)}
+    assert expected <= {planted.rule for planted in MUTANTS.values()}
 
 
 def test_a_short_timeout_that_doubles_is_no_bug(monkeypatch: Patch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from flowdp.machine.commands import EpochEnded, Finish, Paused, RoundEnded
 from flowdp.machine.coordinator import Coordinator, RunConfig
-from flowdp.messages import Outcome, Pace, Requested, Shutdown, StartEpoch, Update
+from flowdp.messages import DataEnded, Outcome, Pace, Requested, Shutdown, StartEpoch, Update
 from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.tally import Tally, Work
 from flowdp.sim.faults import Scenario
@@ -201,6 +201,29 @@ def deadlock(judge: Rules) -> None:
     judge.stands_still("both idle")
 
 
+def beyond_the_end(judge: Rules) -> None:
+    judge.ordered(0, StartEpoch(0, 0, (2, 3)), is_gone=False)
+    judge.knows_end(DataEnded(0, 3))
+    judge.ordered(0, StartEpoch(0, 1, (3,)), is_gone=False)
+    judge.ordered(0, StartEpoch(0, 0, (2,)), is_gone=False)
+    judge.ordered(0, StartEpoch(0, 0, (2, 3)), is_gone=False)
+
+
+def waits_for_nothing(judge: Rules) -> None:
+    judge.waits(0, (0, 3), 0.0)  # that one exists
+    judge.waits(1, (0, 4), 1.0)
+    judge.passes(50.0)  # nobody knows
+    judge.read_end(DataEnded(0, 4), 50.0)
+    judge.waits(1, (0, 4), 50.1)
+    judge.passes(50.2)
+    judge.passes(50.3)
+
+
+def deadlock_at_the_end_of_the_data(judge: Rules) -> None:
+    judge.waits(1, (0, 4), 1.0)
+    judge.stands_still("rank 1 waits")
+
+
 BROKEN: list[tuple[str, Callable[[Rules], None]]] = [
     ("S1", twice),
     ("S2", other_outcome),
@@ -225,11 +248,14 @@ BROKEN: list[tuple[str, Callable[[Rules], None]]] = [
     ("S12", told_twice),
     ("S13", behind_the_mean),
     ("S13", behind_a_mean_of_snapshots),
+    ("S14", beyond_the_end),
     ("L1", too_long),
     ("L1", deadlock),
     ("L2", late_leave),
     ("L3", deadlock_after_a_stop),
     ("L4", deaf_to_a_wish),
+    ("L5", waits_for_nothing),
+    ("L5", deadlock_at_the_end_of_the_data),
 ]
 
 

@@ -35,7 +35,7 @@ def test_corpus(case: dict[str, object]) -> None:
     World(draw(seed)).run()
 
 
-@pytest.mark.parametrize("seed", [0, 12, 17, 223, 499, 3185])
+@pytest.mark.parametrize("seed", [0, 8, 12, 17, 28, 38, 223, 499, 3185])
 def test_same_seed_same_story(seed: int) -> None:
     first, second = World(draw(seed)), World(draw(seed))
     first.run()
@@ -45,6 +45,12 @@ def test_same_seed_same_story(seed: int) -> None:
     other = World(replace(draw(seed), seed=seed + 1))
     other.run()
     assert other.facts != first.facts
+
+
+@pytest.mark.parametrize("first", range(8, 2000, 500))
+def test_seeds_of_unknown_length(first: int) -> None:
+    for seed in range(first, first + 500, 10):
+        World(draw(seed)).run()
 
 
 def story_of(world: World) -> list[str]:
@@ -57,7 +63,7 @@ def story_of(world: World) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("seed", [0, 12, 17, 223, 499, 3185])
+@pytest.mark.parametrize("seed", [0, 8, 12, 17, 28, 38, 223, 499, 3185])
 def test_a_story_replays(seed: int) -> None:
     world = World(draw(seed))
     world.run()

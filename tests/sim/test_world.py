@@ -125,3 +125,37 @@ def test_silent_without_a_trace_and_told_with_one() -> None:
     assert starts == {"->", "<-", "rank", "gate:"}
     assert sum("enters the gate" in text for _, text in lines) == 20
     assert sum(text.endswith("leaves: as told") for _, text in lines) == 2
+
+
+# ---------------------------------------------------------------- data of unknown length
+def stream(policy: Policy, **given: Any) -> Scenario:
+    plain = scenario(policy, lengths=(41,), ahead=6)
+    return replace(plain, config=replace(plain.config, batches=None), **given)
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_a_slow_reader_is_kept_busy(policy: Policy) -> None:
+    world = ran(stream(policy, read_ms=40.0))
+    # Forty-one batches and the look for another; behind them the last step and its mean.
+    assert 42 * 40.0 <= world.clock.now_ms < 42 * 40.0 + 30.0
+    rounds = [record for record in world.records if isinstance(record, RoundEnded)]
+    assert sum(sum(record.data_ms) for record in rounds) > 1000.0
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_a_fast_reader_holds_nobody_up(policy: Policy) -> None:
+    known = scenario(policy)
+    world = ran(replace(known, config=replace(known.config, batches=41)))
+    streamed = ran(stream(policy))
+    # The last round cannot be planned for what is left; the rest is the same.
+    assert streamed.clock.now_ms <= world.clock.now_ms + 3 * 20.0 + 2.0
+
+
+def test_a_pause_while_a_rank_waits_beyond_the_end() -> None:
+    """All that exists is trained and averaged when the end is found, and two empty orders are out."""
+    wishes = (Wish(75.0, Requested("pause")), Wish(76.0, Requested("unpause")))
+    for policy in ("sync", "cadence", "async"):
+        world = ran(stream(policy, lengths=(1,), read_ms=50.0, wishes=wishes))
+        assert world.rules.finish is not None
+        assert not world.rules.finish.stopped
+        assert 100.0 <= world.clock.now_ms < 110.0

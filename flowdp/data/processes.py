@@ -1,0 +1,69 @@
+"""The worker processes of a torch DataLoader: how they begin, are waited for, and end."""
+
+from __future__ import annotations
+
+import queue
+import signal
+from collections.abc import Callable
+from multiprocessing import connection
+from typing import Any
+
+import torch
+
+__all__ = ["GRACE_S", "Processes", "begin"]
+
+GRACE_S = 0.9
+"""How long a thread or process may take to leave by itself."""
+
+
+def begin(worker_init_fn: Callable[[int], None] | None, number: int) -> None:
+    """What a worker process does first."""
+    # A terminal sends Ctrl-C to all its processes, but the run ends after its round and reads on for it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if worker_init_fn is not None:
+        worker_init_fn(number)
+
+
+class Processes:
+    """The worker processes of a DataLoader's iterator, with a wait that ends when one of them dies.
+
+    torch waits for its result queue alone, looks for dead processes every 5 s, and where it can raises their
+    death by a signal handler in the main thread, out of whatever the user does there. Here the wait is for
+    the queue and all processes together, and a death is raised in the thread that reads.
+    """
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+        self._results = iterator._data_queue
+        iterator._data_queue = self
+        if iterator._worker_pids_set:
+            torch._C._remove_worker_pids(id(iterator))
+            iterator._worker_pids_set = False
+
+    def get(self, timeout: float) -> Any:
+        """What torch calls for the next result; `queue.Empty` makes it look for dead processes."""
+        processes = {process.sentinel: process for process in self._iterator._workers}
+        ready = connection.wait([self._results._reader, *processes], timeout)
+        if self._results._reader not in ready:
+            raise queue.Empty
+        try:
+            return self._results.get(timeout=timeout)
+        except (OSError, EOFError):
+            # Tensors travel as handles, and a process that dies takes its own with it. Once it is joined,
+            # torch sees that it is dead and says so.
+            for sentinel in connection.wait([*processes], timeout=GRACE_S):
+                processes[sentinel].join()
+            raise
+
+    def terminate(self) -> None:
+        """End the processes that have not left by themselves."""
+        for process in self._iterator._workers:
+            process.terminate()
+
+    def shut_down(self) -> None:
+        """Stop and join the processes, and the threads that fed them."""
+        self._iterator._shutdown_workers()
+        self._iterator._data_queue = self._results
+        for feed in self._iterator._index_queues:
+            if feed._thread is not None:
+                feed._thread.join(GRACE_S)

@@ -1,0 +1,145 @@
+"""Reading an IterableDataset: the number of its batches is known when its iterator ends, and not before.
+
+Batches are dealt as though an epoch had no end. When the reader finds it, the coordinator takes back what was
+dealt beyond; a rank that waits there is told, and until then its waiting only makes the reader go on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset
+
+from flowdp.data.processes import begin
+from flowdp.data.reader import Batch, LoaderSource
+from flowdp.errors import DataError
+
+__all__ = ["Counted", "Measured", "StreamReader"]
+
+Collate = Callable[[Any], Batch]
+
+
+class StreamReader(LoaderSource):
+    """Reads an IterableDataset anew in each epoch, which ends where its iterator ends.
+
+    The worker processes live through all epochs. Where the dataset has `set_epoch`, that is called before
+    each, in this process; what a worker process has to know of it must lie in shared memory.
+
+    Args:
+        dataset: What is iterated.
+        batch_size: Samples of a batch; None: each item is a batch.
+        epochs: Epochs to read; None: without end.
+        ahead: See `LoaderSource`.
+        collate_fn: Makes a batch of the list of its samples, or of the item.
+        num_workers: Processes that read.
+        worker_init_fn: Called with its number in each worker process before it reads.
+        loader: Further arguments of `torch.utils.data.DataLoader`.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        batch_size: int | None,
+        *,
+        epochs: int | None,
+        ahead: int,
+        collate_fn: Collate,
+        num_workers: int,
+        worker_init_fn: Callable[[int], None] | None = None,
+        **loader: Any,
+    ) -> None:
+        made: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_size,
+            collate_fn=Measured(collate_fn) if batch_size is None else Counted(collate_fn),
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            worker_init_fn=partial(begin, worker_init_fn),
+            **loader,
+        )
+        super().__init__(None, made, epochs=epochs, ahead=ahead, is_counted=True)
+        self.batch_size = batch_size
+        self._lengths: list[int] = []  # of the epochs that have been read to their end; under the lock
+
+    def indices(self, epoch: int, batch: int) -> tuple[int, ...]:  # noqa: ARG002 - samples have no number
+        """Nothing; see `Source.indices`."""
+        return ()
+
+    def _comes(self, key: tuple[int, int]) -> bool:
+        epoch, batch = key
+        if 0 <= epoch < len(self._lengths) and batch >= self._lengths[epoch]:
+            return False
+        return super()._comes(key)
+
+    def _begin(self) -> Iterator[Batch] | None:
+        # Without processes the reader thread alone touches the dataset.
+        return self._iterate(0) if self._loader.num_workers else None
+
+    def _iterate(self, epoch: int) -> Iterator[Batch]:
+        set_epoch = getattr(self._loader.dataset, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        return iter(self._loader)
+
+    def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[tuple[int, int], Any]]:
+        for epoch in itertools.count() if self.epochs is None else range(self.epochs):
+            self._reading = (epoch, 0)
+            for read in self._iterate(epoch) if iterator is None else iterator:
+                yield self._reading, read
+                self._reading = (epoch, self._reading[1] + 1)
+            iterator = None
+            self._end(*self._reading)
+
+    def _end(self, epoch: int, batches: int) -> None:
+        if batches == 0:
+            less = " that is full, and drop_last=True leaves out any other" if self._loader.drop_last else ""
+            raise DataError(
+                f"epoch {epoch} of {type(self._loader.dataset).__name__} has no batch{less}: its iterator "
+                f"ended at once. `__iter__` must return a new iterator each time",
+                epoch=epoch,
+            )
+        with self._changed:
+            self._lengths.append(batches)
+            # They will not come, and for them the reader would go on however much lies here.
+            for key in [key for key in self._waiting if key[0] == epoch]:
+                del self._waiting[key]
+        if self._ended is not None:
+            self._ended(epoch, batches)
+
+
+class Counted:
+    """A collate function that also says how many samples it was given."""
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> tuple[int, Batch]:
+        """(samples, batch) of a list of samples."""
+        return len(samples), self._collate(samples)
+
+
+class Measured:
+    """A function of an item that is a batch already, and says how many samples there are in it.
+
+    Args:
+        convert: What is done to the item.
+    """
+
+    def __init__(self, convert: Collate) -> None:
+        self._convert = convert
+
+    def __call__(self, item: Any) -> tuple[int, Batch]:
+        """(samples, batch) of an item."""
+        batch = self._convert(item)
+        for leaf in tree_leaves(batch):
+            if isinstance(leaf, Tensor) and leaf.dim() > 0:
+                return len(leaf), batch
+        raise TypeError(
+            "with batch_size=None an item is a batch, and the length of its first tensor is the number of "
+            f"its samples; there is no tensor with a dimension in this {type(batch).__name__}"
+        )

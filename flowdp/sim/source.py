@@ -1,0 +1,73 @@
+"""A dataset of unknown length: one reader, ahead of the ranks, that alone knows where an epoch ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flowdp.messages import DataEnded
+from flowdp.sim.clock import Clock
+from flowdp.sim.faults import Scenario
+
+__all__ = ["VirtualReader"]
+
+_Key = tuple[int, int]
+
+
+class VirtualReader:
+    """Reads on virtual time as `data.reader.Reader` does: in order, and no further ahead than it may.
+
+    Args:
+        scenario: Lengths of the epochs, the time of a batch, how far ahead.
+        clock: Virtual time.
+        wake: Called as `wake(rank, key)` when a batch is there that `take` did not have.
+        ended: Called when the end of an epoch was read.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        clock: Clock,
+        wake: Callable[[int, _Key], None],
+        ended: Callable[[DataEnded], None],
+    ) -> None:
+        self._scenario = scenario
+        self._clock = clock
+        self._wake = wake
+        self._ended = ended
+        self._next: _Key = (0, 0)
+        self._lying: set[_Key] = set()
+        self._waiting: dict[_Key, int] = {}
+        self._is_reading = False
+
+    def start(self) -> None:
+        """Begin to read, if it has not begun and there is something to do."""
+        has_room = len(self._lying) < self._scenario.ahead or bool(self._waiting)
+        is_over = self._scenario.config.epochs is not None and self._next[0] >= self._scenario.config.epochs
+        if has_room and not is_over and not self._is_reading:
+            self._is_reading = True
+            self._clock.after(self._scenario.read_ms, self._has_read)
+
+    def take(self, rank: int, key: _Key) -> bool:
+        """Hand a batch over; False where it has not been read, and `wake` will follow if there is one."""
+        is_there = key in self._lying
+        if is_there:
+            self._lying.discard(key)
+        elif key >= self._next:
+            self._waiting[key] = rank
+        self.start()
+        return is_there
+
+    def _has_read(self) -> None:
+        self._is_reading = False
+        epoch, batch = self._next
+        if batch == self._scenario.length(epoch):
+            self._waiting = {key: rank for key, rank in self._waiting.items() if key[0] > epoch}
+            self._next = (epoch + 1, 0)
+            self._ended(DataEnded(epoch, batch))
+        else:
+            self._lying.add(self._next)
+            rank = self._waiting.pop(self._next, None)
+            self._next = (epoch, batch + 1)
+            if rank is not None:
+                self._wake(rank, (epoch, batch))
+        self.start()

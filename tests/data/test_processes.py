@@ -1,0 +1,91 @@
+"""The worker processes of a DataLoader: a death is told at once, and none is left."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from flowdp.data.processes import Processes, begin
+
+
+class Numbers(Dataset[Any]):
+    """0 to 5; the process that reads 3 may die of it."""
+
+    def __init__(self, dies: bool = False) -> None:
+        self.dies = dies
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        if self.dies and index == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def opened(dataset: Any, **options: Any) -> tuple[Any, Processes]:
+    iterator = iter(DataLoader(dataset, 1, num_workers=2, **options))
+    return iterator, Processes(iterator)
+
+
+def test_all_is_read_and_no_process_and_no_thread_is_left():
+    before = set(threading.enumerate())
+    iterator, processes = opened(Numbers())
+    assert [int(batch) for batch in iterator] == list(range(6))
+    processes.shut_down()
+    assert not multiprocessing.active_children()
+    assert set(threading.enumerate()) == before
+
+
+def test_the_wait_ends_when_a_process_dies():
+    iterator, processes = opened(Numbers(dies=True))
+    begin_s = time.perf_counter()
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        list(iterator)
+    assert time.perf_counter() - begin_s < 3.0  # torch alone looks every 5 s
+    processes.shut_down()
+
+
+def test_the_wait_has_an_end():
+    iterator, processes = opened(Numbers())
+    list(iterator)
+    with pytest.raises(queue.Empty):
+        processes.get(0.01)
+    processes.shut_down()
+
+
+def test_processes_inside_the_dataset_are_ended():
+    class Stuck(Numbers):
+        inside = multiprocessing.get_context("fork").Semaphore(0)
+
+        def __getitem__(self, index):
+            self.inside.release()
+            threading.Event().wait()
+
+    iterator, processes = opened(Stuck())
+    for _ in iterator._workers:
+        assert Stuck.inside.acquire(timeout=5)
+    processes.terminate()
+    for process in iterator._workers:
+        process.join(5)
+        assert not process.is_alive()
+    processes.shut_down()
+
+
+def test_a_process_begins_deaf_to_ctrl_c_and_with_what_the_user_wants():
+    begun: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        begin(begun.append, 3)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert begun == [3]

@@ -1,0 +1,47 @@
+"""A worker's shell on virtual time: its reports are what it did."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowdp.machine.worker import Done, WorkerMachine
+from flowdp.messages import Throttle
+from flowdp.policy.tally import pace_ms
+from flowdp.sim.rules import Violation
+from flowdp.sim.shell import Shell
+
+
+def test_work_is_what_was_done_since_the_last_report() -> None:
+    shell = Shell(WorkerMachine(0))
+    for ms in (10.0, 10.0, 40.0):
+        shell.stepped(8, ms)
+    work = shell.work(Done(0, 2, 3))
+    assert (work.epoch, work.steps, work.samples, work.busy_ms, work.losses) == (2, 3, 24, 60.0, (24.0, 24))
+    assert shell.work(Done(0, 2, 0)).busy_ms == 0.0
+    assert shell.machine.total_steps == 3
+
+
+def test_waiting_for_a_batch_belongs_to_the_pace_of_its_step() -> None:
+    shell = Shell(WorkerMachine(0))
+    shell.stepped(8, 10.0)
+    shell.asked_ms = 100.0
+    shell.wake(115.0)
+    assert shell.asked_ms is None
+    shell.wake(150.0)
+    shell.stepped(8, 10.0)
+    work = shell.work(Done(0, 0, 2))
+    assert (work.busy_ms, work.data_ms) == (20.0, 15.0)
+    assert work.pace_ms == pace_ms(35.0, 25.0, 2)
+
+
+def test_the_machine_takes_all_orders() -> None:
+    shell = Shell(WorkerMachine(0))
+    shell.inbox.extend([Throttle("a"), Throttle("b")])
+    shell.wake(0.0)
+    assert shell.machine.throttled == "b"
+    assert not shell.inbox
+
+
+def test_steps_that_were_not_taken() -> None:
+    with pytest.raises(Violation, match="S4: rank 3 took 0 steps"):
+        Shell(WorkerMachine(3)).work(Done(0, 0, 1))
