@@ -155,6 +155,7 @@ def report(
     figures: Mapping[str, float] | None = None,
     save: bool = False,
     folder: Path = RESULTS,
+    more: Mapping[str, object] | None = None,
 ) -> Path | None:
     """Print the table and, with `save`, write the record `<name>_<date>_<commit>.json`.
 
@@ -164,6 +165,7 @@ def report(
         figures: What it measured besides, by names that end in their unit.
         save: Write the record.
         folder: Where to.
+        more: Other entries of the record; what JSON can hold.
 
     Returns:
         The record's path, None without `save`.
@@ -186,6 +188,7 @@ def report(
             {**vars(result), "medians": result.medians, "ratio": result.ratio, "interval": result.interval}
             for result in results
         ],
+        **(more or {}),
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}_{today}_{at}.json"

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["MODELS", "Batch", "Data", "classify", "images", "small_cnn", "small_mlp"]
+__all__ = [
+    "MODELS",
+    "Batch",
+    "Data",
+    "Gpt",
+    "classify",
+    "classify_bytes",
+    "images",
+    "photos",
+    "predict_next",
+    "resnet18",
+    "small_cnn",
+    "small_mlp",
+    "texts",
+]
 
 Batch = tuple[Tensor, Tensor]
 Data = tuple[Tensor, Tensor]
@@ -47,3 +62,101 @@ def images(samples: int) -> Data:
 
 def classify(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
+
+
+class _Block(nn.Module):
+    """Two 3 x 3 convolutions and what goes around them."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.around = nn.Sequential()
+        if stride > 1 or inputs != outputs:
+            self.around = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + self.around(x))
+
+
+def resnet18(width: int = 64, classes: int = 1000) -> nn.Module:
+    """ResNet-18: 17 convolutions and a linear layer, 11.7 million parameters at width 64."""
+    widths = (width, width, 2 * width, 4 * width, 8 * width)
+    blocks = []
+    for before, after in pairwise(widths):
+        stride = 1 if after == width else 2
+        blocks += [_Block(before, after, stride), _Block(after, after, 1)]
+    return nn.Sequential(
+        nn.Conv2d(3, width, 7, 2, padding=3, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+        nn.MaxPool2d(3, 2, padding=1), *blocks,
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * width, classes),
+    )  # fmt: skip
+
+
+class _Layer(nn.Module):
+    """Causal self-attention and a perceptron, each behind a norm and beside an identity."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.split, self.join = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = (
+            part.view(batch, length, self.heads, -1).transpose(1, 2)
+            for part in self.split(self.norm1(x)).chunk(3, dim=-1)
+        )
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.join(seen.transpose(1, 2).reshape(batch, length, width))
+        out: Tensor = x + self.perceptron(self.norm2(x))
+        return out
+
+
+class Gpt(nn.Module):
+    """A language model of `layers` layers, its output tied to its input."""
+
+    def __init__(self, layers: int, width: int, heads: int, length: int, tokens: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(tokens, width)
+        self.place = nn.Parameter(torch.zeros(length, width))
+        self.layers = nn.Sequential(*(_Layer(width, heads) for _ in range(layers)), nn.LayerNorm(width))
+        nn.init.normal_(self.token.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens) + self.place[: tokens.shape[1]]
+        return F.linear(self.layers(x), self.token.weight)
+
+
+def classify_bytes(model: nn.Module, batch: Batch) -> Tensor:
+    """Of images as bytes, made floats on the device."""
+    return F.cross_entropy(model(batch[0].float().div_(255)), batch[1])
+
+
+def predict_next(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+    """Of texts [batch, length + 1]: each token from those before it."""
+    (text,) = batch
+    return F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+
+
+@cache
+def photos(samples: int, side: int, classes: int = 1000) -> Data:
+    """Random images [samples, 3, side, side] of bytes, the first 256 again and again, and labels."""
+    generator = torch.Generator().manual_seed(0)
+    some = torch.randint(0, 256, (256, 3, side, side), dtype=torch.uint8, generator=generator)
+    x = some.repeat(-(-samples // 256), 1, 1, 1)[:samples]
+    return x, torch.randint(0, classes, (samples,), generator=generator)
+
+
+@cache
+def texts(samples: int, length: int, tokens: int) -> tuple[Tensor]:
+    """Random texts [samples, length + 1]."""
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randint(0, tokens, (samples, length + 1), generator=generator),)

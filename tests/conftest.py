@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,12 @@ def thread_police() -> Iterator[None]:
         pytest.fail("\n".join(f"Test left a thread: {t.name}\n{_where(t)}" for t in left), pytrace=False)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    # A GPU machine may lack the plugin that knows the option, and pytest is strict about unknown ones.
+    if find_spec("pytest_timeout") is None:
+        parser.addini("timeout", "Seconds a test may take; without pytest-timeout nobody looks.")
+
+
 def pytest_configure() -> None:
     # A shell starts its background jobs with SIGINT ignored, and Python then installs no handler of its own:
     # no test of a Ctrl-C, here or in a child process, would ever see one.
@@ -76,9 +83,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Run a test on CPU devices as they are, and as CUDA devices would run it, on fake streams.
 
-    There, ranks average and measure as on a card, keep a dataset of tensors resident, or prefetch it where the
-    card has no room. Every replica and every batch is watched: two streams that touch one must be ordered by
-    an event.
+    There, ranks average and measure as on a card, keep a dataset of tensors resident, or prefetch it where
+    the card has no room. Every replica and every batch is watched: two streams that touch one must be ordered
+    by an event.
     """
     if request.param == "cpu":
         yield request.param

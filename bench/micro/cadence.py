@@ -60,7 +60,6 @@ class Wait:
 
 def wait_only(wait: Wait) -> Callable[[Replica, Any, CurrentWorker], torch.Tensor]:
     """In place of a replica's step: nothing but the wait."""
-
     loss = torch.zeros(())
 
     def step(replica: Replica, batch: Any, worker: CurrentWorker) -> torch.Tensor:

@@ -1,0 +1,221 @@
+"""The whole programme for a machine with CUDA, with the interpreter as it is: no venv, nothing installed.
+
+    python -m bench.gpu                      the facts, tests/gpu, all benches: under 8 minutes
+    python -m bench.gpu --only averaging     one part, and no other
+    python -m bench.gpu --rehearse           the same code on CPU devices, tiny, to see that it runs
+
+Each part is a process of its own with a time limit, so a hang or a crash costs that part. The record and the
+log go into $OUT when that is set, else into bench/results and build/gpu.log. The exit code says whether the
+tests passed and all parts came to their end, the experiments (several NCCL ranks on one card) left aside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import TextIO
+
+import torch
+
+from bench.gpu.part import Findings
+from bench.gpu.programme import PARTS, TESTS, TESTS_LIMIT_S, Part
+from bench.gpu.suite import Suite, complete_lines, run_suite
+from bench.harness import RESULTS, ROOT, report
+
+BUDGET_S = 475.0
+GRACE_S = 5.0
+SHOWN = 40
+"""Lines of the log that a part shows which has failed."""
+
+
+def card() -> dict[str, str | None]:
+    """The GPU and the libraries, as far as they can be known without waking the GPU in this process."""
+    asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        shown = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        shown = ""
+    name, _, driver = shown.partition("\n")[0].partition(", ")
+    versions = {
+        name: importlib.metadata.version(name)
+        for name in ("cupy-cuda12x", "cupy-cuda13x", "pytest")
+        if list(importlib.metadata.Distribution.discover(name=name))
+    }
+    has_nccl = torch.version.cuda is not None and platform.system() == "Linux"
+    return {
+        "gpu": name or None,
+        "gpus": str(len(shown.splitlines())),
+        "driver": driver or None,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
+        **versions,
+    }
+
+
+@dataclass
+class Session:
+    """One call of the programme.
+
+    Attributes:
+        is_rehearsal: On CPU devices.
+        log: Takes all that the parts print.
+        folder: For what they hand over.
+        ends_s: When all must be over, by `monotonic`.
+        findings: Of all parts.
+        failed: Parts that did not come to their end, and why.
+        suite: What became of the tests; None where they did not run.
+    """
+
+    is_rehearsal: bool
+    log: TextIO
+    folder: Path
+    ends_s: float
+    findings: Findings = field(default_factory=Findings)
+    failed: dict[str, str] = field(default_factory=dict)
+    suite: Suite | None = None
+
+    def python(self, arguments: list[str], limit_s: float, environment: dict[str, str] | None = None) -> int:
+        """Run Python to its end or for `limit_s` seconds; its output goes to the log."""
+        self.log.flush()
+        process = subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", "-u", *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that what it has started can be ended with it
+        )
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)  # it shows its stacks
+            try:
+                return process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                pass
+            return -signal.SIGKILL
+        finally:
+            with suppress(ProcessLookupError):  # nothing of it is left
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def limited(self, limit_s: float) -> float:
+        """A limit, or what is left of the budget."""
+        return min(limit_s, self.ends_s - monotonic() - GRACE_S)
+
+    def run_part(self, name: str, part: Part) -> None:
+        """Run a part and gather what it has found, also where it does not come to its end."""
+        limit_s = self.limited(part.limit_s)
+        if limit_s < 5:
+            self.failed[name] = "no time was left"
+            return
+        found = self.folder / f"{name}.jsonl"
+        arguments = ["-m", "bench.gpu.programme", name, str(found), "--limit", str(limit_s)]
+        environment = dict(os.environ)
+        if part.is_experiment:
+            environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        code = self.python(
+            [*arguments, *(["--rehearse"] if self.is_rehearsal else [])], limit_s + GRACE_S, environment
+        )
+        if found.exists():
+            for line in complete_lines(found):
+                self.findings.add_line(line)
+        if code != 0:
+            self.failed[name] = f"exit code {code}"
+
+    def run_tests(self) -> None:
+        """Run `tests/gpu`."""
+        ends_s = monotonic() + self.limited(TESTS_LIMIT_S)
+        self.suite = run_suite(
+            self.folder / "tests.jsonl",
+            lambda arguments, environment: self.python(
+                arguments, max(5.0, ends_s - monotonic()), environment
+            ),
+            # What runs on the CPU, runs everywhere.
+            () if self.is_rehearsal else ("-m", "gpu"),
+        )
+
+    def run(self, name: str) -> None:
+        """Run a part or the tests, and show the end of what they print where something is wrong."""
+        began_s = monotonic()
+        self.log.write(f"== {name}\n")
+        self.log.flush()
+        start = os.path.getsize(self.log.name)
+        if name == TESTS:
+            self.run_tests()
+        else:
+            self.run_part(name, PARTS[name])
+        print(f"{name}: {monotonic() - began_s:.0f} s", flush=True)
+        if name in self.failed or (name == TESTS and self.suite and not self.suite.is_right):
+            with open(self.log.name, encoding="utf-8", errors="replace") as printed:
+                printed.seek(start)
+                print(*printed.read().splitlines()[-SHOWN:], sep="\n")
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the tests passed and every part came to its end; experiments may fail."""
+        failed = [name for name in self.failed if not PARTS[name].is_experiment]
+        return not failed and (self.suite is None or self.suite.is_right)
+
+    def close(self, folder: Path) -> None:
+        """Print what was found, last of all the table, and write the record."""
+        for name, why in self.failed.items():
+            experiment = " (an experiment)" if PARTS[name].is_experiment else ""
+            print(f"FAILED: {name}{experiment}: {why}; see {self.log.name}")
+        for note in self.findings.notes:
+            print(note)
+        if self.suite is not None:
+            print(f"tests/gpu: {self.suite}")
+        report(
+            "gpu",
+            self.findings.comparisons,
+            figures=self.findings.figures,
+            save=not self.is_rehearsal,
+            folder=folder,
+            more={
+                "card": card(),
+                "failed": self.failed,
+                "notes": self.findings.notes,
+                "tests": [vars(outcome) for outcome in self.suite.outcomes] if self.suite else [],
+            },
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rehearse", action="store_true", help="on CPU devices, with tiny sizes")
+    parser.add_argument("--only", choices=[TESTS, *PARTS], action="append", help="this part; may be repeated")
+    arguments = parser.parse_args()
+    if not arguments.rehearse and not torch.cuda.is_available():
+        print("no CUDA device here; python -m bench.gpu --rehearse runs the same code on the CPU")
+        return 2
+    first, *rest = PARTS
+    order = [name for name in (first, TESTS, *rest) if name in (arguments.only or (TESTS, *PARTS))]
+    out = os.environ.get("OUT")
+    folder, logs = (Path(out), Path(out)) if out else (RESULTS, ROOT / "build")
+    logs.mkdir(parents=True, exist_ok=True)
+    started_s = monotonic()
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        (logs / "gpu.log").open("w", encoding="utf-8") as log,
+    ):
+        session = Session(arguments.rehearse, log, Path(temporary), started_s + BUDGET_S)
+        for name in order:
+            session.run(name)
+        session.close(folder)
+    print(f"{monotonic() - started_s:.0f} s in all; {'right' if session.is_right else 'NOT RIGHT'}")
+    return 0 if session.is_right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

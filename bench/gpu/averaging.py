@@ -1,0 +1,153 @@
+"""What averaging replicas on one card costs, against a plain copy of the same bytes.
+
+Useful are the bytes of every replica, read once and written once. A copy of every replica into another
+memory reads and writes as many, so the ratio of the two times is the fraction of the card's copy bandwidth
+that a mean has.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from statistics import median
+
+import torch
+from torch import nn
+
+from bench.gpu.part import Figure, Finding, Place, lanes_of, timed_ms
+from bench.harness import compare
+from flowdp.collective.base import Averaging, Collective
+from flowdp.collective.host import HostMean
+from flowdp.collective.local import DeviceMean
+from flowdp.device.streams import Lane
+from flowdp.device.tensors import FlatReplica
+from flowdp.messages import Arrival, Outcome
+from flowdp.threads.gate import Gate
+
+TENSORS = 60  # as many as a ResNet-18 has
+
+Enter = Callable[[Gate, int], Outcome]
+Make = Callable[[Sequence[FlatReplica], Sequence[Lane]], Collective]
+
+
+def open_replicas(place: Place, ranks: int, parameters: int) -> tuple[list[FlatReplica], list[Lane]]:
+    """Replicas of so many float32 parameters on one device."""
+    lanes = lanes_of([place.device] * ranks)
+    replicas = []
+    for rank, lane in enumerate(lanes):
+        with lane.on(lane.compute):
+            rows = [torch.randn(parameters // TENSORS, device=place.device) for _ in range(TENSORS)]
+            replicas.append(FlatReplica(nn.ParameterList(rows), rank))
+        lane.drain()
+    return replicas, lanes
+
+
+def outcome_of(round: int, samples: Sequence[int], *, drift: bool = False) -> Outcome:
+    """A round that all ranks took part in."""
+    ranks = len(samples)
+    return Outcome(round, ranks * (round + 1), tuple(range(ranks)), (1,) * ranks, tuple(samples), drift=drift)
+
+
+def one_round(collective: Collective, lanes: Sequence[Lane], outcome: Outcome) -> Averaging:
+    """A mean from one thread, in the order of a gate; for collectives without a second meeting."""
+    for rank, lane in enumerate(lanes):
+        with lane.on(lane.compute):
+            collective.prepare(rank)
+    collective.launch(outcome)
+    readings = []
+    for rank, lane in enumerate(lanes):
+        with lane.on(lane.compute):
+            readings.append(collective.average(rank, outcome))
+    return readings[0]()
+
+
+def mean_ms(collective: Collective, lanes: Sequence[Lane], rounds: int, drift: bool) -> float:
+    """Median time of a mean on the device, by its own marks."""
+    samples = range(3, 3 + len(lanes))
+    outcomes = (outcome_of(number, samples, drift=drift) for number in range(rounds + 2))
+    times = [one_round(collective, lanes, outcome).sync_ms for outcome in outcomes]
+    return median(times[2:])
+
+
+def in_threads(lanes: Sequence[Lane], work: Callable[[int], None]) -> None:
+    """A thread per rank with its compute stream, as a run has.
+
+    Raises:
+        RuntimeError: One of them failed.
+    """
+    errors: list[BaseException] = []
+
+    def body(rank: int) -> None:
+        try:
+            with lanes[rank].on(lanes[rank].compute):
+                work(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(len(lanes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise RuntimeError(f"{len(errors)} ranks failed") from errors[0]
+
+
+def host_ms(replicas: Sequence[FlatReplica], lanes: Sequence[Lane], rounds: int) -> float:
+    """Median time of a mean through the host's memory, which its members take together."""
+    samples = range(3, 3 + len(lanes))
+    collective = HostMean(replicas, lanes, lambda rank: gate.finish(rank))
+    gate = Gate(len(lanes), collective.launch)
+    times: list[float] = []
+
+    def work(rank: int) -> None:
+        for number in range(rounds + 2):
+            collective.prepare(rank)
+            outcome = gate.enter(Arrival(rank, number, len(lanes) * number, 1, samples[rank]))
+            reading = collective.average(rank, outcome)
+            if rank == 0:
+                times.append(reading().sync_ms)
+
+    in_threads(lanes, work)
+    return median(times[2:])
+
+
+def against_copies(place: Place, name: str, make: Make, ranks: int, pairs: int) -> Iterator[Finding]:
+    """A collective on so many replicas of 100 million float32, with and without the drift."""
+    parameters = place.pick(100_000_000, 120_000)
+    replicas, lanes = open_replicas(place, ranks, parameters)
+    memories = [memory for replica in replicas for memory in replica.memories]
+    others = [torch.empty_like(memory) for memory in memories]
+
+    def copy() -> None:
+        for memory, other in zip(memories, others, strict=True):
+            other.copy_(memory)
+
+    copied = partial(timed_ms, place, copy, repeats=10)
+    collective = make(replicas, lanes)
+    rounds = place.pick(20, 5)
+    try:
+        label = f"{name}, {ranks} x {parameters / 1e6:g} M"
+        for drift in (False, True):
+            ours = partial(mean_ms, collective, lanes, rounds, drift)
+            result = compare(
+                f"{label}{' with drift' if drift else ''}: fraction of copy bandwidth",
+                {"copy": copied, "mean": ours},
+                pairs=pairs,
+            )
+            yield result
+            useful = 2 * sum(memory.nbytes for memory in memories)
+            yield Figure(f"{label}{' with drift' if drift else ''}, GB/s", 1e-6 * useful / result.medians[1])
+    finally:
+        for lane in lanes:
+            lane.drain()
+        collective.close()
+
+
+def measure(place: Place) -> Iterator[Finding]:
+    pairs = place.pick(7, 1)
+    for ranks in (2, 4):
+        yield from against_copies(place, "local", DeviceMean, ranks, pairs)
+    replicas, lanes = open_replicas(place, 2, place.pick(100_000_000, 600_000))
+    yield Figure("cpu backend, 2 replicas, ms", host_ms(replicas, lanes, place.pick(3, 3)))

@@ -1,0 +1,326 @@
+"""Whether a run on a device did what it says, and whether a mean is right.
+
+A missing edge between two streams shows only where the device is late at that place. So delays are put into
+backward, optimizer, copy or averaging, half of them, drawn at random; and what every step saw is noted by
+copies on its own stream, for nothing may be read back before the run is over.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import flowdp
+from bench.gpu.averaging import Make, one_round, outcome_of
+from bench.gpu.part import lanes_of
+from flowdp.collective import host
+from flowdp.collective.local import DeviceMean
+from flowdp.collective.nccl import NcclMean
+from flowdp.collective.snapshot import Snapshots
+from flowdp.data.prefetch import PrefetchFeed
+from flowdp.device.tensors import Flat, FlatReplica
+
+__all__ = ["STALLS", "Single", "Witness", "deviation", "faults_of", "model", "samples"]
+
+STALLS = ("backward", "optimizer", "copy", "averaging")
+"""Where a device can be made late."""
+
+FEATURES = 8
+STALL_CYCLES = 3_000_000  # 1.5 ms at 2 GHz, some twenty of these steps
+COUNT, BATCH_SIZE, EPOCHS = 519, 16, 3  # the last batch of an epoch has 7 samples
+
+
+def samples(count: int = COUNT) -> tuple[Tensor, Tensor]:
+    """Inputs [count, 2 + FEATURES], which begin with the sample's index and a function of it, and targets."""
+    generator = torch.Generator().manual_seed(0)
+    index = torch.arange(count, dtype=torch.float32).unsqueeze(1)
+    features = torch.randn(count, FEATURES, generator=generator)
+    return torch.cat((index, index / 2 + 1, features), 1), features.sum(1, keepdim=True)
+
+
+def model() -> nn.Module:
+    """A perceptron with float and integer buffers."""
+    return nn.Sequential(nn.Linear(FEATURES, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1))
+
+
+class Single(Dataset[Any]):
+    """Samples one by one: what a device cannot hold as a whole, and so copies."""
+
+    def __init__(self, data: tuple[Tensor, ...]) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data[0])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(tensor[index] for tensor in self._data)
+
+
+class Staller:
+    """Makes the current stream late, every other time.
+
+    Args:
+        where: One of `STALLS`, or None for nowhere.
+    """
+
+    def __init__(self, where: str | None) -> None:
+        self.where = where
+        self.stalls = 0
+        self._draw = random.Random(0)
+        self._lock = threading.Lock()
+
+    def at(self, where: str) -> None:
+        """Stall, if it is here."""
+        if where != self.where:
+            return
+        with self._lock:
+            is_late = self.stalls == 0 or self._draw.random() < 0.5
+            self.stalls += is_late
+        if is_late and torch.cuda.is_available():
+            torch.cuda._sleep(STALL_CYCLES)
+
+
+class Witness:
+    """The loss of a run, which notes on the device what it saw.
+
+    Args:
+        staller: Makes its backward late.
+
+    Attributes:
+        trained: The indices of each batch, on its device, by epoch.
+        wrong: For each batch, whether some sample holds another's values, on its device.
+        rounds: What a replica held after a round: `rounds[round][rank]`, on its device.
+    """
+
+    def __init__(self, staller: Staller) -> None:
+        self._staller = staller
+        self._lock = threading.Lock()
+        self.trained: dict[int, list[Tensor]] = defaultdict(list)
+        self.wrong: list[Tensor] = []
+        self.rounds: dict[int, dict[int, Tensor]] = defaultdict(dict)
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        worker = flowdp.current_worker()
+        x, y = batch
+        index, wrong = x[:, 0].clone(), (x[:, 1] != x[:, 0] / 2 + 1).any()
+        with self._lock:
+            self.trained[worker.epoch].append(index)
+            self.wrong.append(wrong)
+            is_new = worker.round >= 0 and worker.rank not in self.rounds[worker.round]
+        if is_new:
+            self.rounds[worker.round][worker.rank] = held_by(model)
+        loss = F.mse_loss(model(x[:, 2:]), y)
+        loss.register_hook(lambda _: self._staller.at("backward"))
+        return loss
+
+    def faults(self, count: int, epochs: int) -> list[str]:
+        """What was wrong with the data. Call it when the run is over."""
+        found = [f"batch {number} held wrong values" for number, wrong in enumerate(self.wrong) if wrong]
+        for epoch in range(epochs):
+            seen = Counter(int(i) for index in self.trained[epoch] for i in index.nan_to_num(-1).tolist())
+            if seen != Counter(range(count)):
+                twice = sum(times > 1 for times in seen.values())
+                found.append(f"epoch {epoch}: {len(seen)} of {count} samples trained, {twice} twice")
+        return found
+
+    def unequal_rounds(self) -> list[int]:
+        """Rounds after which two replicas differed."""
+        return [
+            number
+            for number, held in self.rounds.items()
+            if any(not torch.equal(next(iter(held.values())).cpu(), other.cpu()) for other in held.values())
+        ]
+
+
+@torch.no_grad()
+def held_by(module: nn.Module) -> Tensor:
+    """Parameters and buffers, exactly, as one tensor."""
+    tensors = (*module.parameters(), *module.buffers())
+    return torch.cat([tensor.detach().reshape(-1).double() for tensor in tensors])
+
+
+@contextmanager
+def stalled(staller: Staller) -> Iterator[None]:
+    """Make the copies of prefetch and the averaging late while this lasts."""
+    with ExitStack() as stack:
+        for name in ("_gather", "_copy"):
+            stack.enter_context(_before(PrefetchFeed, name, lambda *_: staller.at("copy")))
+        for kind in (DeviceMean, NcclMean):
+            stack.enter_context(_before(kind, "_enqueue", _on_comm(staller)))
+
+        def late(lane: Any, *_: Any) -> None:
+            with lane.on(lane.comm):
+                staller.at("averaging")
+
+        stack.enter_context(_before(host, "_copy", late))
+        stack.enter_context(_before(Snapshots, "_mean_of", lambda mean, _, home: late(mean._lanes[home])))
+        yield
+
+
+def _on_comm(staller: Staller) -> Callable[..., None]:
+    def late(mean: Any, _: Any, workers: Sequence[int]) -> None:
+        for worker in workers:
+            lane = mean._lanes[worker]
+            with lane.on(lane.comm):
+                staller.at("averaging")
+
+    return late
+
+
+@contextmanager
+def _before(owner: Any, name: str, first: Callable[..., None]) -> Iterator[None]:
+    """Let something happen before each call of a function."""
+    own = getattr(owner, name)
+
+    def both(*arguments: Any, **options: Any) -> Any:
+        first(*arguments)
+        return own(*arguments, **options)
+
+    setattr(owner, name, both)
+    try:
+        yield
+    finally:
+        setattr(owner, name, own)
+
+
+def faults_of(
+    devices: Sequence[torch.device | str],
+    *,
+    policy: str = "cadence",
+    stall: str | None = None,
+    is_streamed: bool = False,
+    precision: str = "32",
+    **options: Any,
+) -> list[str]:
+    """Train, and say what was wrong.
+
+    Args:
+        devices: One per rank.
+        policy: As for the Trainer.
+        stall: One of `STALLS`: where the devices are late.
+        is_streamed: Whether the batches are copied, though all of them would fit on the device.
+        precision: As for the Trainer.
+        options: More for the Trainer.
+    """
+    staller = Staller(stall)
+    witness = Witness(staller)
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(params, lr=0.02)
+        made.register_step_pre_hook(lambda *_: staller.at("optimizer"))
+        made.register_step_post_hook(lambda *_: staller.at("optimizer"))
+        return made
+
+    data = samples()
+    settings: dict[str, Any] = {
+        "cadence": flowdp.CadenceOptions(anchor=2, max_anchor=4),
+        "policy": policy,
+        "precision": precision,
+        **options,
+    }
+    torch.manual_seed(0)
+    with stalled(staller):
+        run = flowdp.Trainer(
+            model(),
+            optimizer,
+            witness,
+            dataset=Single(data) if is_streamed else data,
+            batch_size=BATCH_SIZE,
+            epochs=EPOCHS,
+            devices=list(devices),
+            progress=False,
+            **settings,
+        ).start()
+        state = run.join()
+    found = witness.faults(COUNT, EPOCHS)
+    losses = [record.loss for record in state.history]
+    if not losses[-1] < 0.7 * losses[0]:
+        found.append(f"the loss did not fall: {losses}")
+    if len(devices) > 1:
+        found += _replica_faults(run, witness, policy)
+    has_streams = all(replica.lane.is_async for replica in run._engine.replicas)
+    if stall and not staller.stalls and (has_streams or stall in ("backward", "optimizer")):
+        found.append(f"nothing was late in {stall}")
+    return found
+
+
+def _replica_faults(run: flowdp.Run, witness: Witness, policy: str) -> list[str]:
+    found = []
+    # Asynchronous replicas differ, but for the end.
+    if policy != "async":
+        if len(witness.rounds) < 3:
+            found.append(f"only {len(witness.rounds)} rounds were seen")
+        found += [f"replicas differed after round {number}" for number in witness.unequal_rounds()]
+    first, *others = (held_by(replica.module).cpu() for replica in run._engine.replicas)
+    if not all(torch.equal(first, other) for other in others):
+        found.append("replicas differed at the end")
+    return found
+
+
+def deviation(devices: Sequence[torch.device], make: Make, *, rounds: int = 4) -> float:
+    """How far means of unequal weights are from a reference in float64, relative to its largest element.
+
+    Args:
+        devices: One per rank.
+        make: A collective of replicas and lanes; small replicas need no second meeting.
+        rounds: Means of fresh values; in the second, one rank gives nothing.
+
+    Raises:
+        AssertionError: An integer buffer is not the maximum, or the members hold different bits.
+    """
+    lanes = lanes_of(devices)
+    modules, replicas = [], []
+    for rank, lane in enumerate(lanes):
+        with lane.on(lane.compute):
+            modules.append(model().to(lane.device))
+            replicas.append(FlatReplica(modules[rank], rank))
+        lane.drain()
+    collective, worst = make(replicas, lanes), 0.0
+    try:
+        for number in range(rounds):
+            weights = [5 * rank + 1 for rank in range(len(lanes))]
+            if number == 1:
+                weights[-1] = 0
+            for rank, (replica, lane) in enumerate(zip(replicas, lanes, strict=True)):
+                with lane.on(lane.compute):
+                    for flat in replica.flats:
+                        flat.memory.fill_(3 + rank) if flat.counts else flat.memory.normal_()
+                lane.drain()
+            before = [[memory.double().cpu() for memory in replica.memories] for replica in replicas]
+            one_round(collective, lanes, outcome_of(number, weights))
+            for lane in lanes:
+                lane.drain()
+            worst = max(worst, _distance(replicas, before, weights))
+    finally:
+        collective.close()
+    return worst
+
+
+def _distance(
+    replicas: Sequence[FlatReplica], before: Sequence[Sequence[Tensor]], weights: Sequence[int]
+) -> float:
+    worst = 0.0
+    for index, flat in enumerate(replicas[0].flats):
+        now = [replica.memories[index].cpu() for replica in replicas]
+        assert all(torch.equal(now[0], other) for other in now), "the replicas differ"
+        mean = _reference(flat, [memories[index] for memories in before], weights)
+        away = float((now[0].double() - mean).abs().max() / mean.abs().max())
+        assert not flat.counts or away == 0.0, "an integer is not the maximum"
+        worst = max(worst, away)
+    return worst
+
+
+def _reference(flat: Flat, values: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
+    if flat.counts:
+        return torch.stack(list(values)).max(0).values
+    weighted = [value * weight for value, weight in zip(values, weights, strict=True)]
+    return torch.stack(weighted).sum(0) / sum(weights)

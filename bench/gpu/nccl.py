@@ -1,0 +1,65 @@
+"""NCCL: one rank, and several ranks on one card, which NCCL allows since 2.30 as an experiment.
+
+Several ranks may hang, or fail for want of room on the card's multiprocessors, without a fault of ours. So
+they come last, each number of ranks in a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from bench.gpu.averaging import against_copies, open_replicas
+from bench.gpu.checks import deviation, faults_of
+from bench.gpu.part import Figure, Finding, Note, Place, timed_ms
+from bench.harness import step_ms
+from flowdp.collective.group import Opening, Side, abort_all, sum_replicas
+from flowdp.collective.nccl import NcclMean, load
+from flowdp.device.streams import QUIET
+
+
+def measure_one(place: Place) -> Iterator[Finding]:
+    """A communicator of one rank: made, checked by value, used, destroyed; another one aborted."""
+    place.needs_cuda("NCCL")
+    nccl = load([place.device])
+    yield Note(f"NCCL {nccl.get_version()}, torch's {'.'.join(map(str, torch.cuda.nccl.version()))}")
+    (replica,), lanes = open_replicas(place, 1, place.pick(100_000_000, 120_000))
+    before = replica.memories[0].double().sum().item()
+    with QUIET:
+        side = Side(nccl, lanes[0], replica.flats)
+    comms = Opening(nccl, lanes, [replica.flats]).wait(20.0)
+    mean = partial(sum_replicas, nccl, comms, [side], (3,), drift=False)
+    try:
+        mean()
+        with lanes[0].on(lanes[0].comm):
+            lanes[0].comm.synchronize()
+            ms = timed_ms(place, mean, repeats=20)
+            yield Figure("NCCL, 1 rank x 100 M, ms", ms)
+            yield Figure("NCCL, 1 rank, launch, host, us", 1e3 * step_ms(mean, steps=20))
+        lanes[0].drain()
+        after = replica.memories[0].double().sum().item()
+        if abs(after - before) > 1e-4 * replica.memories[0].numel() ** 0.5:
+            raise RuntimeError(f"a mean of one rank changed its sum from {before} to {after}")
+    finally:
+        for comm in comms:
+            comm.destroy()
+    comms = Opening(nccl, lanes, [replica.flats]).wait(20.0)
+    abort_all(comms)
+    yield Note("one rank: communicators made twice, destroyed once, aborted once")
+
+
+def measure_several(ranks: int, place: Place) -> Iterator[Finding]:
+    """So many ranks on one card: means against float64, training with late streams, bandwidth."""
+    place.needs_cuda("NCCL")
+    devices = [place.device] * ranks
+    away = deviation(devices, NcclMean)
+    yield Figure(f"NCCL, {ranks} ranks on one card: away from float64, millionths", away * 1e6)
+    if not away < 1e-6:
+        raise RuntimeError(f"the means of {ranks} ranks are {away} away from float64")
+    for policy, stall in (("sync", None), ("cadence", "backward"), ("cadence", "averaging")):
+        if found := faults_of(devices, policy=policy, backend="nccl", stall=stall):
+            raise RuntimeError(f"{policy}, late in {stall}: {'; '.join(found[:5])}")
+        yield Note(f"NCCL, {ranks} ranks on one card: {policy}, late in {stall or 'nothing'}: right")
+    yield from against_copies(place, "NCCL", NcclMean, ranks, place.pick(5, 1))

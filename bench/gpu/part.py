@@ -1,0 +1,202 @@
+"""What a part of the programme is given and what it yields, and how it measures.
+
+A part is a function of a `Place`, so that the same code runs on a CPU device with tiny sizes: a rehearsal
+finds what is broken before a GPU is at hand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+from typing import Any, TypeVar
+
+import torch
+
+from bench.harness import Comparison
+from flowdp.device.streams import HostLane, Lane, open_lanes
+
+__all__ = [
+    "Clock",
+    "Figure",
+    "Finding",
+    "Findings",
+    "Measure",
+    "Note",
+    "Place",
+    "Skipped",
+    "lanes_of",
+    "timed_ms",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a part runs.
+
+    Attributes:
+        device: The device.
+    """
+
+    device: torch.device
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether this is no rehearsal."""
+        return self.device.type == "cuda"
+
+    def pick(self, full: T, tiny: T) -> T:
+        """The first on a GPU, the second in a rehearsal."""
+        return full if self.is_cuda else tiny
+
+    def wait(self) -> None:
+        """Until the device is done with everything."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def needs_cuda(self, what: str) -> None:
+        """End the part where there is none.
+
+        Raises:
+            Skipped: There is none.
+        """
+        if not self.is_cuda:
+            raise Skipped(f"{what} exists on CUDA devices alone")
+
+
+class _Rehearsed(HostLane):
+    """A CPU that passes for a device with streams: what is made for those runs on it, in order."""
+
+    is_async = True
+
+
+def lanes_of(devices: Sequence[torch.device]) -> list[Lane]:
+    """A lane per rank, as a run has them; in a rehearsal with streams, too."""
+    if all(device.type == "cpu" for device in devices):
+        return [_Rehearsed(device) for device in devices]
+    return open_lanes(devices)
+
+
+class Skipped(Exception):
+    """A part, or the rest of it, that cannot be measured here; says why."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number; the name ends in the unit."""
+
+    name: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Note:
+    """What else there is to say."""
+
+    text: str
+
+
+Finding = Figure | Comparison | Note
+Measure = Callable[[Place], Iterator[Finding]]
+
+
+@dataclass
+class Findings:
+    """What parts have yielded; it goes through a file, a line each, as it comes.
+
+    Attributes:
+        figures: By name.
+        comparisons: In order.
+        notes: In order.
+    """
+
+    figures: dict[str, float] = field(default_factory=dict)
+    comparisons: list[Comparison] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, finding: Finding) -> None:
+        if isinstance(finding, Figure):
+            self.figures[finding.name] = finding.value
+        elif isinstance(finding, Note):
+            self.notes.append(finding.text)
+        else:
+            self.comparisons.append(finding)
+
+    @staticmethod
+    def line(finding: Finding) -> str:
+        """A finding as a line of JSON."""
+        return json.dumps({"kind": type(finding).__name__, **vars(finding)}) + "\n"
+
+    def add_line(self, line: str) -> None:
+        """Add what `line` has written."""
+        fields: dict[str, Any] = json.loads(line)
+        kind = fields.pop("kind")
+        if kind == "Comparison":
+            for name in ("names", "a", "b"):
+                fields[name] = tuple(fields[name])
+            self.add(Comparison(**fields))
+        else:
+            self.add(Figure(**fields) if kind == "Figure" else Note(**fields))
+
+
+class Clock:
+    """Times steps from the inside: called where each begins, the loss function in most cases.
+
+    Args:
+        place: Whose device is waited for at both ends, so that no work is left out or counted twice.
+        steps: How many are timed.
+        warmup: How many come before.
+    """
+
+    def __init__(self, place: Place, steps: int, warmup: int = 20) -> None:
+        self._place = place
+        self._steps = steps
+        self.calls = steps + warmup + 1  # the last one ends the last timed step
+        self._left = self.calls
+        self._start_s = self._stop_s = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return self._left <= 0
+
+    def tick(self) -> None:
+        self._left -= 1
+        if self._left in (self._steps, 0):
+            self._place.wait()
+        if self._left == self._steps:
+            self._start_s = perf_counter()
+        elif self._left == 0:
+            self._stop_s = perf_counter()
+
+    @property
+    def ms(self) -> float:
+        """Mean time of a step."""
+        if not self.is_over:
+            raise RuntimeError(f"the clock was to see {self.calls} steps, {self._left} are missing")
+        return (self._stop_s - self._start_s) * 1e3 / self._steps
+
+
+def timed_ms(place: Place, work: Callable[[], object], *, repeats: int, warmup: int = 3) -> float:
+    """Median time that the device takes for `work`, which enqueues on the current stream.
+
+    On CUDA the time between two events around it, each repeat awaited before the next.
+    """
+    times = []
+    for _ in range(warmup + repeats):
+        place.wait()
+        if place.is_cuda:
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            work()
+            stop.record()
+            stop.synchronize()
+            times.append(float(start.elapsed_time(stop)))
+        else:
+            start_s = perf_counter()
+            work()
+            times.append((perf_counter() - start_s) * 1e3)
+    return median(times[warmup:])

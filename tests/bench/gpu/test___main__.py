@@ -1,0 +1,133 @@
+"""The command: its exit code, its table, its record, and what hangs or crashes costs itself alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.gpu import __main__ as command
+from bench.gpu.__main__ import Session
+from bench.gpu.part import Figure, Findings
+from bench.gpu.programme import Part
+from bench.gpu.suite import Outcome, Suite
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[Session]:
+    with (tmp_path / "log").open("w") as log:
+        yield Session(True, log, tmp_path, time.monotonic() + 60)
+
+
+def printed(session: Session) -> str:
+    return Path(session.log.name).read_text()
+
+
+def test_a_rehearsal_of_one_part(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.gpu", "--rehearse", "--only", "facts", "--only", "nccl2"],
+        cwd=ROOT, env={**os.environ, "OUT": str(tmp_path)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "a kernel, host, us" in done.stdout
+    assert "nccl2: skipped, NCCL exists on CUDA devices alone" in done.stdout
+    assert done.stdout.rstrip().endswith("s in all; right")
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu.log"]  # a rehearsal leaves no record
+
+
+def test_without_cuda_it_says_what_there_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.gpu"])
+    monkeypatch.setattr(command.torch.cuda, "is_available", lambda: False)
+    assert command.main() == 2
+    assert "--rehearse" in capsys.readouterr().out
+
+
+def test_what_hangs_is_ended_and_shows_where(session: Session) -> None:
+    hanging = "import threading\ndef wait_for_ever(): threading.Event().wait()\nwait_for_ever()"
+    start_s = time.monotonic()
+    assert session.python(["-c", hanging], 2.0) != 0
+    assert time.monotonic() - start_s < 2.0 + 2 * command.GRACE_S
+    assert "wait_for_ever" in printed(session)
+
+
+ORPHAN = """
+import signal, subprocess, sys, threading
+signal.signal(signal.SIGABRT, signal.SIG_IGN)
+hold = "pipe = open(sys.argv[1], 'w'); pipe.write('x'); pipe.flush(); sys.stdin.read()"
+subprocess.Popen([sys.executable, "-c", "import sys; " + hold, sys.argv[1]], stdin=subprocess.PIPE)
+threading.Event().wait()
+"""
+
+
+def test_what_a_process_has_started_ends_with_it(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "GRACE_S", 0.5)
+    os.mkfifo(tmp_path / "pipe")
+    pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    assert session.python(["-c", ORPHAN, str(tmp_path / "pipe")], 3.0) < 0
+    os.set_blocking(pipe, True)
+    with open(pipe) as held:
+        assert held.read() == "x"  # ends when nobody holds the other end any more
+
+
+def test_a_part_that_fails_is_named_and_its_findings_kept(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(command.PARTS, "broken", Part(20, lambda: None))  # type: ignore[arg-type, return-value]
+
+    def python(arguments: list[str], limit_s: float, environment: dict[str, str] | None = None) -> int:
+        Path(arguments[3]).write_text(Findings.line(Figure("before it broke, ms", 1.0)))
+        print("why it broke", file=session.log, flush=True)
+        return 1
+
+    monkeypatch.setattr(session, "python", python)
+    session.run("broken")
+    assert session.failed == {"broken": "exit code 1"}
+    assert session.findings.figures == {"before it broke, ms": 1.0}
+    assert not session.is_right
+    assert "why it broke" in capsys.readouterr().out
+
+
+def test_an_experiment_may_fail(session: Session) -> None:
+    session.failed["nccl2"] = "exit code 1"
+    assert session.is_right
+    session.failed["averaging"] = "exit code 1"
+    assert not session.is_right
+
+
+@pytest.mark.parametrize(("outcome", "is_right"), [("passed", True), ("skipped", True), ("failed", False)])
+def test_a_failed_test_is_not_right(session: Session, outcome: str, is_right: bool) -> None:
+    session.suite = Suite([Outcome("tests/gpu/test_x.py::test_y", outcome)], is_complete=True)
+    assert session.is_right == is_right
+
+
+def test_no_part_begins_when_the_time_is_over(session: Session) -> None:
+    session.ends_s = time.monotonic() + 1
+    session.run_part("facts", command.PARTS["facts"])
+    assert session.failed == {"facts": "no time was left"}
+
+
+def test_the_record(session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    session.is_rehearsal = False
+    session.findings.add(Figure("copy, GB/s", 4000.0))
+    session.suite = Suite([Outcome("tests/gpu/test_x.py::test_y", "passed", 0.1)], is_complete=True)
+    session.close(tmp_path / "out")
+    (path,) = (tmp_path / "out").glob("gpu_*.json")
+    record = json.loads(path.read_text())
+    assert record["figures"] == {"copy, GB/s": 4000.0}
+    assert record["tests"][0]["outcome"] == "passed"
+    assert record["failed"] == {}
+    assert {"gpu", "driver", "cuda", "nccl"} <= record["card"].keys()
+    assert {"cpu", "torch", "python"} <= record["machine"].keys()
+    assert "tests/gpu: 1 passed" in capsys.readouterr().out

@@ -1,0 +1,100 @@
+"""The checks of a run find what they are for; on the CPU by planted faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from bench.gpu import checks
+from bench.gpu.checks import Single, deviation, faults_of
+from flowdp.collective import host
+from flowdp.collective.host import HostMean
+from flowdp.collective.local import DeviceMean, LocalMean
+
+CPU = torch.device("cpu")
+
+
+def plant(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Any]) -> None:
+    """Put `fault(own method, *arguments)` in the place of a method."""
+    own = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *given: fault(own, *given))
+
+
+def test_a_right_run_has_no_faults() -> None:
+    assert faults_of([CPU] * 2, stall="optimizer") == []
+
+
+def test_a_mean_that_leaves_a_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(own: Any, mean: LocalMean, rank: int, outcome: Any) -> Any:
+        reading = own(mean, rank, outcome)
+        if rank == 1:
+            for memory in mean._replicas[1].memories:
+                memory.add_(1)
+        return reading
+
+    plant(LocalMean, "average", monkeypatch, fault)
+    found = faults_of([CPU] * 2, policy="sync")
+    assert "replicas differed after round 3" in found
+    assert "replicas differed at the end" in found
+
+
+def test_samples_with_the_values_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = checks.samples()
+    x[17, 1] += 1
+    monkeypatch.setattr(checks, "samples", lambda: (x, y))
+    found = faults_of([CPU])
+    assert len([fault for fault in found if "held wrong values" in fault]) == checks.EPOCHS
+
+
+def test_a_sample_that_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Single.__getitem__
+    monkeypatch.setattr(Single, "__getitem__", lambda data, i: own(data, 3 if i == 4 else i))
+    found = faults_of([CPU] * 2, is_streamed=True)
+    assert f"epoch 0: {checks.COUNT - 1} of {checks.COUNT} samples trained, 1 twice" in found
+
+
+def test_a_step_that_learns_nothing() -> None:
+    found = faults_of([CPU], lr_lambda=lambda _: 0.0)
+    assert [fault for fault in found if "the loss did not fall" in fault]
+
+
+def test_stalls_are_where_they_shall_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each place is reached, with the right stream current; on the CPU nothing is late there."""
+    reached: list[str] = []
+    plant(checks.Staller, "at", monkeypatch, lambda own, staller, where: reached.append(where))
+    assert faults_of([CPU] * 2, backend="cpu") == []
+    assert set(reached) == {"backward", "optimizer"}  # what a CPU rank has
+    with checks.stalled(checks.Staller("averaging")):
+        deviation([CPU] * 2, DeviceMean)
+        lanes = checks.lanes_of([CPU])
+        host._copy(lanes[0], [torch.ones(1)], [torch.ones(1)], (lanes[0].event(), lanes[0].event()))
+    assert reached.count("averaging") == 4 + 1
+
+
+@pytest.mark.parametrize("make", [DeviceMean, lambda flats, lanes: HostMean(flats, lanes, lambda _: None)])
+def test_right_means_are_near(make: Any) -> None:
+    assert deviation([CPU] * 3, make) < 1e-6
+
+
+def test_a_mean_without_weights_is_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome_of = checks.outcome_of
+    monkeypatch.setattr(checks, "outcome_of", lambda round, weights: outcome_of(round, [1] * len(weights)))
+    assert deviation([CPU] * 2, DeviceMean) > 0.1
+
+
+class OneSided(DeviceMean):
+    """Writes the mean, and then changes one replica."""
+
+    def average(self, rank: int, outcome: Any) -> Any:
+        reading = super().average(rank, outcome)
+        if rank == 1:
+            self._replicas[1].memories[0][0] += 1e-6
+        return reading
+
+
+def test_replicas_that_differ_in_a_bit() -> None:
+    with pytest.raises(AssertionError, match="the replicas differ"):
+        deviation([CPU] * 2, OneSided)

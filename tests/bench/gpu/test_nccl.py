@@ -1,0 +1,96 @@
+"""The NCCL parts run to their end on a fake NCCL, and notice what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from bench.gpu import averaging, checks, nccl
+from bench.gpu.part import Figure, Place
+from flowdp.collective import nccl as collective
+from flowdp.device.streams import CudaLane
+from flowdp.errors import CollectiveError
+from tests.collective.fake_nccl import FakeNccl
+from tests.fakes import FakeCuda
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
+    cuda = FakeCuda()
+    lanes = [CudaLane(CPU, cuda) for _ in range(4)]
+    made = FakeNccl(cuda, lanes)
+    for module in (nccl, collective):
+        monkeypatch.setattr(module, "load", lambda _: made)
+    for module in (averaging, checks):
+        monkeypatch.setattr(module, "lanes_of", lambda devices: lanes[: len(devices)])
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(Place, "needs_cuda", lambda *_: None)
+    return made
+
+
+@pytest.fixture
+def trainings(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Trainings that were asked for; all of them go well."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(nccl, "faults_of", lambda devices, **options: asked.append(options) or [])
+    return asked
+
+
+def test_one_rank(fake: FakeNccl) -> None:
+    found = list(nccl.measure_one(Place(CPU)))
+    assert len(found) == 4
+    assert (fake.destroyed, fake.aborted) == ([0], [0])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_several_ranks(fake: FakeNccl, trainings: list[dict[str, Any]], ranks: int) -> None:
+    found = list(nccl.measure_several(ranks, Place(CPU)))
+    away = next(f for f in found if isinstance(f, Figure))
+    assert away.name == f"NCCL, {ranks} ranks on one card: away from float64, millionths"
+    assert 0 <= away.value < 1
+    assert [(t["policy"], t["stall"]) for t in trainings] == [
+        ("sync", None),
+        ("cadence", "backward"),
+        ("cadence", "averaging"),
+    ]
+    assert sorted(fake.destroyed) == sorted([*range(ranks)] * 2)  # of the means, and of the bandwidth
+
+
+def test_wrong_sums_end_the_part(fake: FakeNccl, trainings: list[dict[str, Any]]) -> None:
+    fake.broken = True
+    with pytest.raises(CollectiveError, match="wrong sums"):
+        list(nccl.measure_several(2, Place(CPU)))
+    assert trainings == []
+
+
+def test_means_that_are_off_end_the_part(
+    fake: FakeNccl, trainings: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "deviation", lambda *_: float("nan"))
+    with pytest.raises(RuntimeError, match="nan away from float64"):
+        list(nccl.measure_several(2, Place(CPU)))
+
+
+def test_a_training_with_faults_ends_the_part(fake: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults: Callable[..., list[str]] = lambda *_, **options: ["replicas differed"] if options["stall"] else []  # noqa: E731
+    monkeypatch.setattr(nccl, "faults_of", faults)
+    with pytest.raises(RuntimeError, match="cadence, late in backward: replicas differed"):
+        list(nccl.measure_several(2, Place(CPU)))
+
+
+def test_one_rank_that_changes_its_replica(fake: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = nccl.sum_replicas
+
+    def shifting(module: Any, comms: Any, sides: Any, samples: Any, *, drift: bool) -> None:
+        own(module, comms, sides, samples, drift=drift)
+        sides[0].scale(2.0, drift=False)
+
+    monkeypatch.setattr(nccl, "sum_replicas", shifting)
+    with pytest.raises(RuntimeError, match="changed its sum"):
+        list(nccl.measure_one(Place(CPU)))
+    assert fake.destroyed == [0]

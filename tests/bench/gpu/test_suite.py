@@ -1,0 +1,109 @@
+"""A test that takes the process down costs itself, and the others still run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.gpu.suite import JOURNAL, Outcome, Suite, complete_lines, run_suite
+
+ROOT = Path(__file__).resolve().parents[3]
+
+MIXED = """
+import os, pytest
+def test_first(): pass
+def test_wrong(): assert 1 == 2
+@pytest.mark.skip(reason="no card")
+def test_skipped(): pass
+def test_crash(): os.abort()
+@pytest.fixture
+def broken(): raise OSError("no such thing")
+def test_setup(broken): pass
+def test_last(): pass
+"""
+
+
+def caller(folder: Path, text: str, calls: list[int]):
+    """Runs the tests of `text` instead of tests/gpu."""
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    (folder / "test_it.py").write_text(text)
+
+    def call(arguments: list[str], environment: dict[str, str]) -> int:
+        assert environment[JOURNAL]
+        arguments = ["test_it.py" if argument == "tests/gpu" else argument for argument in arguments]
+        environment = {**environment, "PYTHONPATH": str(ROOT)}
+        calls.append(
+            subprocess.run(
+                [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, check=False
+            ).returncode
+        )
+        return calls[-1]
+
+    return call
+
+
+def test_a_crash_costs_one_test(tmp_path: Path) -> None:
+    calls: list[int] = []
+    suite = run_suite(tmp_path / "journal", caller(tmp_path, MIXED, calls))
+    outcomes = {outcome.test.rpartition("::")[2]: outcome for outcome in suite.outcomes}
+    assert {name: outcome.outcome for name, outcome in outcomes.items()} == {
+        "test_first": "passed",
+        "test_wrong": "failed",
+        "test_skipped": "skipped",
+        "test_crash": "lost",
+        "test_setup": "failed",
+        "test_last": "passed",
+    }
+    assert outcomes["test_wrong"].why == "assert 1 == 2"
+    assert outcomes["test_skipped"].why == "no card"
+    assert "no such thing" in outcomes["test_setup"].why
+    assert len(calls) == 2
+    assert suite.is_complete
+    assert not suite.is_right
+    assert str(suite).startswith("2 ")
+    assert "lost: test_it.py::test_crash" in str(suite)
+
+
+def test_all_is_well(tmp_path: Path) -> None:
+    calls: list[int] = []
+    suite = run_suite(tmp_path / "journal", caller(tmp_path, "def test_it(): pass", calls))
+    assert (suite.is_right, calls, str(suite)) == (True, [0], "1 passed")
+
+
+def test_more_options(tmp_path: Path) -> None:
+    text = "def test_one(): pass\ndef test_two(): pass"
+    suite = run_suite(tmp_path / "journal", caller(tmp_path, text, []), ("-k", "two"))
+    assert [outcome.test for outcome in suite.outcomes] == ["test_it.py::test_two"]
+
+
+@pytest.mark.parametrize("text", ["import nothing_like_it", ""])
+def test_nothing_that_can_be_run_is_not_right(tmp_path: Path, text: str) -> None:
+    calls: list[int] = []
+    suite = run_suite(tmp_path / "journal", caller(tmp_path, text, calls))
+    assert not suite.is_right
+    assert len(calls) == 1
+
+
+def test_a_suite_that_always_crashes_comes_to_an_end(tmp_path: Path) -> None:
+    text = "import os\n" + "".join(f"def test_{n}(): os.abort()\n" for n in range(9))
+    calls: list[int] = []
+    suite = run_suite(tmp_path / "journal", caller(tmp_path, text, calls))
+    assert len(calls) == 4
+    assert not suite.is_complete
+    assert str(suite).startswith("4 lost; not all were reached")
+
+
+def test_skips_are_right_and_shown_with_their_reason() -> None:
+    skipped = [Outcome(f"t::{n}", "skipped", why="needs 2 CUDA devices") for n in range(3)]
+    suite = Suite(skipped, is_complete=True)
+    assert suite.is_right
+    assert str(suite) == "3 skipped\n  skipped 3: needs 2 CUDA devices"
+
+
+def test_a_line_that_was_not_finished_is_left_out(tmp_path: Path) -> None:
+    for text, lines in (("", []), ("one\ntwo\n", ["one", "two"]), ('one\n{"ki', ["one"])):
+        (tmp_path / "file").write_text(text)
+        assert complete_lines(tmp_path / "file") == lines

@@ -1,0 +1,65 @@
+"""Where the GPU tests run: on CUDA devices, and the same bodies on the CPU, so that they cannot rot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import cycle, islice
+
+import pytest
+import torch
+
+from flowdp import trainer
+from flowdp.data.feed import open_feeds
+from flowdp.device.streams import CudaLane
+from flowdp.engine import launch
+
+Ranks = Callable[[int], Sequence[torch.device]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One OpenMP thread for each worker: a pool spins where the machine has other things to do."""
+    monkeypatch.setattr(launch, "usable_cores", lambda: 1)
+
+
+@pytest.fixture(params=[pytest.param("cuda:0", marks=pytest.mark.gpu(1)), "streams", "cpu"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A card; the CPU with the fake streams of one; the CPU."""
+    if request.param == "streams":
+        fake_streams(monkeypatch)
+    return torch.device("cpu" if request.param == "streams" else request.param)
+
+
+@pytest.fixture
+def has_streams(request: pytest.FixtureRequest, device: torch.device) -> bool:
+    """Whether `device` works as a card does: prefetches, keeps data, runs behind its host."""
+    return request.node.callspec.params["device"] != "cpu"
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(["cuda:0"], marks=pytest.mark.gpu(1)),
+        pytest.param(["cuda:0", "cuda:1"], marks=pytest.mark.gpu(2)),
+        pytest.param(["cuda:0", "cpu"], marks=pytest.mark.gpu(1)),
+        "streams",
+        ["cpu"],
+    ],
+    ids=["card", "cards", "card-and-cpu", "streams", "cpu"],
+)
+def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    """`ranks(n)` are n devices, those of a machine in turn."""
+    there = request.param
+    if there == "streams":
+        fake_streams(monkeypatch)
+        there = ["cpu"]
+    return lambda count: list(islice(cycle(map(torch.device, there)), count))
+
+
+def fake_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs on the CPU do what they do on a card."""
+    from tests.data.cards import Card
+
+    card = Card()
+    monkeypatch.setattr(trainer, "open_lanes", lambda devices: [CudaLane(device, card) for device in devices])
+    monkeypatch.setattr(launch, "open_feeds", partial(open_feeds, cuda=card))

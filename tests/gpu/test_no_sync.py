@@ -1,0 +1,137 @@
+"""Nothing on the path of a step waits for the device; nothing that was freed is read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import flowdp
+from bench.gpu.checks import BATCH_SIZE, Single, faults_of, model, samples
+from flowdp.data import prefetch
+from flowdp.engine import launch
+
+STEPS = 160
+
+
+@pytest.fixture
+def poisonings(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> list[int]:
+    """Prefetched batches are written over once their step is done; counts them."""
+    count: list[int] = []
+    own = prefetch.poison
+    monkeypatch.setattr(prefetch, "poison", lambda memory: (count.append(1), own(memory)))
+    monkeypatch.setattr(launch, "open_feeds", partial(launch.open_feeds, poison=True))
+    return count
+
+
+class Watch:
+    """A loss that switches torch's check for implicit waits on behind the first rounds and off near the end.
+
+    The check is one for the process, and an error in whichever thread waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.steps = 0
+        self.is_on = False
+        self.device = device
+        self._lock = threading.Lock()
+
+    def switch(self, mode: str) -> None:
+        self.is_on = mode == "error"
+        if self.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode(mode)
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        with self._lock:
+            self.steps += 1
+            if self.steps == STEPS // 4:
+                self.switch("error")
+            elif self.steps == STEPS - 20:
+                self.switch("default")
+        loss = F.mse_loss(model(batch[0][:, 2:]), batch[1])
+        flowdp.record_scalar("loss again", loss.detach())
+        return loss
+
+
+@pytest.fixture
+def watch(device: torch.device) -> Iterator[Watch]:
+    made = Watch(device)
+    yield made
+    made.switch("default")
+
+
+def train(device: torch.device, loss: Any, *, is_streamed: bool, **options: Any) -> flowdp.TrainedState:
+    data = samples()
+    return flowdp.Trainer(
+        model(),
+        lambda params: torch.optim.Adam(params, lr=1e-3, fused=True),
+        loss,
+        dataset=Single(data) if is_streamed else data,
+        batch_size=BATCH_SIZE,
+        max_steps=STEPS,
+        devices=[device] * 2,
+        max_grad_norm=1.0,
+        cadence=flowdp.CadenceOptions(anchor=2, max_anchor=4),
+        progress=False,
+        **options,
+    ).fit()
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["there", "streamed"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "sync"},
+        {"policy": "cadence"},
+        {"policy": "async"},
+        {"policy": "cadence", "precision": "bf16"},
+        {"policy": "sync", "backend": "cpu"},
+    ],
+    ids=str,
+)
+def test_nothing_on_the_step_path_waits(device, watch, options, is_streamed):
+    state = train(device, watch, is_streamed=is_streamed, **options)
+    assert (state.global_step, watch.is_on) == (STEPS, False)
+
+
+@pytest.mark.gpu(1)
+def test_the_check_bites():
+    watch = Watch(torch.device("cuda", 0))
+
+    def reading(model: nn.Module, batch: Any) -> Tensor:
+        loss = watch(model, batch)
+        if watch.is_on:
+            loss.item()
+        return loss
+
+    try:
+        with pytest.raises(flowdp.StepError, match="synchroniz"):
+            train(watch.device, reading, is_streamed=False)
+    finally:
+        watch.switch("default")
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+@pytest.mark.parametrize("stall", [None, "backward", "copy"])
+def test_nothing_trains_on_a_batch_that_was_given_back(device, has_streams, poisonings, policy, stall):
+    assert faults_of([device] * 2, policy=policy, stall=stall, is_streamed=True) == []
+    assert bool(poisonings) == has_streams
+
+
+def test_a_step_that_keeps_its_batch_finds_it_poisoned(device, has_streams, poisonings):
+    kept: list[Tensor] = []
+    spoilt: list[Tensor] = []
+
+    def keeping(model: nn.Module, batch: Any) -> Tensor:
+        spoilt.extend(old.isnan().any() for old in kept[-4:])
+        kept.append(batch[0])  # not a copy
+        return F.mse_loss(model(batch[0][:, 2:]), batch[1])
+
+    train(device, keeping, is_streamed=True, policy="sync")
+    assert any(spoilt) == has_streams

@@ -1,0 +1,124 @@
+"""Every way to train: data trained once, losses that fall, replicas that agree."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import flowdp
+from bench.gpu.checks import BATCH_SIZE, STALLS, faults_of, model, samples
+
+POLICIES = ("sync", "cadence", "async")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["there", "streamed"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_policies(ranks, count, is_streamed, policy):
+    assert faults_of(ranks(count), policy=policy, is_streamed=is_streamed) == []
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_through_the_memory_of_the_host(ranks, policy):
+    assert faults_of(ranks(3), policy=policy, backend="cpu") == []
+
+
+@pytest.mark.parametrize("backend", ["local", "cpu"])
+@pytest.mark.parametrize("stall", STALLS)
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_a_late_device_changes_nothing(device, policy, stall, backend):
+    assert faults_of([device] * 2, policy=policy, stall=stall, backend=backend, is_streamed=True) == []
+
+
+@pytest.mark.parametrize("stall", STALLS)
+def test_a_late_device_changes_nothing_under_async(device, stall):
+    assert faults_of([device] * 2, policy="async", stall=stall, is_streamed=True) == []
+
+
+@pytest.mark.parametrize("backend", ["nccl", "local"])
+@pytest.mark.parametrize("stall", STALLS)
+@pytest.mark.gpu(2)
+def test_a_late_card_changes_nothing_between_cards(stall, backend):
+    assert faults_of(["cuda:0", "cuda:1"], stall=stall, backend=backend, is_streamed=True) == []
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("stall", STALLS)
+def test_without_the_edges_between_streams_these_tests_fail(stall, monkeypatch):
+    if stall == "optimizer":
+        pytest.skip("on one stream with backward: there the same edges are missing")
+    monkeypatch.setattr(torch.cuda.Stream, "wait_event", lambda *_: None)
+    assert faults_of(["cuda:0"] * 2, policy="sync", stall=stall, is_streamed=True) != []
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_precisions(device, count, precision):
+    assert faults_of([device] * count, precision=precision, max_grad_norm=10.0) == []
+
+
+# ---------------------------------------------------------------- what the user sees
+def trainer(device: torch.device, loss: Any, **options: Any) -> flowdp.Trainer:
+    options = {"epochs": 2, "batch_size": BATCH_SIZE, "dataset": samples(), **options}
+    return flowdp.Trainer(
+        options.pop("model", model),
+        lambda params: torch.optim.Adam(params, lr=1e-3, fused=True),
+        loss,
+        devices=[device] * options.pop("count", 2),
+        progress=False,
+        **options,
+    )
+
+
+def error(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0][:, 2:]), batch[1])
+
+
+def test_scalars_on_the_device_arrive(device):
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Any]]:
+        value = error(model, batch)
+        flowdp.record_scalar("half", value.detach() / 2)
+        return value, {"twice": value.detach() * 2, "samples": len(batch[1])}
+
+    state = trainer(device, loss).fit()
+    for record in state.history:
+        assert record.scalars["twice"] == pytest.approx(2 * record.loss, rel=1e-5)
+        assert record.scalars["half"] == pytest.approx(record.loss / 2, rel=1e-5)
+        assert 7 < record.scalars["samples"] <= BATCH_SIZE
+
+
+def test_a_failing_step_says_where(device):
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if flowdp.current_worker().local_step == 5:
+            raise RuntimeError("not this batch")
+        return error(model, batch)
+
+    with pytest.raises(flowdp.StepError, match=f"on {device} failed.*not this batch"):
+        trainer(device, loss).fit()
+    assert trainer(device, error).fit().epochs_done == 2
+
+
+def test_a_model_that_the_user_has_trained_on_the_device(device):
+    """Autograd warns where a parameter's gradient is accumulated on another stream than it was noted on."""
+    mine = model().to(device)
+    x, y = (tensor.to(device) for tensor in samples())
+    error(mine, (x, y)).backward()
+    before = [parameter.detach().clone() for parameter in mine.parameters()]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.set_warn_always(True)
+        try:
+            state = trainer(device, error, model=mine, dataset=(x, y)).fit()
+        finally:
+            torch.set_warn_always(False)
+    assert [str(warning.message) for warning in seen] == []
+    assert state.history[-1].loss < state.history[0].loss
+    for parameter, old in zip(mine.parameters(), before, strict=True):
+        assert not torch.equal(parameter, old)  # `join` has filled the user's module
+    for name, value in mine.state_dict().items():
+        assert torch.equal(value.cpu(), state.state_dict[name])
