@@ -210,7 +210,7 @@ class Trainer:
         Threads:
             The model and optimizer factories, and the dataset's worker processes, run in the calling thread.
         """
-        log.info("%s", find_devices())
+        log.info("%s", find_devices(probe=False))
         check_free(self.devices)
         lanes = open_lanes(self.devices)
         modules = build_models(self.model, lanes)

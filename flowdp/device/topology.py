@@ -106,16 +106,26 @@ def _problem_of(device: torch.device) -> str | None:
     """Compute something small on a device; say what went wrong.
 
     A device may be listed and still refuse: in use exclusively, of an architecture that this torch has no
-    kernels for, or broken.
+    kernels for, or broken. One that has computed is not tried again, while a run may be at work on it.
     """
+    if device in _fine:
+        return None
     try:
         total = torch.ones(2, device=device).add_(1).sum().item()
     except RuntimeError as error:
         return str(error).partition("\n")[0]
-    return None if total == 4 else f"1 + 1 gave {total / 2}"
+    if total != 4:
+        return f"1 + 1 gave {total / 2}"
+    _fine.add(device)
+    return None
+
+
+_fine: set[torch.device] = set()
 
 
 def _peers_of(device: torch.device) -> tuple[torch.device, ...]:
+    if device.type != "cuda":
+        return ()
     others = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
     return tuple(
         other
@@ -124,26 +134,25 @@ def _peers_of(device: torch.device) -> tuple[torch.device, ...]:
     )
 
 
-def reach_each_other(chosen: Sequence[torch.device], there: DeviceSummary) -> bool:
+def reach_each_other(chosen: Sequence[torch.device]) -> bool:
     """Whether each of these devices reads the memory of all others: one device, one CPU, or peer access."""
-    peers = {info.device: info.peers for info in there.devices}
     different = set(chosen)
-    return all(
-        other == device or other in peers.get(device, ()) for device in different for other in different
-    )
+    return all(different <= {device, *_peers_of(device)} for device in different)
 
 
-def devices() -> DeviceSummary:
-    """Look at this machine and try each CUDA device."""
+def devices(probe: bool = True) -> DeviceSummary:
+    """Look at this machine.
+
+    Args:
+        probe: Whether to try each CUDA device, which makes a context on it (some 500 MB); else all that are
+            listed count as usable.
+    """
     found = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         device = torch.device("cuda", index)
-        found.append(
-            DeviceInfo(
-                device, properties.name, properties.total_memory, _problem_of(device), _peers_of(device)
-            )
-        )
+        problem = _problem_of(device) if probe else None
+        found.append(DeviceInfo(device, properties.name, properties.total_memory, problem, _peers_of(device)))
     if all(info.problem for info in found):
         found.append(DeviceInfo(torch.device("cpu"), cpu_name(), _cpu_memory_bytes()))
     return DeviceSummary(tuple(found))
@@ -160,7 +169,12 @@ def resolve_devices(wanted: DevicesOption) -> tuple[torch.device, ...]:
     Raises:
         OptionError: This machine has no such device, or it cannot be used.
     """
-    return choose_devices(wanted, devices())
+    by_name = isinstance(wanted, Sequence) and not isinstance(wanted, str)
+    chosen = choose_devices(wanted, devices(probe=not by_name))
+    for device in dict.fromkeys(chosen):  # those alone: a context costs memory
+        if device.type == "cuda" and (problem := _problem_of(device)):
+            raise OptionError(f"{device} cannot be used: {problem}")
+    return chosen
 
 
 def choose_devices(wanted: DevicesOption, there: DeviceSummary) -> tuple[torch.device, ...]:

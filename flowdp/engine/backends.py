@@ -11,7 +11,7 @@ from flowdp.collective.local import DeviceMean, LocalMean
 from flowdp.collective.nccl import NcclMean
 from flowdp.device.streams import Lane
 from flowdp.device.tensors import FlatReplica
-from flowdp.device.topology import devices, reach_each_other
+from flowdp.device.topology import reach_each_other
 from flowdp.errors import CollectiveError
 from flowdp.options import Backend, Policy
 
@@ -55,6 +55,6 @@ def open_collective(
                 return NcclMean(replicas, lanes)
             except CollectiveError as error:
                 log.warning("averaging without NCCL: %s", error)
-        if backend == "cpu" or (backend == "auto" and not reach_each_other(chosen, devices())):
+        if backend == "cpu" or (backend == "auto" and not reach_each_other(chosen)):
             return HostMean(replicas, lanes, meet)
     return DeviceMean(replicas, lanes) if lanes[0].is_async else LocalMean(replicas, meet)

@@ -216,7 +216,27 @@ class CoordinatorShell:
         if not self._source.close():
             log.warning("the dataset is still inside its own code; its thread ends with that call")
         self._failures.note_stuck(self._threads)
-        self._closing()
+        self._close()
+
+    def _close(self) -> None:
+        """Give everything back; after a failure without waiting for ever."""
+        if self._failures.first is None:
+            self._closing()
+            return
+        # What lies on a device may wait for what another one never does, and nobody may be left who would
+        # have noticed: all ranks may have failed, or left, with a collective's kernel still on its way.
+        self._collective.abort()
+        closer = threading.Thread(target=self._try_closing, name="flowdp-closing", daemon=True)
+        closer.start()
+        closer.join(GRACE_MS / 1e3)
+        if closer.is_alive():
+            log.warning("a device does not come to rest after the failure: its memory stays in use")
+
+    def _try_closing(self) -> None:
+        try:
+            self._closing()
+        except BaseException as error:
+            self._failures.add(error)
 
     def _conclude(self, *, over: bool) -> None:
         """Let everybody know, and print a failure that nobody comes to ask for."""

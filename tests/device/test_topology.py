@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import platform
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from flowdp.device import topology
 from flowdp.device.topology import (
     DeviceInfo,
     DevicesOption,
@@ -155,12 +157,45 @@ class TestResolve:
         ([CUDA[0], CPU], False),
     ],
 )
-def test_who_reads_whose_memory(chosen: list[torch.device], together: bool) -> None:
-    there = DeviceSummary(
-        (
-            DeviceInfo(CUDA[0], "A", 1, peers=(CUDA[1],)),
-            DeviceInfo(CUDA[1], "A", 1, peers=(CUDA[0], CUDA[2])),
-            DeviceInfo(CUDA[2], "A", 1, peers=()),
-        )
-    )
-    assert reach_each_other(chosen, there) is together
+def test_who_reads_whose_memory(
+    chosen: list[torch.device], together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = {(0, 1), (1, 0), (1, 2)}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) in reads)
+    assert reach_each_other(chosen) is together
+
+
+def test_only_the_devices_that_are_named_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[torch.device] = []
+    broken = {CUDA[2]: "out of order"}
+
+    def problem(device: torch.device) -> str | None:
+        tried.append(device)
+        return broken.get(device)
+
+    monkeypatch.setattr(topology, "_problem_of", problem)
+    monkeypatch.setattr(topology, "_peers_of", lambda device: ())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    card = SimpleNamespace(name="A", total_memory=GB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    assert resolve_devices(["cuda:1", "cuda:1"]) == (CUDA[1], CUDA[1])
+    assert tried == [CUDA[1]]
+    with pytest.raises(OptionError, match="cuda:2 cannot be used: out of order"):
+        resolve_devices([2])
+    assert resolve_devices("auto") == (CUDA[0], CUDA[1])
+    with pytest.raises(OptionError, match="devices=3, but"):
+        resolve_devices(3)
+
+
+def test_a_device_that_has_computed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology, "_fine", set())
+    assert topology._problem_of(CPU) is None
+
+    def refuse(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("busy\nwith a stack")
+
+    monkeypatch.setattr(torch, "ones", refuse)
+    assert topology._problem_of(CPU) is None
+    monkeypatch.setattr(topology, "_fine", set())
+    assert topology._problem_of(CPU) == "busy"

@@ -13,7 +13,6 @@ from flowdp.collective.host import HostMean
 from flowdp.collective.local import DeviceMean, LocalMean
 from flowdp.device.streams import CudaLane, HostLane, Lane
 from flowdp.device.tensors import FlatReplica
-from flowdp.device.topology import DeviceInfo, DeviceSummary
 from flowdp.engine import backends
 from flowdp.engine.backends import open_collective
 from flowdp.errors import CollectiveError
@@ -36,8 +35,8 @@ def refuse(replicas: Any, lanes: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    peers = [DeviceInfo(CUDA[i], "A", 1, peers=(CUDA[1 - i],)) for i in range(2)]
-    monkeypatch.setattr(backends, "devices", lambda: DeviceSummary(tuple(peers)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
     monkeypatch.setattr(backends, "NcclMean", Nccl)
 
 
@@ -93,8 +92,7 @@ def test_without_nccl_a_warning_says_why(
 
 
 def test_cards_that_do_not_reach_each_other_go_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = DeviceSummary(tuple(DeviceInfo(device, "A", 1) for device in CUDA))
-    monkeypatch.setattr(backends, "devices", lambda: alone)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
     monkeypatch.setattr(backends, "NcclMean", refuse)
     assert chosen(CUDA) is HostMean
     assert chosen(CUDA, "local") is DeviceMean  # asked for: the driver copies by its own detour

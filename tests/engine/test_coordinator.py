@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from flowdp import FlowdpError, ProtocolError, Run, StepError, Trainer, current_worker
+from flowdp.collective.local import LocalMean
+from flowdp.device.streams import HostLane
 from flowdp.machine.coordinator import Coordinator
 from flowdp.messages import SyncAck
 
@@ -310,3 +312,53 @@ def test_a_story_that_can_no_longer_be_written(tmp_path: Path, release: threadin
     with pytest.raises(BrokenPipeError):
         run.join(WAIT_S)
     assert threads() == []
+
+
+# ---------------------------------------------------------------- devices after a failure
+def broken(model: nn.Module, batch: Tensor) -> Tensor:
+    if current_worker().local_step == 3:
+        raise ValueError("broken")
+    return mse(model, batch)
+
+
+def test_a_device_that_never_comes_to_rest_does_not_hold_the_failure(
+    monkeypatch: pytest.MonkeyPatch, release: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    done: list[str] = []
+
+    def drain(lane: HostLane) -> None:
+        if threading.current_thread().name == "flowdp-closing":
+            assert release.wait(WAIT_S)
+            done.append("drained")
+
+    monkeypatch.setattr(HostLane, "drain", drain)
+    monkeypatch.setattr(LocalMean, "abort", lambda self: done.append("aborted"))
+    run = start(loss=broken)
+    began = perf_counter()
+    with caplog.at_level("WARNING", "flowdp"), pytest.raises(StepError):
+        run.join()
+    assert perf_counter() - began < 3
+    assert done == ["aborted"]
+    assert "does not come to rest" in caplog.text
+    (closer,) = threads()
+    release.set()
+    closer.join(WAIT_S)
+    assert done == ["aborted", "drained", "drained"]
+
+
+def test_what_fails_while_giving_back_is_a_note_on_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def close(mean: LocalMean) -> None:
+        raise RuntimeError("the driver is gone")
+
+    monkeypatch.setattr(LocalMean, "close", close)
+    with pytest.raises(StepError) as caught:
+        start(loss=broken).join()
+    assert any("the driver is gone" in note for note in caught.value.__notes__)
+
+
+def test_a_run_that_ends_well_aborts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(LocalMean, "abort", lambda self: told.append("aborted"))
+    monkeypatch.setattr(LocalMean, "close", lambda self: told.append("closed"))
+    start().join()
+    assert told == ["closed"]
