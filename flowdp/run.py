@@ -146,13 +146,13 @@ class Run:
             epochs_done=len(records.epochs),
             global_step=last.global_step if last else 0,
             round=last.round if last else None,
-            local_steps=tuple(worker.current.local_step for worker in self._engine.workers),
-            throttled=tuple(worker.machine.throttled for worker in self._engine.workers),
+            local_steps=tuple(steps for steps, _ in self._engine.progress()),
+            throttled=tuple(reason for _, reason in self._engine.progress()),
         )
 
     def dump(self, events: int = 50) -> str:
         """The status and the last events of the coordinator, as text: for a report of a run that hangs."""
-        return "\n".join([str(self.status()), *self._engine.shell.story.tail(events)])
+        return "\n".join([str(self.status()), *self._engine.story.tail(events)])
 
     @overload
     def metrics(self, every: Literal["epoch"] = "epoch") -> Iterator[EpochMetrics]: ...
@@ -204,12 +204,18 @@ class Run:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stand still for the length of a `with` block, which is entered when all workers do."""
+        """Stand still for the length of a `with` block, which is entered when all workers do.
+
+        The devices are the caller's meanwhile: what it enqueues on its current stream comes before the next
+        step.
+        """
         self._check_caller("paused")
         wish = self._engine.request(Requested("pause"))
         try:
             self._engine.records.wait_for_pause(wish)
             yield
+            for replica in self._engine.replicas:
+                replica.lane.adopt()
         finally:
             self.unpause()
 
@@ -290,7 +296,8 @@ class Run:
                 state = self._read()
                 if self._module is not None:
                     state.load_into(self._module)
-                self._ending.state = state  # last: a Ctrl-C before leaves it to the next one who asks
+                self._ending.state = state  # a Ctrl-C before leaves it to the next one who asks
+                self._engine.let_go()
             return self._ending.state
 
     def _join_threads(self) -> None:

@@ -111,6 +111,14 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     assert not card.races
 
 
+@pytest.fixture
+def kept_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a run that is over keep its replicas, for a test that looks at them."""
+    from flowdp.engine.launch import Engine
+
+    monkeypatch.setattr(Engine, "let_go", lambda engine: None)
+
+
 @pytest.fixture(scope="session")
 def fashion_mnist() -> Path:
     """The folder with Fashion-MNIST's four `.gz` files, else a skip that says how to get one."""

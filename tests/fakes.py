@@ -144,6 +144,9 @@ class FakeCuda:
         stack: list[FakeStream] = getattr(self._local, "stack", [])
         return stack[-1] if stack else self.default
 
+    def default_stream(self, device: Any = None) -> FakeStream:
+        return self.default
+
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
         if not hasattr(self._local, "stack"):

@@ -24,6 +24,7 @@ from flowdp import (
     Trainer,
     current_worker,
 )
+from flowdp.device.streams import HostLane
 from flowdp.engine import launch
 from flowdp.messages import Requested
 
@@ -183,6 +184,7 @@ def test_a_run_under_way() -> None:
     assert run.status().life == "stopped"
 
 
+@pytest.mark.usefixtures("kept_replicas")
 # ---------------------------------------------------------------- stopping
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("devices", [1, 2, 4])
@@ -216,6 +218,19 @@ def test_stop_after_the_end() -> None:
 
 
 # ---------------------------------------------------------------- standing still
+def test_what_was_enqueued_inside_the_block_comes_before_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    adopted: list[bool] = []
+    steps = Steps()
+    run = trainer(steps, devices=3, **ENDLESS).start()
+    with run.paused():
+        monkeypatch.setattr(HostLane, "adopt", lambda lane: adopted.append(run.status().life == "paused"))
+    assert adopted == [True] * 3
+    run.stop()
+    run.join(WAIT_S)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("devices", [1, 3])
 def test_no_rank_steps_inside_the_block(policy: str, devices: int) -> None:

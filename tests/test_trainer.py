@@ -306,6 +306,7 @@ def test_fixed_shares_are_kept() -> None:
     assert state.history[0].share[0] == pytest.approx(0.75, abs=0.05)
 
 
+@pytest.mark.usefixtures("kept_replicas")
 # ---------------------------------------------------------------- models
 @pytest.mark.parametrize("policy", POLICIES)
 def test_frozen_parameters_start_equal_and_stay(policy: str) -> None:
@@ -328,6 +329,7 @@ def test_frozen_parameters_start_equal_and_stay(policy: str) -> None:
     assert not torch.equal(state.state_dict["2.weight"], expected[2].weight)
 
 
+@pytest.mark.usefixtures("kept_replicas")
 def test_tied_weights_stay_tied() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -28,6 +28,7 @@ from flowdp.collective.nccl import NcclMean
 from flowdp.collective.snapshot import Snapshots
 from flowdp.data.prefetch import PrefetchFeed
 from flowdp.device.tensors import Flat, FlatReplica
+from flowdp.engine.replica import Replica
 
 __all__ = ["STALLS", "Single", "Witness", "deviation", "faults_of", "model", "samples"]
 
@@ -240,27 +241,28 @@ def faults_of(
             progress=False,
             **settings,
         ).start()
+        replicas = run._engine.replicas
         state = run.join()
     found = witness.faults(COUNT, EPOCHS)
     losses = [record.loss for record in state.history]
     if not losses[-1] < 0.7 * losses[0]:
         found.append(f"the loss did not fall: {losses}")
     if len(devices) > 1:
-        found += _replica_faults(run, witness, policy)
-    has_streams = all(replica.lane.is_async for replica in run._engine.replicas)
+        found += _replica_faults(replicas, witness, policy)
+    has_streams = all(replica.lane.is_async for replica in replicas)
     if stall and not staller.stalls and (has_streams or stall in ("backward", "optimizer")):
         found.append(f"nothing was late in {stall}")
     return found
 
 
-def _replica_faults(run: flowdp.Run, witness: Witness, policy: str) -> list[str]:
+def _replica_faults(replicas: Sequence[Replica], witness: Witness, policy: str) -> list[str]:
     found = []
     # Asynchronous replicas differ, but for the end.
     if policy != "async":
         if len(witness.rounds) < 3:
             found.append(f"only {len(witness.rounds)} rounds were seen")
         found += [f"replicas differed after round {number}" for number in witness.unequal_rounds()]
-    first, *others = (held_by(replica.module).cpu() for replica in run._engine.replicas)
+    first, *others = (held_by(replica.module).cpu() for replica in replicas)
     if not all(torch.equal(first, other) for other in others):
         found.append("replicas differed at the end")
     return found

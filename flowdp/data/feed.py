@@ -87,7 +87,8 @@ def _bring(source: Source, lane: Lane, ranks: int, usage: float, cuda: Any) -> R
     try:
         return ResidentData(source, lane)
     except torch.OutOfMemoryError:
-        # What was copied so far lies in the allocator's cache, for the copy stream alone.
-        with QUIET:
-            cuda.empty_cache()
-        return None
+        pass
+    # Here, where no traceback keeps what was copied so far: it lies in the cache, for the copy stream alone.
+    with QUIET:
+        cuda.empty_cache()
+    return None

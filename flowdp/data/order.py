@@ -48,7 +48,7 @@ def epoch_order(samples: int, seed: int, epoch: int) -> Tensor:
     """
     state = np.random.SeedSequence(seed, spawn_key=(epoch,)).generate_state(1, np.uint64)
     generator = torch.Generator().manual_seed(int(state[0]))
-    return torch.randperm(samples, generator=generator)
+    return torch.randperm(samples, generator=generator, device="cpu")
 
 
 def batches_per_epoch(samples: int, batch_size: int, drop_last: bool) -> int:
@@ -140,7 +140,7 @@ class EpochOrder(Order):
         super().__init__(samples, batch_size, drop_last, kept=KEPT_EPOCHS)
         self._seed = seed
         self._drawn = samples
-        self._straight = None if shuffle else torch.arange(samples)
+        self._straight = None if shuffle else torch.arange(samples, device="cpu")
 
     def _draw(self, epoch: int) -> Tensor:
         if self._straight is not None:
@@ -215,7 +215,7 @@ class SamplerOrder(Order):
                 return
 
     def _joined(self, epoch: int, drawn: list[Any]) -> Tensor:  # noqa: ARG002 - all epochs are cut alike
-        return torch.tensor([operator.index(index) for index in drawn], dtype=torch.int64)
+        return torch.tensor([operator.index(index) for index in drawn], dtype=torch.int64, device="cpu")
 
 
 class BatchSamplerOrder(SamplerOrder):
@@ -242,7 +242,7 @@ class BatchSamplerOrder(SamplerOrder):
             raise ValueError(f"batch {batches.index([])} has no samples")
         self._stops = {kept: self._stops[kept] for kept in self._epochs}
         self._stops[epoch] = list(itertools.accumulate(map(len, batches)))
-        return torch.tensor([index for batch in batches for index in batch], dtype=torch.int64)
+        return torch.tensor([index for batch in batches for index in batch], dtype=torch.int64, device="cpu")
 
     def _span(self, epoch: int, batch: int) -> tuple[int, int]:
         stops = self._stops[epoch]

@@ -42,7 +42,7 @@ from flowdp.data.slots import (
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.streams import Lane
 from flowdp.errors import ProtocolError
-from flowdp.policy.budget import USAGE, Memory, prefetch_depth
+from flowdp.policy.budget import USAGE, Memory, payload_depth, prefetch_depth
 
 __all__ = ["PrefetchFeed"]
 
@@ -216,13 +216,11 @@ class PrefetchFeed(Feed):
         with self._changed:
             if self._layout is None or self._is_short:
                 return
-            self._ring.limit = 1 + prefetch_depth(
-                memory,
-                self._layout.nbytes,
-                ranks=len(self._neighbours),
-                ahead_bytes=ahead_bytes,
-                usage=self._usage,
-            )
+            nbytes, ranks = self._layout.nbytes, len(self._neighbours)
+            depth = prefetch_depth(memory, nbytes, ranks=ranks, ahead_bytes=ahead_bytes, usage=self._usage)
+            if self._tensors is None:
+                depth = min(depth, payload_depth(nbytes))
+            self._ring.limit = 1 + depth
             self._changed.notify()
 
     def close(self) -> bool:
@@ -238,6 +236,7 @@ class PrefetchFeed(Feed):
             for slots in (self._fetched, self._host, self._ring.unused, self._loose.unused):
                 slots.clear()
             self._in_use = None
+            self._neighbours.clear()
         return True
 
     def _follow(self, upcoming: Sequence[_Key]) -> None:
@@ -375,7 +374,8 @@ class PrefetchFeed(Feed):
             rows = len(leaf) if leaf.dim() else 0
             part, target = first_rows(rows, staging), first_rows(rows, memory)
             if leaf.is_pinned() and leaf.stride() == target.stride():
-                part = leaf  # by the dataset; torch keeps it for as long as the copy reads
+                part = leaf
+                host.kept.append(leaf)
             else:
                 part.copy_(leaf)
             batch.append(target.copy_(part, non_blocking=True))

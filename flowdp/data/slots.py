@@ -74,6 +74,9 @@ def own_memory(leaf: Any, lane: Lane) -> Any:
             moved = torch.empty_like(leaf, device=lane.device)
         moved.copy_(leaf, non_blocking=True)
     elif moves_itself(leaf):
+        if isinstance(leaf, Tensor) and leaf.device.type == "cuda":
+            # The dataset works on the default stream, which our streams do not wait for by themselves.
+            lane.await_default(lane.copy, leaf.device)
         # Some move themselves in place, and the source may get this one back.
         own = leaf if isinstance(leaf, Tensor) else copy.copy(leaf)
         with QUIET:
@@ -175,10 +178,12 @@ class HostSlot:
     Attributes:
         memory: A tensor per leaf, None for what is no plain tensor.
         copied: Recorded on `copy` behind the copy out of it.
+        kept: What was copied from in its place: pinned by the dataset, and needed until `copied`.
     """
 
     memory: list[Tensor | None]
     copied: Event
+    kept: list[Tensor] = field(default_factory=list)
 
 
 class HostSlots:
@@ -205,6 +210,7 @@ class HostSlots:
         else:
             slot = self._slots.popleft()
             slot.copied.synchronize()
+            slot.kept.clear()
         self._slots.append(slot)
         return slot
 

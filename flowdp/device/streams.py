@@ -95,10 +95,20 @@ class Lane(ABC):
     def adopt(self) -> None:
         """Let `compute` wait for what the calling thread has enqueued so far: the user's tensors."""
 
+    @abstractmethod
+    def await_default(self, stream: Stream, device: torch.device) -> None:
+        """Let a stream wait for a device's default stream, where a dataset works that makes tensors there."""
+
     def drain(self) -> None:
-        """Wait until everything on the three streams is done. Never while the rank is awaited at the gate."""
+        """Wait until everything on the three streams is done. Never while the rank is awaited at the gate.
+
+        By events: a host that waits for one sleeps, where one that waits for a stream may spin, and torch
+        does not take it for a mistake of the user's (`set_sync_debug_mode`).
+        """
         for stream in (self.copy, self.compute, self.comm):
-            stream.synchronize()
+            mark = self.event()
+            mark.record(stream)
+            mark.synchronize()
 
 
 class CudaLane(Lane):
@@ -134,13 +144,22 @@ class CudaLane(Lane):
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """See `Lane.pinned`."""
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.device.type == "cuda")
+        # Said, because a user's default device may be another.
+        is_card = self.device.type == "cuda"
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=is_card)
 
     def adopt(self) -> None:
         """See `Lane.adopt`."""
+        self._await(self.compute, self.cuda.current_stream(self.device))
+
+    def await_default(self, stream: Stream, device: torch.device) -> None:
+        """See `Lane.await_default`."""
+        self._await(stream, self.cuda.default_stream(device))
+
+    def _await(self, stream: Stream, other: Stream) -> None:
         mark = self.event()
-        mark.record(self.cuda.current_stream(self.device))
-        self.compute.wait_event(mark)
+        mark.record(other)
+        stream.wait_event(mark)
 
 
 class HostLane(Lane):
@@ -162,10 +181,13 @@ class HostLane(Lane):
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """See `Lane.pinned`: plain memory."""
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
     def adopt(self) -> None:
         """See `Lane.adopt`."""
+
+    def await_default(self, stream: Stream, device: torch.device) -> None:
+        """See `Lane.await_default`."""
 
 
 def open_lanes(devices: Sequence[torch.device]) -> list[Lane]:

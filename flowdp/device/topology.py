@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from flowdp.device.streams import QUIET
 from flowdp.errors import OptionError
 
 __all__ = [
@@ -111,7 +112,8 @@ def _problem_of(device: torch.device) -> str | None:
     if device in _fine:
         return None
     try:
-        total = torch.ones(2, device=device).add_(1).sum().item()
+        with QUIET:  # another run may be at work on other cards
+            total = torch.ones(2, device=device).add_(1).sum().item()
     except RuntimeError as error:
         return str(error).partition("\n")[0]
     if total != 4:
@@ -147,15 +149,20 @@ def devices(probe: bool = True) -> DeviceSummary:
         probe: Whether to try each CUDA device, which makes a context on it (some 500 MB); else all that are
             listed count as usable.
     """
-    found = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        device = torch.device("cuda", index)
-        problem = _problem_of(device) if probe else None
-        found.append(DeviceInfo(device, properties.name, properties.total_memory, problem, _peers_of(device)))
+    found = [_look_at(torch.device("cuda", index), probe) for index in range(torch.cuda.device_count())]
     if all(info.problem for info in found):
         found.append(DeviceInfo(torch.device("cpu"), cpu_name(), _cpu_memory_bytes()))
     return DeviceSummary(tuple(found))
+
+
+def _look_at(device: torch.device, probe: bool) -> DeviceInfo:
+    try:
+        properties = torch.cuda.get_device_properties(device)
+        peers = _peers_of(device)
+    except RuntimeError as error:  # the driver lists it, and CUDA does not start
+        return DeviceInfo(device, "CUDA device", 0, str(error).partition("\n")[0])
+    problem = _problem_of(device) if probe else None
+    return DeviceInfo(device, properties.name, properties.total_memory, problem, peers)
 
 
 def resolve_devices(wanted: DevicesOption) -> tuple[torch.device, ...]:

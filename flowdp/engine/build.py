@@ -79,11 +79,23 @@ def equal_start(modules: Sequence[nn.Module], lanes: Sequence[Lane]) -> list[Fla
     for rank, (module, lane) in enumerate(zip(modules, lanes, strict=True)):
         with lanes[0].on(lanes[0].compute), lane.on(lane.compute):
             replicas.append(FlatReplica(module, rank))
+            _restore_chunks(module)
             if rank > 0:
                 replicas[rank].copy_from(replicas[0])
                 _copy_frozen(modules[0], module, rank)
         lane.drain()
     return replicas
+
+
+def _restore_chunks(module: nn.Module) -> None:
+    """Give recurrent layers on CUDA their weights back in the one chunk that cuDNN wants.
+
+    Else it would gather them anew in every forward, with a warning. The chunk lies outside the flat memory,
+    so these weights are copied in and out at each mean.
+    """
+    for layer in module.modules():
+        if isinstance(layer, nn.RNNBase):
+            layer.flatten_parameters()
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 
 from flowdp.collective.base import Collective
@@ -95,7 +96,7 @@ class CoordinatorShell:
         self._failures = failures
         self._closing = closing
         self._jobs: Inbox[Average | None] = Inbox(limit=4, name="the averaging thread")
-        self._helper = threading.Thread(target=self._average, name="flowdp-average", daemon=True)
+        self._helper: threading.Thread | None = None
         self._start_s = perf_counter()
         self._failing_ms: float | None = None
         self._finish: Finish | None = None
@@ -109,6 +110,8 @@ class CoordinatorShell:
         """
         try:
             if self._snapshots is not None:
+                average = partial(self._average, self._snapshots)
+                self._helper = threading.Thread(target=average, name="flowdp-average", daemon=True)
                 self._helper.start()
             while self.machine.life is not Life.DONE:
                 self._turn()
@@ -171,10 +174,8 @@ class CoordinatorShell:
             case Finish():
                 self._finish = command
 
-    def _average(self) -> None:
+    def _average(self, snapshots: Snapshots) -> None:
         """The body of the averaging thread."""
-        snapshots = self._snapshots
-        assert snapshots is not None
         while (job := self._jobs.get()) is not None:
             try:
                 sync_ms, drifts = snapshots.average(job.round, job.samples)
@@ -210,9 +211,10 @@ class CoordinatorShell:
             # All have said goodbye; after a failure of ours they may not have, and nobody hears them.
             is_leaving = self.machine.life is Life.DONE
             thread.join(None if is_leaving else max(0.0, deadline_s - perf_counter()))
-        if self._helper.is_alive():
+        if self._helper is not None:
             self._jobs.post(None)
             self._helper.join()
+        self._gate.retire()
         if not self._source.close():
             log.warning("the dataset is still inside its own code; its thread ends with that call")
         self._failures.note_stuck(self._threads)

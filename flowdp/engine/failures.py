@@ -33,9 +33,12 @@ class Failures:
 
     def note_stuck(self, threads: Iterable[threading.Thread]) -> None:
         """Say in the first error which threads are still inside the user's code, and where."""
+        stuck = [thread for thread in threads if thread.is_alive()]
+        if self.first is None or not stuck:
+            return  # the frames of all threads, once asked for, keep what lies in them
         frames = sys._current_frames()
-        for thread in threads:
+        for thread in stuck:
             frame = frames.get(thread.ident or -1)
-            if self.first is not None and frame is not None and thread.is_alive():
+            if frame is not None:
                 stack = "".join(traceback.format_stack(frame))
                 self.first.add_note(f"{thread.name} has not left yet; it is here:\n{stack}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import sys
 import threading
 import weakref
@@ -60,7 +61,8 @@ class Engine:
     Attributes:
         records: What the run has reported.
         failures: What went wrong.
-        replicas: As given; the run's own until it is over.
+        replicas: As given; the run's own until it is over, and none once it has let go of them.
+        story: What the coordinator was told.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Engine:
         self._tuning = tuning
         self._settings = ExitStack()
         self._settings.callback(closing)
+        self._progress: list[tuple[int, str | None]] = []
         self._asked = 0
         self._asking = threading.Lock()  # numbers the wishes in the order in which the inbox has them
         self._inbox: Inbox[Fact] = Inbox(COORDINATOR_INBOX, "the coordinator")
@@ -126,9 +129,10 @@ class Engine:
             for worker in self.workers
         ]
         machine = Coordinator(config)
-        self.shell = CoordinatorShell(
+        self.story = Story(machine, sink)
+        shell = CoordinatorShell(
             machine,
-            Story(machine, sink),
+            self.story,
             gate,
             collective,
             self._inbox,
@@ -140,7 +144,11 @@ class Engine:
             self.failures,
             self._settings.close,
         )
-        self._coordinator = threading.Thread(target=self._run, name="flowdp-coordinator", daemon=True)
+        # The thread holds this engine, not only its shell: a run whose `Run` nobody keeps must be found at
+        # the end of the process.
+        self._coordinator = threading.Thread(
+            target=partial(self._run, shell), name="flowdp-coordinator", daemon=True
+        )
 
     def start(self) -> None:
         """Start all threads; returns at once.
@@ -179,14 +187,31 @@ class Engine:
         if self.records.is_over:
             self._coordinator.join()
 
+    def progress(self) -> list[tuple[int, str | None]]:
+        """Steps of each rank so far, and why it has no batches, if it has none."""
+        return self._progress or [
+            (worker.current.local_step, worker.machine.throttled) for worker in self.workers
+        ]
+
+    def let_go(self) -> None:
+        """Drop replicas, optimizers and all else that holds memory of a device, of a run that is over.
+
+        A notebook keeps its runs. And the garbage collector counts objects, not their bytes: what refers to
+        itself, in the user's model or in torch, may lie on a card for long.
+        """
+        self._progress = self.progress()
+        has_cards = any(replica.lane.is_async for replica in self.replicas)
+        self.workers, self.replicas, self._feeds = [], (), []
+        del self._source  # it calls us back
+        if has_cards:
+            gc.collect()
+
     def is_own_thread(self) -> bool:
         """Whether the calling thread belongs to this run."""
         return threading.current_thread() in (self._coordinator, *self._threads)
 
-    def _run(self) -> None:
-        # The thread holds this engine, not only its shell: a run whose `Run` nobody keeps must be found at
-        # the end of the process.
-        self.shell.run()
+    def _run(self, shell: CoordinatorShell) -> None:
+        shell.run()
 
     def _wake(self, rank: int, epoch: int, batch: int) -> None:
         self._feeds[rank].wake(epoch, batch)
@@ -215,7 +240,9 @@ def check_free(devices: Sequence[torch.device]) -> None:
         held = {replica.device for replica in engine.replicas} - {torch.device("cpu")}
         if not engine.records.is_over and (taken := held.intersection(devices)):
             names = ", ".join(sorted(map(str, taken)))
-            raise OptionError(f"{names} is held by a run that has not ended: stop() and join() it first")
+            raise OptionError(
+                f"{names} is held by a run whose threads have not all left: stop() and join() it first"
+            )
 
 
 def _end_of_process() -> None:

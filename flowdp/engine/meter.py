@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flowdp.collective.base import Averaging, Reading
-from flowdp.device.streams import Event, Lane
+from flowdp.device.streams import QUIET, Event, Lane
 from flowdp.machine.worker import Done
 from flowdp.messages import Work
 from flowdp.policy.tally import pace_ms
@@ -330,7 +330,9 @@ class DeviceMeter(Meter):
     def settle(self) -> None:
         """See `Meter.settle`."""
         if self._flights:
-            self._lane.compute.synchronize()
+            here = self._mark()
+            here.synchronize()
+            self._events.append(here)
             while self._flights:
                 self._flights.popleft().land()
         self._last.record(self._lane.compute)
@@ -373,7 +375,9 @@ class DeviceMeter(Meter):
 
     def _new_page(self) -> _Page:
         device = torch.zeros(PAGE, dtype=torch.float64, device=self._lane.device)
-        return _Page(device, device.unbind(), self._lane.pinned((PAGE,), torch.float64))
+        with QUIET:
+            host = self._lane.pinned((PAGE,), torch.float64)
+        return _Page(device, device.unbind(), host)
 
     def _mark(self) -> Event:
         event = self._events.pop() if self._events else self._lane.event(timing=True)

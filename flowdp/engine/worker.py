@@ -7,6 +7,7 @@ it goes up when the device is there.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from time import perf_counter
 
@@ -157,7 +158,8 @@ class Worker:
         batch = self._feed.take(step.epoch, step.batch)
         if batch is None:
             # It was not read yet. Orders are served meanwhile, and the loop asks the machine anew.
-            meter.settle()
+            if not self.inbox.pending:
+                meter.settle()
             self._read(self.inbox.get())
             meter.waited(perf_counter() - start_s)
             return
@@ -192,9 +194,8 @@ class Worker:
     def _close(self, done: Done, outcome: Outcome | None = None) -> None:
         """An order has ended, with a mean or without one."""
         self._tell_feed()
-        if not self._is_fit:
-            self._is_fit = True
-            self._feed.fit()
+        if outcome is not None:
+            self._fit_feed()
 
         def post(report: meter.Report) -> None:
             if outcome is None:
@@ -204,6 +205,12 @@ class Worker:
             self._post(SyncAck(self.rank, outcome, report.work, mean.sync_ms, report.wait_ms, mean.drift))
 
         self._meter.close(done, self.current.lr, post)
+
+    def _fit_feed(self) -> None:
+        """Once, with the first mean in: by now everything that training needs has been allocated."""
+        if not self._is_fit:
+            self._is_fit = True
+            self._feed.fit()
 
     def _obey(self, outcome: Outcome) -> None:
         if outcome.lr is not None:
@@ -223,6 +230,7 @@ class Worker:
     def _apply(self, action: Apply) -> None:
         assert self._snapshots is not None
         self._snapshots.apply(self.rank, action.round)
+        self._fit_feed()
         self.current.round = action.round
         updated = Updated(self.rank, action.round)
         self._meter.then(lambda: self._post(updated))
@@ -235,6 +243,9 @@ class Worker:
         epoch, batch = (None, None) if step is None else (step.epoch, step.batch)
         indices = () if epoch is None or batch is None else self._source.indices(epoch, batch)
         shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
+        if isinstance(cause, torch.OutOfMemoryError):
+            # The traceback keeps every frame's tensors, and with them the memory that was missing.
+            traceback.clear_frames(cause.__traceback__)
         error = StepError(
             f"rank {self.rank} on {self.replica.device} failed in epoch {epoch}, at its step "
             f"{self.current.local_step} (batch {batch}, indices {shown}): {type(cause).__name__}: {cause}",

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DEPTH_LIMIT", "Memory", "clamp_usage", "fits", "prefetch_depth", "spare_bytes"]
+__all__ = ["DEPTH_LIMIT", "Memory", "clamp_usage", "fits", "payload_depth", "prefetch_depth", "spare_bytes"]
 
 DEPTH_LIMIT = 512
 """Batches ahead, at most: of tiny ones millions would fit, and bring nothing."""
 
 HOST_DEPTH = 2
 """Batches ahead where there is no gauge: a CPU device."""
+
+PAYLOAD_BYTES = 2 << 30
+"""Host memory, per rank, of batches that were read and are not trained yet ..."""
+
+PAYLOAD_LIMIT = 64
+"""... and how many of them: from a reading process each tensor comes with a file descriptor."""
 
 USAGE = 0.90
 """Part of a device that may be in use; the rest is for what no count sees, as the workspaces of libraries."""
@@ -78,6 +84,15 @@ def prefetch_depth(
         return HOST_DEPTH
     share = (spare_bytes(memory, usage) + ahead_bytes) // ranks
     return min(max(share // batch_bytes, 1), DEPTH_LIMIT)
+
+
+def payload_depth(batch_bytes: int) -> int:
+    """Batches ahead whose host memory is kept until they are trained, so that they can be dealt anew.
+
+    Args:
+        batch_bytes: Of one batch.
+    """
+    return min(max(PAYLOAD_BYTES // max(batch_bytes, 1), 1), PAYLOAD_LIMIT)
 
 
 def fits(memory: Memory, needed_bytes: int, *, usage: float = USAGE) -> bool:

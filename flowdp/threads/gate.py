@@ -27,7 +27,8 @@ class Gate:
     """A meeting of all ranks, twice a round: `enter` decides, `finish` ends it.
 
     Threads:
-        `enter`, `finish`: the rank's own. `direct`, `leave`, `abort`, `hurry`: any.
+        `enter`, `finish`: the rank's own. `direct`, `leave`, `abort`, `hurry`: any. `retire`: any, when no
+        rank comes any more.
 
     Args:
         world_size: Ranks.
@@ -90,6 +91,10 @@ class Gate:
         self._wake[rank].acquire()
         if self._held == held:
             raise CollectiveAborted(self._state.error or f"rank {rank} left the gate")
+
+    def retire(self) -> None:
+        """No round will be held any more: let go of the launch, and of all that it would launch."""
+        self._launch = None
 
     def direct(self, directives: Directives) -> None:
         """Replace what the next outcome tells everybody; a learning rate stays until it is told."""

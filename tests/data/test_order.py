@@ -471,3 +471,12 @@ def test_vector_dl_021_metadata():
 def test_vector_nothing_to_train(name, message):
     with pytest.raises(OptionError, match=message):
         source_of(VECTORS[name]["setup"])
+
+
+def test_orders_lie_on_the_host_whatever_the_users_default_device_is() -> None:
+    with torch.device("meta"):
+        shuffled = EpochOrder(6, 2, 0, shuffle=True, drop_last=False)
+        straight = EpochOrder(6, 2, 0, shuffle=False, drop_last=False)
+        drawn = SamplerOrder([3, 1, 2], 2, drop_last=False)
+        for order in (shuffled, straight, drawn):
+            assert order.indices(0, 0).device.type == "cpu"

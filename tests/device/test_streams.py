@@ -116,3 +116,22 @@ def test_a_cpu_rank_has_the_same_names() -> None:
     second.synchronize()
     assert first.elapsed_time(second) > 0
     assert lane.pinned((2, 3), torch.int64).shape == (2, 3)
+
+
+def test_pinned_memory_is_the_hosts_whatever_the_users_default_device_is(cuda: FakeCuda) -> None:
+    with torch.device("meta"):
+        for lane in (CudaLane(CPU, cuda), HostLane(CPU)):
+            assert lane.pinned((2,), torch.float32).device == CPU
+
+
+@pytest.mark.parametrize("awaits", [True, False])
+def test_what_a_dataset_makes_on_the_default_stream_is_awaited(cuda: FakeCuda, awaits: bool) -> None:
+    lane, memory = CudaLane(CPU, cuda), torch.zeros(8)
+    cuda.watch("the dataset's tensor", memory)
+    with cuda.stream(cuda.default):
+        memory.add_(1)
+    if awaits:
+        lane.await_default(lane.copy, CPU)
+    with lane.on(lane.copy):
+        memory.clone()
+    assert bool(cuda.races) is not awaits

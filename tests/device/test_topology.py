@@ -178,7 +178,7 @@ def test_only_the_devices_that_are_named_are_tried(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(topology, "_peers_of", lambda device: ())
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     card = SimpleNamespace(name="A", total_memory=GB)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     assert resolve_devices(["cuda:1", "cuda:1"]) == (CUDA[1], CUDA[1])
     assert tried == [CUDA[1]]
     with pytest.raises(OptionError, match="cuda:2 cannot be used: out of order"):

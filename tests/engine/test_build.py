@@ -276,3 +276,12 @@ def test_each_card_is_seeded_once_and_the_cpu_never(monkeypatch: pytest.MonkeyPa
     seeded.clear()
     seed_devices([first], 8)
     assert seeded[0] != again[0]
+
+
+def test_recurrent_layers_get_their_chunk_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    flattened: list[int] = []
+    monkeypatch.setattr(nn.LSTM, "flatten_parameters", lambda layer: flattened.append(id(layer)))
+    modules = build_models(nn.Sequential(nn.LSTM(2, 3), nn.Linear(3, 1)), TWO)
+    flattened.clear()  # torch does so on its way, too
+    equal_start(modules, TWO)
+    assert flattened == [id(module[0]) for module in modules]

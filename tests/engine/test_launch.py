@@ -9,13 +9,14 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flowdp import DataError, OptionError, Run, StepError, Trainer, current_worker
 from flowdp.engine import launch
@@ -157,3 +158,82 @@ def test_processes_that_cannot_be_started(tmp_path: Path) -> None:
         trainer(dataset=loader, batch_size=None, story=tmp_path / "run.jsonl").start()
     assert threads() == []
     assert sys.getswitchinterval() == interval
+
+
+# ---------------------------------------------------------------- what a run that is over keeps
+@pytest.fixture
+def no_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    trainer().fit()  # what torch imports for its first optimizer keeps the frames that it came from
+    gc.collect()
+    monkeypatch.setattr(launch.gc, "collect", lambda: 0)
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_a_run_that_was_joined_holds_no_replica(policy: str, no_collector: None) -> None:
+    run = trainer(policy=policy).start()
+    held = [
+        weakref.ref(part)
+        for replica in run._engine.replicas
+        for part in (replica, replica.module, replica.optimizer, replica.flat)
+    ]
+    steps = run.join().global_step
+    assert [ref for ref in held if ref() is not None] == []
+    assert sum(run.status().local_steps) == steps
+    assert run.join().global_step == steps
+    assert "SyncAck" in run.dump()
+
+
+def first(samples: list[tuple[Tensor]]) -> Tensor:
+    return torch.stack([sample for (sample,) in samples])
+
+
+def test_a_run_that_nobody_keeps_is_gone_without_the_collector(no_collector: None) -> None:
+    loader = DataLoader(TensorDataset(torch.ones(64, 1)), 4, collate_fn=first)
+    run = trainer(dataset=loader, batch_size=None).start()
+    engine = weakref.ref(run._engine)
+    run.join()
+    del run
+    assert engine() is None
+
+
+def test_a_failed_run_that_ran_out_of_memory_keeps_no_batch() -> None:
+    kept: list[weakref.ref[Tensor]] = []
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        activations = model(batch) * 2
+        if current_worker().local_step == 3:
+            kept.append(weakref.ref(activations))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return activations.mean()
+
+    run = trainer(loss).start()
+    with pytest.raises(StepError):
+        run.join()
+    assert kept
+    assert all(ref() is None for ref in kept)
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+def test_a_card_of_a_live_run_is_refused(device: str) -> None:
+    class Held:
+        def __init__(self) -> None:
+            cards = torch.device("cuda", 0), torch.device("cpu")
+            self.replicas = [SimpleNamespace(device=card) for card in cards]
+            self.records = SimpleNamespace(is_over=False)
+
+    held: Any = Held()
+    launch._live.add(held)
+    try:
+        launch.check_free([torch.device("cpu")])
+        if device == "cuda:1":
+            launch.check_free([torch.device(device)])
+        else:
+            with pytest.raises(OptionError, match=r"cuda:0 is held by a run"):
+                launch.check_free([torch.device(device)])
+            held.records.is_over = True
+            launch.check_free([torch.device(device)])
+    finally:
+        launch._live.discard(held)

@@ -71,8 +71,9 @@ def losses(device: torch.device, dataset: Any) -> tuple[Tensor, list[Any]]:
         devices=[device],
         progress=False,
     ).start()
+    feeds = run._engine._feeds
     run.join()
-    return torch.stack(seen).cpu(), run._engine._feeds
+    return torch.stack(seen).cpu(), feeds
 
 
 def test_data_there_and_streamed_data_train_the_same(device, has_streams):
@@ -121,8 +122,9 @@ def train_wide(device: torch.device, dataset: Any) -> tuple[list[int], Any]:
         devices=[device],
         progress=False,
     ).start()
+    [feed] = run._engine._feeds
     run.join()
-    return sorted(int(i) for rows in seen for i in rows.tolist()), run._engine._feeds[0]
+    return sorted(int(i) for rows in seen for i in rows.tolist()), feed
 
 
 @pytest.fixture

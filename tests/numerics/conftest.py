@@ -60,8 +60,8 @@ class Witness:
 
 
 @pytest.fixture(autouse=True)
-def on_both(lanes: str) -> None:
-    """Every test of the numerics runs on the CPU and on streams."""
+def on_both(lanes: str, kept_replicas: None) -> None:
+    """Every test of the numerics runs on the CPU and on streams, and may look at the replicas at the end."""
 
 
 @pytest.fixture(autouse=True)

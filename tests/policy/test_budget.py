@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from flowdp.policy.budget import DEPTH_LIMIT, Memory, clamp_usage, fits, prefetch_depth, spare_bytes
+from flowdp.policy.budget import (
+    DEPTH_LIMIT,
+    Memory,
+    clamp_usage,
+    fits,
+    payload_depth,
+    prefetch_depth,
+    spare_bytes,
+)
 
 GB = 10**9
 TOTAL = 16 * GB
@@ -85,3 +93,11 @@ def test_a_dataset_may_take_half_of_what_is_left(memory, limit):
 def test_nothing_fits_on_a_full_device_but_nothing_needs_no_room():
     assert not fits(device(others=round(0.97 * TOTAL)), 1)
     assert fits(device(), 0)
+
+
+@pytest.mark.parametrize(
+    ("batch_bytes", "depth"),
+    [(0, 64), (1, 64), (32 << 20, 64), (77_000_000, 27), (1 << 30, 2), (3 << 30, 1)],
+)
+def test_batches_that_stay_in_host_memory_are_bounded_there(batch_bytes, depth):
+    assert payload_depth(batch_bytes) == depth

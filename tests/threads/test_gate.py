@@ -8,6 +8,7 @@ import random
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -351,3 +352,16 @@ def test_stress() -> None:
             raise AssertionError(f"episode {seed}: {error}") from error
         seed += 1
     assert seed > STRESS_ROUNDS // 400
+
+
+def test_a_retired_gate_keeps_nothing_of_what_it_launched() -> None:
+    class Launcher:
+        def launch(self, outcome: Outcome) -> None:
+            """Nothing to do."""
+
+    launcher = Launcher()
+    gate, gone = Gate(1, launcher.launch), weakref.ref(launcher)
+    del launcher
+    assert gone() is not None
+    gate.retire()
+    assert gone() is None
