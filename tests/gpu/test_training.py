@@ -122,3 +122,62 @@ def test_a_model_that_the_user_has_trained_on_the_device(device):
         assert not torch.equal(parameter, old)  # `join` has filled the user's module
     for name, value in mine.state_dict().items():
         assert torch.equal(value.cpu(), state.state_dict[name])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_recurrent_layers_keep_their_chunk(ranks, count):
+    """A forward of cuDNN with weights outside one chunk warns, and a warning is an error here."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.out = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.lstm(x)[0][:, -1])
+
+    x = torch.randn(128, 5, 4)
+    run = flowdp.Trainer(
+        Recurrent(),
+        lambda params: torch.optim.Adam(params, lr=0.01),
+        lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
+        dataset=(x, x.sum((1, 2))[:, None]),
+        batch_size=8,
+        epochs=3,
+        devices=ranks(count),
+        progress=False,
+    ).start()
+    first, _, last = run.metrics()
+    assert last.loss < first.loss
+
+
+@pytest.mark.gpu(1)
+def test_what_a_dataset_makes_on_the_card_is_waited_for():
+    class OnTheCard:
+        """Batches that are still being made when they are handed over."""
+
+        def __len__(self) -> int:
+            return 256
+
+        def get_batch(self, indices: list[int]) -> Tensor:
+            rows = torch.tensor(indices, device="cuda", dtype=torch.float32)
+            torch.cuda._sleep(2_000_000)
+            return rows.add_(1)
+
+    seen: list[Tensor] = []
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        seen.append(batch.clone())
+        return model(batch[:, None]).mean()
+
+    flowdp.Trainer(
+        nn.Linear(1, 1),
+        lambda params: torch.optim.SGD(params, lr=0.0),
+        loss,
+        dataset=OnTheCard(),
+        batch_size=16,
+        epochs=1,
+        devices=["cuda:0"],
+        progress=False,
+    ).fit()
+    assert sorted(torch.cat(seen).tolist()) == [float(index + 1) for index in range(256)]
