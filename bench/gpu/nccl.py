@@ -24,12 +24,12 @@ def measure_one(place: Place) -> Iterator[Finding]:
     """A communicator of one rank: made, checked by value, used, destroyed; another one aborted."""
     place.needs_cuda("NCCL")
     nccl = load([place.device])
-    yield Note(f"NCCL {nccl.get_version()}, torch's {'.'.join(map(str, torch.cuda.nccl.version()))}")
+    yield Note(f"NCCL {nccl.get_version()}, torch built for {'.'.join(map(str, torch.cuda.nccl.version()))}")
     (replica,), lanes = open_replicas(place, 1, place.pick(100_000_000, 120_000))
     before = replica.memories[0].double().sum().item()
     with QUIET:
         side = Side(nccl, lanes[0], replica.flats)
-    comms = Opening(nccl, lanes, [replica.flats]).wait(20.0)
+    comms = Opening(nccl, lanes, [replica.flats]).wait()
     mean = partial(sum_replicas, nccl, comms, [side], (3,), drift=False)
     try:
         mean()
@@ -45,7 +45,7 @@ def measure_one(place: Place) -> Iterator[Finding]:
     finally:
         for comm in comms:
             comm.destroy()
-    comms = Opening(nccl, lanes, [replica.flats]).wait(20.0)
+    comms = Opening(nccl, lanes, [replica.flats]).wait()
     abort_all(comms)
     yield Note("one rank: communicators made twice, destroyed once, aborted once")
 

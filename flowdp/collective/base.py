@@ -144,10 +144,10 @@ class BlockMean:
         sources: The memories of each member: `sources[member][flat]`.
         targets: Where the mean goes: `targets[target][flat]`. It may be the sources themselves; a target
             may also be wider, of the dtype that `arithmetic` says.
+        device: Where the arithmetic is done; that of the flats if None.
         part: Which part this object reduces, from 0.
         parts: How many parts there are.
-        far: Sources on other devices than the first flat's, by index. The arithmetic is done on that one,
-            and they are brought over block by block.
+        far: Sources on other devices, by index. They are brought over block by block.
 
     Threads: one. Distinct parts touch distinct memory, so each may have its own.
     Streams: everything is enqueued on the current one of that device. A copy between two devices is ordered
@@ -160,12 +160,13 @@ class BlockMean:
         sources: Sequence[Sequence[Tensor]],
         targets: Sequence[Sequence[Tensor]],
         *,
+        device: torch.device | None = None,
         part: int = 0,
         parts: int = 1,
         far: Collection[int] = (),
     ) -> None:
         self._members = len(sources)
-        self._device = flats[0].memory.device if flats else torch.device("cpu")
+        self._device = device or (flats[0].memory.device if flats else torch.device("cpu"))
         self._far = frozenset(far)
         self._squares = torch.zeros(self._members + 1, dtype=torch.float64, device=self._device)
         self._rows = self._squares.unbind()
@@ -212,7 +213,8 @@ class BlockMean:
         for ours, theirs in self._counts:
             self._maximum(ours, theirs)
         if squares and isinstance(squares[0], _HostSum):
-            return torch.tensor([float(square) for square in squares], dtype=torch.float64)
+            sums = [float(square) for square in squares]
+            return torch.tensor(sums, dtype=torch.float64, device=self._device)
         return self._squares if drift else None
 
     def _sums(self) -> Sequence[_Sum]:

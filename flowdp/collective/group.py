@@ -16,18 +16,25 @@ import torch
 from torch import Tensor
 
 from flowdp.collective.base import arithmetic
-from flowdp.device.streams import Lane
+from flowdp.device.streams import QUIET, Lane
 from flowdp.device.tensors import Flat
 from flowdp.errors import CollectiveError
 
 __all__ = ["ABORT_S", "Opening", "Side", "abort_all", "nccl_errors", "sum_replicas"]
 
+MAKING_S = 120.0
+"""For making the communicators: one or two seconds as a rule, but eight big cards have taken 55, nearly all
+of it to load kernels (NVIDIA/nccl#1646)."""
+
+SUMS_S = 10.0
+"""For the first sums, from when the communicators are made."""
+
 ABORT_S = 2.0
 """How long an abort may take before its threads are left alone."""
 
 CHECKED = 1 << 26
-"""Elements of a flat that the first sums have, at most. NCCL connects an algorithm when a size first asks for
-it, so the first sums have the sizes of all later ones; beyond this its choice stays the same."""
+"""Elements of a part of a flat that the first sums have, at most. NCCL connects an algorithm when a size
+first asks for it, so the first sums have the sizes of all later ones; beyond this its choice is the same."""
 
 _MAKING = threading.Lock()
 """Communicators are made by one thread of the process at a time: two that wait for their devices in turns
@@ -44,20 +51,21 @@ _NAMES = {
 
 
 class _Carried:
-    """One flat on its way: the memory itself, or a wider copy where NCCL would round or has no such dtype."""
+    """A part of a flat on its way: its memory, or a wider copy where NCCL would round or has no such dtype.
 
-    def __init__(self, flat: Flat) -> None:
-        memory = flat.memory
-        if memory.dtype == torch.bool:
-            memory = memory.view(torch.uint8)
-        wide = torch.int32 if memory.dtype == torch.int16 else memory.dtype
-        if not flat.counts:
-            wide = arithmetic(memory.dtype)
+    Attributes:
+        counts: Whether it takes the maximum.
+        drifts: Whether its distance from the mean counts: parameters.
+    """
+
+    def __init__(
+        self, memory: Tensor, wide: torch.dtype, *, counts: bool = False, drifts: bool = False
+    ) -> None:
         self.memory = memory
         self.work = memory if memory.dtype == wide else torch.empty_like(memory, dtype=wide)
         self.is_staged = self.work is not memory
-        self.counts = flat.counts
-        self.parameters = self.work[: flat.split]
+        self.counts = counts
+        self.drifts = drifts
         # Of the work's dtype, so that a division by it casts nothing; and the norm likewise.
         self.weight = torch.zeros((), dtype=wide, device=memory.device)
         self.norm = torch.zeros((), dtype=wide, device=memory.device)
@@ -75,7 +83,7 @@ class Side:
     def __init__(self, nccl: Any, lane: Lane, flats: Sequence[Flat]) -> None:
         self.lane = lane
         with lane.on(lane.comm):
-            self._carried = [_Carried(flat) for flat in flats if flat.memory.numel()]
+            self._carried = [part for flat in flats for part in _parts(flat) if part.memory.numel()]
             self.tail = torch.zeros(3, dtype=torch.float64, device=flats[0].memory.device)
             self._norm = torch.zeros((), dtype=torch.float64, device=self.tail.device)
         self._weight, self._square, self._mean_square = self.tail.unbind()
@@ -104,8 +112,7 @@ class Side:
                 carried.work.copy_(carried.memory)
             if carried.counts:
                 continue
-            if drift:
-                self._add_square(carried, self._square, weight)
+            self._add_square(carried, self._square, weight, drift)
             carried.work.mul_(weight)
 
     def divide(self, *, drift: bool) -> None:
@@ -113,8 +120,7 @@ class Side:
         for carried in self._carried:
             if not carried.counts:
                 carried.work.div_(carried.weight.copy_(self._weight))
-                if drift:
-                    self._add_square(carried, self._mean_square, 1.0)
+                self._add_square(carried, self._mean_square, 1.0, drift)
             if carried.is_staged:
                 carried.memory.copy_(carried.work)
 
@@ -136,34 +142,40 @@ class Side:
             ]
             return sum(map(float, away))
 
-    def _add_square(self, carried: _Carried, to: Tensor, weight: float) -> None:
-        if carried.parameters.numel():
-            torch.linalg.vector_norm(carried.parameters, out=carried.norm)
+    def _add_square(self, carried: _Carried, to: Tensor, weight: float, drift: bool) -> None:
+        if drift and carried.drifts:
+            torch.linalg.vector_norm(carried.work, out=carried.norm)
             self._norm.copy_(carried.norm)
             to.addcmul_(self._norm, self._norm, value=weight)
+
+
+def _parts(flat: Flat) -> Iterator[_Carried]:
+    """Parameters; buffers in float64, from which a constant comes out as it went in; integers and flags."""
+    memory = flat.memory
+    if flat.counts:
+        memory = memory.view(torch.uint8) if memory.dtype == torch.bool else memory
+        yield _Carried(memory, torch.int32 if memory.dtype == torch.int16 else memory.dtype, counts=True)
+    else:
+        yield _Carried(memory[: flat.split], arithmetic(memory.dtype), drifts=True)
+        yield _Carried(memory[flat.split :], torch.float64)
 
 
 def sum_replicas(
     nccl: Any, comms: Sequence[Any], sides: Sequence[Side], samples: Sequence[int], *, drift: bool
 ) -> None:
-    """Enqueue one mean over all ranks.
-
-    Raises:
-        CollectiveError: NCCL refuses.
-    """
+    """Enqueue one mean over all ranks. When NCCL refuses, what is carried in place is scaled already."""
     # Divided by a power of two: the weights, and so their sum, stay exact.
     bits = sum(samples).bit_length()
     for side, count in zip(sides, samples, strict=True):
         with side.lane.on(side.lane.comm):
             side.scale(ldexp(count, -bits), drift=drift)
-    with nccl_errors(nccl, "sum the replicas"):
-        nccl.groupStart()
-        try:
-            for comm, side in zip(comms, sides, strict=True):
-                for address, count, dtype, operation, stream in side.calls:
-                    comm.allReduce(address, address, count, dtype, operation, stream)
-        finally:
-            nccl.groupEnd()
+    nccl.groupStart()
+    try:
+        for comm, side in zip(comms, sides, strict=True):
+            for address, count, dtype, operation, stream in side.calls:
+                comm.allReduce(address, address, count, dtype, operation, stream)
+    finally:
+        nccl.groupEnd()
     for side in sides:
         with side.lane.on(side.lane.comm):
             side.divide(drift=drift)
@@ -172,89 +184,120 @@ def sum_replicas(
 class Opening:
     """Communicators in the making, on a thread of its own: what hangs in there cannot be called back.
 
-    `QUIET` is not held: a thread that hangs would never give it back. What another run allocates meanwhile
-    can at worst make this one late.
+    `QUIET` is held only for what is allocated before the first sum: a thread that hangs would never give it
+    back. What another run allocates meanwhile can at worst make this one late.
+
+    Whoever takes the communicators away hands them out or aborts them, so that each is aborted once. While
+    the thread may be inside NCCL, nobody else aborts them: NCCL would free what the thread uses.
     """
 
     def __init__(self, nccl: Any, lanes: Sequence[Lane], flats: Sequence[Sequence[Flat]]) -> None:
         self._nccl = nccl
         self._lanes = lanes
         self._flats = flats
-        self._comms: list[Any] = []
-        self._stage = "making its communicators"
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()  # guards which of the two below came first
+        self._errors: list[BaseException] = []
+        self._is_made = threading.Event()
         self._is_over = threading.Event()
-        self._is_late = False
+        self._lock = threading.Lock()  # guards the three below, and what comes first: the end or giving up
+        self._comms: list[Any] = []
+        self._is_given_up = False
+        self._is_outside = False  # of NCCL: the thread waits for the device
 
-    def wait(self, deadline_s: float) -> list[Any]:
+    def wait(self, making_s: float = MAKING_S, sums_s: float = SUMS_S) -> list[Any]:
         """The communicators, one per rank, whose sums were right.
 
+        Args:
+            making_s: For making them.
+            sums_s: For the first sums, from then on.
+
         Raises:
-            CollectiveError: They could not be made, or are late or wrong; none is left.
+            CollectiveError: They could not be made, or are late or wrong. None is left, or what hangs inside
+                NCCL aborts them itself when it comes back.
         """
-        end_s = monotonic() + deadline_s
         for lane in self._lanes:
             lane.drain()
-        if not _MAKING.acquire(timeout=deadline_s):
-            raise CollectiveError("an earlier run of this process still hangs in NCCL's start")
+        if not _MAKING.acquire(timeout=making_s):
+            raise CollectiveError("another run of this process still hangs in NCCL's start")
         threading.Thread(target=self._run, name="flowdp-nccl", daemon=True).start()
-        self._is_over.wait(end_s - monotonic())
-        with self._lock:
-            self._is_late = not self._is_over.is_set()
-            error = self._error
-        if self._is_late:  # what an abort makes the thread raise now tells nothing
-            error = CollectiveError(
-                f"NCCL did not get beyond {self._stage} on {self._where()} within {deadline_s:g} s. If the "
-                "boards cannot reach each other's memory, NCCL_P2P_DISABLE=1 helps; NCCL_DEBUG=INFO says more"
+        try:
+            is_made = self._is_made.wait(making_s)
+            is_over = is_made and self._is_over.wait(sums_s)
+        except BaseException:  # Ctrl-C
+            abort_all(self._leave())
+            raise
+        comms = self._leave()
+        if is_over and not self._errors:
+            return comms
+        abort_all(comms)
+        if is_over:
+            # Taken out: an error that is kept keeps its frames, and they what the sums have allocated.
+            raise self._errors.pop()
+        if is_made:
+            raise CollectiveError(
+                f"NCCL's first sums on {self._where()} were not there within {sums_s:g} s. If the boards "
+                "cannot reach each other's memory, NCCL_P2P_DISABLE=1 helps; NCCL_DEBUG=INFO says more"
             )
-        if error is not None:
-            abort_all(list(self._comms))
-            raise error
-        return self._comms
+        raise CollectiveError(
+            f"NCCL did not make its communicators for {self._where()} within {making_s:g} s; NCCL_DEBUG=INFO "
+            "says what it is doing"
+        )
+
+    def _leave(self) -> list[Any]:
+        """Wait no more; those communicators that may be used or aborted now."""
+        with self._lock:
+            self._is_given_up = not self._is_over.is_set()
+            return self._take() if self._is_outside or not self._is_given_up else []
+
+    def _take(self) -> list[Any]:
+        comms, self._comms = self._comms, []
+        return comms
 
     def _run(self) -> None:
         try:
             with nccl_errors(self._nccl, f"make communicators for {self._where()}"):
                 self._make()
-            self._stage = "its first sums"
+            self._is_made.set()
             self._check()
         except BaseException as error:
-            self._error = error
+            self._errors.append(error)
         with self._lock:
             self._is_over.set()
-            is_late = self._is_late
-        if is_late:  # nobody else knows of those that were made since
-            abort_all(self._comms)
+            comms = self._take() if self._is_given_up else []
+        self._is_made.set()
+        abort_all(comms)
         _MAKING.release()
 
     def _make(self) -> None:
-        make, devices = self._nccl.NcclCommunicator, [lane.device for lane in self._lanes]
-        if len(set(devices)) < len(devices):
-            # Holds the interpreter lock, but several ranks on a device are supported only so.
-            self._comms += make.initAll([device.index for device in devices])
-            return
+        """In one group, for each alone would wait for the others.
+
+        `initAll` does the same, but holds the interpreter lock meanwhile.
+        """
         name = self._nccl.get_unique_id()
         self._nccl.groupStart()
         try:
             for rank, lane in enumerate(self._lanes):
                 with lane.on(lane.comm):  # NCCL takes the current device
-                    self._comms.append(make(len(devices), name, rank))
+                    self._comms.append(self._nccl.NcclCommunicator(len(self._lanes), name, rank))
         finally:
             self._nccl.groupEnd()
 
     def _check(self) -> None:
         """Take two means of known values; what they need for the first time, later ones find there."""
-        sides = [
-            Side(self._nccl, lane, [_stand_in(lane, flat) for flat in flats])
-            for lane, flats in zip(self._lanes, self._flats, strict=True)
-        ]
+        self._go(outside=False)
+        with QUIET:
+            sides = [
+                Side(self._nccl, lane, [_stand_in(lane, flat) for flat in flats])
+                for lane, flats in zip(self._lanes, self._flats, strict=True)
+            ]
         for samples in (range(1, len(sides) + 1), range(len(sides))):
             if not any(samples):
                 continue
+            self._go(outside=False)
             for rank, side in enumerate(sides):
                 side.fill(rank + 1, rank % 2)
-            sum_replicas(self._nccl, self._comms, sides, samples, drift=True)
+            with nccl_errors(self._nccl, f"take its first sums on {self._where()}"):
+                sum_replicas(self._nccl, self._comms, sides, samples, drift=True)
+            self._go(outside=True)
             mean = sum(count * (rank + 1) for rank, count in enumerate(samples)) / sum(samples)
             for rank, side in enumerate(sides):
                 if not (away := side.distance(mean, min(len(sides) - 1, 1))) < 1e-2 * mean:
@@ -263,16 +306,24 @@ class Opening:
                         "the boards do not reach each other's memory as they claim; try NCCL_P2P_DISABLE=1"
                     )
 
+    def _go(self, *, outside: bool) -> None:
+        """On, in NCCL or outside of it, if anybody still waits for this."""
+        with self._lock:
+            if self._is_given_up:
+                raise CollectiveError("NCCL was given up")
+            self._is_outside = outside
+
     def _where(self) -> str:
         return ", ".join(str(lane.device) for lane in self._lanes)
 
 
 def _stand_in(lane: Lane, flat: Flat) -> Flat:
     """A flat that may be written over. Its memory is training's, and so is not lost to it afterwards."""
-    length = min(flat.memory.numel(), CHECKED)
+    split = min(flat.split, CHECKED)
+    length = split + min(flat.memory.numel() - flat.split, CHECKED)
     with lane.on(lane.compute):
         memory = torch.empty(length, dtype=flat.memory.dtype, device=flat.memory.device)
-    return Flat(memory, min(flat.split, length))
+    return Flat(memory, split)
 
 
 def abort_all(comms: Sequence[Any]) -> None:

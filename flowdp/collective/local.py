@@ -5,7 +5,9 @@ gate and a second meeting. A small one is reduced by the last arrival alone, whi
 gate anyway: that takes less time than the second meeting.
 
 On CUDA the last arrival enqueues everything, for all members. Replicas on one card are one memory; on several
-cards each card reduces a part of all replicas, and what lies elsewhere is copied over block by block.
+cards each card reduces a part of all replicas, and what lies elsewhere is copied over block by block. Torch
+lets a copy between two cards wait for the current streams of both, and both for the copy. So each part has
+streams of its own on the other cards, or the cards would work one after another.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class MemoryMean:
     All members get the same bits, whoever was faster and whoever reduced.
 
     Args:
-        flats: The layout that all memories have.
+        flats: The layout that all memories have; they themselves may lie elsewhere.
         memories: One list per rank. A rank's may be filled later, before its first round.
         meet: `meet(rank)` returns when all members of the round have called it and raises when the round
             was given up: the second meeting at the gate.
@@ -91,7 +93,8 @@ class MemoryMean:
         if known is None or known[0] != members:
             memories = [self._memories[member] for member in members]
             part, parts = (0, 1) if alone else (members.index(rank), len(members))
-            mean = BlockMean(self._flats, memories, memories, part=part, parts=parts)
+            host = torch.device("cpu")
+            mean = BlockMean(self._flats, memories, memories, device=host, part=part, parts=parts)
             known = self._parts[rank] = (members, mean)
         return known[1].reduce([outcome.samples[member] for member in members], drift=outcome.drift)
 
@@ -172,9 +175,11 @@ class DeviceMean(StreamedMean):
         rows = {}
         for part, worker in enumerate(workers):
             with ExitStack() as stack:
-                # Torch orders a copy between two cards with the current streams of both.
-                for rank in (*(other for other in workers if other != worker), worker):
-                    stack.enter_context(self._lanes[rank].on(self._lanes[rank].comm))
+                for other in workers:
+                    if other != worker:
+                        lane = self._lanes[other]
+                        stack.enter_context(lane.on(lane.aside(part)))
+                stack.enter_context(self._lanes[worker].on(self._lanes[worker].comm))
                 if worker not in means:
                     means[worker] = self._mean_of(members, worker, part, len(workers))
                 squares = means[worker].reduce(samples, drift=outcome.drift)

@@ -11,6 +11,7 @@ dtype, and loses the reduction inside the switch. Only here is cupy imported, wh
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from flowdp.collective.base import is_held, relative_drift
-from flowdp.collective.group import ABORT_S, Opening, Side, abort_all, sum_replicas
+from flowdp.collective.group import ABORT_S, Opening, Side, abort_all, nccl_errors, sum_replicas
 from flowdp.collective.streamed import StreamedMean
 from flowdp.device.streams import QUIET, Lane
 from flowdp.device.tensors import FlatReplica
@@ -30,10 +31,9 @@ from flowdp.messages import Outcome
 
 __all__ = ["NcclMean", "load"]
 
-DEADLINE_S = 10.0
-"""For making the communicators and for the first sums: a healthy machine takes one or two seconds."""
-
 MAPS = Path("/proc/self/maps")
+
+log = logging.getLogger("flowdp")
 
 
 def load(devices: Sequence[torch.device]) -> Any:
@@ -78,18 +78,22 @@ def load(devices: Sequence[torch.device]) -> Any:
 def _check_nccl(version: int, devices: Sequence[torch.device]) -> None:
     """Check that torch and cupy use one NCCL, and that it can do what the devices ask for."""
     cupys = version // 10_000, version // 100 % 100, version % 100
-    torchs = torch.cuda.nccl.version()[:3] if hasattr(torch._C, "_nccl_version") else None
+    torchs = torch.cuda.nccl.version()[:3] if hasattr(torch._C, "_nccl_version") else cupys
     try:
         lines = MAPS.read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
         lines = []
-    files = sorted({line.split()[-1] for line in lines if "/libnccl.so" in line})
-    if (torchs is not None and torchs != cupys) or len(files) > 1:
+    files = sorted({line.split(maxsplit=5)[-1] for line in lines if "/libnccl.so" in line})
+    numbers = f"torch is built for NCCL {_dotted(torchs)}, cupy uses {_dotted(cupys)}"
+    # Torch's number is that of the header it was compiled with: of one loaded file it says nothing.
+    if len(files) > 1 or (not files and torchs[:2] != cupys[:2]):
         raise CollectiveError(
-            f"torch uses NCCL {_dotted(torchs or ())}, cupy {_dotted(cupys)} (loaded: {', '.join(files)}): "
-            "two libraries would wait for each other on one device. Keep the one that torch requires, see "
-            "`pip show torch`, and look for another one in LD_LIBRARY_PATH and LD_PRELOAD"
+            f"{numbers} (loaded: {', '.join(files) or 'unknown'}): two libraries would wait for each other "
+            "on one device. Keep the one that torch requires, see `pip show torch`, and look for another one "
+            "in LD_LIBRARY_PATH and LD_PRELOAD"
         )
+    if torchs != cupys:
+        log.debug(numbers)
     if len(set(devices)) == len(devices):
         return
     if cupys < (2, 30) or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
@@ -100,42 +104,42 @@ def _check_nccl(version: int, devices: Sequence[torch.device]) -> None:
 
 
 def _dotted(version: Iterable[int]) -> str:
-    return ".".join(map(str, version)) or "of its own"
+    return ".".join(map(str, version))
 
 
 class NcclMean(StreamedMean):
     """Averages replicas on CUDA devices by one all-reduce; see `Collective`.
 
-    Memory: bfloat16, float16 and int16 tensors once more in float32 or int32; else none. The drift is the
-    weighted mean over the members, the same number for all, and cannot tell less than about 5e-4 from zero.
+    Memory: bfloat16 and float16 parameters once more in float32, float buffers in float64, int16 tensors in
+    int32; else none. The drift is the weighted mean over the members, the same number for all, and cannot
+    tell less than about 5e-4 from zero.
 
     Args:
         replicas: One per rank.
         lanes: One per rank.
         nccl: What stands for `cupy.cuda.nccl`, in tests.
-        deadline_s: For making the communicators and checking them by value.
 
     Raises:
         OptionError: The replicas differ in structure, or a rank trains on the CPU.
         CollectiveError: NCCL does not work here; the replicas are as they were.
 
     Threads:
-        Made by one thread, before the workers run; it waits `deadline_s` and `ABORT_S` at most.
+        Made by one thread, before the workers run; how long it may wait, `Opening.wait` says.
     """
 
-    def __init__(
-        self,
-        replicas: Sequence[FlatReplica],
-        lanes: Sequence[Lane],
-        nccl: Any = None,
-        deadline_s: float = DEADLINE_S,
-    ) -> None:
+    def __init__(self, replicas: Sequence[FlatReplica], lanes: Sequence[Lane], nccl: Any = None) -> None:
         super().__init__(replicas, lanes, width=3)
         self._nccl = load([lane.device for lane in lanes]) if nccl is None else nccl
         self._lock = threading.Lock()  # guards `_comms`, which an abort and a close take away
         flats = [replica.flats for replica in replicas]
-        self._sides = [Side(self._nccl, lane, own) for lane, own in zip(lanes, flats, strict=True)]
-        self._comms = Opening(self._nccl, lanes, flats).wait(deadline_s)
+        try:
+            with QUIET:
+                self._sides = [Side(self._nccl, lane, own) for lane, own in zip(lanes, flats, strict=True)]
+            self._comms = Opening(self._nccl, lanes, flats).wait()
+        except torch.OutOfMemoryError as error:
+            raise CollectiveError(
+                f"no room for what NCCL needs beside the replicas; backend='local' does without: {error}"
+            ) from error
 
     def launch(self, outcome: Outcome) -> None:
         """See `Collective.launch`.
@@ -166,10 +170,14 @@ class NcclMean(StreamedMean):
     def close(self) -> None:
         """See `Collective.close`."""
         comms = self._take()
-        super().close()
-        with QUIET:  # the last one frees what all had on their devices
-            for comm in comms:
-                comm.destroy()
+        try:
+            super().close()
+            with QUIET:  # the last one frees what all had on their devices
+                while comms:
+                    comms.pop(0).destroy()
+        except BaseException:
+            abort_all(comms)  # else the garbage collector destroys them, at any time
+            raise
 
     def _take(self) -> list[Any]:
         with self._lock:
@@ -189,7 +197,10 @@ class NcclMean(StreamedMean):
             raise CollectiveError(
                 f"round {outcome.round} was to be averaged after NCCL was aborted or closed"
             )
-        sum_replicas(self._nccl, comms, self._sides, outcome.samples, drift=outcome.drift)
+        with nccl_errors(
+            self._nccl, "sum the replicas, which are scaled already and not to be used any more"
+        ):
+            sum_replicas(self._nccl, comms, self._sides, outcome.samples, drift=outcome.drift)
         # One row for all: they hold the same bits, and one copy to the host is enough.
         return {workers[0]: self._sides[workers[0]].tail} if outcome.drift else {}
 

@@ -80,6 +80,10 @@ class Lane(ABC):
         """Make the device and this stream the calling thread's current ones."""
 
     @abstractmethod
+    def aside(self, number: int) -> Stream:
+        """A further stream, made once for each number: for copies that must not queue behind `comm`."""
+
+    @abstractmethod
     def event(self, *, timing: bool = False) -> Event:
         """A new mark; make it once and record it again and again.
 
@@ -130,11 +134,18 @@ class CudaLane(Lane):
         self.compute = cuda.Stream(device=device)
         self.comm = cuda.Stream(device=device, priority=-1)
         self.copy = cuda.Stream(device=device)
+        self._aside: dict[int, Stream] = {}
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """See `Lane.on`."""
         context: AbstractContextManager[Any] = self.cuda.stream(stream)
         return context
+
+    def aside(self, number: int) -> Stream:
+        """See `Lane.aside`."""
+        if number not in self._aside:
+            self._aside[number] = self.cuda.Stream(device=self.device, priority=-1)
+        return self._aside[number]
 
     def event(self, *, timing: bool = False) -> Event:
         """See `Lane.event`; a host that waits for it sleeps instead of spinning."""
@@ -174,6 +185,10 @@ class HostLane(Lane):
     def on(self, stream: Stream) -> AbstractContextManager[Any]:  # noqa: ARG002 - there is one
         """See `Lane.on`."""
         return nullcontext()
+
+    def aside(self, number: int) -> Stream:  # noqa: ARG002 - there is one
+        """See `Lane.aside`."""
+        return self.comm
 
     def event(self, *, timing: bool = False) -> Event:  # noqa: ARG002 - always
         """See `Lane.event`."""

@@ -47,8 +47,10 @@ class FakeNccl:
         groups: Of each group that summed: whether `QUIET` was held, and the counts of rank 0's calls.
         aborted: Ranks whose communicators were aborted.
         destroyed: Ranks whose communicators were destroyed.
-        hangs: None, or "make" or "sum": the group of that kind that does not end before an abort; or "late":
-            every group ends well, but not before `wake`.
+        abused: What NCCL forbids: an abort while a thread is inside it, one of what was aborted, a sum then.
+        hangs: None, or "make" or "sum": the group of that kind that does not end before `wake`, which an
+            abort sets.
+        fails: Whether what has hung fails then.
         hanging: Set when one hangs.
         deaf: Whether an abort does not help; `wake` does.
         broken: Whether the last rank's numbers do not reach the others.
@@ -63,7 +65,9 @@ class FakeNccl:
         self.groups: list[tuple[bool, list[int]]] = []
         self.aborted: list[int] = []
         self.destroyed: list[int] = []
+        self.abused: list[str] = []
         self.hangs: str | None = None
+        self.fails = True
         self.deaf = False
         self.broken = False
         self.hanging = threading.Event()
@@ -71,6 +75,7 @@ class FakeNccl:
         self._cuda = cuda
         self._streams = {getattr(lane.comm, "cuda_stream", 0): lane.comm for lane in lanes}
         self._group: _Group | None = None
+        self._is_inside = False
         fake = self
 
         class NcclCommunicator:
@@ -80,15 +85,9 @@ class FakeNccl:
                 assert fake._group is not None, "one thread would wait for all others"
                 fake._group.made.append(self)
 
-            @staticmethod
-            def initAll(devices: list[int]) -> list[NcclCommunicator]:
-                fake.groupStart()
-                made = [NcclCommunicator(len(devices), b"n" * 128, rank) for rank in range(len(devices))]
-                fake.groupEnd()
-                return made
-
             def allReduce(self, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> None:
                 if not self.is_open:
+                    fake.abused.append(f"a sum by rank {self.rank}, which was aborted")
                     raise NcclError("invalid argument")
                 assert send == recv
                 group = fake._group
@@ -97,9 +96,12 @@ class FakeNccl:
                 group.calls.append((self, recv, count, dtype, op, stream))
 
             def abort(self) -> None:
-                if self.is_open:
-                    self.is_open = False
-                    fake.aborted.append(self.rank)
+                if fake._is_inside:
+                    fake.abused.append(f"rank {self.rank} aborted under a call")
+                if not self.is_open:
+                    fake.abused.append(f"rank {self.rank} aborted again")
+                self.is_open = False
+                fake.aborted.append(self.rank)
                 if not fake.deaf:
                     fake.wake.set()
                 fake.wake.wait(20)
@@ -119,7 +121,7 @@ class FakeNccl:
 
     def groupStart(self) -> None:
         assert self._group is None
-        self._group = _Group()
+        self._group, self._is_inside = _Group(), True
         self._group.guard.__enter__()
 
     def groupEnd(self) -> None:
@@ -127,12 +129,17 @@ class FakeNccl:
         assert group is not None
         assert group.thread is threading.current_thread(), "a group is one thread's"
         group.guard.__exit__(None, None, None)
+        try:
+            self._end(group)
+        finally:
+            self._is_inside = False
+
+    def _end(self, group: _Group) -> None:
         if self.hangs == ("make" if group.made else "sum"):
             self.hanging.set()
             assert self.wake.wait(20)
-            raise NcclError("aborted")
-        if self.hangs == "late":
-            assert self.wake.wait(20)
+            if self.fails:
+                raise NcclError("aborted")
         if group.made:
             assert [comm.rank for comm in group.made] == list(range(group.made[0].ndev))
         if group.calls:

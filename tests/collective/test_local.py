@@ -8,12 +8,13 @@ from torch import nn
 
 from flowdp.collective import base, local
 from flowdp.collective.base import Averaging
-from flowdp.collective.local import LocalMean
-from flowdp.device.tensors import FlatReplica
+from flowdp.collective.local import LocalMean, MemoryMean
+from flowdp.device.tensors import Flat, FlatReplica
 from flowdp.errors import CollectiveAborted, OptionError
 from flowdp.messages import Arrival, Outcome
 from flowdp.threads.gate import Gate
 from tests.collective.fake_world import FakeWorld, device_mean
+from tests.fakes import FakeStream
 
 
 def model(seed: int) -> nn.Module:
@@ -225,6 +226,31 @@ def test_replicas_that_differ_are_refused():
         LocalMean(replicas, lambda rank: None)
 
 
+# ---------------------------------------------------------------- memories of the host for other layouts
+@pytest.mark.parametrize("samples", [(5, 3), (5, 3, 9), (4, 0, 9)])
+@pytest.mark.parametrize("drift", [False, True])
+def test_the_layout_may_lie_on_a_device_that_the_host_cannot_reach(samples, drift):
+    """As when devices are averaged in pinned memory: all that is made is made on the host."""
+    splits = {torch.float32: 400, torch.bfloat16: 400, torch.int64: 0}
+    layout = [Flat(torch.empty(600, dtype=dtype, device="meta"), split) for dtype, split in splits.items()]
+    draw = torch.Generator().manual_seed(0)
+    memories = [[(9 * torch.randn(600, generator=draw)).to(dtype) for dtype in splits] for _ in samples]
+    before = [[memory.double() for memory in rank] for rank in memories]
+    everyone = threading.Barrier(len(samples))
+    mean = MemoryMean(layout, memories, lambda rank: everyone.wait(20) and None)
+    ranks = tuple(range(len(samples)))
+    outcome = Outcome(0, 0, ranks, (1,) * len(samples), samples, drift=drift)
+    mean.launch(outcome)
+    results = in_threads(ranks, lambda rank: mean.average(rank, outcome))
+    assert all((result.drift is not None) is drift for result in results), results
+    for at, (memory, flat) in enumerate(zip(memories[0], layout, strict=True)):
+        columns = torch.stack([rank[at] for rank in before])
+        weights = torch.tensor(samples)[:, None] / sum(samples)
+        wanted = columns.amax(0) if flat.counts else (weights * columns).sum(0)
+        assert torch.allclose(memory.double(), wanted, rtol=2**-7, atol=1e-2)
+        assert all(torch.equal(rank[at], memory) for rank in memories)
+
+
 # ---------------------------------------------------------------- on CUDA streams; see test_streamed.py too
 @pytest.mark.parametrize(
     ("cards", "workers"), [((0, 0, 0), {0}), ((0, 1, 1), {0, 1}), ((1, 0, 1), {0, 1}), ((2, 0, 1), {0, 1, 2})]
@@ -237,21 +263,46 @@ def test_one_rank_of_each_card_works_for_all_on_it(cards, workers):
     assert working == workers
 
 
-def test_on_several_cards_the_streams_of_all_are_current(monkeypatch):
-    """Torch orders a copy between two cards with the current streams of both."""
-    world = FakeWorld(device_mean, (0, 1, 2))
-    stacks = []
+def current_streams(world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> list[list[FakeStream]]:
+    """Of each part of a round, the streams that are current while it is enqueued."""
+    stacks: list[list[FakeStream]] = []
     real = base.BlockMean.reduce
 
     def reduce(self, samples, *, drift):
         stacks.append(list(world.cuda._local.stack))
         return real(self, samples, drift=drift)
 
-    monkeypatch.setattr(base.BlockMean, "reduce", reduce)
-    world.hold([1, 2, 3])
-    comms = [lane.comm for lane in world.lanes]
-    assert [stack[-1] for stack in stacks] == comms
-    assert all(set(comms) <= set(stack) for stack in stacks)
+    with monkeypatch.context() as patch:
+        patch.setattr(base.BlockMean, "reduce", reduce)
+        ranks = range(len(world.lanes))
+        world.read(world.hold([rank + 1 for rank in ranks]))
+    return stacks
+
+
+def test_each_part_has_streams_of_its_own_on_the_other_cards(monkeypatch):
+    """Torch orders a copy between two cards with the current streams of both: one stream in two parts, and
+    the second part waits for the first."""
+    world = FakeWorld(device_mean, (0, 1, 2))
+    stacks = current_streams(world, monkeypatch)
+    assert [stack[-1] for stack in stacks] == [lane.comm for lane in world.lanes]
+    # The last arrival's compute lies below what the mean has entered: one stream on each card.
+    used = [stack[-3:] for stack in stacks]
+    for at, stack in enumerate(used):
+        assert sorted(stream.device.index for stream in stack) == [0, 1, 2]
+        assert stack[-1].device.index == at
+    assert len({id(stream) for stack in used for stream in stack}) == 9
+    others = {stream for stack in used for stream in stack[:-1]}
+    assert {stream.priority for stream in others} == {-1}
+    lanes = [stream for lane in world.lanes for stream in (lane.compute, lane.comm, lane.copy)]
+    assert others.isdisjoint(lanes)
+
+
+def test_the_streams_of_parts_are_made_once_for_all_runs(monkeypatch):
+    """Torch hands out 32, and then the first ones again."""
+    world = FakeWorld(device_mean, (0, 1, 2))
+    first = [stack[-3:] for stack in current_streams(world, monkeypatch)]
+    world.mean = device_mean(world)
+    assert [stack[-3:] for stack in current_streams(world, monkeypatch)] == first
 
 
 def test_what_is_far_is_what_lies_on_another_card():

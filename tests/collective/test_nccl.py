@@ -1,18 +1,22 @@
 """The mean by NCCL: what it needs, its launches, its end. Numbers and edges are in test_streamed.py."""
 
+import gc
 import sys
 import threading
+import weakref
+from contextlib import contextmanager, suppress
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from flowdp.collective import nccl
+from flowdp.collective import group, nccl
 from flowdp.collective.nccl import NcclMean, load
 from flowdp.device.streams import QUIET
 from flowdp.errors import CollectiveError
 from tests.collective.fake_nccl import FakeNccl, NcclError
 from tests.collective.fake_world import FakeWorld, nccl_mean
+from tests.collective.test_group import wait_for_the_helper
 
 TWO = [torch.device("cuda", 0), torch.device("cuda", 1)]
 
@@ -72,16 +76,28 @@ def test_a_cupy_of_another_cuda(installed):
         load(TWO)
 
 
-def test_another_version_than_torchs(installed):
+def test_a_newer_library_for_both(installed):
+    """Torch tells the version that it was compiled with, not the one that LD_PRELOAD gave both."""
+    installed.nccl.get_version = lambda: 23203
+    assert load(TWO) is installed.nccl
+
+
+@pytest.mark.parametrize("lines", ["", None])
+def test_another_version_than_torchs_where_nobody_knows_the_files(installed, lines):
+    installed.maps.unlink() if lines is None else installed.maps.write_text(lines)
+    installed.nccl.get_version = lambda: 23009  # a fix of the same version
+    assert load(TWO) is installed.nccl
     installed.nccl.get_version = lambda: 22809
-    with pytest.raises(CollectiveError, match=r"torch uses NCCL 2\.30\.7, cupy 2\.28\.9"):
+    with pytest.raises(
+        CollectiveError, match=r"torch is built for NCCL 2\.30\.7, cupy uses 2\.28\.9.*unknown"
+    ):
         load(TWO)
 
 
 def test_a_second_library(installed):
     with installed.maps.open("a") as maps:
-        maps.write("7f20-7f30 r-xp 0 08:01 8 /usr/lib/libnccl.so.2.30.7\n")
-    with pytest.raises(CollectiveError, match=r"/site/nvidia/nccl/lib/libnccl\.so\.2, /usr/lib/libnccl"):
+        maps.write("7f20-7f30 r-xp 0 08:01 8 /usr/my lib/libnccl.so.2.30.7\n")
+    with pytest.raises(CollectiveError, match=r"/site/nvidia/nccl/lib/libnccl\.so\.2, /usr/my lib/libnccl"):
         load(TWO)
 
 
@@ -127,7 +143,8 @@ def test_a_round_is_one_group_that_is_launched_while_it_is_quiet(world):
         world.read(world.hold([1, 2, 3], drift=True))
     groups = fake(world).groups[opened:]
     assert [is_quiet for is_quiet, _ in groups] == [True] * 3
-    sizes = [memory.numel() for memory in world.replicas[0].memories]
+    flats = world.replicas[0].flats
+    sizes = [size for flat in flats for size in (flat.split, flat.memory.numel() - flat.split) if size]
     assert all(counts == [*sizes, 2] for _, counts in groups)
     assert not QUIET.locked()
 
@@ -136,6 +153,7 @@ def test_narrow_tensors_are_carried_in_wide_ones_made_once(world):
     carried = [c for c in world.mean._sides[0]._carried if c.is_staged]
     assert {(c.memory.dtype, c.work.dtype) for c in carried} == {
         (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float64),  # buffers
         (torch.int16, torch.int32),
     }
     before = [c.work.data_ptr() for c in carried]
@@ -156,7 +174,10 @@ def test_what_nccl_refuses_is_an_error_of_the_round(world, monkeypatch):
 
     monkeypatch.setattr(type(world.mean._comms[0]), "allReduce", refuse)
     errors = world.hold([1, 2, 3])
-    assert any("could not sum the replicas: NcclError: unhandled" in str(error) for error in errors)
+    said = (
+        "could not sum the replicas, which are scaled already and not to be used any more: NcclError: unhan"
+    )
+    assert any(said in str(error) for error in errors)
     assert all(isinstance(error, CollectiveError) for error in errors)
 
 
@@ -211,6 +232,95 @@ def test_closing_destroys_when_the_streams_are_done(world, monkeypatch):
     assert order == ["drained"] * 3 + [0, 1, 2]
     world.mean.close()
     assert order[6:] == ["drained"] * 3
+
+
+def test_closing_a_faulty_device_aborts_all(world, monkeypatch):
+    """Else the garbage collector would destroy them, at any time."""
+
+    def fault():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(world.lanes[1].comm, "synchronize", fault)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        world.mean.close()
+    assert (sorted(fake(world).aborted), fake(world).destroyed) == ([0, 1, 2], [])
+    world.mean.abort()
+    assert fake(world).abused == []
+
+
+def test_an_interrupted_close_aborts_the_rest(world, monkeypatch):
+    real = type(world.mean._comms[0]).destroy
+
+    def destroy(comm):
+        real(comm)
+        if comm.rank == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(world.mean._comms[0]), "destroy", destroy)
+    with pytest.raises(KeyboardInterrupt):
+        world.mean.close()
+    assert (fake(world).destroyed, fake(world).aborted) == ([0, 1], [2])
+    assert not QUIET.locked()
+
+
+def test_what_a_sum_needs_is_allocated_while_nobody_launches(monkeypatch):
+    seen = []
+    real = nccl.Side
+    monkeypatch.setattr(nccl, "Side", lambda *given: seen.append(QUIET.locked()) or real(*given))
+    FakeWorld(nccl_mean, (0, 1))
+    assert seen == [True] * 2
+
+
+@pytest.mark.parametrize("where", [nccl, group])
+def test_a_full_device_is_an_error_of_the_collective(monkeypatch, where):
+    """On which backend="auto" falls back."""
+
+    def side(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB")
+
+    monkeypatch.setattr(where, "Side", side)
+    with pytest.raises(CollectiveError, match=r"no room for what NCCL needs .*3\.00 GiB") as caught:
+        FakeWorld(nccl_mean, (0, 1))
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    wait_for_the_helper()
+    assert not QUIET.locked()
+
+
+@pytest.mark.parametrize("what", ["make", "allocate", "sum"])
+def test_what_fails_keeps_no_memory(monkeypatch, what):
+    """Whoever falls back needs it, and cannot wait for the garbage collector."""
+    made = []
+
+    def refuse(*_, **__):
+        raise torch.OutOfMemoryError if what == "allocate" else NcclError("unhandled cuda error")
+
+    def side(*given, real=group.Side):
+        own = real(*given)
+        made.append(weakref.ref(own))
+        return own
+
+    monkeypatch.setattr(nccl, "Side", side)
+    monkeypatch.setattr(group, "Side", side)
+    at = {
+        "make": (FakeNccl, "get_unique_id"),
+        "allocate": (group, "_stand_in"),
+        "sum": (group, "sum_replicas"),
+    }
+    monkeypatch.setattr(*at[what], refuse)
+    with no_collection():
+        with suppress(CollectiveError):
+            FakeWorld(nccl_mean, (0, 1))
+        wait_for_the_helper()
+        assert [own() for own in made] == [None] * (4 if what == "sum" else 2)
+
+
+@contextmanager
+def no_collection():
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def test_drift_of_replicas_that_are_equal_is_not_below_zero(world):

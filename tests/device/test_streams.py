@@ -135,3 +135,13 @@ def test_what_a_dataset_makes_on_the_default_stream_is_awaited(cuda: FakeCuda, a
     with lane.on(lane.copy):
         memory.clone()
     assert bool(cuda.races) is not awaits
+
+
+def test_streams_aside_are_made_once(cuda: FakeCuda) -> None:
+    lane = CudaLane(CPU, cuda)
+    first, second = lane.aside(0), lane.aside(1)
+    assert first.priority == -1
+    assert lane.aside(0) is first
+    assert len({id(stream) for stream in (first, second, lane.comm, lane.compute, lane.copy)}) == 5
+    host = HostLane(CPU)
+    assert host.aside(3) is host.comm
