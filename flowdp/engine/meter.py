@@ -62,11 +62,6 @@ class _Sums:
     scalars: dict[str, list[float]] = field(default_factory=dict)
     averaging: Averaging | None = None
 
-    def step(self, busy_ms: float, data_ms: float) -> None:
-        self.busy_ms += busy_ms
-        self.data_ms += data_ms
-        self.longest_ms = max(self.longest_ms, busy_ms + data_ms)
-
     def scalar(self, name: str, total: float, weight: float) -> None:
         sums = self.scalars.setdefault(name, [0.0, 0.0])
         sums[0] += total
@@ -180,8 +175,14 @@ class HostMeter(Meter):
         sums.loss += loss.item() * samples
         sums.samples += samples
         sums.steps += 1
-        sums.step((perf_counter() - self._start_s) * 1e3, self._waited_s * 1e3)
-        self._waited_s = 0.0
+        spent_ms = (perf_counter() - self._start_s) * 1e3
+        sums.busy_ms += spent_ms
+        if self._waited_s:
+            sums.data_ms += self._waited_s * 1e3
+            spent_ms += self._waited_s * 1e3
+            self._waited_s = 0.0
+        if spent_ms > sums.longest_ms:
+            sums.longest_ms = spent_ms
 
     def waited(self, seconds: float) -> None:
         """See `Meter.waited`."""
@@ -264,7 +265,10 @@ class DeviceMeter(Meter):
 
         def land() -> None:
             # Between two steps the device had nothing to do: it waited for data, or for the host.
-            sums.step(begin.elapsed_time(end), last.elapsed_time(begin))
+            busy_ms, data_ms = begin.elapsed_time(end), last.elapsed_time(begin)
+            sums.busy_ms += busy_ms
+            sums.data_ms += data_ms
+            sums.longest_ms = max(sums.longest_ms, busy_ms + data_ms)
             self._events += (last, begin)
             self._steps -= 1
 

@@ -119,7 +119,8 @@ class Worker:
         while True:
             while inbox.pending:
                 self._read(inbox.get())
-            self._tell_feed()
+            if self._fed != machine.plans:
+                self._tell_feed()
             action = machine.next(gate.hurry)
             if type(action) is Step:
                 self._step(action)
