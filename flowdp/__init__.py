@@ -21,6 +21,7 @@ from flowdp.engine.context import current_worker, record_scalar
 from flowdp.errors import (
     CollectiveAborted,
     CollectiveError,
+    CollectiveTimeout,
     DataError,
     DeviceError,
     FlowdpError,
@@ -59,5 +60,6 @@ __all__ = [  # noqa: RUF022 - in the order in which a reader meets them
     "DeviceError",
     "CollectiveError",
     "CollectiveAborted",
+    "CollectiveTimeout",
     "ProtocolError",
 ]

@@ -8,6 +8,7 @@ FlowdpError
   DeviceError                a device cannot be used
   CollectiveError            averaging failed
     CollectiveAborted        another rank failed first; that error is the one to read
+    CollectiveTimeout        the devices do not get on with it
   ProtocolError              a bug of flowdp                   .story
 ```
 
@@ -26,6 +27,7 @@ from collections.abc import Sequence
 __all__ = [
     "CollectiveAborted",
     "CollectiveError",
+    "CollectiveTimeout",
     "DataError",
     "DeviceError",
     "FlowdpError",
@@ -96,6 +98,10 @@ class CollectiveError(FlowdpError):
 
 class CollectiveAborted(CollectiveError):
     """The round was given up because another rank failed first."""
+
+
+class CollectiveTimeout(CollectiveError):
+    """A round has begun on the devices and does not end: one of them, or a link between two, is dead."""
 
 
 class ProtocolError(FlowdpError):

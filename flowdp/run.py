@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -214,9 +215,9 @@ class Run:
         try:
             self._engine.records.wait_for_pause(wish)
             yield
+        finally:
             for replica in self._engine.replicas:
                 replica.lane.adopt()
-        finally:
             self.unpause()
 
     def set_lr(self, lr: float) -> None:
@@ -279,11 +280,11 @@ class Run:
         if self.error is None:
             self._collect()
         else:
-            self._join_threads()
+            self._let_go()
 
     def _raise_failure(self) -> None:
         if self.error is not None:
-            self._join_threads()
+            self._let_go()
             raise self.error
         if self._engine.records.finish is None:
             raise FlowdpError("the run ended without an answer: " + self.dump())
@@ -299,6 +300,17 @@ class Run:
                 self._ending.state = state  # a Ctrl-C before leaves it to the next one who asks
                 self._engine.let_go()
             return self._ending.state
+
+    def _let_go(self) -> None:
+        """Join what can be joined, and free what a failed run holds on its devices."""
+        self._join_threads()
+        if self._engine.records.is_over:
+            self._engine.let_go()
+            cause = self.error.__cause__ if self.error is not None else None
+            if isinstance(cause, torch.OutOfMemoryError):
+                # The traceback keeps every frame's tensors, and with them the memory that was missing. Here,
+                # for the frames of a thread that still runs cannot be cleared.
+                traceback.clear_frames(cause.__traceback__)
 
     def _join_threads(self) -> None:
         self._engine.join()

@@ -81,7 +81,15 @@ class FakeStream:
 
 
 class FakeEvent:
-    """Stands for `torch.cuda.Event`."""
+    """Stands for `torch.cuda.Event`.
+
+    Attributes:
+        passed: Whether the device has passed it, which it has at once. A test that holds an event back
+            gives it another one.
+    """
+
+    passed = threading.Event()
+    passed.set()
 
     def __init__(self, cuda: FakeCuda, enable_timing: bool = False, blocking: bool = False) -> None:
         self.cuda = cuda
@@ -98,8 +106,12 @@ class FakeEvent:
             self.cuda.log.append((stream.name, "records", self.name))
 
     def synchronize(self) -> None:
+        assert self.passed.wait(20)
         with self.cuda.lock:
             _merge(self.cuda.host, self.clock)
+
+    def query(self) -> bool:
+        return self.passed.is_set()
 
     def elapsed_time(self, end_event: FakeEvent) -> float:
         for event in (self, end_event):

@@ -10,6 +10,7 @@ from flowdp import errors
 from flowdp.errors import (
     CollectiveAborted,
     CollectiveError,
+    CollectiveTimeout,
     DataError,
     FlowdpError,
     OptionError,
@@ -24,6 +25,7 @@ def test_one_base_for_all() -> None:
     assert {error.__name__ for error in ALL} == set(errors.__all__)
     assert issubclass(OptionError, ValueError)
     assert issubclass(CollectiveAborted, CollectiveError)
+    assert issubclass(CollectiveTimeout, CollectiveError)
 
 
 def test_the_tree_in_the_docstring_is_the_tree() -> None:

@@ -124,6 +124,7 @@ class Session:
         environment = dict(os.environ)
         if part.is_experiment:
             environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+            environment.setdefault("NCCL_MAX_CTAS", "8")  # so that the kernels of all ranks have room at once
         code = self.python(
             [*arguments, *(["--rehearse"] if self.is_rehearsal else [])], limit_s + GRACE_S, environment
         )

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import flowdp
+from bench.gpu.checks import Single
 from bench.gpu.part import Clock, Finding, Note, Place
 from bench.harness import compare
 from bench.models import Gpt, classify_bytes, photos, predict_next, resnet18, texts
@@ -120,19 +121,6 @@ def measure(place: Place) -> Iterator[Finding]:
         yield compare(f"{case.name}, data there", {"flowdp": ours, "hand": hand}, pairs=place.pick(7, 1))
 
 
-class Rows(Dataset[Any]):
-    """Single samples of tensors."""
-
-    def __init__(self, data: tuple[Tensor, ...]) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return len(self._data[0])
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        return tuple(tensor[index] for tensor in self._data)
-
-
 def worker_processes(place: Place, case: Case) -> int:
     """As many as the machine has cores for, up to 8, and as its shared memory has room for."""
     batch_bytes = sum(tensor.nbytes for tensor in case.data) // len(case.data[0]) * case.batch_size
@@ -150,7 +138,7 @@ def measure_loader(place: Place) -> Iterator[Finding]:
         yield Note(f"{case.name}, DataLoader: {processes} worker processes")
         options: dict[str, Any] = {"num_workers": processes, "persistent_workers": processes > 0}
         loader: Any = partial(
-            DataLoader, Rows(case.data), case.batch_size, shuffle=True, pin_memory=place.is_cuda, **options
+            DataLoader, Single(case.data), case.batch_size, shuffle=True, pin_memory=place.is_cuda, **options
         )
 
         def hand(case: Case = case, loader: Any = loader) -> float:

@@ -19,7 +19,7 @@ __all__ = ["JOURNAL", "Outcome", "Suite", "complete_lines", "run_suite"]
 JOURNAL = "FLOWDP_GPU_JOURNAL"
 """Names the journal's file, in the environment of pytest."""
 
-TEST_LIMIT_S = 60
+TEST_LIMIT_S = 90
 RESTARTS = 3
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from torch import Tensor
 from flowdp.collective.base import is_held, relative_drift
 from flowdp.collective.group import ABORT_S, Opening, Side, abort_all, nccl_errors, sum_replicas
 from flowdp.collective.streamed import StreamedMean
-from flowdp.device.streams import QUIET, Lane
+from flowdp.collective.watchdog import LIMIT_S, Watchdog
+from flowdp.device.streams import QUIET, Event, Lane
 from flowdp.device.tensors import FlatReplica
 from flowdp.errors import CollectiveError
 from flowdp.messages import Outcome
@@ -118,6 +119,8 @@ class NcclMean(StreamedMean):
         replicas: One per rank.
         lanes: One per rank.
         nccl: What stands for `cupy.cuda.nccl`, in tests.
+        hung: Called, on a thread of its own, when a round does not end on the devices; they are released, and
+            the mean is not to be trusted, as soon as it returns.
 
     Raises:
         OptionError: The replicas differ in structure, or a rank trains on the CPU.
@@ -127,9 +130,16 @@ class NcclMean(StreamedMean):
         Made by one thread, before the workers run; how long it may wait, `Opening.wait` says.
     """
 
-    def __init__(self, replicas: Sequence[FlatReplica], lanes: Sequence[Lane], nccl: Any = None) -> None:
+    def __init__(
+        self,
+        replicas: Sequence[FlatReplica],
+        lanes: Sequence[Lane],
+        nccl: Any = None,
+        hung: Callable[[CollectiveError], object] = lambda _: None,
+    ) -> None:
         super().__init__(replicas, lanes, width=3)
         self._nccl = load([lane.device for lane in lanes]) if nccl is None else nccl
+        self._hung = hung
         self._lock = threading.Lock()  # guards `_comms`, which an abort and a close take away
         flats = [replica.flats for replica in replicas]
         try:
@@ -140,6 +150,7 @@ class NcclMean(StreamedMean):
             raise CollectiveError(
                 f"no room for what NCCL needs beside the replicas; backend='local' does without: {error}"
             ) from error
+        self._watchdog = Watchdog([lane.device for lane in lanes], LIMIT_S, self._give_up)
 
     def launch(self, outcome: Outcome) -> None:
         """See `Collective.launch`.
@@ -166,11 +177,13 @@ class NcclMean(StreamedMean):
         finally:
             if is_quiet:
                 QUIET.release()
+            self._watchdog.close()
 
     def close(self) -> None:
         """See `Collective.close`."""
         comms = self._take()
         try:
+            self._watchdog.close()
             super().close()
             with QUIET:  # the last one frees what all had on their devices
                 while comms:
@@ -178,6 +191,13 @@ class NcclMean(StreamedMean):
         except BaseException:
             abort_all(comms)  # else the garbage collector destroys them, at any time
             raise
+
+    def _give_up(self, error: CollectiveError) -> None:
+        """Tell of a hang first: the workers, once released, go on with a mean that is none."""
+        try:
+            self._hung(error)
+        finally:
+            self.abort()
 
     def _take(self) -> list[Any]:
         with self._lock:
@@ -203,6 +223,9 @@ class NcclMean(StreamedMean):
             sum_replicas(self._nccl, comms, self._sides, outcome.samples, drift=outcome.drift)
         # One row for all: they hold the same bits, and one copy to the host is enough.
         return {workers[0]: self._sides[workers[0]].tail} if outcome.drift else {}
+
+    def _launched(self, outcome: Outcome, start: Sequence[Event], done: Sequence[Event]) -> None:
+        self._watchdog.launched(outcome.round, start[0], done)  # all begin when the last step is done
 
     def _drift(self, rank: int, outcome: Outcome, rows: Sequence[Sequence[float]]) -> float:  # noqa: ARG002
         weight, square, mean_square = rows[0]

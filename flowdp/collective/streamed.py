@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from torch import Tensor, float64
 
 from flowdp.collective.base import NOTHING, Averaging, Reading, is_held
-from flowdp.device.streams import QUIET, Lane
+from flowdp.device.streams import QUIET, Event, Lane
 from flowdp.device.tensors import FlatReplica
 from flowdp.errors import OptionError, ProtocolError
 from flowdp.messages import Outcome
@@ -100,6 +100,8 @@ class StreamedMean(ABC):
                 slot.told[reporter].record(lane.comm)
         slot.reporters = tuple(reports)
         self._slot = slot
+        start, done = ([marks[worker] for worker in slot.workers] for marks in (slot.start, slot.done))
+        self._launched(outcome, start, done)
 
     def average(self, rank: int, outcome: Outcome) -> Reading:
         """See `Collective.average`."""
@@ -118,7 +120,7 @@ class StreamedMean(ABC):
     def close(self) -> None:
         """Wait for the last round's work, which writes to memory that goes now."""
         for lane in self._lanes:
-            lane.comm.synchronize()
+            lane.drain()
 
     @abstractmethod
     def _workers(self, outcome: Outcome) -> Sequence[int]:
@@ -136,6 +138,11 @@ class StreamedMean(ABC):
             What some workers report: float64 on their device, at most `width` numbers. They are written
             anew in the next round. Empty where the drift is not measured.
         """
+
+    def _launched(  # noqa: B027 - most have nobody to tell
+        self, outcome: Outcome, start: Sequence[Event], done: Sequence[Event]
+    ) -> None:
+        """The round is on the comm streams, between these marks of its workers."""
 
     @abstractmethod
     def _drift(self, rank: int, outcome: Outcome, rows: Sequence[Sequence[float]]) -> float:

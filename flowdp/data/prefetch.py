@@ -200,7 +200,7 @@ class PrefetchFeed(Feed):
                 poison(slot.memory)
         with self._changed:
             if not self._closing:
-                slot.pool.unused.append(slot)
+                slot.pool.give_back(slot)
                 self._changed.notify()
 
     def wake(self, epoch: int, batch: int) -> None:  # noqa: ARG002 - an old one makes us ask once too often
@@ -248,7 +248,7 @@ class PrefetchFeed(Feed):
             fetched = self._fetched.pop(key)
             fetched.is_dropped = True
             if fetched.slot is not None:  # else the prefetch thread is at it, and looks
-                fetched.slot.pool.unused.append(fetched.slot)
+                fetched.slot.pool.give_back(fetched.slot)
             if fetched.payload is not None:
                 self._source.give_back(*key, fetched.payload)
         # Another rank may have asked for it since, and would be woken in our place: ask again.
@@ -306,7 +306,7 @@ class PrefetchFeed(Feed):
         slot.ready.record(self._lane.copy)
         with self._changed:
             if fetched.is_dropped:
-                pool.unused.append(slot)
+                pool.give_back(slot)
                 return
             fetched.slot = slot
             is_wanted = self._wanted == key
@@ -340,7 +340,9 @@ class PrefetchFeed(Feed):
                     pool.made -= 1
                     if not pool.made:
                         raise
-                    pool.limit, self._is_short = pool.made, True
+                    # Not all that there is: torch has emptied its cache for us, and the steps want it back.
+                    pool.shrink()
+                    self._is_short = True
 
     def _new_slot(self, pool: Pool) -> Slot:
         lane, layout = self._lane, self._layout

@@ -233,6 +233,19 @@ class Pool:
     made: int = 0
     unused: deque[Slot] = field(default_factory=deque)
 
+    def give_back(self, slot: Slot) -> None:
+        """A slot is not in use any more; one too many goes, and its memory with it."""
+        if self.made > self.limit:
+            self.made -= 1
+        else:
+            self.unused.append(slot)
+
+    def shrink(self) -> None:
+        """Keep half of the slots: those that are in use go when they come back."""
+        self.limit = max(1, self.made // 2)
+        while self.unused and self.made > self.limit:
+            self.give_back(self.unused.pop())
+
 
 @dataclass(slots=True, eq=False)
 class Slot:

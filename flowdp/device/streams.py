@@ -41,6 +41,14 @@ class Event(Protocol):
         """Wait, on the host and without the interpreter lock, until the device has passed the mark."""
         ...
 
+    def query(self) -> bool:
+        """Whether the device has passed the mark; does not wait.
+
+        Raises:
+            RuntimeError: The device has failed.
+        """
+        ...
+
     def elapsed_time(self, end_event: Any) -> float:
         """Milliseconds from this mark to another; both must have been passed."""
         ...
@@ -135,6 +143,7 @@ class CudaLane(Lane):
         self.comm = cuda.Stream(device=device, priority=-1)
         self.copy = cuda.Stream(device=device)
         self._aside: dict[int, Stream] = {}
+        self._marks: dict[object, Event] = {}
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """See `Lane.on`."""
@@ -161,14 +170,17 @@ class CudaLane(Lane):
 
     def adopt(self) -> None:
         """See `Lane.adopt`."""
-        self._await(self.compute, self.cuda.current_stream(self.device))
+        self._await(self.compute, self.cuda.current_stream(self.device), "adopted")
 
     def await_default(self, stream: Stream, device: torch.device) -> None:
         """See `Lane.await_default`."""
-        self._await(stream, self.cuda.default_stream(device))
+        self._await(stream, self.cuda.default_stream(device), device)
 
-    def _await(self, stream: Stream, other: Stream) -> None:
-        mark = self.event()
+    def _await(self, stream: Stream, other: Stream, key: object) -> None:
+        # A mark for each use, kept: to destroy one may block.
+        if key not in self._marks:
+            self._marks[key] = self.event()
+        mark = self._marks[key]
         mark.record(other)
         stream.wait_event(mark)
 
@@ -249,6 +261,9 @@ class _HostEvent:
 
     def synchronize(self) -> None:
         pass
+
+    def query(self) -> bool:
+        return True
 
     def elapsed_time(self, end_event: _HostEvent) -> float:
         return (end_event._at_s - self._at_s) * 1e3

@@ -26,6 +26,7 @@ def open_collective(
     replicas: Sequence[FlatReplica],
     lanes: Sequence[Lane],
     meet: Callable[[int], None],
+    hung: Callable[[CollectiveError], object],
 ) -> Collective:
     """The collective of a run.
 
@@ -37,6 +38,7 @@ def open_collective(
         replicas: One per rank.
         lanes: One per rank.
         meet: The second meeting at the gate, for collectives whose members work together on the host.
+        hung: Called, on another thread, when a round does not end on the devices, just before it is aborted.
 
     Raises:
         CollectiveError: backend="nccl" was asked for and does not work here.
@@ -49,10 +51,10 @@ def open_collective(
     if len(chosen) > 1:
         one_each = len(set(chosen)) == len(chosen) and all(device.type == "cuda" for device in chosen)
         if backend == "nccl":
-            return NcclMean(replicas, lanes)
+            return NcclMean(replicas, lanes, hung=hung)
         if backend == "auto" and one_each and policy != "async":
             try:
-                return NcclMean(replicas, lanes)
+                return NcclMean(replicas, lanes, hung=hung)
             except CollectiveError as error:
                 log.warning("averaging without NCCL: %s", error)
         if backend == "cpu" or (backend == "auto" and not reach_each_other(chosen)):

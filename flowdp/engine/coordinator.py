@@ -130,9 +130,9 @@ class CoordinatorShell:
         now_ms = self._now_ms()
         if self._failing_ms is not None and now_ms >= self._failing_ms:
             self._failing_ms = None
-            self._collective.abort()
             self._failures.note_stuck(self._threads)
             self._conclude(over=False)
+            self._collective.abort()
         fact = fact or Tick()
         try:
             commands = self.machine.handle(fact, now_ms)
@@ -213,7 +213,8 @@ class CoordinatorShell:
             thread.join(None if is_leaving else max(0.0, deadline_s - perf_counter()))
         if self._helper is not None:
             self._jobs.post(None)
-            self._helper.join()
+            # After a failure it may wait for a device that never gets there.
+            self._helper.join(None if self._failures.first is None else GRACE_MS / 1e3)
         self._gate.retire()
         if not self._source.close():
             log.warning("the dataset is still inside its own code; its thread ends with that call")

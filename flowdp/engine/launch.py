@@ -25,7 +25,7 @@ from flowdp.engine.failures import Failures
 from flowdp.engine.records import Records
 from flowdp.engine.replica import Replica
 from flowdp.engine.worker import Mail, Worker
-from flowdp.errors import DataError, OptionError
+from flowdp.errors import CollectiveError, DataError, OptionError
 from flowdp.machine.coordinator import Coordinator, RunConfig
 from flowdp.machine.story import Story
 from flowdp.messages import BatchReady, DataEnded, Fact, Failed, Requested
@@ -98,7 +98,9 @@ class Engine:
         config = self.config
         flats = [replica.flat for replica in self.replicas]
         lanes = [replica.lane for replica in self.replicas]
-        collective = open_collective(backend, config.policy, flats, lanes, lambda rank: gate.finish(rank))
+        collective = open_collective(
+            backend, config.policy, flats, lanes, lambda rank: gate.finish(rank), self._collective_hung
+        )
         self._settings.callback(collective.close)
         gate = Gate(config.world_size, collective.launch)
         is_async = config.policy == "async" and config.world_size > 1
@@ -199,6 +201,8 @@ class Engine:
         A notebook keeps its runs. And the garbage collector counts objects, not their bytes: what refers to
         itself, in the user's model or in torch, may lie on a card for long.
         """
+        if not self.workers:
+            return
         self._progress = self.progress()
         has_cards = any(replica.lane.is_async for replica in self.replicas)
         self.workers, self.replicas, self._feeds = [], (), []
@@ -220,6 +224,9 @@ class Engine:
         self._inbox.post(DataEnded(epoch, batches))
 
     def _data_failed(self, error: DataError) -> None:
+        self._inbox.post(Failed(self.failures.add(error)))
+
+    def _collective_hung(self, error: CollectiveError) -> None:
         self._inbox.post(Failed(self.failures.add(error)))
 
 

@@ -7,7 +7,6 @@ it goes up when the device is there.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from time import perf_counter
 
@@ -244,9 +243,6 @@ class Worker:
         epoch, batch = (None, None) if step is None else (step.epoch, step.batch)
         indices = () if epoch is None or batch is None else self._source.indices(epoch, batch)
         shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
-        if isinstance(cause, torch.OutOfMemoryError):
-            # The traceback keeps every frame's tensors, and with them the memory that was missing.
-            traceback.clear_frames(cause.__traceback__)
         error = StepError(
             f"rank {self.rank} on {self.replica.device} failed in epoch {epoch}, at its step "
             f"{self.current.local_step} (batch {batch}, indices {shown}): {type(cause).__name__}: {cause}",

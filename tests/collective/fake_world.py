@@ -16,6 +16,7 @@ from flowdp.collective.local import DeviceMean, LocalMean
 from flowdp.collective.nccl import NcclMean
 from flowdp.device.streams import CudaLane, HostLane, Lane
 from flowdp.device.tensors import FlatReplica
+from flowdp.errors import CollectiveError
 from flowdp.messages import Arrival, Outcome
 from flowdp.threads.gate import Gate
 from tests.collective.fake_nccl import FakeNccl
@@ -80,9 +81,16 @@ class FakeWorld:
     Args:
         make: What averages them.
         cards: The card of each rank; -1 is a CPU rank.
+        hung: Called when a round does not end on the cards, by what looks after that.
     """
 
-    def __init__(self, make: Make, cards: Sequence[int] = (0, 0)) -> None:
+    def __init__(
+        self,
+        make: Make,
+        cards: Sequence[int] = (0, 0),
+        hung: Callable[[CollectiveError], object] = lambda error: None,
+    ) -> None:
+        self.hung = hung
         self.cuda = FakeCuda()
         self.lanes: list[Lane] = [
             HostLane(torch.device("cpu")) if card < 0 else FakeLane(torch.device("cuda", card), self.cuda)
@@ -157,7 +165,13 @@ def local_mean(world: FakeWorld) -> LocalMean:
 
 
 def nccl_mean(world: FakeWorld) -> NcclMean:
-    return NcclMean(world.replicas, world.lanes, FakeNccl(world.cuda, world.lanes))
+    mean = NcclMean(world.replicas, world.lanes, FakeNccl(world.cuda, world.lanes), world.hung)
+    WATCHED.append(mean)
+    return mean
+
+
+WATCHED: list[NcclMean] = []
+"""Those whose watchdogs a test has started; `conftest.py` ends them."""
 
 
 WAYS: dict[str, tuple[Make, tuple[int, ...]]] = {

@@ -13,7 +13,7 @@ import torch
 from flowdp.collective import group, nccl
 from flowdp.collective.nccl import NcclMean, load
 from flowdp.device.streams import QUIET
-from flowdp.errors import CollectiveError
+from flowdp.errors import CollectiveError, CollectiveTimeout
 from tests.collective.fake_nccl import FakeNccl, NcclError
 from tests.collective.fake_world import FakeWorld, nccl_mean
 from tests.collective.test_group import wait_for_the_helper
@@ -223,10 +223,45 @@ def test_an_abort_releases_a_launch_that_hangs(world, monkeypatch):
     assert not QUIET.locked()
 
 
+def test_a_round_that_hangs_is_told_and_then_aborted(monkeypatch):
+    """In this order: who is released must find the failure told."""
+    monkeypatch.setattr(nccl, "LIMIT_S", 0.05)
+    told = []
+    world = FakeWorld(nccl_mean, (0, 1, 2), lambda error: told.append((error, fake(world).aborted[:])))
+    world.read(world.hold([1, 2, 3]))
+    world.mean._slots[1].done[2].passed = fake(world).wake  # which an abort sets
+    (reading, *_) = world.hold([1, 2, 3])[2:]
+    reading()  # waits for the mark
+    world.mean.close()  # waits for the watchdog
+    ((error, aborted),) = told
+    assert isinstance(error, CollectiveTimeout)
+    assert "averaging round 1 over cuda:0, cuda:1, cuda:2" in str(error)
+    assert aborted == []
+    assert sorted(fake(world).aborted) == [0, 1, 2]
+    assert fake(world).destroyed == []
+
+
+def test_what_is_hung_is_aborted_even_if_it_cannot_be_told(world, monkeypatch):
+    def full(error):
+        raise RuntimeError("the inbox is full")
+
+    monkeypatch.setattr(world.mean, "_hung", full)
+    with pytest.raises(RuntimeError, match="the inbox is full"):
+        world.mean._give_up(CollectiveTimeout("it hangs"))
+    assert sorted(fake(world).aborted) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("end", ["abort", "close"])
+def test_the_watchdog_ends_with_the_mean(world, end):
+    assert world.mean._watchdog._thread.is_alive()
+    getattr(world.mean, end)()
+    assert not world.mean._watchdog._thread.is_alive()
+
+
 def test_closing_destroys_when_the_streams_are_done(world, monkeypatch):
     order = []
     for lane in world.lanes:
-        monkeypatch.setattr(lane.comm, "synchronize", lambda: order.append("drained"))
+        monkeypatch.setattr(lane, "drain", lambda: order.append("drained"))
     monkeypatch.setattr(type(world.mean._comms[0]), "destroy", lambda comm: order.append(comm.rank))
     world.mean.close()
     assert order == ["drained"] * 3 + [0, 1, 2]
@@ -240,7 +275,7 @@ def test_closing_a_faulty_device_aborts_all(world, monkeypatch):
     def fault():
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(world.lanes[1].comm, "synchronize", fault)
+    monkeypatch.setattr(world.lanes[1], "drain", fault)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         world.mean.close()
     assert (sorted(fake(world).aborted), fake(world).destroyed) == ([0, 1, 2], [])

@@ -590,7 +590,7 @@ def test_nothing_is_sized_before_there_is_a_batch(close):
     assert rank.feed.depth == 1
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("slots", [1, 2, 3, 6])
 def test_out_of_memory_makes_the_ring_shorter(close, slots):
     lane = CardLane(Card(room=slots * BATCH_BYTES))
     rank = close(Rank(tensors(), lane))
@@ -601,12 +601,14 @@ def test_out_of_memory_makes_the_ring_shorter(close, slots):
     rank.feed.release()
     for key in everything()[1:]:
         check(rank.feed._source, key, rank.train(key))
-    assert rank.feed._ring.made == slots
+    # Half of what there was: the allocator has given away all that it had cached, and the steps want it back.
+    assert rank.feed._ring.made == max(1, slots // 2)
     assert lane.card.refused == 1
-    assert rank.feed.depth == max(1, slots - 1)
+    depth = max(1, slots // 2 - 1)
+    assert rank.feed.depth == depth
     rank.feed._gauge = gauge(10**6)
     rank.feed.fit()
-    assert rank.feed.depth == max(1, slots - 1), "the gauge does not know it better than the device"
+    assert rank.feed.depth == depth, "the gauge does not know it better than the device"
     no_race(lane)
 
 

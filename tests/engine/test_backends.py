@@ -25,11 +25,11 @@ CUDA = [torch.device("cuda", index) for index in range(2)]
 class Nccl:
     """Stands for `NcclMean`: this machine has no NCCL."""
 
-    def __init__(self, replicas: Any, lanes: Any) -> None:
-        pass
+    def __init__(self, replicas: Any, lanes: Any, hung: Any) -> None:
+        self.hung = hung
 
 
-def refuse(replicas: Any, lanes: Any) -> Any:
+def refuse(replicas: Any, lanes: Any, hung: Any) -> Any:
     raise CollectiveError("cupy is not there")
 
 
@@ -49,9 +49,18 @@ def lane(device: torch.device) -> Lane:
     return made
 
 
-def chosen(devices: list[torch.device], backend: Any = "auto", policy: Any = "cadence") -> type:
+def told(error: CollectiveError) -> None:
+    pass
+
+
+def opened(devices: list[torch.device], backend: Any, policy: Any = "cadence") -> Any:
     replicas = [FlatReplica(nn.Linear(2, 1), rank) for rank in range(len(devices))]
-    return type(open_collective(backend, policy, replicas, [lane(d) for d in devices], lambda rank: None))
+    lanes = [lane(device) for device in devices]
+    return open_collective(backend, policy, replicas, lanes, lambda rank: None, told)
+
+
+def chosen(devices: list[torch.device], backend: Any = "auto", policy: Any = "cadence") -> type:
+    return type(opened(devices, backend, policy))
 
 
 @pytest.mark.parametrize(
@@ -76,6 +85,11 @@ def chosen(devices: list[torch.device], backend: Any = "auto", policy: Any = "ca
 )
 def test_what_is_taken(devices: list[torch.device], backend: Any, policy: Any, collective: type) -> None:
     assert chosen(devices, backend, policy) is collective
+
+
+@pytest.mark.parametrize("backend", ["auto", "nccl"])
+def test_nccl_is_told_whom_to_tell_of_a_hang(backend: str) -> None:
+    assert opened(CUDA, backend).hung is told
 
 
 def test_without_nccl_a_warning_says_why(

@@ -18,9 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from flowdp import DataError, OptionError, Run, StepError, Trainer, current_worker
+from flowdp import CollectiveTimeout, DataError, OptionError, Run, StepError, Trainer, current_worker
+from flowdp.collective import nccl
+from flowdp.collective.nccl import NcclMean
 from flowdp.engine import launch
 from flowdp.messages import Requested
+from tests.collective.fake_nccl import FakeNccl
 
 pytestmark = pytest.mark.usefixtures("lanes")
 
@@ -139,6 +142,29 @@ def test_a_thread_of_the_run_may_stop_it() -> None:
     assert runs[0].join(WAIT_S).interrupted
 
 
+@pytest.mark.parametrize("lanes", ["streams"], indirect=True)
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_a_collective_that_hangs_on_the_devices_ends_the_run(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[FakeNccl] = []
+
+    def collective(backend: Any, policy: Any, replicas: Any, lanes: Any, meet: Any, hung: Any) -> NcclMean:
+        made.append(FakeNccl(lanes[0].cuda, lanes))
+        mean = NcclMean(replicas, lanes, made[0], hung)
+        mean._slots[2].done[1].passed = made[0].wake  # of the third round; an abort lets it pass
+        return mean
+
+    monkeypatch.setattr(nccl, "LIMIT_S", 0.05)
+    monkeypatch.setattr(launch, "open_collective", collective)
+    run = trainer(policy=policy, epochs=None, max_steps=10**9).start()
+    with pytest.raises(CollectiveTimeout, match="averaging round 2 over cpu, cpu began"):
+        run.join(WAIT_S)
+    assert sorted(made[0].aborted) == [0, 1]
+    assert made[0].abused == []
+    assert threads() == []
+
+
 class Unpicklable(Dataset[Tensor]):
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -197,6 +223,22 @@ def test_a_run_that_nobody_keeps_is_gone_without_the_collector(no_collector: Non
     run.join()
     del run
     assert engine() is None
+
+
+def test_a_failed_run_holds_no_replica_once_its_failure_was_heard(no_collector: None) -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if current_worker().local_step == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return mse(model, batch)
+
+    run = trainer(loss).start()
+    held = [weakref.ref(replica.module) for replica in run._engine.replicas]
+    with pytest.raises(StepError):
+        run.join()
+    assert [ref for ref in held if ref() is not None] == []
+    assert run.status().life == "failed"
+    with pytest.raises(StepError):
+        run.join()
 
 
 def test_a_failed_run_that_ran_out_of_memory_keeps_no_batch() -> None:
