@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +53,9 @@ def thread_police() -> Iterator[None]:
         pytest.fail("\n".join(f"Test left a thread: {t.name}\n{_where(t)}" for t in left), pytrace=False)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     # A GPU machine may lack the plugin that knows the option, and pytest is strict about unknown ones.
-    if find_spec("pytest_timeout") is None:
+    if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "Seconds a test may take; without pytest-timeout nobody looks.")
 
 
