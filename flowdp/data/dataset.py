@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -26,7 +25,7 @@ from flowdp.data.stream import Measured, StreamReader
 from flowdp.data.tensor_source import TensorSource
 from flowdp.errors import OptionError
 
-__all__ = ["Batch", "Source", "TensorSource", "move", "open_source"]
+__all__ = ["Batch", "Source", "TensorSource", "open_source"]
 
 Collate = Callable[[list[Any]], Batch]
 
@@ -90,22 +89,6 @@ def open_source(
         return _from_loader(dataset, options, seed, epochs, world_size)
     _check_options(**options)
     return _from_dataset(dataset, options, seed, epochs, world_size)
-
-
-def move(batch: Batch, device: torch.device) -> Batch:
-    """The batch with every tensor on the device; the same object for a CPU device.
-
-    Args:
-        batch: Any pytree. What has a `.to(device)` of its own is moved by it, the rest stays as it is.
-        device: Where to.
-    """
-    if device.type == "cpu":
-        return batch
-    return tree_map(
-        lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf,
-        batch,
-        is_leaf=lambda node: hasattr(node, "to"),  # a PackedSequence is a tuple that keeps a part on the CPU
-    )
 
 
 # ---------------------------------------------------------------- what the user gave

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -25,7 +24,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from flowdp.data.dataset import Source, TensorSource, move, open_source
+from flowdp.data.dataset import Source, TensorSource, open_source
 from flowdp.data.order import epoch_order
 from flowdp.data.reader import Reader
 from flowdp.data.stream import StreamReader
@@ -494,22 +493,3 @@ def test_indices_beyond_the_tensors_are_named():
         source.take(0, 0, 1)
     assert (e.value.epoch, e.value.indices) == (0, (23, 24))
     assert isinstance(e.value.__cause__, IndexError)
-
-
-# ---------------------------------------------------------------- move
-def test_a_batch_for_a_cpu_device_is_the_same_object():
-    batch = {"x": X}
-    assert move(batch, torch.device("cpu")) is batch
-
-
-def test_every_tensor_moves_and_the_rest_stays():
-    moved = move({"x": [X, (Y, "a name")], "n": 3}, torch.device("meta"))
-    assert moved["x"][0].device.type == moved["x"][1][0].device.type == "meta"
-    assert (moved["x"][1][1], moved["n"]) == ("a name", 3)
-    assert X.device.type == "cpu"
-
-
-def test_what_moves_itself_is_asked_to():
-    packed = move([pack_sequence([X[0], X[1]])], torch.device("meta"))[0]
-    assert packed.data.device.type == "meta"
-    assert packed.batch_sizes.device.type == "cpu"  # as PyTorch wants it
