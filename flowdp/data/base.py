@@ -80,7 +80,7 @@ class Feed(ABC):
 
     @abstractmethod
     def fit(self) -> None:
-        """Look how much memory is left, and use it. Call it once, after the first round."""
+        """Look how much memory is left, and use it. Call it once, when the first mean is in."""
 
     @abstractmethod
     def close(self) -> bool:

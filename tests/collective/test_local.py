@@ -13,7 +13,7 @@ from flowdp.device.tensors import Flat, FlatReplica
 from flowdp.errors import CollectiveAborted, OptionError
 from flowdp.messages import Arrival, Outcome
 from flowdp.threads.gate import Gate
-from tests.collective.fake_world import FakeWorld, device_mean
+from tests.collective.fake_world import FakeWorld, device_mean, in_threads
 from tests.fakes import FakeStream
 
 
@@ -34,25 +34,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "together":
         monkeypatch.setattr(local, "SMALL", 0)
     return request.param
-
-
-def in_threads(ranks: Sequence[int], body: Callable[[int], object]) -> list[object]:
-    """Run `body(rank)` in a thread per rank; results or errors, in the order of `ranks`."""
-    seen: dict[int, object] = {}
-
-    def work(rank: int) -> None:
-        try:
-            seen[rank] = body(rank)
-        except Exception as error:
-            seen[rank] = error
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
-    return [seen[rank] for rank in ranks]
 
 
 class World:

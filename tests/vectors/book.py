@@ -43,3 +43,22 @@ class Book:
             return check
 
         return register
+
+    def check_rows(self) -> None:
+        """Every difference names a value of a vector of this book, and a reason."""
+        for row in self.rows:
+            assert len(row) == 4, row
+            assert all(row), row
+            assert row[1] in self.vectors[row[0]]["expected"], row
+        assert len(self.rows) == len(self.differences), "a value has two rows"
+
+    def check(self, name: str, agree: Callable[[Any, Any], bool]) -> None:
+        """Run a vector: every value agrees, or has a row and does not."""
+        expected = self.vectors[name]["expected"]
+        given = self.checks[name](self.vectors[name])
+        assert given.keys() == expected.keys(), (given, expected)
+        for key, value in expected.items():
+            if (name, key) in self.differences:
+                assert not agree(given[key], value), f"{key} agrees: delete its row"
+            else:
+                assert agree(given[key], value), (key, given[key], value)
