@@ -8,6 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 30
 
@@ -149,11 +151,30 @@ def test_ctrl_c_elsewhere_in_a_script_does_not_leave_its_run_going() -> None:
         run = endless().start()
         for record in run.metrics():
             say_going()
-            never.wait()
+            while not never.wait(0.1):
+                pass
         """,
         interrupt=True,
     )
     assert printed.startswith("going\nat exit: stopped (True, ")
+    assert errors.endswith("\nKeyboardInterrupt\n")
+    assert code == -signal.SIGINT
+
+
+@pytest.mark.parametrize("wait", ["run.join()", "list(run.metrics())", "list(run.metrics('round'))"])
+def test_a_ctrl_c_that_does_not_wake_the_main_thread_is_heard(wait: str) -> None:
+    # A signal taken by another thread leaves the main thread in its wait, as one does that comes just before
+    # the wait begins.
+    code, printed, errors = run_script(
+        f"""
+        def interrupt():
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        run = endless(lambda model, batch: never.wait(0.05) or loss(model, batch)).start()
+        when_main_is_in("_await", do=interrupt)
+        {wait}
+        """
+    )
+    assert printed.startswith("at exit: stopped (True, ")
     assert errors.endswith("\nKeyboardInterrupt\n")
     assert code == -signal.SIGINT
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -15,6 +17,9 @@ __all__ = ["Records"]
 
 KEPT_ROUNDS = 4096
 """Round records that are kept; epoch records are all kept."""
+
+LISTEN_S = 0.5
+"""Seconds after which a wait looks up, so that no Ctrl-C goes unheard."""
 
 
 class Records:
@@ -88,7 +93,7 @@ class Records:
             timeout_s: How long at most; None: for ever.
         """
         with self._changed:
-            return self._changed.wait_for(lambda: self.is_over if over else self.is_ended, timeout_s)
+            return self._await(lambda: self.is_over if over else self.is_ended, timeout_s)
 
     def wait_for_pause(self, wish: int) -> None:
         """Wait until all workers stand still, or the run has ended.
@@ -97,7 +102,7 @@ class Records:
             wish: Number of the wish to pause. A standstill from before it was heard may be about to end.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self.is_ended or (self.is_paused and self._heard_wishes >= wish))
+            self._await(lambda: self.is_ended or (self.is_paused and self._heard_wishes >= wish))
 
     @contextmanager
     def reader(self) -> Iterator[None]:
@@ -122,7 +127,7 @@ class Records:
         seen = 0
         while True:
             with self._changed:
-                self._changed.wait_for(partial(self._has_more_epochs, seen))
+                self._await(partial(self._has_more_epochs, seen))
                 fresh = self.epochs[seen:]
             if not fresh:
                 return
@@ -134,12 +139,24 @@ class Records:
         seen = 0
         while True:
             with self._changed:
-                self._changed.wait_for(partial(self._has_more_rounds, seen))
+                self._await(partial(self._has_more_rounds, seen))
                 fresh = list(self._rounds)[max(0, seen - (self._round_count - len(self._rounds))) :]
                 seen = self._round_count
             if not fresh:
                 return
             yield from fresh
+
+    def _await(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Wait for a condition, and stay open to Ctrl-C; False when the time is up.
+
+        A signal that comes between Python's last look at its signals and the start of a wait on a lock does
+        not end that wait; with more busy threads than cores, every other one does.
+        """
+        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not self._changed.wait_for(condition, min(LISTEN_S, end - time.monotonic())):
+            if time.monotonic() >= end:
+                return False
+        return True
 
     def _has_more_epochs(self, seen: int) -> bool:
         return len(self.epochs) > seen or self.is_ended
