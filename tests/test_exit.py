@@ -44,17 +44,21 @@ def trainer(loss=loss, epochs=3, **options):
 def endless(loss=loss, **options):
     return trainer(loss, epochs=None, max_steps=10**9, **options)
 
-def main_is_in(*functions):
-    frame, names = sys._current_frames()[threading.main_thread().ident], set()
+def is_in(name, *functions):
+    thread = next((thread for thread in threading.enumerate() if thread.name == name), None)
+    frame, names = sys._current_frames().get(thread and thread.ident), set()
     while frame is not None:
         names.add(frame.f_code.co_name)
         frame = frame.f_back
     return names.issuperset(functions)
 
+def until_is_in(name, *functions):
+    while not is_in(name, *functions):
+        steps.acquire(timeout=0.01)
+
 def when_main_is_in(*functions, do):
     def watch():
-        while not main_is_in("wait_for", *functions):
-            steps.acquire(timeout=0.01)
+        until_is_in("MainThread", "wait_for", *functions)
         do()
     threading.Thread(target=watch, daemon=True).start()
 
@@ -119,6 +123,8 @@ def test_a_second_ctrl_c_does_not_wait_for_a_stuck_rank() -> None:
                 never.wait()
             return loss(model, batch)
         def interrupt():
+            # A thread inside torch when the interpreter ends would end the process by an abort.
+            until_is_in("flowdp-worker-1", "enter")
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         run = endless(stuck).start()
         when_main_is_in("_end_of_process", do=say_going)
@@ -203,7 +209,7 @@ def test_a_failed_run_with_a_stuck_rank_does_not_hold_the_exit() -> None:
             steps.acquire()
             raise ValueError("boom")
         import flowdp.engine.launch as launch
-        launch.EXIT_GRACE_S = 0.5
+        launch.EXIT_GRACE_S = 3.0
         run = trainer(failing, policy="sync").start()
         """
     )
