@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from flowdp.meeting import Arrival, Directives, Outcome
 from flowdp.policy.tally import Work
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Order",
     "Outcome",
     "Pace",
+    "Part",
     "RequestParams",
     "Requested",
     "Shutdown",
@@ -43,81 +45,6 @@ __all__ = [
 ]
 
 
-# ---------------------------------------------------------------- the gate
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A rank stands in the gate.
-
-    Attributes:
-        rank: Who.
-        round: Which round it means; all members must mean the same one.
-        global_step: Steps of all ranks before this round, as the order said.
-        steps: Steps this rank has taken since the last mean.
-        samples: Samples of those steps: its weight.
-        left: Batches of its order that it did not train, because it was hurried.
-        drift: Whether its order wants the distance from the mean measured.
-    """
-
-    rank: int
-    round: int
-    global_step: int
-    steps: int
-    samples: int
-    left: int = 0
-    drift: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Directives:
-    """What the next outcome shall tell all ranks.
-
-    Attributes:
-        stop: End the run with this round. Stays until the run ends.
-        pause: Stand still after this round. Consumed by the outcome.
-        lr: New learning rate of the first parameter group. Consumed by the outcome.
-    """
-
-    stop: bool = False
-    pause: bool = False
-    lr: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a round: decided once, the same object for every member.
-
-    Attributes:
-        round: Its number.
-        global_step: Steps of all ranks after it.
-        members: Ranks that took part, ascending.
-        steps: Steps per rank since the last mean. Shape (world_size,); 0 for ranks that left.
-        samples: Samples per rank: the weights of the mean. Shape (world_size,).
-        stop: The run ends here.
-        pause: Everybody stands still after it.
-        lr: New learning rate, or None.
-        hurried: Some member came with fewer steps than planned.
-        left: Ranks that left the gate since the last outcome.
-        drift: The distance from the mean is measured.
-    """
-
-    round: int
-    global_step: int
-    members: tuple[int, ...]
-    steps: tuple[int, ...]
-    samples: tuple[int, ...]
-    stop: bool = False
-    pause: bool = False
-    lr: float | None = None
-    hurried: bool = False
-    left: tuple[int, ...] = ()
-    drift: bool = False
-
-    @property
-    def voids(self) -> bool:
-        """Whether everything armed behind this round is void and planned anew."""
-        return self.stop or self.pause or self.hurried or bool(self.left)
-
-
 # ---------------------------------------------------------------- orders
 @dataclass(frozen=True, slots=True)
 class Pace:
@@ -133,6 +60,24 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Samples [start, stop) of a batch are this rank's (exact); none where both are equal.
+
+    Attributes:
+        start: The first.
+        stop: The first that is not.
+    """
+
+    start: int
+    stop: int
+
+    @property
+    def samples(self) -> int:
+        """How many; may be 0."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
 class SyncNow:
     """Arms the gate: after every `every` steps of the order, `count` times.
 
@@ -143,6 +88,7 @@ class SyncNow:
         global_step: Steps of all ranks before the first round.
         steps: Steps of all ranks in one of the rounds.
         drift: Whether the distance from the mean is measured.
+        compare: Whether the replicas are compared after the last of the rounds (exact).
     """
 
     round: int
@@ -151,6 +97,7 @@ class SyncNow:
     global_step: int
     steps: int
     drift: bool = False
+    compare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +111,9 @@ class StartEpoch:
         sync: The rounds it arms; None: no meeting (async).
         pace: Position of the steps where `sync` is None.
         metric: Loss of the epoch before, where a scheduler waits for it.
+        parts: What of each batch is this rank's; every rank gets the same batches then, and meets after each
+            (exact). None: the batches are this rank's alone. Shape (batches,).
+        group: Batches that make one step of this rank; the last step of an epoch may have fewer.
     """
 
     plan: int
@@ -172,6 +122,13 @@ class StartEpoch:
     sync: SyncNow | None = None
     pace: Pace | None = None
     metric: float | None = None
+    parts: tuple[Part, ...] | None = None
+    group: int = 1
+
+    @property
+    def steps(self) -> int:
+        """Steps that its batches make."""
+        return -(-len(self.batches) // self.group)
 
     def until(self, end: DataEnded) -> StartEpoch:
         """The order without the batches that its epoch does not have."""
@@ -274,6 +231,8 @@ class SyncAck:
         sync_ms: Averaging time of one round, without waiting.
         wait_ms: Time in the gate waiting for others, all rounds together.
         drift: ||replica - mean|| / ||mean|| in the last round; None where not measured.
+        checksum: Of the bits of the replica's parameters after the step of the last round, where its outcome
+            compares; else None.
     """
 
     rank: int
@@ -282,6 +241,7 @@ class SyncAck:
     sync_ms: float = 0.0
     wait_ms: float = 0.0
     drift: float | None = None
+    checksum: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,13 @@ from typing import Literal, get_args
 
 from flowdp.errors import OptionError
 
-__all__ = ["Backend", "CadenceOptions", "Policy", "Precision", "SchedulerUnit", "one_of"]
+__all__ = ["Backend", "Buffers", "CadenceOptions", "Policy", "Precision", "SchedulerUnit", "one_of"]
 
-Policy = Literal["sync", "cadence", "async"]
+Policy = Literal["sync", "cadence", "async", "exact"]
 Backend = Literal["auto", "nccl", "local", "cpu"]
 Precision = Literal["32", "bf16", "fp16"]
 SchedulerUnit = Literal["step", "epoch"]
+Buffers = Literal["broadcast", "average"]
 
 
 def one_of(name: str, given: object, literal: object) -> None:

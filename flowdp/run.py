@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
+from flowdp.engine.build import Optimizers
 from flowdp.engine.launch import Engine
 from flowdp.errors import FlowdpError, OptionError
 from flowdp.machine.commands import RoundEnded
@@ -30,7 +31,8 @@ class TrainedState:
 
     Attributes:
         state_dict: Parameters and buffers by the module's own names, on the CPU.
-        optimizer_state: `state_dict()` of rank 0's optimizer, on the CPU.
+        optimizer_state: `state_dict()` of rank 0's optimizer, on the CPU; of several a list or a mapping, as
+            they were given.
         history: One record per complete epoch.
         global_step: Steps of all ranks.
         epochs_done: Complete epochs.
@@ -324,7 +326,7 @@ class Run:
         replica = self._engine.replicas[0]
         return TrainedState(
             state_dict={name: _on_cpu(value) for name, value in replica.module.state_dict().items()},
-            optimizer_state=torch.utils._pytree.tree_map(_on_cpu, replica.optimizer.state_dict()),
+            optimizer_state=torch.utils._pytree.tree_map(_on_cpu, _optimizer_state(replica.optimizers)),
             history=self.history,
             global_step=finish.global_step,
             epochs_done=finish.epochs_done,
@@ -344,6 +346,14 @@ class Run:
     def _check_caller(self, what: str) -> None:
         if self._engine.is_own_thread():
             raise OptionError(f"{what}() would wait for the thread that calls it: it is one of the run's own")
+
+
+def _optimizer_state(optimizers: Optimizers) -> Any:
+    """The state of the one optimizer, or of several in the form in which they were given."""
+    if isinstance(optimizers, Mapping):
+        return {name: one.state_dict() for name, one in optimizers.items()}
+    states = [one.state_dict() for one in optimizers]
+    return states[0] if len(states) == 1 else states
 
 
 def _on_cpu(value: Any) -> Any:

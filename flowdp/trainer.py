@@ -11,11 +11,23 @@ from typing import Any, Literal, TextIO
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from flowdp.checks import (
+    check_backend,
+    check_cadence,
+    check_length,
+    check_model_and_optimizer,
+    check_number,
+    check_ratios,
+    check_step,
+    check_story,
+    check_words,
+    several_optimizers,
+)
 from flowdp.data.dataset import open_source
-from flowdp.data.reader import Source
+from flowdp.data.source import Source
+from flowdp.device.gradients import Touched
 from flowdp.device.process import ProcessTuning, as_tuning
 from flowdp.device.streams import Lane, open_lanes
 from flowdp.device.tensors import FlatReplica
@@ -24,12 +36,15 @@ from flowdp.device.topology import resolve_devices
 from flowdp.engine.build import (
     ModelOption,
     OptimizerOption,
+    all_of,
     build_models,
-    build_optimizer,
+    build_optimizers,
     equal_start,
+    has_batch_norm,
     seed_devices,
     slow_optimizer,
 )
+from flowdp.engine.exact import ExactReplica
 from flowdp.engine.launch import Engine, check_free
 from flowdp.engine.learning_rate import (
     LearningRate,
@@ -38,12 +53,13 @@ from flowdp.engine.learning_rate import (
     check_schedule,
 )
 from flowdp.engine.replica import LossOption, Replica, loss_function
+from flowdp.engine.sizes import plan_sizes
+from flowdp.engine.train_step import OwnStepReplica, TrainStep
 from flowdp.errors import OptionError
 from flowdp.machine.coordinator import RunConfig
 from flowdp.observe.bar import show_progress, wants_progress
-from flowdp.options import Backend, CadenceOptions, Policy, Precision, SchedulerUnit, one_of
+from flowdp.options import Backend, CadenceOptions, Policy, Precision, SchedulerUnit
 from flowdp.policy.schedule import lr_factor
-from flowdp.policy.shares import normalised_ratios
 from flowdp.run import Run, TrainedState
 
 __all__ = ["Trainer"]
@@ -69,29 +85,41 @@ class Trainer:
         model: A module, which starts the run with its weights, is not touched in between, and holds the
             result at `join()`; or a factory, called once per device: `f(device)`, `f(device=...)` or `f()`.
         optimizer: A factory that gets the parameters that require grad (or the module, if it names `model`);
-            or an instance, made for the model instance and rebuilt for each replica.
+            or an instance, made for the model instance and rebuilt for each replica. With a `train_step` a
+            sequence or a mapping of several.
         loss: Function of (model, batch) that returns the mean loss over the batch, (loss, scalars) or a
-            mapping with "loss"; or a criterion, called as `criterion(model(x), y)`.
+            mapping with "loss" (under "exact" also "weight", what the loss counts for where that is not its
+            samples: tokens, say); or a criterion, called as `criterion(model(x), y)`.
         dataset: Tensors of equal length (a tuple or a mapping), a map-style dataset, an IterableDataset, or a
             DataLoader.
-        batch_size: Samples of one step of one device.
+        batch_size: Samples of one forward of one device; or one number for each device.
         epochs: Passes over the dataset.
         max_steps: Steps of all devices together after which the run ends. At least one of the two.
+        train_step: In place of a loss: function of (worker, batch) that does all of a step with
+            `worker.model`, `worker.optimizers`, `worker.backward(loss)` and `worker.step(optimizer)`, and
+            returns a mapping of scalars ("loss" among them is the loss of the step) or None. One call is one
+            step of its device.
         devices: "auto", how many, or a list of devices; a device may repeat.
         policy: Who waits for whom: "sync" averages after every step; "cadence" after rounds in which each
-            device takes steps by its speed; "async" while the devices train on.
+            device takes steps by its speed; "async" while the devices train on; "exact" averages gradients,
+            so that all devices together take the step of one that has the whole batch.
         backend: How the bytes move, never who waits: "nccl" (cupy; CUDA devices, one rank each), "local"
             (within this process: CPU, or CUDA devices that reach each other), "cpu" (through host memory);
             "auto" takes the first of these that works here. "async" has no "nccl".
         cadence: How long the rounds are.
         partition_ratios: Fixed shares of the work, one per device; None: by measured speed.
+        global_batch_size: Samples of one step of all devices together, under "exact": each has its part, in
+            micro-batches of at most batch_size. None: the sum of the devices' batch sizes. A DataLoader's
+            dataset is batched anew.
         shuffle: None is True, or what the DataLoader says.
         seed: Of the order of the samples: the order of an epoch is a function of (seed, epoch) alone; and of
             each CUDA device's generator.
         drop_last: Leave out an epoch's last batch where it is not full. None is False.
         collate_fn: Makes a batch of a list of samples. None is torch's.
         num_workers: Processes that read the dataset. None is 0.
-        max_grad_norm: Clip each replica's gradients to this 2-norm.
+        max_grad_norm: Clip each replica's gradients to this 2-norm; under "exact", the averaged gradient.
+        gradient_accumulation_steps: Batches of a step of one device, each with a forward and a backward of
+            its own; an epoch's last step may have fewer. Each counts for its samples.
         precision: "32"; "bf16" or "fp16" for autocast, "fp16" with a gradient scaler per replica.
         scheduler: Factory of a torch scheduler, or an instance made for the optimizer instance.
         scheduler_unit: What the scheduler counts, "step" (of all devices) or "epoch".
@@ -112,23 +140,26 @@ class Trainer:
         self,
         model: ModelOption,
         optimizer: OptimizerOption,
-        loss: LossOption,
+        loss: LossOption | None = None,
         *,
         dataset: DatasetOption,
-        batch_size: int | None = None,
+        batch_size: int | Sequence[int] | None = None,
         epochs: int | None = None,
         max_steps: int | None = None,
+        train_step: TrainStep | None = None,
         devices: Literal["auto"] | int | Sequence[torch.device | str | int] = "auto",
         policy: Policy = "cadence",
         backend: Backend = "auto",
         cadence: CadenceOptions | None = None,
         partition_ratios: Sequence[float] | None = None,
+        global_batch_size: int | None = None,
         shuffle: bool | None = None,
         seed: int = 0,
         drop_last: bool | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int | None = None,
         max_grad_norm: float | None = None,
+        gradient_accumulation_steps: int = 1,
         precision: Precision = "32",
         scheduler: SchedulerOption | None = None,
         scheduler_unit: SchedulerUnit | None = None,
@@ -138,37 +169,35 @@ class Trainer:
         story: str | PathLike[str] | None = None,
         tune_process: bool | ProcessTuning = True,
     ) -> None:
-        one_of("policy", policy, Policy)
-        one_of("backend", backend, Backend)
-        one_of("precision", precision, Precision)
-        _check_length(epochs, max_steps)
-        _check_callables(model, optimizer, loss)
+        check_words(policy, backend, precision)
+        check_length(epochs, max_steps)
+        check_model_and_optimizer(model, optimizer)
+        check_step(loss, train_step, policy, gradient_accumulation_steps, optimizer)
         check_schedule(scheduler, scheduler_unit, lr_lambda, optimizer)
-        if max_grad_norm is not None:
-            _check_number("max_grad_norm", max_grad_norm, above=True)
-        _check_number("lr_scale_ratio", lr_scale_ratio, above=False)
+        check_number("max_grad_norm", max_grad_norm, above=True, optional=True)
+        check_number("lr_scale_ratio", lr_scale_ratio, above=False)
         self.devices = resolve_devices(devices)
-        self.cadence = _check_cadence(cadence, len(self.devices))
-        self.partition_ratios = _check_ratios(partition_ratios, policy, len(self.devices))
-        self.model = model
-        self.optimizer = optimizer
-        self.loss = loss
+        self.cadence = check_cadence(cadence, len(self.devices))
+        self.partition_ratios = check_ratios(partition_ratios, policy, len(self.devices))
+        self.model, self.optimizer = model, optimizer
+        self.loss, self.train_step = loss, train_step
         self.dataset = dataset
-        self.epochs = epochs
-        self.max_steps = max_steps
+        self.epochs, self.max_steps = epochs, max_steps
         self.policy = policy
-        self.backend = _check_backend(backend, policy, self.devices)
+        self.backend = check_backend(backend, policy, self.devices)
         self.max_grad_norm = max_grad_norm
         self.precision = precision
-        self.scheduler = scheduler
-        self.scheduler_unit = scheduler_unit
-        self.lr_lambda = lr_lambda
-        self.lr_scale_ratio = lr_scale_ratio
-        self.story = _check_story(story)
+        self._schedule = scheduler, scheduler_unit, lr_lambda, lr_factor(lr_scale_ratio, len(self.devices))
+        self.story = check_story(story)
         self.progress = wants_progress(progress)
         self.tuning = as_tuning(tune_process)
+        self.sizes = plan_sizes(
+            dataset, batch_size, global_batch_size, gradient_accumulation_steps, policy, len(self.devices)
+        )
+        self.sizes.check_end(max_steps)
         self._reading: dict[str, Any] = {
-            "batch_size": batch_size,
+            "batch_size": self.sizes.source,
+            "window": self.sizes.window,
             "shuffle": shuffle,
             "seed": seed,
             "drop_last": drop_last,
@@ -182,19 +211,24 @@ class Trainer:
     def total_steps(self) -> int:
         """Steps of all devices together: what a schedule of the whole run is made for.
 
+        With gradient accumulation a step has that many batches; under "exact" all devices take one together.
+
         Raises:
-            OptionError: Nobody knows: the dataset is an IterableDataset, and there is no `max_steps`.
+            OptionError: Nobody knows: the dataset is an IterableDataset, and there is no `max_steps`; or the
+                devices have batch sizes of their own, and shares by their speed.
         """
         total = self._known_steps()
         if total is None:
             raise OptionError(
-                "total_steps is not known before the run ends, for an IterableDataset has no length: give "
-                "max_steps"
+                "total_steps is not known before the run ends: an IterableDataset has no length (give "
+                "max_steps), or with a batch_size per device it depends on their speeds (schedule by epochs, "
+                "or use policy='sync')"
             )
         return total
 
     def _known_steps(self) -> int | None:
-        by_epochs = None if self.epochs is None or self._batches is None else self.epochs * self._batches
+        an_epoch = None if self._batches is None else self.sizes.steps(self._batches, self.policy)
+        by_epochs = None if self.epochs is None or an_epoch is None else self.epochs * an_epoch
         return min((n for n in (by_epochs, self.max_steps) if n is not None), default=None)
 
     def start(self) -> Run:
@@ -215,9 +249,16 @@ class Trainer:
         lanes = open_lanes(self.devices)
         modules = build_models(self.model, lanes)
         flats = equal_start(modules, lanes)
-        replicas = [self._replica(*parts) for parts in zip(modules, flats, lanes, strict=True)]
+        if self.policy == "exact" and has_batch_norm(modules[0]):
+            log.warning(
+                "policy='exact': BatchNorm takes its statistics from each micro-batch, not from the window "
+                "of %d samples, so this run is not that of one device; with GroupNorm or LayerNorm it is",
+                self.sizes.window,
+            )
+        touched = Touched(len(lanes))
+        replicas = [self._replica(*parts, touched) for parts in zip(modules, flats, lanes, strict=True)]
         seed_devices(self.devices, self._reading["seed"])
-        if lanes[0].is_async and (advice := slow_optimizer(replicas[0].optimizer)):
+        if lanes[0].is_async and (advice := slow_optimizer(all_of(replicas[0].optimizers)[0])):
             log.info("%s", advice)
         # The source that was opened to check the arguments serves the first run.
         source, self._first_source = self._first_source or self._open(), None
@@ -230,6 +271,9 @@ class Trainer:
             cadence=self.cadence,
             ratios=self.partition_ratios,
             wait_for_metric=replicas[0].learning_rate.waits_for_metric,
+            window=self.sizes.window,
+            samples=source.samples,
+            groups=self.sizes.groups,
         )
         engine = self._engine(config, replicas, source)
         engine.start()
@@ -254,99 +298,23 @@ class Trainer:
                 file.close()
             raise
 
-    def _replica(self, module: nn.Module, flat: FlatReplica, lane: Lane) -> Replica:
+    def _replica(self, module: nn.Module, flat: FlatReplica, lane: Lane, touched: Touched) -> Replica:
         source = self.model if isinstance(self.model, nn.Module) else None
         with lane.on(lane.compute):
-            optimizer = build_optimizer(self.optimizer, module, source)
-            rate = LearningRate(
-                optimizer,
-                self.scheduler,
-                self.scheduler_unit,
-                self.lr_lambda,
-                lr_factor(self.lr_scale_ratio, len(self.devices)),
-            )
+            optimizers = build_optimizers(self.optimizer, module, source)
+            if self.train_step is None and len(optimizers) > 1:
+                raise OptionError(several_optimizers(len(optimizers)))
+            rate = LearningRate(all_of(optimizers), *self._schedule)
+            width = self.sizes.widths[flat.rank]
+            rest = rate, lane, self.precision, self.max_grad_norm, width
+            if self.train_step is not None:
+                return OwnStepReplica(self.train_step, module, flat, optimizers, *rest)
+            assert self.loss is not None
             loss = loss_function(self.loss, lane.device)
-            return Replica(module, flat, optimizer, loss, rate, lane, self.precision, self.max_grad_norm)
-
-
-# ---------------------------------------------------------------- checks
-def _check_length(epochs: object, max_steps: object) -> None:
-    for name, value in (("epochs", epochs), ("max_steps", max_steps)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise OptionError(f"{name} must be an int of at least 1, not {value!r}")
-    if epochs is None and max_steps is None:
-        raise OptionError("how long shall it train? Give epochs, max_steps, or both")
-
-
-def _check_callables(model: object, optimizer: object, loss: object) -> None:
-    if not isinstance(model, nn.Module) and not callable(model):
-        raise OptionError(f"model must be a torch.nn.Module or a factory of one, not {model!r}")
-    if not isinstance(optimizer, Optimizer) and not callable(optimizer):
-        raise OptionError(f"optimizer must be a torch optimizer or a factory of one, not {optimizer!r}")
-    if isinstance(optimizer, Optimizer) and not isinstance(model, nn.Module):
-        raise OptionError(
-            "an optimizer instance belongs to the parameters of one model: with a model factory, give an "
-            "optimizer factory: optimizer=lambda params: ..."
-        )
-    if not callable(loss):
-        raise OptionError(f"loss must be a function of (model, batch) or a criterion, not {loss!r}")
-    if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
-        raise OptionError("the criterion has parameters to train: make it a part of the model")
-
-
-def _check_number(name: str, value: object, above: bool) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 <= float(str(value)) < float("inf") or (above and value == 0):
-        raise OptionError(f"{name} must be a number {'above' if above else 'of at least'} 0, not {value!r}")
-
-
-def _check_backend(backend: Backend, policy: Policy, devices: Sequence[torch.device]) -> Backend:
-    if backend == "nccl" and policy == "async":
-        raise OptionError(
-            "backend='nccl' cannot be used with policy='async': its kernels wait for each other, and so may "
-            "only be launched while all ranks stand at the gate; use backend='auto' or 'local'"
-        )
-    kinds = {device.type for device in devices}
-    if backend == "nccl" and kinds != {"cuda"}:
-        raise OptionError(f"backend='nccl' is for CUDA devices, not for {', '.join(map(str, devices))}")
-    if backend == "local" and len(kinds) > 1:
-        raise OptionError("backend='local' is for devices of one kind; between CPU and CUDA use 'cpu'")
-    return backend
-
-
-def _check_cadence(cadence: object, world_size: int) -> CadenceOptions:
-    if cadence is None:
-        return CadenceOptions()
-    if not isinstance(cadence, CadenceOptions):
-        raise OptionError(f"cadence must be a CadenceOptions, not {cadence!r}")
-    if cadence.speed_hint is not None and cadence.speed_hint[0] >= world_size:
-        raise OptionError(
-            f"cadence.speed_hint names rank {cadence.speed_hint[0]} as the slow one; the ranks are "
-            f"0 to {world_size - 1}"
-        )
-    return cadence
-
-
-def _check_ratios(
-    ratios: Sequence[float] | None, policy: Policy, world_size: int
-) -> tuple[float, ...] | None:
-    if ratios is None:
-        return None
-    if policy == "sync":
-        raise OptionError(
-            "partition_ratios cannot be kept under policy='sync', where every device takes one step of each "
-            "round: use policy='cadence'"
-        )
-    numbers = list(ratios) if isinstance(ratios, Sequence) else []
-    if not numbers or not all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in numbers):
-        raise OptionError(f"partition_ratios must be numbers, one for each device, not {ratios!r}")
-    return normalised_ratios(numbers, world_size)
-
-
-def _check_story(story: object) -> Path | None:
-    if story is not None and not isinstance(story, (str, PathLike)):
-        raise OptionError(f"story must be the path of a file, not {story!r}")
-    return None if story is None else Path(story)
+            if self.policy == "exact":
+                size = self.sizes.parts[flat.rank]
+                return ExactReplica(size, touched, module, flat, optimizers, loss, *rest)
+            return Replica(module, flat, optimizers, loss, *rest)
 
 
 def _open_story(path: Path) -> TextIO:

@@ -11,7 +11,7 @@ import pytest
 
 from flowdp import messages
 from flowdp.machine.commands import Command, Send
-from flowdp.messages import Abort, Directives, Fact, Order, Outcome, Shutdown, StartEpoch, SyncNow
+from flowdp.messages import Abort, Fact, Order, Part, Shutdown, StartEpoch, SyncNow
 
 RECORDS = [value for value in vars(messages).values() if isinstance(value, type) and is_dataclass(value)]
 
@@ -43,21 +43,15 @@ def test_the_unions_hold_each_message_once() -> None:
     assert not set(typing.get_args(Fact)) & set(typing.get_args(Command))
 
 
-@pytest.mark.parametrize(
-    ("wishes", "voids"),
-    [
-        ({}, False),
-        ({"lr": 0.1}, False),
-        ({"stop": True}, True),
-        ({"pause": True}, True),
-        ({"hurried": True}, True),
-        ({"left": (1,)}, True),
-    ],
-)
-def test_what_voids(wishes: dict[str, object], voids: bool) -> None:
-    assert Outcome(0, 2, (0, 1), (1, 1), (8, 8), **wishes).voids is voids  # type: ignore[arg-type]
+def test_an_order_says_how_many_steps_it_is() -> None:
+    assert StartEpoch(0, 0, (0, 1, 2)).steps == 3
+    assert StartEpoch(0, 0, (0, 1, 2), group=2).steps == 2
+    assert StartEpoch(0, 0, (), group=2).steps == 0
 
 
-def test_defaults_wish_nothing() -> None:
-    assert Directives() == Directives(stop=False, pause=False, lr=None)
+def test_a_part_may_be_empty() -> None:
+    assert [Part(0, 5).samples, Part(5, 5).samples] == [5, 0]
+
+
+def test_orders_to_leave_differ() -> None:
     assert Send(0, Shutdown()) != Send(0, Abort("x"))

@@ -93,7 +93,7 @@ def test_when_rounds_of_several_steps_are_wanted(given: dict[str, Any], windows:
 
 @pytest.mark.parametrize(
     ("literal", "word"),
-    [(Policy, "async"), (Backend, "local"), (Precision, "bf16"), (SchedulerUnit, "epoch")],
+    [(Policy, "async"), (Policy, "exact"), (Backend, "local"), (Precision, "bf16"), (SchedulerUnit, "epoch")],
 )
 def test_words(literal: object, word: str) -> None:
     one_of("option", word, literal)

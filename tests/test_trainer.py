@@ -114,7 +114,7 @@ LOADER = DataLoader(TensorDataset(*DATA), 4)
         ({"devices": ["toaster"]}, "'toaster' is no device of torch"),
         ({"devices": ["cuda:99"]}, "'cuda:99' is not here: this machine has "),
         ({"devices": ["cpu", None]}, "not None"),
-        ({"policy": "ring"}, "policy must be one of 'sync', 'cadence', 'async', not 'ring'"),
+        ({"policy": "ring"}, "policy must be one of 'sync', 'cadence', 'async', 'exact', not 'ring'"),
         ({"policy": ["sync"]}, "policy must be one of"),
         ({"backend": "mpi"}, "backend must be one of .*'cpu', not 'mpi'"),
         ({"precision": 16}, "precision must be one of '32', 'bf16', 'fp16', not 16"),

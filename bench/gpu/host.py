@@ -19,8 +19,9 @@ import flowdp
 from bench.gpu.part import Figure, Finding, Note, Place
 from flowdp.data.base import DirectFeed
 from flowdp.data.resident import ResidentFeed
+from flowdp.engine.device_meter import DeviceMeter
 from flowdp.engine.learning_rate import LearningRate
-from flowdp.engine.meter import DeviceMeter, HostMeter
+from flowdp.engine.meter import HostMeter
 from flowdp.engine.replica import Replica
 from flowdp.engine.worker import Worker
 from flowdp.machine.worker import WorkerMachine
@@ -80,7 +81,7 @@ def null_step_us(place: Place, steps: int) -> float:
     loss = torch.zeros((), device=place.device)
     place.wait()
     x = torch.zeros(SAMPLES, 1)
-    with replaced(Replica, "step", lambda *_: loss):
+    with replaced(Replica, "add", lambda *_: None), replaced(Replica, "step", lambda *_: loss):
         run = flowdp.Trainer(
             nn.Linear(1, 1),
             lambda params: torch.optim.SGD(params, lr=0.1),

@@ -2,13 +2,15 @@
 
 A device's step is a timed wait, which releases the interpreter as a GPU's step does, inside a tiny real
 model; "pure" leaves the model out, so that what is lost is flowdp's own doing and not two threads' quarrel
-about the interpreter. Solo and together are measured in turn, in one run.
+about the interpreter. Solo and together are measured in turn, in one run. Under exact a wait is as long as
+its samples are many, and a window is eight batches of each device.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from statistics import median
 from typing import Any
 
@@ -32,6 +34,9 @@ MIXES: dict[str, tuple[float, ...]] = {
     "8 equal at 4 ms": (4.0,) * 8,
 }
 ROUNDS = 40
+BATCH, WINDOW = 8, 8
+"""Samples of a batch; batches of a device in a window, if all were equally fast."""
+
 ONE_THREAD = flowdp.ProcessTuning(openmp=False)
 """Every worker keeps the process's number of OpenMP threads, which is 1 here: alone a device is no larger."""
 
@@ -54,45 +59,51 @@ class Wait:
         self.ms = ms
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        time.sleep(self.ms[flowdp.current_worker().rank] / 1e3)
+        worker = flowdp.current_worker()
+        time.sleep(self.ms[worker.rank] * worker.samples / BATCH / 1e3)
         return classify(model, batch)
 
 
-def wait_only(wait: Wait) -> Callable[[Replica, Any, CurrentWorker], torch.Tensor]:
-    """In place of a replica's step: nothing but the wait."""
+@contextmanager
+def only_waiting(wait: Wait) -> Iterator[None]:
+    """In place of every replica's step: nothing but the wait."""
     loss = torch.zeros(())
 
-    def step(replica: Replica, batch: Any, worker: CurrentWorker) -> torch.Tensor:
-        del replica, batch
+    def add(replica: Replica, batch: Any, worker: CurrentWorker, share: float = 1.0) -> None:
+        del replica, batch, share
         time.sleep(wait.ms[worker.rank] / 1e3)
+
+    def step(replica: Replica, factor: float = 1.0) -> torch.Tensor:
+        del replica, factor
         return loss
 
-    return step
+    own = Replica.add, Replica.step
+    try:
+        Replica.add, Replica.step = add, step  # type: ignore[method-assign, assignment]
+        yield
+    finally:
+        Replica.add, Replica.step = own  # type: ignore[method-assign]
 
 
 def samples_per_s(ms: Sequence[float], policy: Policy, steps: int, pure: bool) -> float:
     """Throughput of a whole run of so many steps, first round and end included."""
-    batch, wait = 8, Wait(ms)
+    wait = Wait(ms)
     trainer = flowdp.Trainer(
         model=tiny(),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
         loss=wait.loss,
-        dataset=dataset(steps * batch),
-        batch_size=batch,
+        dataset=dataset(steps * BATCH),
+        batch_size=BATCH,
+        global_batch_size=WINDOW * BATCH * len(ms) if policy == "exact" else None,
         epochs=1,
         devices=["cpu"] * len(ms),
         policy=policy,
         progress=False,
         tune_process=ONE_THREAD,
     )
-    own = Replica.step
-    try:
-        if pure:
-            Replica.step = wait_only(wait)  # type: ignore[method-assign, assignment]
+    with only_waiting(wait) if pure else nullcontext():
         (epoch,) = trainer.start().metrics()
-    finally:
-        Replica.step = own  # type: ignore[method-assign]
-    return steps * batch / epoch.epoch_ms * 1e3
+    return steps * BATCH / epoch.epoch_ms * 1e3
 
 
 def efficiency(ms: Sequence[float], policy: Policy, pure: bool, seconds: float) -> float:
@@ -106,14 +117,16 @@ def efficiency(ms: Sequence[float], policy: Policy, pure: bool, seconds: float) 
 def main() -> None:
     parser = options(__doc__, pairs=3)
     parser.add_argument("--mix", action="append", choices=MIXES, help="only this one (may repeat)")
-    parser.add_argument("--policy", action="append", choices=["sync", "cadence", "async"])
+    parser.add_argument("--policy", action="append", choices=["sync", "cadence", "async", "exact"])
     parser.add_argument("--pure", action="store_true", help="only pure waits")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     figures: dict[str, float] = {}
     for mix in arguments.mix or MIXES:
         for pure in (True,) if arguments.pure else (False, True):
-            for policy in arguments.policy or ("sync", "cadence", "async"):
+            for policy in arguments.policy or ("sync", "cadence", "async", "exact"):
+                if pure and policy == "exact":
+                    continue  # its step is not to be replaced by a wait: gradients are what meets
                 values = [efficiency(MIXES[mix], policy, pure, 1.0) for _ in range(arguments.pairs)]
                 label = f"{mix}, {policy}{', pure' if pure else ''}"
                 figures[label] = median(values)

@@ -86,11 +86,12 @@ def flowdp_ms(name: str, steps: int) -> float:
 
 def null_step_us(steps: int = 20_000) -> float:
     """Microseconds of flowdp's own code in a step that does nothing: no batch is gathered, no model runs."""
-    step, take = Replica.step, TensorSource.take
+    add, step, take = Replica.add, Replica.step, TensorSource.take
     loss = torch.zeros(())
-    nothing: dict[str, Any] = {"step": lambda *_: loss, "take": lambda *_: ()}
+    nothing: dict[str, Any] = {"add": lambda *_: None, "step": lambda *_: loss, "take": lambda *_: ()}
     try:
-        Replica.step, TensorSource.take = nothing["step"], nothing["take"]  # type: ignore[method-assign]
+        Replica.add, Replica.step = nothing["add"], nothing["step"]  # type: ignore[method-assign]
+        TensorSource.take = nothing["take"]  # type: ignore[method-assign]
         run = flowdp.Trainer(
             model=nn.Linear(1, 1),
             optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
@@ -104,7 +105,7 @@ def null_step_us(steps: int = 20_000) -> float:
         records = list(run.metrics("round"))[3:]
         run.join()
     finally:
-        Replica.step, TensorSource.take = step, take  # type: ignore[method-assign]
+        Replica.add, Replica.step, TensorSource.take = add, step, take  # type: ignore[method-assign]
     return 1e3 * sum(r.wall_ms for r in records) / sum(sum(r.steps) for r in records)
 
 

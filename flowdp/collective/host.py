@@ -14,7 +14,7 @@ from flowdp.collective.base import NOTHING, Averaging, Reading, is_held
 from flowdp.collective.local import MemoryMean
 from flowdp.collective.streamed import ROUNDS
 from flowdp.device.streams import QUIET, Event, Lane
-from flowdp.device.tensors import FlatReplica
+from flowdp.device.tensors import FlatTensors
 from flowdp.errors import ProtocolError
 from flowdp.messages import Outcome
 
@@ -45,7 +45,7 @@ class HostMean:
     """
 
     def __init__(
-        self, replicas: Sequence[FlatReplica], lanes: Sequence[Lane], meet: Callable[[int], None]
+        self, replicas: Sequence[FlatTensors], lanes: Sequence[Lane], meet: Callable[[int], None]
     ) -> None:
         for replica in replicas:
             replica.check_like(replicas[0])

@@ -22,7 +22,7 @@ from torch import Tensor
 from flowdp.collective.base import NOTHING, Averaging, BlockMean, Reading, is_held, relative_drift
 from flowdp.collective.streamed import StreamedMean
 from flowdp.device.streams import Lane
-from flowdp.device.tensors import Flat, FlatReplica
+from flowdp.device.tensors import Flat, FlatTensors
 from flowdp.messages import Outcome
 
 __all__ = ["SMALL", "DeviceMean", "LocalMean", "MemoryMean"]
@@ -110,7 +110,7 @@ class LocalMean:
         OptionError: The replicas differ in structure.
     """
 
-    def __init__(self, replicas: Sequence[FlatReplica], meet: Callable[[int], None]) -> None:
+    def __init__(self, replicas: Sequence[FlatTensors], meet: Callable[[int], None]) -> None:
         for replica in replicas:
             replica.check_like(replicas[0])
         self._replicas = tuple(replicas)
@@ -152,7 +152,7 @@ class DeviceMean(StreamedMean):
         OptionError: The replicas differ in structure, or a rank trains on the CPU.
     """
 
-    def __init__(self, replicas: Sequence[FlatReplica], lanes: Sequence[Lane]) -> None:
+    def __init__(self, replicas: Sequence[FlatTensors], lanes: Sequence[Lane]) -> None:
         super().__init__(replicas, lanes, width=len(replicas) + 1)
         self._plan: tuple[Sequence[int], dict[int, BlockMean]] = ((), {})
 

@@ -26,7 +26,7 @@ from flowdp.collective.group import ABORT_S, Opening, Side, abort_all, nccl_erro
 from flowdp.collective.streamed import StreamedMean
 from flowdp.collective.watchdog import LIMIT_S, Watchdog
 from flowdp.device.streams import QUIET, Event, Lane
-from flowdp.device.tensors import FlatReplica
+from flowdp.device.tensors import FlatTensors
 from flowdp.errors import CollectiveError
 from flowdp.messages import Outcome
 
@@ -132,7 +132,7 @@ class NcclMean(StreamedMean):
 
     def __init__(
         self,
-        replicas: Sequence[FlatReplica],
+        replicas: Sequence[FlatTensors],
         lanes: Sequence[Lane],
         nccl: Any = None,
         hung: Callable[[CollectiveError], object] = lambda _: None,

@@ -18,7 +18,7 @@ from torch import Tensor, float64
 
 from flowdp.collective.base import NOTHING, Averaging, Reading, is_held
 from flowdp.device.streams import QUIET, Event, Lane
-from flowdp.device.tensors import FlatReplica
+from flowdp.device.tensors import FlatTensors
 from flowdp.errors import OptionError, ProtocolError
 from flowdp.messages import Outcome
 
@@ -54,7 +54,7 @@ class StreamedMean(ABC):
         OptionError: The replicas differ in structure, or a rank trains on the CPU.
     """
 
-    def __init__(self, replicas: Sequence[FlatReplica], lanes: Sequence[Lane], width: int) -> None:
+    def __init__(self, replicas: Sequence[FlatTensors], lanes: Sequence[Lane], width: int) -> None:
         for replica, lane in zip(replicas, lanes, strict=True):
             replica.check_like(replicas[0])
             if not lane.is_async:

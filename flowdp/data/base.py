@@ -10,7 +10,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from flowdp.data.reader import Batch, Source
+from flowdp.data.source import Batch, Source
+from flowdp.messages import Part
 
 __all__ = ["DirectFeed", "Feed"]
 
@@ -18,8 +19,8 @@ __all__ = ["DirectFeed", "Feed"]
 class Feed(ABC):
     """The batches of one rank.
 
-    In a round the worker calls `take`, enqueues the step, and calls `release`, again and again; `follow`
-    whenever what it will train has changed.
+    In a round the worker calls `take`, once or more, enqueues what uses the batches, and calls `release`,
+    again and again; `follow` whenever what it will train has changed.
 
     Threads:
         The worker of the rank, unless a method says otherwise.
@@ -38,33 +39,38 @@ class Feed(ABC):
         """
 
     @abstractmethod
-    def follow(self, upcoming: Sequence[tuple[int, int]]) -> None:
+    def follow(self, upcoming: Sequence[tuple[int, int, Part | None]]) -> None:
         """Say what this rank will train if nothing changes.
 
         Level-triggered: the whole list, whenever it is another one than the steps since have left of the
         last. A batch that was fetched and is not in it is back at the source when this returns.
 
         Args:
-            upcoming: (epoch, batch) of each, in order.
+            upcoming: (epoch, batch, part) of each, in order.
         """
 
     @abstractmethod
-    def take(self, epoch: int, batch: int) -> Batch | None:
+    def take(self, epoch: int, batch: int, part: Part | None = None) -> Batch | None:
         """Hand a batch over, on the device; None where it is not there yet, and `notify` follows.
+
+        Args:
+            epoch: Its epoch.
+            batch: Its number in the epoch.
+            part: The samples of it that are this rank's, as a `Portion`. None: all, as a batch.
 
         Streams:
             `compute` waits for the batch's copy.
 
         Raises:
-            DataError: The dataset failed.
+            DataError: The dataset failed, or its batches cannot be cut.
             IndexError: There is no such batch.
-            ProtocolError: The batch was taken before, or the one before it was not released.
+            ProtocolError: The batch was taken before, or too many before it were not released.
             RuntimeError: The device failed.
         """
 
     @abstractmethod
     def release(self) -> None:
-        """The step that uses the last taken batch is enqueued; the batch's memory may be written again.
+        """All that uses the batches taken so far is enqueued; their memory may be written again.
 
         Streams:
             A mark is recorded on `compute`.
@@ -113,12 +119,12 @@ class DirectFeed(Feed):
         """See `Feed.start`."""
         self._notify = notify
 
-    def follow(self, upcoming: Sequence[tuple[int, int]]) -> None:
+    def follow(self, upcoming: Sequence[tuple[int, int, Part | None]]) -> None:
         """Nothing is fetched ahead; see `Feed.follow`."""
 
-    def take(self, epoch: int, batch: int) -> Batch | None:
+    def take(self, epoch: int, batch: int, part: Part | None = None) -> Batch | None:
         """Ask the source; see `Feed.take`."""
-        return self._source.take(self._rank, epoch, batch)
+        return self._source.take(self._rank, epoch, batch, part)
 
     def release(self) -> None:
         """Nothing is written twice; see `Feed.release`."""

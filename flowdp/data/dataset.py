@@ -20,7 +20,8 @@ from torch.utils.data import (
 )
 
 from flowdp.data.order import BatchSamplerOrder, EpochOrder, Order, SamplerOrder
-from flowdp.data.reader import Batch, Reader, Source
+from flowdp.data.reader import Reader
+from flowdp.data.source import Batch, Source
 from flowdp.data.stream import Measured, StreamReader
 from flowdp.data.tensor_source import TensorSource
 from flowdp.errors import OptionError
@@ -41,6 +42,7 @@ def open_source(
     num_workers: int | None,
     epochs: int | None,
     world_size: int = 1,
+    window: int | None = None,
 ) -> Source:
     """The source of a dataset's batches.
 
@@ -72,6 +74,8 @@ def open_source(
         num_workers: Processes that read. None is 0: the reader thread reads by itself.
         epochs: Epochs that will be read; None: without end.
         world_size: Ranks that take batches: sets how far reading runs ahead of them.
+        window: Samples of a batch that all ranks share; a DataLoader's own batches are made anew. None: each
+            batch is one rank's.
 
     Raises:
         OptionError: Something in this cannot work, or is not supported.
@@ -85,8 +89,11 @@ def open_source(
     }
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise OptionError(f"seed must be an int of at least 0, not {seed!r}")
+    if window is not None:
+        world_size = 1  # as far as reading ahead goes: they all take the same
     if isinstance(dataset, DataLoader):
-        return _from_loader(dataset, options, seed, epochs, world_size)
+        given = options if window is None else {**options, "batch_size": None}
+        return _from_loader(dataset, given, seed, epochs, world_size, window)
     _check_options(**options)
     return _from_dataset(dataset, options, seed, epochs, world_size)
 
@@ -195,7 +202,12 @@ def _from_dataset(
 
 
 def _from_loader(
-    loader: DataLoader[Any], options: Mapping[str, Any], seed: int, epochs: int | None, world_size: int
+    loader: DataLoader[Any],
+    options: Mapping[str, Any],
+    seed: int,
+    epochs: int | None,
+    world_size: int,
+    window: int | None,
 ) -> Source:
     for name, value in options.items():
         if value is not None:
@@ -222,7 +234,7 @@ def _from_loader(
         return StreamReader(
             dataset, loader.batch_size, collate_fn=collate, drop_last=loader.drop_last, **options
         )
-    order = _order_of(loader, _length(dataset), seed)
+    order = _order_of(loader, _length(dataset), seed, window)
     if loader.batch_sampler is None:
         return Reader(dataset, order, collate_fn=_Single(collate), is_counted=True, **options)
     if loader.num_workers == 0 and collate is default_collate and type(dataset) is TensorDataset:
@@ -232,14 +244,14 @@ def _from_loader(
     return Reader(dataset, order, collate_fn=collate, **options)
 
 
-def _order_of(loader: DataLoader[Any], length: int, seed: int) -> Order:
+def _order_of(loader: DataLoader[Any], length: int, seed: int, window: int | None) -> Order:
     own: Any = loader.batch_sampler
     if own is not None and type(own) is not BatchSampler:
         _check_sampler(own, "batch_sampler")
         return BatchSamplerOrder(own)
     # Without a batch sampler each item is a batch.
     sampler: Any = loader.sampler if own is None else own.sampler
-    batch_size, drop_last = (1, False) if own is None else (own.batch_size, own.drop_last)
+    batch_size, drop_last = (1, False) if own is None else (window or own.batch_size, own.drop_last)
     _check_sampler(sampler, "sampler")
     _check_batches(len(sampler), batch_size, drop_last)
     if len(sampler) == length:

@@ -11,8 +11,8 @@ import torch
 
 from flowdp.data.base import DirectFeed, Feed
 from flowdp.data.prefetch import PrefetchFeed
-from flowdp.data.reader import Source
 from flowdp.data.resident import ResidentData, ResidentFeed
+from flowdp.data.source import Source
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.memory import read_memory, reset_peak
 from flowdp.device.streams import QUIET, Lane
@@ -25,6 +25,8 @@ def open_feeds(
     source: Source,
     lanes: Sequence[Lane],
     *,
+    held: Sequence[int] | None = None,
+    rows: int | None = None,
     usage: float = USAGE,
     poison: bool = False,
     cuda: Any = torch.cuda,
@@ -37,6 +39,8 @@ def open_feeds(
     Args:
         source: Of all ranks' batches.
         lanes: One per rank.
+        held: Batches that each rank uses at a time; None: one.
+        rows: Samples of a part, for which a prefetched one has a slot; None: batches are taken whole.
         usage: Part of a device's memory that may be in use.
         poison: Write over each prefetched batch once its step is done, to find steps that keep one.
         cuda: What stands for `torch.cuda`, in tests.
@@ -70,6 +74,8 @@ def open_feeds(
                     lane,
                     gauge=partial(read_memory, lane, cuda),
                     neighbours=neighbours[lane.device],
+                    held=1 if held is None else held[rank],
+                    rows=rows,
                     usage=usage,
                     poison=poison,
                 )

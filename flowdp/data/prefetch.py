@@ -24,10 +24,9 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from flowdp.data.base import Feed
-from flowdp.data.reader import Batch, Source
+from flowdp.data.portion import Portion, taken_apart
 from flowdp.data.slots import (
     HostSlots,
     Layout,
@@ -35,21 +34,20 @@ from flowdp.data.slots import (
     Slot,
     first_rows,
     is_plain,
-    moves_itself,
     own_memory,
     poison,
 )
+from flowdp.data.source import Batch, Source
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.streams import Lane
 from flowdp.errors import ProtocolError
+from flowdp.messages import Part
 from flowdp.policy.budget import USAGE, Memory, payload_depth, prefetch_depth
 
 __all__ = ["PrefetchFeed"]
 
-_Key = tuple[int, int]  # (epoch, batch)
+_Key = tuple[int, int, Part | None]  # (epoch, batch, part)
 
-LOOSE_SLOTS = 2
-"""Batches of other shapes that may be alive: the one in use and the next."""
 
 _GRACE_S = 0.9
 
@@ -59,7 +57,7 @@ class _Fetched:
     """A batch on its way to the device, or there.
 
     Attributes:
-        key: Its (epoch, batch).
+        key: Its (epoch, batch, part).
         payload: As the source gave it, to give back; None where it is gathered.
         slot: Where it lies, once its copy is enqueued.
         is_dropped: It was given back.
@@ -74,9 +72,9 @@ class _Fetched:
 class PrefetchFeed(Feed):
     """Copies a rank's batches ahead of it.
 
-    Until `fit` one batch is fetched ahead of the one in use. Batches like the first full one, and shorter
-    ones, lie in slots; others are allocated, two at most at a time. A slot's batch may be written over from
-    `release` on, so a step that keeps one clones it.
+    Until `fit` one batch is fetched ahead of those in use. Batches like the first full one, and shorter ones,
+    lie in slots; others are allocated, one more at a time than are in use. A slot's batch may be written over
+    from `release` on, so a step that keeps one clones it.
 
     Args:
         source: Of all ranks' batches.
@@ -84,6 +82,8 @@ class PrefetchFeed(Feed):
         lane: Its device.
         gauge: Reads the device's memory; None for a CPU device.
         neighbours: The feeds of all ranks on this device; this one joins them.
+        held: Batches that are in use at a time, at most.
+        rows: Samples of a part for which a slot has room. None: batches are taken whole.
         usage: Part of the device that may be in use.
         poison: Write NaN, or the largest integer, over each slot that becomes free, to find steps that keep
             a batch. For debugging: it takes time of the copy stream and of the worker.
@@ -97,6 +97,8 @@ class PrefetchFeed(Feed):
         *,
         gauge: Callable[[], Memory | None],
         neighbours: list[PrefetchFeed] | None = None,
+        held: int = 1,
+        rows: int | None = None,
         usage: float = USAGE,
         poison: bool = False,
     ) -> None:
@@ -110,12 +112,15 @@ class PrefetchFeed(Feed):
         self._poison = poison
         self._notify: Callable[[int, int], None]
         self._thread: threading.Thread | None = None
-        self._in_use: Slot | None = None  # the worker's
+        self._held = held
+        self._in_use: list[Slot] = []  # the worker's
 
         # The prefetch thread's.
         self._host = HostSlots(lane)
         sizes = [n for n in (source.batch_size, source.samples) if n is not None]
-        self._rows = min(sizes, default=1)  # of a full batch; where they differ, the first one counts as such
+        self._rows = rows or min(
+            sizes, default=1
+        )  # of a full batch; where they differ, the first one counts as such
         self._tensors: TensorSource | None = None  # whose batches are gathered here
         self._layout: Layout | None = None  # of a full batch
         if isinstance(source, TensorSource) and all(map(is_plain, source.tensors)):
@@ -128,29 +133,29 @@ class PrefetchFeed(Feed):
         self._fetched: dict[_Key, _Fetched] = {}  # the beginning of `_upcoming`, in its order
         self._asked = False  # the source did not have the next one, and will wake us
         self._wanted: _Key | None = None  # the worker waits for it
-        self._ring = Pool(limit=2)
-        self._loose = Pool(limit=LOOSE_SLOTS)
+        self._ring = Pool(held + 1, least=held)
+        self._loose = Pool(held + 1, least=held)
         self._is_short = False  # of device memory
         self._error: BaseException | None = None
         self._closing = False
 
     @property
     def depth(self) -> int:
-        """Batches fetched ahead of the one in use, at most.
+        """Batches fetched ahead of those in use, at most.
 
         Threads:
             Any.
         """
-        return max(1, self._ring.limit - 1)
+        return max(1, self._ring.limit - self._held)
 
     @property
     def ahead_bytes(self) -> int:
-        """Device memory of the ring but for the batch in use.
+        """Device memory of the ring but for the batches in use.
 
         Threads:
             Any.
         """
-        return 0 if self._layout is None else max(0, self._ring.made - 1) * self._layout.nbytes
+        return 0 if self._layout is None else max(0, self._ring.made - self._held) * self._layout.nbytes
 
     # ------------------------------------------------------------ the worker
     def start(self, notify: Callable[[int, int], None]) -> None:
@@ -164,10 +169,10 @@ class PrefetchFeed(Feed):
         with self._changed:
             self._follow(upcoming)
 
-    def take(self, epoch: int, batch: int) -> Batch | None:
+    def take(self, epoch: int, batch: int, part: Part | None = None) -> Batch | None:
         """Hand a batch over; see `Feed.take`."""
-        key = (epoch, batch)
-        if self._in_use is not None:
+        key = (epoch, batch, part)
+        if len(self._in_use) >= self._held:
             raise ProtocolError(f"rank {self._rank} took batch {batch} of epoch {epoch} without a release")
         with self._changed:
             if not self._upcoming or self._upcoming[0] != key:
@@ -182,25 +187,25 @@ class PrefetchFeed(Feed):
             self._upcoming.popleft()
             del self._fetched[key]
             self._changed.notify()
-        self._in_use = fetched.slot
+        self._in_use.append(fetched.slot)
         self._lane.compute.wait_event(fetched.slot.ready)
         return fetched.slot.batch
 
     def release(self) -> None:
-        """Let the slot of the last batch be filled again; see `Feed.release`."""
-        slot, self._in_use = self._in_use, None
-        if slot is None:
-            if self._closing:
-                return
+        """Let the slots of the batches in use be filled again; see `Feed.release`."""
+        slots, self._in_use = self._in_use, []
+        if not slots and not self._closing:
             raise ProtocolError(f"rank {self._rank} released a batch that it had not taken")
-        slot.free.record(self._lane.compute)
-        if self._poison:
-            with self._lane.on(self._lane.copy):
-                self._lane.copy.wait_event(slot.free)
-                poison(slot.memory)
+        for slot in slots:
+            slot.free.record(self._lane.compute)
+            if self._poison:
+                with self._lane.on(self._lane.copy):
+                    self._lane.copy.wait_event(slot.free)
+                    poison(slot.memory)
         with self._changed:
             if not self._closing:
-                slot.pool.give_back(slot)
+                for slot in slots:
+                    slot.pool.give_back(slot)
                 self._changed.notify()
 
     def wake(self, epoch: int, batch: int) -> None:  # noqa: ARG002 - an old one makes us ask once too often
@@ -220,7 +225,7 @@ class PrefetchFeed(Feed):
             depth = prefetch_depth(memory, nbytes, ranks=ranks, ahead_bytes=ahead_bytes, usage=self._usage)
             if self._tensors is None:
                 depth = min(depth, payload_depth(nbytes))
-            self._ring.limit = 1 + depth
+            self._ring.limit = self._held + depth
             self._changed.notify()
 
     def close(self) -> bool:
@@ -235,7 +240,7 @@ class PrefetchFeed(Feed):
         with self._changed:  # who keeps a run that is over must not keep the device's memory
             for slots in (self._fetched, self._host, self._ring.unused, self._loose.unused):
                 slots.clear()
-            self._in_use = None
+            self._in_use = []
             self._neighbours.clear()
         return True
 
@@ -250,7 +255,8 @@ class PrefetchFeed(Feed):
             if fetched.slot is not None:  # else the prefetch thread is at it, and looks
                 fetched.slot.pool.give_back(fetched.slot)
             if fetched.payload is not None:
-                self._source.give_back(*key, fetched.payload)
+                epoch, batch, part = key
+                self._source.give_back(epoch, batch, fetched.payload, part)
         # Another rank may have asked for it since, and would be woken in our place: ask again.
         self._asked = False
         self._changed.notify()
@@ -290,13 +296,20 @@ class PrefetchFeed(Feed):
     def _load(self, fetched: _Fetched) -> None:
         """Bring a batch to the device."""
         key, tensors = fetched.key, self._tensors
+        epoch, batch, part = key
+        samples = self._source.samples_in(epoch, batch) if part is None else part.samples
         fill: Callable[[Slot], Batch]
-        if tensors is not None and tensors.samples_in(*key) <= self._rows:
-            pool, fill = self._ring, partial(self._gather, tensors, key)
+        if tensors is not None and samples <= self._rows:
+            pool, fill = self._ring, partial(self._gather, tensors, key, samples)
         else:
             payload = self._source.take(self._rank, *key) if fetched.payload is None else fetched.payload
-            leaves, tree = tree_flatten(payload, is_leaf=moves_itself)
-            pool, fill = self._pool_for(key, leaves, tree), partial(self._copy, leaves, tree)
+            leaves, tree, build = taken_apart(payload)
+            if self._layout is None and isinstance(payload, Portion):
+                self._layout = Layout.of(payload.first(self._rows), tree)
+            elif self._layout is None and samples >= self._rows:
+                self._layout = Layout.of(leaves, tree)  # the first full one says what they look like
+            is_alike = self._layout is not None and self._layout.holds(leaves, tree)
+            pool, fill = self._ring if is_alike else self._loose, partial(self._copy, leaves, build)
         slot = self._acquire(fetched, pool)
         if slot is None:
             return
@@ -313,13 +326,7 @@ class PrefetchFeed(Feed):
             if is_wanted:
                 self._wanted = None  # one note for each wait: the worker's inbox is bounded
         if is_wanted:
-            self._notify(*key)
-
-    def _pool_for(self, key: _Key, leaves: Sequence[object], tree: TreeSpec) -> Pool:
-        """Whether a batch has room in the ring; the first full one says what that looks like."""
-        if self._layout is None and self._source.samples_in(*key) >= self._rows:
-            self._layout = Layout.of(leaves, tree)
-        return self._ring if self._layout is not None and self._layout.holds(leaves, tree) else self._loose
+            self._notify(epoch, batch)
 
     def _acquire(self, fetched: _Fetched, pool: Pool) -> Slot | None:
         """Wait for a slot, or make one; None where the batch was given back meanwhile, or at the end."""
@@ -338,7 +345,7 @@ class PrefetchFeed(Feed):
             except torch.OutOfMemoryError:
                 with self._changed:
                     pool.made -= 1
-                    if not pool.made:
+                    if pool.made < pool.least:
                         raise
                     # Not all that there is: torch has emptied its cache for us, and the steps want it back.
                     pool.shrink()
@@ -349,10 +356,9 @@ class PrefetchFeed(Feed):
         memory = layout.on_device(lane) if layout is not None and pool is self._ring else []
         return Slot(pool, memory, lane.event(), lane.event())
 
-    def _gather(self, source: TensorSource, key: _Key, slot: Slot) -> Batch:
+    def _gather(self, source: TensorSource, key: _Key, rows: int, slot: Slot) -> Batch:
         """Fill a slot from the dataset's own tensors."""
         assert self._layout is not None
-        rows = source.samples_in(*key)
         host = self._host.next(self._layout)
         parts = [first_rows(rows, memory) for memory in host.memory if memory is not None]
         batch = [first_rows(rows, memory) for memory in slot.memory if memory is not None]
@@ -360,12 +366,12 @@ class PrefetchFeed(Feed):
         for memory, part in zip(batch, parts, strict=True):
             memory.copy_(part, non_blocking=True)
         host.copied.record(self._lane.copy)
-        return source.pack(batch)
+        return source.pack(batch) if key[2] is None else Portion.gathered(batch, source.pack)
 
-    def _copy(self, leaves: Sequence[Any], tree: TreeSpec, slot: Slot) -> Batch:
+    def _copy(self, leaves: Sequence[Any], build: Callable[[list[Any]], Batch], slot: Slot) -> Batch:
         """Fill a slot from a batch; what has no room in it gets memory of its own."""
         if slot.pool is self._loose:
-            return tree_unflatten([own_memory(leaf, self._lane) for leaf in leaves], tree)
+            return build([own_memory(leaf, self._lane) for leaf in leaves])
         assert self._layout is not None
         host = self._host.next(self._layout)
         batch = []
@@ -382,7 +388,7 @@ class PrefetchFeed(Feed):
                 part.copy_(leaf)
             batch.append(target.copy_(part, non_blocking=True))
         host.copied.record(self._lane.copy)
-        return tree_unflatten(batch, tree)
+        return build(batch)
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
@@ -391,4 +397,4 @@ class PrefetchFeed(Feed):
             self._error = error
             wanted, self._wanted = self._wanted, None
         if wanted is not None:
-            self._notify(*wanted)
+            self._notify(*wanted[:2])

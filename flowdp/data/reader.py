@@ -1,15 +1,14 @@
 """Reading a dataset: one thread, one torch DataLoader, all devices.
 
-`Source` is what a worker sees: it asks for a batch by its number and has it at once or is woken once it is
-there. `Reader` is the source of map-style datasets. Two threads that read one dataset that seeks and reads a
+`Reader` is the source of map-style datasets. Two threads that read one dataset that seeks and reads a
 file get wrong samples without an error, so `__getitem__` is never called by two at once.
 """
 
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,121 +16,17 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from flowdp.data.order import KEPT_BATCHES, AllEpochs, Order
+from flowdp.data.portion import Portion
 from flowdp.data.processes import GRACE_S, Processes, begin
+from flowdp.data.source import Batch, Source
 from flowdp.errors import DataError, ProtocolError
+from flowdp.messages import Part
 
-__all__ = ["Batch", "LoaderSource", "Reader", "Source"]
-
-Batch = Any
-"""A pytree of tensors, or whatever the collate function returns."""
+__all__ = ["LoaderSource", "Reader"]
 
 _Key = tuple[int, int]  # (epoch, batch): its order is the order of reading
 
 _NOTHING = object()
-
-
-class Source(ABC):
-    """Deals the batches of a dataset, each by its (epoch, batch), to whoever it was planned for.
-
-    Attributes:
-        batch_size: Samples of every batch but, without drop_last, an epoch's last; None where they differ.
-        batches: Batches of an epoch; None: each is as long as `on_end` says.
-        samples: Samples dealt in an epoch, without a dropped tail; None where that is not known before.
-    """
-
-    _order: Order  # a source without one has its own `samples_in` and `indices`
-
-    def __init__(self, order: Order | None) -> None:
-        self.batch_size: int | None = None
-        self.batches: int | None = None
-        self.samples: int | None = None
-        self._ended: Callable[[int, int], None] | None = None
-        if order is not None:
-            self._order = order
-            self.batch_size, self.batches, self.samples = order.batch_size, order.batches, order.samples
-
-    def on_end(self, ended: Callable[[int, int], None]) -> None:
-        """Have the end of each epoch told, where `batches` is None. Call it before `start`.
-
-        Args:
-            ended: Called as `ended(epoch, batches)` by the reader thread, in the order of the epochs, before
-                anything of the next one is there. Must not block.
-        """
-        self._ended = ended
-
-    def samples_in(self, epoch: int, batch: int) -> int:
-        """How many samples a batch holds. Ask when it was taken: of some, only their reading tells.
-
-        Threads:
-            Any.
-
-        Raises:
-            IndexError: An epoch has no such batch.
-        """
-        return self._order.samples_in(epoch, batch)
-
-    def indices(self, epoch: int, batch: int) -> tuple[int, ...]:
-        """The dataset indices of a batch, for errors that name them; none where samples have no number.
-
-        Threads:
-            Any.
-
-        Raises:
-            IndexError: An epoch has no such batch.
-        """
-        return tuple(self._order.indices(epoch, batch).tolist())
-
-    @abstractmethod
-    def start(self, *, wake: Callable[[int, int, int], None], failed: Callable[[DataError], None]) -> None:
-        """Begin to read. Call it once, before any other thread of the run exists.
-
-        Args:
-            wake: Called as `wake(rank, epoch, batch)` once a batch is there that `take` did not have; that
-                rank asks again. Must not block.
-            failed: Called once, if reading fails.
-
-        Threads:
-            The calling thread starts the dataset's worker processes; the reader thread calls back.
-
-        Raises:
-            DataError: The worker processes could not be started.
-        """
-
-    @abstractmethod
-    def take(self, rank: int, epoch: int, batch: int) -> Batch | None:
-        """Hand a batch over, or None where it has not been read yet and `wake` will follow.
-
-        Beyond the end of an epoch there is None, too, if it took the reading to find it.
-
-        Threads:
-            Any; one batch is taken by one rank.
-
-        Raises:
-            DataError: The dataset failed.
-            IndexError: There is no such batch.
-            ProtocolError: The batch was taken before and not given back.
-        """
-
-    @abstractmethod
-    def give_back(self, epoch: int, batch: int, payload: Batch) -> None:
-        """Return a batch that was taken and not trained, so that it can be taken again.
-
-        Call it before the report that lets the batch be dealt anew.
-
-        Threads:
-            Any.
-        """
-
-    @abstractmethod
-    def close(self) -> bool:
-        """Stop reading and end what was started; takes 2 s at most, at any moment, and may be called twice.
-
-        Returns:
-            False where a thread is still inside the dataset's own code; it ends with that call.
-
-        Threads:
-            Any but the reader's own, so not from `wake` or `failed`.
-        """
 
 
 class LoaderSource(Source):
@@ -173,7 +68,8 @@ class LoaderSource(Source):
         self._changed = threading.Condition()
         self._read: dict[_Key, Batch] = {}  # read and not taken
         self._samples: dict[_Key, int] = {}  # of those, and of the last that were taken
-        self._waiting: dict[_Key, int] = {}  # asked for and not read -> the rank that asked last
+        self._left: dict[_Key, int] = {}  # of those that were taken in part: samples that were not
+        self._waiting: dict[_Key, list[int]] = {}  # asked for and not read -> the ranks that asked
         self._last: _Key = (0, -1)  # everything up to it has been read
         self._error: DataError | None = None
         self._closing = False
@@ -193,19 +89,33 @@ class LoaderSource(Source):
         )
         self._thread.start()
 
-    def take(self, rank: int, epoch: int, batch: int) -> Batch | None:
+    def take(self, rank: int, epoch: int, batch: int, part: Part | None = None) -> Batch | None:
         """Hand a batch over, or None and a `wake` later; see `Source.take`."""
         key = (epoch, batch)
         with self._changed:
             if self._error is not None:
                 raise self._error
-            payload = self._read.pop(key, None)
+            payload = self._take(key, part)
             if payload is None:
                 if self._closing or not self._comes(key):
                     return None
-                self._waiting[key] = rank
+                # Of a batch that is one rank's alone, who asks last has it: it was dealt anew.
+                ranks = [] if part is None else self._waiting.get(key, [])
+                self._waiting[key] = [*(other for other in ranks if other != rank), rank]
             self._changed.notify()
-        return payload
+        if payload is None or part is None:
+            return payload
+        return Portion.of(payload, self.samples_in(epoch, batch), part)
+
+    def _take(self, key: _Key, part: Part | None) -> Batch | None:
+        """A batch that lies here, which stays until all its samples are taken; under the lock."""
+        if part is None or key not in self._read:
+            return self._read.pop(key, None)
+        left = self._left.pop(key, self._order.samples_in(*key)) - part.samples
+        if left == 0:
+            return self._read.pop(key)
+        self._left[key] = left
+        return self._read[key]
 
     def samples_in(self, epoch: int, batch: int) -> int:
         """How many samples a batch holds that was taken lately, or lies here; see `Source.samples_in`."""
@@ -217,17 +127,24 @@ class LoaderSource(Source):
             raise IndexError(f"batch {batch} of epoch {epoch} has not been read, or long ago")
         return samples
 
-    def give_back(self, epoch: int, batch: int, payload: Batch) -> None:
+    def give_back(self, epoch: int, batch: int, payload: Batch, part: Part | None = None) -> None:
         """Return a batch untrained; see `Source.give_back`."""
+        key = (epoch, batch)
         with self._changed:
-            if not self._closing:
-                self._read[epoch, batch] = payload
+            if self._closing:
+                return
+            if part is not None:
+                left = self._left.pop(key, 0) + part.samples
+                if left < self._order.samples_in(epoch, batch):
+                    self._left[key] = left
+            self._read[key] = payload if part is None else payload.whole
 
     def close(self) -> bool:
         """Stop reading; see `Source.close`."""
         with self._changed:
             self._closing = True
             self._read.clear()
+            self._left.clear()
             self._waiting.clear()
             self._changed.notify()
         if self._thread is None:
@@ -272,8 +189,7 @@ class LoaderSource(Source):
                 read = next(feed, None)
                 if read is None:
                     return
-                rank = self._put(*read)
-                if rank is not None:
+                for rank in self._put(*read):
                     wake(rank, *read[0])
         except BaseException as error:  # also a SystemExit of the dataset: whoever waits must hear of it
             self._fail(self._reading, error, wake, failed)
@@ -286,19 +202,20 @@ class LoaderSource(Source):
             self._changed.wait_for(lambda: self._closing or self._waiting or len(self._read) < self.ahead)
             return not self._closing
 
-    def _put(self, key: _Key, payload: Any) -> int | None:
+    def _put(self, key: _Key, payload: Any) -> Sequence[int]:
+        """Lay a batch down; returns who waits for it."""
         samples, payload = payload if self._is_counted else (0, payload)
         if payload is None:
             raise TypeError("the batch is None; the collate function must return one")
         with self._changed:
             if self._closing:
-                return None
+                return ()
             self._read[key] = payload
             self._last = key
             if self._is_counted:
                 self._samples[key] = samples
                 self._forget()
-            return self._waiting.pop(key, None)
+            return self._waiting.pop(key, ())
 
     def _forget(self) -> None:
         """Keep the counts of what lies here, and of so many that were taken as can be under way."""
@@ -325,8 +242,9 @@ class LoaderSource(Source):
             self._waiting.clear()
             self._read.clear()
         failed(error)
-        for (epoch, batch), rank in waiting:
-            wake(rank, epoch, batch)
+        for (epoch, batch), ranks in waiting:
+            for rank in ranks:
+                wake(rank, epoch, batch)
 
     def _describe(self, key: _Key, cause: BaseException) -> DataError:
         epoch, batch = key

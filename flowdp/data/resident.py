@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from flowdp.data.base import Feed
-from flowdp.data.reader import Batch
+from flowdp.data.portion import Portion
 from flowdp.data.slots import keep_for_compute
+from flowdp.data.source import Batch
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.streams import QUIET, Event, Lane
 from flowdp.errors import DataError
+from flowdp.messages import Part
 
 __all__ = ["ORDERS_KEPT", "ResidentData", "ResidentFeed"]
 
@@ -103,10 +105,10 @@ class ResidentFeed(Feed):
     def start(self, notify: Callable[[int, int], None]) -> None:
         """Every batch is there; see `Feed.start`."""
 
-    def follow(self, upcoming: Sequence[tuple[int, int]]) -> None:
+    def follow(self, upcoming: Sequence[tuple[int, int, Part | None]]) -> None:
         """Nothing is fetched ahead; see `Feed.follow`."""
 
-    def take(self, epoch: int, batch: int) -> Batch:
+    def take(self, epoch: int, batch: int, part: Part | None = None) -> Batch:
         """Gather a batch; always there. See `Feed.take`."""
         order = self._orders[epoch % ORDERS_KEPT]
         if order is None or order.epoch != epoch:
@@ -114,8 +116,11 @@ class ResidentFeed(Feed):
         if not 0 <= batch < len(order.bounds):
             raise IndexError(f"batch {batch} of an epoch of {len(order.bounds)} batches")
         start, stop = order.bounds[batch]
+        if part is not None:
+            start, stop = start + part.start, start + part.stop
         index = order.index[start:stop]
-        return self._source.pack([tensor.index_select(0, index) for tensor in self._tensors])
+        rows = [tensor.index_select(0, index) for tensor in self._tensors]
+        return self._source.pack(rows) if part is None else Portion.gathered(rows, self._source.pack)
 
     def release(self) -> None:
         """Each batch has memory of its own; see `Feed.release`."""

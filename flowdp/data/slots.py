@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_leaves
 
-from flowdp.data.reader import Batch
+from flowdp.data.portion import moves_itself
+from flowdp.data.source import Batch
 from flowdp.device.streams import QUIET, Event, Lane
 
 __all__ = [
@@ -26,7 +27,6 @@ __all__ = [
     "first_rows",
     "is_plain",
     "keep_for_compute",
-    "moves_itself",
     "own_memory",
     "poison",
 ]
@@ -44,11 +44,6 @@ def is_plain(leaf: object) -> TypeGuard[Tensor]:
         and leaf.device.type == "cpu"
         and not leaf.is_nested
     )
-
-
-def moves_itself(node: object) -> bool:
-    """Whether a node of a batch is moved as one: a PackedSequence is a tuple that keeps a part on the CPU."""
-    return hasattr(node, "to")
 
 
 def first_rows(rows: int, memory: Tensor) -> Tensor:
@@ -140,7 +135,7 @@ class Layout:
         gathered = (torch.empty((rows, *t.shape[1:]), dtype=t.dtype, device="meta") for t in tensors)
         return cls(None, tuple(map(_Form.of, gathered)))
 
-    def holds(self, leaves: Sequence[object], tree: TreeSpec) -> bool:
+    def holds(self, leaves: Sequence[object], tree: TreeSpec | None) -> bool:
         """Whether a batch is one of these, or a shorter one."""
         return tree == self.tree and all(
             form is None or form.holds(leaf) for form, leaf in zip(self.forms, leaves, strict=True)
@@ -225,11 +220,13 @@ class Pool:
 
     Attributes:
         limit: How many there may be.
+        least: How many there must be.
         made: How many there are.
         unused: Those of them that are not in use.
     """
 
     limit: int
+    least: int = 1
     made: int = 0
     unused: deque[Slot] = field(default_factory=deque)
 
@@ -242,7 +239,7 @@ class Pool:
 
     def shrink(self) -> None:
         """Keep half of the slots: those that are in use go when they come back."""
-        self.limit = max(1, self.made // 2)
+        self.limit = max(self.least, self.made // 2)
         while self.unused and self.made > self.limit:
             self.give_back(self.unused.pop())
 

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from flowdp.data.processes import begin
-from flowdp.data.reader import Batch, LoaderSource
+from flowdp.data.reader import LoaderSource
+from flowdp.data.source import Batch
 from flowdp.errors import DataError
 
 __all__ = ["Counted", "Measured", "StreamReader"]

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from flowdp.data.order import Order
-from flowdp.data.reader import Batch, Source
+from flowdp.data.portion import Portion
+from flowdp.data.source import Batch, Source
 from flowdp.errors import DataError
+from flowdp.messages import Part
 
 __all__ = ["TensorSource"]
 
@@ -56,9 +58,10 @@ class TensorSource(Source):
     ) -> None:
         """Nothing is read ahead; see `Source.start`."""
 
-    def take(self, rank: int, epoch: int, batch: int) -> Batch:  # noqa: ARG002 - all ranks are served alike
-        """Gather a batch; always there. See `Source.take`."""
-        return self.pack(self.gather(epoch, batch))
+    def take(self, rank: int, epoch: int, batch: int, part: Part | None = None) -> Batch:  # noqa: ARG002
+        """Gather a batch, for whatever rank; always there. See `Source.take`."""
+        rows = self.gather(epoch, batch, part)
+        return self.pack(rows) if part is None else Portion.gathered(rows, self.pack)
 
     def index(self, epoch: int, batch: int) -> Tensor:
         """The dataset indices of a batch, int64. Shape [samples_in(epoch, batch)].
@@ -72,12 +75,15 @@ class TensorSource(Source):
         """
         return self._order.indices(epoch, batch)
 
-    def gather(self, epoch: int, batch: int, out: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """The parts of a batch, one per tensor. Each of shape [samples_in(epoch, batch), ...].
+    def gather(
+        self, epoch: int, batch: int, part: Part | None = None, out: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """What a batch has of each tensor. Each of shape [samples_in(epoch, batch) or part.samples, ...].
 
         Args:
             epoch: Its epoch.
             batch: Its number in the epoch.
+            part: The samples that are wanted; None: all.
             out: Memory for the parts, of their shapes and dtypes.
 
         Threads:
@@ -88,12 +94,12 @@ class TensorSource(Source):
             IndexError: An epoch has no such batch.
         """
         index = self._order.indices(epoch, batch)
+        if part is not None:
+            index = index[part.start : part.stop]
         try:
             if out is None:
                 return [tensor.index_select(0, index) for tensor in self.tensors]
-            return [
-                torch.index_select(t, 0, index, out=part) for t, part in zip(self.tensors, out, strict=True)
-            ]
+            return [torch.index_select(t, 0, index, out=to) for t, to in zip(self.tensors, out, strict=True)]
         except (IndexError, RuntimeError) as error:
             raise DataError(
                 f"gathering batch {batch} of epoch {epoch} from tensors of {len(self.tensors[0])} samples "
@@ -102,7 +108,7 @@ class TensorSource(Source):
                 indices=index.tolist(),
             ) from error
 
-    def give_back(self, epoch: int, batch: int, payload: Batch) -> None:
+    def give_back(self, epoch: int, batch: int, payload: Batch, part: Part | None = None) -> None:
         """Nothing to keep: it is gathered again. See `Source.give_back`."""
 
     def close(self) -> bool:

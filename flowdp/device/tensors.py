@@ -7,6 +7,7 @@ one on each of some hundred tensors. Frozen parameters stay where they are.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from flowdp.errors import CollectiveError, OptionError
 
-__all__ = ["ALIGNMENT", "Flat", "FlatReplica"]
+__all__ = ["ALIGNMENT", "Flat", "FlatReplica", "FlatTensors"]
 
 ALIGNMENT = 64
 """Bytes on which every tensor starts: a cache line, and a vector of AVX-512."""
@@ -69,7 +70,59 @@ class _Place:
         return self.table[self.key]
 
 
-class FlatReplica:
+class FlatTensors(ABC):
+    """What one rank brings to a mean, as flat memory.
+
+    Attributes:
+        rank: Whose.
+        flats: One per dtype, or more.
+    """
+
+    rank: int
+    flats: tuple[Flat, ...]
+    _specs: tuple[_Spec, ...]
+
+    @property
+    def memories(self) -> list[Tensor]:
+        """The memory of each flat, in order."""
+        return [flat.memory for flat in self.flats]
+
+    @abstractmethod
+    def gather(self) -> None:
+        """Copy in what lies outside of the flat memory, before a mean.
+
+        Raises:
+            CollectiveError: A tensor is gone or has another shape.
+        """
+
+    @abstractmethod
+    def scatter(self) -> None:
+        """Copy the mean out to what the last `gather` found outside."""
+
+    def check_like(self, other: FlatTensors) -> None:
+        """Check that two ranks have the same tensors in the same places.
+
+        Raises:
+            OptionError: They differ; the message names the first tensor that does, its rank and both forms.
+        """
+        if self._specs == other._specs:
+            return
+        mine = {spec.name: spec for spec in self._specs}
+        theirs = {spec.name: spec for spec in other._specs}
+        for name in [*theirs, *mine]:
+            if mine.get(name) != theirs.get(name):
+                raise OptionError(
+                    f"the replicas differ: {name!r} is {_describe(mine.get(name))} on rank {self.rank} and "
+                    f"{_describe(theirs.get(name))} on rank {other.rank}; the model factory must build the "
+                    f"same model for every device"
+                )
+        raise OptionError(
+            f"the replicas of rank {self.rank} and rank {other.rank} have the same tensors in another order; "
+            f"the model factory must register submodules in the same order for every device"
+        )
+
+
+class FlatReplica(FlatTensors):
     """One rank's trained parameters and buffers as flat memory, one `Flat` per dtype.
 
     Parameter objects stay the same, so optimizers made before go on working; tied parameters stay tied.
@@ -132,11 +185,6 @@ class FlatReplica:
             self._views.append(view)
         return Flat(memory, split)
 
-    @property
-    def memories(self) -> list[Tensor]:
-        """The memory of each flat, in order."""
-        return [flat.memory for flat in self.flats]
-
     def gather(self) -> None:
         """Copy in what the module moved out of the flat memory, before a mean.
 
@@ -184,27 +232,19 @@ class FlatReplica:
             mine.copy_(theirs)
         self.scatter()
 
-    def check_like(self, other: FlatReplica) -> None:
-        """Check that two replicas have the same tensors in the same places.
+    def parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Every trained parameter, and its place in the flat memory."""
+        for place, view in zip(self._places, self._views, strict=True):
+            if isinstance(parameter := place.tensor, nn.Parameter) and place.spec.kind == "parameter":
+                yield parameter, view
 
-        Raises:
-            OptionError: They differ; the message names the first tensor that does, its rank and both forms.
-        """
-        if self._specs == other._specs:
-            return
-        mine = {spec.name: spec for spec in self._specs}
-        theirs = {spec.name: spec for spec in other._specs}
-        for name in [*theirs, *mine]:
-            if mine.get(name) != theirs.get(name):
-                raise OptionError(
-                    f"the replicas differ: {name!r} is {_describe(mine.get(name))} on rank {self.rank} and "
-                    f"{_describe(theirs.get(name))} on rank {other.rank}; the model factory must build the "
-                    f"same model for every device"
-                )
-        raise OptionError(
-            f"the replicas of rank {self.rank} and rank {other.rank} have the same tensors in another order; "
-            f"the model factory must register submodules in the same order for every device"
-        )
+    def checksum(self) -> Tensor:
+        """The sum of the parameters' bits, as int64: replicas that are equal have the same. Shape []."""
+        self.gather()
+        total = torch.zeros((), dtype=torch.int64, device=self.flats[0].memory.device)
+        for flat in self.flats:
+            total += flat.memory[: flat.split].view(torch.int64).sum()  # tensors start on 64 bytes
+        return total
 
     def _lost(self) -> str:
         for place in self._places:

@@ -10,7 +10,7 @@ from flowdp.collective.host import HostMean
 from flowdp.collective.local import DeviceMean, LocalMean
 from flowdp.collective.nccl import NcclMean
 from flowdp.device.streams import Lane
-from flowdp.device.tensors import FlatReplica
+from flowdp.device.tensors import FlatTensors
 from flowdp.device.topology import reach_each_other
 from flowdp.errors import CollectiveError
 from flowdp.options import Backend, Policy
@@ -23,7 +23,7 @@ log = logging.getLogger("flowdp")
 def open_collective(
     backend: Backend,
     policy: Policy,
-    replicas: Sequence[FlatReplica],
+    replicas: Sequence[FlatTensors],
     lanes: Sequence[Lane],
     meet: Callable[[int], None],
     hung: Callable[[CollectiveError], object],

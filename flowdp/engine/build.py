@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,15 +24,21 @@ from flowdp.errors import OptionError
 __all__ = [
     "ModelOption",
     "OptimizerOption",
+    "Optimizers",
+    "all_of",
     "build_models",
-    "build_optimizer",
+    "build_optimizers",
     "equal_start",
+    "has_batch_norm",
     "seed_devices",
     "slow_optimizer",
 ]
 
 ModelOption = nn.Module | Callable[..., nn.Module]
-OptimizerOption = Optimizer | Callable[..., Optimizer]
+Optimizers = Sequence[Optimizer] | Mapping[Any, Optimizer]
+"""The optimizers of a replica, in the form in which the user gave them; one alone is a sequence of one."""
+
+OptimizerOption = Optimizer | Optimizers | Callable[..., Optimizer | Optimizers]
 
 
 def build_models(model: ModelOption, lanes: Sequence[Lane]) -> list[nn.Module]:
@@ -109,34 +115,52 @@ def _copy_frozen(source: nn.Module, target: nn.Module, rank: int) -> None:
         mine.copy_(theirs)
 
 
-def build_optimizer(optimizer: OptimizerOption, module: nn.Module, source: nn.Module | None) -> Optimizer:
-    """The optimizer of one replica.
+def build_optimizers(option: OptimizerOption, module: nn.Module, source: nn.Module | None) -> Optimizers:
+    """The optimizers of one replica.
 
     Args:
-        optimizer: An instance, rebuilt from its class, groups, defaults and state with the replica's
-            parameters in place of the source's; or a factory that gets the parameters that require grad or,
-            if it names `model`, the module.
+        option: An instance, or a sequence or mapping of instances: each is rebuilt from its class, groups,
+            defaults and state with the replica's parameters in place of the source's. Or a factory of such,
+            which gets the parameters that require grad or, if it names `model`, the module.
         module: The replica.
-        source: The module that an instance was made for.
+        source: The module that instances were made for.
 
     Raises:
         OptionError: It is neither, or it optimizes something else.
     """
-    if isinstance(optimizer, Optimizer):
+    if isinstance(option, Optimizer | Sequence | Mapping):
         if source is None:
             raise OptionError(
                 "an optimizer instance belongs to the parameters of one model: with a model factory, give an "
                 "optimizer factory: optimizer=lambda params: ..."
             )
-        return _rebuild(optimizer, module, source)
+        return _each(option, lambda one: _rebuild(one, module, source))
     made: Any
-    if "model" in _parameters(optimizer):
-        made = optimizer(model=module)
+    if "model" in _parameters(option):
+        made = option(model=module)
     else:
-        made = optimizer([parameter for parameter in module.parameters() if parameter.requires_grad])
+        made = option([parameter for parameter in module.parameters() if parameter.requires_grad])
+    own = set(module.parameters())
+    return _each(made, lambda one: _check_made(one, own))
+
+
+def all_of(optimizers: Optimizers) -> list[Optimizer]:
+    """The optimizers in order, without their names."""
+    return list(optimizers.values() if isinstance(optimizers, Mapping) else optimizers)
+
+
+def _each(given: object, build: Callable[[Any], Optimizer]) -> Optimizers:
+    """What `build` makes of every optimizer, in the form in which they were given."""
+    if isinstance(given, Mapping) and given:
+        return {name: build(one) for name, one in given.items()}
+    if isinstance(given, Sequence) and given:
+        return [build(one) for one in given]
+    return [build(given)]
+
+
+def _check_made(made: object, own: set[nn.Parameter]) -> Optimizer:
     if not isinstance(made, Optimizer):
         raise OptionError(f"the optimizer factory returned {type(made).__name__}, not a torch optimizer")
-    own = set(module.parameters())
     if any(parameter not in own for group in made.param_groups for parameter in group["params"]):
         raise OptionError(
             "the optimizer factory used parameters of another model than the replica it was called for: "
@@ -159,6 +183,11 @@ def seed_devices(devices: Sequence[torch.device], seed: int) -> None:
             state = np.random.SeedSequence(seed, spawn_key=(place,)).generate_state(1, np.uint64)
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(int(state[0]))
+
+
+def has_batch_norm(module: nn.Module) -> bool:
+    """Whether a layer of the module normalizes by the batch that it sees."""
+    return any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in module.modules())
 
 
 def slow_optimizer(optimizer: Optimizer) -> str | None:

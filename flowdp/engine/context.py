@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import SupportsFloat
+from typing import Any, Protocol, SupportsFloat
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-__all__ = ["CurrentWorker", "current_worker", "record_scalar"]
+__all__ = ["CurrentWorker", "Steps", "current_worker", "record_scalar"]
+
+
+class Steps(Protocol):
+    """What a worker does for the user's own `train_step`; see `CurrentWorker`.
+
+    Attributes:
+        optimizers: As the user gave them.
+    """
+
+    optimizers: Sequence[Optimizer] | Mapping[Any, Optimizer]
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """See `CurrentWorker.backward`."""
+        ...
+
+    def optimize(self, optimizer: Optimizer) -> None:
+        """See `CurrentWorker.step`."""
+        ...
 
 
 @dataclass(slots=True)
@@ -28,6 +47,7 @@ class CurrentWorker:
         lr: Learning rate of the first parameter group.
         samples: Samples of the batch.
         sink: Takes what is recorded: name, value, weight.
+        steps: Does what a `train_step` asks for; None with a loss.
     """
 
     rank: int
@@ -40,6 +60,36 @@ class CurrentWorker:
     lr: float = 0.0
     samples: int = 0
     sink: Callable[[str, float | Tensor, float], None] = field(repr=False, kw_only=True)
+    steps: Steps | None = field(default=None, repr=False, kw_only=True)
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer] | Mapping[Any, Optimizer]:
+        """The replica's optimizers: a sequence, of one where one was given, or the mapping that was given.
+
+        Raises:
+            RuntimeError: The run has a loss and no `train_step`.
+        """
+        return self._own_steps().optimizers
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Backward of a loss, scaled where the precision is "fp16". In place of `loss.backward()`.
+
+        Args:
+            loss: A scalar.
+            options: As of `Tensor.backward`: retain_graph, create_graph, inputs.
+
+        Raises:
+            RuntimeError: The run has a loss and no `train_step`.
+        """
+        self._own_steps().backward(loss, **options)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Clip the gradients of an optimizer's own parameters, step it, and clear them.
+
+        Raises:
+            RuntimeError: The run has a loss and no `train_step`.
+        """
+        self._own_steps().optimize(optimizer)
 
     def record(self, name: str, value: SupportsFloat, weight: float | None = None) -> None:
         """Count a value towards the mean of the epoch; see `record_scalar`."""
@@ -49,6 +99,14 @@ class CurrentWorker:
             )
         by = float(self.samples if weight is None else weight)
         self.sink(name, value if isinstance(value, Tensor) else float(value), by)
+
+    def _own_steps(self) -> Steps:
+        if self.steps is None:
+            raise RuntimeError(
+                "a worker's optimizers, backward and step are for Trainer(train_step=...); with a loss the "
+                "Trainer does all that itself"
+            )
+        return self.steps
 
 
 _local = threading.local()

@@ -15,7 +15,7 @@ from time import perf_counter
 
 from flowdp.collective.base import Collective
 from flowdp.collective.snapshot import Snapshots
-from flowdp.data.reader import Source
+from flowdp.data.source import Source
 from flowdp.engine.failures import Failures
 from flowdp.engine.records import Records
 from flowdp.engine.worker import Mail
@@ -26,6 +26,7 @@ from flowdp.machine.commands import (
     Command,
     Direct,
     EpochEnded,
+    Fail,
     Finish,
     Hurry,
     Paused,
@@ -171,6 +172,8 @@ class CoordinatorShell:
                 log.info("round %d is given up: no snapshot of ranks %s", command.round, command.missing)
             case Paused():
                 self._records.pause(command.value)
+            case Fail():
+                self._failures.add(CollectiveError(command.error))
             case Finish():
                 self._finish = command
 

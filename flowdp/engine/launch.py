@@ -17,7 +17,7 @@ import torch
 
 from flowdp.collective.snapshot import Snapshots
 from flowdp.data.feed import open_feeds
-from flowdp.data.reader import Source
+from flowdp.data.source import Source
 from flowdp.device.process import ProcessTuning, threads_per_worker, tuned_process, usable_cores
 from flowdp.engine.backends import open_collective
 from flowdp.engine.coordinator import CoordinatorShell
@@ -96,16 +96,18 @@ class Engine:
 
     def _build(self, backend: Backend, sink: Callable[[str], object] | None) -> None:
         config = self.config
-        flats = [replica.flat for replica in self.replicas]
         lanes = [replica.lane for replica in self.replicas]
+        averaged = [replica.averaged for replica in self.replicas]
         collective = open_collective(
-            backend, config.policy, flats, lanes, lambda rank: gate.finish(rank), self._collective_hung
+            backend, config.policy, averaged, lanes, lambda rank: gate.finish(rank), self._collective_hung
         )
         self._settings.callback(collective.close)
         gate = Gate(config.world_size, collective.launch)
         is_async = config.policy == "async" and config.world_size > 1
-        snapshots = Snapshots(flats, lanes) if is_async else None
-        self._feeds = open_feeds(self._source, lanes)
+        snapshots = Snapshots([replica.flat for replica in self.replicas], lanes) if is_async else None
+        self._feeds = open_feeds(
+            self._source, lanes, held=[replica.width for replica in self.replicas], rows=_rows(config)
+        )
         for lane, feed in zip(lanes, self._feeds, strict=True):
             self._settings.callback(lane.drain)
             self._settings.callback(feed.close)
@@ -228,6 +230,13 @@ class Engine:
 
     def _collective_hung(self, error: CollectiveError) -> None:
         self._inbox.post(Failed(self.failures.add(error)))
+
+
+def _rows(config: RunConfig) -> int | None:
+    """Samples of a rank's part of a window for which prefetched parts have room: twice an equal share."""
+    if config.window is None:
+        return None
+    return min(config.window, -(-2 * config.window // config.world_size))
 
 
 def _notify(inbox: Inbox[Mail], epoch: int, batch: int) -> None:

@@ -2,16 +2,16 @@
 
 Every replica owns a twin of the user's scheduler and steps it until its count equals the position, so the
 curve is the same on 1, 2 or 8 devices. What the user's rate is multiplied by (the world size's factor, and
-`run.set_lr`) is kept apart from the scheduler, which never sees it.
+`run.set_lr`) is kept apart from the scheduler, which never sees it. Several optimizers have a scheduler each;
+whatever multiplies the rates multiplies all of them.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -58,38 +58,37 @@ def check_schedule(
 
 
 class LearningRate:
-    """Sets the learning rates of one replica's optimizer.
+    """Sets the learning rates of one replica's optimizers.
 
     Args:
-        optimizer: The replica's own.
-        scheduler: The user's; a twin is made.
+        optimizers: The replica's own.
+        scheduler: The user's; a twin is made for each optimizer.
         unit: What the scheduler counts.
         lr_lambda: Factor as a function of the global step.
         factor: What the world size multiplies the user's rates by.
 
     Threads:
-        The owner of the optimizer.
+        The owner of the optimizers.
 
     Attributes:
-        optimizer: As given.
-        value: Learning rate of the first group.
+        value: Learning rate of the first group of the first optimizer.
     """
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         scheduler: SchedulerOption | None = None,
         unit: SchedulerUnit | None = None,
         lr_lambda: LrLambda | None = None,
         factor: float = 1.0,
     ) -> None:
-        self.optimizer = optimizer
-        self._groups = optimizer.param_groups
+        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._unit = unit
         self._lambda = lr_lambda
         self._factor = factor
-        self._scheduler = None if scheduler is None else _twin(scheduler, optimizer)
-        _check_unit(self._scheduler, unit)
+        self._schedulers = [] if scheduler is None else [_twin(scheduler, one) for one in optimizers]
+        for twin in self._schedulers:
+            _check_unit(twin, unit)
         self._count = 0
         self._plain = [float(group["lr"]) for group in self._groups]  # what the scheduler says
         self._base = list(self._plain)
@@ -98,7 +97,7 @@ class LearningRate:
     @property
     def waits_for_metric(self) -> bool:
         """Whether the scheduler needs the loss of the epoch before."""
-        return isinstance(self._scheduler, ReduceLROnPlateau)
+        return any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in self._schedulers)
 
     def advance(self, position: int, epoch: int, metric: float | None = None) -> None:
         """Set the rates for a step.
@@ -112,13 +111,13 @@ class LearningRate:
             factor = self._lambda(position)
             self._plain = [base * factor for base in self._base]
             self._write()
-        elif self._scheduler is not None:
+        elif self._schedulers:
             count = position if self._unit == "step" else epoch
             if count > self._count:
-                self._step_scheduler(count, metric)
+                self._step_schedulers(count, metric)
 
     def set(self, lr: float, position: int, epoch: int) -> None:
-        """Scale all groups so that the first has `lr` at this position, and keep that scale."""
+        """Scale all groups so that the very first has `lr` at this position, and keep that scale."""
         self.advance(position, epoch)
         plain = self._plain[0] or self._base[0]
         if plain:
@@ -128,16 +127,16 @@ class LearningRate:
             self._factor = 1.0
         self._write()
 
-    def _step_scheduler(self, count: int, metric: float | None) -> None:
-        scheduler: Any = self._scheduler
+    def _step_schedulers(self, count: int, metric: float | None) -> None:
         # Many schedulers compute the next rate from the one in the group: it must be their own.
         self._write(plain=True)
         while self._count < count:
             self._count += 1
-            if not isinstance(scheduler, ReduceLROnPlateau):
-                scheduler.step()
-            elif metric is not None:
-                scheduler.step(metric)
+            for scheduler in self._schedulers:
+                if not isinstance(scheduler, ReduceLROnPlateau):
+                    scheduler.step()
+                elif metric is not None:
+                    scheduler.step(metric)
         self._plain = [float(group["lr"]) for group in self._groups]
         self._write()
 

@@ -1,4 +1,4 @@
-"""One model, its optimizer and its loss on one device: what a step is."""
+"""One model, its optimizers and its loss on one device: what a step is."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from flowdp.device.streams import Lane
-from flowdp.device.tensors import FlatReplica
-from flowdp.engine.context import CurrentWorker
+from flowdp.device.tensors import FlatReplica, FlatTensors
+from flowdp.engine.build import Optimizers, all_of
+from flowdp.engine.context import CurrentWorker, Steps
 from flowdp.engine.learning_rate import LearningRate
+from flowdp.messages import Outcome
 from flowdp.options import Precision
 
 __all__ = ["LossOption", "Replica", "loss_function"]
@@ -44,60 +45,111 @@ def loss_function(loss: LossOption, device: torch.device) -> Loss:
 
 
 class Replica:
-    """The trained things of one rank.
+    """The trained things of one rank, and what a step of them is: here, a loss and its optimizer.
+
+    A step is `add` for each of its micro-batches, then `step`; after each meeting of the ranks comes `meet`.
 
     Args:
         module: On its device, flattened.
         flat: Its memory.
-        optimizer: Of its parameters.
+        optimizers: Of its parameters.
         loss: Function of (module, batch).
-        learning_rate: Sets the optimizer's rates.
+        learning_rate: Sets the optimizers' rates.
         lane: Of the device where all of it lies.
         precision: "bf16" and "fp16" run forward and loss under autocast, "fp16" with a scaled loss.
         max_grad_norm: Gradients are clipped to this 2-norm between backward and step; None: not.
+        width: Batches of the source in a micro-batch.
+
+    Attributes:
+        averaged: What the ranks average.
+        steps: What a `train_step` may ask; None with a loss.
 
     Threads:
         The worker of this rank, once it runs.
     """
 
+    averaged: FlatTensors
+    steps: Steps | None = None
+
     def __init__(
         self,
         module: nn.Module,
         flat: FlatReplica,
-        optimizer: Optimizer,
+        optimizers: Optimizers,
         loss: Loss,
         learning_rate: LearningRate,
         lane: Lane,
         precision: Precision = "32",
         max_grad_norm: float | None = None,
+        width: int = 1,
     ) -> None:
         self.module = module
-        self.flat = flat
-        self.optimizer = optimizer
+        self.flat = self.averaged = flat
+        self.width = width
+        self.optimizers = optimizers
         self.learning_rate = learning_rate
         self.lane = lane
         self.device = lane.device
+        self._optimizer = all_of(optimizers)[0]
         self._loss = loss
         self._autocast = {"32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         self._scaler = torch.amp.GradScaler(self.device.type) if precision == "fp16" else None
         self._max_grad_norm = max_grad_norm
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._has_stepped = False
+        self._value: Tensor | None = None  # of the loss, over the micro-batches of the step so far
 
-    def step(self, batch: Any, worker: CurrentWorker) -> Tensor:
-        """Forward, backward, clip, optimizer step.
+    def add(self, batch: Any, worker: CurrentWorker, share: float = 1.0) -> None:
+        """Forward and backward of a micro-batch.
 
-        Returns:
-            The loss of the batch, before the step, on the device. Shape [].
+        Args:
+            batch: On the device.
+            worker: Whose step it is; knows the samples.
+            share: Of its loss in that of the step.
 
         Raises:
             TypeError: What the loss returned is not a loss.
             ValueError: The loss is not a scalar.
 
         Streams:
-            All of it is enqueued on the current stream, which is the lane's `compute`. Nothing is read back,
-            but for the optimizers that a gradient scaler has to ask (all that are not fused).
+            All of it is enqueued on the current stream, which is the lane's `compute`, and nothing read back.
         """
+        loss = self._forward(batch, worker)
+        self._backward(loss if share == 1.0 else loss * share)
+        if not self._has_stepped:
+            self._check_gradients()
+
+    def step(self, factor: float = 1.0) -> Tensor | None:
+        """Clip and step the optimizer by what the micro-batches have left.
+
+        Args:
+            factor: On loss and gradients, where the shares did not sum to 1.
+
+        Returns:
+            The loss over the step's samples, before the step, on the device. Shape []. None where the
+            user's own step has none.
+
+        Streams:
+            As `add`; but optimizers that a gradient scaler has to ask (all not fused) are waited for.
+        """
+        if factor != 1.0:
+            self._rescale(factor)
+        if self._scaler is None:
+            self._clip()
+            self._optimizer.step()
+        else:
+            self._scaled_step(self._scaler)
+        self._optimizer.zero_grad(set_to_none=True)
+        return self._take_value()
+
+    def meet(self, outcome: Outcome) -> None:
+        """The ranks have averaged; see `ExactReplica.meet`."""
+
+    def checksum(self) -> Callable[[], int] | None:
+        """See `ExactReplica.checksum`: elsewhere the replicas are not compared."""
+        return None
+
+    def _forward(self, batch: Any, worker: CurrentWorker) -> Tensor:
         if self._autocast is None:
             result = self._loss(self.module, batch)
         else:
@@ -114,19 +166,24 @@ class Replica:
             loss = loss.squeeze()
         if not loss.requires_grad:
             raise ValueError(NOT_OURS)
+        return loss
+
+    def _backward(self, loss: Tensor) -> None:
         if self._scaler is None:
             loss.backward()
         else:
             self._scaler.scale(loss).backward()
-        if not self._has_stepped:
-            self._check_gradients()
-        if self._scaler is None:
-            self._clip()
-            self.optimizer.step()
-        else:
-            self._scaled_step(self._scaler)
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        value = loss.detach()
+        self._value = value if self._value is None else self._value + value
+
+    def _rescale(self, factor: float) -> None:
+        torch._foreach_mul_([p.grad for p in self._trained if p.grad is not None], factor)
+        if self._value is not None:
+            self._value = self._value * factor
+
+    def _take_value(self) -> Tensor | None:
+        value, self._value = self._value, None
+        return value
 
     def _clip(self) -> None:
         if self._max_grad_norm is not None:
@@ -135,9 +192,9 @@ class Replica:
     def _scaled_step(self, scaler: torch.amp.GradScaler) -> None:
         """Step, unless a gradient overflowed; the scale follows."""
         if self._max_grad_norm is not None:
-            scaler.unscale_(self.optimizer)
+            scaler.unscale_(self._optimizer)
             self._clip()
-        scaler.step(self.optimizer)
+        scaler.step(self._optimizer)
         scaler.update()
 
     def _check_gradients(self) -> None:
@@ -146,8 +203,7 @@ class Replica:
             raise ValueError(NOT_OURS)
         self._has_stepped = True
 
-    @staticmethod
-    def _unpack(result: object, worker: CurrentWorker) -> Tensor:
+    def _unpack(self, result: object, worker: CurrentWorker) -> Tensor:
         scalars: object = {}
         loss: object = result
         if isinstance(result, Mapping):

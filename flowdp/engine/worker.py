@@ -15,13 +15,16 @@ import torch
 from flowdp.collective.base import Averaging, Collective
 from flowdp.collective.snapshot import Snapshots
 from flowdp.data.feed import Feed
-from flowdp.data.reader import Source
+from flowdp.data.source import Source
 from flowdp.engine import context, meter
+from flowdp.engine.device_meter import open_meter
 from flowdp.engine.failures import Failures
+from flowdp.engine.intake import Intake
 from flowdp.engine.replica import Replica
 from flowdp.errors import CollectiveAborted, DataError, ProtocolError, StepError
 from flowdp.machine.worker import Apply, Done, Enter, Idle, Leave, Report, Snapshot, Step, WorkerMachine
 from flowdp.messages import (
+    Arrival,
     BatchReady,
     Exiting,
     Fact,
@@ -79,8 +82,11 @@ class Worker:
         self.machine = WorkerMachine(rank)
         self._lane = replica.lane
         with self._lane.on(self._lane.compute):
-            self._meter = meter.open_meter(self._lane)
-        self.current = context.CurrentWorker(rank, replica.device, replica.module, sink=self._meter.scalar)
+            self._meter = open_meter(self._lane)
+        self.current = context.CurrentWorker(
+            rank, replica.device, replica.module, sink=self._meter.scalar, steps=replica.steps
+        )
+        self._intake = Intake(feed, source, replica.width)
         self._source = source
         self._feed = feed
         self._gate = gate
@@ -114,13 +120,14 @@ class Worker:
             self._post(Exiting(self.rank, error))
 
     def _loop(self) -> None:
-        machine, inbox, gate = self.machine, self.inbox, self._gate
+        machine, inbox, gate, intake = self.machine, self.inbox, self._gate, self._intake
         while True:
             while inbox.pending:
                 self._read(inbox.get())
             if self._fed != machine.plans:
                 self._tell_feed()
-            action = machine.next(gate.hurry)
+            # A step that has begun is finished: its batches have been taken, some of them trained.
+            action = machine.next(-1 if intake.is_inside else gate.hurry)
             if type(action) is Step:
                 self._step(action)
             elif type(action) is Enter:
@@ -149,30 +156,40 @@ class Worker:
         """Let the feed know what comes: before a report lets what it holds of a void plan be dealt anew."""
         if self._fed != self.machine.plans:
             self._fed = self.machine.plans
-            self._feed.follow(self.machine.upcoming())
+            # Those of a step under way are the machine's until it is done, and the feed has handed some out.
+            self._feed.follow(self.machine.upcoming()[self._intake.taken :])
 
     def _step(self, step: Step) -> None:
         start_s = perf_counter()
-        current, meter, replica = self.current, self._meter, self.replica
+        current, meter, replica, intake = self.current, self._meter, self.replica, self._intake
         self._training = step
-        batch = self._feed.take(step.epoch, step.batch)
-        if batch is None:
-            # It was not read yet. Orders are served meanwhile, and the loop asks the machine anew.
-            if not self.inbox.pending:
-                meter.settle()
-            self._read(self.inbox.get())
-            meter.waited(perf_counter() - start_s)
-            return
-        meter.begin(start_s)
-        replica.learning_rate.advance(step.position, step.epoch, step.metric)
-        samples = self._source.samples_in(step.epoch, step.batch)
-        current.epoch, current.global_step, current.samples = step.epoch, step.position, samples
-        current.lr = replica.learning_rate.value
-        loss = replica.step(batch, current)
-        meter.end(loss, samples)
-        self._feed.release()
-        self.machine.trained(samples)
+        while not intake.is_last(step):
+            is_first = not intake.samples
+            micro = intake.next(step)
+            if micro is None:
+                self._await_batch(start_s)
+                return
+            if is_first:
+                meter.begin(start_s)
+                replica.learning_rate.advance(step.position, step.epoch, step.metric)
+                current.epoch, current.global_step = step.epoch, step.position
+                current.lr = replica.learning_rate.value
+            current.samples = micro.samples
+            replica.add(micro.batch, current, micro.share)
+            self._feed.release()
+        loss = replica.step(intake.factor)
+        meter.end(loss, intake.samples)
+        self.machine.trained(intake.samples)
+        intake.end()
         current.local_step += 1
+
+    def _await_batch(self, start_s: float) -> None:
+        """A batch was not read yet. Orders are served meanwhile, and the loop asks the machine anew."""
+        # Inside a step the device's time is the step's; what is due can wait for its end.
+        if not self.inbox.pending and not self._intake.is_inside:
+            self._meter.settle()
+        self._read(self.inbox.get())
+        self._meter.waited(perf_counter() - start_s)
 
     def _enter(self, action: Enter) -> None:
         self._meter.meet()
@@ -186,7 +203,10 @@ class Worker:
             return
         self._meter.met(reading)
         self.current.round = outcome.round
-        self._obey(outcome)
+        if action.arrival.together:
+            self._step_together(action.arrival, outcome)
+        elif outcome.lr is not None:
+            self._set_lr(outcome.lr, outcome.global_step)
         done = self.machine.met(outcome)
         if done is not None:
             self._close(done, outcome)
@@ -194,15 +214,27 @@ class Worker:
     def _close(self, done: Done, outcome: Outcome | None = None) -> None:
         """An order has ended, with a mean or without one."""
         self._tell_feed()
+        checksum = None
         if outcome is not None:
             self._fit_feed()
+            checksum = self.replica.checksum() if outcome.compare else None
 
         def post(report: meter.Report) -> None:
             if outcome is None:
                 self._post(StepsDone(self.rank, done.plan, report.work))
                 return
             mean = report.averaging or Averaging(0.0, None)
-            self._post(SyncAck(self.rank, outcome, report.work, mean.sync_ms, report.wait_ms, mean.drift))
+            self._post(
+                SyncAck(
+                    self.rank,
+                    outcome,
+                    report.work,
+                    mean.sync_ms,
+                    report.wait_ms,
+                    mean.drift,
+                    None if checksum is None else checksum(),
+                )
+            )
 
         self._meter.close(done, self.current.lr, post)
 
@@ -212,10 +244,22 @@ class Worker:
             self._is_fit = True
             self._feed.fit()
 
-    def _obey(self, outcome: Outcome) -> None:
+    def _step_together(self, arrival: Arrival, outcome: Outcome) -> None:
+        """The optimizer steps, on all ranks alike: at the window's position and with the gate's rate."""
+        order, replica = self.machine.order, self.replica
+        assert order is not None
+        self.current.epoch = order.epoch
+        replica.learning_rate.advance(arrival.global_step, order.epoch, order.metric)
         if outcome.lr is not None:
-            self.replica.learning_rate.set(outcome.lr, outcome.global_step, self.current.epoch)
-            self.current.lr = self.replica.learning_rate.value
+            self._set_lr(outcome.lr, arrival.global_step)
+        if any(outcome.samples):
+            replica.meet(outcome)
+            self._meter.stepped()
+        self.current.lr = replica.learning_rate.value
+
+    def _set_lr(self, lr: float, position: int) -> None:
+        self.replica.learning_rate.set(lr, position, self.current.epoch)
+        self.current.lr = self.replica.learning_rate.value
 
     def _await_leave(self) -> None:
         while not isinstance(self.machine.next(-1), Leave):
@@ -240,7 +284,7 @@ class Worker:
         if isinstance(cause, DataError | ProtocolError):
             return cause
         step = self._training
-        epoch, batch = (None, None) if step is None else (step.epoch, step.batch)
+        epoch, batch = (None, None) if step is None else (step.epoch, step.batches[0])
         indices = () if epoch is None or batch is None else self._source.indices(epoch, batch)
         shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
         error = StepError(

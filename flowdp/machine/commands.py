@@ -16,6 +16,7 @@ __all__ = [
     "Command",
     "Direct",
     "EpochEnded",
+    "Fail",
     "Finish",
     "Hurry",
     "Paused",
@@ -140,6 +141,17 @@ class Paused:
 
 
 @dataclass(frozen=True, slots=True)
+class Fail:
+    """The machine ends the run by a failure that it found itself; the orders to leave follow.
+
+    Attributes:
+        error: The failure in words; no thread has an exception of it, so the shell makes one.
+    """
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """The run is over and every worker has left.
 
@@ -155,5 +167,15 @@ class Finish:
 
 
 Command = (
-    Send | Direct | Hurry | AbortGate | Average | RoundAbandoned | RoundEnded | EpochEnded | Paused | Finish
+    Send
+    | Direct
+    | Hurry
+    | AbortGate
+    | Average
+    | RoundAbandoned
+    | RoundEnded
+    | EpochEnded
+    | Paused
+    | Fail
+    | Finish
 )

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.commands import AbortGate, Command, Direct, Finish, Paused, Send
+from flowdp.machine.commands import AbortGate, Command, Direct, Fail, Finish, Paused, Send
 from flowdp.machine.epochs import Epochs
+from flowdp.machine.exact import ExactRounds
 from flowdp.machine.planned import PlannedRounds
 from flowdp.machine.snapshots import SnapshotRounds
 from flowdp.messages import (
@@ -49,13 +50,18 @@ class RunConfig:
 
     Attributes:
         world_size: Ranks.
-        batches: Batches of an epoch; None: not known before its end was read.
+        batches: Batches of an epoch, in exact windows; None: not known before its end was read, which exact
+            cannot have.
         epochs: How many; None: until `max_steps`.
         max_steps: Steps of all ranks after which the run ends; None: no limit.
         policy: Who waits for whom.
         cadence: How often.
         ratios: Fixed shares, summing to 1; None: by measured speed. Shape (world_size,).
         wait_for_metric: A scheduler watches the loss of the epoch before.
+        window: Samples that make one step of the run (exact).
+        samples: Samples of an epoch (exact): its last window has what remains.
+        groups: Batches that make one step of each rank; None: one each. With `max_steps` all are equal: how
+            many steps an epoch has would depend on the speeds. Shape (world_size,).
     """
 
     world_size: int
@@ -66,6 +72,9 @@ class RunConfig:
     cadence: CadenceOptions = field(default_factory=CadenceOptions)
     ratios: Sequence[float] | None = None
     wait_for_metric: bool = False
+    window: int | None = None
+    samples: int | None = None
+    groups: Sequence[int] | None = None
 
 
 class Life(Enum):
@@ -91,7 +100,12 @@ class Coordinator:
         self.config = config
         self.life = Life.STARTING
         self.epochs = Epochs(
-            config.batches, config.epochs, config.max_steps, config.world_size, config.wait_for_metric
+            config.batches,
+            config.epochs,
+            config.max_steps,
+            config.world_size,
+            config.wait_for_metric,
+            config.groups,
         )
         self.rounds = self._make_rounds(config, self.epochs)
         self.error: str | None = None
@@ -153,7 +167,9 @@ class Coordinator:
                     self.epochs.end(fact.epoch, fact.batches)
                     return self.rounds.end(fact)
             case _ if self.life is Life.RUNNING:
-                return self.rounds.take(fact, now_ms)
+                commands = self.rounds.take(fact, now_ms)
+                self.error = next((c.error for c in commands if isinstance(c, Fail)), self.error)
+                return commands
             case _ if self.life in (Life.FAILING, Life.DONE):
                 pass  # said before its sender heard of the end
             case SnapshotReady() if self.life is Life.LEAVING:
@@ -242,6 +258,11 @@ class Coordinator:
 
     @staticmethod
     def _make_rounds(config: RunConfig, epochs: Epochs) -> PlannedRounds | SnapshotRounds:
+        if config.policy == "exact":
+            if config.window is None or config.samples is None:
+                raise ProtocolError(f"exact has to know its windows: {config}")
+            hint = config.cadence.speed_hint
+            return ExactRounds(epochs, config.world_size, config.window, config.samples, config.ratios, hint)
         one_step = config.policy == "sync" or (config.policy == "cadence" and not config.cadence.windows)
         if config.world_size == 1 or one_step:
             return PlannedRounds(epochs, None, config.world_size)

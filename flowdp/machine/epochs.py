@@ -35,6 +35,8 @@ class Epochs:
         world_size: Ranks.
         wait_for_metric: The next epoch begins only when the one before is complete, because a scheduler
             waits for its loss.
+        groups: Batches that make one step of each rank, all equal with `max_steps`; None: one each. Shape
+            (world_size,).
 
     Attributes:
         done: Complete epochs.
@@ -48,25 +50,21 @@ class Epochs:
         max_steps: int | None,
         world_size: int,
         wait_for_metric: bool = False,
+        groups: Sequence[int] | None = None,
     ) -> None:
         self.batches = batches
         self.epochs = epochs
         self.max_steps = max_steps
         self.world_size = world_size
         self.wait_for_metric = wait_for_metric
+        self.groups = groups
         self.done = 0
         self.metric: float | None = None
         self._open: deque[_Open] = deque()
         self._opened = 0
-        self._planned = 0  # batches of the opened epochs
+        self._group = 1 if groups is None else max(groups)
+        self._planned = 0  # steps of the opened epochs
         self._ends: dict[int, int] = {}  # what `end` said of epochs that are not open yet
-
-    @property
-    def total_batches(self) -> int | None:
-        """Batches of the whole run; None without an end, or where it is not known."""
-        whole = None if self.epochs is None or self.batches is None else self.epochs * self.batches
-        bounds = [n for n in (self.max_steps, whole) if n is not None]
-        return min(bounds) if bounds else None
 
     @property
     def is_complete(self) -> bool:
@@ -83,9 +81,9 @@ class Epochs:
         length = self._next_length
         if length == 0:
             return None
-        self._planned += length
+        self._planned += -(-length // self._group)
         self._ends.pop(self._opened, None)
-        ledger = Ledger(self._opened, length, self.world_size)
+        ledger = Ledger(self._opened, length, self.world_size, self.groups)
         self._open.append(_Open(ledger, Tally(self._opened, self.world_size), now_ms))
         self._opened += 1
         return ledger
@@ -104,13 +102,13 @@ class Epochs:
         if epoch >= self._opened:
             self._ends[epoch] = batches
         elif self._is_open(epoch) and batches < (ledger := self.of(epoch)).batches:
-            self._planned -= ledger.batches - batches
+            self._planned -= -(-ledger.batches // self._group) + (-batches // self._group)
             ledger.end(batches)
 
-    def settle(self, epoch: int, rank: int, batches: Sequence[int], trained: int) -> None:
+    def settle(self, epoch: int, rank: int, batches: Sequence[int], steps: int) -> None:
         """Count back what was dealt of an epoch; nothing of one that had ended before it."""
         if batches:
-            self.of(epoch).settle(rank, batches, trained)
+            self.of(epoch).settle(rank, batches, steps)
 
     def record(self, rank: int, work: Work, wait_ms: float = 0.0, sync_ms: float = 0.0) -> None:
         """Count a rank's work towards its epoch."""
@@ -158,7 +156,9 @@ class Epochs:
         if self.epochs is not None and self._opened >= self.epochs:
             return 0
         length = self._ends.get(self._opened, ENDLESS) if self.batches is None else self.batches
-        return length if self.max_steps is None else max(0, min(length, self.max_steps - self._planned))
+        if self.max_steps is None:
+            return length
+        return max(0, min(length, (self.max_steps - self._planned) * self._group))
 
     def _is_open(self, epoch: int) -> bool:
         return self.done <= epoch < self.done + len(self._open)

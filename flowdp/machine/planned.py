@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.commands import Command, Hurry, RoundEnded, Send
 from flowdp.machine.epochs import Epochs, mean_loss
-from flowdp.messages import DataEnded, Fact, StartEpoch, SyncAck, SyncNow
+from flowdp.messages import DataEnded, Fact, StartEpoch, SyncAck, SyncNow, Work
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.drift import DriftReport
 from flowdp.policy.ledger import Deal, Ledger
 
-__all__ = ["PlannedRounds"]
+__all__ = ["Block", "PlannedRounds"]
 
 AHEAD = 2
 """Orders per rank that are out: the one that runs and the next."""
@@ -43,11 +44,21 @@ DRIFT_SHARE = 0.02
 
 
 @dataclass(slots=True)
-class _Block:
-    """Rounds that were armed by one order to every rank."""
+class Block:
+    """Rounds that were armed by one order to every rank.
+
+    Attributes:
+        plan: Number of the plan.
+        sync: `every` is that of rank 0; the other fields hold for all.
+        epoch: Epoch of the batches.
+        deal: The batches.
+        predicted_ms: When it should be over; infinite where nobody knows.
+        start_ms: When it began.
+        acks: What the ranks have answered.
+    """
 
     plan: int
-    sync: SyncNow  # `every` is that of rank 0; the other fields hold for all
+    sync: SyncNow
     epoch: int
     deal: Deal
     predicted_ms: float
@@ -56,6 +67,7 @@ class _Block:
 
     @property
     def last_round(self) -> int:
+        """Number of the last of them."""
         return self.sync.round + self.sync.count - 1
 
 
@@ -77,7 +89,7 @@ class PlannedRounds:
         self.cadence = cadence
         self.world_size = world_size
         self.global_step = 0
-        self._blocks: deque[_Block] = deque()
+        self._blocks: deque[Block] = deque()
         self._plan = 0
         self._round = 0  # of the next block
         self._pace_ms = [0.0] * world_size
@@ -105,7 +117,7 @@ class PlannedRounds:
         block.acks[fact.rank] = fact
         records: list[Command] = []
         while self._blocks and len(self._blocks[0].acks) == self.world_size:
-            records.append(self._settle(self._blocks.popleft(), now_ms))
+            records += self._settle(self._blocks.popleft(), now_ms)
         return records
 
     def end(self, end: DataEnded) -> list[Command]:
@@ -179,49 +191,62 @@ class PlannedRounds:
         count, deal = self._deal(ledger)
         step = self._blocks[-1].sync if self._blocks else None
         before = self.global_step if step is None else step.global_step + step.count * step.steps
-        steps = sum(map(len, deal)) // count
-        block = _Block(
-            self._plan,
-            SyncNow(self._round, len(deal[0]) // count, count, before, steps, self._wants_drift(count)),
-            ledger.epoch,
-            deal,
-            self._predict_ms(deal),
+        taken = [ledger.steps(rank, hand) for rank, hand in enumerate(deal)]
+        sync = SyncNow(
+            self._round,
+            taken[0] // count,
+            count,
+            before,
+            sum(taken) // count,
+            drift=self._wants_drift(count),
+            compare=self._wants_comparison(ledger),
         )
+        block = Block(self._plan, sync, ledger.epoch, deal, self._predict_ms(taken))
         if not self._blocks:
             block.start_ms = now_ms
         self._blocks.append(block)
         self._round += count
         return [Send(rank, self._order(block, rank)) for rank in range(self.world_size)]
 
-    def _order(self, block: _Block, rank: int) -> StartEpoch:
-        every = len(block.deal[rank]) // block.sync.count
+    def _order(self, block: Block, rank: int) -> StartEpoch:
         sync = block.sync
-        if every != sync.every:
-            sync = SyncNow(sync.round, every, sync.count, sync.global_step, sync.steps, sync.drift)
-        return StartEpoch(block.plan, block.epoch, block.deal[rank], sync, metric=self.epochs.metric)
+        order = StartEpoch(
+            block.plan,
+            block.epoch,
+            block.deal[rank],
+            sync,
+            metric=self.epochs.metric,
+            group=self.epochs.of(block.epoch).groups[rank],
+        )
+        every = order.steps // sync.count
+        return order if every == sync.every else replace(order, sync=replace(sync, every=every))
 
     def _deal(self, ledger: Ledger) -> tuple[int, Deal]:
         """How many rounds to arm, and their batches."""
         if self.cadence is not None:
             return 1, ledger.deal(self.cadence.quotas, self.cadence.ms_per_step)
-        slowest = max(self._pace_ms)
-        block = 1 if slowest == 0 else min(BLOCK_STEPS, max(1, int(BLOCK_MS / (slowest + self._sync_ms))))
-        pace = self._pace_ms if slowest else [1.0] * self.world_size
+        pace = self._pace_ms if max(self._pace_ms) else [1.0] * self.world_size
+        block = self._block_steps()
         if self.world_size == 1:
             return 1, ledger.deal((block,), pace)
-        whole = 0 if any(ledger.left) else ledger.remaining // self.world_size
+        whole = 0 if any(ledger.left) else ledger.remaining // sum(ledger.groups)
         if whole:
             count = min(block, whole)
             return count, ledger.deal_rounds(count)
         return 1, ledger.deal((1,) * self.world_size, [1.0] * self.world_size)
 
-    def _predict_ms(self, deal: Deal) -> float:
+    def _block_steps(self) -> int:
+        """Rounds of one step to arm at once."""
+        slowest = max(self._pace_ms)
+        return 1 if slowest == 0 else min(BLOCK_STEPS, max(1, int(BLOCK_MS / (slowest + self._sync_ms))))
+
+    def _predict_ms(self, steps: Sequence[int]) -> float:
         """When the round should be over; infinite as long as nobody knows."""
         if self.cadence is None or not self.cadence.el_che.is_calibrated:
             return math.inf
         measured = self.cadence.el_che.ms_per_batch
         slowest = max(measured)
-        return max(len(hand) * (ms or slowest) for hand, ms in zip(deal, measured, strict=True))
+        return max(count * (ms or slowest) for count, ms in zip(steps, measured, strict=True))
 
     def _wants_drift(self, count: int) -> bool:
         if self.cadence is None or self.world_size == 1 or count > 1:
@@ -229,11 +254,14 @@ class PlannedRounds:
         cheap = self._sync_ms <= DRIFT_SHARE * self.cadence.round_ms
         return cheap or self._round % DRIFT_EVERY == 0
 
+    def _wants_comparison(self, ledger: Ledger) -> bool:  # noqa: ARG002
+        return False
+
     def _may_hurry(self) -> bool:
         # In sync a round in progress is always finished, so that the bits do not depend on the clock.
         return self.cadence is not None or self.world_size == 1
 
-    def _late_ms(self, block: _Block) -> float:
+    def _late_ms(self, block: Block) -> float:
         return (
             block.start_ms
             + self._sync_ms
@@ -241,7 +269,7 @@ class PlannedRounds:
         )
 
     # ------------------------------------------------------------------ settling
-    def _settle(self, block: _Block, now_ms: float) -> RoundEnded:
+    def _settle(self, block: Block, now_ms: float) -> list[Command]:
         outcome = block.acks[0].outcome
         rounds = outcome.round - block.sync.round + 1
         works = [block.acks[rank].work for rank in range(self.world_size)]
@@ -250,7 +278,7 @@ class PlannedRounds:
                 raise ProtocolError(
                     f"rank {rank} left round {outcome.round} with another outcome: {ack.outcome}"
                 )
-            self.epochs.settle(block.epoch, rank, block.deal[rank], ack.work.steps)
+            self.epochs.settle(block.epoch, rank, block.deal[rank], self._steps_of(rank, ack.work, rounds))
             self.epochs.record(rank, ack.work, wait_ms=ack.wait_ms, sync_ms=ack.sync_ms * rounds)
             if ack.work.pace_ms > 0:
                 self._pace_ms[rank] = ack.work.pace_ms
@@ -258,18 +286,14 @@ class PlannedRounds:
         self._sync_ms = max(ack.sync_ms for ack in block.acks.values())
         drifts = tuple(ack.drift for ack in block.acks.values() if ack.drift is not None)
         drift = DriftReport(drifts).max_drift if drifts else None
-        reason = "hurried" if outcome.hurried else ""
-        if self.cadence is not None:
-            steps = [work.steps for work in works]
-            paces = [work.pace_ms for work in works]
-            reason = self.cadence.measured(paces, steps, self._sync_ms, drifts or None) or reason
+        reason = self._measure(works, drifts) or ("hurried" if outcome.hurried else "")
         self.epochs.close_round(block.epoch, self._sync_ms * rounds, drift, rounds)
         if outcome.voids:
             self._void()
         wall_ms = now_ms - block.start_ms
         if self._blocks:
             self._blocks[0].start_ms = now_ms
-        return RoundEnded(
+        record = RoundEnded(
             round=outcome.round,
             rounds=rounds,
             epoch=block.epoch,
@@ -287,6 +311,18 @@ class PlannedRounds:
             drift=drift,
             reason=reason,
         )
+        return [record]
+
+    def _steps_of(self, rank: int, work: Work, rounds: int) -> int:  # noqa: ARG002
+        """Steps of its hand that a rank has taken, as the ledger counts them."""
+        return work.steps
+
+    def _measure(self, works: Sequence[Work], drifts: tuple[float, ...]) -> str:
+        """Take the measurements of a block; what is to be said about them, or ""."""
+        if self.cadence is None:
+            return ""
+        paces = [work.pace_ms for work in works]
+        return self.cadence.measured(paces, [work.steps for work in works], self._sync_ms, drifts or None)
 
     def _void(self) -> None:
         """Take back what lies armed behind an outcome that voids it."""

@@ -41,23 +41,24 @@ class RankState:
     def give(self, order: StartEpoch) -> None:
         """Send it an order."""
         self.orders.append(order)
-        self.dealt += len(order.batches)
+        self.dealt += order.steps
         self.is_throttled = False
 
     def credit(self, order: StartEpoch, work: Work) -> None:
         """Count what it did of an order; the rest is dealt anew."""
         self.trained += work.steps
-        self.dealt -= len(order.batches) - work.steps
+        self.dealt -= order.steps - work.steps
         self.works.append(work)
         self.pace_ms = work.pace_ms or self.pace_ms
 
     def shorten(self, end: DataEnded) -> bool:
         """Drop what the epoch does not have; whether there was any."""
-        before = self.dealt
+        is_cut = False
         for index, order in enumerate(self.orders):
-            self.orders[index] = order.until(end)
-            self.dealt -= len(order.batches) - len(self.orders[index].batches)
-        return self.dealt < before
+            kept = self.orders[index] = order.until(end)
+            self.dealt -= order.steps - kept.steps
+            is_cut = is_cut or kept.batches != order.batches
+        return is_cut
 
     def check(self) -> None:
         """Check that the counts agree.

@@ -35,12 +35,15 @@ def decide(
     for arrival in arrivals.values():
         if (arrival.round, arrival.global_step) != (first.round, first.global_step):
             raise ProtocolError(f"ranks meet in different rounds: {first} and {arrival}")
+        if arrival.together != first.together:
+            raise ProtocolError(f"ranks meet for rounds of different kinds: {first} and {arrival}")
     steps, samples = [0] * world_size, [0] * world_size
     for rank in members:
         steps[rank], samples[rank] = arrivals[rank].steps, arrivals[rank].samples
+    taken = min(1, sum(steps)) if first.together else sum(steps)
     return Outcome(
         round=first.round,
-        global_step=first.global_step + sum(steps),
+        global_step=first.global_step + taken,
         members=members,
         steps=tuple(steps),
         samples=tuple(samples),
@@ -50,6 +53,8 @@ def decide(
         hurried=any(arrival.left for arrival in arrivals.values()),
         left=left,
         drift=any(arrival.drift for arrival in arrivals.values()),
+        # A stop makes this the last round, which nobody knew when it was armed.
+        compare=any(arrival.compare for arrival in arrivals.values()) or (first.together and directives.stop),
     )
 
 

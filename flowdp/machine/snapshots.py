@@ -218,11 +218,19 @@ class SnapshotRounds:
                         state.is_throttled = True
                         commands.append(Send(rank, Throttle(reason)))
                     break
-                size = min(sizes[rank], room) if ledger.remaining > sum(sizes) else 1
+                whole = sum(size * group for size, group in zip(sizes, ledger.groups, strict=True))
+                size = min(sizes[rank], room) if ledger.remaining > whole else 1
                 quotas = [size if r == rank else 0 for r in range(self.world_size)]
                 batches = ledger.deal(quotas, pace_ms)[rank]
                 pace = Pace(sum(counts), counts[rank])
-                order = StartEpoch(self._plan, ledger.epoch, batches, pace=pace, metric=self.epochs.metric)
+                order = StartEpoch(
+                    self._plan,
+                    ledger.epoch,
+                    batches,
+                    pace=pace,
+                    metric=self.epochs.metric,
+                    group=ledger.groups[rank],
+                )
                 state.give(order)
                 commands.append(Send(rank, order))
         return commands
@@ -320,7 +328,7 @@ class SnapshotRounds:
                 self._credit(rank, state.orders.popleft(), theirs.work, theirs.wait_ms)
             for order in state.orders:
                 self.epochs.settle(order.epoch, rank, order.batches, 0)
-                state.dealt -= len(order.batches)
+                state.dealt -= order.steps
             state.orders.clear()
             state.mean = state.snapshot = state.trained
         self.epochs.fold()

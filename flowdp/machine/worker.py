@@ -16,6 +16,7 @@ from flowdp.messages import (
     DataEnded,
     Order,
     Outcome,
+    Part,
     RequestParams,
     Shutdown,
     StartEpoch,
@@ -28,19 +29,22 @@ __all__ = ["Action", "Apply", "Done", "Enter", "Idle", "Leave", "Report", "Snaps
 
 @dataclass(slots=True)
 class Step:
-    """Train this batch.
+    """Train these batches in one step.
 
     Attributes:
-        epoch: Its epoch.
-        batch: Its number in the epoch.
+        epoch: Their epoch.
+        batches: Their numbers in the epoch: one, or up to the order's `group`.
         position: Where the step stands in the run, in steps of all ranks: the scheduler's clock.
         metric: Loss of the epoch before, where a scheduler waits for it.
+        part: The samples of its one batch that are this rank's, at least one; the optimizer steps after the
+            meeting that follows (exact). None: whole batches.
     """
 
     epoch: int
-    batch: int
+    batches: tuple[int, ...]
     position: int
     metric: float | None = None
+    part: Part | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,7 @@ class WorkerMachine:
         self._control: deque[RequestParams | Update] = deque()
         self._order: StartEpoch | None = None
         self._done = 0  # steps of the current order
+        self._taken = 0  # and its batches that were in them
         self._in_round = 0  # steps of the round that it is in
         self._held = 0  # rounds of the order that were held
         self._base = 0  # steps of all ranks at the last mean
@@ -143,8 +148,13 @@ class WorkerMachine:
         self._oldest_plan = 0  # orders of older plans are void
         self._snapshot: Snapshot | None = None
         self._cut: Done | None = None  # the order that a hurried blocking round cut short (async)
-        self._cut_batches = 0  # and how many batches were not trained for its sake
+        self._cut_steps = 0  # and how many steps were not taken for its sake
         self._leave: Leave | None = None
+
+    @property
+    def order(self) -> StartEpoch | None:
+        """The order under way."""
+        return self._order
 
     def handle(self, order: Order) -> None:
         """Take an order."""
@@ -184,17 +194,27 @@ class WorkerMachine:
             if not self._orders:
                 return _IDLE
             order = self._order = self._orders.popleft()
-            self._done = self._in_round = self._held = 0
+            self._done = self._taken = self._in_round = self._held = 0
         sync = order.sync
         if sync is None:
             return self._next_free(order, hurry)
         before = sync.global_step + self._held * sync.steps
-        is_over = self._in_round >= sync.every or self._done >= len(order.batches)
+        # Without a sample in the part there is no step to take, and none is left out.
+        is_idle = order.parts is not None and order.parts[self._held].samples == 0
+        planned = 0 if is_idle else sync.every
+        is_over = self._in_round >= planned or self._taken >= len(order.batches)
         if not is_over and hurry < sync.round + self._held:
-            return self._step(order, before + self._in_round * sync.steps // sync.every)
-        left = sync.every - self._in_round + self._cut_batches
+            return self._step(order, before + self._in_round * sync.steps // planned)
         arrival = Arrival(
-            self.rank, sync.round + self._held, before, self.steps, self.samples, left, sync.drift
+            self.rank,
+            sync.round + self._held,
+            before,
+            self.steps,
+            self.samples,
+            left=planned - self._in_round + self._cut_steps,
+            drift=sync.drift,
+            together=order.parts is not None,
+            compare=sync.compare and self._held == sync.count - 1,
         )
         return Enter(arrival)
 
@@ -205,6 +225,7 @@ class WorkerMachine:
         self.samples += samples
         self._done += 1
         self._in_round += 1
+        self._taken += 1 if self._order is None else self._order.group
 
     def met(self, outcome: Outcome) -> Done | None:
         """The round is held; an answer says which order ended with it and is to be acknowledged."""
@@ -221,18 +242,22 @@ class WorkerMachine:
             return None
         done = self._cut or Done(order.plan, order.epoch, self._done)
         self._order = self._cut = None
-        self._cut_batches = 0
+        self._cut_steps = 0
         if outcome.voids:
             self._orders.clear()
             self._oldest_plan = order.plan + 1
             self.plans += 1
         return done
 
-    def upcoming(self) -> list[tuple[int, int]]:
-        """The (epoch, batch) that will be trained next, in this order, if no fact changes it."""
-        orders = [] if self._order is None else [self._order]
-        batches = [(order.epoch, batch) for order in (*orders, *self._orders) for batch in order.batches]
-        return batches[self._done :] if orders else batches
+    def upcoming(self) -> list[tuple[int, int, Part | None]]:
+        """The (epoch, batch, part) that will be trained next, in this order, if no fact changes it."""
+        order, gone = self._order, self._taken
+        if order is None:
+            return [batch for order in self._orders for batch in _wanted(order)]
+        if order.parts is not None:
+            # Windows without a sample for this rank are behind it, too.
+            gone = self._held + self._in_round
+        return [*_wanted(order, gone), *(batch for later in self._orders for batch in _wanted(later))]
 
     def applied(self, round: int, global_step: int) -> None:
         """The mean of the round is in: only the steps behind the snapshot are still this rank's own."""
@@ -262,7 +287,7 @@ class WorkerMachine:
     def _next_free(self, order: StartEpoch, hurry: int) -> Action:
         if hurry >= self._next_round and any(o.sync is not None for o in self._orders):
             return self._skip_to_gate(order, hurry)
-        if self._done < len(order.batches):
+        if self._taken < len(order.batches):
             pace = order.pace
             ahead = 0 if pace is None else self.steps * pace.steps // pace.quota
             return self._step(order, self._base + ahead)
@@ -272,13 +297,25 @@ class WorkerMachine:
     def _skip_to_gate(self, order: StartEpoch, hurry: int) -> Action:
         """Go to the blocking round in the queue; what lies before it is dealt anew (async)."""
         self._cut = Done(order.plan, order.epoch, self._done)
-        self._cut_batches = len(order.batches) - self._done
+        self._cut_steps = order.steps - self._done
         while self._orders[0].sync is None:
-            self._cut_batches += len(self._orders.popleft().batches)
+            self._cut_steps += self._orders.popleft().steps
         self.plans += 1
         self._order = self._orders.popleft()
-        self._done = self._in_round = self._held = 0
+        self._done = self._taken = self._in_round = self._held = 0
         return self.next(hurry)
 
     def _step(self, order: StartEpoch, position: int) -> Step:
-        return Step(order.epoch, order.batches[self._done], position, order.metric)
+        if order.parts is not None:
+            window = (order.batches[self._held],)
+            return Step(order.epoch, window, position, order.metric, order.parts[self._held])
+        batches = order.batches[self._taken : self._taken + order.group]
+        return Step(order.epoch, batches, position, order.metric)
+
+
+def _wanted(order: StartEpoch, gone: int = 0) -> list[tuple[int, int, Part | None]]:
+    """What a rank trains of an order, from its batch number `gone` on."""
+    if order.parts is None:
+        return [(order.epoch, batch, None) for batch in order.batches[gone:]]
+    windows = zip(order.batches[gone:], order.parts[gone:], strict=True)
+    return [(order.epoch, window, part) for window, part in windows if part.samples]

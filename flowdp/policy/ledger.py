@@ -47,19 +47,29 @@ def interleave(counts: Sequence[int], ms_per_step: Sequence[float], ahead: Seque
 class Ledger:
     """Who got which batches of one epoch, and what is left.
 
+    Args:
+        epoch: Which epoch.
+        batches: Batches of the epoch; `ENDLESS` until its end is known.
+        world_size: Ranks.
+        groups: Batches that make one step of each rank; None: one each. Shape (world_size,).
+
     Attributes:
         epoch: Which epoch.
         batches: Batches of the epoch; `ENDLESS` until its end is known.
+        groups: Batches that make one step of each rank; an epoch's last step may have fewer.
         position: First batch that was never dealt.
         left: Batches per rank that a shortened round left; they are the rank's first ones.
         dealt: Batches that are out.
         trained: Batches that were counted back as trained.
     """
 
-    def __init__(self, epoch: int, batches: int, world_size: int) -> None:
+    def __init__(
+        self, epoch: int, batches: int, world_size: int, groups: Sequence[int] | None = None
+    ) -> None:
         self.epoch = epoch
         self.batches = batches
         self.position = 0
+        self.groups = (1,) * world_size if groups is None else tuple(groups)
         self.left: list[list[int]] = [[] for _ in range(world_size)]
         self.dealt = 0
         self.trained = 0
@@ -74,54 +84,65 @@ class Ledger:
         """Whether every batch was trained."""
         return self.trained == self.batches
 
+    def steps(self, rank: int, batches: Sequence[int]) -> int:
+        """Steps of a rank that these batches make."""
+        return -(-len(batches) // self.groups[rank])
+
     def deal(self, quotas: Sequence[int], ms_per_step: Sequence[float]) -> Deal:
         """Deal a round.
 
-        A full round gives every rank its quota. Where less remains, the batches go one by one to the
+        A full round gives every rank its quota. Where less remains, the steps go one by one to the
         rank that would finish them first, and nobody gets more than its quota.
 
         Args:
-            quotas: Most batches per rank. Shape (ranks,).
+            quotas: Most steps per rank. Shape (ranks,).
             ms_per_step: Time of one step per rank, only compared with each other. Shape (ranks,).
         """
-        if self.remaining < sum(quotas):
+        wanted = [quota * group for quota, group in zip(quotas, self.groups, strict=True)]
+        if self.remaining < sum(wanted):
             return self._deal_tail(quotas, ms_per_step)
-        hands = [self._take_left(rank, quota) for rank, quota in enumerate(quotas)]
-        ahead = [len(hand) for hand in hands]
-        fresh = [quota - len(hand) for quota, hand in zip(quotas, hands, strict=True)]
-        if self.batches - self.position < sum(fresh):
+        hands = [self._take_left(rank, batches) for rank, batches in enumerate(wanted)]
+        ahead = [self.steps(rank, hand) for rank, hand in enumerate(hands)]
+        if self.batches - self.position < sum(wanted) - sum(map(len, hands)):
             # What remains lies in other ranks' left-overs: it changes hands.
             for rank, hand in enumerate(hands):
                 self.left[rank] = hand + self.left[rank]
             return self._deal_tail(quotas, ms_per_step)
+        fresh = [quota - steps for quota, steps in zip(quotas, ahead, strict=True)]
         if max(quotas) == 1:
             asked: Sequence[int] = [rank for rank, count in enumerate(fresh) if count]
         else:
             asked = interleave(fresh, ms_per_step, ahead)
-        for batch, rank in enumerate(asked, self.position):
-            hands[rank].append(batch)
-        self.position += len(asked)
-        self.dealt += sum(quotas)
+        for rank in asked:
+            hands[rank] += range(self.position, self.position + self.groups[rank])
+            self.position += self.groups[rank]
+        self.dealt += sum(map(len, hands))
         return tuple(map(tuple, hands))
 
     def deal_rounds(self, count: int) -> Deal:
-        """Deal `count` rounds of one batch per rank: batch r of each round to rank r."""
-        ranks = len(self.left)
-        if any(self.left) or self.batches - self.position < count * ranks:
+        """Deal `count` rounds of one step per rank: the ranks' batches follow each other in each round."""
+        whole = sum(self.groups)
+        if any(self.left) or self.batches - self.position < count * whole:
             raise ProtocolError(f"epoch {self.epoch}: {count} whole rounds do not remain at {self.position}")
-        stop = self.position + count * ranks
-        deal = tuple(tuple(range(self.position + rank, stop, ranks)) for rank in range(ranks))
-        self.position = stop
-        self.dealt += count * ranks
-        return deal
-
-    def settle(self, rank: int, batches: Sequence[int], trained: int) -> None:
-        """Count back what was dealt: the first `trained` batches are done, the others remain."""
-        if not 0 <= trained <= len(batches) <= self.dealt:
-            raise ProtocolError(
-                f"epoch {self.epoch}: rank {rank} says {trained} of {len(batches)} batches, {self.dealt} "
-                f"are out"
+        stop = self.position + count * whole
+        deal: list[tuple[int, ...]] = []
+        for group in self.groups:
+            firsts = range(self.position + sum(self.groups[: len(deal)]), stop, whole)
+            deal.append(
+                tuple(firsts if group == 1 else (first + i for first in firsts for i in range(group)))
             )
+        self.position = stop
+        self.dealt += count * whole
+        return tuple(deal)
+
+    def settle(self, rank: int, batches: Sequence[int], steps: int) -> None:
+        """Count back what was dealt: the batches of its first `steps` steps are done, the others remain."""
+        if not 0 <= steps <= self.steps(rank, batches) or len(batches) > self.dealt:
+            raise ProtocolError(
+                f"epoch {self.epoch}: rank {rank} says {steps} steps of {len(batches)} batches, "
+                f"{self.dealt} batches are out"
+            )
+        trained = min(len(batches), steps * self.groups[rank])
         self.dealt -= len(batches)
         self.trained += trained
         self.left[rank] = sorted(self.left[rank] + list(batches[trained:]))
@@ -160,18 +181,20 @@ class Ledger:
         return hand
 
     def _deal_tail(self, quotas: Sequence[int], ms_per_step: Sequence[float]) -> Deal:
-        most = sum(quotas)
+        most = sum(quota * group for quota, group in zip(quotas, self.groups, strict=True))
         pool = sorted(batch for hand in self.left for batch in hand)[:most]
         pool += range(self.position, min(self.batches, self.position + most - len(pool)))
         hands: list[list[int]] = [[] for _ in quotas]
         finish = [(ms_per_step[rank], rank) for rank, quota in enumerate(quotas) if quota]
         heapify(finish)
-        for batch in pool:
+        dealt = 0
+        while dealt < len(pool):
             at, rank = finish[0]
-            while len(hands[rank]) >= quotas[rank]:
+            if len(hands[rank]) >= quotas[rank] * self.groups[rank]:
                 heapreplace(finish, (float("inf"), rank))
-                at, rank = finish[0]
-            hands[rank].append(batch)
+                continue
+            hands[rank] += pool[dealt : dealt + self.groups[rank]]
+            dealt += self.groups[rank]
             heapreplace(finish, (at + ms_per_step[rank], rank))
         taken = set(pool)
         self.left = [[batch for batch in hand if batch not in taken] for hand in self.left]

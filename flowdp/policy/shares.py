@@ -11,6 +11,7 @@ __all__ = [
     "ThroughputBalance",
     "equal_sizes",
     "normalised_ratios",
+    "part_sizes",
     "proportional_sizes",
     "shard_sizes",
     "weights_from",
@@ -103,14 +104,37 @@ def shard_sizes(batch_size: int, ratios: Sequence[float]) -> tuple[int, ...]:
     return (*sizes, left)
 
 
+def part_sizes(samples: int, ratios: Sequence[float]) -> tuple[int, ...]:
+    """Split the samples of one step of all ranks so that they finish together.
+
+    Unlike with `shard_sizes` no rank pays for the rounding of the others: equal ratios give sizes that differ
+    by one sample at most. Every rank gets at least one, so that its speed stays known, while they last.
+
+    Args:
+        samples: To split.
+        ratios: In any scale. Shape (ranks,).
+
+    Returns:
+        Sizes that sum to `samples`. Shape (ranks,).
+    """
+    sizes = list(proportional_sizes(samples, ratios))
+    while samples >= len(sizes) and 0 in sizes:
+        sizes[sizes.index(max(sizes))] -= 1
+        sizes[sizes.index(0)] += 1
+    return tuple(sizes)
+
+
 class ThroughputBalance:
     """Ratios that follow the measured speed of each rank, for splitting single batches.
 
-    They are recomputed after step 10 and every 50 steps from there, in proportion to a moving average of the
-    throughput. No rank falls below a twentieth, so that a slow one is still measured.
+    They are recomputed after some steps and at an interval from there, in proportion to a moving average of
+    the throughput. No rank falls below a floor, so that a slow one is still measured.
 
     Args:
         ratios: The ratios until then, scaled to sum to 1: equal ones, or from a speed hint. Shape (ranks,).
+        calibration: Steps before the ratios are recomputed for the first time.
+        interval: Steps between two times.
+        floor: Least ratio of a rank.
 
     Raises:
         OptionError: A ratio is not positive and finite.
@@ -118,8 +142,18 @@ class ThroughputBalance:
     Threads: no locks; one owner.
     """
 
-    def __init__(self, ratios: Sequence[float]) -> None:
+    def __init__(
+        self,
+        ratios: Sequence[float],
+        *,
+        calibration: int = _CALIBRATION_STEPS,
+        interval: int = _REBALANCE_STEPS,
+        floor: float = _MIN_RATIO,
+    ) -> None:
         self._ratios = normalised_ratios(ratios, len(ratios))
+        self._calibration = calibration
+        self._interval = interval
+        self._floor = floor
         self._throughput = [0.0] * len(ratios)
         self._steps = 0
 
@@ -153,22 +187,21 @@ class ThroughputBalance:
             if count > 0 and 0.0 < took_ms < math.inf:
                 known, seen = self._throughput[rank], count / took_ms
                 self._throughput[rank] = _SMOOTHING * seen + (1.0 - _SMOOTHING) * known if known else seen
-        since = self._steps - _CALIBRATION_STEPS
-        if since < 0 or since % _REBALANCE_STEPS or not any(self._throughput):
+        since = self._steps - self._calibration
+        if since < 0 or since % self._interval or not any(self._throughput):
             return False
-        self._ratios = _floored(self._throughput)
+        self._ratios = _floored(self._throughput, self._floor)
         return True
 
 
-def _floored(throughput: Sequence[float]) -> tuple[float, ...]:
+def _floored(throughput: Sequence[float], floor: float) -> tuple[float, ...]:
     """Ratios in proportion to `throughput`, none below the floor; the others pay for it in proportion."""
     whole = sum(throughput)
-    ratios = [max(value / whole, _MIN_RATIO) for value in throughput]
+    ratios = [max(value / whole, floor) for value in throughput]
     deficit = sum(ratios) - 1.0
-    above = sum(ratio for ratio in ratios if ratio > _MIN_RATIO + 1e-9)
+    above = sum(ratio for ratio in ratios if ratio > floor + 1e-9)
     paid = [
-        max(ratio - deficit * (ratio / above), _MIN_RATIO) if ratio > _MIN_RATIO + 1e-9 else ratio
-        for ratio in ratios
+        max(ratio - deficit * (ratio / above), floor) if ratio > floor + 1e-9 else ratio for ratio in ratios
     ]
     # Who pays may itself reach the floor, so the sum can still be off.
     return normalised_ratios(paid, len(paid))

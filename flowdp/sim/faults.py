@@ -53,8 +53,8 @@ class Scenario:
         ms_per_step: Mean time of one step per rank. Shape (world_size,).
         noise: Relative spread of a step's time.
         sync_ms: Time of one averaging.
-        batch_size: Samples of a batch.
-        last_batch: Samples of an epoch's last batch.
+        batch_size: Samples of a batch; in exact, what a rank trains in its time of a step.
+        last_batch: Samples of an epoch's last batch; in exact the window and the samples of an epoch say it.
         lengths: Batches of the epochs, in turn, where `config` does not know them.
         read_ms: Time that reading one of those batches takes.
         ahead: How many of them are read and not taken, at most, while nobody waits.
@@ -65,6 +65,7 @@ class Scenario:
         slow_from: (rank, step, factor): from that step of its on, the rank is slower by that factor.
         crashes: Ranks that fail.
         wishes: What the user does, in order of time.
+        differs: (rank, epoch): from the end of that epoch on, the rank's replica is not that of the others.
     """
 
     seed: int
@@ -84,6 +85,7 @@ class Scenario:
     slow_from: tuple[int, int, float] | None = None
     crashes: tuple[Crash, ...] = ()
     wishes: tuple[Wish, ...] = field(default=())
+    differs: tuple[int, int] | None = None
 
     def length(self, epoch: int) -> int:
         """Batches of an epoch."""
@@ -94,14 +96,28 @@ class Scenario:
         """Batches of an epoch that the run comes to."""
         if self.config.max_steps is None:
             return self.length(epoch)
-        before = sum(self.length(earlier) for earlier in range(epoch))
-        return max(0, min(self.length(epoch), self.config.max_steps - before))
+        group = max(self.config.groups or (1,))
+        before = sum(-(-self.length(earlier) // group) for earlier in range(epoch))
+        return max(0, min(self.length(epoch), (self.config.max_steps - before) * group))
+
+    def samples_in(self, epoch: int, batch: int) -> int:
+        """Samples of a batch."""
+        window, samples = self.config.window, self.config.samples
+        if window is not None and samples is not None:
+            return min(window, samples - batch * window)
+        return self.last_batch if batch == self.length(epoch) - 1 else self.batch_size
+
+    def step_ms(self, rank: int, samples: int) -> float:
+        """Mean time of a step."""
+        ms = self.ms_per_step[rank]
+        return ms if self.config.window is None else ms * samples / self.batch_size
 
     @property
     def longest_step_ms(self) -> float:
         """No step takes longer than this."""
         slowed = self.slow_from[2] if self.slow_from else 1.0
-        return max(self.ms_per_step) * (1 + self.noise) * slowed * (STALL if self.stall else 1.0)
+        whole = max(self.step_ms(rank, self.config.window or 0) for rank in range(len(self.ms_per_step)))
+        return whole * (1 + self.noise) * slowed * (STALL if self.stall else 1.0)
 
     @cached_property
     def longest_run_ms(self) -> float:
@@ -115,7 +131,8 @@ class Scenario:
     @property
     def is_calm(self) -> bool:
         """Whether nothing happens that ends the run before its last step."""
-        return not self.crashes and not any(wish.request.what == "stop" for wish in self.wishes)
+        is_stopped = any(wish.request.what == "stop" for wish in self.wishes)
+        return not self.crashes and not is_stopped and self.differs is None
 
 
 def draw(seed: int) -> Scenario:
@@ -164,8 +181,42 @@ def draw(seed: int) -> Scenario:
         crashes=_draw_crashes(rng, world_size) if has["crash"] else (),
         wishes=_draw_wishes(rng, span_ms) if has["wish"] else (),
     )
-    # Every tenth, so that a seed of the others stays the run it was when it found something.
-    return _draw_stream(rng, scenario) if seed % 10 == 8 else scenario
+    # By the seed, so that one of the others stays the run it was when it found something: no run of the
+    # corpus is among the last two kinds.
+    if seed % 11 == 8:
+        return _draw_exact(rng, scenario)
+    if seed % 10 == 8:
+        scenario = _draw_stream(rng, scenario)
+    return _draw_groups(rng, scenario) if seed % 13 == 7 else scenario
+
+
+def _draw_exact(rng: random.Random, scenario: Scenario) -> Scenario:
+    """The same in windows of samples."""
+    config, ranks = scenario.config, len(scenario.ms_per_step)
+    windows = config.batches or 1
+    window = rng.choice((1, 7, 8 * ranks, rng.randint(1, 40)))
+    return replace(
+        scenario,
+        config=replace(
+            config,
+            policy="exact",
+            window=window,
+            samples=(windows - 1) * window + rng.randint(1, window),
+            ratios=_draw_ratios(rng, ranks) if rng.random() < 0.3 else None,
+        ),
+        batch_size=-(-window // ranks),
+        last_batch=1,
+        differs=(rng.randrange(ranks), rng.randint(0, 3)) if ranks > 1 and rng.random() < 0.1 else None,
+    )
+
+
+def _draw_groups(rng: random.Random, scenario: Scenario) -> Scenario:
+    """The same with steps of several batches; with equal ones where the run ends by steps."""
+    ranks = len(scenario.ms_per_step)
+    groups = tuple(rng.randint(1, 3) for _ in range(ranks))
+    if scenario.config.max_steps is not None:
+        groups = groups[:1] * ranks
+    return replace(scenario, config=replace(scenario.config, groups=groups))
 
 
 def _draw_stream(rng: random.Random, scenario: Scenario) -> Scenario:

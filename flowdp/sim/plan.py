@@ -25,14 +25,14 @@ class Prediction:
         policy: Who waits for whom.
         speeds: Milliseconds per step of each device alone. Shape (world_size,).
         wall_ms: Time of the whole run.
-        steps_per_s: Steps of all devices per second.
+        steps_per_s: Steps per second: of all devices, in exact those that all take together.
         samples_per_s: Samples of all devices per second.
         efficiency: Throughput against the sum of what the devices do alone; averaging counts as lost.
         speedup: Throughput against the fastest device alone.
         anchor: Steps of the slowest device in a round, at the end.
         rounds: Averagings.
         sync_ms: Time of one averaging.
-        shares: Fraction of the steps. Shape (world_size,).
+        shares: Fraction of the samples. Shape (world_size,).
         idle_ms: Time without a step: waiting for others, averaging, no data left. Shape (world_size,).
         idle_shares: The same as a fraction of `wall_ms`. Shape (world_size,).
     """
@@ -91,7 +91,7 @@ def simulate(
         sync_ms: Time of one averaging.
         policy: Who waits for whom.
         cadence: How often the replicas meet; None: the defaults.
-        batch_size: Samples of a step.
+        batch_size: Samples of a step of one device; in exact all devices share those of a step of each.
         batches: Batches of an epoch.
         epochs: Epochs of the run.
         noise: Relative spread of a step's time: 0.1 draws each from 90 to 110 %.
@@ -106,13 +106,16 @@ def simulate(
     for name, count in (("batch_size", batch_size), ("batches", batches), ("epochs", epochs)):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise OptionError(f"{name} must be an int of at least 1, not {count!r}")
+    is_exact = policy == "exact"
     config = RunConfig(
         world_size=len(given),
-        batches=batches,
+        batches=-(-batches // len(given)) if is_exact else batches,
         epochs=epochs,
         policy=policy,
         cadence=cadence or CadenceOptions(),
         ratios=None if partition_ratios is None else tuple(partition_ratios),
+        window=batch_size * len(given) if is_exact else None,
+        samples=batch_size * batches if is_exact else None,
     )
     scenario = Scenario(
         seed=seed,
@@ -130,22 +133,24 @@ def simulate(
 
 def _prediction(world: World) -> Prediction:
     scenario, config = world.scenario, world.scenario.config
-    steps, wall_ms = world.rules.steps, world.clock.now_ms
-    steps_per_ms = sum(steps) / wall_ms
-    alone = [1.0 / ms for ms in scenario.ms_per_step]
+    wall_ms = world.clock.now_ms
+    rounds = [record for record in world.records if isinstance(record, RoundEnded)]
+    samples = [sum(record.samples[rank] for record in rounds) for rank in range(config.world_size)]
+    samples_per_ms = sum(samples) / wall_ms
+    alone = [scenario.batch_size / ms for ms in scenario.ms_per_step]
     idle_ms = tuple(wall_ms - ms for ms in world.step_ms)
     return Prediction(
         policy=config.policy,
         speeds=scenario.ms_per_step,
         wall_ms=wall_ms,
-        steps_per_s=1e3 * steps_per_ms,
-        samples_per_s=1e3 * steps_per_ms * scenario.batch_size,
-        efficiency=steps_per_ms / sum(alone),
-        speedup=steps_per_ms / max(alone),
+        steps_per_s=1e3 * world.coordinator.global_step / wall_ms,
+        samples_per_s=1e3 * samples_per_ms,
+        efficiency=samples_per_ms / sum(alone),
+        speedup=samples_per_ms / max(alone),
         anchor=world.coordinator.rounds.anchor,
-        rounds=sum(record.rounds for record in world.records if isinstance(record, RoundEnded)),
+        rounds=sum(record.rounds for record in rounds),
         sync_ms=scenario.sync_ms,
-        shares=tuple(count / sum(steps) for count in steps),
+        shares=tuple(count / sum(samples) for count in samples),
         idle_ms=idle_ms,
         idle_shares=tuple(ms / wall_ms for ms in idle_ms),
     )

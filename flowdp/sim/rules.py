@@ -16,6 +16,9 @@
 | S12 | a wish is obeyed once |
 | S13 | no step stands before the last mean in the schedule |
 | S14 | nothing is dealt beyond the end of an epoch once the coordinator knows it |
+| S15 | exact: the parts of a window that the ranks trained tile it |
+| S16 | exact: all ranks train the same window in a round, at one place in the schedule, and it is one step |
+| S17 | exact: replicas are compared at the end of an epoch and at a stop, and one that differs ends the run |
 | L1 | a run that nobody ends early ends by itself, within a bound of virtual time |
 | L2 | after a failure every rank has left within a bound |
 | L3 | after a stop every rank has left within a bound |
@@ -30,26 +33,17 @@ from dataclasses import dataclass
 
 from flowdp.machine.commands import EpochEnded, Finish, Paused, RoundEnded
 from flowdp.machine.coordinator import Coordinator
+from flowdp.machine.worker import Step
 from flowdp.messages import DataEnded, Order, Outcome, Requested, StartEpoch, Update
 from flowdp.policy.ledger import ENDLESS
 from flowdp.sim.faults import Scenario
+from flowdp.sim.violation import Violation
+from flowdp.sim.windows import Windows
 
 __all__ = ["Rules", "Violation"]
 
 PATIENCE = 3
 """Rounds, or blocks of them, that may end before a wish is obeyed."""
-
-
-class Violation(AssertionError):
-    """A rule does not hold.
-
-    Attributes:
-        rule: Which one.
-    """
-
-    def __init__(self, rule: str, text: str) -> None:
-        super().__init__(f"{rule}: {text}")
-        self.rule = rule
 
 
 @dataclass(slots=True)
@@ -101,6 +95,8 @@ class Rules:
             int, tuple[tuple[int, int], float]
         ] = {}  # rank -> the batch it waits for, since when
         config = scenario.config
+        self._windows = Windows(scenario) if config.policy == "exact" else None
+        self._steps_in: Counter[int] = Counter()  # steps of all ranks in each epoch
         self._lead = config.cadence.max_batch_diff if config.policy == "cadence" else None
 
     def wishes(self, request: Requested) -> None:
@@ -116,7 +112,8 @@ class Rules:
     def must_end(self, rule: str, now_ms: float, rounds: int) -> None:
         """Something happened after which every rank shall leave within so many rounds."""
         s = self.scenario
-        per_round = s.longest_step_ms + 3 * s.sync_ms + 8 * s.latency_ms
+        read_ms = s.read_ms * sum(s.config.groups or ())  # a step in progress may wait for its batches
+        per_round = s.longest_step_ms + read_ms + 3 * s.sync_ms + 8 * s.latency_ms
         self._end_by.append((now_ms + rounds * per_round + 1.0, rule))
 
     def left(self, rank: int) -> None:
@@ -182,13 +179,25 @@ class Rules:
                 if is_moving and self._same_round(rank, other) and lead > self._lead:
                     raise Violation("S6", f"rank {rank} leads rank {other} by {lead}")
 
-    def step_ends(self, rank: int, key: tuple[int, int]) -> None:
-        """A rank has trained a batch."""
-        self.trained[key] += 1
+    def step_ends(self, rank: int, step: Step) -> int:
+        """A rank has taken a step; returns its samples."""
         self.steps[rank] += 1
-        self._samples[rank] += self.samples_in(*key)
-        if self.trained[key] > 1:
-            raise Violation("S1", f"batch {key[1]} of epoch {key[0]} was trained twice")
+        self._steps_in[step.epoch] += 1
+        if self._windows is not None and step.part is not None:
+            self._windows.trained(step)
+            samples = step.part.samples
+        else:
+            samples = 0
+            for batch in step.batches:
+                self._is_trained(step.epoch, batch)
+                samples += self.scenario.samples_in(step.epoch, batch)
+        self._samples[rank] += samples
+        return samples
+
+    def _is_trained(self, epoch: int, batch: int) -> None:
+        self.trained[epoch, batch] += 1
+        if self.trained[epoch, batch] > 1:
+            raise Violation("S1", f"batch {batch} of epoch {epoch} was trained twice")
 
     def met(self, rank: int, outcome: Outcome) -> None:
         """A rank leaves the gate with an outcome."""
@@ -205,6 +214,8 @@ class Rules:
         self._base[rank] = outcome.global_step
         if rank == outcome.members[0]:
             self._obeys(outcome)
+            if self._windows is not None:
+                self._is_trained(*self._windows.held(outcome))
 
     def snapped(self, rank: int, round: int, steps: int, samples: int) -> None:
         """A rank has put its snapshot down."""
@@ -254,7 +265,9 @@ class Rules:
                 raise Violation("L4", f"{wish} was not obeyed in {PATIENCE} rounds")
         if record.global_step < self.global_step:
             raise Violation("S4", f"global step fell from {self.global_step} to {record.global_step}")
-        if record.global_step != self.global_step + sum(record.steps):
+        if record.global_step != self.global_step + (
+            sum(record.steps) if self._windows is None else record.rounds
+        ):
             raise Violation("S4", f"{record} follows global step {self.global_step}")
         self.global_step = record.global_step
         options = self.scenario.config.cadence
@@ -270,13 +283,15 @@ class Rules:
         self.epochs.append(metrics.epoch)
         batches = sum(1 for epoch, _ in self.trained if epoch == metrics.epoch)
         counted = sum(rank.steps for rank in metrics.per_rank)
-        if batches != self.scenario.dealt(metrics.epoch) or counted != batches:
+        if batches != self.scenario.dealt(metrics.epoch) or counted != self._steps_in[metrics.epoch]:
             raise Violation(
-                "S7", f"epoch {metrics.epoch} ends after {batches} batches, {counted} are counted"
+                "S7", f"epoch {metrics.epoch} ends after {batches} batches, {counted} steps are counted"
             )
         samples = sum(rank.samples for rank in metrics.per_rank)
-        if samples != sum(self.samples_in(metrics.epoch, batch) for batch in range(batches)):
+        if samples != sum(self.scenario.samples_in(metrics.epoch, batch) for batch in range(batches)):
             raise Violation("S7", f"epoch {metrics.epoch} ends after {samples} samples")
+        if self._windows is not None:
+            self._windows.ended(metrics.epoch)
 
     def paused(self, event: Paused, is_somebody_in_a_step: bool) -> None:
         """The run stands still, or goes on."""
@@ -284,11 +299,6 @@ class Rules:
         self._waiting.pop("pause", None)
         if event.value and is_somebody_in_a_step:
             raise Violation("S10", "the run says that it stands still while a rank is in a step")
-
-    def samples_in(self, epoch: int, batch: int) -> int:
-        """Samples of a batch."""
-        last = batch == self.scenario.length(epoch) - 1
-        return self.scenario.last_batch if last else self.scenario.batch_size
 
     def over(self, finish: Finish, coordinator: Coordinator) -> None:
         """The run is over: judge it as a whole."""
@@ -301,10 +311,13 @@ class Rules:
                 raise Violation("S11", "ranks obeyed the stop in different rounds")
             if self.steps != self.credited:
                 raise Violation("S9", f"steps {self.steps} were taken, the last means hold {self.credited}")
-            if finish.global_step != sum(self.steps):
-                raise Violation("S4", f"global step {finish.global_step}, {sum(self.steps)} steps were taken")
-        if finish.error is not None and not self.scenario.crashes:
+            taken = sum(self.steps) if self._windows is None else sum(self.trained.values())
+            if finish.global_step != taken:
+                raise Violation("S4", f"global step {finish.global_step}, {taken} steps were taken")
+        if finish.error is not None and not self.scenario.crashes and self.scenario.differs is None:
             raise Violation("L1", f"the run failed by itself: {finish.error}")
+        if self._windows is not None:
+            self._windows.over(finish)
         if finish.error is None and not finish.stopped:
             self._judge_complete(finish)
         if self.scenario.is_calm and (finish.stopped or finish.error is not None):

@@ -47,15 +47,20 @@ class VirtualReader:
             self._is_reading = True
             self._clock.after(self._scenario.read_ms, self._has_read)
 
-    def take(self, rank: int, key: _Key) -> bool:
-        """Hand a batch over; False where it has not been read, and `wake` will follow if there is one."""
-        is_there = key in self._lying
-        if is_there:
-            self._lying.discard(key)
-        elif key >= self._next:
-            self._waiting[key] = rank
+    def take(self, rank: int, *keys: _Key) -> _Key | None:
+        """Hand the batches of a step over.
+
+        Returns:
+            None; or the first of them that has not been read. Then none is handed over, and `wake` follows
+            if there is such a batch.
+        """
+        missing = next((key for key in keys if key not in self._lying), None)
+        if missing is None:
+            self._lying.difference_update(keys)
+        elif missing >= self._next:
+            self._waiting[missing] = rank
         self.start()
-        return is_there
+        return missing
 
     def _has_read(self) -> None:
         self._is_reading = False

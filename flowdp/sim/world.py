@@ -18,6 +18,7 @@ from flowdp.machine.commands import (
     Command,
     Direct,
     EpochEnded,
+    Fail,
     Finish,
     Hurry,
     Paused,
@@ -185,6 +186,8 @@ class World:
                 self.rules.ended(command)
             case Paused():
                 self.rules.paused(command, any(rank.state == "step" for rank in self.ranks))
+            case Fail():
+                self.rules.must_end("L2", self.clock.now_ms, rounds=2)
             case Finish():
                 self.rules.over(command, self.coordinator)
 
@@ -252,32 +255,34 @@ class World:
 
     def _begin_step(self, number: int, step: Step) -> None:
         rank, s = self.ranks[number], self.scenario
-        key = (step.epoch, step.batch)
-        if self._source is not None and not self._source.take(number, key):
+        keys = [(step.epoch, batch) for batch in step.batches]
+        missing = None if self._source is None else self._source.take(number, *keys)
+        if missing is not None:
             rank.state, rank.asked_ms = "waiting", self.clock.now_ms
             self.rules.is_moving[number] = False
-            self.rules.waits(number, key, self.clock.now_ms)
+            self.rules.waits(number, missing, self.clock.now_ms)
             return
         self.rules.goes_on(number)
         if self._crashes(number, "step"):
             return
         rank.state = "step"
         self.rules.is_moving[number] = True
-        self.rules.step_begins(number, key, step.position)
-        ms = s.ms_per_step[number] * (1 + s.noise * (2 * self._rng.random() - 1))
+        self.rules.step_begins(number, keys[0], step.position)
+        mean_ms = s.step_ms(number, 0 if step.part is None else step.part.samples)
+        ms = mean_ms * (1 + s.noise * (2 * self._rng.random() - 1))
         slow = s.slow_from
         if slow is not None and slow[0] == number and rank.machine.total_steps >= slow[1]:
             ms *= slow[2]
         if s.stall and self._rng.random() < s.stall:
             ms *= STALL
-        self.clock.after(ms, self._end_step, number, key, ms)
+        self.clock.after(ms, self._end_step, number, step, ms)
 
-    def _end_step(self, number: int, key: tuple[int, int], ms: float) -> None:
+    def _end_step(self, number: int, step: Step, ms: float) -> None:
         rank = self.ranks[number]
-        rank.stepped(self.rules.samples_in(*key), ms)
+        rank.stepped(self.rules.step_ends(number, step), ms)
         self.step_ms[number] += ms
-        self.rules.step_ends(number, key)
-        self._say("rank {} trained batch {} of epoch {}", number, key[1], key[0])
+        what = step.batches[0] if len(step.batches) == 1 else step.batches
+        self._say("rank {} trained batch {} of epoch {}", number, what, step.epoch)
         self._boundary(number)
 
     def _enter(self, number: int, action: Enter) -> None:
@@ -319,10 +324,15 @@ class World:
             done = rank.machine.met(outcome)
             if done is not None:
                 sync_ms = self.scenario.sync_ms if len(outcome.members) > 1 else 0.0
-                ack = SyncAck(member, outcome, rank.work(done), sync_ms, rank.wait_ms, 0.001)
+                bits = self._bits(member, done.epoch) if outcome.compare else None
+                ack = SyncAck(member, outcome, rank.work(done), sync_ms, rank.wait_ms, 0.001, bits)
                 rank.wait_ms = 0.0
                 self._fact(ack, ("up", member))
             self.clock.after(0.0, self._resume, member, "idle")
+
+    def _bits(self, number: int, epoch: int) -> int:
+        differs = self.scenario.differs
+        return int(differs is not None and differs[0] == number and epoch >= differs[1])
 
     def _resume(self, number: int, state: str) -> None:
         if self.ranks[number].state == state:

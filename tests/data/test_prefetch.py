@@ -18,11 +18,13 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from flowdp.data.dataset import open_source
 from flowdp.data.order import EpochOrder
 from flowdp.data.prefetch import PrefetchFeed
-from flowdp.data.reader import Batch, Source
+from flowdp.data.reader import LoaderSource
 from flowdp.data.slots import HOST_SLOTS
+from flowdp.data.source import Batch, Source
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.streams import HostLane, Lane
 from flowdp.errors import DataError, ProtocolError
+from flowdp.messages import Part
 from flowdp.policy.budget import Memory
 from tests.data.cards import Card, CardLane
 
@@ -57,7 +59,7 @@ class Logged(Source):
     def start(self, *, wake: Any, failed: Any) -> None:
         self.inner.start(wake=wake, failed=failed)
 
-    def take(self, rank: int, epoch: int, batch: int) -> Batch | None:
+    def take(self, rank: int, epoch: int, batch: int, part: Part | None = None) -> Batch | None:
         payload = self.inner.take(rank, epoch, batch)
         if payload is not None:
             with self._lock:
@@ -65,7 +67,7 @@ class Logged(Source):
                 self.out.add((epoch, batch))
         return payload
 
-    def give_back(self, epoch: int, batch: int, payload: Batch) -> None:
+    def give_back(self, epoch: int, batch: int, payload: Batch, part: Part | None = None) -> None:
         with self._lock:
             self.out.remove((epoch, batch))
             self.returned.append((epoch, batch))
@@ -86,11 +88,11 @@ class Shelf(Source):
 
     def start(self, *, wake: Any, failed: Any) -> None: ...
 
-    def take(self, rank: int, epoch: int, batch: int) -> Batch | None:
+    def take(self, rank: int, epoch: int, batch: int, part: Part | None = None) -> Batch | None:
         self.asked.put((rank, epoch, batch))
         return self.there.pop((epoch, batch), None)
 
-    def give_back(self, epoch: int, batch: int, payload: Batch) -> None:
+    def give_back(self, epoch: int, batch: int, payload: Batch, part: Part | None = None) -> None:
         self.there[epoch, batch] = payload
         self.returned.append((epoch, batch))
 
@@ -118,6 +120,9 @@ class Rank:
         self.noted += 1
         assert self.noted <= self.waits, "more notes than waits: the inbox would overflow"
         self.notes.put((epoch, batch))
+
+    def follow(self, keys: Sequence[Key]) -> None:
+        self.feed.follow([(*key, None) for key in keys])
 
     def take(self, key: Key) -> Batch:
         with self.lane.on(self.lane.compute):
@@ -212,7 +217,7 @@ def test_all_batches_of_all_epochs(close, source_of, lane_of, depth):
     begin(source, [rank])
     keys = everything()
     for i in range(0, len(keys), 9):  # in plans that overlap
-        rank.feed.follow(keys[i : i + 18])
+        rank.follow(keys[i : i + 18])
         for key in keys[i : i + 9]:
             check(source, key, rank.train(key))
     assert list(rank.seen) == keys
@@ -225,7 +230,7 @@ def test_all_batches_of_all_epochs(close, source_of, lane_of, depth):
 
 def test_a_shorter_batch_is_a_part_of_a_slot(close):
     rank = close(Rank(tensors(), CardLane()))
-    rank.feed.follow(everything(1))
+    rank.follow(everything(1))
     for key in everything(1):
         batch = rank.take(key)
         assert batch["x"].untyped_storage().nbytes() == BATCH * 6 * 4
@@ -243,7 +248,7 @@ def test_each_edge_is_needed(close, what, source_of):
         lane.card.deaf.add(deaf[what])
     rank = close(Rank(source, lane))
     begin(source, [rank])
-    rank.feed.follow(everything())
+    rank.follow(everything())
     for key in everything():
         if what == "copied":
             lane.card.deaf.update(lane.made)
@@ -256,7 +261,7 @@ def test_the_first_batch_may_be_the_short_one(close):
     rank = close(Rank(source, CardLane()))
     begin(source, [rank])
     keys = [(0, BATCHES - 1), *everything(2)[BATCHES:]]
-    rank.feed.follow(keys)
+    rank.follow(keys)
     for key in keys:
         check(source, key, rank.train(key))
     assert rank.feed._loose.made == 1
@@ -287,7 +292,7 @@ def test_plans_change_at_any_moment(close, seed, lane_of, source_of):
                 count = dice.randrange(1, 6)
                 plan += undealt[:count]
                 del undealt[:count]
-                rank.feed.follow(plan)
+                rank.follow(plan)
             case "train" if plan:
                 key = plan.pop(0)
                 check(source, key, rank.train(key))
@@ -295,7 +300,7 @@ def test_plans_change_at_any_moment(close, seed, lane_of, source_of):
                 kept = dice.randrange(len(plan) + 1)
                 undealt = sorted(undealt + plan[kept:])
                 del plan[kept:]
-                rank.feed.follow(plan)
+                rank.follow(plan)
                 if isinstance(source, Logged):
                     assert not source.out & set(undealt), "a batch was not given back in time"
     trained = [key for rank in ranks for key in rank.seen]
@@ -319,13 +324,13 @@ def test_the_batch_being_copied_is_given_back_at_once(close):
     shelf, lane = Shelf(), Slow()
     shelf.put(0, 1, 2)
     rank = close(Rank(shelf, lane))
-    rank.feed.follow([(0, 0), (0, 1)])
+    rank.follow([(0, 0), (0, 1)])
     assert lane.inside.wait(10)
-    rank.feed.follow([(0, 2)])
+    rank.follow([(0, 2)])
     assert shelf.returned == [(0, 0)]
     lane.go.set()
     assert rank.train((0, 2)).tolist() == [2.0] * BATCH
-    rank.feed.follow([(0, 0), (0, 1)])
+    rank.follow([(0, 0), (0, 1)])
     assert rank.train((0, 0)).tolist() == [0.0] * BATCH
     assert rank.train((0, 1)).tolist() == [1.0] * BATCH
     assert len(rank.feed._ring.unused) == rank.feed._ring.made, "the slot of a batch given back is lost"
@@ -336,12 +341,12 @@ def test_a_new_first_batch_makes_room_for_itself(close):
     shelf = Shelf()
     shelf.put(*range(9))
     rank = close(Rank(shelf, CardLane()))
-    rank.feed.follow([(0, 3), (0, 4)])
+    rank.follow([(0, 3), (0, 4)])
     rank.train((0, 3))
     rank.train((0, 4))
-    rank.feed.follow([(0, 7), (0, 8)])
+    rank.follow([(0, 7), (0, 8)])
     rank.lane.card.until(lambda: len(rank.feed._fetched) == 1)
-    rank.feed.follow([(0, 1), (0, 7), (0, 8)])  # the ring is full of later ones
+    rank.follow([(0, 1), (0, 7), (0, 8)])  # the ring is full of later ones
     for batch in (1, 7, 8):
         assert rank.train((0, batch)).tolist() == [batch] * BATCH
 
@@ -350,7 +355,7 @@ def test_a_batch_that_was_not_announced_can_be_taken(close):
     shelf = Shelf()
     shelf.put(*range(4))
     rank = close(Rank(shelf, CardLane()))
-    rank.feed.follow([(0, 1), (0, 2)])
+    rank.follow([(0, 1), (0, 2)])
     for batch in (3, 1, 2, 0):
         assert rank.train((0, batch)).tolist() == [batch] * BATCH
 
@@ -358,7 +363,7 @@ def test_a_batch_that_was_not_announced_can_be_taken(close):
 def test_it_asks_again_when_woken(close):
     shelf = Shelf()
     rank = close(Rank(shelf, CardLane()))
-    rank.feed.follow([(0, 0)])
+    rank.follow([(0, 0)])
     assert shelf.asked.get(timeout=10) == (0, 0, 0)
     assert rank.ask((0, 0)) is None
     shelf.put(0)
@@ -374,10 +379,10 @@ def test_a_wait_has_one_note(close):
     shelf.put(0)
     rank.feed.wake(0, 0)
     assert rank.notes.get(timeout=10) == (0, 0)
-    rank.feed.follow([])
+    rank.follow([])
     card = rank.lane.card
     card.log.clear()
-    rank.feed.follow([(0, 0)])  # fetched again, and nobody waits
+    rank.follow([(0, 0)])  # fetched again, and nobody waits
     card.until(lambda: any(verb == "records" for _, verb, _ in card.log))
     assert rank.feed.close()
     assert rank.noted == 1
@@ -388,9 +393,9 @@ def test_it_asks_again_for_a_batch_that_comes_back(close):
     shelf = Shelf()
     rank = close(Rank(shelf, CardLane()))
     for _ in range(3):
-        rank.feed.follow([(0, 0)])
+        rank.follow([(0, 0)])
         assert shelf.asked.get(timeout=10) == (0, 0, 0)
-        rank.feed.follow([])
+        rank.follow([])
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
@@ -407,7 +412,7 @@ def test_short_rings_and_a_short_reader_do_not_lock_up(close, ahead, lane_of):
         mine = everything()[who::3]
         try:
             for i in range(0, len(mine), 4):
-                ranks[who].feed.follow(mine[i : i + 8])
+                ranks[who].follow(mine[i : i + 8])
                 for key in mine[i : i + 4]:
                     check(source, key, ranks[who].train(key))
                 everyone.wait(20)  # a round
@@ -447,7 +452,7 @@ def one_batch(close: Any, payload: Any, lane: Lane | None = None) -> tuple[Batch
     shelf = Shelf()
     shelf.there[0, 0] = payload
     rank = close(Rank(shelf, lane or CardLane()))
-    rank.feed.follow([(0, 0)])
+    rank.follow([(0, 0)])
     return rank.train((0, 0)), rank
 
 
@@ -506,7 +511,7 @@ def test_batches_of_many_shapes_are_two_at_most(close):
     lane = CardLane()
     rank = close(Rank(shelf, lane))
     rank.feed._ring.limit = 6
-    rank.feed.follow(keys)
+    rank.follow(keys)
     for key in keys:
         batch = rank.train(key)
         assert batch.shape == (BATCH, key[1] % 5 + 1)
@@ -524,7 +529,7 @@ def test_a_loose_batch_is_kept_until_the_copy_stream_has_waited_for_its_step(clo
         shelf.there[0, batch] = torch.zeros(BATCH, batch)
     rank = close(Rank(shelf, lane))
     rank.train((0, 0))
-    rank.feed.follow([(0, 1)])
+    rank.follow([(0, 1)])
     rank.train((0, 1))
     (slot,) = rank.feed._loose.unused
     assert slot.batch is not None
@@ -548,7 +553,7 @@ BATCH_BYTES = BATCH * (6 * 4 + 8)
 def test_the_ring_is_sized_once_the_memory_is_known(close):
     rank = close(Rank(tensors(), CardLane(), gauge=gauge(7 * BATCH_BYTES)))
     assert rank.feed.depth == 1
-    rank.feed.follow(everything())
+    rank.follow(everything())
     rank.train((0, 0))
     rank.take((0, 1))
     rank.lane.card.until(lambda: rank.feed._ring.made == 2)
@@ -576,7 +581,7 @@ def test_ranks_on_one_device_share_it(close):
         for who in range(2)
     ]
     for rank in made:
-        rank.feed.follow(everything())
+        rank.follow(everything())
         rank.take((0, 0))
         rank.lane.card.until(lambda: rank.feed._ring.made == 2)  # noqa: B023 - called at once
     for rank in made:
@@ -595,7 +600,7 @@ def test_out_of_memory_makes_the_ring_shorter(close, slots):
     lane = CardLane(Card(room=slots * BATCH_BYTES))
     rank = close(Rank(tensors(), lane))
     rank.feed._ring.limit = 8
-    rank.feed.follow(everything())
+    rank.follow(everything())
     rank.take((0, 0))
     lane.card.until(lambda: lane.card.refused > 0)
     rank.feed.release()
@@ -624,7 +629,7 @@ def test_poison_is_never_seen_by_a_step(close):
     source = close(read())
     rank = close(Rank(source, lane, poison=True))
     begin(source, [rank])
-    rank.feed.follow(everything())
+    rank.follow(everything())
     for key in everything():
         check(source, key, rank.train(key))
     no_race(lane)
@@ -663,7 +668,7 @@ def test_an_error_of_the_dataset_reaches_the_worker(close):
     source = close(read(Samples(sample=sample), shuffle=False))
     rank = close(Rank(source, CardLane()))
     begin(source, [rank])
-    rank.feed.follow(everything())
+    rank.follow(everything())
     caught = None
     for key in everything()[:3]:
         try:
@@ -683,7 +688,7 @@ def test_a_wrong_index_is_named_when_its_batch_is_wanted(close):
         [torch.arange(6)], lambda parts: parts[0], Order(6, 2, 0, shuffle=False, drop_last=False)
     )
     rank = close(Rank(source, CardLane()))
-    rank.feed.follow([(0, 0), (0, 1), (0, 2)])
+    rank.follow([(0, 0), (0, 1), (0, 2)])
     assert rank.train((0, 0)).tolist() == [0, 1]
     assert rank.train((0, 1)).tolist() == [2, 3]
     with pytest.raises(DataError, match="batch 2 of epoch 0") as caught:
@@ -707,7 +712,7 @@ def test_it_closes_at_any_moment(close, seed):
     source = close(dice.choice([tensors, read])())
     rank = close(Rank(source, CardLane()))  # the fixture closes it, and looks at the clock
     begin(source, [rank])
-    rank.feed.follow(everything())
+    rank.follow(everything())
     for key in everything()[: dice.randrange(12)]:
         rank.train(key)
     if dice.random() < 0.5:
@@ -722,11 +727,11 @@ def test_it_closes_while_it_waits(close, waits_for):
     rank = close(Rank(shelf, CardLane(Card(room=BATCH * 4))))
     rank.feed._ring.limit = 3
     if waits_for == "the source":
-        rank.feed.follow([(0, 0)])
+        rank.follow([(0, 0)])
         shelf.asked.get(timeout=10)
     if waits_for == "a slot":
         shelf.put(0, 1)
-        rank.feed.follow([(0, 0), (0, 1)])
+        rank.follow([(0, 0), (0, 1)])
         rank.take((0, 0))
         assert shelf.asked.get(timeout=10) == (0, 0, 0)
         assert shelf.asked.get(timeout=10) == (0, 0, 1)
@@ -736,12 +741,12 @@ def test_it_closes_while_it_waits(close, waits_for):
 
 def test_a_closed_feed_holds_no_memory(close):
     rank = close(Rank(tensors(), HostLane(torch.device("cpu"))))
-    rank.feed.follow(everything())
+    rank.follow(everything())
     rank.train((0, 0))
     rank.take((0, 1))  # and does not come back
     kept = [
         weakref.ref(memory)
-        for slot in (*rank.feed._ring.unused, *rank.feed._host, rank.feed._in_use)
+        for slot in (*rank.feed._ring.unused, *rank.feed._host, *rank.feed._in_use)
         for memory in slot.memory  # type: ignore[union-attr]
         if memory is not None
     ]
@@ -769,10 +774,107 @@ def test_a_wait_for_the_device_that_never_ends_is_told():
             return mark
 
     rank = Rank(tensors(), Stuck())
-    rank.feed.follow(everything())
+    rank.follow(everything())
     for key in everything()[:HOST_SLOTS]:
         rank.train(key)
     assert inside.wait(10)
     assert not rank.feed.close()
     stuck.set()
     assert rank.feed.close()
+
+
+# ---------------------------------------------------------------- several in use, and parts
+@pytest.mark.parametrize("source_of", SOURCES.values(), ids=SOURCES)
+@pytest.mark.parametrize("held", [2, 3])
+def test_several_batches_are_in_use_at_a_time(close, source_of, held):
+    source, lane = close(source_of()), CardLane()
+    rank = close(Rank(source, lane, held=held))
+    begin(source, [rank])
+    keys = everything(2)
+    rank.follow(keys)
+    while keys:
+        step, keys = keys[:held], keys[held:]
+        batches = [rank.take(key) for key in step]
+        if len(step) == held:
+            with pytest.raises(ProtocolError, match="without a release"):
+                rank.feed.take(2, 0)
+        with lane.on(lane.compute):
+            for key, batch in zip(step, batches, strict=True):
+                check(source, key, {name: leaf.clone() for name, leaf in batch.items()})
+            rank.feed.release()
+    assert lane.card.races == []
+    assert rank.feed._ring.made <= held + 1
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 3, 100])
+def test_little_memory_leaves_as_many_slots_as_are_in_use(close, room):
+    source, lane = close(read()), CardLane(Card(room=room * BATCH * 32))
+    rank = close(Rank(source, lane, held=2, gauge=lambda: None))
+    rank.feed._ring.limit = 9
+    begin(source, [rank])
+    if room < 2:
+        rank.follow(everything(1))
+        if room:
+            rank.take((0, 0))
+        with pytest.raises(torch.OutOfMemoryError):
+            rank.take((0, room))
+        return
+    rank.follow(everything(1))
+    for batch in range(0, BATCHES - 1, 2):
+        for key in ((0, batch), (0, batch + 1)):
+            check(source, key, rank.take(key))
+        with lane.on(lane.compute):
+            rank.feed.release()
+
+
+def parts_of(samples: int, turn: int) -> tuple[Part, Part]:
+    """Another split in every window; at times one rank has nothing, or all but nothing."""
+    at = (0, 1, 2, samples, samples // 2)[turn % 5]
+    return Part(0, min(at, samples)), Part(min(at, samples), samples)
+
+
+@pytest.mark.parametrize("source_of", SOURCES.values(), ids=SOURCES)
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_two_ranks_share_every_batch(close, source_of, rows):
+    """Parts that have room in a slot and such that have not, and plans that are void."""
+    source = source_of()
+    source = close(source.inner if isinstance(source, Logged) else source)
+    card = Card()
+    lanes = [CardLane(card), CardLane(card)]
+    ranks = [close(Rank(source, lane, rank, rows=rows)) for rank, lane in enumerate(lanes)]
+    begin(source, ranks)
+    windows = everything(2)
+    split = {key: parts_of(source.samples_in(*key), turn) for turn, key in enumerate(windows)}
+
+    def plan(rank: int, keys: Sequence[Key]) -> list[tuple[int, int, Part | None]]:
+        return [(*key, split[key][rank]) for key in keys if split[key][rank].samples]
+
+    for turn, key in enumerate(windows):
+        for who, rank in enumerate(ranks):
+            rank.feed.follow(plan(who, windows[turn : turn + 6]))
+        if turn % 4 == 3:  # everything is given back, and split anew
+            for rank in ranks:
+                rank.feed.follow([])
+            split[key] = parts_of(source.samples_in(*key), turn + 1)
+            for who, rank in enumerate(ranks):
+                rank.feed.follow(plan(who, windows[turn : turn + 6]))
+        seen: list[int] = []
+        for who, rank in enumerate(ranks):
+            part = split[key][who]
+            if not part.samples:
+                continue
+            with rank.lane.on(rank.lane.compute):
+                while (portion := rank.feed.take(*key, part)) is None:
+                    rank.waits += 1
+                    rank.notes.get(timeout=10)
+                batch = portion.rows(0, portion.samples)
+                assert torch.equal(batch["x"][:, 0, 0].long(), batch["y"])
+                seen += batch["y"].tolist()
+                rank.feed.release()
+        assert seen == list(source.indices(*key))
+    assert card.races == []
+    if isinstance(source, LoaderSource):
+        for rank in ranks:
+            rank.feed.follow([])
+        assert not source._left
+        assert not any(key in source._read for key in windows)

@@ -18,8 +18,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from flowdp.data.dataset import open_source
 from flowdp.data.order import EpochOrder
+from flowdp.data.portion import Portion
 from flowdp.data.reader import Reader
 from flowdp.errors import DataError, ProtocolError
+from flowdp.messages import Part
 
 SAMPLES = 103
 CLOSE_MS = 2000.0
@@ -516,3 +518,88 @@ def test_closing_after_a_failure():
     run = Run(Broken(3), shuffle=False, num_workers=1).start()
     run.failed.get(timeout=5)
     assert run.close()
+
+
+# ---------------------------------------------------------------- parts of a batch that all ranks share
+def cut(run: Run, rank: int, batch: int, start: int, stop: int) -> Portion | None:
+    portion = run.reader.take(rank, 0, batch, Part(start, stop))
+    assert portion is None or isinstance(portion, Portion)
+    return portion
+
+
+def rows_of(run: Run, portion: Any, batch: int) -> list[int]:
+    """Where the samples of a portion stand in their batch."""
+    order = run.reader.indices(0, batch)
+    return [order.index(i) for i in portion.rows(0, portion.samples).tolist()]
+
+
+def wait_for(run: Run, rank: int, batch: int, start: int, stop: int) -> Portion:
+    while (portion := cut(run, rank, batch, start, stop)) is None:
+        assert run.woken[rank].get(timeout=10) == (0, batch)
+    return portion
+
+
+def test_a_batch_stays_until_all_its_samples_are_taken(runs):
+    run = runs(Counted(20))
+    assert rows_of(run, wait_for(run, 0, 0, 0, 3), 0) == [0, 1, 2]
+    assert rows_of(run, wait_for(run, 2, 0, 7, 8), 0) == [7]
+    assert (0, 0) in run.reader._read
+    assert rows_of(run, wait_for(run, 1, 0, 3, 7), 0) == [3, 4, 5, 6]
+    assert (0, 0) not in run.reader._read
+    assert not run.reader._left
+    with pytest.raises(ProtocolError, match="was taken before"):
+        cut(run, 0, 0, 0, 3)
+    last = wait_for(run, 0, 2, 0, 4)  # 20 = 8 + 8 + 4
+    assert last.samples == 4
+    assert (0, 2) not in run.reader._read
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_what_is_given_back_can_be_cut_anew(runs, early):
+    """Before the others have theirs, and after."""
+    run = runs(Counted(20))
+    first = wait_for(run, 0, 0, 0, 3)
+    if early:
+        run.reader.give_back(0, 0, first, Part(0, 3))
+        assert not run.reader._left
+        wait_for(run, 0, 0, 0, 8)
+    else:
+        second = wait_for(run, 1, 0, 3, 8)
+        assert (0, 0) not in run.reader._read
+        run.reader.give_back(0, 0, first, Part(0, 3))
+        run.reader.give_back(0, 0, second, Part(3, 8))
+        wait_for(run, 1, 0, 0, 6)
+        assert rows_of(run, wait_for(run, 0, 0, 6, 8), 0) == [6, 7]
+    assert (0, 0) not in run.reader._read
+    assert not run.reader._left
+
+
+def test_all_ranks_that_wait_for_a_batch_are_woken(runs):
+    class Gated(Counted):
+        def __getitem__(self, index: int) -> int:
+            is_open.wait(10)
+            return super().__getitem__(index)
+
+    is_open = threading.Event()
+    run = runs(Gated(20))
+    for rank in (0, 1, 2, 1):
+        assert cut(run, rank, 1, 4 * (rank % 2), 4) is None
+    is_open.set()
+    assert [run.woken[rank].get(timeout=10) for rank in (0, 1, 2)] == [(0, 1)] * 3
+    assert all(woken.empty() for woken in run.woken)
+
+
+def test_all_ranks_that_wait_hear_of_a_failure(runs):
+    class Broken(Counted):
+        def __getitem__(self, index: int) -> int:
+            is_open.wait(10)
+            raise ZeroDivisionError("broken")
+
+    is_open = threading.Event()
+    run = runs(Broken(20))
+    for rank in (0, 3):
+        assert cut(run, rank, 0, rank, rank + 1) is None
+    is_open.set()
+    assert [run.woken[rank].get(timeout=10) for rank in (0, 3)] == [(0, 0)] * 2
+    with pytest.raises(DataError, match="broken"):
+        cut(run, 3, 0, 3, 4)

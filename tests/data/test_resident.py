@@ -14,6 +14,7 @@ from flowdp.data.resident import ResidentData, ResidentFeed
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.streams import HostLane, Lane
 from flowdp.errors import DataError
+from flowdp.messages import Part
 from tests.data.cards import Card, CardLane
 
 LENGTH, BATCH, BATCHES = 23, 5, 5
@@ -178,8 +179,22 @@ def test_closed_feeds_hold_no_memory():
 def test_rest_of_the_interface_has_nothing_to_do():
     made = source()
     feed, lane = on_card(made)
-    feed.follow([(0, 0)])
+    feed.follow([(0, 0, None)])
     feed.wake(0, 0)
     feed.fit()
     feed.follow([])
     check(made, feed, lane, 0, 0)
+
+
+def test_a_part_of_a_batch():
+    made = source()
+    feed, lane = on_card(made)
+    with lane.on(lane.compute):
+        portion = feed.take(1, 2, Part(1, 4))
+        x, y = portion.rows(1, 3)
+    index = made.index(1, 2)[2:4]
+    assert torch.equal(x, X[index])
+    assert torch.equal(y, Y[index])
+    assert portion.samples == 3
+    assert lane.card.races == []
+    assert feed.close()

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from flowdp.data.slots import Layout, first_rows, is_plain, moves_itself, own_memory, poison
+from flowdp.data.portion import moves_itself
+from flowdp.data.slots import Layout, first_rows, is_plain, own_memory, poison
 from flowdp.device.streams import HostLane
 from tests.data.cards import CardLane
 

@@ -10,6 +10,7 @@ import torch
 from flowdp.data.order import EpochOrder
 from flowdp.data.tensor_source import TensorSource
 from flowdp.errors import DataError
+from flowdp.messages import Part
 
 X, Y = torch.rand(10, 3), torch.arange(10)
 
@@ -25,7 +26,7 @@ def test_parts_are_gathered_into_the_memory_that_is_given():
     for batch in range(3):
         rows = made.samples_in(0, batch)
         out = [x[:rows], y[:rows]]
-        parts = made.gather(0, batch, out)
+        parts = made.gather(0, batch, out=out)
         index = made.index(0, batch)
         assert [part.data_ptr() for part in parts] == [x.data_ptr(), y.data_ptr()]
         assert torch.equal(x[:rows], X[index])
@@ -38,7 +39,7 @@ def test_a_wrong_index_names_the_batch(into):
     made = source(X[:5])
     batch = next(b for b in range(2) if made.index(0, b).max() >= 5)
     with pytest.raises(DataError, match=f"batch {batch} of epoch 0 from tensors of 5 samples") as caught:
-        made.gather(0, batch, into)
+        made.gather(0, batch, out=into)
     assert caught.value.epoch == 0
     assert caught.value.indices == made.indices(0, batch)
 
@@ -60,3 +61,14 @@ def test_tensors_of_a_device_are_brought_to_the_host_once():
     assert torch.equal(index, source().index(1, 2))
     assert torch.equal(made.take(0, 1, 2)[0], X[index])
     assert made.tensors[1] is Y
+
+
+@pytest.mark.parametrize("start", [0, 1, 4])
+def test_a_part_gathers_its_samples_alone(start):
+    made = source()
+    part = Part(start, 4)
+    portion = made.take(0, 0, 1, part)
+    x, y = portion.rows(0, portion.samples)
+    assert torch.equal(x, X[made.index(0, 1)[start:]])
+    assert torch.equal(y, Y[made.index(0, 1)[start:]])
+    assert portion.samples == 4 - start

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flowdp.device.streams import HostLane
 from flowdp.engine.build import (
     build_models,
-    build_optimizer,
+    build_optimizers,
     equal_start,
     seed_devices,
     slow_optimizer,
@@ -175,7 +175,7 @@ def test_an_instance_is_rebuilt_with_groups_and_state() -> None:
     optimizer.step()
     [replica] = build_models(model, ONE)
     assert isinstance(replica, nn.Sequential)
-    twin = build_optimizer(optimizer, replica, model)
+    [twin] = build_optimizers(optimizer, replica, model)
 
     assert type(twin) is torch.optim.AdamW
     assert [group["lr"] for group in twin.param_groups] == [0.1, 0.02]
@@ -201,8 +201,9 @@ def test_a_factory_gets_what_requires_grad_or_the_module() -> None:
         got.append(model)
         return torch.optim.SGD(groups(model), 0.1)
 
-    build_optimizer(by_parameters, model, None)
-    assert len(build_optimizer(by_model, model, None).param_groups) == 2
+    build_optimizers(by_parameters, model, None)
+    [grouped] = build_optimizers(by_model, model, None)
+    assert len(grouped.param_groups) == 2
     assert got == [[(4,), (4,), (4,), (1, 4), (1,)], model]
 
 
@@ -217,13 +218,13 @@ def test_a_factory_gets_what_requires_grad_or_the_module() -> None:
 def test_optimizers_of_something_else(make: Callable[[nn.Module], Any], match: str) -> None:
     model, other = net(), net()
     with pytest.raises(OptionError, match=match):
-        build_optimizer(make(other), build_models(model, ONE)[0], model)
+        build_optimizers(make(other), build_models(model, ONE)[0], model)
 
 
 def test_an_instance_needs_its_model() -> None:
     model = net()
     with pytest.raises(OptionError, match="with a model factory, give an optimizer factory"):
-        build_optimizer(torch.optim.SGD(model.parameters(), 0.1), model, None)
+        build_optimizers(torch.optim.SGD(model.parameters(), 0.1), model, None)
 
 
 def test_an_optimizer_that_cannot_be_rebuilt() -> None:
@@ -234,7 +235,7 @@ def test_an_optimizer_that_cannot_be_rebuilt() -> None:
     model = net()
     optimizer = Own(model.parameters(), torch.ones(1))
     with pytest.raises(OptionError, match=r"Own cannot be rebuilt .* optimizer=lambda params: Own"):
-        build_optimizer(optimizer, build_models(model, ONE)[0], model)
+        build_optimizers(optimizer, build_models(model, ONE)[0], model)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_positions_may_be_skipped(name: str, is_instance: bool) -> None:
         mine.param_groups[0].update(
             {k: v for k, v in scheduler.optimizer.param_groups[0].items() if k != "params"}
         )
-    rate = LearningRate(mine, scheduler, "step")
+    rate = LearningRate([mine], scheduler, "step")
     for position in (0, 0, 3, 7, 8, 20, TOTAL - 1):
         rate.advance(position, 0)
         assert rate.value == pytest.approx(expected[position], rel=1e-9), position
@@ -77,15 +77,15 @@ def test_positions_may_be_skipped(name: str, is_instance: bool) -> None:
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_factor_multiplies_what_the_scheduler_says(name: str) -> None:
     expected = plain(SCHEDULERS[name], TOTAL)
-    rate = LearningRate(sgd(), SCHEDULERS[name], "step", factor=2.0)
+    rate = LearningRate([sgd()], SCHEDULERS[name], "step", factor=2.0)
     for position in range(TOTAL):
         rate.advance(position, 0)
         assert rate.value == pytest.approx(2.0 * expected[position], rel=1e-9)
 
 
 def test_epochs_and_a_function() -> None:
-    by_epoch = LearningRate(sgd(), lambda opt: StepLR(opt, 1, 0.5), "epoch")
-    by_function = LearningRate(sgd(), lr_lambda=lambda step: 1 + step)
+    by_epoch = LearningRate([sgd()], lambda opt: StepLR(opt, 1, 0.5), "epoch")
+    by_function = LearningRate([sgd()], lr_lambda=lambda step: 1 + step)
     for position, epoch in ((0, 0), (5, 0), (7, 1), (9, 3)):
         by_epoch.advance(position, epoch)
         by_function.advance(position, epoch)
@@ -94,7 +94,7 @@ def test_epochs_and_a_function() -> None:
 
 
 def test_a_plateau_is_stepped_with_the_loss_of_each_epoch() -> None:
-    rate = LearningRate(sgd(), lambda opt: ReduceLROnPlateau(opt, factor=0.1, patience=0), "epoch")
+    rate = LearningRate([sgd()], lambda opt: ReduceLROnPlateau(opt, factor=0.1, patience=0), "epoch")
     assert rate.waits_for_metric
     seen = []
     for epoch, metric in enumerate((None, 1.0, 0.5, 0.6, 0.4)):
@@ -106,7 +106,7 @@ def test_a_plateau_is_stepped_with_the_loss_of_each_epoch() -> None:
 def test_a_rate_that_is_set_scales_all_groups_and_the_scheduler_goes_on_from_it() -> None:
     parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
     optimizer = SGD([{"params": parameters[0], "lr": 0.1}, {"params": parameters[1], "lr": 0.4}])
-    rate = LearningRate(optimizer, lambda opt: StepLR(opt, 10, 0.1), "step")
+    rate = LearningRate([optimizer], lambda opt: StepLR(opt, 10, 0.1), "step")
     rate.advance(9, 0)
     rate.set(0.02, 10, 0)  # at the position where the scheduler has taken its first step: 0.01, 0.04
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.02, 0.08])
@@ -115,7 +115,7 @@ def test_a_rate_that_is_set_scales_all_groups_and_the_scheduler_goes_on_from_it(
 
 
 def test_a_rate_may_be_set_to_zero_and_back() -> None:
-    rate = LearningRate(sgd(), lr_lambda=lambda step: 1.0)
+    rate = LearningRate([sgd()], lr_lambda=lambda step: 1.0)
     rate.set(0.0, 1, 0)
     assert rate.value == 0.0
     rate.set(0.3, 2, 0)
@@ -123,13 +123,13 @@ def test_a_rate_may_be_set_to_zero_and_back() -> None:
 
 
 def test_a_rate_may_be_set_where_all_is_zero() -> None:
-    rate = LearningRate(sgd(0.0), lr_lambda=lambda step: 1.0 if step < 5 else 0.5)
+    rate = LearningRate([sgd(0.0)], lr_lambda=lambda step: 1.0 if step < 5 else 0.5)
     rate.set(0.2, 1, 0)
     rate.advance(2, 0)
     assert rate.value == pytest.approx(0.2)
     rate.advance(6, 0)
     assert rate.value == pytest.approx(0.1)
-    warm_up = LearningRate(sgd(), lambda opt: LambdaLR(opt, lambda i: float(i == 1)), "step")
+    warm_up = LearningRate([sgd()], lambda opt: LambdaLR(opt, lambda i: float(i == 1)), "step")
     warm_up.set(0.0, 1, 0)
     warm_up.set(0.3, 2, 0)
     assert warm_up.value == pytest.approx(0.3)
@@ -137,7 +137,7 @@ def test_a_rate_may_be_set_where_all_is_zero() -> None:
 
 def test_a_rate_in_a_tensor_stays_in_a_tensor() -> None:
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1), capturable=False)
-    rate = LearningRate(optimizer, lr_lambda=lambda step: 0.5)
+    rate = LearningRate([optimizer], lr_lambda=lambda step: 0.5)
     rate.advance(1, 0)
     assert isinstance(optimizer.param_groups[0]["lr"], Tensor)
     assert rate.value == pytest.approx(0.05)
@@ -175,7 +175,7 @@ def test_schedules_that_need_a_guess(scheduler: Any, unit: Any, lr_lambda: Any, 
 )
 def test_factories_of_something_else(factory: Any, match: str) -> None:
     with pytest.raises(OptionError, match=match):
-        LearningRate(sgd(), factory, "step")
+        LearningRate([sgd()], factory, "step")
 
 
 # ---------------------------------------------------------------- of a run

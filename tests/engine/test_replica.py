@@ -29,7 +29,7 @@ def replica(loss: Callable[..., Any] = mse, module: nn.Module | None = None, **o
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], 0.1)
     flat, lane = FlatReplica(module), HostLane(CPU)
     return Replica(
-        module, flat, optimizer, loss_function(loss, CPU), LearningRate(optimizer), lane, **options
+        module, flat, [optimizer], loss_function(loss, CPU), LearningRate([optimizer]), lane, **options
     )
 
 
@@ -44,7 +44,9 @@ def step(replica: Replica, batch: Any = BATCH) -> tuple[float, Recorded]:
         recorded[name] = float(value), weight
 
     worker = CurrentWorker(0, CPU, replica.module, samples=2, sink=sink)
-    loss = replica.step(batch, worker)
+    replica.add(batch, worker)
+    loss = replica.step()
+    assert loss is not None
     assert not loss.requires_grad
     return loss.item(), recorded
 

@@ -12,6 +12,7 @@ from flowdp.machine.commands import (
     Command,
     Direct,
     EpochEnded,
+    Fail,
     Finish,
     Hurry,
     Paused,
@@ -19,6 +20,7 @@ from flowdp.machine.commands import (
     Send,
 )
 from flowdp.machine.coordinator import Coordinator, Life, RunConfig
+from flowdp.machine.exact import ExactRounds
 from flowdp.machine.planned import PlannedRounds
 from flowdp.machine.snapshots import SnapshotRounds
 from flowdp.messages import (
@@ -233,6 +235,29 @@ def test_a_failure_at_the_start() -> None:
     assert commands == [AbortGate("no memory"), Send(0, Abort("no memory"))]
 
 
+def test_replicas_that_differ_end_the_run() -> None:
+    machine, commands = started("exact", batches=1, window=8, samples=8)
+    outcome = Outcome(0, 1, (0, 1), (1, 1), (4, 4), compare=True)
+    work = Work(0, 1, 4, busy_ms=1.0, pace_ms=1.0)
+    assert sorted(orders(commands)) == [0, 1]
+    assert machine.handle(SyncAck(0, outcome, work, checksum=1), 1.0) == []
+    commands = machine.handle(SyncAck(1, outcome, work, checksum=2), 1.0)
+    [failure] = [command for command in commands if isinstance(command, Fail)]
+    assert "rank 1 " in failure.error
+    # The shell hears of it first; then everybody is freed as after any failure.
+    reason = failure.error
+    assert commands[-3:] == [AbortGate(reason), Send(0, Abort(reason)), Send(1, Abort(reason))]
+    assert commands.index(failure) < commands.index(AbortGate(reason))
+    for rank in (0, 1):
+        commands = machine.handle(Exiting(rank), 2.0)
+    assert commands == [Finish(reason, True, 1, 0)]
+
+
+def test_windows_of_unknown_size_are_a_bug() -> None:
+    with pytest.raises(ProtocolError, match="exact has to know its windows"):
+        coordinator("exact")
+
+
 def test_a_failure_while_leaving() -> None:
     machine, commands = started(batches=6)
     meet(machine, orders(commands))
@@ -302,6 +327,8 @@ def test_a_rank_without_batches_is_told_so() -> None:
         ({"policy": "cadence", "cadence": CadenceOptions(max_anchor=0)}, PlannedRounds, False),
         ({"policy": "cadence", "cadence": CadenceOptions(max_batch_diff=0)}, PlannedRounds, False),
         ({"policy": "async", "cadence": CadenceOptions(max_batch_diff=0)}, SnapshotRounds, True),
+        ({"policy": "exact", "window": 8, "samples": 30}, ExactRounds, False),
+        ({"policy": "exact", "window": 8, "samples": 30, "world_size": 1}, ExactRounds, False),
     ],
 )
 def test_which_rounds_run(given: dict[str, Any], rounds: type, has_cadence: bool) -> None:

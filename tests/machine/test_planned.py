@@ -18,10 +18,16 @@ Orders = dict[int, StartEpoch]
 
 
 def rounds(
-    batches: int = 100, *, world_size: int = 2, cadence: bool = True, epochs: int = 1, **options: Any
+    batches: int = 100,
+    *,
+    world_size: int = 2,
+    cadence: bool = True,
+    epochs: int = 1,
+    groups: tuple[int, ...] | None = None,
+    **options: Any,
 ) -> PlannedRounds:
     policy = Cadence(world_size, CadenceOptions(**options)) if cadence else None
-    return PlannedRounds(Epochs(batches, epochs, None, world_size), policy, world_size)
+    return PlannedRounds(Epochs(batches, epochs, None, world_size, groups=groups), policy, world_size)
 
 
 def decide(machine: PlannedRounds, now_ms: float = 0.0, *, hold: bool = False) -> list[Command]:
@@ -297,6 +303,34 @@ def test_one_device_needs_no_rank_to_wait_for() -> None:
     assert (sync(first[0]).every, sync(first[0]).count) == (40, 1)
     assert len(second[0].batches) == 39
     assert decide(machine, hold=True) == [Hurry(sync(first[0]).round)]
+
+
+def test_quotas_are_steps_of_several_batches() -> None:
+    machine = rounds(groups=(2, 1), speed_hint=(1, 2.0))
+    first, _ = orders(decide(machine))
+    assert [(len(first[rank].batches), first[rank].group, first[rank].steps) for rank in (0, 1)] == [
+        (40, 2, 20),
+        (10, 1, 10),
+    ]
+    assert [sync(first[rank]).every for rank in (0, 1)] == [20, 10]
+    assert sync(first[0]).steps == 30
+    # What a hurry leaves comes back in whole steps.
+    record = settle(machine, acks(first, steps=(5, 10), hurried=True))
+    assert (record.global_step, record.reason) == (15, "hurried")
+    assert machine.epochs.of(0).trained == 20
+
+
+def test_sync_with_steps_of_several_batches() -> None:
+    machine = rounds(9, cadence=False, groups=(2, 1))
+    [first] = orders(decide(machine))
+    settle(machine, acks(first))
+    [block] = orders(decide(machine))
+    # Two more rounds of one step each: three batches a round.
+    assert [block[rank].batches for rank in (0, 1)] == [(3, 4, 6, 7), (5, 8)]
+    assert [(sync(block[rank]).every, sync(block[rank]).count) for rank in (0, 1)] == [(1, 2), (1, 2)]
+    settle(machine, acks(block))
+    assert machine.global_step == 6
+    assert machine.epochs.of(0).is_complete
 
 
 def test_drift_is_measured_rarely_where_averaging_is_dear() -> None:

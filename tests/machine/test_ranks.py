@@ -36,6 +36,18 @@ def test_the_end_of_an_epoch_shortens_its_orders_alone() -> None:
     state.check()
 
 
+def test_steps_of_several_batches_are_counted_as_steps() -> None:
+    state = RankState()
+    state.give(StartEpoch(0, 0, (0, 1, 2, 3, 4), group=2))
+    assert state.dealt == 3
+    # The last step has one batch less than it might, and is cut to nothing after that.
+    assert state.shorten(DataEnded(0, 4))
+    assert state.shorten(DataEnded(0, 3))
+    assert state.dealt == 2
+    state.credit(state.orders.popleft(), Work(0, 1, 16))
+    assert (state.dealt, state.trained) == (1, 1)
+
+
 def test_counts_that_cannot_be() -> None:
     state = RankState(trained=1)
     with pytest.raises(ProtocolError, match="counts out of order"):

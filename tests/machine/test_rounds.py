@@ -52,6 +52,29 @@ def test_one_member_with_batches_left_makes_the_round_a_hurried_one() -> None:
     assert outcome.voids
 
 
+def together(rank: int, steps: int, *, compare: bool = False) -> Arrival:
+    return Arrival(rank, 3, 10, steps, 8 * steps, together=True, compare=compare)
+
+
+def test_steps_taken_together_are_one_step() -> None:
+    outcome = decide({rank: together(rank, steps) for rank, steps in enumerate((1, 1, 0))}, Directives(), 3)
+    assert (outcome.global_step, outcome.steps, outcome.samples) == (11, (1, 1, 0), (8, 8, 0))
+    assert decide({0: together(0, 0)}, Directives(), 1).global_step == 10
+
+
+def test_replicas_are_compared_where_an_order_says_so_and_at_a_stop() -> None:
+    assert not decide({0: together(0, 1), 1: together(1, 1)}, Directives(), 2).compare
+    assert decide({0: together(0, 1), 1: together(1, 1, compare=True)}, Directives(), 2).compare
+    assert decide({0: together(0, 1)}, Directives(stop=True), 1).compare
+    # Replicas that step on their own are not equal before the mean.
+    assert not decide({0: arrival(0)}, Directives(stop=True), 1).compare
+
+
+def test_some_together_and_some_alone() -> None:
+    with pytest.raises(ProtocolError, match="different kinds"):
+        decide({0: together(0, 1), 1: arrival(1, round=3, global_step=10)}, Directives(), 2)
+
+
 @pytest.mark.parametrize("other", [arrival(1, round=1), arrival(1, global_step=2)])
 def test_ranks_that_mean_different_rounds(other: Arrival) -> None:
     with pytest.raises(ProtocolError, match="different rounds"):

@@ -34,9 +34,16 @@ from flowdp.policy.cadence import Cadence
 class Run:
     """Two ranks and the machine between them."""
 
-    def __init__(self, batches: int | None = 100, *, epochs: int = 1, **options: Any) -> None:
+    def __init__(
+        self,
+        batches: int | None = 100,
+        *,
+        epochs: int = 1,
+        groups: tuple[int, int] | None = None,
+        **options: Any,
+    ) -> None:
         cadence = Cadence(2, CadenceOptions(**options))
-        self.machine = SnapshotRounds(Epochs(batches, epochs, None, 2), cadence, 2)
+        self.machine = SnapshotRounds(Epochs(batches, epochs, None, 2, groups=groups), cadence, 2)
         self.out: list[list[StartEpoch]] = [[], []]
         self.now_ms = 0.0
 
@@ -57,7 +64,7 @@ class Run:
     def trains(self, rank: int, pace_ms: float = 10.0) -> None:
         """The rank is done with its oldest order."""
         order = self.out[rank].pop(0)
-        steps = len(order.batches)
+        steps = order.steps
         work = Work(order.epoch, steps, 8 * steps, pace_ms * steps, 0.0, pace_ms, (8.0 * steps, 8 * steps))
         assert self.take(StepsDone(rank, order.plan, work)) == []
 
@@ -94,6 +101,16 @@ def test_batches_go_out_in_small_orders_two_for_each_rank() -> None:
     run.trains(1)
     run.decide()
     assert [order.batches for order in run.out[1]] == [(3,), (4,)]
+
+
+def test_orders_and_counts_are_steps_of_several_batches() -> None:
+    run = Run(groups=(2, 1))
+    run.decide()
+    assert [[order.batches for order in orders] for orders in run.out] == [[(0, 1), (2, 3)], [(4,), (5,)]]
+    # Three steps each, of twice as many batches on rank 0.
+    assert run.fills() == requests(0)
+    assert trained(run) == [3, 3]
+    assert run.machine.epochs.of(0).trained == 9
 
 
 def test_a_round_passes_through_its_three_states() -> None:

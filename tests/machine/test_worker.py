@@ -24,6 +24,7 @@ from flowdp.messages import (
     DataEnded,
     Outcome,
     Pace,
+    Part,
     RequestParams,
     Shutdown,
     StartEpoch,
@@ -59,6 +60,10 @@ def step(machine: WorkerMachine, hurry: int = NEVER, samples: int = 8) -> Step:
     return action
 
 
+def upcoming(machine: WorkerMachine) -> list[tuple[int, int]]:
+    return [(epoch, batch) for epoch, batch, _ in machine.upcoming()]
+
+
 def enter(machine: WorkerMachine, hurry: int = NEVER) -> Arrival:
     action = machine.next(hurry)
     assert isinstance(action, Enter)
@@ -73,8 +78,8 @@ def test_an_order_is_trained_and_then_met() -> None:
     machine = WorkerMachine(1)
     machine.handle(StartEpoch(0, 3, (5, 7), SyncNow(2, 2, 1, 100, 10, drift=True), metric=0.5))
     # Two steps, whose places in the schedule are spread over the 10 steps of all ranks.
-    assert step(machine) == Step(3, 5, 100, 0.5)
-    assert step(machine) == Step(3, 7, 105, 0.5)
+    assert step(machine) == Step(3, (5,), 100, 0.5)
+    assert step(machine) == Step(3, (7,), 105, 0.5)
     # Then the gate, with all that was done.
     assert machine.next(NEVER) == Enter(Arrival(1, 2, 100, 2, 16, drift=True))
     # The mean ends the order and starts the count anew.
@@ -90,7 +95,7 @@ def test_the_next_order_lies_ready() -> None:
     step(machine)
     enter(machine)
     assert machine.met(outcome()) == Done(0, 0, 1)
-    assert step(machine).batch == 1
+    assert step(machine).batches == (1,)
 
 
 def test_a_block_holds_several_rounds() -> None:
@@ -136,7 +141,7 @@ def test_an_outcome_that_voids_drops_what_is_armed(wish: str) -> None:
     machine.handle(planned((2,), round=2))
     assert machine.next(NEVER) == Idle()
     machine.handle(planned((1,), round=1, plan=1))
-    assert step(machine).batch == 1
+    assert step(machine).batches == (1,)
 
 
 def test_a_rank_that_left_voids_as_well() -> None:
@@ -177,7 +182,7 @@ def test_a_throttle_is_a_remark_until_the_next_order() -> None:
     assert machine.next(NEVER) == Idle()
     machine.handle(planned((0,)))
     assert machine.throttled is None
-    assert step(machine).batch == 0
+    assert step(machine).batches == (0,)
 
 
 # ---------------------------------------------------------------- async
@@ -279,7 +284,7 @@ def test_a_hurry_alone_cuts_nothing() -> None:
     machine = WorkerMachine(0)
     machine.handle(free((0, 1)))
     # The meeting has not arrived yet: the next step is begun.
-    assert step(machine, hurry=0).batch == 0
+    assert step(machine, hurry=0).batches == (0,)
 
 
 def test_a_meeting_makes_an_earlier_snapshot_stale() -> None:
@@ -294,19 +299,90 @@ def test_a_meeting_makes_an_earlier_snapshot_stale() -> None:
         machine.next(NEVER)
 
 
+# ---------------------------------------------------------------- steps of several batches
+def test_a_step_takes_a_group_of_batches() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(StartEpoch(0, 0, (4, 5, 8, 9, 12), SyncNow(0, 3, 1, 0, 9), group=2))
+    assert [step(machine, samples=n) for n in (16, 16, 8)] == [
+        Step(0, (4, 5), 0),
+        Step(0, (8, 9), 3),
+        Step(0, (12,), 6),
+    ]
+    # Steps are counted, not batches.
+    assert enter(machine) == Arrival(0, 0, 0, 3, 40)
+    assert machine.met(outcome()) == Done(0, 0, 3)
+
+
+def test_a_hurry_leaves_whole_steps() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(StartEpoch(0, 0, (4, 5, 8, 9, 12), SyncNow(0, 3, 1, 0, 9), group=2))
+    step(machine)
+    assert upcoming(machine) == [(0, 8), (0, 9), (0, 12)]
+    assert enter(machine, hurry=0).left == 2
+
+
+def test_a_free_order_counts_in_steps() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(StartEpoch(0, 0, (0, 1, 2), None, Pace(6, 2), group=2))
+    assert [step(machine).position, step(machine).position] == [0, 3]
+    assert machine.next(NEVER) == Report(Done(0, 0, 2))
+
+
+# ---------------------------------------------------------------- a part of each window
+def windows(*sizes: int, compare: bool = False) -> StartEpoch:
+    parts = tuple(Part(8, 8 + size) for size in sizes)
+    sync = SyncNow(5, 1, len(sizes), 20, 1, compare=compare)
+    return StartEpoch(0, 1, tuple(range(3, 3 + len(sizes))), sync, parts=parts)
+
+
+def test_a_window_is_one_step_and_one_meeting() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(windows(4, 3))
+    assert step(machine, samples=4) == Step(1, (3,), 20, part=Part(8, 12))
+    assert enter(machine) == Arrival(0, 5, 20, 1, 4, together=True)
+    assert machine.met(outcome(5, 21)) is None
+    assert step(machine, samples=3) == Step(1, (4,), 21, part=Part(8, 11))
+    assert enter(machine) == Arrival(0, 6, 21, 1, 3, together=True)
+    assert machine.met(outcome(6, 22)) == Done(0, 1, 2)
+
+
+def test_without_a_sample_there_is_the_meeting_alone() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(windows(0, 3, 0))
+    assert machine.upcoming() == [(1, 4, Part(8, 11))]
+    # Nothing is left out by it, so nothing is void.
+    assert enter(machine) == Arrival(0, 5, 20, 0, 0, together=True)
+    machine.met(outcome(5, 21))
+    assert step(machine).batches == (4,)
+    assert machine.upcoming() == []
+    machine.met(outcome(6, 22))
+    assert enter(machine) == Arrival(0, 7, 22, 0, 0, together=True)
+    assert machine.met(outcome(7, 23)) == Done(0, 1, 1)
+
+
+def test_replicas_are_compared_after_the_last_round_of_a_block() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(windows(4, 4, compare=True))
+    step(machine)
+    assert not enter(machine).compare
+    machine.met(outcome(5, 21))
+    step(machine)
+    assert enter(machine).compare
+
+
 # ---------------------------------------------------------------- what comes next
 def test_upcoming_is_what_will_be_trained() -> None:
     machine = WorkerMachine(0)
-    assert machine.upcoming() == []
+    assert upcoming(machine) == []
     machine.handle(planned((3, 4), round=0))
     machine.handle(planned((7,), round=1))
-    assert machine.upcoming() == [(0, 3), (0, 4), (0, 7)]
+    assert upcoming(machine) == [(0, 3), (0, 4), (0, 7)]
     step(machine)
-    assert machine.upcoming() == [(0, 4), (0, 7)]
+    assert upcoming(machine) == [(0, 4), (0, 7)]
     step(machine)
     enter(machine)
     machine.met(outcome(0))
-    assert machine.upcoming() == [(0, 7)]
+    assert upcoming(machine) == [(0, 7)]
 
 
 def test_a_void_plan_is_not_upcoming() -> None:
@@ -316,11 +392,11 @@ def test_a_void_plan_is_not_upcoming() -> None:
     step(machine)
     enter(machine, hurry=0)
     machine.met(outcome(0, hurried=True))
-    assert machine.upcoming() == []
+    assert upcoming(machine) == []
     machine.handle(planned((8,), round=2))  # of the plan that is void
-    assert machine.upcoming() == []
+    assert upcoming(machine) == []
     machine.handle(planned((4, 5), round=1, plan=1))
-    assert machine.upcoming() == [(0, 4), (0, 5)]
+    assert upcoming(machine) == [(0, 4), (0, 5)]
 
 
 def test_skipping_to_a_blocking_round_leaves_the_rest_to_others() -> None:
@@ -330,33 +406,49 @@ def test_skipping_to_a_blocking_round_leaves_the_rest_to_others() -> None:
     machine.handle(StartEpoch(2, 1, (0,), SyncNow(0, 1, 1, 4, 2)))
     step(machine)
     enter(machine, hurry=0)
-    assert machine.upcoming() == [(1, 0)]
+    assert upcoming(machine) == [(1, 0)]
+
+
+def drawn_order(chance: random.Random, round: int, first: int, plan: int, has_parts: bool) -> StartEpoch:
+    """An order of a few batches: several of a step, or parts of which some are empty."""
+    batches = tuple(range(first, first + chance.randrange(6)))
+    if not has_parts:
+        group = chance.choice((1, 2, 3))
+        every = -(-len(batches) // group)
+        return StartEpoch(plan, 0, batches, SyncNow(round, every, 1, 0, 10), group=group)
+    windows = tuple(range(first, first + chance.randint(1, 3)))
+    parts = tuple(Part(4, chance.choice((4, 9))) for _ in windows)
+    return StartEpoch(plan, 0, windows, SyncNow(round, 1, len(windows), 0, 1), parts=parts)
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_the_list_changes_only_when_plans_counts_up(seed: int) -> None:
     """What a feed is told when `plans` counts up, and the steps since, is what `next` names at any moment."""
     chance = random.Random(seed)
-    machine, told, plans, held, fresh = WorkerMachine(0), [], 0, 0, 0
-    armed = 0
+    machine, told, plans, held, fresh = WorkerMachine(0), list[tuple[int, int, Part | None]](), 0, 0, 0
+    armed, rounds, has_parts = 0, 0, seed % 2 == 1
     for _ in range(200):
         if armed < 2 and chance.random() < 0.5:
-            count = chance.choice((1, 1, 2))
-            batches = tuple(range(fresh, fresh + count * chance.randrange(3)))
-            fresh += len(batches)
-            machine.handle(planned(batches, round=held + armed, count=1, plan=machine._oldest_plan))
+            order = drawn_order(chance, rounds, fresh, machine._oldest_plan, has_parts)
+            machine.handle(order)
+            assert order.sync is not None
+            rounds += order.sync.count
+            fresh += 6
             armed += 1
         if machine.plans != plans:
             plans, told = machine.plans, machine.upcoming()
         assert machine.upcoming() == told
         action = machine.next(held if chance.random() < 0.1 else NEVER)
         if isinstance(action, Step):
-            assert told.pop(0) == (action.epoch, action.batch)
+            for batch in action.batches:
+                assert told.pop(0) == (action.epoch, batch, action.part)
             machine.trained(8)
         elif isinstance(action, Enter):
             voids = action.arrival.left > 0 or chance.random() < 0.2
-            machine.met(outcome(action.arrival.round, hurried=voids))
-            held, armed = action.arrival.round + 1, 0 if voids else armed - 1
+            done = machine.met(outcome(action.arrival.round, hurried=voids))
+            held = action.arrival.round + 1
+            armed = 0 if voids else armed - (done is not None)
+            rounds = held if voids else rounds
 
 
 # ---------------------------------------------------------------- epochs of unknown length
@@ -369,7 +461,7 @@ def test_what_does_not_exist_is_left_at_the_gate_in_its_own_round_alone() -> Non
     machine.handle(DataEnded(1, 0))  # of another epoch
     machine.handle(DataEnded(0, 6))
     assert machine.plans > plans
-    assert machine.upcoming() == [(0, 2), (0, 4)]
+    assert upcoming(machine) == [(0, 2), (0, 4)]
     step(machine)
     # The first round has all of its batches, whenever the end was known.
     assert machine.next(NEVER) == Enter(Arrival(0, 0, 0, 2, 16, left=0))

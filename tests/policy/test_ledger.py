@@ -131,7 +131,7 @@ def test_left_overs_of_others_change_hands_when_nothing_new_is_left() -> None:
 def test_what_was_never_dealt_cannot_come_back(batches: tuple[int, ...], trained: int) -> None:
     ledger = Ledger(4, 10, 1)
     ledger.deal((2,), (1.0,))
-    with pytest.raises(ProtocolError, match=f"epoch 4: rank 0 says {trained} of {len(batches)} batches, 2"):
+    with pytest.raises(ProtocolError, match=f"rank 0 says {trained} steps of {len(batches)} batches"):
         ledger.settle(0, batches, trained)
 
 
@@ -152,25 +152,28 @@ def test_each_batch_is_in_exactly_one_place(data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, 4))
     batches = data.draw(st.integers(1, 60))
     pace = data.draw(st.lists(st.floats(0.1, 50.0), min_size=ranks, max_size=ranks))
-    ledger = Ledger(0, batches, ranks)
+    groups = data.draw(st.lists(st.integers(1, 3), min_size=ranks, max_size=ranks))
+    ledger = Ledger(0, batches, ranks, groups)
     out: list[tuple[int, tuple[int, ...]]] = []
     trained: list[int] = []
     for _ in range(data.draw(st.integers(1, 25))):
         what = data.draw(st.sampled_from(("deal", "rounds", "settle", "settle", "fold")))
         if what == "deal":
             quotas = data.draw(st.lists(st.integers(0, 9), min_size=ranks, max_size=ranks))
-            expected = min(sum(quotas), ledger.remaining)
+            most = sum(quota * group for quota, group in zip(quotas, groups, strict=True))
+            expected = min(most, ledger.remaining)
+            short = any(len(hand) % group for hand, group in zip(ledger.left, groups, strict=True))
             deal = ledger.deal(quotas, pace)
-            assert sum(map(len, deal)) == expected
-            assert all(len(hand) <= quota for hand, quota in zip(deal, quotas, strict=True))
+            assert sum(map(len, deal)) == expected or short
+            assert all(ledger.steps(rank, hand) <= quotas[rank] for rank, hand in enumerate(deal))
             out += list(enumerate(deal))
-        elif what == "rounds" and not any(ledger.left) and batches - ledger.position >= ranks:
+        elif what == "rounds" and not any(ledger.left) and batches - ledger.position >= sum(groups):
             out += list(enumerate(ledger.deal_rounds(1)))
         elif what == "settle" and out:
             rank, hand = out.pop(data.draw(st.integers(0, len(out) - 1)))
-            count = data.draw(st.integers(0, len(hand)))
-            ledger.settle(rank, hand, count)
-            trained += hand[:count]
+            steps = data.draw(st.integers(0, ledger.steps(rank, hand)))
+            ledger.settle(rank, hand, steps)
+            trained += hand[: steps * groups[rank]]
         elif what == "fold":
             ledger.fold()
         ledger.check()
@@ -180,10 +183,37 @@ def test_each_batch_is_in_exactly_one_place(data: st.DataObject) -> None:
         assert sorted(places) == list(range(batches))
     # And however it went, the rest can be trained.
     for rank, hand in out:
-        ledger.settle(rank, hand, len(hand))
+        ledger.settle(rank, hand, ledger.steps(rank, hand))
     while ledger.remaining:
         for rank, hand in enumerate(ledger.deal([5] * ranks, pace)):
-            ledger.settle(rank, hand, len(hand))
+            ledger.settle(rank, hand, ledger.steps(rank, hand))
+    assert ledger.is_complete
+
+
+# ---------------------------------------------------------------- steps of several batches
+def test_a_step_gets_batches_that_follow_each_other() -> None:
+    ledger = Ledger(0, 100, 2, groups=(2, 1))
+    # Rank 1 asks first for its second step: it is faster.
+    assert ledger.deal((2, 3), (10.0, 4.0)) == ((0, 1, 5, 6), (2, 3, 4))
+    assert ledger.deal_rounds(2) == ((7, 8, 10, 11), (9, 12))
+    assert (ledger.position, ledger.dealt) == (13, 13)
+
+
+def test_steps_that_were_not_taken_come_back_whole() -> None:
+    ledger = Ledger(0, 100, 2, groups=(2, 1))
+    first, second = ledger.deal((3, 1), (1.0, 1.0))
+    ledger.settle(0, first, 1)
+    ledger.settle(1, second, 1)
+    assert (ledger.left[0], ledger.trained) == (list(first[2:]), 3)
+    assert ledger.deal((3, 1), (1.0, 1.0))[0][:4] == first[2:]
+
+
+def test_the_last_step_of_an_epoch_may_have_fewer() -> None:
+    ledger = Ledger(0, 7, 2, groups=(3, 2))
+    # Whole steps, one by one to the rank that would finish first: five batches, and what is left to it.
+    assert ledger.deal((4, 4), (1.0, 1.5)) == ((0, 1, 2, 5, 6), (3, 4))
+    ledger.settle(0, (0, 1, 2, 5, 6), 2)
+    ledger.settle(1, (3, 4), 1)
     assert ledger.is_complete
 
 

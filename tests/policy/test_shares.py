@@ -10,6 +10,7 @@ from flowdp.policy.shares import (
     ThroughputBalance,
     equal_sizes,
     normalised_ratios,
+    part_sizes,
     proportional_sizes,
     shard_sizes,
     weights_from,
@@ -82,6 +83,30 @@ def test_a_batch_smaller_than_the_ranks_leaves_the_last_empty():
     assert shard_sizes(2, [0.25] * 4) == (1, 1, 0, 0)
 
 
+@given(st.integers(0, 300), weights)
+def test_parts_fill_the_window_and_are_near_their_share(samples, given_weights):
+    sizes = part_sizes(samples, given_weights)
+    assert sum(sizes) == samples
+    assert min(sizes) >= (samples >= len(sizes))
+    # Nobody pays for the rounding of others; one sample each may be lent to those too slow for any.
+    whole = sum(given_weights)
+    assert all(
+        abs(size - samples * weight / whole) <= len(sizes)
+        for size, weight in zip(sizes, given_weights, strict=True)
+    )
+
+
+@given(st.integers(0, 300), st.integers(1, 8))
+def test_equal_speeds_give_equal_parts(samples, ranks):
+    sizes = part_sizes(samples, [0.7] * ranks)
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_very_slow_rank_keeps_one_sample():
+    assert part_sizes(8, [1.0, 1.0, 1e-6]) == (3, 4, 1)
+    assert part_sizes(2, [1.0, 1.0, 1e-6]) == (1, 1, 0)
+
+
 # ---------------------------------------------------------------- the balance of single batches
 def run(balance, throughput, steps):
     """Steps whose samples per millisecond are `throughput`; the steps at which the ratios were recomputed."""
@@ -96,6 +121,12 @@ def run(balance, throughput, steps):
 
 def test_it_rebalances_after_ten_steps_and_every_fifty():
     assert run(ThroughputBalance([1, 1]), (2.0, 1.0), 160) == [10, 60, 110, 160]
+
+
+def test_when_and_how_far_it_rebalances_may_be_given():
+    balance = ThroughputBalance([1, 1], calibration=3, interval=2, floor=0.001)
+    assert run(balance, (1000.0, 1.0), 8) == [3, 5, 7]
+    assert min(balance.ratios) == pytest.approx(0.001, rel=1e-3)
 
 
 def test_without_a_measurement_nothing_is_recomputed():

@@ -32,6 +32,9 @@ def kinds(scenario: Scenario) -> list[str]:
         "stream": config.batches is None,
         "slow reader": scenario.read_ms > max(scenario.ms_per_step) / config.world_size,
         "fast reader": config.batches is None and scenario.read_ms == 0.0,
+        "groups": config.groups,
+        "fewer samples than ranks": config.policy == "exact" and (config.window or 0) < config.world_size,
+        "differs": scenario.differs,
     }
     return found + [kind for kind, there in special.items() if there]
 
@@ -43,12 +46,13 @@ def test_same_seed_same_scenario() -> None:
 
 def test_every_kind_comes_up() -> None:
     seen = Counter(kind for scenario in DRAWN for kind in set(kinds(scenario)))
-    wanted = [f"policy {name}" for name in ("sync", "cadence", "async")]
+    wanted = [f"policy {name}" for name in ("sync", "cadence", "async", "exact")]
     wanted += [f"{n} ranks" for n in (1, 2, 3, 4, 5, 6, 8)]
     wanted += [f"crash in {where}" for where in ("start", "step", "enter", "mean", "snapshot", "apply")]
     wanted += [f"wish to {what}" for what in ("stop", "pause", "unpause", "set_lr")]
     wanted += ["noise", "stall", "late", "lost", "slow", "short last batch", "one batch", "ratios"]
     wanted += ["max_steps", "metric", "calm", "lockstep", "stream", "slow reader", "fast reader"]
+    wanted += ["groups", "fewer samples than ranks", "differs"]
     rare = {kind: seen[kind] for kind in wanted if seen[kind] < 5}
     assert rare == {}
 
@@ -60,6 +64,13 @@ def test_scenarios_are_sound() -> None:
         assert 1 <= scenario.last_batch <= scenario.batch_size
         assert len({crash.rank for crash in scenario.crashes}) == len(scenario.crashes)
         assert all(crash.rank < config.world_size for crash in scenario.crashes)
+        if config.policy == "exact":
+            assert config.window is not None
+            assert config.samples is not None
+            assert config.batches == -(-config.samples // config.window)
+            assert config.groups is None
+        if config.groups is not None:
+            assert config.max_steps is None or len(set(config.groups)) == 1
         assert [w.at_ms for w in scenario.wishes] == sorted(w.at_ms for w in scenario.wishes)
         if config.ratios is not None:
             assert abs(sum(config.ratios) - 1.0) < 1e-9
@@ -75,6 +86,24 @@ def test_calm_and_bounds() -> None:
     stopped = next(s for s in DRAWN if any(w.request.what == "stop" for w in s.wishes))
     assert not stopped.is_calm
     assert isinstance(stopped.wishes[0], Wish)
+
+
+def test_a_part_of_a_window_takes_its_part_of_the_time() -> None:
+    exact = next(
+        s for s in DRAWN if s.config.window and s.batch_size > 1 and not (s.noise or s.stall or s.slow_from)
+    )
+    assert exact.step_ms(0, exact.batch_size) == exact.ms_per_step[0]
+    whole = [exact.step_ms(rank, exact.config.window or 0) for rank in range(exact.config.world_size)]
+    assert exact.longest_step_ms == max(whole) >= max(exact.ms_per_step)
+    last = exact.length(0) - 1
+    assert sum(exact.samples_in(0, window) for window in range(last + 1)) == exact.config.samples
+
+
+def test_steps_of_several_batches_come_to_their_end() -> None:
+    drawn = next(s for s in DRAWN if s.config.groups)
+    config = replace(drawn.config, batches=5, max_steps=5, groups=(2,) * drawn.config.world_size)
+    # Three steps make an epoch of five batches; two are left for the next.
+    assert [replace(drawn, config=config).dealt(epoch) for epoch in range(3)] == [5, 4, 0]
 
 
 def test_the_epochs_of_a_stream_differ() -> None:

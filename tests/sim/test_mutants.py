@@ -14,10 +14,11 @@ import pytest
 from flowdp.machine.commands import AbortGate, Command, EpochEnded, Finish, Send
 from flowdp.machine.coordinator import Coordinator, Life, RunConfig
 from flowdp.machine.epochs import Epochs
+from flowdp.machine.exact import ExactRounds
 from flowdp.machine.planned import PlannedRounds
 from flowdp.machine.rounds import GateState
 from flowdp.machine.snapshots import SnapshotRounds
-from flowdp.machine.worker import Action, Enter, Leave, WorkerMachine
+from flowdp.machine.worker import Action, Enter, Leave, Step, WorkerMachine
 from flowdp.messages import (
     Abort,
     Arrival,
@@ -31,6 +32,7 @@ from flowdp.messages import (
     RequestParams,
     Shutdown,
     SnapshotReady,
+    StartEpoch,
     SyncAck,
     Tick,
 )
@@ -388,6 +390,78 @@ def max_steps_counts_what_never_existed(patch: Patch) -> None:
     patch.setattr(Epochs, "end", forgetful)
 
 
+# ---------------------------------------------------------------- windows and steps of several batches
+@mutant("S15", 200)
+def the_last_window_is_taken_for_a_whole_one(patch: Patch) -> None:
+    parts = ExactRounds._parts
+
+    def whole(self: ExactRounds, windows: Any) -> Any:
+        self._samples = 10**9
+        return parts(self, windows)
+
+    patch.setattr(ExactRounds, "_parts", whole)
+
+
+@mutant("S15", 200)
+def ranks_are_told_of_different_splits(patch: Patch) -> None:
+    order = ExactRounds._order
+
+    def moving(self: ExactRounds, block: Any, rank: int) -> Any:
+        self._ratios = [1.0 + (other == rank) for other in range(self.world_size)]
+        return order(self, block, rank)
+
+    patch.setattr(ExactRounds, "_order", moving)
+
+
+@mutant("S16", 100)
+def every_part_counts_as_a_step_of_the_run(patch: Patch) -> Machines:
+    class Alone(GateState):
+        def enter(self, arrival: Arrival) -> Outcome | None:
+            return super().enter(replace(arrival, together=False))
+
+    return Machines(gate=Alone)
+
+
+@mutant("S16", 100)
+def a_rank_stands_a_step_ahead_in_the_schedule(patch: Patch) -> Machines:
+    class Ahead(WorkerMachine):
+        def _step(self, order: StartEpoch, position: int) -> Step:
+            return super()._step(order, position + (order.parts is not None and self.rank == 1))
+
+    return Machines(worker=Ahead)
+
+
+@mutant("S17", 100)
+def nobody_compares(patch: Patch) -> Machines:
+    class Trusting(GateState):
+        def enter(self, arrival: Arrival) -> Outcome | None:
+            return super().enter(replace(arrival, compare=False))
+
+    return Machines(gate=Trusting)
+
+
+@mutant("S17", 1000)
+def replicas_that_differ_go_on(patch: Patch) -> None:
+    patch.setattr("flowdp.machine.exact._different", lambda acks: [])
+
+
+@mutant("S1", 200)
+def windows_are_never_counted_back(patch: Patch) -> None:
+    patch.setattr(ExactRounds, "_steps_of", lambda self, rank, work, rounds: 0)
+
+
+@mutant("S1", 200)
+def a_step_is_counted_back_as_one_batch(patch: Patch) -> None:
+    settle = Ledger.settle
+
+    def short(self: Ledger, rank: int, batches: Any, steps: int) -> None:
+        groups, self.groups = self.groups, (1,) * len(self.groups)
+        settle(self, rank, batches, steps)
+        self.groups = groups
+
+    patch.setattr(Ledger, "settle", short)
+
+
 # ---------------------------------------------------------------- snapshots
 @mutant("S8", 500)
 def a_late_answer_counts_for_the_next_round(patch: Patch) -> None:
@@ -539,7 +613,7 @@ def test_the_mutant_is_found(name: str, monkeypatch: Patch) -> None:
 
 def test_every_rule_finds_a_mutant() -> None:
     """A rule that no planted bug breaks has not been shown to work."""
-    expected = {f"S{number}" for number in range(1, 15)} | {f"L{number}" for number in range(1, 6)}
+    expected = {f"S{number}" for number in range(1, 18)} | {f"L{number}" for number in range(1, 6)}
     assert expected <= {planted.rule for planted in MUTANTS.values()}
 
 

@@ -35,6 +35,27 @@ def test_unequal_devices_are_used(policy: Policy, mean: float) -> None:
     assert max(found) <= 1.0
 
 
+@pytest.mark.parametrize(("speeds", "least"), [([10, 25], 0.97), ([10] * 4, 0.99), ([10, 10, 20, 40], 0.95)])
+def test_windows_are_split_by_speed(speeds: list[float], least: float) -> None:
+    plan = simulate(speeds, policy="exact", batches=2000)
+    assert plan.efficiency >= least
+    fair = [1 / ms / sum(1 / other for other in speeds) for ms in speeds]
+    assert plan.shares == pytest.approx(fair, rel=0.05)
+    # One step of the run for each window, whatever the speeds.
+    assert plan.rounds == 2000 / len(speeds)
+    assert plan.steps_per_s == pytest.approx(1e3 * plan.rounds / plan.wall_ms)
+    assert plan.samples_per_s == pytest.approx(1e3 * 2000 * 32 / plan.wall_ms)
+
+
+def test_noise_costs_windows_little() -> None:
+    assert simulate([10, 25], policy="exact", batches=2000, noise=0.1).efficiency >= 0.95
+
+
+def test_fixed_shares_of_windows_are_kept() -> None:
+    plan = simulate([10, 10], policy="exact", partition_ratios=[0.75, 0.25], batches=100)
+    assert plan.shares == (0.75, 0.25)
+
+
 def test_lockstep_is_as_slow_as_its_slowest() -> None:
     plan = simulate([10, 20], sync_ms=2, policy="sync", batches=200)
     # A round is 20 ms of the slow rank and 2 ms of averaging: 2 steps in 22 ms.
@@ -103,7 +124,7 @@ def test_prints_as_a_table() -> None:
         ({"speeds": [float("nan")]}, "speeds must be"),
         ({"speeds": [10, float("inf")]}, "speeds must be"),
         ({"sync_ms": -1.0}, "sync_ms must be"),
-        ({"policy": "exact"}, "policy must be one of"),
+        ({"policy": "fast"}, "policy must be one of"),
         ({"noise": 1.0}, "noise must lie"),
         ({"batch_size": 0}, "batch_size must be"),
         ({"batches": 2.5}, "batches must be"),

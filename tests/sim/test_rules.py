@@ -8,6 +8,7 @@ import pytest
 
 from flowdp.machine.commands import EpochEnded, Finish, Paused, RoundEnded
 from flowdp.machine.coordinator import Coordinator, RunConfig
+from flowdp.machine.worker import Step
 from flowdp.messages import DataEnded, Outcome, Pace, Requested, Shutdown, StartEpoch, Update
 from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.tally import Tally, Work
@@ -29,7 +30,7 @@ def rules(policy: Policy = "cadence") -> Rules:
 def train(judge: Rules, rank: int, *batches: int) -> None:
     for batch in batches:
         judge.step_begins(rank, (0, batch), 100)
-        judge.step_ends(rank, (0, batch))
+        judge.step_ends(rank, Step(0, (batch,), 100))
 
 
 def outcome(steps: tuple[int, int], samples: tuple[int, int], round: int = 0, **wishes: object) -> Outcome:

@@ -35,7 +35,7 @@ def test_corpus(case: dict[str, object]) -> None:
     World(draw(seed)).run()
 
 
-@pytest.mark.parametrize("seed", [0, 8, 12, 17, 28, 38, 223, 499, 3185])
+@pytest.mark.parametrize("seed", [0, 7, 8, 12, 17, 19, 28, 38, 59, 223, 499, 3185])
 def test_same_seed_same_story(seed: int) -> None:
     first, second = World(draw(seed)), World(draw(seed))
     first.run()
@@ -53,6 +53,18 @@ def test_seeds_of_unknown_length(first: int) -> None:
         World(draw(seed)).run()
 
 
+@pytest.mark.parametrize("first", range(8, 4400, 1100))
+def test_seeds_of_windows(first: int) -> None:
+    for seed in range(first, first + 1100, 11):
+        World(draw(seed)).run()
+
+
+@pytest.mark.parametrize("first", range(7, 5200, 1300))
+def test_seeds_of_steps_of_several_batches(first: int) -> None:
+    for seed in range(first, first + 1300, 13):
+        World(draw(seed)).run()
+
+
 def story_of(world: World) -> list[str]:
     """The lines that a run with a sink would have written."""
     lines: list[str] = []
@@ -63,7 +75,7 @@ def story_of(world: World) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("seed", [0, 8, 12, 17, 28, 38, 223, 499, 3185])
+@pytest.mark.parametrize("seed", [0, 7, 8, 12, 17, 19, 28, 38, 59, 223, 499, 3185])
 def test_a_story_replays(seed: int) -> None:
     world = World(draw(seed))
     world.run()

@@ -38,8 +38,8 @@ def test_it_reads_to_the_end_and_says_where_that_was() -> None:
     run.reader.start()
     run.rest()
     assert run.said == [(40.0, DataEnded(0, 3)), (60.0, DataEnded(1, 1))]
-    assert all(run.reader.take(0, key) for key in ((0, 0), (0, 2), (1, 0), (0, 1)))
-    assert not run.reader.take(0, (0, 0))
+    assert [run.reader.take(0, key) for key in ((0, 0), (0, 2), (1, 0), (0, 1))] == [None] * 4
+    assert run.reader.take(0, (0, 0)) == (0, 0)
 
 
 def test_it_stands_still_with_enough_ahead_and_goes_on_when_one_is_taken() -> None:
@@ -47,23 +47,34 @@ def test_it_stands_still_with_enough_ahead_and_goes_on_when_one_is_taken() -> No
     run.reader.start()
     run.rest()
     assert run.clock.now_ms == 20.0
-    assert run.reader.take(1, (0, 0))
+    assert run.reader.take(1, (0, 0)) is None
     run.rest()
     assert run.clock.now_ms == 30.0
 
 
+def test_a_step_takes_all_of_its_batches_or_none() -> None:
+    run = Readings(ahead=2)
+    run.reader.start()
+    run.rest()
+    assert run.reader.take(1, (0, 0), (0, 2)) == (0, 2)
+    run.rest()
+    assert run.said == [(30.0, (1, (0, 2)))]
+    assert run.reader.take(1, (0, 0), (0, 2)) is None
+    assert run.reader.take(0, (0, 0)) == (0, 0)
+
+
 def test_who_waits_is_woken_though_much_lies_here() -> None:
     run = Readings(ahead=1)
-    assert not run.reader.take(1, (0, 2))
+    assert run.reader.take(1, (0, 2)) == (0, 2)
     run.rest()
     assert run.said == [(30.0, (1, (0, 2)))]
 
 
 def test_who_waits_beyond_the_end_does_not_drive_the_reader() -> None:
     run = Readings(ahead=1, epochs=None)
-    assert not run.reader.take(1, (0, 7))
+    assert run.reader.take(1, (0, 7)) == (0, 7)
     run.rest()
     assert run.said == [(40.0, DataEnded(0, 3))]
-    assert not run.reader.take(1, (0, 8))
+    assert run.reader.take(1, (0, 8)) == (0, 8)
     run.rest()
     assert run.clock.now_ms == 40.0

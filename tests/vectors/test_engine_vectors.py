@@ -211,7 +211,7 @@ class Rank:
         self.flat = FlatReplica(module)
         optimizer = torch.optim.SGD(module.parameters(), 0.1)
         lane = HostLane(torch.device("cpu"))
-        replica = Replica(module, self.flat, optimizer, mse, LearningRate(optimizer), lane)
+        replica = Replica(module, self.flat, [optimizer], mse, LearningRate([optimizer]), lane)
         source = open_source(
             torch.ones(samples, 1), batch_size=batch_size, shuffle=None, seed=0, drop_last=None,
             collate_fn=None, num_workers=None, epochs=None,

@@ -1,0 +1,198 @@
+"""What a Trainer looks at in its arguments before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from flowdp.errors import OptionError
+from flowdp.options import Backend, CadenceOptions, Policy, Precision, one_of
+from flowdp.policy.shares import normalised_ratios
+
+__all__ = [
+    "check_backend",
+    "check_cadence",
+    "check_length",
+    "check_model_and_optimizer",
+    "check_number",
+    "check_ratios",
+    "check_step",
+    "check_story",
+    "check_words",
+    "several_optimizers",
+]
+
+
+def check_words(policy: object, backend: object, precision: object) -> None:
+    """Who waits for whom, how bytes move, and in which dtype it computes.
+
+    Raises:
+        OptionError: One of them is no word of the list.
+    """
+    one_of("policy", policy, Policy)
+    one_of("backend", backend, Backend)
+    one_of("precision", precision, Precision)
+
+
+def check_length(epochs: object, max_steps: object) -> None:
+    """How long to train.
+
+    Raises:
+        OptionError: Nobody says, or not by a positive int.
+    """
+    for name, value in (("epochs", epochs), ("max_steps", max_steps)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise OptionError(f"{name} must be an int of at least 1, not {value!r}")
+    if epochs is None and max_steps is None:
+        raise OptionError("how long shall it train? Give epochs, max_steps, or both")
+
+
+def check_model_and_optimizer(model: object, optimizer: object) -> None:
+    """What is trained, and by what.
+
+    Raises:
+        OptionError: They are neither instances nor factories, or do not belong together.
+    """
+    if not isinstance(model, nn.Module) and not callable(model):
+        raise OptionError(f"model must be a torch.nn.Module or a factory of one, not {model!r}")
+    named: list[object] = [optimizer]
+    if isinstance(optimizer, Mapping):
+        named = list(optimizer.values())
+    elif isinstance(optimizer, Sequence) and not isinstance(optimizer, str):
+        named = list(optimizer)
+    is_factory = len(named) == 1 and named[0] is optimizer and callable(optimizer)
+    for one in named:
+        if not isinstance(one, Optimizer) and not is_factory:
+            raise OptionError(f"optimizer must be a torch optimizer or a factory of one, not {one!r}")
+    if not named:
+        raise OptionError(f"optimizer={optimizer!r} holds none")
+    if not is_factory and not isinstance(model, nn.Module):
+        raise OptionError(
+            "an optimizer instance belongs to the parameters of one model: with a model factory, give an "
+            "optimizer factory: optimizer=lambda params: ..."
+        )
+
+
+def check_step(
+    loss: object, train_step: object, policy: Policy, accumulation: object, optimizer: object
+) -> None:
+    """What a step is: a loss, or the user's own.
+
+    Raises:
+        OptionError: Neither or both are given, or the policy cannot have the user's own.
+    """
+    if train_step is None:
+        if not callable(loss):
+            raise OptionError(f"loss must be a function of (model, batch) or a criterion, not {loss!r}")
+        if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
+            raise OptionError("the criterion has parameters to train: make it a part of the model")
+        if isinstance(optimizer, Mapping | Sequence) and len(optimizer) > 1:
+            raise OptionError(several_optimizers(len(optimizer)))
+        return
+    if loss is not None:
+        raise OptionError("loss and train_step both say what a step is: give one of them")
+    if not callable(train_step):
+        raise OptionError(f"train_step must be a function of (worker, batch), not {train_step!r}")
+    if policy == "exact":
+        raise OptionError(
+            "policy='exact' averages the gradient of one loss before the one step of its optimizer, and a "
+            "train_step steps as it likes: use policy='sync', or give a loss"
+        )
+    if accumulation != 1:
+        raise OptionError(
+            "gradient_accumulation_steps cannot be kept with a train_step: one call gets one batch and is "
+            "one step. Split the batch inside of it, and call worker.step after the last backward"
+        )
+
+
+def several_optimizers(count: int) -> str:
+    """What to say of several optimizers where one is needed."""
+    return (
+        f"the optimizer option gives {count} optimizers, and with a loss one takes the step: give a "
+        "train_step, which says when each of them steps"
+    )
+
+
+def check_number(name: str, value: object, *, above: bool, optional: bool = False) -> None:
+    """A finite number of at least 0, or above it; or None where it is optional.
+
+    Raises:
+        OptionError: It is not.
+    """
+    if optional and value is None:
+        return
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= float(str(value)) < float("inf") or (above and value == 0):
+        raise OptionError(f"{name} must be a number {'above' if above else 'of at least'} 0, not {value!r}")
+
+
+def check_backend(backend: Backend, policy: Policy, devices: Sequence[torch.device]) -> Backend:
+    """How the bytes move.
+
+    Raises:
+        OptionError: They cannot, on these devices or with this policy.
+    """
+    if backend == "nccl" and policy == "async":
+        raise OptionError(
+            "backend='nccl' cannot be used with policy='async': its kernels wait for each other, and so may "
+            "only be launched while all ranks stand at the gate; use backend='auto' or 'local'"
+        )
+    kinds = {device.type for device in devices}
+    if backend == "nccl" and kinds != {"cuda"}:
+        raise OptionError(f"backend='nccl' is for CUDA devices, not for {', '.join(map(str, devices))}")
+    if backend == "local" and len(kinds) > 1:
+        raise OptionError("backend='local' is for devices of one kind; between CPU and CUDA use 'cpu'")
+    return backend
+
+
+def check_cadence(cadence: object, world_size: int) -> CadenceOptions:
+    """How often the replicas meet.
+
+    Raises:
+        OptionError: It is something else, or names a rank that is not there.
+    """
+    if cadence is None:
+        return CadenceOptions()
+    if not isinstance(cadence, CadenceOptions):
+        raise OptionError(f"cadence must be a CadenceOptions, not {cadence!r}")
+    if cadence.speed_hint is not None and cadence.speed_hint[0] >= world_size:
+        raise OptionError(
+            f"cadence.speed_hint names rank {cadence.speed_hint[0]} as the slow one; the ranks are "
+            f"0 to {world_size - 1}"
+        )
+    return cadence
+
+
+def check_ratios(ratios: object, policy: Policy, world_size: int) -> tuple[float, ...] | None:
+    """Fixed shares of the work, summing to 1; None where there are none.
+
+    Raises:
+        OptionError: They are no numbers, one for each device, or the policy cannot keep them.
+    """
+    if ratios is None:
+        return None
+    if policy == "sync":
+        raise OptionError(
+            "partition_ratios cannot be kept under policy='sync', where every device takes one step of each "
+            "round: use policy='cadence'"
+        )
+    numbers = list(ratios) if isinstance(ratios, Sequence) else []
+    if not numbers or not all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in numbers):
+        raise OptionError(f"partition_ratios must be numbers, one for each device, not {ratios!r}")
+    return normalised_ratios(numbers, world_size)
+
+
+def check_story(story: object) -> Path | None:
+    """Where the story goes.
+
+    Raises:
+        OptionError: It is no path.
+    """
+    if story is not None and not isinstance(story, (str, PathLike)):
+        raise OptionError(f"story must be the path of a file, not {story!r}")
+    return None if story is None else Path(story)

@@ -1,0 +1,127 @@
+"""Where batches come from, as a worker sees it: it asks for one by its number, and has it or is woken."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from flowdp.data.order import Order
+from flowdp.errors import DataError
+from flowdp.messages import Part
+
+__all__ = ["Batch", "Source"]
+
+Batch = Any
+"""A pytree of tensors, or whatever the collate function returns."""
+
+
+class Source(ABC):
+    """Deals the batches of a dataset, each by its (epoch, batch), to whoever it was planned for.
+
+    Attributes:
+        batch_size: Samples of every batch but, without drop_last, an epoch's last; None where they differ.
+        batches: Batches of an epoch; None: each is as long as `on_end` says.
+        samples: Samples dealt in an epoch, without a dropped tail; None where that is not known before.
+    """
+
+    _order: Order  # a source without one has its own `samples_in` and `indices`
+
+    def __init__(self, order: Order | None) -> None:
+        self.batch_size: int | None = None
+        self.batches: int | None = None
+        self.samples: int | None = None
+        self._ended: Callable[[int, int], None] | None = None
+        if order is not None:
+            self._order = order
+            self.batch_size, self.batches, self.samples = order.batch_size, order.batches, order.samples
+
+    def on_end(self, ended: Callable[[int, int], None]) -> None:
+        """Have the end of each epoch told, where `batches` is None. Call it before `start`.
+
+        Args:
+            ended: Called as `ended(epoch, batches)` by the reader thread, in the order of the epochs, before
+                anything of the next one is there. Must not block.
+        """
+        self._ended = ended
+
+    def samples_in(self, epoch: int, batch: int) -> int:
+        """How many samples a batch holds. Ask when it was taken: of some, only their reading tells.
+
+        Threads:
+            Any.
+
+        Raises:
+            IndexError: An epoch has no such batch.
+        """
+        return self._order.samples_in(epoch, batch)
+
+    def indices(self, epoch: int, batch: int) -> tuple[int, ...]:
+        """The dataset indices of a batch, for errors that name them; none where samples have no number.
+
+        Threads:
+            Any.
+
+        Raises:
+            IndexError: An epoch has no such batch.
+        """
+        return tuple(self._order.indices(epoch, batch).tolist())
+
+    @abstractmethod
+    def start(self, *, wake: Callable[[int, int, int], None], failed: Callable[[DataError], None]) -> None:
+        """Begin to read. Call it once, before any other thread of the run exists.
+
+        Args:
+            wake: Called as `wake(rank, epoch, batch)` once a batch is there that `take` did not have; that
+                rank asks again. Must not block.
+            failed: Called once, if reading fails.
+
+        Threads:
+            The calling thread starts the dataset's worker processes; the reader thread calls back.
+
+        Raises:
+            DataError: The worker processes could not be started.
+        """
+
+    @abstractmethod
+    def take(self, rank: int, epoch: int, batch: int, part: Part | None = None) -> Batch | None:
+        """Hand a batch over, or None where it has not been read yet and `wake` will follow.
+
+        Beyond the end of an epoch there is None, too, if it took the reading to find it.
+
+        Args:
+            rank: Who asks.
+            epoch: The batch's epoch.
+            batch: Its number in the epoch.
+            part: The samples that are wanted, as a `Portion`; the batch stays until all its samples have been
+                taken. None: all, as a batch.
+
+        Threads:
+            Any; one sample is taken by one rank.
+
+        Raises:
+            DataError: The dataset failed, or the batch cannot be cut.
+            IndexError: There is no such batch.
+            ProtocolError: The batch was taken before and not given back.
+        """
+
+    @abstractmethod
+    def give_back(self, epoch: int, batch: int, payload: Batch, part: Part | None = None) -> None:
+        """Return what was taken and not trained, so that it can be taken again.
+
+        Call it before the report that lets the batch be dealt anew.
+
+        Threads:
+            Any.
+        """
+
+    @abstractmethod
+    def close(self) -> bool:
+        """Stop reading and end what was started; takes 2 s at most, at any moment, and may be called twice.
+
+        Returns:
+            False where a thread is still inside the dataset's own code; it ends with that call.
+
+        Threads:
+            Any but the reader's own, so not from `wake` or `failed`.
+        """

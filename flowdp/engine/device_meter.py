@@ -1,0 +1,234 @@
+"""What steps cost and yielded on a device that works behind its host.
+
+Losses stay in a page of device memory, times are events on the compute stream, and both are read behind the
+device's back, when a later step shows that they are there. So nothing on the step path waits for the device,
+but for the one bound that it needs anyway: the host may be `STEPS_AHEAD` steps ahead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from flowdp.collective.base import Reading
+from flowdp.device.streams import QUIET, Event, Lane
+from flowdp.engine.meter import HostMeter, Meter, Report, Sums
+from flowdp.machine.worker import Done
+
+__all__ = ["PAGE", "STEPS_AHEAD", "DeviceMeter", "open_meter"]
+
+STEPS_AHEAD = 3
+"""Steps that lie on a device at most: enough that it never waits for the host, few enough that an order to
+stop is obeyed soon and the driver's queue never fills, which would block the host inside a launch."""
+
+PAGE = 512
+"""Numbers that a device keeps before it hands them over: one for each loss, one for each scalar's sum."""
+
+
+def open_meter(lane: Lane) -> Meter:
+    """The meter for a rank on this lane."""
+    return DeviceMeter(lane) if lane.is_async else HostMeter()
+
+
+@dataclass(slots=True)
+class _Page:
+    """Numbers of one order, on the device and, behind it, on the host.
+
+    Losses fill it from the front, sums of scalars from the back.
+    """
+
+    device: Tensor
+    cells: tuple[Tensor, ...]
+    host: Tensor
+    losses: list[int] = field(default_factory=list)  # samples of each
+    scalars: dict[str, tuple[int, float]] = field(default_factory=dict)  # name -> (cell, sum of weights)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.losses) + len(self.scalars) >= PAGE
+
+
+@dataclass(slots=True)
+class _Flight:
+    """Something that the device has yet to pass, and what to do then."""
+
+    land: Callable[[], None]
+    passed: Event | None = None  # of a step or a round; anything else is passed when a later one is
+
+
+class DeviceMeter(Meter):
+    """Measures a rank whose device works behind its host.
+
+    Args:
+        lane: The rank's; its compute stream is current where this is called.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        super().__init__()
+        self._lane = lane
+        self._flights: deque[_Flight] = deque()
+        self._steps = self._rounds = self._owes = 0  # among them; `_owes` are facts to post
+        self._events: list[Event] = []
+        self._pages = [self._new_page(), self._new_page()]
+        self._page = self._pages.pop()
+        self._begin = self._mark()  # of the step under way
+        self._last = self._mark()  # up to here the device's time is counted
+
+    def begin(self, start_s: float) -> None:  # noqa: ARG002 - the device has its own time
+        """See `Meter.begin`; waits until the device is less than `STEPS_AHEAD` steps behind."""
+        while self._steps >= STEPS_AHEAD:
+            self._land_next()
+        self._begin = self._mark()
+
+    def end(self, loss: Tensor | None, samples: int) -> None:
+        """See `Meter.end`."""
+        sums = self._sums
+        if loss is not None:
+            page = self._page_with_room()
+            page.cells[len(page.losses)].copy_(loss)
+            page.losses.append(samples)
+            sums.losses += samples
+        sums.samples += samples
+        sums.steps += 1
+        last, begin, end = self._last, self._begin, self._mark()
+        self._last = end
+
+        def land() -> None:
+            # Between two steps the device had nothing to do: it waited for data, or for the host.
+            busy_ms, data_ms = begin.elapsed_time(end), last.elapsed_time(begin)
+            sums.busy_ms += busy_ms
+            sums.data_ms += data_ms
+            sums.longest_ms = max(sums.longest_ms, busy_ms + data_ms)
+            self._events += (last, begin)
+            self._steps -= 1
+
+        self._steps += 1
+        self._flights.append(_Flight(land, end))
+
+    def scalar(self, name: str, value: float | Tensor, weight: float) -> None:
+        """See `Meter.scalar`; a tensor of the device stays there."""
+        if not isinstance(value, Tensor) or value.device != self._lane.device:
+            super().scalar(name, value, weight)
+            return
+        page, value = self._page, value.detach().reshape(())
+        if name in page.scalars:
+            index, weights = page.scalars[name]
+            page.cells[index].add_(value, alpha=weight)
+        else:
+            page = self._page_with_room()
+            index, weights = PAGE - 1 - len(page.scalars), 0.0
+            page.cells[index].copy_(value).mul_(weight)
+        page.scalars[name] = index, weights + weight
+
+    def meet(self) -> None:
+        """See `Meter.meet`; rounds without steps are bounded as steps are.
+
+        Others may be awaited long, and nobody plans further while a report is missing: one that no step of
+        this round has brought, because it had so few, is fetched.
+        """
+        if self._owes:
+            self.settle()
+        while self._rounds >= STEPS_AHEAD:
+            self._land_next()
+
+    def met(self, reading: Reading) -> None:
+        """See `Meter.met`; the mark lies behind the compute stream's wait for the mean."""
+        sums, last, resumed = self._sums, self._last, self._mark()
+        self._last = resumed
+
+        def land() -> None:
+            averaging = sums.averaging = reading()
+            sums.wait_ms += max(0.0, last.elapsed_time(resumed) - averaging.sync_ms)
+            self._events.append(last)
+            self._rounds -= 1
+
+        self._rounds += 1
+        self._flights.append(_Flight(land, resumed))
+
+    def stepped(self) -> None:
+        """See `Meter.stepped`."""
+        sums, last, end = self._sums, self._last, self._mark()
+        self._last = end
+
+        def land() -> None:
+            sums.busy_ms += last.elapsed_time(end)
+            self._events.append(last)
+
+        self._flights.append(_Flight(land, end))
+
+    def close(self, done: Done, lr: float, post: Callable[[Report], None]) -> None:
+        """See `Meter.close`; the report follows when the device has passed the order's last step."""
+        self._hand_over()
+        sums, self._sums = self._sums, Sums()
+        self.then(lambda: post(sums.report(done, lr)))
+
+    def then(self, post: Callable[[], None]) -> None:
+        """See `Meter.then`."""
+
+        def land() -> None:
+            self._owes -= 1
+            post()
+
+        self._owes += 1
+        self._flights.append(_Flight(land))
+
+    def settle(self) -> None:
+        """See `Meter.settle`."""
+        if self._flights:
+            here = self._mark()
+            here.synchronize()
+            self._events.append(here)
+            while self._flights:
+                self._flights.popleft().land()
+        self._last.record(self._lane.compute)
+
+    def _land_next(self) -> None:
+        """Wait for the oldest step or round in flight, and read what the device has passed with it."""
+        flights = self._flights
+        oldest = next(flight.passed for flight in flights if flight.passed is not None)
+        oldest.synchronize()
+        landed = None
+        while landed is not oldest:
+            flight = flights.popleft()
+            flight.land()
+            landed = flight.passed
+
+    def _page_with_room(self) -> _Page:
+        """The page of this order, with a free cell."""
+        if self._page.is_full:
+            self._hand_over()
+        return self._page
+
+    def _hand_over(self) -> None:
+        """Send the page to the host behind what is on the stream, and go on with another."""
+        page, sums = self._page, self._sums
+        if not page.losses and not page.scalars:
+            return
+        page.host.copy_(page.device, non_blocking=True)
+
+        def land() -> None:
+            numbers = page.host.tolist()
+            sums.loss += sum(loss * samples for loss, samples in zip(numbers, page.losses, strict=False))
+            for name, (index, weight) in page.scalars.items():
+                sums.scalar(name, numbers[index], weight)
+            page.losses.clear()
+            page.scalars.clear()
+            self._pages.append(page)
+
+        self._flights.append(_Flight(land))
+        self._page = self._pages.pop() if self._pages else self._new_page()
+
+    def _new_page(self) -> _Page:
+        device = torch.zeros(PAGE, dtype=torch.float64, device=self._lane.device)
+        with QUIET:
+            host = self._lane.pinned((PAGE,), torch.float64)
+        return _Page(device, device.unbind(), host)
+
+    def _mark(self) -> Event:
+        event = self._events.pop() if self._events else self._lane.event(timing=True)
+        event.record(self._lane.compute)
+        return event

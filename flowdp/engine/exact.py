@@ -1,0 +1,130 @@
+"""The replica of policy="exact": gradients are averaged, and all ranks take the same step behind the gate.
+
+A rank's part of a window is trained in micro-batches. Each one's mean loss counts for its samples in the
+part, so the gradient that a rank brings is the mean over its samples; and the mean of the ranks' gradients,
+weighted by their samples, is that of the whole window. Where a loss names its weight, say its tokens, it
+counts for that; the weights are averaged with the gradients, which are divided by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowdp.data.portion import Portion
+from flowdp.device.gradients import FlatGradients, Touched
+from flowdp.device.streams import QUIET
+from flowdp.engine.context import CurrentWorker
+from flowdp.engine.replica import NOT_OURS, Replica
+from flowdp.messages import Outcome
+
+__all__ = ["ExactReplica"]
+
+CHECKSUMS = 8
+"""Checksums that may be on their way to the host: more than rounds can be under way on a device."""
+
+
+class ExactReplica(Replica):
+    """A replica whose optimizer steps by the mean gradient of all ranks.
+
+    Args:
+        size: Samples of a micro-batch, at most.
+        touched: What the ranks tell each other.
+        replica: As of `Replica`.
+
+    Raises:
+        OptionError: See `FlatGradients`.
+    """
+
+    def __init__(self, size: int, touched: Touched, *replica: Any) -> None:
+        super().__init__(*replica)
+        self.gradients = self.averaged = FlatGradients(self.flat, self.module, touched)
+        self._size = size
+        self._named: Any = None  # the weight of the micro-batch's loss, if it names one
+        self._unnamed = 0.0  # weight of the part's losses that name none
+        if self._scaler is not None:
+            # Else a rank without samples in the first window would not have made its scale by then.
+            self._scaler.scale(torch.zeros((), device=self.device))
+        with QUIET:
+            self._sums = self.lane.pinned((CHECKSUMS,), torch.int64).unbind()
+        self._summed = 0
+
+    def add(self, batch: Portion, worker: CurrentWorker, share: float = 1.0) -> None:  # noqa: ARG002 - the only one
+        """Forward and backward of this rank's part, in micro-batches; see `Replica.add`."""
+        samples = batch.samples
+        count = -(-samples // self._size)
+        for start, stop in pairwise(samples * at // count for at in range(count + 1)):
+            worker.samples = stop - start
+            self._named = None
+            loss = self._forward(batch.rows(start, stop), worker)
+            self._backward(self._weighted(loss, worker.samples, samples))
+        if not self._has_stepped:
+            self._check_gradients()
+
+    def step(self, factor: float = 1.0) -> Tensor | None:  # noqa: ARG002 - the shares sum to 1
+        """The loss of the part; the optimizer steps in `meet`. See `Replica.step`."""
+        self.gradients.weight.add_(self._unnamed)
+        self._unnamed = 0.0
+        value = self._take_value()
+        if value is None or not self.gradients.is_weighted:
+            return value
+        tiny = torch.finfo(torch.float64).tiny  # a part may have no weight at all
+        return value / self.gradients.weight.clamp(min=tiny)
+
+    def meet(self, outcome: Outcome) -> None:
+        """Take the step of the window; the gradients are the mean of all ranks' now.
+
+        All ranks come to the same bits: they have the same parameters, gradients and optimizer state, and
+        what is not finite in one rank's gradient is in the mean.
+
+        Streams:
+            As `Replica.step`.
+        """
+        self.gradients.settle(outcome.members)
+        if self._scaler is not None:
+            self._scaler.unscale_(self._optimizer)
+        if self._max_grad_norm is not None:
+            self.gradients.clip(self._max_grad_norm)
+        if self._scaler is None:
+            self._optimizer.step()
+        else:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
+        self.gradients.clear()
+
+    def checksum(self) -> Callable[[], int]:
+        """Sum the bits of the parameters; returns what tells the sum, once the device has come this far."""
+        at = self._sums[self._summed % CHECKSUMS]
+        self._summed += 1
+        at.copy_(self.flat.checksum(), non_blocking=True)
+        return lambda: int(at)
+
+    def _weighted(self, loss: Tensor, samples: int, of: int) -> Tensor:
+        """The loss times its weight, by sample of the part."""
+        named, gradients = self._named, self.gradients
+        if named is None:
+            self._unnamed += samples / of
+            return loss if samples == of else loss * (samples / of)
+        gradients.is_weighted = True
+        weight = torch.as_tensor(named, dtype=torch.float64, device=self.device).detach()
+        if weight.numel() != 1:
+            raise ValueError(f"the weight of the loss must be one number, not of shape {tuple(weight.shape)}")
+        weight = weight.reshape(()) / of
+        gradients.weight.add_(weight)
+        # The mean over nothing is NaN, and would stay so times 0.
+        return torch.where(weight > 0, loss, 0.0) * weight
+
+    def _check_gradients(self) -> None:
+        if not self.gradients.is_touched:
+            raise ValueError(NOT_OURS)
+        self._has_stepped = True
+
+    def _unpack(self, result: object, worker: CurrentWorker) -> Tensor:
+        if isinstance(result, Mapping) and "weight" in result:
+            self._named = result["weight"]
+            result = {name: value for name, value in result.items() if name != "weight"}
+        return super()._unpack(result, worker)

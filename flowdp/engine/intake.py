@@ -1,0 +1,157 @@
+"""A step's batches, taken from the feed as they come and put together to micro-batches.
+
+A batch that is not there yet does not hold the thread: the worker reads its inbox and asks again, and the
+step goes on where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from flowdp.data.feed import Feed
+from flowdp.data.portion import moves_itself
+from flowdp.data.source import Batch, Source
+from flowdp.machine.worker import Step
+
+__all__ = ["Intake", "MicroBatch", "joined"]
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """What one forward sees.
+
+    Attributes:
+        batch: On the device.
+        samples: How many.
+        share: Of it in the step, if the step's other micro-batches are as large as its first.
+    """
+
+    batch: Batch
+    samples: int
+    share: float
+
+
+class Intake:
+    """Takes the batches of one step after another.
+
+    Args:
+        feed: The rank's.
+        source: Knows how many samples a batch has.
+        width: Batches of a micro-batch.
+
+    Attributes:
+        taken: Batches of the step under way so far.
+        samples: Of those that were handed on.
+    """
+
+    def __init__(self, feed: Feed, source: Source, width: int = 1) -> None:
+        self.taken = 0
+        self.samples = 0
+        self._feed = feed
+        self._source = source
+        self._width = width
+        self._open: list[Batch] = []  # of them, those of the next micro-batch
+        self._sizes: list[int] = []  # samples of each
+        self._planned = 0  # samples of the step, if all micro-batches were as large as the first
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a step is under way."""
+        return self.taken > 0
+
+    @property
+    def factor(self) -> float:
+        """What all shares of the step must be multiplied by, so that they sum to 1."""
+        return self._planned / self.samples
+
+    def next(self, step: Step) -> MicroBatch | None:
+        """The next micro-batch of the step; None where a batch of it is not there yet.
+
+        Args:
+            step: The one under way, or a new one. Its end may have been cut off meanwhile.
+
+        Raises:
+            DataError: See `Feed.take`.
+        """
+        batches, at = step.batches, self.taken
+        if self._width == 1 or (at + 1 == len(batches) and not self._open):
+            batch = self._feed.take(step.epoch, batches[at], step.part)
+            if batch is None:
+                return None
+            samples = self._samples_in(step, at)
+            self.taken = at + 1
+        elif not self._fill(step):
+            return None
+        else:
+            batch, samples = joined(self._open, self._sizes), sum(self._sizes)
+            self._open.clear()
+            self._sizes.clear()
+        if not self.samples:
+            self._planned = samples * -(-len(batches) // self._width)
+        self.samples += samples
+        return MicroBatch(batch, samples, samples / self._planned)
+
+    def _fill(self, step: Step) -> bool:
+        """Take the batches of a micro-batch; False where one is not there yet."""
+        while self.taken < len(step.batches) and len(self._open) < self._width:
+            batch = self._feed.take(step.epoch, step.batches[self.taken])
+            if batch is None:
+                return False
+            self._open.append(batch)
+            self._sizes.append(self._samples_in(step, self.taken))
+            self.taken += 1
+        return True
+
+    def _samples_in(self, step: Step, at: int) -> int:
+        if step.part is not None:
+            return step.part.samples
+        return self._source.samples_in(step.epoch, step.batches[at])
+
+    def is_last(self, step: Step) -> bool:
+        """Whether the last micro-batch ended the step."""
+        return self.taken >= len(step.batches) and not self._open
+
+    def end(self) -> None:
+        """The step is done."""
+        self.taken = self.samples = 0
+
+
+def joined(batches: Sequence[Batch], sizes: Sequence[int]) -> Batch:
+    """One batch of several, on their device.
+
+    Tensors as long as their batch are put one behind the other; what else there is comes from the first.
+
+    Args:
+        batches: Alike.
+        sizes: Samples of each.
+
+    Raises:
+        TypeError: They differ in structure.
+        ValueError: No tensor is as long as its batch, so samples would get lost.
+    """
+    rows, trees = zip(*(tree_flatten(batch, is_leaf=moves_itself) for batch in batches), strict=True)
+    if any(tree != trees[0] for tree in trees):
+        raise TypeError("batches of one step differ in structure, and cannot be put together")
+    leaves: list[Any] = []
+    is_joined = False
+    for parts in zip(*rows, strict=True):
+        if all(
+            isinstance(part, Tensor) and part.dim() > 0 and len(part) == size
+            for part, size in zip(parts, sizes, strict=True)
+        ):
+            leaves.append(torch.cat(parts))
+            is_joined = True
+        else:
+            leaves.append(parts[0])
+    if not is_joined:
+        raise ValueError(
+            f"no tensor of the batch is as long as the batch ({sizes[0]} samples), so batches cannot be put "
+            "together to the batch_size of this device; give all devices one batch_size"
+        )
+    return tree_unflatten(leaves, trees[0])

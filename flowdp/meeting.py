@@ -1,0 +1,90 @@
+"""What ranks say when they meet at the gate, and the one answer that all of them get.
+
+What all ranks must do in the same round is decided here, once, and travels in no order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Arrival", "Directives", "Outcome"]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A rank stands in the gate.
+
+    Attributes:
+        rank: Who.
+        round: Which round it means; all members must mean the same one.
+        global_step: Steps of all ranks before this round, as the order said.
+        steps: Steps this rank has taken since the last mean.
+        samples: Samples of those steps: its weight.
+        left: Steps of its order that it did not take, because it was hurried.
+        drift: Whether its order wants the distance from the mean measured.
+        together: Whether the steps of all ranks are one step of the run (exact).
+        compare: Whether its order wants the replicas compared after the step (exact).
+    """
+
+    rank: int
+    round: int
+    global_step: int
+    steps: int
+    samples: int
+    left: int = 0
+    drift: bool = False
+    together: bool = False
+    compare: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Directives:
+    """What the next outcome shall tell all ranks.
+
+    Attributes:
+        stop: End the run with this round. Stays until the run ends.
+        pause: Stand still after this round. Consumed by the outcome.
+        lr: New learning rate of the first parameter group. Consumed by the outcome.
+    """
+
+    stop: bool = False
+    pause: bool = False
+    lr: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a round: decided once, the same object for every member.
+
+    Attributes:
+        round: Its number.
+        global_step: Steps of all ranks after it.
+        members: Ranks that took part, ascending.
+        steps: Steps per rank since the last mean. Shape (world_size,); 0 for ranks that left.
+        samples: Samples per rank: the weights of the mean. Shape (world_size,).
+        stop: The run ends here.
+        pause: Everybody stands still after it.
+        lr: New learning rate, or None.
+        hurried: Some member came with fewer steps than planned.
+        left: Ranks that left the gate since the last outcome.
+        drift: The distance from the mean is measured.
+        compare: After the step of this round every rank sums the bits of its parameters (exact).
+    """
+
+    round: int
+    global_step: int
+    members: tuple[int, ...]
+    steps: tuple[int, ...]
+    samples: tuple[int, ...]
+    stop: bool = False
+    pause: bool = False
+    lr: float | None = None
+    hurried: bool = False
+    left: tuple[int, ...] = ()
+    drift: bool = False
+    compare: bool = False
+
+    @property
+    def voids(self) -> bool:
+        """Whether everything armed behind this round is void and planned anew."""
+        return self.stop or self.pause or self.hurried or bool(self.left)

@@ -1,0 +1,66 @@
+"""The judge of rounds of one big step (exact): every sample of every window once, and one step of all."""
+
+from __future__ import annotations
+
+from flowdp.machine.commands import Finish
+from flowdp.machine.worker import Step
+from flowdp.messages import Outcome
+from flowdp.sim.faults import Scenario
+from flowdp.sim.violation import Violation
+
+__all__ = ["Windows"]
+
+
+class Windows:
+    """Watches the windows of one run.
+
+    Attributes:
+        compared: The (epoch, window) of the rounds after which the replicas were compared.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self._round: list[Step] = []  # what was trained since the last meeting
+        self.compared: set[tuple[int, int]] = set()
+
+    def trained(self, step: Step) -> None:
+        """A rank has trained its part."""
+        self._round.append(step)
+
+    def held(self, outcome: Outcome) -> tuple[int, int]:
+        """All parts have met; returns the (epoch, window) that they make."""
+        steps, self._round = self._round, []
+        if len({(step.epoch, *step.batches) for step in steps}) != 1:
+            raise Violation("S16", f"round {outcome.round} is not of one window: {steps}")
+        if {step.position for step in steps} != {outcome.global_step - 1}:
+            raise Violation("S16", f"{steps} are not the one step before {outcome}")
+        epoch, window = steps[0].epoch, steps[0].batches[0]
+        stop = 0
+        parts = sorted((step.part.start, step.part.stop) for step in steps if step.part is not None)
+        for part in parts:
+            if part[0] != stop:
+                raise Violation("S15", f"the parts {parts} of window {window} do not tile it")
+            stop = part[1]
+        if stop != self._scenario.samples_in(epoch, window):
+            raise Violation("S15", f"the parts {parts} of window {window} leave samples out")
+        if outcome.compare:
+            self.compared.add((epoch, window))
+        elif outcome.stop:
+            raise Violation("S17", f"{outcome} ends the run, and its replicas are not compared")
+        return epoch, window
+
+    def ended(self, epoch: int) -> None:
+        """An epoch is complete."""
+        if (epoch, self._scenario.dealt(epoch) - 1) not in self.compared:
+            raise Violation("S17", f"epoch {epoch} has ended, and its replicas were not compared")
+
+    def over(self, finish: Finish) -> None:
+        """The run is over."""
+        differs = self._scenario.differs
+        if differs is None or self._scenario.crashes:
+            return
+        # One against one, the first is believed.
+        rank = differs[0] if self._scenario.config.world_size > 2 else 1
+        is_seen = any(epoch >= differs[1] for epoch, _ in self.compared)
+        if is_seen != (finish.error is not None and f"rank {rank} " in finish.error):
+            raise Violation("S17", f"rank {differs[0]} differs from epoch {differs[1]}, and {finish}")

@@ -1,0 +1,38 @@
+"""What every source says of its batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowdp.data.order import EpochOrder
+from flowdp.data.source import Source
+from flowdp.messages import Part
+
+
+class Plain(Source):
+    """A source of the base class's own answers."""
+
+    def start(self, *, wake: Any, failed: Any) -> None: ...
+
+    def take(self, rank: int, epoch: int, batch: int, part: Part | None = None) -> Any: ...
+
+    def give_back(self, epoch: int, batch: int, payload: Any, part: Part | None = None) -> None: ...
+
+    def close(self) -> bool:
+        return True
+
+
+def test_its_order_tells() -> None:
+    source = Plain(EpochOrder(7, 3, 0, shuffle=False, drop_last=False))
+    assert (source.batch_size, source.batches, source.samples) == (3, 3, 7)
+    assert [source.samples_in(4, batch) for batch in range(3)] == [3, 3, 1]
+    assert source.indices(4, 1) == (3, 4, 5)
+    with pytest.raises(IndexError, match="batch 3 of an epoch of 3 batches"):
+        source.samples_in(0, 3)
+
+
+def test_without_an_order_nothing_is_known() -> None:
+    source = Plain(None)
+    assert (source.batch_size, source.batches, source.samples) == (None, None, None)

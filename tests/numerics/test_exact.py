@@ -1,0 +1,495 @@
+"""policy="exact" is one device with the big batch: the same parameters as a plain loop, on any devices."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
+
+import flowdp
+from flowdp import CollectiveError, OptionError, current_worker, record_scalar
+from flowdp.data.order import epoch_order
+from flowdp.device.streams import CudaLane
+from flowdp.device.tensors import FlatReplica
+from flowdp.engine.exact import ExactReplica
+
+SAMPLES, WINDOW, EPOCHS = 203, 20, 5  # 11 windows an epoch, the last of 3 samples; 55 steps
+STEPS = 55
+RATIOS: dict[int, tuple[float, ...] | None] = {1: None, 2: (0.7, 0.3), 3: (0.5, 0.4, 0.1), 4: (1, 2, 3, 4)}
+draw = torch.Generator().manual_seed(0)
+X = torch.randn(SAMPLES, 5, generator=draw, dtype=torch.float64)
+Y = torch.randn(SAMPLES, 2, generator=draw, dtype=torch.float64)
+Make = Callable[[Any], Optimizer]
+
+
+@pytest.fixture(autouse=True)
+def watched_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the fake card look at the gradients, too: who averages and who steps must be ordered by events."""
+    make = ExactReplica.__init__
+
+    def watched(replica: ExactReplica, *args: Any) -> None:
+        make(replica, *args)
+        if isinstance(replica.lane, CudaLane):
+            replica.lane.cuda.watch(f"gradients of rank {replica.flat.rank}", *replica.averaged.memories)
+
+    monkeypatch.setattr(ExactReplica, "__init__", watched)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 2)).double()
+
+
+def mse(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def momentum(params: Any) -> Optimizer:
+    return SGD(params, 0.05, momentum=0.9, weight_decay=0.01)
+
+
+def adamw(params: Any) -> Optimizer:
+    return AdamW(params, 0.01)
+
+
+def cosine(optimizer: Optimizer) -> CosineAnnealingLR:
+    return CosineAnnealingLR(optimizer, STEPS)
+
+
+def windows(epochs: int = EPOCHS, window: int = WINDOW, seed: int = 0) -> Iterator[Tensor]:
+    """The indices of each window of the run."""
+    for epoch in range(epochs):
+        yield from epoch_order(SAMPLES, seed, epoch).split(window)
+
+
+def plain(
+    model: nn.Module,
+    make: Make,
+    loss: Callable[..., Tensor] = mse,
+    clip: float | None = None,
+    schedule: Callable[[Optimizer], Any] | None = None,
+    steps: int | None = None,
+    window: int = WINDOW,
+) -> nn.Module:
+    """One device with the big batch."""
+    model = copy.deepcopy(model)
+    optimizer = make(model.parameters())
+    scheduler = None if schedule is None else schedule(optimizer)
+    for index in itertools.islice(windows(window=window), steps):
+        loss(model, (X[index], Y[index])).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+    return model
+
+
+def exact(model: nn.Module, make: Make, devices: int, loss: Any = mse, **options: Any) -> flowdp.Run:
+    given: dict[str, Any] = {
+        "dataset": (X, Y), "batch_size": 4, "global_batch_size": WINDOW, "epochs": EPOCHS,
+        "partition_ratios": RATIOS[devices], "progress": False,
+        "tune_process": flowdp.ProcessTuning(openmp=False),
+    } | options  # fmt: skip
+    run = flowdp.Trainer(model, make, loss, devices=["cpu"] * devices, policy="exact", **given).start()
+    run.join()
+    return run
+
+
+def apart(one: nn.Module, other: nn.Module) -> float:
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return max((a.double() - b.double()).abs().max().item() for a, b in pairs)
+
+
+def check_equal(run: flowdp.Run) -> None:
+    """All replicas hold the same bits."""
+    first, *others = run._engine.replicas
+    for other in others:
+        for mine, theirs in zip(other.flat.memories, first.flat.memories, strict=True):
+            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+
+# ---------------------------------------------------------------- the mathematics of one device
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+@pytest.mark.parametrize("make", [momentum, adamw])
+@pytest.mark.parametrize(("clip", "schedule"), [(None, None), (0.1, cosine)])
+def test_as_one_device(make: Make, devices: int, clip: float | None, schedule: Any) -> None:
+    model = net()
+    expected = plain(model, make, clip=clip, schedule=schedule)
+    scheduled = {} if schedule is None else {"scheduler": schedule, "scheduler_unit": "step"}
+    run = exact(model, make, devices, max_grad_norm=clip, **scheduled)
+    assert run.join().global_step == STEPS
+    assert apart(model, expected) < 1e-12
+    check_equal(run)
+
+
+class Read(Dataset[Any]):
+    """Reads sample by sample."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return X[index], Y[index]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (Read(), {}),
+        (Read(), {"partition_ratios": None}),
+        (Read(), {"num_workers": 2}),
+        (DataLoader(Read(), 4, shuffle=True), {"batch_size": None}),
+        (DataLoader(TensorDataset(X, Y), 4, shuffle=True), {"batch_size": None}),
+    ],
+    ids=["read", "by speed", "processes", "loader", "loader of tensors"],
+)
+def test_however_it_is_read(dataset: Any, options: dict[str, Any], devices: int) -> None:
+    model = net()
+    expected = plain(model, adamw)
+    run = exact(model, adamw, devices, dataset=dataset, **options)
+    assert apart(model, expected) < 1e-12
+    check_equal(run)
+
+
+def test_batch_sizes_of_their_own_cut_the_parts() -> None:
+    """And the default window is their sum."""
+    model, sizes = net(), Counter[tuple[int, int]]()
+    lock = threading.Lock()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with lock:
+            sizes[current_worker().rank, len(batch[0])] += 1
+            assert current_worker().samples == len(batch[0])
+        return mse(model, batch)
+
+    expected = plain(model, momentum)
+    exact(model, momentum, 2, loss, batch_size=(16, 4), global_batch_size=None, partition_ratios=(0.8, 0.2))
+    assert apart(model, expected) < 1e-12
+    assert sizes == {(0, 16): 50, (1, 4): 50, (0, 2): 5, (1, 1): 5}
+
+
+def test_one_window_for_all_and_every_sample_once(witness: Any) -> None:
+    numbers = torch.arange(SAMPLES).unsqueeze(1)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.mse_loss(model(X[batch[0].flatten()]), Y[batch[0].flatten()])
+
+    exact(net(), momentum, 3, witness.watch(loss), dataset=(numbers, Y))
+    for epoch in range(EPOCHS):
+        assert witness.samples(epoch) == Counter(range(SAMPLES))
+        trained = [step for step in witness.steps if step.epoch == epoch]
+        by_round = [
+            {i for step in trained if step.round == number for i in step.indices}
+            for number in sorted({step.round for step in trained})
+        ]
+        assert by_round == [set(window.tolist()) for window in epoch_order(SAMPLES, 0, epoch).split(WINDOW)]
+
+
+# ---------------------------------------------------------------- bits
+@pytest.mark.parametrize("devices", [2, 4])
+def test_fixed_ratios_fix_the_bits(devices: int) -> None:
+    models = net(), net()
+    for model in models:
+        exact(model.float(), adamw, devices, float_loss, max_grad_norm=0.5)
+    assert apart(*models) == 0.0
+
+
+def float_loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0].float()), batch[1].float())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_narrow_precision(precision: str) -> None:
+    """The replicas hold the same bits, and learn what one device does, as far as the precision goes."""
+    model = net().float()
+
+    def small(model: nn.Module, batch: Any) -> Tensor:
+        return float_loss(model, batch) * 1e-2  # so that nothing overflows, and no step is left out
+
+    def fast(params: Any) -> Optimizer:
+        return SGD(params, 2.0, momentum=0.9)
+
+    expected = plain(model, fast, small)
+    run = exact(model, fast, 3, small, precision=precision, max_grad_norm=10.0)
+    check_equal(run)
+    assert apart(model, expected) < 0.02
+    assert apart(model, net()) > 0.1
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_an_overflow_on_one_rank_is_one_on_all(clip: float | None) -> None:
+    """Its step is left out everywhere, the scale falls everywhere, and the run goes on."""
+    model = net().float()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        worker = current_worker()
+        value = float_loss(model, batch) * 1e-2
+        return value * 1e30 if worker.rank == 1 and worker.global_step == 7 else value
+
+    run = exact(model, momentum, 3, loss, precision="fp16", max_grad_norm=clip)
+    check_equal(run)
+    assert all(value.isfinite().all() for value in model.state_dict().values())
+    scales = [replica._scaler.get_scale() for replica in run._engine.replicas if replica._scaler]
+    assert scales == [2.0**15] * 3
+
+
+def test_a_rank_without_samples_takes_every_step() -> None:
+    """With its schedule, its optimizer state and, in fp16, its scale."""
+    model = net()
+    expected = plain(model, adamw, schedule=cosine, window=2, steps=STEPS)
+    steps: Counter[int] = Counter()
+    lock = threading.Lock()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with lock:
+            steps[current_worker().rank] += 1
+        return mse(model, batch)
+
+    run = exact(
+        model, adamw, 3, loss, global_batch_size=2, max_steps=STEPS, partition_ratios=(0.9, 0.05, 0.05),
+        scheduler=cosine, scheduler_unit="step",
+    )  # fmt: skip
+    assert min(steps[rank] for rank in range(3)) == 0
+    assert apart(model, expected) < 1e-12
+    check_equal(run)
+    assert len({replica.learning_rate.value for replica in run._engine.replicas}) == 1
+    narrow = exact(net().float(), adamw, 3, float_loss, global_batch_size=2, max_steps=9, precision="fp16")
+    check_equal(narrow)
+
+
+# ---------------------------------------------------------------- what a mean is over
+def test_a_weight_that_is_not_the_samples() -> None:
+    """The mean over tokens: of every window those with a target, however they are split."""
+    targets = torch.randint(-3, 2, (SAMPLES, 6), generator=torch.Generator().manual_seed(2)).clamp(min=-1)
+    torch.manual_seed(1)
+    model = nn.Embedding(8, 2).double()
+    inputs = torch.arange(SAMPLES * 6).reshape(SAMPLES, 6) % 8
+
+    def total(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        scores = model(batch[0]).flatten(0, 1)
+        return F.cross_entropy(scores, batch[1].flatten(), ignore_index=-1), (batch[1] >= 0).sum()
+
+    def weighted(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        loss, tokens = total(model, batch)
+        return {"loss": loss, "weight": tokens}
+
+    expected = copy.deepcopy(model)
+    optimizer = momentum(expected.parameters())
+    losses = []
+    for index in windows():
+        loss, _ = total(expected, (inputs[index], targets[index]))
+        losses.append((loss.item(), len(index)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run = exact(model, momentum, 3, weighted, dataset=(inputs, targets), batch_size=1)
+    assert any((targets[index] < 0).all() for index in range(SAMPLES)), "micro-batches without a token"
+    assert apart(model, expected) < 1e-12
+    assert all(epoch.loss == epoch.loss for epoch in run.history)
+
+
+def test_a_weight_as_a_number() -> None:
+    model = net()
+    expected = plain(model, momentum)
+    exact(model, momentum, 2, lambda m, b: {"loss": mse(m, b), "weight": 3 * len(b[0])})
+    assert apart(model, expected) < 1e-12
+
+
+def test_metrics_are_of_all_samples() -> None:
+    model = net().requires_grad_(False)
+    model[3].requires_grad_(True)
+    values = X.sum(1)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        record_scalar("level", batch[0].sum(1).mean())
+        return mse(model, batch)
+
+    run = exact(model, lambda params: SGD(params, 0.0), 3, loss)
+    full = mse(model, (X, Y)).item()
+    for epoch in run.history:
+        assert epoch.loss == pytest.approx(full, rel=1e-9)
+        assert epoch.scalars["level"] == pytest.approx(values.mean().item(), rel=1e-9)
+
+
+# ---------------------------------------------------------------- parameters that are not always there
+class Branches(nn.Module):
+    """Takes one of its layers by what the batch holds; and one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 2) for _ in range(3))
+        self.never = nn.Linear(1, 1)
+
+    def forward(self, x: Tensor, which: Tensor) -> Tensor:
+        out = x.sum(1, keepdim=True) * 0.0
+        for number, layer in enumerate(self.layers):
+            chosen = which == number
+            if chosen.any():
+                out = out + layer(x) * chosen.unsqueeze(1)
+        return out
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_a_layer_that_no_sample_of_a_window_takes_is_left_alone(devices: int) -> None:
+    """Adam with decay moves a parameter whose gradient is zero, and not one whose gradient is None."""
+    which = torch.zeros(SAMPLES, dtype=torch.int64)
+    which[::40] = 1
+    which[1::97] = 2
+    torch.manual_seed(1)
+    model = Branches().double()
+    never = copy.deepcopy(model.never)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.mse_loss(model(batch[0], batch[2]), batch[1])
+
+    def make(params: Any) -> Optimizer:
+        return AdamW(params, 0.01, weight_decay=0.1)
+
+    expected = copy.deepcopy(model)
+    optimizer = make(expected.parameters())
+    absent = 0
+    for index in windows():
+        loss(expected, (X[index], Y[index], which[index])).backward()
+        absent += sum(layer.weight.grad is None for layer in expected.layers)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    assert absent > 10
+    run = exact(model, make, devices, loss, dataset=(X, Y, which))
+    assert apart(model, expected) < 1e-12
+    assert apart(model.never, never) == 0.0
+    check_equal(run)
+
+
+# ---------------------------------------------------------------- steering
+def test_a_rate_that_is_set_takes_effect_for_all_at_once() -> None:
+    """Otherwise the replicas would stay apart; the checksum at the end of the epoch would tell."""
+    model = net()
+    handles: list[flowdp.Run] = []
+    started, is_set = threading.Event(), threading.Event()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        worker = current_worker()
+        if worker.rank == 0 and worker.global_step == 3 and not is_set.is_set():
+            started.wait(10)
+            handles[0].set_lr(0.002)
+            is_set.set()
+        return mse(model, batch)
+
+    run = flowdp.Trainer(
+        model, momentum, loss, dataset=(X, Y), batch_size=4, global_batch_size=WINDOW, epochs=EPOCHS,
+        devices=["cpu"] * 3, policy="exact", progress=False, lr_lambda=lambda step: 1.0,
+    ).start()  # fmt: skip
+    handles.append(run)
+    started.set()
+    run.join()
+    check_equal(run)
+    assert [replica.learning_rate.value for replica in run._engine.replicas] == [0.002] * 3
+
+
+def test_a_scheduler_by_epochs() -> None:
+    model = net()
+
+    def schedule(optimizer: Optimizer) -> StepLR:
+        return StepLR(optimizer, 11, 0.5)
+
+    expected = plain(model, momentum, schedule=schedule)
+    run = exact(
+        model, momentum, 3, scheduler=lambda o: StepLR(o, 1, 0.5), scheduler_unit="epoch",
+        partition_ratios=(0.998, 0.001, 0.001),
+    )  # fmt: skip
+    assert apart(model, expected) < 1e-12
+    check_equal(run)
+
+
+@pytest.mark.parametrize("steps", [1, 7, 20])
+def test_max_steps_counts_windows(steps: int) -> None:
+    model = net()
+    expected = plain(model, adamw, steps=steps)
+    run = exact(model, adamw, 2, max_steps=steps)
+    assert run.join().global_step == steps
+    assert apart(model, expected) < 1e-12
+
+
+# ---------------------------------------------------------------- what goes wrong
+def test_replicas_that_differ_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here one flips a bit by itself, as broken memory does."""
+    meet = ExactReplica.meet
+
+    def broken(replica: ExactReplica, outcome: Any) -> None:
+        meet(replica, outcome)
+        if replica.flat.rank == 1 and outcome.global_step == 13:
+            replica.module.get_parameter("0.bias").data[0] += 1e-9
+
+    monkeypatch.setattr(ExactReplica, "meet", broken)
+    with pytest.raises(CollectiveError, match=r"the replicas differ after epoch 1.* of rank 1 are not those"):
+        exact(net(), momentum, 3)
+
+
+def test_the_sum_of_bits_tells_replicas_apart() -> None:
+    one, other = FlatReplica(net()), FlatReplica(net())
+    assert one.checksum() == other.checksum()
+    [flat] = other.flats
+    flat.memory[7] = torch.nextafter(flat.memory[7], flat.memory.new_tensor(10.0))
+    assert one.checksum() != other.checksum()
+
+
+def test_batch_norm_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    with caplog.at_level(logging.WARNING, "flowdp"):
+        run = exact(model, momentum, 2, batch_size=20, epochs=1, dataset=(X[:200], Y[:200]))
+        assert "BatchNorm takes its statistics from each micro-batch" in caplog.text
+    check_equal(run)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "flowdp"):
+        exact(net(), momentum, 2, epochs=1)
+    assert not caplog.records
+
+
+class Lines(Dataset[Any]):
+    """Its batches hold no tensor."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> str:
+        return f"line {index}"
+
+
+def test_batches_that_cannot_be_cut() -> None:
+    with pytest.raises(
+        flowdp.DataError, match="no tensor in this list is 20 long; let collate_fn return tensors"
+    ):
+        exact(net(), momentum, 2, dataset=Lines())
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"gradient_accumulation_steps": 2}, "has no use with policy='exact'"),
+        ({"global_batch_size": 0}, "global_batch_size must be an int of at least 1, not 0"),
+        ({"dataset": DataLoader(Read(), batch_size=None), "batch_size": None}, "not a batch_sampler"),
+        (
+            {"dataset": DataLoader(Read(), batch_sampler=list(BatchSampler(SequentialSampler(X), 4, False))),
+             "batch_size": None},
+            "not a batch_sampler",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(OptionError, match=match):
+        exact(net(), momentum, 2, **options)

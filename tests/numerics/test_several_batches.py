@@ -1,0 +1,337 @@
+"""Steps of several batches, and devices with batch sizes of their own: against plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import flowdp
+from flowdp import OptionError, current_worker, record_scalar
+from flowdp.data.order import epoch_order
+from flowdp.engine.coordinator import CoordinatorShell
+from flowdp.machine.commands import Hurry
+
+SAMPLES = 57
+draw = torch.Generator().manual_seed(0)
+X = torch.randn(SAMPLES, 5, generator=draw, dtype=torch.float64)
+Y = torch.randn(SAMPLES, 2, generator=draw, dtype=torch.float64)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+
+def mse(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def adamw(params: Any) -> AdamW:
+    return AdamW(params, 0.01)
+
+
+def train(model: nn.Module, devices: int, policy: Any, loss: Any = mse, **options: Any) -> flowdp.Run:
+    given: dict[str, Any] = {
+        "dataset": (X, Y), "batch_size": 4, "epochs": 3, "progress": False, "optimizer": adamw,
+        "tune_process": flowdp.ProcessTuning(openmp=False),
+        "cadence": flowdp.CadenceOptions(anchor=2, max_anchor=2),
+    } | options  # fmt: skip
+    run = flowdp.Trainer(model=model, loss=loss, devices=["cpu"] * devices, policy=policy, **given).start()
+    run.join()
+    return run
+
+
+def apart(one: nn.Module, other: nn.Module) -> float:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def plain(model: nn.Module, size: int, epochs: int = 3, clip: float | None = None) -> nn.Module:
+    """One device with batches of this size."""
+    model = copy.deepcopy(model)
+    optimizer = adamw(model.parameters())
+    for epoch in range(epochs):
+        for index in epoch_order(SAMPLES, 0, epoch).split(size):
+            mse(model, (X[index], Y[index])).backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+class Read(Dataset[Any]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return X[index], Y[index]
+
+
+class Unequal(Dataset[Any]):
+    """Its batches hold no tensor of their length: nothing could be cut or joined."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return X[index], Y[index]
+
+    @staticmethod
+    def collate(samples: list[Any]) -> Any:
+        return [{"x": x, "y": y} for x, y in samples]
+
+    @staticmethod
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return torch.stack([F.mse_loss(model(one["x"]), one["y"]) for one in batch]).mean()
+
+
+# ---------------------------------------------------------------- accumulation
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dataset": Read()},
+        {"dataset": Read(), "num_workers": 2},
+        {"dataset": DataLoader(Read(), 4, shuffle=True), "batch_size": None},
+        {"dataset": Unequal(), "collate_fn": Unequal.collate, "loss": Unequal.loss},
+    ],
+    ids=["tensors", "read", "processes", "loader", "lists"],
+)
+def test_one_device_has_the_big_batch(options: dict[str, Any], clip: float | None) -> None:
+    """Also where an epoch's last step has fewer batches, and its last batch fewer samples."""
+    model = net()
+    expected = plain(model, 12, clip=clip)
+    run = train(model, 1, "cadence", gradient_accumulation_steps=3, max_grad_norm=clip, **options)
+    assert run.join().global_step == 3 * 5
+    assert apart(model, expected) < 1e-12
+
+
+def test_batches_of_any_size_count_for_their_samples() -> None:
+    """A batch sampler's batches differ: a step is the mean over its samples."""
+    order = epoch_order(SAMPLES, 0, 0).tolist()
+    bounds = [0, 1, 7, 9, 20, 22, 40, 41, 57]
+    batches = [order[start:stop] for start, stop in itertools.pairwise(bounds)]
+    model = net()
+    expected = copy.deepcopy(model)
+    optimizer = adamw(expected.parameters())
+    for first in range(0, len(batches), 3):
+        index = torch.tensor([i for batch in batches[first : first + 3] for i in batch])
+        mse(expected, (X[index], Y[index])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loader = DataLoader(Read(), batch_sampler=batches)
+    options = {"dataset": loader, "batch_size": None, "epochs": 1}
+    train(model, 1, "sync", gradient_accumulation_steps=3, **options)
+    assert apart(model, expected) < 1e-12
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_every_sample_once_in_steps_of_several(policy: str, devices: int, witness: Any) -> None:
+    numbers = torch.arange(SAMPLES).unsqueeze(1)
+    run = train(
+        net(), devices, policy, witness.watch(lambda m, b: mse(m, (X[b[0].flatten()], b[1]))),
+        dataset=(numbers, Y), gradient_accumulation_steps=4,
+    )  # fmt: skip
+    for epoch in range(3):
+        assert witness.samples(epoch) == Counter(range(SAMPLES))
+    steps = math.ceil(math.ceil(SAMPLES / 4) / 4)
+    assert run.join().global_step == 3 * steps
+    trainer = flowdp.Trainer(
+        net(), adamw, mse, dataset=(X, Y), batch_size=4, epochs=3, gradient_accumulation_steps=4
+    )
+    assert trainer.total_steps == 3 * steps
+
+
+def test_the_loss_of_a_step_is_over_its_samples() -> None:
+    model = net()
+    values = X.sum(1)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        record_scalar("level", batch[0].sum(1).mean())
+        return mse(model, batch)
+
+    run = train(
+        model, 2, "cadence", loss, gradient_accumulation_steps=3, optimizer=lambda params: SGD(params, 0.0)
+    )
+    for epoch in run.history:
+        assert epoch.loss == pytest.approx(mse(model, (X, Y)).item(), rel=1e-9)
+        assert epoch.scalars["level"] == pytest.approx(values.mean().item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_narrow_precision(precision: str) -> None:
+    model = net().float()
+    expected = plain(net(), 12).float()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.mse_loss(model(batch[0].float()), batch[1].float())
+
+    train(model, 1, "sync", loss, gradient_accumulation_steps=3, precision=precision)
+    assert apart(model, expected) < 0.02
+    assert apart(model, net().float()) > 0.05
+
+
+class Gated(Read):
+    """Reads on from the second batch when it is told to."""
+
+    def __init__(self) -> None:
+        self.is_open = threading.Event()
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index >= 4:
+            self.is_open.wait(20)
+        return super().__getitem__(index)
+
+
+def test_a_pause_waits_for_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step whose first batch was taken is finished: that batch could not be dealt anew."""
+    dataset, begun, hurried = Gated(), threading.Event(), threading.Event()
+    obey = CoordinatorShell._obey
+
+    def watched(shell: CoordinatorShell, command: Any) -> None:
+        obey(shell, command)
+        if isinstance(command, Hurry):
+            hurried.set()
+
+    monkeypatch.setattr(CoordinatorShell, "_obey", watched)
+    seen: Counter[float] = Counter()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        seen.update(batch[0][:, 0].tolist())
+        begun.set()
+        return mse(model, batch)
+
+    with flowdp.Trainer(
+        net(), adamw, loss, dataset=dataset, shuffle=False, batch_size=4, epochs=1, devices=1,
+        gradient_accumulation_steps=2, progress=False,
+    ).start() as run:  # fmt: skip
+        assert begun.wait(20)
+        run.pause()
+        assert hurried.wait(20)
+        dataset.is_open.set()
+        with run.paused():
+            assert run.status().local_steps == (1,)
+    assert seen == Counter(X[:, 0].tolist())
+
+
+# ---------------------------------------------------------------- a batch size per device
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dataset": Read()}, {"dataset": Read(), "num_workers": 2}],
+    ids=["tensors", "read", "processes"],
+)
+def test_each_device_has_its_size(policy: str, options: dict[str, Any]) -> None:
+    sizes: set[tuple[int, int]] = set()
+    seen: Counter[float] = Counter()
+    lock = threading.Lock()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with lock:
+            sizes.add((current_worker().rank, len(batch[0])))
+            assert current_worker().samples == len(batch[0]) == len(batch[1])
+            seen.update(batch[0][:, 0].tolist())
+        return mse(model, batch)
+
+    train(net(), 2, policy, loss, batch_size=(6, 4), **options)
+    whole = {size for size in sizes if size[1] in (6, 4)}
+    assert whole >= {(0, 6), (1, 4)}
+    assert max(size for rank, size in sizes if rank == 0) == 6
+    assert max(size for rank, size in sizes if rank == 1) == 4
+    assert seen == Counter(dict.fromkeys(X[:, 0].tolist(), 3))
+
+
+def test_a_step_on_two_devices_is_the_mean_of_their_steps() -> None:
+    """With SGD, and one step, the mean weighted by samples is the step of one device with all of it."""
+    model = net()
+    expected = copy.deepcopy(model)
+    sgd = SGD(expected.parameters(), 0.1)
+    index = epoch_order(SAMPLES, 0, 0)
+    mse(expected, (X[index], Y[index])).backward()
+    sgd.step()
+    train(model, 2, "sync", batch_size=(38, 19), epochs=1, optimizer=lambda params: SGD(params, 0.1))
+    assert apart(model, expected) < 1e-12
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("sizes", [(6, 4), (4, 6), (2, 2), (1, 5)])
+def test_total_steps_in_lockstep(sizes: tuple[int, int], accumulation: int) -> None:
+    options: dict[str, Any] = {"batch_size": sizes, "gradient_accumulation_steps": accumulation}
+    run = train(net(), 2, "sync", **options)
+    trainer = flowdp.Trainer(
+        net(), adamw, mse, dataset=(X, Y), epochs=3, devices=["cpu"] * 2, policy="sync", **options
+    )
+    assert trainer.total_steps == run.join().global_step
+
+
+def test_accumulation_with_a_batch_size_per_device() -> None:
+    """Micro-batches are of the device's own size, and a step has so many of them."""
+    sizes: dict[int, list[int]] = {0: [], 1: []}
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        sizes[current_worker().rank].append(len(batch[0]))
+        return mse(model, batch)
+
+    run = train(net(), 2, "sync", loss, batch_size=(6, 3), gradient_accumulation_steps=2, epochs=1)
+    assert sizes[0] == [6] * 6 + [3]
+    assert sizes[1] == [3] * 6
+    assert run.join().global_step == 7
+
+
+# ---------------------------------------------------------------- refused
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(X)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"batch_size": (4, 4, 4)}, "names 3 sizes for 2 devices"),
+        ({"batch_size": (4, 0)}, "each batch_size must be an int of at least 1, not 0"),
+        (
+            {"batch_size": (4, 2), "dataset": DataLoader(Read(), 4)},
+            "beside a DataLoader, whose batches have one",
+        ),
+        ({"batch_size": (4, 2), "max_steps": 5}, "max_steps cannot be kept with a batch_size per device"),
+        ({"batch_size": (4, 2), "dataset": Endless()}, "an IterableDataset has none"),
+        ({"gradient_accumulation_steps": 2, "dataset": Endless()}, "an IterableDataset has none"),
+        (
+            {"gradient_accumulation_steps": 0},
+            "gradient_accumulation_steps must be an int of at least 1, not 0",
+        ),
+        ({"global_batch_size": 8}, "is for policy='exact'"),
+    ],
+)
+def test_what_cannot_be(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(OptionError, match=match):
+        train(net(), 2, "cadence", **options)
+
+
+def test_total_steps_by_speed_are_not_known() -> None:
+    trainer = flowdp.Trainer(
+        net(), adamw, mse, dataset=(X, Y), batch_size=(4, 2), epochs=3, devices=["cpu"] * 2
+    )
+    with pytest.raises(OptionError, match="depends on their speeds"):
+        _ = trainer.total_steps
+
+
+def test_lists_cannot_be_put_together() -> None:
+    options = {"dataset": Unequal(), "collate_fn": Unequal.collate, "loss": Unequal.loss}
+    with pytest.raises(flowdp.StepError, match="no tensor of the batch is as long as the batch"):
+        train(net(), 2, "cadence", batch_size=(6, 3), **options)

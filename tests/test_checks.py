@@ -1,0 +1,81 @@
+"""What is looked at before anything is built; what a Trainer says of it is in its own tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flowdp.checks import (
+    check_backend,
+    check_cadence,
+    check_length,
+    check_model_and_optimizer,
+    check_number,
+    check_ratios,
+    check_step,
+    check_story,
+    check_words,
+    several_optimizers,
+)
+from flowdp.errors import OptionError
+from flowdp.options import CadenceOptions
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+MODEL = nn.Linear(1, 1)
+SGD = torch.optim.SGD(MODEL.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, [SGD], (SGD, SGD), {"a": SGD}, lambda params: SGD])
+def test_optimizers_of_every_form(optimizer: Any) -> None:
+    check_model_and_optimizer(MODEL, optimizer)
+    if not callable(optimizer):
+        with pytest.raises(OptionError, match="give an optimizer factory"):
+            check_model_and_optimizer(lambda: MODEL, optimizer)
+
+
+@pytest.mark.parametrize("optimizer", [None, "sgd", [3], {"a": None}, [], {}])
+def test_what_is_no_optimizer(optimizer: Any) -> None:
+    with pytest.raises(OptionError, match="optimizer"):
+        check_model_and_optimizer(MODEL, optimizer)
+
+
+def test_a_step_is_one_of_two() -> None:
+    check_step(lambda model, batch: 0, None, "exact", 4, SGD)
+    check_step(None, lambda worker, batch: None, "async", 1, [SGD, SGD])
+    for loss, train_step, match in ((None, None, "loss must be"), (print, print, "give one of them")):
+        with pytest.raises(OptionError, match=match):
+            check_step(loss, train_step, "sync", 1, SGD)
+    with pytest.raises(OptionError, match="steps as it likes"):
+        check_step(None, print, "exact", 1, SGD)
+    assert "gives 3 optimizers" in several_optimizers(3)
+
+
+def test_the_rest_passes_on_what_is_right() -> None:
+    check_length(1, None)
+    check_words("exact", "auto", "bf16")
+    check_number("x", 0.0, above=False)
+    check_number("x", None, above=True, optional=True)
+    assert check_backend("nccl", "exact", [CUDA]) == "nccl"
+    assert check_cadence(None, 2) == CadenceOptions()
+    assert check_ratios((3, 1), "exact", 2) == (0.75, 0.25)
+    assert check_ratios(None, "sync", 2) is None
+    assert check_story(None) is None
+
+
+def test_and_refuses_what_is_not() -> None:
+    for refused in (
+        lambda: check_length(None, None),
+        lambda: check_words("exact", "auto", 16),
+        lambda: check_number("x", 0.0, above=True),
+        lambda: check_number("x", None, above=True),
+        lambda: check_backend("nccl", "async", [CUDA]),
+        lambda: check_backend("nccl", "exact", [CPU]),
+        lambda: check_cadence(CadenceOptions(speed_hint=(2, 2.0)), 2),
+        lambda: check_ratios((3, 1), "sync", 2),
+        lambda: check_story(3),
+    ):
+        with pytest.raises(OptionError):
+            refused()
