@@ -15,9 +15,18 @@
     state = run.join()
 """
 
+from flowdp.collective.buckets import GradientBucket
+from flowdp.collective.local_group import local_groups
+from flowdp.collective.process_group import ProcessGroup, Work
+from flowdp.collective.synchronizer import GradientSynchronizer
+from flowdp.data_parallel import DataParallel, setup
+from flowdp.ddp import Ddp
 from flowdp.device.process import ProcessTuning
 from flowdp.device.topology import devices
+from flowdp.distributed import DistributedDataParallel
 from flowdp.engine.context import current_worker, record_scalar
+from flowdp.engine.recipe import LossContext
+from flowdp.engine.windows import Window, WindowResult
 from flowdp.errors import (
     CollectiveAborted,
     CollectiveError,
@@ -47,6 +56,18 @@ __all__ = [  # noqa: RUF022 - in the order in which a reader meets them
     "EpochMetrics",
     "RankMetrics",
     "RoundEnded",
+    "setup",
+    "DataParallel",
+    "LossContext",
+    "Window",
+    "WindowResult",
+    "Ddp",
+    "DistributedDataParallel",
+    "local_groups",
+    "ProcessGroup",
+    "Work",
+    "GradientBucket",
+    "GradientSynchronizer",
     "record_scalar",
     "current_worker",
     "devices",

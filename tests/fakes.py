@@ -67,10 +67,8 @@ class FakeStream:
         self.time = 0
         self.clock: Clock = {}
 
-    def wait_event(self, event: FakeEvent) -> None:
-        with self.cuda.lock:
-            _merge(self.clock, event.clock)
-            self.cuda.log.append((self.name, "waits for", event.name))
+    def wait_event(self, event: Any) -> None:
+        event.wait(self)  # as torch does
 
     def synchronize(self) -> None:
         with self.cuda.lock:
@@ -104,6 +102,11 @@ class FakeEvent:
             self.clock = {**stream.clock, stream.number: stream.time}
             self.at_s = perf_counter()
             self.cuda.log.append((stream.name, "records", self.name))
+
+    def wait(self, stream: FakeStream) -> None:
+        with self.cuda.lock:
+            _merge(stream.clock, self.clock)
+            self.cuda.log.append((stream.name, "waits for", self.name))
 
     def synchronize(self) -> None:
         assert self.passed.wait(20)

@@ -104,6 +104,10 @@ class Lane(ABC):
         """Host memory that the device copies from and to by itself. Hold `QUIET`."""
 
     @abstractmethod
+    def current(self) -> Stream:
+        """The calling thread's current stream on the device."""
+
+    @abstractmethod
     def adopt(self) -> None:
         """Let `compute` wait for what the calling thread has enqueued so far: the user's tensors."""
 
@@ -168,9 +172,14 @@ class CudaLane(Lane):
         is_card = self.device.type == "cuda"
         return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=is_card)
 
+    def current(self) -> Stream:
+        """See `Lane.current`."""
+        stream: Stream = self.cuda.current_stream(self.device)
+        return stream
+
     def adopt(self) -> None:
         """See `Lane.adopt`."""
-        self._await(self.compute, self.cuda.current_stream(self.device), "adopted")
+        self._await(self.compute, self.current(), "adopted")
 
     def await_default(self, stream: Stream, device: torch.device) -> None:
         """See `Lane.await_default`."""
@@ -209,6 +218,10 @@ class HostLane(Lane):
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """See `Lane.pinned`: plain memory."""
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+
+    def current(self) -> Stream:
+        """See `Lane.current`."""
+        return self.compute
 
     def adopt(self) -> None:
         """See `Lane.adopt`."""
@@ -258,6 +271,10 @@ class _HostEvent:
 
     def record(self, stream: Any = None) -> None:  # noqa: ARG002 - there is one
         self._at_s = perf_counter()
+
+    def wait(self, stream: Any = None) -> None:
+        # A CUDA stream asks so where it is to wait for an event.
+        pass
 
     def synchronize(self) -> None:
         pass

@@ -9,7 +9,7 @@ from itertools import cycle, islice
 import pytest
 import torch
 
-from flowdp import trainer
+from flowdp import data_parallel, trainer
 from flowdp.data.feed import open_feeds
 from flowdp.device.streams import CudaLane
 from flowdp.engine import launch
@@ -61,5 +61,10 @@ def fake_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.data.cards import Card
 
     card = Card()
-    monkeypatch.setattr(trainer, "open_lanes", lambda devices: [CudaLane(device, card) for device in devices])
+
+    def open_lanes(devices: Sequence[torch.device]) -> list[CudaLane]:
+        return [CudaLane(device, card) for device in devices]
+
+    for door in (trainer, data_parallel):
+        monkeypatch.setattr(door, "open_lanes", open_lanes)
     monkeypatch.setattr(launch, "open_feeds", partial(open_feeds, cuda=card))

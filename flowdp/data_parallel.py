@@ -1,0 +1,399 @@
+"""A loop of your own on several devices: `setup` makes a `DataParallel`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from flowdp.device.process import ProcessTuning, as_tuning, threads_per_worker, tuned_process, usable_cores
+from flowdp.device.streams import open_lanes
+from flowdp.device.topology import resolve_devices
+from flowdp.device.transfer import move
+from flowdp.engine.alias import AliasModule
+from flowdp.engine.launch import check_free
+from flowdp.engine.loading import Epoch
+from flowdp.engine.pacing import Alone, Pacing
+from flowdp.engine.peers import Peers, ReplicaFactory
+from flowdp.engine.recipe import Inputs, InputsOption, LossFunction, Recipe, Taps
+from flowdp.engine.scatter import Arguments, Part
+from flowdp.engine.setup import (
+    OptimizerOption,
+    check_cadence,
+    check_loss,
+    check_model,
+    check_norm,
+    check_optimizers,
+    set_epoch,
+)
+from flowdp.engine.sharded import call_sharded, cut
+from flowdp.engine.stepping import Stepping
+from flowdp.engine.windows import Window, WindowResult, run_window
+from flowdp.errors import FlowdpError
+from flowdp.options import Buffers, CadenceOptions, one_of
+from flowdp.policy.el_che import ElChe
+
+__all__ = ["DataParallel", "setup"]
+
+
+def setup(
+    model: nn.Module,
+    optimizer: OptimizerOption,
+    *,
+    replica: ReplicaFactory | None = None,
+    devices: Literal["auto"] | int | Sequence[torch.device | str | int] = "auto",
+    cadence: CadenceOptions | bool | None = None,
+    loss_fn: LossFunction | None = None,
+    inputs: InputsOption = None,
+    tags: Sequence[str] = (),
+    buffers: Buffers = "broadcast",
+    max_grad_norm: float | None = None,
+    tune_process: bool | ProcessTuning = True,
+) -> DataParallel:
+    """Spread a module over devices, for a training loop that stays as it is.
+
+    ::
+
+        dp = flowdp.setup(model, optimizer)             # instead of model.to(device)
+        for x, y in loader:
+            loss = F.cross_entropy(dp(x), y)            # instead of model(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    `model` and `optimizer` are used themselves, on the first device; the other devices have replicas, which
+    are sent what the step changed. Gradients are summed onto `model` before `backward` returns.
+
+    Args:
+        model: Moved to the first device and set to training mode.
+        optimizer: Of the model's parameters, or several; or a factory that gets those that require grad.
+        replica: Makes the model for another device, `replica(device)`; its values are replaced. None: the
+            model is copied.
+        devices: "auto", how many, or a list of devices; a device may repeat. One device: no threads.
+        cadence: Whether `epoch` yields windows of whole batches, by each device's speed, instead of single
+            batches to cut. None: where the devices have different names. A record says how, and may carry a
+            `speed_hint` (with max_anchor=0: without windows).
+        loss_fn: Loss of one batch, for `forward_batch`, which then runs backward, too.
+        inputs: Fields of a batch that the model takes, in order: keys of a mapping or positions of a
+            sequence; or a function of the batch. None: a tensor goes whole, of a sequence the first, of a
+            mapping what `forward` has parameters for.
+        tags: Submodules whose outputs are captured for `loss_fn` and the result of `forward_batch`.
+        buffers: "broadcast": those of the first device are everybody's before each forward; "average": the
+            weighted mean of all devices' is taken at each step.
+        max_grad_norm: `step()` clips the summed gradients to this 2-norm.
+        tune_process: Process-wide settings while this lives (see `ProcessTuning`); False leaves all alone.
+
+    Raises:
+        OptionError: An argument is wrong. No thread has been started then.
+    """
+    check_model(model)
+    check_norm(max_grad_norm)
+    one_of("buffers", buffers, Buffers)
+    chosen = resolve_devices(devices)
+    recipe = Recipe(Inputs(inputs, model), Taps(tags, model), check_loss(loss_fn))
+    options, windows = check_cadence(cadence, chosen)
+    tuning = as_tuning(tune_process)
+    check_free(chosen)
+    model.to(chosen[0]).train()
+    optimizers = check_optimizers(optimizer, model)
+    return DataParallel(
+        model, optimizers, chosen, replica, recipe, options, windows, buffers, max_grad_norm, tuning
+    )
+
+
+class DataParallel(AliasModule):
+    """A module on several devices; made by `setup`.
+
+    It stands for the module: its `state_dict`, `parameters()` and modes are the module's own. Called like the
+    module, it cuts tensors of the batch's length among the devices, sends everything else whole, and joins
+    the outputs on the first device. With one device it calls the module, and does nothing else.
+
+    Attributes:
+        module: The user's.
+        devices: One per rank.
+        world_size: How many.
+        max_grad_norm: `step()` clips to it; None: not at all.
+
+    Threads: one at a time, of the user's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        devices: Sequence[torch.device],
+        replica: ReplicaFactory | None,
+        recipe: Recipe,
+        options: CadenceOptions,
+        windows: bool,
+        buffers: Buffers,
+        max_grad_norm: float | None,
+        tuning: ProcessTuning,
+    ) -> None:
+        super().__init__(module)
+        self.devices = tuple(devices)
+        self.world_size = len(devices)
+        self.max_grad_norm = max_grad_norm
+        self._recipe = recipe
+        self._averages = buffers == "average"
+        self._is_syncing = True
+        self._epochs = 0
+        self._lanes = open_lanes(devices)
+        self._peers: Peers | None = None
+        with ExitStack() as stack:
+            if self.world_size > 1:
+                stack.enter_context(tuned_process(tuning))
+                ranks = sum(device.type == "cpu" for device in devices)
+                threads = threads_per_worker(usable_cores(), max(1, ranks))
+                self._peers = Peers(module, replica, self._lanes, threads)
+                stack.callback(self._peers.close)
+            self._close = weakref.finalize(self, stack.pop_all().close)
+        self._pacing = Alone() if self._peers is None else Pacing(self._peers, options, windows=windows)
+        self._stepping = Stepping(module, self._peers, self._pacing, averages=self._averages)
+        self._stepping.use(optimizers)
+
+    # ------------------------------------------------------------------ what it is
+    @property
+    def replicas(self) -> tuple[nn.Module, ...]:
+        """The modules on the other devices, in order; the user's own is `module`."""
+        return () if self._peers is None else self._peers.modules[1:]
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """What `step` steps: the user's own. The replicas are sent the result."""
+        return self._stepping.optimizers
+
+    @property
+    def training_step(self) -> int:
+        """Steps of the first optimizer so far."""
+        return self._stepping.count
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are several devices."""
+        return self._peers is not None
+
+    @property
+    def cadence(self) -> ElChe | None:
+        """What sizes the windows; None where batches are cut."""
+        return None if self._pacing.cadence is None else self._pacing.cadence.el_che
+
+    @property
+    def chunk_ratios(self) -> tuple[float, ...]:
+        """Fraction of a batch that each device takes. Shape (world_size,)."""
+        return self._pacing.ratios
+
+    @property
+    def throughput(self) -> tuple[float, ...]:
+        """Samples a second of each device, smoothed; 0.0 before it is measured. Shape (world_size,)."""
+        return tuple(1e3 * per_ms for per_ms in self._pacing.throughput)
+
+    @property
+    def shard_sizes(self) -> tuple[int, ...]:
+        """Samples that each device had in the last call or window. Shape (world_size,)."""
+        return self._pacing.shard_sizes
+
+    @property
+    def loss_fn(self) -> LossFunction | None:
+        """The loss function of `forward_batch`."""
+        return self._recipe.loss
+
+    # ------------------------------------------------------------------ forward
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module.
+
+        Args:
+            args: Its arguments, any pytrees. The length of the first tensor that has one is the batch's.
+            kwargs: Those by name.
+
+        Returns:
+            The outputs, on the first device: tensors joined along dim 0, numbers in tensors averaged with the
+            samples as weights, everything else as it is.
+
+        Raises:
+            FlowdpError: The outputs cannot be joined.
+            Exception: What the module raised, with a note that names rank and device.
+        """
+        return self._call(self.module, _call_module, args, kwargs)
+
+    def call(self, function: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call another method of the module the same way, or `function(module, ...)`.
+
+        Raises:
+            AttributeError: The module has no such method.
+        """
+        if isinstance(function, str):
+            return self._call(getattr(self.module, function), partial(_call_method, function), args, kwargs)
+        return self._call(partial(function, self.module), partial(_call_function, function), args, kwargs)
+
+    def _call(
+        self,
+        alone: Callable[..., Any],
+        run: Callable[[nn.Module, Part], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if self._peers is None:
+            if self.devices[0].type != "cpu":
+                args, kwargs = tree_map_only(Tensor, self._bring_home, (args, kwargs))
+            first = args[0] if args else None
+            self._pacing.did((len(first) if isinstance(first, Tensor) and first.dim() else 0,))
+            return alone(*args, **kwargs)
+        arguments = Arguments(args, kwargs)
+        sizes = self._pacing.cut(arguments.samples) if arguments.samples else (0,) * self.world_size
+        shards = cut(arguments, sizes)
+        outputs = call_sharded(self._peers, shards, run, sync=self._is_syncing)
+        self._did(sizes)
+        return outputs
+
+    def _bring_home(self, tensor: Tensor) -> Tensor:
+        return move(tensor, self.devices[0])
+
+    def _did(self, samples: Sequence[int], batches: Sequence[int] | None = None) -> None:
+        self._pacing.did(samples, batches)
+        if self._peers is not None and self._averages:
+            self._peers.keep_buffers(samples)
+
+    # ------------------------------------------------------------------ windows
+    def epoch(self, loader: Iterable[Any], epoch: int | None = None) -> Epoch:
+        """Go through a loader once, in windows; batches are read and copied to their devices ahead.
+
+        ::
+
+            for batch in dp.epoch(loader):
+                result = dp.forward_batch(batch)
+                dp.step()
+
+        With a cadence a window holds whole batches, each device's by its speed; without one a single batch,
+        cut. The last may hold fewer; no batch is left out.
+
+        Args:
+            loader: Any iterable of batches, a DataLoader for instance.
+            epoch: Told to its sampler, where that has `set_epoch`. None: one more than the last.
+        """
+        self._epochs = (self._epochs if epoch is None else epoch) + 1
+        set_epoch(loader, self._epochs - 1)
+        return Epoch(loader, self._lanes, self._pacing.quotas, self._pacing.cut)
+
+    def forward_batch(self, batch: Window, scaler: torch.amp.GradScaler | None = None) -> WindowResult:
+        """Let every device work through its batches of a window.
+
+        With a `loss_fn`: forward, loss and backward, batch by batch; the gradients are summed when this
+        returns. Without one: forward alone; compute a loss of `result.output` and call backward.
+
+        Args:
+            batch: From `epoch`.
+            scaler: Scales the losses, for fp16; give it to `step`, too.
+
+        Raises:
+            FlowdpError: The loss is not one number, or depends on no parameter.
+            OptionError: `inputs` names what the batch does not have.
+        """
+        if not isinstance(batch, Window):
+            raise FlowdpError(f"forward_batch takes what epoch() yields, not {type(batch).__name__}")
+        recipe = self._recipe
+        if scaler is not None:
+            scaler.scale(torch.zeros((), device=self.devices[0]))  # makes its scale, once, in this thread
+            recipe = replace(recipe, scale=scaler.scale)
+        result = run_window((self.module, *self.replicas), batch, recipe, self._peers, sync=self._is_syncing)
+        self._did(*batch.per_rank(self.world_size))
+        return result
+
+    # ------------------------------------------------------------------ step
+    def step(self, scaler: torch.amp.GradScaler | None = None) -> None:
+        """Clip, step the optimizers, zero the gradients.
+
+        Args:
+            scaler: Of the losses' gradients; it decides whether the optimizers step.
+
+        Raises:
+            FlowdpError: No parameter has a gradient.
+        """
+        self._stepping.step(scaler, self.max_grad_norm)
+        self.zero_grad()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of all devices together; returns their norm. Shape []."""
+        return self._stepping.clip(max_norm, norm_type)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, those that `no_sync` keeps at the replicas included."""
+        self.module.zero_grad(set_to_none)
+        if self._peers is not None:
+            self._peers.drop_gradients()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave the replicas' gradients where they are: for accumulation over several backwards.
+
+        The first backward of a call outside, or `step`, sums them up.
+        """
+        before, self._is_syncing = self._is_syncing, False
+        try:
+            yield
+        finally:
+            self._is_syncing = before
+
+    def set_lr(self, lr: float) -> None:
+        """Scale the learning rates of all groups of all optimizers so that the very first has `lr`."""
+        self._stepping.set_lr(lr)
+
+    def set_loss_fn(self, loss_fn: LossFunction | None) -> None:
+        """Replace the loss function of `forward_batch`."""
+        self._recipe = replace(self._recipe, loss=check_loss(loss_fn))
+
+    def set_optimizer(self, optimizer: OptimizerOption) -> None:
+        """Replace the optimizers: one, several, or a factory of them."""
+        self._stepping.use(optimizer)
+
+    def sync_params(self) -> None:
+        """Send all parameters and buffers anew before the next forward.
+
+        Needed only after writing to `parameter.data` between two forwards: other writes are noticed, if torch
+        counts them (not those of a fused optimizer that this does not know).
+        """
+        if self._peers is not None:
+            self._peers.forget()
+
+    def train(self, mode: bool = True) -> DataParallel:
+        """Set the training mode of the module, and with it of all replicas."""
+        super().train(mode)
+        return self
+
+    def close(self) -> None:
+        """End the threads; a second time does nothing. Collecting the object does the same."""
+        self._close()
+
+    def __enter__(self) -> DataParallel:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a DataParallel cannot be copied or pickled, for it has threads: take its `module`")
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        if self._peers is None:
+            return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        raise FlowdpError("setup() has replicated the module as it is: convert or move it before setup()")
+
+
+def _call_module(module: nn.Module, part: Part) -> Any:
+    return module(*part.args, **part.kwargs)
+
+
+def _call_method(name: str, module: nn.Module, part: Part) -> Any:
+    return getattr(module, name)(*part.args, **part.kwargs)
+
+
+def _call_function(function: Callable[..., Any], module: nn.Module, part: Part) -> Any:
+    return function(module, *part.args, **part.kwargs)

@@ -1,0 +1,281 @@
+"""Manual control: models of yours on several devices, and the collectives to call between your own lines."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowdp.collective.base import BLOCK
+from flowdp.collective.local import SMALL
+from flowdp.collective.reduction import Op, flat_view, reduce_all
+from flowdp.collective.structure import check_alike, check_apart, structure
+from flowdp.device.modes import caller_modes
+from flowdp.device.process import ProcessTuning, threads_per_worker, tuned_process, usable_cores
+from flowdp.device.topology import resolve_devices
+from flowdp.device.transfer import carry
+from flowdp.errors import OptionError
+from flowdp.threads.crew import Crew
+
+__all__ = ["Ddp"]
+
+
+class Ddp:
+    """Replicas that you train as you like: GAN, reinforcement learning, several losses.
+
+    ::
+
+        ddp = flowdp.Ddp.wrap([make() for _ in devices], devices)
+        ddp.sync_params()                                   # all start from model 0
+        optimizers = [torch.optim.AdamW(model.parameters()) for model in ddp.models]
+
+        def backward(rank, model, batch):
+            loss_of(model, batch).backward()
+            return len(batch)
+
+        for batches in ...:                                 # one batch per device, of any sizes
+            counts = ddp.parallel(backward, batches)
+            ddp.weighted_all_reduce_gradients(counts)       # every replica: the gradient of the whole
+            for optimizer in optimizers:                    # so the replicas stay equal
+                optimizer.step()
+                optimizer.zero_grad()
+        ddp.close()
+
+    It is a context manager that closes itself. With one model every call still does what it says, alone.
+
+    Attributes:
+        models: As given, one per rank.
+        devices: Where they are, one per rank.
+
+    Threads: one at a time, and none of its own.
+    Streams: on CUDA, work goes to the caller's current streams of all devices.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+        self.models = tuple(models)
+        self.devices = tuple(devices)
+        self._kinds = frozenset(device.type for device in devices)
+        self._crew: Crew | None = None
+        with ExitStack() as stack:
+            if len(models) > 1:
+                if self._kinds == {"cpu"}:
+                    stack.enter_context(tuned_process(ProcessTuning()))
+                threads = threads_per_worker(usable_cores(), len(models))
+                names = [f"flowdp-ddp-{rank}" for rank in range(len(models))]
+                self._crew = Crew(names, partial(_around, self.devices, threads))
+                stack.callback(self._crew.close)
+            self._close = weakref.finalize(self, stack.pop_all().close)
+            self._close.atexit = False  # a job that hangs would hold up the end of the process
+
+    @classmethod
+    def wrap(
+        cls, models: Sequence[nn.Module], devices: Sequence[torch.device | str | int] | None = None
+    ) -> Ddp:
+        """Take models, one per rank.
+
+        Args:
+            models: Of the same structure; nothing of them is changed but where they lie.
+            devices: Where each shall lie: those that lie elsewhere are moved. None: where they are.
+
+        Raises:
+            OptionError: No model, one given twice or sharing tensors with another, another number of devices,
+                one that is not there, a model on several devices, or models that differ in structure (the
+                parameter is named).
+        """
+        if not models:
+            raise OptionError("models must have at least one model")
+        if devices is not None and len(devices) != len(models):
+            raise OptionError(f"{len(models)} models need as many devices, not {len(devices)}")
+        check_alike([structure(model) for model in models])
+        check_apart(models)
+        places = [_device_of(rank, model) for rank, model in enumerate(models)]
+        if devices is not None:
+            places = list(resolve_devices(devices))
+            for model, place in zip(models, places, strict=True):
+                model.to(place)
+        return cls(models, places)
+
+    @property
+    def world_size(self) -> int:
+        """Models."""
+        return len(self.models)
+
+    def sync_params(self) -> None:
+        """Give all models the parameters and buffers of model 0."""
+        self._send([[*model.parameters(), *model.buffers()] for model in self.models])
+
+    def sync_buffers(self) -> None:
+        """Give all models the buffers of model 0."""
+        self._send([list(model.buffers()) for model in self.models])
+
+    def all_reduce_gradients(self) -> None:
+        """Replace each gradient by its mean over the replicas.
+
+        One that is missing on a replica counts as zero there; missing on all of them it stays None. Frozen
+        parameters are left alone.
+
+        Raises:
+            OptionError: A gradient is sparse.
+        """
+        self._reduce("mean", None)
+
+    def weighted_all_reduce_gradients(self, batch_counts: Sequence[int]) -> None:
+        """Replace each gradient by the sum of the replicas' gradients, each times its share of the counts.
+
+        With the sizes of the batches, of which each loss was the mean, that is the gradient of the mean over
+        all samples. A replica with count 0 gives nothing and gets the sum.
+
+        Args:
+            batch_counts: One per rank: samples, or `ElChe.batch_counts`.
+
+        Raises:
+            OptionError: As many counts as not, a negative one, or all 0; a gradient is sparse.
+        """
+        counts = [float(count) for count in batch_counts]
+        if len(counts) != len(self.models):
+            raise OptionError(f"{len(self.models)} models need as many batch_counts, not {len(counts)}")
+        total = sum(counts)
+        if not all(count >= 0 for count in counts) or not 0 < total < float("inf"):
+            raise OptionError(f"batch_counts must be 0 or more, and one of them more, not {batch_counts!r}")
+        self._reduce("sum", [count / total for count in counts])
+
+    def parallel(self, fn: Callable[..., Any], *args: Sequence[Any]) -> list[Any]:
+        """Call `fn(rank, model, *its element of each of args)` for every replica at once, each in a thread.
+
+        The threads take over the caller's grad, inference and autocast modes and, on CUDA, its streams.
+
+        Returns:
+            What the calls return. Shape (world_size,).
+
+        Raises:
+            OptionError: An argument has not one element per rank.
+            BaseException: What the call of the lowest rank raised, with a note that names rank and device,
+                when all have ended.
+            RuntimeError: It is closed, or called inside of `fn`.
+        """
+        for number, elements in enumerate(args):
+            if len(elements) != len(self.models):
+                raise OptionError(
+                    f"argument {number} of {getattr(fn, '__name__', 'fn')} needs one element for each of "
+                    f"{len(self.models)} replicas, not {len(elements)}"
+                )
+        calls = [
+            partial(fn, rank, model, *(elements[rank] for elements in args))
+            for rank, model in enumerate(self.models)
+        ]
+        if self._crew is None:
+            return [calls[0]()]
+        modes = caller_modes(self._kinds)
+        streams = [torch.cuda.current_stream(d) if d.type == "cuda" else None for d in self.devices]
+        return self._crew.run(
+            [
+                partial(self._call, rank, call, modes, stream)
+                for rank, (call, stream) in enumerate(zip(calls, streams, strict=True))
+            ]
+        )
+
+    def close(self) -> None:
+        """End the threads; a second time does nothing."""
+        self._close()
+
+    def __enter__(self) -> Ddp:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(
+        self,
+        rank: int,
+        call: Callable[[], Any],
+        modes: Callable[[], AbstractContextManager[None]],
+        stream: torch.cuda.Stream | None,
+    ) -> Any:
+        try:
+            with modes(), torch.cuda.stream(stream):  # None: nothing
+                return call()
+        except Exception as error:
+            error.add_note(f"flowdp: on rank {rank}, {self.devices[rank]}")
+            raise
+
+    @torch.no_grad()
+    def _send(self, tensors: Sequence[Sequence[Tensor]]) -> None:
+        own = [tensor.detach() for tensor in tensors[0]]
+        for rank in range(1, len(tensors)):
+            if own:
+                torch._foreach_copy_(list(tensors[rank]), carry(own, self.devices[rank]))
+
+    @torch.no_grad()
+    def _reduce(self, op: Op, shares: Sequence[float] | None) -> None:
+        gradients = list(zip(*self._rows(), strict=True))  # by rank
+        if not gradients:
+            return
+        home = self.devices[0]
+        near = [carry(own, home) for own in gradients]
+        rows = list(zip(*near, strict=True))
+        flats = [[flat_view(tensor) for tensor in row] for row in rows]
+        pieces = [
+            piece for row in flats for piece in zip(*(flat.split(8 * BLOCK) for flat in row), strict=True)
+        ]
+        if self._crew and home.type == "cpu" and sum(row[0].numel() for row in flats) > SMALL:
+            jobs = len(self.models)
+            self._crew.run([partial(_reduce_pieces, pieces[at::jobs], op, shares) for at in range(jobs)])
+        else:
+            _reduce_pieces(pieces, op, shares)
+        for row, flat_row in zip(rows, flats, strict=True):
+            for tensor, flat in zip(row, flat_row, strict=True):
+                if tensor.data_ptr() != flat.data_ptr():  # not contiguous
+                    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+                    real.copy_(flat.view(real.shape))
+        for own, moved, device in zip(gradients, near, self.devices, strict=True):
+            if moved[0] is not own[0]:
+                torch._foreach_copy_(list(own), carry(moved, device))
+
+    def _rows(self) -> Iterator[list[Tensor]]:
+        """The gradients of each parameter that has one anywhere, on all ranks: zeros where it is missing."""
+        for index, parameters in enumerate(zip(*(model.parameters() for model in self.models), strict=True)):
+            if not any(p.requires_grad and p.grad is not None for p in parameters):
+                continue
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                if parameter.grad.layout is not torch.strided:
+                    name = [name for name, _ in self.models[0].named_parameters()][index]
+                    raise OptionError(
+                        f"the gradient of parameter {name!r} is sparse, which is not averaged: make it with "
+                        "sparse=False"
+                    )
+            yield [p.grad.detach() for p in parameters if p.grad is not None]
+
+
+@contextmanager
+def _around(devices: Sequence[torch.device], threads: int, rank: int) -> Iterator[None]:
+    """Where the thread of a rank lives."""
+    if devices[rank].type == "cpu":
+        torch.set_num_threads(threads)
+    # Backward runs in this thread, not in autograd's one per device, which replicas may share.
+    with torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+def _reduce_pieces(pieces: Sequence[Sequence[Tensor]], op: Op, shares: Sequence[float] | None) -> None:
+    with torch.no_grad():
+        for piece in pieces:
+            reduce_all(piece, op, shares)
+
+
+def _device_of(rank: int, model: nn.Module) -> torch.device:
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if len(devices) > 1:
+        raise OptionError(
+            f"model {rank} lies on {' and '.join(sorted(map(str, devices)))}; a replica must lie on one"
+        )
+    return devices.pop() if devices else torch.device("cpu")

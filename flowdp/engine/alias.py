@@ -1,0 +1,62 @@
+"""A module that stands for another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+__all__ = ["AliasModule"]
+
+
+class AliasModule(nn.Module):
+    """Wraps a module and shares its parameters, buffers and submodules under their own names.
+
+    `state_dict`, `named_parameters` and the like show what the module itself would, without a prefix, also
+    where the wrapper is a part of a larger module; `train()` and `eval()` reach the module.
+
+    Args:
+        module: What it stands for.
+
+    Attributes:
+        module: As given. Not a submodule: its tables are this one's own.
+    """
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module) -> None:
+        self.__dict__["module"] = module  # before anything asks for `training`
+        mode = module.training
+        super().__init__()
+        module.training = mode  # a new module sets its own flag
+        self._parameters = module._parameters
+        self._buffers = module._buffers
+        self._modules = module._modules
+        self._non_persistent_buffers_set = module._non_persistent_buffers_set
+
+    @property
+    def training(self) -> bool:
+        """The module's flag."""
+        return self.module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.module.training = mode
+
+    def train(self, mode: bool = True) -> AliasModule:
+        """Set the training mode of the module."""
+        self.module.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load into the module."""
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        # A larger module that holds this one loads part by part.
+        self.module._load_from_state_dict(*args, **kwargs)

@@ -1,0 +1,200 @@
+"""Batches of the user's own loader, dealt to the devices and copied there ahead of their use."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from flowdp.data.slots import own_memory
+from flowdp.device.streams import Lane
+from flowdp.engine.scatter import Arguments, batch_length
+from flowdp.engine.windows import Piece, Window
+from flowdp.errors import DataError
+
+__all__ = ["Epoch", "WindowLoader", "interleaved", "samples_of"]
+
+LISTEN_S = 0.5
+"""Seconds after which a wait looks up: a signal that comes just before it begins does not end it."""
+
+Deal = Callable[[], Sequence[int] | None]
+"""Asks how many whole batches each rank takes in the next window; None: one batch, cut by the ratios."""
+
+Cut = Callable[[int], Sequence[int]]
+"""Asks how many samples of a batch each rank takes."""
+
+
+def interleaved(counts: Sequence[int]) -> list[int]:
+    """The ranks of a window's batches, in the order in which they would finish them.
+
+    So a window that the end of the data cuts short is still shared by speed.
+    """
+    ends = sorted(
+        ((number + 1) / count, rank) for rank, count in enumerate(counts) for number in range(count)
+    )
+    return [rank for _, rank in ends]
+
+
+class Epoch:
+    """One pass over a loader, in windows: iterate it once.
+
+    Args:
+        loader: Any iterable of batches.
+        lanes: One per rank.
+        deal: Whole batches per rank of the next window; None where batches are cut.
+        cut: Samples per rank of a batch.
+    """
+
+    def __init__(self, loader: Iterable[Any], lanes: Sequence[Lane], deal: Deal, cut: Cut) -> None:
+        self._loader = loader
+        self._lanes = lanes
+        self._deal = deal
+        self._cut = cut
+
+    def __len__(self) -> int:
+        """How many windows; TypeError where a cadence sizes them, or the loader has no length."""
+        counts = self._deal()
+        if counts is not None and len(counts) > 1:
+            raise TypeError("a cadence sizes the windows as the epoch goes: their number is not known")
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Window]:
+        """The windows; what the loader raises is raised here."""
+        if len(self._lanes) == 1 and not self._lanes[0].is_async:
+            # Nothing to copy and nobody else to serve: a thread would only cost.
+            for batch in self._loader:
+                yield Window([Piece(0, batch, samples_of(batch))], self._lanes[0].device)
+            return
+        reader = WindowLoader(self._loader, self._lanes, self._deal, self._cut)
+        try:
+            yield from reader
+        finally:
+            reader.close()
+
+
+class WindowLoader:
+    """Reads a loader in a thread of its own, one window ahead of the one that is in use.
+
+    Args:
+        loader: Any iterable of batches. Its iterator is made here, by the calling thread, as worker processes
+            want it.
+        lanes: One per rank.
+        deal: Whole batches per rank of the next window.
+        cut: Samples per rank of a batch, where batches are cut.
+
+    Threads: iterate it and `close` it in the thread that made it.
+    """
+
+    def __init__(self, loader: Iterable[Any], lanes: Sequence[Lane], deal: Deal, cut: Cut) -> None:
+        self._batches = iter(loader)
+        self._lanes = lanes
+        self._deal = deal
+        self._cut = cut
+        self._ready: SimpleQueue[Window | BaseException | None] = SimpleQueue()
+        self._wanted = threading.Semaphore(2)  # windows: one in use, one that lies ready
+        self._closing = False
+        self._thread = threading.Thread(target=self._read, name="flowdp-loader", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Window]:
+        """The windows; each is the caller's until he asks for the next.
+
+        Raises:
+            BaseException: What the loader raised.
+            DataError: It gave a batch without samples.
+        """
+        while True:
+            window = self._next()
+            if window is None:
+                return
+            if isinstance(window, BaseException):
+                raise window
+            yield window
+            self._wanted.release()
+
+    def close(self) -> None:
+        """Stop reading, and wait for the batch that is being read."""
+        self._closing = True
+        self._wanted.release()
+        self._thread.join()
+
+    def _next(self) -> Window | BaseException | None:
+        while True:
+            try:
+                return self._ready.get(timeout=LISTEN_S)
+            except Empty:
+                pass
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._wanted.acquire()
+                if self._closing:
+                    return
+                pieces = self._window()
+                self._ready.put(Window(pieces, self._lanes[0].device) if pieces else None)
+                if not pieces:
+                    return
+        except BaseException as error:
+            self._ready.put(error)
+
+    def _window(self) -> list[Piece]:
+        counts = self._deal()
+        if counts is None:
+            batch = next(self._batches, _END)
+            return [] if batch is _END else self._shards(batch)
+        pieces = []
+        for rank in interleaved(counts):
+            batch = next(self._batches, _END)
+            if batch is _END or self._closing:
+                break
+            pieces.append(self._piece(rank, batch, samples_of(batch)))
+        return pieces
+
+    def _shards(self, batch: Any) -> list[Piece]:
+        samples = samples_of(batch)
+        arguments = Arguments((batch,))
+        pieces, start = [], 0
+        for rank, size in enumerate(self._cut(samples)):
+            if size:
+                part = arguments.part(start, size, None)
+                pieces.append(self._piece(rank, part.args[0], size))
+            start += size
+        return pieces
+
+    def _piece(self, rank: int, batch: Any, samples: int) -> Piece:
+        lane = self._lanes[rank]
+        if not lane.is_async:
+            return Piece(rank, batch, samples)
+        copied = lane.event()
+        with lane.on(lane.copy):
+            there = tree_map(lambda leaf: own_memory(leaf, lane), batch)
+            copied.record(lane.copy)
+
+        def arrive() -> None:
+            stream = lane.current()
+            stream.wait_event(copied)
+            for leaf in tree_leaves(there):
+                if isinstance(leaf, Tensor) and leaf.is_cuda:
+                    leaf.record_stream(stream)  # type: ignore[arg-type]
+
+        return Piece(rank, there, samples, arrive)
+
+
+_END = object()
+
+
+def samples_of(batch: Any) -> int:
+    """Samples of a batch.
+
+    Raises:
+        DataError: It has none.
+    """
+    samples = batch_length(batch)
+    if not samples:
+        raise DataError(f"the loader gave a batch without samples: {batch!r:.100}")
+    return samples

@@ -1,0 +1,317 @@
+"""The user's module and its replicas on the other devices, a thread for each, for a loop the user owns.
+
+Rank 0 is the user's own module. The others are kept like it: before a replica computes, it is sent what has
+changed in the user's module since. So only the user's optimizer steps, and whatever else writes to the module
+(weight clipping, `load_state_dict`, an average of weights) reaches all devices.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from math import nan
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from flowdp.data.slots import keep_for_compute
+from flowdp.device.modes import caller_modes, unhooked
+from flowdp.device.streams import Lane
+from flowdp.device.transfer import carry, copied
+from flowdp.engine.stopwatch import Stopwatch
+from flowdp.engine.tables import Tables
+from flowdp.errors import OptionError
+from flowdp.threads.crew import Crew
+
+__all__ = ["Peers", "ReplicaFactory"]
+
+T = TypeVar("T")
+
+ReplicaFactory = Callable[[torch.device], nn.Module]
+Modes = Callable[[], AbstractContextManager[None]]
+
+
+class Peers:
+    """One module per device, and threads that run them at once.
+
+    Args:
+        module: The user's, rank 0; on the first device.
+        factory: Makes a replica for a device; None: copies of the module.
+        lanes: One per rank. On CUDA the first device's work is done by the calling thread on its current
+            stream, as in a loop without replicas.
+        threads: OpenMP threads of each rank's thread.
+
+    Attributes:
+        modules: One per rank.
+        devices: One per rank.
+        watches: One per rank: how long its jobs took on the device.
+        summing: How long the sums of gradients took.
+
+    Raises:
+        OptionError: The module cannot be copied, or the replicas differ.
+
+    Threads: one of the user's at a time.
+    """
+
+    def __init__(
+        self, module: nn.Module, factory: ReplicaFactory | None, lanes: Sequence[Lane], threads: int
+    ) -> None:
+        self.devices = tuple(lane.device for lane in lanes)
+        self.watches = tuple(Stopwatch(lane) for lane in lanes)
+        self.summing = Stopwatch(lanes[0])
+        self._lanes = tuple(lanes)
+        replicas = [_replica(module, factory, lane) for lane in lanes[1:]]
+        self.modules = (module, *replicas)
+        self._tables = [Tables(peer) for peer in self.modules]
+        for table, device in zip(self._tables[1:], self.devices[1:], strict=True):
+            table.check_like(self._tables[0], device)
+        self._now: list[_State] = []
+        self._sources: list[Tensor] = []
+        self._sent: list[list[_State]] = [[] for _ in lanes]
+        self._left_in: int | None = None  # the backward that left gradients at all ranks
+        self._is_spoilt = False
+        self._kinds = frozenset(device.type for device in self.devices)
+        self._asked = [lane.event() for lane in lanes]
+        self._done = [(lane.event(), lanes[0].event()) for lane in lanes]
+        own_thread = not lanes[0].is_async
+        names = [f"flowdp-peer-{rank}" if rank or own_thread else None for rank in range(len(lanes))]
+        self._crew = Crew(names, partial(_around, self._lanes, threads))
+
+    def trained(self, rank: int) -> list[Tensor]:
+        """The parameters that require grad on rank 0, as they are on a rank."""
+        flags = (tensor.requires_grad for tensor in self._tables[0].parameters)
+        return [
+            tensor
+            for tensor, is_trained in zip(self._tables[rank].parameters, flags, strict=True)
+            if is_trained
+        ]
+
+    def buffers(self, rank: int) -> list[Tensor]:
+        """The buffers of a rank, in the same order on all ranks."""
+        return self._tables[rank].buffers
+
+    def follow(self) -> None:
+        """Look at the user's module as it is now: before a call, for it may have changed.
+
+        Raises:
+            FlowdpError: It has other parts than it had.
+        """
+        self._crew.settle()
+        self._tables[0].check_as_it_was()
+        for mine, *theirs in zip(*(table.modules for table in self._tables), strict=True):
+            for other in theirs:
+                if other.training is not mine.training:
+                    other.training = mine.training
+                    self.forget()  # an average of weights may have been swapped in, by way of `.data`
+        self._now = [_state(tensor) for tensor in self._tables[0].tensors]
+        self._sources = [now[0].detach() for now in self._now]
+        # What the first rank's forward writes to, while the others are still reading, is copied before.
+        known = list({id(sent): sent for sent in self._sent[1:]}.values())
+        first = len(self._now) - len(self._tables[0].buffers)
+        changed = [
+            i
+            for i in range(first, len(self._now))
+            if any(not sent or _differs(self._now[i], sent[i]) for sent in known)
+        ]
+        with torch.no_grad():
+            for i, copy_of in zip(changed, copied([self._sources[i] for i in changed]), strict=True):
+                self._sources[i] = copy_of
+
+    def forget(self) -> None:
+        """Send everything anew: something may have written to the user's module and left no trace."""
+        self._sent = [[] for _ in self._lanes]
+
+    def keep_buffers(self, samples: Sequence[int]) -> None:
+        """Leave ranks the buffers that their last call made: count the user's, as they are, as sent.
+
+        Args:
+            samples: Per rank, in that call; one with 0 had no part in it. Shape (world_size,).
+        """
+        buffers = [_state(buffer) for buffer in self._tables[0].buffers]
+        for rank, count in enumerate(samples):
+            if rank and count:
+                sent = self._sent[rank]
+                self._sent[rank] = [*sent[: len(sent) - len(buffers)], *buffers]
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a replica has gradients of backwards without a sum."""
+        return rank > 0 and any(tensor.grad is not None for tensor in self.trained(rank))
+
+    @contextmanager
+    def backward(self, *, leaves: bool) -> Iterator[None]:
+        """Around what makes gradients: none are left at the replicas that the user has no use for.
+
+        That is so after an error, and where he has set those of his own module to None, by
+        `optimizer.zero_grad()`, which knows nothing of the replicas.
+
+        Args:
+            leaves: Whether the replicas' gradients stay with them, beside those of the user's module.
+        """
+        task = torch._C._current_graph_task_id()  # -1: not inside a backward of the caller's
+        # Two calls in one graph: the user's own gradients come when both have been through.
+        is_other = self._left_in is not None and (task == -1 or task != self._left_in)
+        if self._is_spoilt or (is_other and all(tensor.grad is None for tensor in self.trained(0))):
+            self.drop_gradients()
+        if leaves:
+            self._left_in = task
+        try:
+            yield
+        except BaseException:
+            self._is_spoilt = True
+            raise
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients at the replicas."""
+        self._crew.settle()
+        for module in self.modules[1:]:
+            module.zero_grad(set_to_none=True)
+        self._left_in, self._is_spoilt = None, False
+
+    def modes(self) -> Modes:
+        """The calling thread's grad, autocast and inference modes, for `each`."""
+        return caller_modes(self._kinds)
+
+    def each(self, jobs: Sequence[Callable[[], T] | None], modes: Modes | None = None) -> list[T | None]:
+        """Run a job on every rank at once.
+
+        Args:
+            jobs: One per rank; None: nothing to do there.
+            modes: In which they run; None: the caller's.
+
+        Raises:
+            BaseException: What the first of them raised, with a note that names rank and device.
+
+        Streams:
+            The ranks' work comes after what the caller has enqueued on his current streams of all devices,
+            and what he enqueues there comes after it. The host does not wait for devices.
+        """
+        home, *others = self._lanes
+        here = [lane.current() for lane in self._lanes]
+        for asked, stream in zip(self._asked, here, strict=True):
+            asked.record(stream)
+        for rank, lane in enumerate(others, 1):
+            lane.compute.wait_event(self._asked[rank])
+            lane.compute.wait_event(self._asked[0])
+            home.aside(rank).wait_event(self._asked[0])
+        entered = modes or self.modes()
+        try:
+            return self._crew.run(
+                [
+                    None if job is None else partial(self._do, rank, job, entered)
+                    for rank, job in enumerate(jobs)
+                ]
+            )
+        finally:  # after an error, too: the replicas may be reading what the caller now changes
+            for rank, lane in enumerate(others, 1):
+                computed, carried = self._done[rank]
+                computed.record(lane.compute)
+                carried.record(home.aside(rank))
+                here[rank].wait_event(computed)
+                here[0].wait_event(computed)
+                here[0].wait_event(carried)
+
+    def receive(self, rank: int) -> None:
+        """Bring what `follow` saw to a replica; part of its job, before it computes."""
+        if rank == 0:
+            return
+        before = self._sent[rank]
+        changed = [i for i, now in enumerate(self._now) if not before or _differs(now, before[i])]
+        if not changed:
+            return
+        sources = [self._sources[i] for i in changed]
+        mine = self._tables[rank]
+        tensors = mine.tensors
+        for i in changed:
+            now = self._now[i]
+            if not before or _is_elsewhere(now, before[i]):
+                tensors[i] = mine.fit(i, now[0])
+            if tensors[i].requires_grad is not now[3]:
+                tensors[i].requires_grad_(now[3])
+        targets = [tensors[i] for i in changed]
+        # A buffer that an inference made anew can be written in another one alone.
+        with torch.inference_mode(any(target.is_inference() for target in targets)), torch.no_grad():
+            torch._foreach_copy_(targets, carry(sources, self.devices[rank]))
+        self._sent[rank] = self._now
+
+    def hold(self, rank: int, tree: Any) -> None:
+        """Tell the allocator that a rank reads the caller's tensors, where it does so on the same device.
+
+        The rank's thread may be the last to let them go, while the device has yet to read them.
+        """
+        lane = self._lanes[rank]
+        if rank and lane.is_async and lane.device == self.devices[0]:
+            keep_for_compute(tree_leaves(tree), lane)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._crew.close()
+
+    def _do(self, rank: int, job: Callable[[], T], modes: Modes) -> T:
+        try:
+            with unhooked(), modes(), self.watches[rank].running():
+                return job()
+        except Exception as error:
+            if rank or len(self.modules) > 1:
+                error.add_note(f"flowdp: on rank {rank}, {self.devices[rank]}")
+            raise
+
+
+@contextmanager
+def _around(lanes: Sequence[Lane], threads: int, rank: int) -> Iterator[None]:
+    """Where the thread of a rank lives."""
+    with ExitStack() as stack:
+        if lanes[rank].device.type == "cpu":
+            torch.set_num_threads(threads)
+        if rank:
+            # Copies between the first device and this one are put on streams of both.
+            stack.enter_context(lanes[0].on(lanes[0].aside(rank)))
+        stack.enter_context(lanes[rank].on(lanes[rank].compute))
+        # Backward runs in this thread, not in autograd's one per device.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        yield
+
+
+_State = tuple[Tensor, float, int, bool]
+"""A tensor of the user's module, its version and address, and whether it requires grad."""
+
+
+def _state(tensor: Tensor) -> _State:
+    # An inference tensor has no version, so it always differs, as NaN does from itself.
+    version = nan if tensor.is_inference() else tensor._version
+    address = tensor.data_ptr() if tensor.layout is torch.strided else 0  # `tensor.data = ...` moves it
+    return tensor, version, address, tensor.requires_grad
+
+
+def _differs(now: _State, then: _State) -> bool:
+    return now[1] != then[1] or now[3] is not then[3] or _is_elsewhere(now, then)
+
+
+def _is_elsewhere(now: _State, then: _State) -> bool:
+    return now[0] is not then[0] or now[2] != then[2]
+
+
+def _replica(module: nn.Module, factory: ReplicaFactory | None, lane: Lane) -> nn.Module:
+    lane.adopt()
+    with lane.on(lane.compute):
+        if factory is not None:
+            made = factory(lane.device)
+            if not isinstance(made, nn.Module) or made is module:
+                raise OptionError(
+                    f"replica({str(lane.device)!r}) must build a new module, not return {made!r:.80}"
+                )
+        else:
+            try:
+                made = copy.deepcopy(module)
+            except Exception as error:
+                raise OptionError(
+                    f"the model cannot be copied for {lane.device} ({type(error).__name__}: {error}); give a "
+                    f"factory: replica=lambda device: MyModel(...)"
+                ) from error
+            made.zero_grad(set_to_none=True)
+        made = made.to(lane.device)
+    lane.drain()
+    return made

@@ -1,0 +1,143 @@
+"""What is done with each batch of a window: what the model takes of it, what is listened to, and the loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from flowdp.errors import OptionError
+
+__all__ = ["Inputs", "InputsOption", "LossContext", "LossFunction", "Recipe", "Taps", "Traces"]
+
+Traces = dict[str, list[Any]]
+"""What submodules returned: name -> one entry for each call."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossContext:
+    """What a loss function of `setup` gets for each batch; everything with its graph.
+
+    Attributes:
+        output: What the module returned.
+        batch: The whole batch, on the module's device.
+        tags: What the submodules named in `tags` returned, by name: in their last call.
+        traces: The same for all their calls in this forward, in order.
+    """
+
+    output: Any
+    batch: Any
+    tags: Mapping[str, Any]
+    traces: Mapping[str, Sequence[Any]]
+
+
+LossFunction = Callable[[LossContext], Tensor]
+InputsOption = str | int | Sequence[str | int] | Callable[[Any], Any] | None
+
+
+class Inputs:
+    """Which fields of a batch the module is called with; the rest are targets.
+
+    Args:
+        fields: Keys of a mapping or positions of a sequence, in the order of the module's arguments, or one
+            of them; or a function of the batch that returns the arguments. None: a tensor goes whole, of a
+            sequence the first, of a mapping by name what `forward` has parameters for.
+        module: The model.
+
+    Raises:
+        OptionError: They name nothing.
+    """
+
+    def __init__(self, fields: InputsOption, module: nn.Module) -> None:
+        self._function = fields if callable(fields) else None
+        self._fields: tuple[str | int, ...] | None = None
+        if isinstance(fields, (str, int)):
+            self._fields = (fields,)
+        elif fields is not None and not callable(fields):
+            self._fields = tuple(fields)
+            if not self._fields:
+                raise OptionError("inputs must name at least one field of the batch, or be left out")
+        self._parameters = list(inspect.signature(module.forward).parameters)
+
+    def of(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The module's arguments, by position and by name.
+
+        Raises:
+            OptionError: The batch has no such field; the message lists those it has.
+        """
+        if self._function is not None:
+            made = self._function(batch)
+            return (made if isinstance(made, tuple) else (made,)), {}
+        if isinstance(batch, Mapping):
+            there: list[Any] = list(batch)
+        else:
+            there = list(range(len(batch))) if isinstance(batch, (tuple, list)) else []
+        if self._fields is not None:
+            missing = [field for field in self._fields if field not in there]
+            if missing:
+                raise OptionError(f"inputs names {missing}, and the fields of the batch are {there}")
+            return tuple(batch[field] for field in self._fields), {}
+        if not isinstance(batch, Mapping):
+            return (batch[0] if there else batch,), {}
+        named = {field: batch[field] for field in self._parameters if field in batch}
+        if not named:
+            raise OptionError(
+                f"which fields of the batch does the model take? Its forward has the parameters "
+                f"{self._parameters}, the fields are {there}: say inputs=..."
+            )
+        return (), named
+
+
+class Taps:
+    """Listens to what submodules return.
+
+    Args:
+        names: Of submodules.
+        module: The model.
+
+    Raises:
+        OptionError: It has no such submodule; the message lists those it has.
+    """
+
+    def __init__(self, names: Sequence[str], module: nn.Module) -> None:
+        self.names = (names,) if isinstance(names, str) else tuple(names)
+        there = [name for name, _ in module.named_modules() if name]
+        for name in self.names:
+            if name not in there:
+                raise OptionError(f"tags names {name!r}, and the submodules of the model are {there}")
+
+    @contextmanager
+    def listening(self, module: nn.Module) -> Iterator[Traces]:
+        """What they return while this is open."""
+        heard: Traces = {name: [] for name in self.names}
+        with ExitStack() as stack:
+            for name in self.names:
+                hook = module.get_submodule(name).register_forward_hook(partial(_note, heard[name]))
+                stack.callback(hook.remove)
+            yield heard
+
+
+def _note(heard: list[Any], _module: nn.Module, _inputs: Any, output: Any) -> None:
+    heard.append(output)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What is done with each batch.
+
+    Attributes:
+        inputs: What of it the module takes.
+        taps: Which submodules are listened to.
+        loss: The loss function; None: the caller computes a loss on the joined output.
+        scale: What a gradient scaler makes of a loss.
+    """
+
+    inputs: Inputs
+    taps: Taps
+    loss: LossFunction | None = None
+    scale: Callable[[Tensor], Tensor] | None = None

@@ -1,0 +1,107 @@
+"""What `setup` was given, checked before a thread starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from flowdp.device.topology import devices as find_devices
+from flowdp.engine.recipe import LossFunction
+from flowdp.errors import OptionError
+from flowdp.options import CadenceOptions
+
+__all__ = [
+    "OptimizerOption",
+    "check_cadence",
+    "check_loss",
+    "check_model",
+    "check_norm",
+    "check_optimizers",
+    "set_epoch",
+]
+
+OptimizerOption = Optimizer | Sequence[Optimizer] | Callable[[list[nn.Parameter]], Any]
+
+
+def check_model(model: object) -> None:
+    """Something to train.
+
+    Raises:
+        OptionError: It is no module, or has nothing to train.
+    """
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"model must be a torch.nn.Module, not {model!r}; a factory goes to replica=")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise OptionError("the model has no parameter that requires grad: there is nothing to train")
+
+
+def check_norm(max_grad_norm: object) -> None:
+    """A norm, or None.
+
+    Raises:
+        OptionError: It is no positive number.
+    """
+    if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
+        raise OptionError(f"max_grad_norm must be a number above 0, not {max_grad_norm!r}")
+
+
+def check_loss(loss_fn: object) -> LossFunction | None:
+    """A loss function, or None.
+
+    Raises:
+        OptionError: It is something else.
+    """
+    if loss_fn is not None and not callable(loss_fn):
+        raise OptionError(f"loss_fn must be a function of a LossContext, not {loss_fn!r}")
+    return loss_fn
+
+
+def check_cadence(option: object, devices: Sequence[torch.device]) -> tuple[CadenceOptions, bool]:
+    """The options of a cadence, and whether there are windows.
+
+    Raises:
+        OptionError: It is no cadence.
+    """
+    if option is not None and not isinstance(option, (bool, CadenceOptions)):
+        raise OptionError(f"cadence must be None, True, False or a CadenceOptions, not {option!r}")
+    options = option if isinstance(option, CadenceOptions) else CadenceOptions()
+    if options.speed_hint is not None and options.speed_hint[0] >= len(devices):
+        raise OptionError(f"cadence.speed_hint names rank {options.speed_hint[0]} of {len(devices)} devices")
+    if option is None:
+        names = {info.device: info.name for info in find_devices(probe=False).devices}
+        return options, len({names.get(device, device.type) for device in devices}) > 1
+    return options, option is not False and options.windows and len(devices) > 1
+
+
+def check_optimizers(option: OptimizerOption, model: nn.Module) -> tuple[Optimizer, ...]:
+    """The optimizers that were given, or that a factory makes.
+
+    Raises:
+        OptionError: They are none, or of another model.
+    """
+    made: Any = option
+    if not isinstance(option, (Optimizer, Sequence)) and callable(option):
+        made = option([parameter for parameter in model.parameters() if parameter.requires_grad])
+    optimizers = tuple(made) if isinstance(made, Sequence) else (made,)
+    own = set(model.parameters())
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise OptionError(f"optimizer must be a torch optimizer or a factory of one, not {optimizer!r}")
+        if not any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise OptionError(
+                "the optimizer holds no parameter of the model; make it from model.parameters()"
+            )
+    if not optimizers:
+        raise OptionError("setup needs at least one optimizer")
+    return optimizers
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell a loader, and its samplers, which epoch begins, where they want to know."""
+    for owner in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+        if callable(tell := getattr(owner, "set_epoch", None)):
+            tell(epoch)

@@ -1,0 +1,71 @@
+"""How long a rank's work takes on its device, without waiting for it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from flowdp.device.streams import Event, Lane
+
+__all__ = ["Stopwatch"]
+
+KEPT_LAPS = 64
+"""Laps that may wait for the device; one more, and the oldest is waited for."""
+
+
+class Stopwatch:
+    """Sums up the pieces of work between two laps.
+
+    Args:
+        lane: Of the device.
+
+    Threads: one at a time; `running` in the rank's own thread, the rest by its owner between.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._free: list[tuple[Event, Event]] = []
+        self._pieces: list[tuple[Event, Event]] = []
+        self._laps: deque[list[tuple[Event, Event]]] = deque()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count what is enqueued inside.
+
+        Streams:
+            Marks are recorded on the current stream.
+        """
+        start, stop = self._free.pop() if self._free else self._pair()
+        start.record(self._lane.current())
+        yield
+        stop.record(self._lane.current())
+        self._pieces.append((start, stop))
+
+    def discard(self) -> None:
+        """Forget the pieces since the last lap."""
+        self._free += self._pieces
+        self._pieces = []
+
+    def lap(self) -> None:
+        """End a lap."""
+        self._laps.append(self._pieces)
+        self._pieces = []
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the device has passed the oldest lap."""
+        return bool(self._laps) and (
+            len(self._laps) > KEPT_LAPS or all(stop.query() for _, stop in self._laps[0])
+        )
+
+    def take_ms(self) -> float:
+        """The time of the oldest lap."""
+        pieces = self._laps.popleft()
+        for _, stop in pieces:
+            stop.synchronize()
+        self._free += pieces
+        return sum(start.elapsed_time(stop) for start, stop in pieces)
+
+    def _pair(self) -> tuple[Event, Event]:
+        return self._lane.event(timing=True), self._lane.event(timing=True)

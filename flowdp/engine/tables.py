@@ -1,0 +1,155 @@
+"""Where a module keeps its parameters and buffers, and whether two modules keep the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from flowdp.errors import FlowdpError, OptionError
+
+__all__ = ["Tables"]
+
+_Place = tuple[dict[str, Tensor], str]
+
+
+class Tables:
+    """The places of a module's tensors: a buffer may be another object after every forward.
+
+    Args:
+        module: As it is now; its structure must stay.
+
+    Attributes:
+        modules: It and its submodules, in order.
+
+    Raises:
+        OptionError: A parameter or buffer has no shape yet.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = list(module.modules())
+        self._forms = [_form(part) for part in self.modules]
+        self._parameters: list[_Place] = []
+        self._buffers: list[_Place] = []
+        self._names: list[str] = []
+        self._empty: list[_Place] = []  # of parameters, as the next
+        self._tied: list[tuple[_Place, int]] = []  # and the number of the first place
+        seen: dict[Tensor, int] = {}
+        for kind, places in (("_parameters", self._parameters), ("_buffers", self._buffers)):
+            for prefix, owner in module.named_modules():
+                table: dict[str, Tensor] = getattr(owner, kind)
+                for key, tensor in table.items():
+                    name = f"{prefix}.{key}" if prefix else key
+                    if tensor is None or tensor in seen:
+                        if places is self._buffers:
+                            pass  # a forward may fill it, or part it from its twin, on each rank
+                        elif tensor is None:
+                            self._empty.append((table, key))
+                        else:
+                            self._tied.append(((table, key), seen[tensor]))
+                        continue
+                    if is_lazy(tensor):
+                        raise OptionError(f"{name!r} has no shape yet: call the model once before setup()")
+                    seen[tensor] = len(self._names)
+                    places.append((table, key))
+                    self._names.append(name)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Each once."""
+        return [table[key] for table, key in self._parameters]
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Each once."""
+        return [table[key] for table, key in self._buffers]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The parameters, then the buffers."""
+        return self.parameters + self.buffers
+
+    def fit(self, index: int, like: Tensor) -> Tensor:
+        """The tensor of a place, with the shape and dtype of another module's.
+
+        Args:
+            index: In `tensors`.
+            like: What is in the same place there. A buffer may have grown, and is made anew.
+
+        Raises:
+            FlowdpError: It is a parameter, and has another shape or dtype.
+        """
+        table, key = (self._parameters + self._buffers)[index]
+        mine = table[key]
+        if mine.shape != like.shape or mine.dtype != like.dtype:
+            if index < len(self._parameters):
+                raise FlowdpError(
+                    f"the model has changed since setup(): {self._names[index]!r} is "
+                    f"{_text(_shape(like))} now, and {_text(_shape(mine))} on {mine.device}; "
+                    f"call setup() again"
+                )
+            table[key] = torch.empty_like(like, device=mine.device)
+        return table[key]
+
+    def check_as_it_was(self) -> None:
+        """Check that the module has the parts that it had; what they hold may have changed.
+
+        Raises:
+            FlowdpError: It has others.
+        """
+        parts = zip(self.modules, self._forms, strict=True)
+        changed = [f"the parts of {type(part).__name__}" for part, form in parts if _form(part) != form]
+        if not changed:
+            now = self.parameters
+            if any(table[key] is not None for table, key in self._empty) or any(p is None for p in now):
+                changed = ["a parameter that is None, or was"]
+            elif any(table[key] is not now[first] for (table, key), first in self._tied):
+                changed = ["parameters that were tied"]
+            elif len(set(map(id, now))) != len(now):
+                changed = ["parameters that are tied now"]
+            else:
+                changed = [f"no buffer {key!r}" for table, key in self._buffers if table.get(key) is None]
+        if changed:
+            raise FlowdpError(
+                f"the model has changed since setup(): {', '.join(changed)}; the replicas are as it was, so "
+                f"call setup() again"
+            )
+
+    def check_like(self, first: Tables, device: torch.device) -> None:
+        """Check that a replica keeps what the first module does, in the same order, on its device.
+
+        Raises:
+            OptionError: It does not; the message names what differs.
+        """
+        mine, theirs = (
+            {name: _shape(tensor) for name, tensor in zip(table._names, table.tensors, strict=True)}
+            for table in (self, first)
+        )
+        for name in [*theirs, *mine]:
+            if mine.get(name) != theirs.get(name):
+                raise OptionError(
+                    f"the replica for {device} differs from the model: {name!r} is {_text(mine.get(name))} "
+                    f"there and {_text(theirs.get(name))} here; replica(device) must build the same model"
+                )
+        if self._names != first._names:
+            raise OptionError(
+                f"the replica for {device} has the model's tensors in another order: replica(device) must "
+                f"register submodules in the same order"
+            )
+        for tensor in self.tensors:
+            if tensor.device != device:
+                raise OptionError(f"the replica for {device} has a tensor on {tensor.device}")
+
+
+def _form(part: nn.Module) -> list[Any]:
+    return [*part._modules.values(), *part._parameters]
+
+
+def _shape(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    return tuple(tensor.shape), tensor.dtype
+
+
+def _text(form: tuple[tuple[int, ...], torch.dtype] | None) -> str:
+    return "missing" if form is None else f"{form[1]} of shape {form[0]}"

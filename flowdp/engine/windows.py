@@ -1,0 +1,269 @@
+"""Gradient windows: each device works through its own whole batches, and the gradients are summed once.
+
+Forward, loss and backward run batch by batch, so each device has one graph at a time. A batch's loss counts
+by its samples in the window: the sum is the gradient of the mean over all of them, as of one big batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from flowdp.device.transfer import carry, move
+from flowdp.engine.peers import Peers
+from flowdp.engine.recipe import LossContext, Recipe, Traces
+from flowdp.engine.scatter import Arguments, Part, Returned, join
+from flowdp.engine.sharded import Gradients, Shard, accumulate, call_sharded, take_gradients
+from flowdp.errors import FlowdpError
+
+__all__ = [
+    "Piece",
+    "Window",
+    "WindowResult",
+    "run_window",
+]
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A batch, or a part of one, for one rank.
+
+    Attributes:
+        rank: Whose it is.
+        batch: On its device.
+        samples: How many it has.
+        arrive: Call it before the batch is used, with the stream current that uses it.
+    """
+
+    rank: int
+    batch: Any
+    samples: int
+    arrive: Callable[[], None] = _nothing
+
+
+class Window:
+    """The batches that all devices work through before the optimizer steps.
+
+    `window[key]` is a field of them all (`window["label"]`, `window[1]`), in the order of the outputs, on the
+    first device.
+
+    Args:
+        pieces: In order.
+        home: The first device.
+
+    Attributes:
+        pieces: As given.
+        samples: Of all of them.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], home: torch.device) -> None:
+        self.pieces = tuple(pieces)
+        self.samples = sum(piece.samples for piece in pieces)
+        self._home = home
+
+    def per_rank(self, world_size: int) -> tuple[list[int], list[int]]:
+        """Samples and batches of each rank. Both of shape (world_size,)."""
+        samples, batches = [0] * world_size, [0] * world_size
+        for piece in self.pieces:
+            samples[piece.rank] += piece.samples
+            batches[piece.rank] += 1
+        return samples, batches
+
+    def __getitem__(self, field: Any) -> Any:
+        for piece in self.pieces:
+            piece.arrive()
+        fields = [piece.batch[field] for piece in self.pieces]
+        return _join(fields, [piece.samples for piece in self.pieces], self._home)
+
+
+class WindowResult:
+    """What a window gave, joined over its batches on the first device when it is asked for.
+
+    Without a loss function `output` has its graph, for a loss of the caller's; else everything is detached.
+
+    Args:
+        samples: Of the window.
+        loss: Mean over the samples, before the step. Shape []. None without a loss function.
+        joined: Makes the output and the traces.
+
+    Attributes:
+        samples: As given.
+        loss: As given.
+    """
+
+    def __init__(self, samples: int, loss: Tensor | None, joined: Callable[[], tuple[Any, Traces]]) -> None:
+        self.samples = samples
+        self.loss = loss
+        self._join = joined
+
+    @cached_property
+    def _joined(self) -> tuple[Any, Traces]:
+        return self._join()
+
+    @property
+    def output(self) -> Any:
+        """What the module returned.
+
+        Raises:
+            FlowdpError: The outputs of the batches cannot be joined.
+        """
+        return self._joined[0]
+
+    @property
+    def traces(self) -> Traces:
+        """What each of the tagged submodules returned, call by call."""
+        return self._joined[1]
+
+    @property
+    def tags(self) -> dict[str, Any]:
+        """What each of the tagged submodules returned in its last call."""
+        return _last(self.traces)
+
+
+def run_window(
+    modules: Sequence[nn.Module], window: Window, recipe: Recipe, peers: Peers | None, *, sync: bool = True
+) -> WindowResult:
+    """Let every device work through its batches of a window.
+
+    With a loss function the summed gradients are at the user's module when this returns; where gradients
+    are switched off, only the losses are computed.
+
+    Args:
+        modules: One per rank.
+        window: The batches.
+        recipe: What is done with each.
+        peers: Runs the ranks; None for one device, whose work is done by the calling thread.
+        sync: Whether the gradients are summed over the ranks.
+
+    Raises:
+        FlowdpError: The loss is not a scalar, or depends on nothing that is trained.
+
+    Streams:
+        As `Peers.each`.
+    """
+    if recipe.loss is None:
+        return _look(modules, window, recipe, peers, sync)
+    of_rank = [[piece for piece in window.pieces if piece.rank == rank] for rank in range(len(modules))]
+    if peers is None:
+        done: list[tuple[list[_Answer], Gradients] | None] = [
+            ([_train(modules[0], piece, window.samples, recipe) for piece in of_rank[0]], [])
+        ]
+    else:
+        peers.follow()
+        jobs = [
+            partial(_train_all, peers, rank, own, window.samples, recipe, sync)
+            if own or (sync and peers.has_left(rank))
+            else None
+            for rank, own in enumerate(of_rank)
+        ]
+        with peers.backward(leaves=not sync and bool(of_rank[0])):
+            done = peers.each(jobs)
+        if sync and torch.is_grad_enabled():
+            with peers.summing.running():
+                accumulate(peers.trained(0), [answer[1] for answer in done[1:] if answer is not None])
+    answers = {rank: iter(answer[0]) for rank, answer in enumerate(done) if answer is not None}
+    return _result([next(answers[piece.rank]) for piece in window.pieces], window.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What one batch gave, detached: the loss on the first device, the rest where it was made."""
+
+    samples: int
+    loss: Tensor
+    output: Any
+    traces: Traces
+
+
+def _train_all(
+    peers: Peers, rank: int, pieces: Sequence[Piece], samples: int, recipe: Recipe, sync: bool
+) -> tuple[list[_Answer], Gradients]:
+    """A rank's job."""
+    peers.receive(rank)
+    home = peers.devices[0]
+    answers = [_train(peers.modules[rank], piece, samples, recipe, home) for piece in pieces]
+    if rank == 0 or not sync or not torch.is_grad_enabled():
+        return answers, []
+    return answers, carry(take_gradients(peers.trained(rank)), home)
+
+
+def _train(
+    module: nn.Module, piece: Piece, samples: int, recipe: Recipe, home: torch.device | None = None
+) -> _Answer:
+    assert recipe.loss is not None
+    piece.arrive()
+    output, traces = _forward(module, piece.batch, recipe)
+    loss = recipe.loss(LossContext(output, piece.batch, _last(traces), traces))
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        form = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise FlowdpError(f"the loss function must return one number, the mean over the batch, not {form}")
+    loss = loss.squeeze()
+    if torch.is_grad_enabled():
+        if not loss.requires_grad:
+            raise FlowdpError("the loss depends on no parameter of the model: compute it from the context")
+        part = loss * (piece.samples / samples)
+        (part if recipe.scale is None else recipe.scale(part)).backward()
+    kept = tree_map_only(Tensor, Tensor.detach, (output, traces))
+    return _Answer(piece.samples, move(loss.detach(), home or loss.device), *kept)
+
+
+def _forward(module: nn.Module, batch: Any, recipe: Recipe) -> tuple[Any, Traces]:
+    with recipe.taps.listening(module) as traces:
+        args, kwargs = recipe.inputs.of(batch)
+        return module(*args, **kwargs), traces
+
+
+def _look(
+    modules: Sequence[nn.Module], window: Window, recipe: Recipe, peers: Peers | None, sync: bool
+) -> WindowResult:
+    """All forwards, joined with their graphs: the caller computes the loss."""
+    if peers is None:
+        (piece,) = window.pieces
+        piece.arrive()
+        both = _forward(modules[0], piece.batch, recipe)
+    else:
+        shards = [
+            Shard(piece.rank, Arguments((place, piece.batch)), 0, piece.samples)
+            for place, piece in enumerate(window.pieces)
+        ]
+
+        def run(module: nn.Module, part: Part) -> tuple[Any, Traces]:
+            place, batch = part.args
+            window.pieces[place].arrive()
+            return _forward(module, batch, recipe)
+
+        both = call_sharded(peers, shards, run, sync=sync)
+    return WindowResult(window.samples, None, lambda: both)
+
+
+def _result(answers: Sequence[_Answer], samples: int) -> WindowResult:
+    counts = [answer.samples for answer in answers]
+    loss = torch.stack([answer.loss * (answer.samples / samples) for answer in answers]).sum()
+
+    def joined() -> tuple[Any, Traces]:
+        # The caller's streams on all devices come after what made them.
+        trees = [(answer.output, answer.traces) for answer in answers]
+        both: tuple[Any, Traces] = _join(trees, counts, loss.device)
+        return both
+
+    return WindowResult(samples, loss, joined)
+
+
+def _join(trees: Sequence[Any], samples: Sequence[int], home: torch.device) -> Any:
+    parts = [Returned(tree, count, home) for tree, count in zip(trees, samples, strict=True)]
+    joined = join(parts, [[move(tensor.detach(), home) for tensor in part.tensors] for part in parts])
+    return joined.tree(joined.tensors)
+
+
+def _last(traces: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    return {name: calls[-1] for name, calls in traces.items() if calls}

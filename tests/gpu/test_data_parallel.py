@@ -1,0 +1,110 @@
+"""A loop of the user's own on several replicas of a card: the numbers of one device."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import flowdp
+from tests.gpu.conftest import Ranks
+
+STEPS = 30
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 3)).double()
+
+
+def batches(count: int = STEPS) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    sizes = [8 if number % 5 else 5 for number in range(count)]
+    return [
+        (
+            torch.randn(size, 6, dtype=torch.float64, generator=generator),
+            torch.randint(3, (size,), generator=generator),
+        )
+        for size in sizes
+    ]
+
+
+def assert_same(model: nn.Module, twin: nn.Module) -> None:
+    for (name, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_call_is_that_of_one_device(ranks: Ranks, world_size: int) -> None:
+    devices = ranks(world_size)
+    model = small_model().to(devices[0])
+    twin = copy.deepcopy(model)
+    ours, theirs = (torch.optim.AdamW(m.parameters(), 1e-2, fused=True) for m in (model, twin))
+    unequal = flowdp.CadenceOptions(max_anchor=0, speed_hint=(0, 3.0))
+    with flowdp.setup(model, ours, devices=devices, cadence=unequal) as dp:
+        for x, y in batches():
+            x, y = x.to(devices[0]), y.to(devices[0])
+            for module, optimizer in ((dp, ours), (twin, theirs)):
+                F.cross_entropy(module(x), y).backward()
+                nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same(model, twin)
+        with torch.no_grad():
+            x = batches(1)[0][0].to(devices[0])
+            torch.testing.assert_close(dp(x), twin(x))
+
+
+@pytest.mark.parametrize("has_loss", [True, False])
+def test_a_window_is_one_big_batch(ranks: Ranks, has_loss: bool) -> None:
+    devices = ranks(2)
+    model = small_model().to(devices[0])
+    twin = copy.deepcopy(model)
+    ours, theirs = (torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, twin))
+    options = flowdp.CadenceOptions(anchor=2, speed_hint=(1, 2.0))
+    loss = (lambda context: F.cross_entropy(context.output, context.batch[1])) if has_loss else None
+    with flowdp.setup(model, ours, devices=devices, cadence=options, loss_fn=loss) as dp:
+        samples = 0
+        for window in dp.epoch(batches()):
+            result = dp.forward_batch(window)
+            if not has_loss:
+                F.cross_entropy(result.output, window[1]).backward()
+            F.cross_entropy(twin(window[0]), window[1]).backward()
+            dp.step()
+            theirs.step()
+            theirs.zero_grad()
+            samples += window.samples
+        assert samples == sum(len(x) for x, _ in batches())
+        assert_same(model, twin)
+
+
+def test_devices_that_run_late_change_nothing(ranks: Ranks) -> None:
+    """A missing edge between streams shows when one of them is late."""
+    devices = ranks(2)
+    model = small_model().to(devices[0])
+    twin = copy.deepcopy(model)
+    ours, theirs = (torch.optim.SGD(m.parameters(), 0.1) for m in (model, twin))
+
+    def late(_module: nn.Module, _inputs: object, output: torch.Tensor) -> None:
+        if output.is_cuda:
+            torch.cuda._sleep(2_000_000)
+
+    with flowdp.setup(model, ours, devices=devices, cadence=False) as dp:
+        for peer in (model, *dp.replicas):
+            peer.register_forward_hook(late)
+            peer[1].register_full_backward_hook(late_gradient)
+        for x, y in batches():
+            x, y = x.to(devices[0]), y.to(devices[0])
+            for module, optimizer in ((dp, ours), (twin, theirs)):
+                F.cross_entropy(module(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_same(model, twin)
+
+
+def late_gradient(_module: nn.Module, _inputs: object, outputs: tuple[torch.Tensor, ...]) -> None:
+    if outputs[0].is_cuda:
+        torch.cuda._sleep(2_000_000)

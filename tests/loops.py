@@ -1,0 +1,55 @@
+"""Models, peers and a plain loop to compare with, for tests of loops that the user owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from flowdp.device.streams import HostLane, Lane
+from flowdp.engine.peers import Peers
+
+CPU = torch.device("cpu")
+WAIT_S = 20.0
+
+
+def mlp() -> nn.Sequential:
+    """Six numbers in, three out, in float64; always the same."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def numbers(*shape: int, seed: int = 5) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@contextmanager
+def peers_of(
+    module: nn.Module,
+    count: int = 2,
+    *,
+    factory: Callable[[torch.device], nn.Module] | None = None,
+    lanes: Sequence[Lane] | None = None,
+) -> Iterator[Peers]:
+    """Peers on CPU devices, or on those of the lanes; closed at the end."""
+    made = Peers(module, factory, lanes or [HostLane(CPU) for _ in range(count)], 1)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def gradients(module: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def assert_equal(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> None:
+    """Whether two lists of tensors are the same to rounding."""
+    assert len(found) == len(wanted)
+    for mine, other in zip(found, wanted, strict=True):
+        if mine is None or other is None:
+            assert mine is other
+        else:
+            torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-12)

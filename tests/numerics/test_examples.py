@@ -1,0 +1,97 @@
+"""The examples do with several devices what they do with one."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import runpy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flowdp
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PLAIN, MOVED, GAN = "02_plain_pytorch.py", "02_flowdp.py", "04_gan.py"
+
+
+@pytest.fixture
+def lanes() -> None:
+    """On the devices that the examples name."""
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    """In float64 a sum in another order is no other result."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def example(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(EXAMPLES / name))
+
+
+def check_equal(mine: nn.Module, theirs: nn.Module) -> None:
+    expected: dict[str, Tensor] = theirs.state_dict()
+    torch.testing.assert_close(mine.state_dict(), expected, rtol=0, atol=1e-10)
+
+
+def test_a_loop_is_moved_by_two_lines() -> None:
+    plain, moved = ((EXAMPLES / name).read_text().splitlines() for name in (PLAIN, MOVED))
+    changes = [line for line in difflib.ndiff(plain, moved) if line[0] in "+-" and line[1:].strip()]
+    assert [line[0] for line in changes] == ["+", "+"]
+    assert [line[1:].strip() for line in changes] == [
+        "import flowdp",
+        'model = flowdp.setup(model, optimizer, devices=["cpu", "cpu"])',
+    ]
+
+
+def test_the_moved_loop_equals_the_plain_one(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, said = example(PLAIN)["main"](epochs=2), capsys.readouterr().out
+    moved = example(MOVED)["main"](epochs=2)
+    with moved:
+        assert isinstance(moved, flowdp.DataParallel)
+        assert (moved.world_size, moved.training_step) == (2, 48)
+        assert min(moved.shard_sizes) > 0
+        check_equal(moved, plain)
+    assert capsys.readouterr().out == said
+    assert said.count("\n") == 2
+
+
+def test_the_gan_equals_the_plain_loop() -> None:
+    gan = example(GAN)
+    train: Callable[..., tuple[float, float]] = gan["train"]
+    torch.manual_seed(0)
+    models = [gan["network"](gan["NOISE"], 2), gan["network"](2, 1)]
+    twins, start = copy.deepcopy(models), copy.deepcopy(models)
+    optimizers, by_hand = ([gan["adam"](model) for model in both] for both in (models, twins))
+    points = [gan["real"](32) for _ in range(30)]
+
+    torch.manual_seed(1)
+    expected = [train(*twins, *by_hand, some) for some in points]
+    torch.manual_seed(1)
+    devices = ["cpu"] * 2
+    with (
+        flowdp.setup(models[0], optimizers[0], devices=devices) as generator,
+        flowdp.setup(models[1], optimizers[1], devices=devices) as discriminator,
+    ):
+        seen = [train(generator, discriminator, *optimizers, some) for some in points]
+        assert generator.training_step == discriminator.training_step == len(points)
+    torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected), rtol=0, atol=1e-10)
+    for model, twin, before in zip(models, twins, start, strict=True):
+        check_equal(model, twin)
+        with pytest.raises(AssertionError):
+            check_equal(model, before)
+
+
+def test_the_gan_says_how_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    example(GAN)["main"](steps=5)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5
+    assert all("of the points lie in clouds" in line for line in lines)

@@ -1,0 +1,45 @@
+"""Processes of torch.distributed under gloo, for comparing with torch's own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def in_processes(work: Callable[..., Any], folder: Path, size: int, *args: Any) -> list[Any]:
+    """Run `work(rank, *args)` in `size` processes that have one gloo group; what they return, by rank."""
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe(duplex=False) for _ in range(size)]
+    processes = [
+        context.Process(target=_process, args=(rank, size, str(folder / "store"), pipe, work, args))
+        for rank, (_, pipe) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    for _, theirs in pipes:
+        theirs.close()
+    try:
+        answers = [ours.recv() for ours, _ in pipes]
+    except EOFError:
+        answers = []
+    for process in processes:
+        process.join(20)
+    assert [process.exitcode for process in processes] == [0] * size, "see what the processes wrote"
+    return answers
+
+
+def _process(
+    rank: int, size: int, store: str, answer: Any, work: Callable[..., Any], args: Sequence[Any]
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    answer.send(work(rank, *args))
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
