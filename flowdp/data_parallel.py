@@ -156,7 +156,9 @@ class DataParallel(AliasModule):
                 self._peers = Peers(module, replica, self._lanes, threads)
                 stack.callback(self._peers.close)
             self._close = weakref.finalize(self, stack.pop_all().close)
-        self._pacing = Alone() if self._peers is None else Pacing(self._peers, options, windows=windows)
+        self._alone = Alone()  # where there are no peers
+        self._is_on_host = devices[0].type == "cpu"
+        self._pacing = self._alone if self._peers is None else Pacing(self._peers, options, windows=windows)
         self._stepping = Stepping(module, self._peers, self._pacing, averages=self._averages)
         self._stepping.use(optimizers)
 
@@ -222,7 +224,9 @@ class DataParallel(AliasModule):
             FlowdpError: The outputs cannot be joined.
             Exception: What the module raised, with a note that names rank and device.
         """
-        return self._call(self.module, _call_module, args, kwargs)
+        if self._peers is None:
+            return self._call_alone(self.module, args, kwargs)
+        return self._call(_call_module, args, kwargs)
 
     def call(self, function: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call another method of the module the same way, or `function(module, ...)`.
@@ -230,23 +234,20 @@ class DataParallel(AliasModule):
         Raises:
             AttributeError: The module has no such method.
         """
-        if isinstance(function, str):
-            return self._call(getattr(self.module, function), partial(_call_method, function), args, kwargs)
-        return self._call(partial(function, self.module), partial(_call_function, function), args, kwargs)
-
-    def _call(
-        self,
-        alone: Callable[..., Any],
-        run: Callable[[nn.Module, Part], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
         if self._peers is None:
-            if self.devices[0].type != "cpu":
-                args, kwargs = tree_map_only(Tensor, self._bring_home, (args, kwargs))
-            first = args[0] if args else None
-            self._pacing.did((len(first) if isinstance(first, Tensor) and first.dim() else 0,))
-            return alone(*args, **kwargs)
+            return self._call_alone(_bound(function, self.module), args, kwargs)
+        return self._call(
+            lambda module, part: _bound(function, module)(*part.args, **part.kwargs), args, kwargs
+        )
+
+    def _call_alone(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not self._is_on_host:
+            args, kwargs = tree_map_only(Tensor, self._bring_home, (args, kwargs))
+        self._alone.saw(args)
+        return function(*args, **kwargs)
+
+    def _call(self, run: Callable[[nn.Module, Part], Any], args: Any, kwargs: Any) -> Any:
+        assert self._peers is not None
         arguments = Arguments(args, kwargs)
         sizes = self._pacing.cut(arguments.samples) if arguments.samples else (0,) * self.world_size
         shards = cut(arguments, sizes)
@@ -391,9 +392,8 @@ def _call_module(module: nn.Module, part: Part) -> Any:
     return module(*part.args, **part.kwargs)
 
 
-def _call_method(name: str, module: nn.Module, part: Part) -> Any:
-    return getattr(module, name)(*part.args, **part.kwargs)
-
-
-def _call_function(function: Callable[..., Any], module: nn.Module, part: Part) -> Any:
-    return function(module, *part.args, **part.kwargs)
+def _bound(function: str | Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    bound: Callable[..., Any] = (
+        getattr(module, function) if isinstance(function, str) else partial(function, module)
+    )
+    return bound

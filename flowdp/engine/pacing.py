@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import perf_counter
+from typing import Any
+
+from torch import Tensor
 
 from flowdp.engine.peers import Peers
 from flowdp.options import CadenceOptions
@@ -20,7 +23,6 @@ class Alone:
     """One device: everything is its own, and its throughput is that of the loop.
 
     Attributes:
-        shard_sizes: Samples in the last call or window. Shape (1,).
         ratios: All of it. Shape (1,).
         throughput: Samples per millisecond between steps, smoothed. Shape (1,).
     """
@@ -29,10 +31,22 @@ class Alone:
     ratios = (1.0,)
 
     def __init__(self) -> None:
-        self.shard_sizes: tuple[int, ...] = (0,)
         self.throughput: tuple[float, ...] = (0.0,)
+        self._last = 0
         self._samples = 0
         self._stepped_s: float | None = None
+
+    @property
+    def shard_sizes(self) -> tuple[int, ...]:
+        """Samples in the last call or window. Shape (1,)."""
+        return (self._last,)
+
+    def saw(self, args: tuple[Any, ...]) -> None:
+        """Note the arguments of a call; a fraction of a microsecond of the loop's time."""
+        first = args[0] if args else None
+        shape = first.shape if type(first) is Tensor or isinstance(first, Tensor) else ()
+        self._last = shape[0] if shape else 0
+        self._samples += self._last
 
     def cut(self, samples: int) -> tuple[int, ...]:
         """All of a batch."""
@@ -44,8 +58,8 @@ class Alone:
 
     def did(self, samples: Sequence[int], batches: Sequence[int] | None = None) -> None:  # noqa: ARG002
         """Note what was done."""
-        self.shard_sizes = tuple(samples)
-        self._samples += samples[0]
+        self._last = samples[0]
+        self._samples += self._last
 
     @property
     def samples(self) -> tuple[int, ...]:

@@ -59,8 +59,9 @@ class Stepping:
             hook.remove()
         # An optimizer that outlives this must not keep it, and the replicas behind it.
         this = weakref.ref(self)
-        self._hooks = [o.register_step_pre_hook(partial(_before_step, this)) for o in self.optimizers]
-        self._hooks += [o.register_step_post_hook(partial(_after_step, this)) for o in self.optimizers]
+        self._hooks = [o.register_step_post_hook(partial(_after_step, this)) for o in self.optimizers]
+        if self._peers is not None:
+            self._hooks += [o.register_step_pre_hook(partial(_before_step, this)) for o in self.optimizers]
 
     def step(self, scaler: torch.amp.GradScaler | None, max_norm: float | None) -> None:
         """Clip, and step all optimizers.
@@ -106,9 +107,10 @@ class Stepping:
             collect_gradients(self._peers)
 
     def _before(self) -> None:
-        if self._peers is None:
+        assert self._peers is not None
+        if not any(map(self._peers.has_left, range(len(self._peers.modules)))):
             return
-        if _is_in_a_scalers_step() and any(map(self._peers.has_left, range(len(self._peers.modules)))):
+        if _is_in_a_scalers_step():
             raise FlowdpError(
                 "the scaler has unscaled the gradients of the first device alone, because no_sync() has left "
                 "those of the others there: step by dp.step(scaler), or let the last backward be outside"
@@ -134,6 +136,7 @@ def _before_step(this: weakref.ref[Stepping], *_: Any) -> None:
 
 
 def _is_in_a_scalers_step() -> bool:
+    # The scaler does not say so, and what it has unscaled cannot be told from what it has not.
     frame = sys._getframe()
     while (above := frame.f_back) is not None:
         frame = above
