@@ -15,11 +15,9 @@ from flowdp.device.streams import Lane
 from flowdp.engine.scatter import Arguments, batch_length
 from flowdp.engine.windows import Piece, Window
 from flowdp.errors import DataError
+from flowdp.threads.inbox import LISTEN_S
 
 __all__ = ["Epoch", "WindowLoader", "interleaved", "samples_of"]
-
-LISTEN_S = 0.5
-"""Seconds after which a wait looks up: a signal that comes just before it begins does not end it."""
 
 Deal = Callable[[], Sequence[int] | None]
 """Asks how many whole batches each rank takes in the next window; None: one batch, cut by the ratios."""

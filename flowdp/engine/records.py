@@ -12,14 +12,12 @@ from functools import partial
 
 from flowdp.machine.commands import Finish, RoundEnded
 from flowdp.policy.tally import EpochMetrics
+from flowdp.threads.inbox import LISTEN_S
 
 __all__ = ["Records"]
 
 KEPT_ROUNDS = 4096
 """Round records that are kept; epoch records are all kept."""
-
-LISTEN_S = 0.5
-"""Seconds after which a wait looks up, so that no Ctrl-C goes unheard."""
 
 
 class Records:

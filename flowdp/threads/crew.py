@@ -9,12 +9,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
+from flowdp.threads.inbox import LISTEN_S
+
 __all__ = ["Crew"]
 
 T = TypeVar("T")
-
-LISTEN_S = 0.5
-"""Seconds after which a wait looks up: a signal that comes just before it begins does not end it."""
 
 
 class Crew:

@@ -7,7 +7,11 @@ from typing import Generic, TypeVar
 
 from flowdp.errors import ProtocolError
 
-__all__ = ["Inbox"]
+__all__ = ["LISTEN_S", "Inbox"]
+
+LISTEN_S = 0.5
+"""Seconds after which a wait of the user's thread looks up: Python misses a signal that comes just before a
+wait on a lock begins."""
 
 T = TypeVar("T")
 
