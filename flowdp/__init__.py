@@ -24,10 +24,12 @@ from flowdp.ddp import Ddp
 from flowdp.device.process import ProcessTuning
 from flowdp.device.topology import devices
 from flowdp.distributed import DistributedDataParallel
+from flowdp.engine.checkpoint import Checkpoint
 from flowdp.engine.context import current_worker, record_scalar
 from flowdp.engine.recipe import LossContext
 from flowdp.engine.windows import Window, WindowResult
 from flowdp.errors import (
+    CheckpointError,
     CollectiveAborted,
     CollectiveError,
     CollectiveTimeout,
@@ -35,24 +37,32 @@ from flowdp.errors import (
     DeviceError,
     FlowdpError,
     OptionError,
+    OutOfDeviceMemory,
     ProtocolError,
+    StallError,
     StepError,
 )
 from flowdp.machine.commands import RoundEnded
-from flowdp.options import CadenceOptions
+from flowdp.observe.callbacks import Callback, EarlyStopping
+from flowdp.options import CadenceOptions, CheckpointOptions
 from flowdp.policy.el_che import ElChe
 from flowdp.policy.tally import EpochMetrics, RankMetrics
-from flowdp.run import Run, Status, TrainedState
+from flowdp.run import Run
 from flowdp.sim.plan import Prediction, simulate
+from flowdp.state import Status, TrainedState
 from flowdp.trainer import Trainer
 
 __all__ = [  # noqa: RUF022 - in the order in which a reader meets them
     "Trainer",
     "CadenceOptions",
+    "CheckpointOptions",
+    "Callback",
+    "EarlyStopping",
     "ProcessTuning",
     "Run",
     "Status",
     "TrainedState",
+    "Checkpoint",
     "EpochMetrics",
     "RankMetrics",
     "RoundEnded",
@@ -79,8 +89,11 @@ __all__ = [  # noqa: RUF022 - in the order in which a reader meets them
     "DataError",
     "StepError",
     "DeviceError",
+    "OutOfDeviceMemory",
     "CollectiveError",
     "CollectiveAborted",
     "CollectiveTimeout",
+    "StallError",
+    "CheckpointError",
     "ProtocolError",
 ]

@@ -10,21 +10,34 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from flowdp.engine.build import several_optimizers
 from flowdp.errors import OptionError
-from flowdp.options import Backend, CadenceOptions, Policy, Precision, one_of
+from flowdp.options import (
+    Backend,
+    CadenceOptions,
+    CheckpointOptions,
+    OnFailure,
+    OnNan,
+    Policy,
+    Precision,
+    one_of,
+)
 from flowdp.policy.shares import normalised_ratios
 
 __all__ = [
     "check_backend",
     "check_cadence",
+    "check_checkpoint",
+    "check_going_on",
     "check_length",
     "check_model_and_optimizer",
     "check_number",
     "check_ratios",
+    "check_resume",
+    "check_stall_timeout",
     "check_step",
     "check_story",
     "check_words",
-    "several_optimizers",
 ]
 
 
@@ -110,14 +123,6 @@ def check_step(
         )
 
 
-def several_optimizers(count: int) -> str:
-    """What to say of several optimizers where one is needed."""
-    return (
-        f"the optimizer option gives {count} optimizers, and with a loss one takes the step: give a "
-        "train_step, which says when each of them steps"
-    )
-
-
 def check_number(name: str, value: object, *, above: bool, optional: bool = False) -> None:
     """A finite number of at least 0, or above it; or None where it is optional.
 
@@ -196,3 +201,60 @@ def check_story(story: object) -> Path | None:
     if story is not None and not isinstance(story, (str, PathLike)):
         raise OptionError(f"story must be the path of a file, not {story!r}")
     return None if story is None else Path(story)
+
+
+def check_checkpoint(checkpoint: object) -> CheckpointOptions | None:
+    """Where checkpoints go, and when.
+
+    Raises:
+        OptionError: It is neither options nor a folder.
+    """
+    if checkpoint is None or isinstance(checkpoint, CheckpointOptions):
+        return checkpoint
+    if not isinstance(checkpoint, (str, PathLike)):
+        raise OptionError(f"checkpoint must be a folder or CheckpointOptions(...), not {checkpoint!r}")
+    return CheckpointOptions(Path(checkpoint))
+
+
+def check_resume(resume: object, checkpoint: CheckpointOptions | None) -> None:
+    """Where the run begins; a `TrainedState` is looked at elsewhere.
+
+    Raises:
+        OptionError: It says nothing of that, or the folder that it means is not given.
+    """
+    if resume is True and checkpoint is None:
+        raise OptionError("resume=True takes the newest checkpoint of the folder: give checkpoint='a folder'")
+    if not isinstance(resume, (bool, str, PathLike)):
+        raise OptionError(f"resume must be True, the path of a checkpoint or a TrainedState, not {resume!r}")
+
+
+def check_stall_timeout(seconds: object) -> float | None:
+    """How long nothing may move.
+
+    Raises:
+        OptionError: It is no time above 0.
+    """
+    check_number("stall_timeout", seconds, above=True, optional=True)
+    return None if seconds is None else float(str(seconds))
+
+
+def check_going_on(on_failure: object, on_nan: object, policy: Policy, world_size: int) -> None:
+    """What becomes of a run in which a rank fails, or leaves the numbers.
+
+    Raises:
+        OptionError: They are no words of the lists, or the policy cannot go on without a rank.
+    """
+    one_of("on_failure", on_failure, OnFailure)
+    one_of("on_nan", on_nan, OnNan)
+    if on_failure == "raise":
+        return
+    if policy in ("async", "exact"):
+        why = {
+            "async": "what a rank did since the last mean has been reported, and cannot be taken back",
+            "exact": "all devices together take one step, and a part of it would be missing",
+        }
+        raise OptionError(
+            f"on_failure='continue' is for policy='sync' and 'cadence'; under {policy!r} {why[policy]}"
+        )
+    if world_size == 1:
+        raise OptionError("on_failure='continue' needs another device to go on with")

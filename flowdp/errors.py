@@ -6,9 +6,12 @@ FlowdpError
   DataError                  the dataset broke its contract    .epoch .indices
   StepError                  the user's code raised in a step  .rank .device .epoch .step .indices
   DeviceError                a device cannot be used
+    OutOfDeviceMemory        it has no room for one more step    .rank .needed_bytes .free_bytes
   CollectiveError            averaging failed
     CollectiveAborted        another rank failed first; that error is the one to read
     CollectiveTimeout        the devices do not get on with it
+  StallError                 nothing has moved for a long time  .ranks .stacks
+  CheckpointError            a checkpoint cannot be used        .path .version
   ProtocolError              a bug of flowdp                   .story
 ```
 
@@ -22,9 +25,10 @@ What a user writes::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 __all__ = [
+    "CheckpointError",
     "CollectiveAborted",
     "CollectiveError",
     "CollectiveTimeout",
@@ -32,7 +36,9 @@ __all__ = [
     "DeviceError",
     "FlowdpError",
     "OptionError",
+    "OutOfDeviceMemory",
     "ProtocolError",
+    "StallError",
     "StepError",
 ]
 
@@ -92,6 +98,24 @@ class DeviceError(FlowdpError):
     """A device is missing, unusable or in the hands of another run."""
 
 
+class OutOfDeviceMemory(DeviceError):
+    """A device has no room for a step, not even sample by sample; torch's own error is `__cause__`.
+
+    Attributes:
+        rank: Index of the replica.
+        needed_bytes: What was asked for, in bytes; None where torch does not say.
+        free_bytes: What the device had left, in bytes; None where nobody knows.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int, needed_bytes: int | None = None, free_bytes: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+
+
 class CollectiveError(FlowdpError):
     """Averaging the replicas failed."""
 
@@ -102,6 +126,36 @@ class CollectiveAborted(CollectiveError):
 
 class CollectiveTimeout(CollectiveError):
     """A round has begun on the devices and does not end: one of them, or a link between two, is dead."""
+
+
+class StallError(FlowdpError):
+    """No rank has moved for longer than `stall_timeout`.
+
+    Attributes:
+        ranks: What each rank was doing, or waiting for, in words. Shape (world_size,).
+        stacks: Python stack of each thread of the run by its name.
+    """
+
+    def __init__(
+        self, message: str, *, ranks: Sequence[str] = (), stacks: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.stacks = dict(stacks or {})
+
+
+class CheckpointError(FlowdpError):
+    """A checkpoint cannot be written, is torn, is no checkpoint of flowdp, or does not fit this run.
+
+    Attributes:
+        path: The file, as text; None where there is none.
+        version: Its number in its run; None where that is not known.
+    """
+
+    def __init__(self, message: str, *, path: str | None = None, version: int | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+        self.version = version
 
 
 class ProtocolError(FlowdpError):

@@ -24,6 +24,7 @@ class Arrival:
         drift: Whether its order wants the distance from the mean measured.
         together: Whether the steps of all ranks are one step of the run (exact).
         compare: Whether its order wants the replicas compared after the step (exact).
+        bad: Its replica has left the numbers: it weighs nothing.
     """
 
     rank: int
@@ -35,6 +36,7 @@ class Arrival:
     drift: bool = False
     together: bool = False
     compare: bool = False
+    bad: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,14 @@ class Directives:
         stop: End the run with this round. Stays until the run ends.
         pause: Stand still after this round. Consumed by the outcome.
         lr: New learning rate of the first parameter group. Consumed by the outcome.
+        halt: Stand still after this round for what is done then: an evaluation, a checkpoint. Consumed by the
+            outcome.
     """
 
     stop: bool = False
     pause: bool = False
     lr: float | None = None
+    halt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,8 @@ class Outcome:
         left: Ranks that left the gate since the last outcome.
         drift: The distance from the mean is measured.
         compare: After the step of this round every rank sums the bits of its parameters (exact).
+        halt: Everybody stands still after it, for something that the coordinator will say.
+        bad: Members whose replica has left the numbers: they weighed nothing.
     """
 
     round: int
@@ -83,8 +90,10 @@ class Outcome:
     left: tuple[int, ...] = ()
     drift: bool = False
     compare: bool = False
+    halt: bool = False
+    bad: tuple[int, ...] = ()
 
     @property
     def voids(self) -> bool:
         """Whether everything armed behind this round is void and planned anew."""
-        return self.stop or self.pause or self.hurried or bool(self.left)
+        return self.stop or self.pause or self.halt or self.hurried or bool(self.left) or bool(self.bad)

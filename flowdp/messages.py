@@ -10,16 +10,25 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from flowdp.duty import Adopt, Adopted, Capture, Captured, Duty, Evaluate, Evaluated, Evaluation
 from flowdp.meeting import Arrival, Directives, Outcome
 from flowdp.policy.tally import Work
 
 __all__ = [
     "Abort",
+    "Adopt",
+    "Adopted",
     "Arrival",
     "Averaged",
     "BatchReady",
+    "Capture",
+    "Captured",
     "DataEnded",
     "Directives",
+    "Duty",
+    "Evaluate",
+    "Evaluated",
+    "Evaluation",
     "Exiting",
     "Fact",
     "Failed",
@@ -194,7 +203,7 @@ class Shutdown:
     """The run is over: leave."""
 
 
-Order = StartEpoch | DataEnded | Throttle | RequestParams | Update | Abort | Shutdown
+Order = StartEpoch | DataEnded | Throttle | RequestParams | Update | Abort | Shutdown | Duty
 
 
 # ---------------------------------------------------------------- facts
@@ -252,13 +261,15 @@ class SnapshotReady:
         rank: Who.
         round: The round it was asked for.
         steps: Steps since the last mean that it applied.
-        samples: Samples of those steps: its weight.
+        samples: Samples of those steps: its weight; 0 where `bad`.
+        bad: The replica has left the numbers.
     """
 
     rank: int
     round: int
     steps: int
     samples: int
+    bad: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,10 +320,14 @@ class Exiting:
     Attributes:
         rank: Who.
         error: None after an order to leave, else the failure in words.
+        is_alone: The failure is this rank's own: no mean and no duty of the others depends on it.
+        untold: Samples that means hold and no report of this rank has told of.
     """
 
     rank: int
     error: str | None = None
+    is_alone: bool = False
+    untold: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +350,7 @@ class Requested:
         value: The learning rate of "set_lr"; None otherwise.
     """
 
-    what: Literal["stop", "pause", "unpause", "set_lr"]
+    what: Literal["stop", "pause", "unpause", "set_lr", "checkpoint", "snapshot"]
     value: float | None = None
 
 
@@ -352,6 +367,9 @@ Fact = (
     | Averaged
     | Updated
     | DataEnded
+    | Evaluated
+    | Captured
+    | Adopted
     | Exiting
     | Failed
     | Requested

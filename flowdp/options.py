@@ -6,18 +6,34 @@ Bad values raise `OptionError` here, before a thread starts; nothing below this 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from flowdp.errors import OptionError
 
-__all__ = ["Backend", "Buffers", "CadenceOptions", "Policy", "Precision", "SchedulerUnit", "one_of"]
+__all__ = [
+    "Backend",
+    "Buffers",
+    "CadenceOptions",
+    "CheckpointOptions",
+    "CheckpointUnit",
+    "OnFailure",
+    "OnNan",
+    "Policy",
+    "Precision",
+    "SchedulerUnit",
+    "one_of",
+]
 
 Policy = Literal["sync", "cadence", "async", "exact"]
 Backend = Literal["auto", "nccl", "local", "cpu"]
 Precision = Literal["32", "bf16", "fp16"]
 SchedulerUnit = Literal["step", "epoch"]
+OnFailure = Literal["raise", "continue"]
+OnNan = Literal["quarantine", "raise"]
 Buffers = Literal["broadcast", "average"]
+CheckpointUnit = Literal["epoch", "step", "minute"]
 
 
 def one_of(name: str, given: object, literal: object) -> None:
@@ -115,3 +131,59 @@ class CadenceOptions:
     def windows(self) -> bool:
         """Whether rounds of several steps are wanted at all."""
         return self.max_anchor != 0 and self.max_batch_diff != 0
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Where checkpoints are written, how often, and which of them stay.
+
+    ::
+
+        CheckpointOptions("runs/a")                             # after every epoch; the last three stay
+        CheckpointOptions("runs/a", every=500, unit="step")     # after the first round that ends 500 steps on
+        CheckpointOptions("runs/a", keep_best=("loss", "min"))  # the best one stays, too, as best.pt
+
+    Attributes:
+        dir: Folder of this run alone; made where it is not there.
+        every: How many units lie between two checkpoints: an int, or of minutes any positive number.
+        unit: What `every` counts: epochs, steps of all ranks, or minutes.
+        keep_last: How many of the newest stay.
+        keep_best: (monitor, "min" or "max"): the one with the best value of this metric stays besides.
+    """
+
+    dir: str | Path
+    _: KW_ONLY
+    every: float = 1
+    unit: CheckpointUnit = "epoch"
+    keep_last: int = 3
+    keep_best: tuple[str, Literal["min", "max"]] | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            OptionError: A field is out of its range.
+        """
+        if not isinstance(self.dir, (str, Path)) or not str(self.dir):
+            raise OptionError(f"checkpoint.dir must be the path of a folder, not {self.dir!r}")
+        one_of("checkpoint.unit", self.unit, CheckpointUnit)
+        if self.unit == "minute":
+            if not _is_number(self.every) or not self.every > 0:
+                raise OptionError(
+                    f"checkpoint.every must be a positive number of minutes, not {self.every!r}"
+                )
+        elif not _is_int(self.every) or self.every < 1:
+            raise OptionError(
+                f"checkpoint.every must be an int of at least 1 with unit={self.unit!r}, not {self.every!r}"
+            )
+        if not _is_int(self.keep_last) or self.keep_last < 1:
+            raise OptionError(f"checkpoint.keep_last must be an int of at least 1, not {self.keep_last!r}")
+        best = self.keep_best
+        if best is not None and not (
+            isinstance(best, tuple)
+            and len(best) == 2
+            and isinstance(best[0], str)
+            and best[0]
+            and best[1] in ("min", "max")
+        ):
+            raise OptionError(f"checkpoint.keep_best must be (monitor, 'min' or 'max'), not {best!r}")

@@ -4,77 +4,28 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from flowdp.engine.build import Optimizers
 from flowdp.engine.launch import Engine
 from flowdp.errors import FlowdpError, OptionError
 from flowdp.machine.commands import RoundEnded
 from flowdp.messages import Requested
+from flowdp.observe.observer import Observer
 from flowdp.policy.tally import EpochMetrics
+from flowdp.state import Status, TrainedState, on_cpu, optimizer_state
 
-__all__ = ["Run", "Status", "TrainedState"]
+__all__ = ["Run"]
 
 R = TypeVar("R", EpochMetrics, RoundEnded)
-
-
-@dataclass(frozen=True)
-class TrainedState:
-    """What a run has made.
-
-    Attributes:
-        state_dict: Parameters and buffers by the module's own names, on the CPU.
-        optimizer_state: `state_dict()` of rank 0's optimizer, on the CPU; of several a list or a mapping, as
-            they were given.
-        history: One record per complete epoch.
-        global_step: Steps of all ranks.
-        epochs_done: Complete epochs.
-        interrupted: The run was stopped before its last step.
-    """
-
-    state_dict: Mapping[str, Tensor]
-    optimizer_state: Mapping[str, Any]
-    history: tuple[EpochMetrics, ...]
-    global_step: int
-    epochs_done: int
-    interrupted: bool
-
-    def load_into(self, module: nn.Module) -> nn.Module:
-        """Copy the parameters and buffers into a module of the same structure, and return it."""
-        module.load_state_dict(self.state_dict)
-        return module
-
-
-@dataclass(frozen=True)
-class Status:
-    """Where a run stands; prints as one line.
-
-    Attributes:
-        life: "running", "paused", "done", "stopped" or "failed".
-        epochs_done: Complete epochs.
-        global_step: Steps of all ranks in the rounds held so far.
-        round: The last round, or None.
-        local_steps: Steps per rank, those since the last round included. Shape (world_size,).
-        throttled: Why a rank has no batches, per rank; None for one that has. Shape (world_size,).
-    """
-
-    life: str
-    epochs_done: int
-    global_step: int
-    round: int | None
-    local_steps: tuple[int, ...]
-    throttled: tuple[str | None, ...]
-
-    def __str__(self) -> str:
-        steps = " ".join(map(str, self.local_steps))
-        return f"{self.life} | {self.epochs_done} epochs | step {self.global_step:,} | steps per rank {steps}"
 
 
 @dataclass
@@ -82,6 +33,7 @@ class _Ending:
     """The answer of a run, made once."""
 
     state: TrainedState | None = None
+    is_filled: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -98,11 +50,16 @@ class Run:
     """
 
     def __init__(
-        self, engine: Engine, module: nn.Module | None, watcher: threading.Thread | None = None
+        self,
+        engine: Engine,
+        module: nn.Module | None,
+        observer: Observer | None = None,
+        restores_best: bool = False,
     ) -> None:
         self._engine = engine
         self._module = module
-        self._watcher = watcher
+        self._observer = observer
+        self._restores_best = restores_best
         self._ending = _Ending()
         self._inside = ExitStack()
         self._polled = 0
@@ -134,7 +91,7 @@ class Run:
         """What the run has made; None while it goes on, and after a failure."""
         if not self._engine.records.is_over or self.error is not None:
             return None
-        return self._collect()
+        return self.answer() if self._is_called_back() else self._collect()
 
     def status(self) -> Status:
         """Where the run stands; asks no thread."""
@@ -144,18 +101,42 @@ class Run:
             life = "failed" if self.error is not None else "stopped" if stopped else "done"
         else:
             life = "paused" if records.is_paused else "running"
+        progress = self._engine.progress()
+        start = self._engine.config.start
         return Status(
             life=life,
             epochs_done=len(records.epochs),
-            global_step=last.global_step if last else 0,
+            global_step=last.global_step if last else start.global_step if start else 0,
             round=last.round if last else None,
-            local_steps=tuple(steps for steps, _ in self._engine.progress()),
-            throttled=tuple(reason for _, reason in self._engine.progress()),
+            local_steps=tuple(rank.steps for rank in progress),
+            throttled=tuple(rank.throttled for rank in progress),
+            pieces=tuple(rank.pieces for rank in progress),
+            problems=self._problems(),
         )
 
+    def _problems(self) -> tuple[str, ...]:
+        engine = self._engine
+        left = [f"rank {rank} left: {error}" for rank, error in sorted(engine.failures.forgiven.items())]
+        complaints = () if self._observer is None else self._observer.complaints
+        return (*left, *engine.saver.problems, *complaints)
+
     def dump(self, events: int = 50) -> str:
-        """The status and the last events of the coordinator, as text: for a report of a run that hangs."""
-        return "\n".join([str(self.status()), *self._engine.story.tail(events)])
+        """What every rank is doing, the stacks of all threads, and the last events: of a run that hangs, say.
+
+        Args:
+            events: How many.
+        """
+        return self._engine.report(str(self.status()), events)
+
+    def save_story(self, path: str | PathLike[str]) -> None:
+        """Write the events that are kept, the last few thousand, for `python -m flowdp.sim --replay`.
+
+        A story of a longer run can be replayed only where `Trainer(story=...)` wrote it from the beginning.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        Path(path).write_text("\n".join([*self._engine.story.lines(), ""]), encoding="utf-8")
 
     @overload
     def metrics(self, every: Literal["epoch"] = "epoch") -> Iterator[EpochMetrics]: ...
@@ -234,6 +215,43 @@ class Run:
             raise OptionError(f"lr must be a number of at least 0, not {lr!r}")
         self._engine.request(Requested("set_lr", float(lr)))
 
+    # ------------------------------------------------------------------ keeping
+    def checkpoint(self) -> None:
+        """Have a checkpoint written at the end of this round. Returns at once; `on_checkpoint` hears of it.
+
+        Raises:
+            OptionError: The Trainer was given neither `checkpoint` nor anything that hears of one.
+        """
+        if not self._engine.saver.writes:
+            raise OptionError(
+                "there is nowhere to write a checkpoint: give the Trainer checkpoint='a folder', or use "
+                "run.snapshot()"
+            )
+        self._engine.request(Requested("checkpoint"))
+
+    def snapshot(self) -> TrainedState:
+        """What the run has made so far, of the end of this round; training goes on meanwhile.
+
+        Of a run that has ended it is the run's answer.
+
+        Raises:
+            FlowdpError: The run has failed.
+            OptionError: The caller is a thread of the run.
+        """
+        self._check_caller("snapshot")
+        standing = self._engine.snapshot()
+        if standing is None:
+            return self.join()
+        kept = standing.read()
+        return TrainedState(
+            state_dict=kept["model"],
+            optimizer_state=kept["ranks"][0]["optimizers"],
+            history=standing.history,
+            global_step=standing.position.global_step,
+            epochs_done=standing.position.done,
+            interrupted=True,
+        )
+
     # ------------------------------------------------------------------ ending
     def join(self, timeout: float | None = None) -> TrainedState:
         """Wait for the end of the run.
@@ -245,19 +263,18 @@ class Run:
             timeout: Seconds to wait at most; None: until the end.
 
         Raises:
-            TimeoutError: The time is up; the run goes on.
+            TimeoutError: The time is up; the run goes on, or a callback has not returned.
             FlowdpError: The run failed: the first failure, the others as notes.
             OptionError: The caller is a thread of the run.
         """
         self._check_caller("join")
         with self._engine.records.reader():
             try:
-                if not self._engine.records.wait(timeout_s=timeout):
+                if not self._engine.wait(timeout):
                     raise TimeoutError(f"the run goes on after {timeout} s: {self.status()}")
             except KeyboardInterrupt:
                 self._interrupt()
                 raise
-        self._raise_failure()
         return self._collect()
 
     def __enter__(self) -> Run:
@@ -279,6 +296,7 @@ class Run:
         """End the run before its time, and keep what it has made."""
         self.stop()
         self._engine.records.wait()
+        self._join_threads()
         if self.error is None:
             self._collect()
         else:
@@ -292,16 +310,32 @@ class Run:
             raise FlowdpError("the run ended without an answer: " + self.dump())
 
     def _collect(self) -> TrainedState:
-        """Read the replicas, once, in the user's thread, and fill the user's module."""
+        """Read the replicas, once, and fill the user's module, in the user's thread."""
+        self._join_threads()
+        self._raise_failure()  # a callback may have failed behind the end
         with self._ending.lock:
-            if self._ending.state is None:
-                self._join_threads()
-                state = self._read()
-                if self._module is not None:
-                    state.load_into(self._module)
-                self._ending.state = state  # a Ctrl-C before leaves it to the next one who asks
-                self._engine.let_go()
-            return self._ending.state
+            state = self._answer()
+            if self._module is not None and not self._ending.is_filled:
+                state.load_into(self._module)
+                self._ending.is_filled = True  # a Ctrl-C before leaves it to the next one who asks
+            self._engine.let_go()
+            return state
+
+    def _answer(self) -> TrainedState:
+        """What the run has made, read once; its lock is held."""
+        if self._ending.state is None:
+            self._ending.state = self._read()
+        return self._ending.state
+
+    def answer(self) -> TrainedState | None:
+        """What `on_train_end` gets: the answer of a run that is over; the user's module is not touched.
+
+        Threads:
+            The observer's.
+        """
+        self._engine.records.wait(over=True)
+        with self._ending.lock:
+            return None if self.error is not None else self._answer()
 
     def _let_go(self) -> None:
         """Join what can be joined, and free what a failed run holds on its devices."""
@@ -316,17 +350,21 @@ class Run:
 
     def _join_threads(self) -> None:
         self._engine.join()
-        if self._watcher is not None:
-            self._watcher.join()
+        self._engine.join_callbacks()
+        self._engine.close()
 
     def _read(self) -> TrainedState:
         finish = self._engine.records.finish
         if finish is None:
             raise FlowdpError("the run has no answer yet")
-        replica = self._engine.replicas[0]
+        left = self._engine.failures.forgiven
+        replica = next(one for rank, one in enumerate(self._engine.replicas) if rank not in left)
+        best = self._engine.saver.best if self._restores_best else None
+        if best is None:
+            best = {name: on_cpu(value) for name, value in replica.module.state_dict().items()}
         return TrainedState(
-            state_dict={name: _on_cpu(value) for name, value in replica.module.state_dict().items()},
-            optimizer_state=torch.utils._pytree.tree_map(_on_cpu, _optimizer_state(replica.optimizers)),
+            state_dict=best,
+            optimizer_state=torch.utils._pytree.tree_map(on_cpu, optimizer_state(replica.optimizers)),
             history=self.history,
             global_step=finish.global_step,
             epochs_done=finish.epochs_done,
@@ -340,25 +378,14 @@ class Run:
             except KeyboardInterrupt:
                 self._interrupt()
                 raise
-        self._raise_failure()
         self._collect()
 
+    def _is_called_back(self) -> bool:
+        return self._observer is not None and self._observer.is_own_thread()
+
     def _check_caller(self, what: str) -> None:
-        if self._engine.is_own_thread():
+        if self._engine.is_own_thread() or self._is_called_back():
             raise OptionError(f"{what}() would wait for the thread that calls it: it is one of the run's own")
-
-
-def _optimizer_state(optimizers: Optimizers) -> Any:
-    """The state of the one optimizer, or of several in the form in which they were given."""
-    if isinstance(optimizers, Mapping):
-        return {name: one.state_dict() for name, one in optimizers.items()}
-    states = [one.state_dict() for one in optimizers]
-    return states[0] if len(states) == 1 else states
-
-
-def _on_cpu(value: Any) -> Any:
-    # A copy: a view would keep, and a file would hold, the whole flat memory.
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def _every(records: Iterator[RoundEnded], steps: int) -> Iterator[RoundEnded]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from functools import partial
 from os import PathLike
-from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,44 +22,48 @@ from flowdp.checks import (
     check_step,
     check_story,
     check_words,
-    several_optimizers,
 )
-from flowdp.data.dataset import open_source
+from flowdp.data.dataset import dataset_length, open_source
 from flowdp.data.source import Source
-from flowdp.device.gradients import Touched
 from flowdp.device.process import ProcessTuning, as_tuning
-from flowdp.device.streams import Lane, open_lanes
-from flowdp.device.tensors import FlatReplica
 from flowdp.device.topology import devices as find_devices
 from flowdp.device.topology import resolve_devices
-from flowdp.engine.build import (
-    ModelOption,
-    OptimizerOption,
-    all_of,
-    build_models,
-    build_optimizers,
-    equal_start,
-    has_batch_norm,
-    seed_devices,
-    slow_optimizer,
-)
-from flowdp.engine.exact import ExactReplica
-from flowdp.engine.launch import Engine, check_free
-from flowdp.engine.learning_rate import (
-    LearningRate,
-    LrLambda,
-    SchedulerOption,
-    check_schedule,
-)
-from flowdp.engine.replica import LossOption, Replica, loss_function
+from flowdp.engine.assembly import Parts, build_replicas
+from flowdp.engine.build import ModelOption, OptimizerOption, all_of
+from flowdp.engine.care import Care
+from flowdp.engine.checkpoint import Checkpoint
+from flowdp.engine.evaluate import EvalStep
+from flowdp.engine.fingerprint import fingerprint
+from flowdp.engine.launch import open_engine
+from flowdp.engine.learning_rate import LrLambda, SchedulerOption, check_schedule
+from flowdp.engine.live import check_free
+from flowdp.engine.replica import LossOption, Replica
+from flowdp.engine.resume import Resumed
+from flowdp.engine.signals import SigtermStop, check_sigterm
 from flowdp.engine.sizes import plan_sizes
-from flowdp.engine.train_step import OwnStepReplica, TrainStep
+from flowdp.engine.store import Store
+from flowdp.engine.train_step import TrainStep
 from flowdp.errors import OptionError
 from flowdp.machine.coordinator import RunConfig
-from flowdp.observe.bar import show_progress, wants_progress
-from flowdp.options import Backend, CadenceOptions, Policy, Precision, SchedulerUnit
+from flowdp.machine.position import Position
+from flowdp.messages import Requested
+from flowdp.observe.bar import ProgressBar, wants_progress
+from flowdp.observe.callbacks import Callback
+from flowdp.observe.observer import Observer
+from flowdp.options import (
+    Backend,
+    CadenceOptions,
+    CheckpointOptions,
+    OnFailure,
+    OnNan,
+    Policy,
+    Precision,
+    SchedulerUnit,
+)
 from flowdp.policy.schedule import lr_factor
-from flowdp.run import Run, TrainedState
+from flowdp.run import Run
+from flowdp.state import TrainedState
+from flowdp.upkeep import Upkeep
 
 __all__ = ["Trainer"]
 
@@ -125,6 +128,25 @@ class Trainer:
         scheduler_unit: What the scheduler counts, "step" (of all devices) or "epoch".
         lr_lambda: Factor on the learning rate as a function of the global step, in place of a scheduler.
         lr_scale_ratio: Multiplies the learning rate by 1 + ratio * (devices - 1).
+        eval_dataset: Evaluated on the averaged model, each sample once, by all devices together; the means
+            stand in `EpochMetrics.eval`.
+        eval_step: Function of (model, batch) that returns a mapping of means over the batch; None: the loss,
+            with the scalars that it returns.
+        eval_every: Epochs between two evaluations.
+        checkpoint: A folder, for a checkpoint after every epoch, or `CheckpointOptions`. A run that ends
+            well, by `stop()` and Ctrl-C too, leaves one at its end.
+        resume: True: go on from the newest checkpoint of the folder, if there is one; or the path of a
+            checkpoint, or a `TrainedState`, which begins at its epoch.
+        on_checkpoint: Function of each `Checkpoint`, called on the callbacks' thread.
+        callbacks: `Callback` instances, called beside the training; `EarlyStopping` among them ends it.
+        stall_timeout: Seconds in which nothing may move, or 10 longest steps where that is more, before the
+            run fails with a StallError. Until every device has ended its first step, and while paused, it is
+            a warning. None: never.
+        on_failure: "raise": the run fails where a device fails. "continue": the others go on, and train what
+            it had not brought to a mean ("sync" and "cadence").
+        on_nan: "quarantine": a replica with NaN or infinite numbers is left out of the mean and goes on from
+            the others. "raise": it ends the run.
+        handle_sigterm: SIGTERM stops the run as `stop()` does; a second one ends the process.
         progress: True for a progress bar (needs tqdm), "auto" for one where there is a terminal or notebook.
         story: File that the coordinator's events are written to, for `python -m flowdp.sim --replay`.
         tune_process: Process-wide settings while a run lives (see `ProcessTuning`); False leaves all alone.
@@ -165,6 +187,17 @@ class Trainer:
         scheduler_unit: SchedulerUnit | None = None,
         lr_lambda: LrLambda | None = None,
         lr_scale_ratio: float = 0.0,
+        eval_dataset: DatasetOption | None = None,
+        eval_step: EvalStep | None = None,
+        eval_every: int = 1,
+        checkpoint: str | PathLike[str] | CheckpointOptions | None = None,
+        resume: bool | str | PathLike[str] | TrainedState = False,
+        on_checkpoint: Callable[[Checkpoint], object] | None = None,
+        callbacks: Sequence[Callback] = (),
+        stall_timeout: float | None = 60.0,
+        on_failure: OnFailure = "raise",
+        on_nan: OnNan = "quarantine",
+        handle_sigterm: bool = False,
         progress: bool | Literal["auto"] = "auto",
         story: str | PathLike[str] | None = None,
         tune_process: bool | ProcessTuning = True,
@@ -179,15 +212,25 @@ class Trainer:
         self.devices = resolve_devices(devices)
         self.cadence = check_cadence(cadence, len(self.devices))
         self.partition_ratios = check_ratios(partition_ratios, policy, len(self.devices))
-        self.model, self.optimizer = model, optimizer
-        self.loss, self.train_step = loss, train_step
+        self.model = model
         self.dataset = dataset
         self.epochs, self.max_steps = epochs, max_steps
         self.policy = policy
         self.backend = check_backend(backend, policy, self.devices)
-        self.max_grad_norm = max_grad_norm
-        self.precision = precision
-        self._schedule = scheduler, scheduler_unit, lr_lambda, lr_factor(lr_scale_ratio, len(self.devices))
+        self.upkeep = Upkeep(
+            eval_dataset,
+            eval_step,
+            eval_every,
+            checkpoint,
+            resume,
+            on_checkpoint,
+            callbacks,
+            stall_timeout,
+            on_failure,
+            on_nan,
+        )
+        self.upkeep.check(train_step, policy, len(self.devices))
+        self.handle_sigterm = handle_sigterm
         self.story = check_story(story)
         self.progress = wants_progress(progress)
         self.tuning = as_tuning(tune_process)
@@ -195,6 +238,18 @@ class Trainer:
             dataset, batch_size, global_batch_size, gradient_accumulation_steps, policy, len(self.devices)
         )
         self.sizes.check_end(max_steps)
+        self._parts = Parts(
+            model=model,
+            optimizer=optimizer,
+            loss=loss,
+            train_step=train_step,
+            policy=policy,
+            sizes=self.sizes,
+            seed=seed,
+            precision=precision,
+            max_grad_norm=max_grad_norm,
+            schedule=(scheduler, scheduler_unit, lr_lambda, lr_factor(lr_scale_ratio, len(self.devices))),
+        )
         self._reading: dict[str, Any] = {
             "batch_size": self.sizes.source,
             "window": self.sizes.window,
@@ -244,25 +299,39 @@ class Trainer:
         Threads:
             The model and optimizer factories, and the dataset's worker processes, run in the calling thread.
         """
+        if self.handle_sigterm:
+            check_sigterm()
         log.info("%s", find_devices(probe=False))
         check_free(self.devices)
-        lanes = open_lanes(self.devices)
-        modules = build_models(self.model, lanes)
-        flats = equal_start(modules, lanes)
-        if self.policy == "exact" and has_batch_norm(modules[0]):
-            log.warning(
-                "policy='exact': BatchNorm takes its statistics from each micro-batch, not from the window "
-                "of %d samples, so this run is not that of one device; with GroupNorm or LayerNorm it is",
-                self.sizes.window,
-            )
-        touched = Touched(len(lanes))
-        replicas = [self._replica(*parts, touched) for parts in zip(modules, flats, lanes, strict=True)]
-        seed_devices(self.devices, self._reading["seed"])
-        if lanes[0].is_async and (advice := slow_optimizer(all_of(replicas[0].optimizers)[0])):
-            log.info("%s", advice)
-        # The source that was opened to check the arguments serves the first run.
-        source, self._first_source = self._first_source or self._open(), None
-        config = RunConfig(
+        store, resumed = self.upkeep.begin()
+        replicas = build_replicas(self._parts, self.devices)
+        care = self._care(store, resumed, replicas[0])
+        if resumed is not None:
+            resumed.check(care.fingerprint, self.epochs, self.max_steps)
+            resumed.put_back(replicas)
+            log.info("going on from %s: step %d", resumed, resumed.position.global_step)
+        # The source that was opened to check the arguments serves the first run, from the beginning.
+        start = None if resumed is None else resumed.position
+        source, self._first_source = self._first_source if start is None else None, None
+        source = source or self._open(start)
+        config = self._config(source, replicas, resumed)
+        engine = open_engine(self.story, config, replicas, source, self.tuning, self.backend, care=care)
+        observer = Observer(engine.records, [*self._bar(start), *self.upkeep.callbacks], engine.fail)
+        if self.handle_sigterm:
+            care.sigterm = SigtermStop(partial(engine.request, Requested("stop")))
+        engine.close_observer = observer.close
+        engine.start()
+        module = self.model if isinstance(self.model, nn.Module) else None
+        run = Run(engine, module, observer, restores_best=self.upkeep.restores_best)
+        observer.start(run, lambda: engine.failures.first, run.answer)
+        return run
+
+    def _bar(self, start: Position | None) -> list[Callback]:
+        begun = 0 if start is None else start.global_step
+        return [ProgressBar(self._known_steps(), self._batches, begun)] if self.progress else []
+
+    def _config(self, source: Source, replicas: Sequence[Replica], resumed: Resumed | None) -> RunConfig:
+        return RunConfig(
             world_size=len(self.devices),
             batches=source.batches,
             epochs=self.epochs,
@@ -274,53 +343,36 @@ class Trainer:
             window=self.sizes.window,
             samples=source.samples,
             groups=self.sizes.groups,
+            duties=self.upkeep.duties(resumed),
+            on_failure=self.upkeep.on_failure,
+            start=None if resumed is None else resumed.position,
         )
-        engine = self._engine(config, replicas, source)
-        engine.start()
-        bar = show_progress(engine.records, self._known_steps(), self._batches) if self.progress else None
-        return Run(engine, self.model if isinstance(self.model, nn.Module) else None, bar)
+
+    def _care(self, store: Store | None, resumed: Resumed | None, replica: Replica) -> Care:
+        reading = self._reading
+        order = {name: reading[name] for name in ("batch_size", "shuffle", "seed", "drop_last")}
+        return self.upkeep.care(
+            store,
+            resumed,
+            fingerprint(
+                replica.module,
+                all_of(replica.optimizers),
+                dataset_length=dataset_length(self.dataset),
+                global_batch_size=reading["window"],
+                **order,
+            ),
+            batch_size=self.sizes.forward(self.dataset),
+            collate_fn=reading["collate_fn"],
+            num_workers=reading["num_workers"],
+            world_size=len(self.devices),
+        )
 
     def fit(self) -> TrainedState:
         """Start and join."""
         return self.start().join()
 
-    def _open(self) -> Source:
-        return open_source(self.dataset, epochs=self.epochs, world_size=len(self.devices), **self._reading)
-
-    def _engine(self, config: RunConfig, replicas: Sequence[Replica], source: Source) -> Engine:
-        if self.story is None:
-            return Engine(config, replicas, source, self.tuning, self.backend)
-        file = _open_story(self.story)
-        try:
-            return Engine(config, replicas, source, self.tuning, self.backend, file.write, file.close)
-        except OSError:  # of the first line, on a full disk; so there is nothing more to write either
-            with suppress(OSError):
-                file.close()
-            raise
-
-    def _replica(self, module: nn.Module, flat: FlatReplica, lane: Lane, touched: Touched) -> Replica:
-        source = self.model if isinstance(self.model, nn.Module) else None
-        with lane.on(lane.compute):
-            optimizers = build_optimizers(self.optimizer, module, source)
-            if self.train_step is None and len(optimizers) > 1:
-                raise OptionError(several_optimizers(len(optimizers)))
-            rate = LearningRate(all_of(optimizers), *self._schedule)
-            width = self.sizes.widths[flat.rank]
-            rest = rate, lane, self.precision, self.max_grad_norm, width
-            if self.train_step is not None:
-                return OwnStepReplica(self.train_step, module, flat, optimizers, *rest)
-            assert self.loss is not None
-            loss = loss_function(self.loss, lane.device)
-            if self.policy == "exact":
-                size = self.sizes.parts[flat.rank]
-                return ExactReplica(size, touched, module, flat, optimizers, loss, *rest)
-            return Replica(module, flat, optimizers, loss, *rest)
-
-
-def _open_story(path: Path) -> TextIO:
-    try:
-        return path.open("w", encoding="utf-8", buffering=1)
-    except OSError as error:
-        raise OptionError(
-            f"the story cannot be written to {str(path)!r}: {error}; give another path"
-        ) from error
+    def _open(self, start: Position | None = None) -> Source:
+        world_size = len(self.devices)
+        return open_source(
+            self.dataset, epochs=self.epochs, world_size=world_size, start=start, **self._reading
+        )

@@ -36,6 +36,16 @@ def _where(thread: threading.Thread) -> str:
     return "".join(traceback.format_stack(frame)[-3:]) if frame else "  (no Python frame)\n"
 
 
+def _join(thread: threading.Thread, deadline: float) -> None:
+    """Wait for a thread; it may be one that another thread is about to start."""
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            thread.join(left)
+        except RuntimeError:  # `start` has not returned
+            continue
+        return
+
+
 @pytest.fixture(autouse=True)
 def thread_police() -> Iterator[None]:
     """Fail a test that leaves a thread behind."""
@@ -46,7 +56,7 @@ def thread_police() -> Iterator[None]:
     for thread in set(threading.enumerate()) - before:
         if _is_foreign(thread):
             continue
-        thread.join(max(0.0, deadline - time.monotonic()))
+        _join(thread, deadline)
         if thread.is_alive():
             left.append(thread)
     if left:
@@ -89,10 +99,9 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     if request.param == "cpu":
         yield request.param
         return
-    from flowdp import trainer
     from flowdp.data.feed import open_feeds
     from flowdp.device.streams import CudaLane
-    from flowdp.engine import build, launch
+    from flowdp.engine import assembly, build, launch
     from tests.data.cards import Card
 
     card = Card() if request.param == "streams" else Card(total=1)
@@ -103,8 +112,8 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
             card.watch(f"rank {replica.rank}", *replica.memories)
         return replicas
 
-    monkeypatch.setattr(trainer, "open_lanes", lambda devices: [CudaLane(d, card) for d in devices])
-    monkeypatch.setattr(trainer, "equal_start", equal_start)
+    monkeypatch.setattr(assembly, "open_lanes", lambda devices: [CudaLane(d, card) for d in devices])
+    monkeypatch.setattr(assembly, "equal_start", equal_start)
     monkeypatch.setattr(launch, "open_feeds", partial(open_feeds, cuda=card))
     yield request.param
     assert not card.races

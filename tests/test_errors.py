@@ -8,13 +8,17 @@ import pytest
 
 from flowdp import errors
 from flowdp.errors import (
+    CheckpointError,
     CollectiveAborted,
     CollectiveError,
     CollectiveTimeout,
     DataError,
+    DeviceError,
     FlowdpError,
     OptionError,
+    OutOfDeviceMemory,
     ProtocolError,
+    StallError,
     StepError,
 )
 
@@ -64,3 +68,21 @@ def test_a_protocol_error_shows_the_last_events() -> None:
 @pytest.mark.parametrize("error", ALL)
 def test_each_error_says_what_it_means(error: type) -> None:
     assert error.__doc__
+
+
+def test_out_of_memory_says_how_much_was_missing() -> None:
+    error = OutOfDeviceMemory("no room", rank=1, needed_bytes=2048, free_bytes=1024)
+    assert isinstance(error, DeviceError)
+    assert (error.rank, error.needed_bytes, error.free_bytes) == (1, 2048, 1024)
+
+
+def test_a_stall_says_who_waits_for_what() -> None:
+    error = StallError("nothing moves", ranks=["in a step", "at the gate"], stacks={"flowdp-worker-0": "..."})
+    assert error.ranks == ("in a step", "at the gate")
+    assert error.stacks == {"flowdp-worker-0": "..."}
+    assert StallError("nothing moves").stacks == {}
+
+
+def test_a_checkpoint_error_names_the_file() -> None:
+    error = CheckpointError("torn", path="runs/step-7.pt", version=3)
+    assert (error.path, error.version) == ("runs/step-7.pt", 3)

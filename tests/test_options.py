@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flowdp.errors import OptionError
-from flowdp.options import Backend, CadenceOptions, Policy, Precision, SchedulerUnit, one_of
+from flowdp.options import (
+    Backend,
+    CadenceOptions,
+    CheckpointOptions,
+    Policy,
+    Precision,
+    SchedulerUnit,
+    one_of,
+)
 
 
 def test_the_defaults_are_allowed() -> None:
@@ -101,3 +110,54 @@ def test_words(literal: object, word: str) -> None:
         one_of("option", "fast", literal)
     with pytest.raises(OptionError):
         one_of("option", None, literal)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"every": 1},
+        {"unit": "step", "every": 500},
+        {"unit": "minute", "every": 0.01},
+        {"keep_last": 1},
+        {"keep_best": ("accuracy", "max")},
+    ],
+)
+def test_checkpoint_options_that_are_allowed(given: dict[str, Any]) -> None:
+    options = CheckpointOptions(Path("runs"), **given)
+    assert {name: getattr(options, name) for name in given} == given
+    assert CheckpointOptions("runs", **given) != options  # a folder is kept as it was written
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"dir": ""},
+        {"dir": None},
+        {"dir": 3},
+        {"every": 0},
+        {"every": 1.5},
+        {"every": True},
+        {"unit": "minute", "every": 0},
+        {"unit": "minute", "every": math.inf},
+        {"unit": "minute", "every": "5"},
+        {"unit": "hour"},
+        {"keep_last": 0},
+        {"keep_last": 2.0},
+        {"keep_best": "loss"},
+        {"keep_best": ("loss", "least")},
+        {"keep_best": ("", "min")},
+        {"keep_best": ["loss", "min"]},
+        {"keep_best": ("loss",)},
+    ],
+)
+def test_checkpoint_options_that_cannot_work(given: dict[str, Any]) -> None:
+    name, value = list(given.items())[-1]
+    with pytest.raises(OptionError, match=f"checkpoint.{name}") as error:
+        CheckpointOptions(**{"dir": "runs", **given})
+    assert repr(value) in str(error.value)
+
+
+def test_checkpoint_options_are_named() -> None:
+    with pytest.raises(TypeError):
+        CheckpointOptions("runs", 2)  # type: ignore[misc]

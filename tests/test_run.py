@@ -25,7 +25,7 @@ from flowdp import (
     current_worker,
 )
 from flowdp.device.streams import HostLane
-from flowdp.engine import launch
+from flowdp.engine import live
 from flowdp.messages import Requested
 
 WAIT_S = 10.0
@@ -55,7 +55,7 @@ def trainer(loss: Callable[..., Any] = mse, **options: Any) -> Trainer:
 def stop_runs() -> Iterator[None]:
     """End what a failed test left going, so that the tests end, too."""
     yield
-    for engine in list(launch._live):
+    for engine in list(live._live):
         engine.request(Requested("stop"))
 
 

@@ -17,8 +17,16 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from flowdp import CadenceOptions, OptionError, ProcessTuning, Trainer, current_worker, record_scalar
-from flowdp.engine import launch
+from flowdp import (
+    CadenceOptions,
+    EarlyStopping,
+    OptionError,
+    ProcessTuning,
+    Trainer,
+    current_worker,
+    record_scalar,
+)
+from flowdp.engine import live
 from flowdp.machine.story import replay
 from flowdp.messages import Requested
 
@@ -47,7 +55,7 @@ def trainer(**options: Any) -> Trainer:
 def stop_runs() -> Iterator[None]:
     """End what a failed test left going, so that the tests end, too."""
     yield
-    for engine in list(launch._live):
+    for engine in list(live._live):
         engine.request(Requested("stop"))
 
 
@@ -154,11 +162,42 @@ LOADER = DataLoader(TensorDataset(*DATA), 4)
         ({"progress": "yes"}, "progress must be True, False or 'auto', not 'yes'"),
         ({"story": 3}, "story must be the path of a file, not 3"),
         ({"tune_process": "hard"}, "tune_process must be True, False or a ProcessTuning, not 'hard'"),
+        ({"checkpoint": 3}, r"checkpoint must be a folder or CheckpointOptions\(...\), not 3"),
+        ({"resume": True}, "resume=True takes the newest checkpoint of the folder: give checkpoint="),
+        ({"resume": 3}, "resume must be True, the path of a checkpoint or a TrainedState, not 3"),
+        ({"callbacks": [print]}, "a callback must be a flowdp.Callback, not <built-in"),
+        ({"callbacks": [EarlyStopping(), EarlyStopping("a")]}, "one EarlyStopping decides when a run ends"),
+        ({"stall_timeout": 0}, "stall_timeout must be a number above 0, not 0"),
+        ({"on_failure": "ignore"}, "on_failure must be one of 'raise', 'continue', not 'ignore'"),
+        ({"on_failure": "continue", "policy": "async"}, "under 'async' what a rank did since the last mean"),
+        ({"on_failure": "continue", "policy": "exact"}, "under 'exact' all devices together take one step"),
+        ({"on_failure": "continue", "devices": 1}, "needs another device to go on with"),
+        ({"on_nan": True}, "on_nan must be one of 'quarantine', 'raise', not True"),
+        ({"eval_step": print}, "eval_step=.* has no use without an eval_dataset"),
+        ({"eval_every": 0, "eval_dataset": DATA}, "eval_every must be a number of epochs, .* not 0"),
+        ({"eval_step": 3, "eval_dataset": DATA}, r"eval_step must be a function of \(model, batch\), not 3"),
     ],
 )
 def test_what_is_refused_when_it_is_made(options: dict[str, Any], match: str) -> None:
     with pytest.raises(OptionError, match=match):
         trainer(**options)
+    assert threads() == []
+
+
+def test_sigterm_can_be_taken_over_in_the_main_thread_alone() -> None:
+    refused: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            trainer(handle_sigterm=True).start()
+        except OptionError as error:
+            refused.append(error)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join(20)
+    [error] = refused
+    assert str(error).startswith("handle_sigterm=True works in the main thread alone")
     assert threads() == []
 
 

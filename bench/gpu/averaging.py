@@ -43,20 +43,24 @@ def open_replicas(place: Place, ranks: int, parameters: int) -> tuple[list[FlatR
     return replicas, lanes
 
 
-def outcome_of(round: int, samples: Sequence[int], *, drift: bool = False) -> Outcome:
-    """A round that all ranks took part in."""
+def outcome_of(
+    round: int, samples: Sequence[int], *, drift: bool = False, left: Sequence[int] = ()
+) -> Outcome:
+    """A round that all ranks took part in, but those that have left."""
     ranks = len(samples)
-    return Outcome(round, ranks * (round + 1), tuple(range(ranks)), (1,) * ranks, tuple(samples), drift=drift)
+    members = tuple(rank for rank in range(ranks) if rank not in left)
+    return Outcome(round, ranks * (round + 1), members, (1,) * ranks, tuple(samples), drift=drift)
 
 
 def one_round(collective: Collective, lanes: Sequence[Lane], outcome: Outcome) -> Averaging:
     """A mean from one thread, in the order of a gate; for collectives without a second meeting."""
-    for rank, lane in enumerate(lanes):
+    members = [(rank, lanes[rank]) for rank in outcome.members]
+    for rank, lane in members:
         with lane.on(lane.compute):
             collective.prepare(rank)
     collective.launch(outcome)
     readings = []
-    for rank, lane in enumerate(lanes):
+    for rank, lane in members:
         with lane.on(lane.compute):
             readings.append(collective.average(rank, outcome))
     return readings[0]()

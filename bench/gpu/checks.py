@@ -35,6 +35,9 @@ __all__ = ["STALLS", "Single", "Witness", "deviation", "faults_of", "model", "sa
 STALLS = ("backward", "optimizer", "copy", "averaging")
 """Where a device can be made late."""
 
+LEAVES_AT = 4
+"""The step in which a rank fails that is to leave; counted from 0."""
+
 FEATURES = 8
 STALL_CYCLES = 3_000_000  # 1.5 ms at 2 GHz, some twenty of these steps
 COUNT, BATCH_SIZE, EPOCHS = 519, 16, 3  # the last batch of an epoch has 7 samples
@@ -95,6 +98,7 @@ class Witness:
 
     Args:
         staller: Makes its backward late.
+        leaver: A rank that fails in a step.
 
     Attributes:
         trained: The indices of each batch, on its device, by epoch.
@@ -102,8 +106,9 @@ class Witness:
         rounds: What a replica held after a round: `rounds[round][rank]`, on its device.
     """
 
-    def __init__(self, staller: Staller) -> None:
+    def __init__(self, staller: Staller, leaver: int | None = None) -> None:
         self._staller = staller
+        self._leaver = leaver
         self._lock = threading.Lock()
         self.trained: dict[int, list[Tensor]] = defaultdict(list)
         self.wrong: list[Tensor] = []
@@ -111,6 +116,8 @@ class Witness:
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         worker = flowdp.current_worker()
+        if worker.rank == self._leaver and worker.local_step == LEAVES_AT:
+            raise RuntimeError("this rank leaves")
         x, y = batch
         index, wrong = x[:, 0].clone(), (x[:, 1] != x[:, 0] / 2 + 1).any()
         with self._lock:
@@ -128,8 +135,9 @@ class Witness:
         found = [f"batch {number} held wrong values" for number, wrong in enumerate(self.wrong) if wrong]
         for epoch in range(epochs):
             seen = Counter(int(i) for index in self.trained[epoch] for i in index.nan_to_num(-1).tolist())
-            if seen != Counter(range(count)):
-                twice = sum(times > 1 for times in seen.values())
+            twice = sum(times > 1 for times in seen.values())
+            # What a rank did since the last mean is gone with it, and trained once more.
+            if seen.keys() != set(range(count)) or (twice and self._leaver is None):
                 found.append(f"epoch {epoch}: {len(seen)} of {count} samples trained, {twice} twice")
         return found
 
@@ -200,6 +208,7 @@ def faults_of(
     stall: str | None = None,
     is_streamed: bool = False,
     precision: str = "32",
+    leaver: int | None = None,
     **options: Any,
 ) -> list[str]:
     """Train, and say what was wrong.
@@ -210,10 +219,11 @@ def faults_of(
         stall: One of `STALLS`: where the devices are late.
         is_streamed: Whether the batches are copied, though all of them would fit on the device.
         precision: As for the Trainer.
+        leaver: A rank that fails early; the others go on.
         options: More for the Trainer.
     """
     staller = Staller(stall)
-    witness = Witness(staller)
+    witness = Witness(staller, leaver)
 
     def optimizer(params: Any) -> torch.optim.Optimizer:
         made = torch.optim.SGD(params, lr=0.02)
@@ -226,6 +236,7 @@ def faults_of(
         "cadence": flowdp.CadenceOptions(anchor=2, max_anchor=4),
         "policy": policy,
         "precision": precision,
+        "on_failure": "raise" if leaver is None else "continue",
         **options,
     }
     torch.manual_seed(0)
@@ -247,8 +258,11 @@ def faults_of(
     losses = [record.loss for record in state.history]
     if not losses[-1] < 0.7 * losses[0]:
         found.append(f"the loss did not fall: {losses}")
+    if leaver is not None and not any(f"rank {leaver} left" in text for text in run.status().problems):
+        found.append(f"rank {leaver} has not left")
     if len(devices) > 1:
-        found += _replica_faults(replicas, witness, policy)
+        stayed = [replica for rank, replica in enumerate(replicas) if rank != leaver]
+        found += _replica_faults(stayed, witness, policy)
     has_streams = all(replica.lane.is_async for replica in replicas)
     if stall and not staller.stalls and (has_streams or stall in ("backward", "optimizer")):
         found.append(f"nothing was late in {stall}")
@@ -268,13 +282,14 @@ def _replica_faults(replicas: Sequence[Replica], witness: Witness, policy: str) 
     return found
 
 
-def deviation(devices: Sequence[torch.device], make: Make, *, rounds: int = 4) -> float:
+def deviation(devices: Sequence[torch.device], make: Make, *, rounds: int = 4, leaves: bool = False) -> float:
     """How far means of unequal weights are from a reference in float64, relative to its largest element.
 
     Args:
         devices: One per rank.
         make: A collective of replicas and lanes; small replicas need no second meeting.
-        rounds: Means of fresh values; in the second, one rank gives nothing.
+        rounds: Means of fresh values; in the second, one rank holds no numbers, and gives nothing.
+        leaves: Whether rank 0 has left before the last of them.
 
     Raises:
         AssertionError: An integer buffer is not the maximum, or the members hold different bits.
@@ -289,19 +304,23 @@ def deviation(devices: Sequence[torch.device], make: Make, *, rounds: int = 4) -
     collective, worst = make(replicas, lanes), 0.0
     try:
         for number in range(rounds):
-            weights = [5 * rank + 1 for rank in range(len(lanes))]
-            if number == 1:
-                weights[-1] = 0
+            bad = [len(lanes) - 1] if number == 1 else []
+            left = [0] if leaves and number == rounds - 1 else []
+            weights = [0 if rank in (*bad, *left) else 5 * rank + 1 for rank in range(len(lanes))]
             for rank, (replica, lane) in enumerate(zip(replicas, lanes, strict=True)):
                 with lane.on(lane.compute):
                     for flat in replica.flats:
                         flat.memory.fill_(3 + rank) if flat.counts else flat.memory.normal_()
+                        if rank in bad and not flat.counts:
+                            flat.memory.fill_(torch.nan)
                 lane.drain()
-            before = [[memory.double().cpu() for memory in replica.memories] for replica in replicas]
-            one_round(collective, lanes, outcome_of(number, weights))
+            outcome = outcome_of(number, weights, left=left)
+            members = [replicas[rank] for rank in outcome.members]
+            before = [[memory.double().cpu() for memory in replica.memories] for replica in members]
+            one_round(collective, lanes, outcome)
             for lane in lanes:
                 lane.drain()
-            worst = max(worst, _distance(replicas, before, weights))
+            worst = max(worst, _distance(members, before, [weights[rank] for rank in outcome.members]))
     finally:
         collective.close()
     return worst
@@ -324,5 +343,5 @@ def _distance(
 def _reference(flat: Flat, values: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
     if flat.counts:
         return torch.stack(list(values)).max(0).values
-    weighted = [value * weight for value, weight in zip(values, weights, strict=True)]
+    weighted = [value * weight for value, weight in zip(values, weights, strict=True) if weight]
     return torch.stack(weighted).sum(0) / sum(weights)

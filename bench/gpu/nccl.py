@@ -51,7 +51,7 @@ def measure_one(place: Place) -> Iterator[Finding]:
 
 
 def measure_several(ranks: int, place: Place) -> Iterator[Finding]:
-    """So many ranks on one card: means against float64, training with late streams, bandwidth."""
+    """So many ranks on one card: means against float64, training with late streams, one less; bandwidth."""
     place.needs_cuda("NCCL")
     devices = [place.device] * ranks
     away = deviation(devices, NcclMean)
@@ -62,4 +62,10 @@ def measure_several(ranks: int, place: Place) -> Iterator[Finding]:
         if found := faults_of(devices, policy=policy, backend="nccl", stall=stall):
             raise RuntimeError(f"{policy}, late in {stall}: {'; '.join(found[:5])}")
         yield Note(f"NCCL, {ranks} ranks on one card: {policy}, late in {stall or 'nothing'}: right")
+    away = deviation(devices, NcclMean, leaves=True)
+    if not away < 1e-6:
+        raise RuntimeError(f"the means of {ranks} ranks, of which one leaves, are {away} away from float64")
+    if found := faults_of(devices, policy="cadence", backend="nccl", stall="averaging", leaver=1):
+        raise RuntimeError(f"one of {ranks} ranks leaves: {'; '.join(found[:5])}")
+    yield Note(f"NCCL, {ranks} ranks on one card: one leaves, and the others go on: right")
     yield from against_copies(place, "NCCL", NcclMean, ranks, place.pick(5, 1))

@@ -50,7 +50,8 @@ class Averaging:
 
     Attributes:
         sync_ms: Time spent averaging.
-        drift: ||replica - mean|| / ||mean|| before the mean was taken; None where not measured.
+        drift: ||replica - mean|| / ||mean|| before the mean was taken; None where not measured, and for a
+            rank that gave nothing: it may hold no numbers at all.
     """
 
     sync_ms: float
@@ -193,9 +194,9 @@ class BlockMean:
             drift: Whether to sum the squares.
 
         Returns:
-            Over the parameters of this part: the sum of (source - mean)^2 for each member, then the sum of
-            mean^2. Float64, on the device, shape (members + 1,); the next call writes it anew. None without
-            `drift`.
+            Over the parameters of this part: the sum of (source - mean)^2 for each member, 0 for one with
+            weight 0, then the sum of mean^2. Float64, on the device, shape (members + 1,); the next call
+            writes it anew. None without `drift`.
 
         Raises:
             ProtocolError: All weights are 0.
@@ -248,9 +249,9 @@ class BlockMean:
             so_far += share
             mean.lerp_(self._near(dtype, giver, sources), share / so_far)
         if squares is not None:
-            for member, source in enumerate(sources):
-                away = self._room(dtype, 1, source)
-                squares[member].add_(_square(torch.sub(self._near(dtype, member, sources), mean, out=away)))
+            for giver in givers:
+                away = self._room(dtype, 1, sources[giver])
+                squares[giver].add_(_square(torch.sub(self._near(dtype, giver, sources), mean, out=away)))
             squares[-1].add_(_square(mean))
         _spread(mean, targets)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from math import ldexp
 from time import monotonic
 from typing import Any
@@ -20,11 +20,14 @@ from flowdp.device.streams import QUIET, Lane
 from flowdp.device.tensors import Flat
 from flowdp.errors import CollectiveError
 
-__all__ = ["ABORT_S", "Opening", "Side", "abort_all", "nccl_errors", "sum_replicas"]
+__all__ = ["ABORT_S", "REMAKING_S", "Opening", "Side", "abort_all", "nccl_errors", "sum_replicas"]
 
 MAKING_S = 120.0
 """For making the communicators: one or two seconds as a rule, but eight big cards have taken 55, nearly all
 of it to load kernels (NVIDIA/nccl#1646)."""
+
+REMAKING_S = 30.0
+"""For making them once more, when ranks have left: the kernels are loaded by then."""
 
 SUMS_S = 10.0
 """For the first sums, from when the communicators are made."""
@@ -185,14 +188,28 @@ class Opening:
     """Communicators in the making, on a thread of its own: what hangs in there cannot be called back.
 
     `QUIET` is held only for what is allocated before the first sum: a thread that hangs would never give it
-    back. What another run allocates meanwhile can at worst make this one late.
+    back. What another run allocates meanwhile can at worst make this one late. Where threads of this run
+    allocate, too, whoever waits holds it all the time.
 
     Whoever takes the communicators away hands them out or aborts them, so that each is aborted once. While
     the thread may be inside NCCL, nobody else aborts them: NCCL would free what the thread uses.
+
+    Args:
+        nccl: See above.
+        lanes: One per rank.
+        flats: One list per rank; nothing is changed in them.
+        quiet: `QUIET`, or nothing where the caller of `wait` holds it.
     """
 
-    def __init__(self, nccl: Any, lanes: Sequence[Lane], flats: Sequence[Sequence[Flat]]) -> None:
+    def __init__(
+        self,
+        nccl: Any,
+        lanes: Sequence[Lane],
+        flats: Sequence[Sequence[Flat]],
+        quiet: AbstractContextManager[Any] = QUIET,
+    ) -> None:
         self._nccl = nccl
+        self._quiet = quiet
         self._lanes = lanes
         self._flats = flats
         self._errors: list[BaseException] = []
@@ -284,7 +301,7 @@ class Opening:
     def _check(self) -> None:
         """Take two means of known values; what they need for the first time, later ones find there."""
         self._go(outside=False)
-        with QUIET:
+        with self._quiet:
             sides = [
                 Side(self._nccl, lane, [_stand_in(lane, flat) for flat in flats])
                 for lane, flats in zip(self._lanes, self._flats, strict=True)

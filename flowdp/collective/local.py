@@ -81,7 +81,7 @@ class MemoryMean:
             sync_ms, reducers = (perf_counter() - start) * 1e3, outcome.members
             self._meet(rank)
         drift = None
-        if outcome.drift:
+        if outcome.drift and outcome.samples[rank]:
             rows = [row.tolist() for reducer in reducers if (row := self._squares[reducer]) is not None]
             own = outcome.members.index(rank)
             drift = relative_drift(sum(row[own] for row in rows), sum(row[-1] for row in rows))

@@ -7,6 +7,9 @@ stand in the gate and nobody else allocates or pins (`QUIET`).
 Each rank scales its replica by its samples, the group sums, and each divides by the summed weight, which
 rides along in a tail of its own. Not NCCL's own mean: that knows no weights, rounds 1 / n to the tensor's
 dtype, and loses the reduction inside the switch. Only here is cupy imported, which calls NCCL, at first use.
+
+A communicator knows no fewer ranks than it was made for. When ranks have left, the next launch makes new ones
+for the others, while these stand in the gate.
 """
 
 from __future__ import annotations
@@ -15,14 +18,23 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowdp.collective.base import is_held, relative_drift
-from flowdp.collective.group import ABORT_S, Opening, Side, abort_all, nccl_errors, sum_replicas
+from flowdp.collective.base import relative_drift
+from flowdp.collective.group import (
+    ABORT_S,
+    REMAKING_S,
+    Opening,
+    Side,
+    abort_all,
+    nccl_errors,
+    sum_replicas,
+)
 from flowdp.collective.streamed import StreamedMean
 from flowdp.collective.watchdog import LIMIT_S, Watchdog
 from flowdp.device.streams import QUIET, Event, Lane
@@ -140,7 +152,10 @@ class NcclMean(StreamedMean):
         super().__init__(replicas, lanes, width=3)
         self._nccl = load([lane.device for lane in lanes]) if nccl is None else nccl
         self._hung = hung
-        self._lock = threading.Lock()  # guards `_comms`, which an abort and a close take away
+        self._lock = threading.Lock()  # guards the two below, which an abort and a close change
+        self._comms: list[Any] = []
+        self._is_over = False
+        self._members = tuple(range(len(lanes)))  # whom the communicators are made for
         flats = [replica.flats for replica in replicas]
         try:
             with QUIET:
@@ -155,15 +170,22 @@ class NcclMean(StreamedMean):
     def launch(self, outcome: Outcome) -> None:
         """See `Collective.launch`.
 
+        The first time after ranks have left it takes a second or two, and waits for the devices.
+
         Raises:
-            CollectiveError: A rank left, the collective was aborted, or NCCL refuses.
+            CollectiveError: The collective was aborted, NCCL refuses, or does not work without those that
+                left.
         """
-        if is_held(outcome) and len(outcome.members) < len(self._lanes):
-            left = sorted(set(range(len(self._lanes))) - set(outcome.members))
-            raise CollectiveError(
-                f"rank {', '.join(map(str, left))} left, and NCCL's communicators are made for all "
-                f"{len(self._lanes)} ranks; backend='local' goes on without them"
-            )
+        if outcome.members != self._members:
+            left = sorted(set(self._members).difference(outcome.members))
+            self._members = outcome.members
+            try:
+                self._make_anew()
+            except CollectiveError as error:
+                raise CollectiveError(
+                    f"rank {', '.join(map(str, left))} left, and NCCL does not work for the others alone: "
+                    f"{error}"
+                ) from error
         super().launch(outcome)
 
     def abort(self) -> None:
@@ -199,10 +221,36 @@ class NcclMean(StreamedMean):
         finally:
             self.abort()
 
-    def _take(self) -> list[Any]:
+    def _take(self, *, is_over: bool = True) -> list[Any]:
         with self._lock:
+            self._is_over = self._is_over or is_over
             comms, self._comms = self._comms, []
         return comms
+
+    def _make_anew(self) -> None:
+        """Communicators for the members that are left; a single one needs none.
+
+        The old ones are aborted, not destroyed: that waits for nobody, whatever the device of a rank that
+        left is doing. All of them are, for they share memory. `QUIET` is held to the end, because other
+        threads of the run prefetch meanwhile.
+        """
+        lanes = [self._lanes[member] for member in self._members]
+        for lane in lanes:
+            lane.drain()  # else an abort would cut the last mean off
+        with QUIET:
+            self._watchdog.forget()
+            abort_all(self._take(is_over=False))
+            if len(lanes) == 1 or self._is_over:
+                return
+            flats = [self._replicas[member].flats for member in self._members]
+            try:
+                comms = Opening(self._nccl, lanes, flats, quiet=nullcontext()).wait(REMAKING_S)
+            except torch.OutOfMemoryError as error:
+                raise CollectiveError(f"no room for its first sums: {error}") from error
+            with self._lock:
+                if not self._is_over:
+                    self._comms, comms = comms, []
+            abort_all(comms)  # of a run that has failed meanwhile
 
     def _workers(self, outcome: Outcome) -> Sequence[int]:
         return outcome.members
@@ -220,7 +268,9 @@ class NcclMean(StreamedMean):
         with nccl_errors(
             self._nccl, "sum the replicas, which are scaled already and not to be used any more"
         ):
-            sum_replicas(self._nccl, comms, self._sides, outcome.samples, drift=outcome.drift)
+            sides = [self._sides[member] for member in workers]
+            samples = [outcome.samples[member] for member in workers]
+            sum_replicas(self._nccl, comms, sides, samples, drift=outcome.drift)
         # One row for all: they hold the same bits, and one copy to the host is enough.
         return {workers[0]: self._sides[workers[0]].tail} if outcome.drift else {}
 

@@ -87,7 +87,7 @@ class Snapshots:
 
         Returns:
             Time it took, in milliseconds, and the drift ||snapshot - mean|| / ||mean|| per rank, 0.0 for
-            one without a snapshot.
+            one without samples.
 
         Raises:
             ProtocolError: A rank with samples has no snapshot of this round, or no rank has samples.

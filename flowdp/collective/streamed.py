@@ -155,7 +155,7 @@ class StreamedMean(ABC):
             slot.done[writer].synchronize()
         sync_ms = max(slot.start[writer].elapsed_time(slot.done[writer]) for writer in writers)
         drift = None
-        if outcome.drift:
+        if outcome.drift and outcome.samples[rank]:
             for reporter in slot.reporters:
                 slot.told[reporter].synchronize()
             rows = [slot.rows[reporter].tolist() for reporter in slot.reporters]

@@ -41,7 +41,7 @@ class Watchdog:
         hung: Called with the error, on the watchdog's own thread.
 
     Threads:
-        `launched`: whoever launches the rounds, one at a time. `close`: any.
+        `launched`, `forget`: whoever launches the rounds, one at a time. `close`: any.
     """
 
     def __init__(
@@ -68,6 +68,11 @@ class Watchdog:
         """
         with self._lock:
             self._rounds.append(_Round(number, start, done))
+
+    def forget(self) -> None:
+        """Look no more at what is on the devices: a rank that left may stay behind with its part of it."""
+        with self._lock:
+            self._rounds.clear()
 
     def close(self) -> None:
         """End the thread and wait for it, unless it is the calling one; a second time does nothing."""

@@ -88,6 +88,9 @@ class Feed(ABC):
     def fit(self) -> None:
         """Look how much memory is left, and use it. Call it once, when the first mean is in."""
 
+    def shrink(self) -> None:  # noqa: B027 - most hold nothing ahead
+        """Hold less ahead: the rank has run out of memory."""
+
     @abstractmethod
     def close(self) -> bool:
         """End what was started, and let its memory go; takes 1 s at most, and may be called twice.

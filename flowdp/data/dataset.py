@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -19,14 +20,15 @@ from torch.utils.data import (
     default_collate,
 )
 
-from flowdp.data.order import BatchSamplerOrder, EpochOrder, Order, SamplerOrder
+from flowdp.data.order import NOTHING_TRAINED, BatchSamplerOrder, EpochOrder, Order, SamplerOrder
 from flowdp.data.reader import Reader
 from flowdp.data.source import Batch, Source
 from flowdp.data.stream import Measured, StreamReader
 from flowdp.data.tensor_source import TensorSource
 from flowdp.errors import OptionError
+from flowdp.machine.position import Position
 
-__all__ = ["Batch", "Source", "TensorSource", "open_source"]
+__all__ = ["Batch", "Collate", "Source", "TensorSource", "as_tensors", "dataset_length", "open_source"]
 
 Collate = Callable[[list[Any]], Batch]
 
@@ -43,6 +45,8 @@ def open_source(
     epochs: int | None,
     world_size: int = 1,
     window: int | None = None,
+    start: Position | None = None,
+    on_demand: bool = False,
 ) -> Source:
     """The source of a dataset's batches.
 
@@ -63,6 +67,9 @@ def open_source(
     An IterableDataset is iterated anew in each epoch, which ends where its iterator ends. Each worker process
     iterates all of it, unless the dataset looks at `torch.utils.data.get_worker_info()`.
 
+    A run that is resumed reads what it had not trained, each epoch in its order; see `SamplerOrder` and
+    `StreamReader` for what a sampler and an IterableDataset must do for that.
+
     Args:
         dataset: Tensors of equal length (one, a tuple, a list or a mapping of them), a map-style dataset, an
             IterableDataset, or a torch DataLoader.
@@ -76,30 +83,39 @@ def open_source(
         world_size: Ranks that take batches: sets how far reading runs ahead of them.
         window: Samples of a batch that all ranks share; a DataLoader's own batches are made anew. None: each
             batch is one rank's.
+        start: Where the run stands, in batches of this `batch_size`; None: at the beginning.
+        on_demand: Begin each epoch when somebody waits for it. Else reading runs ahead into the next one.
 
     Raises:
+        CheckpointError: The run stands inside an epoch of an IterableDataset.
         OptionError: Something in this cannot work, or is not supported.
     """
-    options: dict[str, Any] = {
-        "batch_size": batch_size,
-        "shuffle": shuffle,
-        "drop_last": drop_last,
-        "collate_fn": collate_fn,
-        "num_workers": num_workers,
-    }
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise OptionError(f"seed must be an int of at least 0, not {seed!r}")
+    options: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
+    options |= {"collate_fn": collate_fn, "num_workers": num_workers}
+    _check_seed(seed)
     if window is not None:
         world_size = 1  # as far as reading ahead goes: they all take the same
+    start = NOTHING_TRAINED if start is None else start
+    reading = {"epochs": epochs, "start": start, "on_demand": on_demand}
     if isinstance(dataset, DataLoader):
         given = options if window is None else {**options, "batch_size": None}
-        return _from_loader(dataset, given, seed, epochs, world_size, window)
+        return _from_loader(dataset, given, seed, reading, world_size, window)
     _check_options(**options)
-    return _from_dataset(dataset, options, seed, epochs, world_size)
+    return _from_dataset(dataset, options, seed, reading, world_size)
 
 
 # ---------------------------------------------------------------- what the user gave
-def _as_tensors(dataset: object) -> tuple[Sequence[Tensor], Callable[[list[Tensor]], Batch]] | None:
+def dataset_length(dataset: object) -> int | None:
+    """Samples of a dataset, however it was given; None where nobody knows."""
+    if isinstance(dataset, DataLoader):
+        dataset = dataset.dataset
+    if isinstance(dataset, IterableDataset):
+        return None
+    tensors = as_tensors(dataset)
+    return _length(dataset) if tensors is None else len(tensors[0][0])
+
+
+def as_tensors(dataset: object) -> tuple[Sequence[Tensor], Callable[[list[Tensor]], Batch]] | None:
     """The tensors to gather from and what packs their parts into a batch; None for any other dataset."""
     if isinstance(dataset, Tensor):
         named: dict[str, object] = {"the tensor": dataset}
@@ -150,9 +166,9 @@ def _length(dataset: object) -> int:
 
 
 def _from_dataset(
-    dataset: Any, options: Mapping[str, Any], seed: int, epochs: int | None, world_size: int
+    dataset: Any, options: Mapping[str, Any], seed: int, reading: Mapping[str, Any], world_size: int
 ) -> Source:
-    tensors = _as_tensors(dataset)
+    tensors = as_tensors(dataset)
     collate, num_workers = options["collate_fn"], options["num_workers"] or 0
     batch_size, drop_last = options["batch_size"], bool(options["drop_last"])
     if isinstance(dataset, IterableDataset):
@@ -164,12 +180,12 @@ def _from_dataset(
         return StreamReader(
             dataset,
             batch_size,
-            epochs=epochs,
             ahead=_ahead(world_size, num_workers),
             collate_fn=collate or default_collate,
             num_workers=num_workers,
             drop_last=drop_last,
-            generator=torch.Generator().manual_seed(seed),
+            generator=_generator(seed, reading["start"]),
+            **reading,
         )
     length = len(tensors[0][0]) if tensors is not None else _length(dataset)
     _check_batches(length, batch_size, drop_last)
@@ -193,11 +209,11 @@ def _from_dataset(
     return Reader(
         dataset,
         order,
-        epochs=epochs,
         ahead=_ahead(world_size, num_workers),
         collate_fn=collate,
         num_workers=num_workers,
-        generator=torch.Generator().manual_seed(seed),
+        generator=_generator(seed, reading["start"]),
+        **reading,
     )
 
 
@@ -205,7 +221,7 @@ def _from_loader(
     loader: DataLoader[Any],
     options: Mapping[str, Any],
     seed: int,
-    epochs: int | None,
+    reading: Mapping[str, Any],
     world_size: int,
     window: int | None,
 ) -> Source:
@@ -220,11 +236,11 @@ def _from_loader(
             f"flowdp's order. Give a plain torch DataLoader"
         )
     options = {
-        "epochs": epochs,
+        **reading,
         "num_workers": loader.num_workers,
         "ahead": _ahead(world_size, loader.num_workers, loader.prefetch_factor),
         "worker_init_fn": loader.worker_init_fn,
-        "generator": loader.generator or torch.Generator().manual_seed(seed),
+        "generator": loader.generator or _generator(seed, reading["start"]),
         "prefetch_factor": loader.prefetch_factor,
         "timeout": loader.timeout,
         "multiprocessing_context": loader.multiprocessing_context,
@@ -235,10 +251,11 @@ def _from_loader(
             dataset, loader.batch_size, collate_fn=collate, drop_last=loader.drop_last, **options
         )
     order = _order_of(loader, _length(dataset), seed, window)
+    order.begin_at(reading["start"].done)
     if loader.batch_sampler is None:
         return Reader(dataset, order, collate_fn=_Single(collate), is_counted=True, **options)
     if loader.num_workers == 0 and collate is default_collate and type(dataset) is TensorDataset:
-        tensors = _as_tensors(dataset)
+        tensors = as_tensors(dataset)
         if tensors is not None and not isinstance(order, BatchSamplerOrder):
             return TensorSource(*tensors, order)
     return Reader(dataset, order, collate_fn=collate, **options)
@@ -274,6 +291,13 @@ def _check_sampler(sampler: object, name: str) -> None:
         )
 
 
+def _generator(seed: int, start: Position) -> torch.Generator:
+    """What seeds the worker processes: those of a resumed run must not draw the first ones' numbers again."""
+    if start.global_step:
+        seed = int(np.random.SeedSequence(seed, spawn_key=(start.global_step,)).generate_state(1)[0])
+    return torch.Generator().manual_seed(seed)
+
+
 def _ahead(world_size: int, num_workers: int, prefetch_factor: int | None = None) -> int:
     # Two batches for each rank, and two for the road; with processes at least what they have in work, so
     # that none of them waits for a rank that is late.
@@ -281,6 +305,11 @@ def _ahead(world_size: int, num_workers: int, prefetch_factor: int | None = None
 
 
 # ---------------------------------------------------------------- checks of single options
+def _check_seed(seed: object) -> None:
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise OptionError(f"seed must be an int of at least 0, not {seed!r}")
+
+
 def _check_options(
     batch_size: object, shuffle: object, drop_last: object, collate_fn: object, num_workers: object
 ) -> None:

@@ -11,7 +11,7 @@ import itertools
 import operator
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from flowdp.errors import DataError, ProtocolError
+from flowdp.machine.position import Position
 
 __all__ = [
+    "NOTHING_TRAINED",
     "AllEpochs",
     "BatchSamplerOrder",
     "EpochOrder",
@@ -29,6 +31,9 @@ __all__ = [
     "batches_per_epoch",
     "epoch_order",
 ]
+
+NOTHING_TRAINED = Position(world_size=1)
+"""Where a run stands that has just begun, as far as its data go."""
 
 # Ranks stand in at most two epochs at once, and an error may still name a batch of the one before. More
 # epochs are alive only where they are short, and a short one is quickly drawn again.
@@ -90,6 +95,9 @@ class Order(ABC):
             order = self._find(epoch)
         start, stop = self._span(epoch, batch)
         return order[start:stop]
+
+    def begin_at(self, epoch: int) -> None:  # noqa: B027 - whoever can draw any epoch has nothing to do
+        """Earlier epochs than this one will not be asked for. Call it before anything is."""
 
     def samples_in(self, epoch: int, batch: int) -> int:
         """How many samples a batch holds.
@@ -160,7 +168,9 @@ class SamplerOrder(Order):
     """The order of a torch sampler, which is iterated once per epoch, in the order of the epochs.
 
     It is iterated when an epoch is first asked for; epochs that were skipped are drawn on the way, so that
-    epoch e is always the sampler's e-th. Where the sampler has `set_epoch`, that is called first.
+    epoch e is always the sampler's e-th. Where the sampler has `set_epoch`, that is called first, and says
+    all: of a run that is resumed no earlier epoch is drawn. Any other sampler must then draw again what it
+    drew in the first process, so it needs a generator of its own with a fixed seed.
 
     Args:
         sampler: Anything with a length that yields dataset indices.
@@ -177,6 +187,11 @@ class SamplerOrder(Order):
         self._kept += KEPT_BATCHES // max(self.batches, 1)
         self._next = 0
 
+    def begin_at(self, epoch: int) -> None:
+        """See `Order.begin_at`."""
+        if self._told() is not None:
+            self._next = epoch
+
     def _draw(self, epoch: int) -> Tensor:
         if epoch < self._next:
             raise ProtocolError(
@@ -191,7 +206,9 @@ class SamplerOrder(Order):
     def _iterate(self, epoch: int) -> Tensor:
         name = type(self._sampler).__name__
         try:
-            self._set_epoch(epoch)
+            set_epoch = self._told()
+            if set_epoch is not None:
+                set_epoch(epoch)
             drawn = list(self._sampler)
             order = self._joined(epoch, drawn)
         except Exception as error:
@@ -206,13 +223,13 @@ class SamplerOrder(Order):
             )
         return order
 
-    def _set_epoch(self, epoch: int) -> None:
-        """Tell the sampler the epoch, or the one that it draws from."""
+    def _told(self) -> Callable[[int], object] | None:
+        """What tells the sampler the epoch, or the one that it draws from."""
         for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
-            set_epoch = getattr(sampler, "set_epoch", None)
+            set_epoch: Callable[[int], object] | None = getattr(sampler, "set_epoch", None)
             if set_epoch is not None:
-                set_epoch(epoch)
-                return
+                return set_epoch
+        return None
 
     def _joined(self, epoch: int, drawn: list[Any]) -> Tensor:  # noqa: ARG002 - all epochs are cut alike
         return torch.tensor([operator.index(index) for index in drawn], dtype=torch.int64, device="cpu")
@@ -252,6 +269,8 @@ class BatchSamplerOrder(SamplerOrder):
 class AllEpochs:
     """The batches of all epochs one after another, as torch's DataLoader asks for them: a batch sampler.
 
+    Of a run that is resumed, those that are not trained yet; the open epochs' in ascending order.
+
     torch asks for indices long before it hands their batch over, and for the first ones from the thread that
     starts it. So a sampler that fails ends the iteration, and its error waits in `error` until the batches
     before it have come.
@@ -259,17 +278,21 @@ class AllEpochs:
     Args:
         order: Which samples each batch holds.
         epochs: How many epochs; None: without end.
+        start: What is trained already.
     """
 
-    def __init__(self, order: Order, epochs: int | None) -> None:
+    def __init__(self, order: Order, epochs: int | None, start: Position = NOTHING_TRAINED) -> None:
         self.error: DataError | None = None
         self._order = order
         self._epochs = epochs
+        self._start = start
 
     def walk(self) -> Iterator[tuple[int, int]]:
         """Every (epoch, batch) in the order of reading."""
-        for epoch in itertools.count() if self._epochs is None else range(self._epochs):
-            for batch in range(self._order.batches):
+        first = self._start.done
+        for epoch in itertools.count(first) if self._epochs is None else range(first, self._epochs):
+            position, missing = self._start.remaining(epoch) or (0, ())
+            for batch in itertools.chain(missing, range(position, self._order.batches)):
                 yield (epoch, batch)
 
     def __iter__(self) -> Iterator[list[int]]:

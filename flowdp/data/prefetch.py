@@ -47,8 +47,6 @@ from flowdp.policy.budget import USAGE, Memory, payload_depth, prefetch_depth
 __all__ = ["PrefetchFeed"]
 
 _Key = tuple[int, int, Part | None]  # (epoch, batch, part)
-
-
 _GRACE_S = 0.9
 
 
@@ -118,9 +116,7 @@ class PrefetchFeed(Feed):
         # The prefetch thread's.
         self._host = HostSlots(lane)
         sizes = [n for n in (source.batch_size, source.samples) if n is not None]
-        self._rows = rows or min(
-            sizes, default=1
-        )  # of a full batch; where they differ, the first one counts as such
+        self._rows = rows or min(sizes, default=1)  # of a full batch: where they differ, the first one
         self._tensors: TensorSource | None = None  # whose batches are gathered here
         self._layout: Layout | None = None  # of a full batch
         if isinstance(source, TensorSource) and all(map(is_plain, source.tensors)):
@@ -150,11 +146,7 @@ class PrefetchFeed(Feed):
 
     @property
     def ahead_bytes(self) -> int:
-        """Device memory of the ring but for the batches in use.
-
-        Threads:
-            Any.
-        """
+        """Device memory of the ring but for the batches in use; any thread may ask."""
         return 0 if self._layout is None else max(0, self._ring.made - self._held) * self._layout.nbytes
 
     # ------------------------------------------------------------ the worker
@@ -227,6 +219,13 @@ class PrefetchFeed(Feed):
                 depth = min(depth, payload_depth(nbytes))
             self._ring.limit = self._held + depth
             self._changed.notify()
+
+    def shrink(self) -> None:
+        """Keep half of the slots, and as few from now on; see `Feed.shrink`."""
+        with self._changed:
+            self._is_short = True
+            self._ring.shrink()
+            self._loose.shrink()
 
     def close(self) -> bool:
         """End the prefetch thread; see `Feed.close`."""

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from flowdp.data.order import KEPT_BATCHES, AllEpochs, Order
+from flowdp.data.order import KEPT_BATCHES, NOTHING_TRAINED, AllEpochs, Order
 from flowdp.data.portion import Portion
 from flowdp.data.processes import GRACE_S, Processes, begin
 from flowdp.data.source import Batch, Source
 from flowdp.errors import DataError, ProtocolError
+from flowdp.machine.position import Position
 from flowdp.messages import Part
 
 __all__ = ["LoaderSource", "Reader"]
@@ -38,12 +39,17 @@ class LoaderSource(Source):
     waited for belongs to this plan or an earlier one. What lies here is at most `ahead` batches or those
     dealt and not taken, whichever is more; torch's processes hold num_workers * prefetch_factor besides.
 
+    On demand, an epoch begins when a batch of it is waited for, and the thread starts with the first one: so
+    nothing but the processes exists until then, and another source may start processes of its own.
+
     Args:
         order: Which samples each batch holds; None: the dataset's own.
         loader: What is read.
         epochs: Epochs to read; None: without end.
         ahead: Batches read and not taken above which the reader waits, unless a rank waits for it.
         is_counted: What the loader yields is (samples, batch), because nothing else tells how many there are.
+        start: What is trained already, and not read again.
+        on_demand: An epoch is read when somebody waits for it.
     """
 
     def __init__(
@@ -54,13 +60,18 @@ class LoaderSource(Source):
         epochs: int | None,
         ahead: int,
         is_counted: bool,
+        start: Position = NOTHING_TRAINED,
+        on_demand: bool = False,
     ) -> None:
         super().__init__(order)
         self.epochs = epochs
         self.ahead = ahead
         self._loader = loader
         self._is_counted = is_counted
-        self._reading: _Key = (0, 0)  # what the reader is at
+        self._start = start
+        self._on_demand = on_demand
+        self._reading: _Key = (start.done, 0)  # what the reader is at
+        self._begun = -1  # the last epoch that was waited for, on demand; the reader's own
         self._thread: threading.Thread | None = None
         self._processes: Processes | None = None
 
@@ -70,7 +81,7 @@ class LoaderSource(Source):
         self._samples: dict[_Key, int] = {}  # of those, and of the last that were taken
         self._left: dict[_Key, int] = {}  # of those that were taken in part: samples that were not
         self._waiting: dict[_Key, list[int]] = {}  # asked for and not read -> the ranks that asked
-        self._last: _Key = (0, -1)  # everything up to it has been read
+        self._last: _Key = (start.done, -1)  # everything up to it has been read, or was before
         self._error: DataError | None = None
         self._closing = False
 
@@ -87,7 +98,12 @@ class LoaderSource(Source):
         self._thread = threading.Thread(
             target=self._run, args=(self._feed(iterator), wake, failed), name="flowdp-reader", daemon=True
         )
-        self._thread.start()
+        if not self._on_demand:
+            self._thread.start()
+
+    def threads(self) -> list[threading.Thread]:
+        """The reader thread; see `Source.threads`."""
+        return [] if self._thread is None else [self._thread]
 
     def take(self, rank: int, epoch: int, batch: int, part: Part | None = None) -> Batch | None:
         """Hand a batch over, or None and a `wake` later; see `Source.take`."""
@@ -102,6 +118,8 @@ class LoaderSource(Source):
                 # Of a batch that is one rank's alone, who asks last has it: it was dealt anew.
                 ranks = [] if part is None else self._waiting.get(key, [])
                 self._waiting[key] = [*(other for other in ranks if other != rank), rank]
+                if self._thread is not None and self._thread.ident is None:
+                    self._thread.start()
             self._changed.notify()
         if payload is None or part is None:
             return payload
@@ -149,6 +167,11 @@ class LoaderSource(Source):
             self._changed.notify()
         if self._thread is None:
             return True
+        if self._thread.ident is None:
+            if self._processes is not None:
+                self._processes.terminate()
+                self._processes.shut_down()
+            return True
         if self._processes is not None:
             self._thread.join(GRACE_S)
             # Whoever is left is inside the dataset's code, and torch would wait 5 s for each.
@@ -164,6 +187,9 @@ class LoaderSource(Source):
             raise IndexError(
                 f"batch {batch} of epoch {epoch}: {self.epochs} epochs of {self.batches} batches"
             )
+        left = self._start.remaining(epoch)
+        if left is None or (batch < left[0] and batch not in left[1]):
+            raise ProtocolError(f"batch {batch} of epoch {epoch} was trained before the run was resumed")
         if key <= self._last:
             raise ProtocolError(f"batch {batch} of epoch {epoch} was taken before and not given back")
         return True
@@ -174,7 +200,10 @@ class LoaderSource(Source):
 
     @abstractmethod
     def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[_Key, Any]]:
-        """Everything there is to read, in order; runs on the reader thread, with `_reading` up to date."""
+        """Everything there is to read, in order; runs on the reader thread, with `_reading` up to date.
+
+        Before it reads anything of an epoch it asks `_may_read`.
+        """
 
     # ------------------------------------------------------------ the reader thread
     def _run(
@@ -200,6 +229,15 @@ class LoaderSource(Source):
     def _has_room(self) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._waiting or len(self._read) < self.ahead)
+            return not self._closing
+
+    def _may_read(self, epoch: int) -> bool:
+        """Wait until an epoch may be read; False at the end. For `_feed`, on the reader thread."""
+        if not self._on_demand or epoch <= self._begun:
+            return True
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or any(key[0] >= epoch for key in self._waiting))
+            self._begun = epoch
             return not self._closing
 
     def _put(self, key: _Key, payload: Any) -> Sequence[int]:
@@ -271,6 +309,8 @@ class Reader(LoaderSource):
         epochs: Epochs to read; None: without end.
         ahead: See `LoaderSource`.
         is_counted: See `LoaderSource`.
+        start: See `LoaderSource`.
+        on_demand: See `LoaderSource`; processes hold some batches of the next epochs, and no more.
         worker_init_fn: Called with its number in each worker process before it reads.
         loader: Further arguments of `torch.utils.data.DataLoader`.
     """
@@ -283,18 +323,24 @@ class Reader(LoaderSource):
         epochs: int | None,
         ahead: int,
         is_counted: bool = False,
+        start: Position = NOTHING_TRAINED,
+        on_demand: bool = False,
         worker_init_fn: Callable[[int], None] | None = None,
         **loader: Any,
     ) -> None:
-        self._plan = AllEpochs(order, epochs)
+        self._plan = AllEpochs(order, epochs, start)
         made: DataLoader[Any] = DataLoader(
             dataset, batch_sampler=self._plan, worker_init_fn=partial(begin, worker_init_fn), **loader
         )
-        super().__init__(order, made, epochs=epochs, ahead=ahead, is_counted=is_counted)
+        super().__init__(
+            order, made, epochs=epochs, ahead=ahead, is_counted=is_counted, start=start, on_demand=on_demand
+        )
 
     def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[_Key, Any]]:
         assert iterator is not None
         for key in self._plan.walk():
+            if not self._may_read(key[0]):
+                return
             self._reading = key
             payload = next(iterator, _NOTHING)
             if payload is _NOTHING:

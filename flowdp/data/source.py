@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -23,8 +24,10 @@ class Source(ABC):
         batch_size: Samples of every batch but, without drop_last, an epoch's last; None where they differ.
         batches: Batches of an epoch; None: each is as long as `on_end` says.
         samples: Samples dealt in an epoch, without a dropped tail; None where that is not known before.
+        can_resume_inside: Whether a run can be resumed in the middle of an epoch.
     """
 
+    can_resume_inside = True
     _order: Order  # a source without one has its own `samples_in` and `indices`
 
     def __init__(self, order: Order | None) -> None:
@@ -53,6 +56,7 @@ class Source(ABC):
 
         Raises:
             IndexError: An epoch has no such batch.
+            ProtocolError: It lies in an epoch that nobody can draw again; see `SamplerOrder`.
         """
         return self._order.samples_in(epoch, batch)
 
@@ -64,8 +68,17 @@ class Source(ABC):
 
         Raises:
             IndexError: An epoch has no such batch.
+            ProtocolError: It lies in an epoch that nobody can draw again; see `SamplerOrder`.
         """
         return tuple(self._order.indices(epoch, batch).tolist())
+
+    def threads(self) -> list[threading.Thread]:
+        """The threads that read, for whoever looks where they stand.
+
+        Threads:
+            Any.
+        """
+        return []
 
     @abstractmethod
     def start(self, *, wake: Callable[[int, int, int], None], failed: Callable[[DataError], None]) -> None:
@@ -102,7 +115,7 @@ class Source(ABC):
         Raises:
             DataError: The dataset failed, or the batch cannot be cut.
             IndexError: There is no such batch.
-            ProtocolError: The batch was taken before and not given back.
+            ProtocolError: The batch was taken before and not given back, or trained before a resume.
         """
 
     @abstractmethod

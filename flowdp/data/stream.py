@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
+from flowdp.data.order import NOTHING_TRAINED
 from flowdp.data.processes import begin
 from flowdp.data.reader import LoaderSource
 from flowdp.data.source import Batch
-from flowdp.errors import DataError
+from flowdp.errors import CheckpointError, DataError
+from flowdp.machine.position import Position
 
 __all__ = ["Counted", "Measured", "StreamReader"]
 
@@ -31,16 +33,26 @@ class StreamReader(LoaderSource):
     The worker processes live through all epochs. Where the dataset has `set_epoch`, that is called before
     each, in this process; what a worker process has to know of it must lie in shared memory.
 
+    A run is resumed at the beginning of an epoch alone, and the dataset is then iterated for the first time:
+    one whose epochs differ must have `set_epoch`.
+
     Args:
         dataset: What is iterated.
         batch_size: Samples of a batch; None: each item is a batch.
         epochs: Epochs to read; None: without end.
         ahead: See `LoaderSource`.
+        start: See `LoaderSource`.
+        on_demand: See `LoaderSource`.
         collate_fn: Makes a batch of the list of its samples, or of the item.
         num_workers: Processes that read.
         worker_init_fn: Called with its number in each worker process before it reads.
         loader: Further arguments of `torch.utils.data.DataLoader`.
+
+    Raises:
+        CheckpointError: Part of an epoch is trained already.
     """
+
+    can_resume_inside = False
 
     def __init__(
         self,
@@ -49,11 +61,20 @@ class StreamReader(LoaderSource):
         *,
         epochs: int | None,
         ahead: int,
+        start: Position = NOTHING_TRAINED,
+        on_demand: bool = False,
         collate_fn: Collate,
         num_workers: int,
         worker_init_fn: Callable[[int], None] | None = None,
         **loader: Any,
     ) -> None:
+        for epoch in start.open:
+            if len(epoch.missing) < epoch.position:
+                raise CheckpointError(
+                    f"the checkpoint lies inside epoch {epoch.epoch}, and {type(dataset).__name__} is an "
+                    "IterableDataset, which cannot be entered in the middle: resume from a checkpoint at the "
+                    "end of an epoch, or give a map-style dataset"
+                )
         made: DataLoader[Any] = DataLoader(
             dataset,
             batch_size,
@@ -63,9 +84,11 @@ class StreamReader(LoaderSource):
             worker_init_fn=partial(begin, worker_init_fn),
             **loader,
         )
-        super().__init__(None, made, epochs=epochs, ahead=ahead, is_counted=True)
+        super().__init__(
+            None, made, epochs=epochs, ahead=ahead, is_counted=True, start=start, on_demand=on_demand
+        )
         self.batch_size = batch_size
-        self._lengths: list[int] = []  # of the epochs that have been read to their end; under the lock
+        self._lengths: dict[int, int] = {}  # of the epochs that have been read to their end; under the lock
 
     def indices(self, epoch: int, batch: int) -> tuple[int, ...]:  # noqa: ARG002 - samples have no number
         """Nothing; see `Source.indices`."""
@@ -73,13 +96,13 @@ class StreamReader(LoaderSource):
 
     def _comes(self, key: tuple[int, int]) -> bool:
         epoch, batch = key
-        if 0 <= epoch < len(self._lengths) and batch >= self._lengths[epoch]:
+        if batch >= self._lengths.get(epoch, batch + 1):
             return False
         return super()._comes(key)
 
     def _begin(self) -> Iterator[Batch] | None:
         # Without processes the reader thread alone touches the dataset.
-        return self._iterate(0) if self._loader.num_workers else None
+        return self._iterate(self._start.done) if self._loader.num_workers else None
 
     def _iterate(self, epoch: int) -> Iterator[Batch]:
         set_epoch = getattr(self._loader.dataset, "set_epoch", None)
@@ -88,7 +111,10 @@ class StreamReader(LoaderSource):
         return iter(self._loader)
 
     def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[tuple[int, int], Any]]:
-        for epoch in itertools.count() if self.epochs is None else range(self.epochs):
+        first = self._start.done
+        for epoch in itertools.count(first) if self.epochs is None else range(first, self.epochs):
+            if not self._may_read(epoch):
+                return
             self._reading = (epoch, 0)
             for read in self._iterate(epoch) if iterator is None else iterator:
                 yield self._reading, read
@@ -105,7 +131,7 @@ class StreamReader(LoaderSource):
                 epoch=epoch,
             )
         with self._changed:
-            self._lengths.append(batches)
+            self._lengths[epoch] = batches
             # They will not come, and for them the reader would go on however much lies here.
             for key in [key for key in self._waiting if key[0] == epoch]:
                 del self._waiting[key]

@@ -106,6 +106,10 @@ class FlatGradients(FlatTensors):
             for parameter, own, version in zip(self._parameters, self._gradients, self._versions, strict=True)
         )
 
+    def trained(self) -> list[Tensor]:
+        """The gradients; see `FlatTensors.trained`."""
+        return self._parts
+
     def gather(self) -> None:
         """Bring in the buffers, and what somebody put in the place of a gradient; tell what was touched.
 

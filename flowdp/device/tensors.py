@@ -88,6 +88,27 @@ class FlatTensors(ABC):
         return [flat.memory for flat in self.flats]
 
     @abstractmethod
+    def trained(self) -> list[Tensor]:
+        """What training changes of each dtype, without buffers. Shape (elements,) each."""
+
+    def total(self) -> Tensor:
+        """The sum of `trained`: not finite where a number is not, or where the sum itself is too large.
+
+        The cheapest look at all numbers. Shape [], on the device.
+        """
+        # Nothing narrower than float32 overflows in float32, but for float16 all have its range.
+        sums = [
+            part.sum(dtype=torch.float32 if part.dtype == torch.float16 else part.dtype)
+            for part in self.trained()
+        ]
+        return sums[0] if len(sums) == 1 else torch.stack([one.double() for one in sums]).sum()
+
+    def largest(self) -> Tensor:
+        """The largest absolute value in `trained`, NaN where there is one. Float64, shape []."""
+        bounds = [torch.stack(torch.aminmax(part)).double() for part in self.trained()]
+        return torch.cat(bounds).abs().amax()
+
+    @abstractmethod
     def gather(self) -> None:
         """Copy in what lies outside of the flat memory, before a mean.
 
@@ -148,6 +169,7 @@ class FlatReplica(FlatTensors):
         self._places: list[_Place] = []
         self._views: list[Tensor] = []
         self._moved: list[int] = []
+        self._kept: list[Tensor] = []  # the buffers of each flat at the last `keep_buffers`
         aliases: dict[Tensor, Tensor] = {}
         groups: dict[torch.dtype, list[_Place]] = {}
         first: dict[object, Tensor] = {}
@@ -216,6 +238,43 @@ class FlatReplica(FlatTensors):
         """Copy the mean out to the tensors that the last `gather` found moved."""
         for index in self._moved:
             self._places[index].tensor.data.copy_(self._views[index])
+
+    def trained(self) -> list[Tensor]:
+        """The parameters; see `FlatTensors.trained`."""
+        return [flat.memory[: flat.split] for flat in self.flats if flat.split]
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether the module has any."""
+        return any(flat.split < len(flat.memory) for flat in self.flats)
+
+    def keep_buffers(self) -> None:
+        """Note the buffers as they are now: one copy for each dtype."""
+        spans = self._buffers()
+        if not self._kept:
+            self._kept = [torch.empty_like(span) for span in spans]
+        for outside, view in self._outside():
+            view.copy_(outside)
+        for kept, span in zip(self._kept, spans, strict=True):
+            kept.copy_(span)
+
+    def put_back_buffers(self) -> None:
+        """Bring the buffers back to what they were at the last `keep_buffers`."""
+        for kept, span in zip(self._kept, self._buffers(), strict=True):
+            span.copy_(kept)
+        for outside, view in self._outside():
+            outside.copy_(view)
+
+    def _buffers(self) -> list[Tensor]:
+        return [flat.memory[flat.split :] for flat in self.flats if flat.split < len(flat.memory)]
+
+    def _outside(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Buffers that the module keeps elsewhere by now, and their places in the flat memory."""
+        for place, view, pointer in zip(self._places, self._views, self._pointers, strict=True):
+            if place.spec.kind == "buffer":
+                tensor = place.table.get(place.key)
+                if tensor is not None and tensor.data_ptr() != pointer and tensor.shape == view.shape:
+                    yield tensor.data, view
 
     def copy_from(self, other: FlatReplica) -> None:
         """Take over parameters and buffers of another replica, on the same device or not.

@@ -31,6 +31,7 @@ __all__ = [
     "equal_start",
     "has_batch_norm",
     "seed_devices",
+    "several_optimizers",
     "slow_optimizer",
 ]
 
@@ -167,6 +168,14 @@ def _check_made(made: object, own: set[nn.Parameter]) -> Optimizer:
             "build it from its argument, optimizer=lambda params: torch.optim.SGD(params, ...)"
         )
     return made
+
+
+def several_optimizers(count: int) -> str:
+    """What to say of several optimizers where one is needed."""
+    return (
+        f"the optimizer option gives {count} optimizers, and with a loss one takes the step: give a "
+        "train_step, which says when each of them steps"
+    )
 
 
 def seed_devices(devices: Sequence[torch.device], seed: int) -> None:

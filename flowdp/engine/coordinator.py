@@ -16,27 +16,35 @@ from time import perf_counter
 from flowdp.collective.base import Collective
 from flowdp.collective.snapshot import Snapshots
 from flowdp.data.source import Source
+from flowdp.engine.checkpoint import Saver
+from flowdp.engine.evaluate import Evaluator
 from flowdp.engine.failures import Failures
 from flowdp.engine.records import Records
+from flowdp.engine.witness import Witness
 from flowdp.engine.worker import Mail
-from flowdp.errors import CollectiveError, ProtocolError
+from flowdp.errors import CollectiveError, FlowdpError, OptionError, ProtocolError
 from flowdp.machine.commands import (
     AbortGate,
     Average,
     Command,
+    CutEvaluation,
     Direct,
     EpochEnded,
     Fail,
     Finish,
     Hurry,
+    LeaveGate,
     Paused,
+    Quarantined,
     RoundAbandoned,
     RoundEnded,
+    Save,
     Send,
 )
 from flowdp.machine.coordinator import Coordinator, Life
 from flowdp.machine.story import Story
-from flowdp.messages import Abort, Averaged, Fact, Failed, Hurried, Requested, Tick
+from flowdp.messages import Abort, Averaged, Exiting, Fact, Failed, Hurried, Requested, Tick
+from flowdp.policy.stall import StallWatch
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
 
@@ -64,6 +72,10 @@ class CoordinatorShell:
         threads: The workers' threads.
         source: Closed at the end.
         snapshots: Averaged on a helper thread; None where the policy has no such rounds.
+        saver: Keeps what the ranks put down at a standstill.
+        evaluator: Of the run; None where nothing is evaluated.
+        watch: Says when the run has stalled.
+        witness: Sees what the ranks and threads are doing.
         records: Takes what is reported.
         failures: Takes what goes wrong.
         closing: Called last, when every thread has ended.
@@ -80,6 +92,10 @@ class CoordinatorShell:
         threads: Sequence[threading.Thread],
         source: Source,
         snapshots: Snapshots | None,
+        saver: Saver,
+        evaluator: Evaluator | None,
+        watch: StallWatch,
+        witness: Witness,
         records: Records,
         failures: Failures,
         closing: Callable[[], None],
@@ -93,6 +109,10 @@ class CoordinatorShell:
         self._threads = threads
         self._source = source
         self._snapshots = snapshots
+        self._saver = saver
+        self._evaluator = evaluator
+        self._watch = watch
+        self._witness = witness
         self._records = records
         self._failures = failures
         self._closing = closing
@@ -126,9 +146,12 @@ class CoordinatorShell:
 
     def _turn(self) -> None:
         """Wait for a fact or the deadline, and do what the machine makes of it."""
-        deadlines = [ms for ms in (self.machine.deadline_ms(), self._failing_ms) if ms is not None]
+        due = (self.machine.deadline_ms(), self._failing_ms, self._watch.deadline_ms())
+        deadlines = [ms for ms in due if ms is not None]
         fact = self.inbox.get(min(deadlines) - self._now_ms() if deadlines else None)
         now_ms = self._now_ms()
+        if (look_ms := self._watch.deadline_ms()) is not None and now_ms >= look_ms:
+            self._look(now_ms)
         if self._failing_ms is not None and now_ms >= self._failing_ms:
             self._failing_ms = None
             self._failures.note_stuck(self._threads)
@@ -145,11 +168,42 @@ class CoordinatorShell:
             self._obey(command)
         if isinstance(fact, Requested):
             self._records.hear()
+        elif isinstance(fact, Exiting):
+            self._failures.blame(fact.rank)  # unless it has been forgiven
+
+    def _look(self, now_ms: float) -> None:
+        """See whether anything has moved since the last look."""
+        life = self.machine.life
+        verdict = self._watch.look(
+            now_ms,
+            (*self._witness.progress(), self.machine.global_step),
+            all_started=self._witness.have_all_started(),
+            # A run that starts, fails or leaves has deadlines of its own, and a disk may be slow.
+            may_stand=self._records.is_paused or life is not Life.RUNNING or self._failing_ms is not None,
+            longest_ms=self._witness.longest_ms(),
+        )
+        if verdict == "moves":
+            return
+        error = self._witness.stall_error(self._watch.still_ms / 1e3)
+        if verdict == "warn":
+            log.warning("%s", error)
+        else:
+            self.inbox.post(Failed(self._failures.add(error)))
 
     def _obey(self, command: Command) -> None:
         match command:
             case Send():
                 self._workers[command.rank].post(command.order)
+            case LeaveGate():
+                self._failures.forgive(command.rank)
+                self._gate.leave(command.rank)
+            case CutEvaluation():
+                if self._evaluator is not None:
+                    self._evaluator.cut()
+            case Save():
+                self._saver.save(command, self._records.epochs)
+            case Quarantined():
+                log.warning("%s", self._witness.quarantined(command))
             case RoundEnded():
                 self._records.add(command)
                 if command.reason:
@@ -173,9 +227,19 @@ class CoordinatorShell:
             case Paused():
                 self._records.pause(command.value)
             case Fail():
-                self._failures.add(CollectiveError(command.error))
+                self._failures.add(self._error_of(command))
             case Finish():
                 self._finish = command
+
+    def _error_of(self, command: Fail) -> FlowdpError:
+        """A failure that the machine has found, for which no thread has an exception."""
+        if command.kind == "option":
+            return OptionError(command.error)
+        if command.kind == "collective":
+            return CollectiveError(command.error)
+        last = self._saver.last
+        kept = "no checkpoint was written" if last is None else f"the last checkpoint is {str(last)!r}"
+        return FlowdpError(f"{command.error}; {kept}")
 
     def _average(self, snapshots: Snapshots) -> None:
         """The body of the averaging thread."""
@@ -219,10 +283,21 @@ class CoordinatorShell:
             # After a failure it may wait for a device that never gets there.
             self._helper.join(None if self._failures.first is None else GRACE_MS / 1e3)
         self._gate.retire()
+        self._close_saver()
+        if self._evaluator is not None and not self._evaluator.close():
+            log.warning(
+                "the evaluation's dataset is still inside its own code; its thread ends with that call"
+            )
         if not self._source.close():
             log.warning("the dataset is still inside its own code; its thread ends with that call")
         self._failures.note_stuck(self._threads)
         self._close()
+
+    def _close_saver(self) -> None:
+        """Let what was put down be written; a failure is told before that, for a disk may be slow."""
+        if self._failures.first is not None and self._saver.is_busy:
+            self._conclude(over=False)
+        self._saver.close()
 
     def _close(self) -> None:
         """Give everything back; after a failure without waiting for ever."""
@@ -247,7 +322,10 @@ class CoordinatorShell:
     def _conclude(self, *, over: bool) -> None:
         """Let everybody know, and print a failure that nobody comes to ask for."""
         self._records.end(self._finish, over=over)
+        self._saver.end()
         error = self._failures.first
+        if over:
+            self._failures.conclude()
         if error is None or self._is_reported:
             return
         self._is_reported = True

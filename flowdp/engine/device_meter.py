@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from flowdp.collective.base import Reading
 from flowdp.device.streams import QUIET, Event, Lane
 from flowdp.engine.meter import HostMeter, Meter, Report, Sums
-from flowdp.machine.worker import Done
+from flowdp.machine.worker import Done, Step
 
 __all__ = ["PAGE", "STEPS_AHEAD", "DeviceMeter", "open_meter"]
 
@@ -44,7 +45,7 @@ class _Page:
     device: Tensor
     cells: tuple[Tensor, ...]
     host: Tensor
-    losses: list[int] = field(default_factory=list)  # samples of each
+    losses: list[tuple[int, Step]] = field(default_factory=list)  # samples of each, and its step
     scalars: dict[str, tuple[int, float]] = field(default_factory=dict)  # name -> (cell, sum of weights)
 
     @property
@@ -75,6 +76,9 @@ class DeviceMeter(Meter):
         self._events: list[Event] = []
         self._pages = [self._new_page(), self._new_page()]
         self._page = self._pages.pop()
+        self._full: list[_Page] = []  # of the step under way, before the page
+        self._saved = torch.zeros_like(self._page.device)  # the page's cells when the step began
+        self._saved_scalars: dict[str, tuple[int, float]] = {}
         self._begin = self._mark()  # of the step under way
         self._last = self._mark()  # up to here the device's time is counted
 
@@ -83,15 +87,23 @@ class DeviceMeter(Meter):
         while self._steps >= STEPS_AHEAD:
             self._land_next()
         self._begin = self._mark()
+        if self._open:
+            self._count_recorded()
+        self._saved_scalars = dict(self._page.scalars)
+        if self._saved_scalars:
+            self._saved.copy_(self._page.device)
 
-    def end(self, loss: Tensor | None, samples: int) -> None:
+    def end(self, loss: Tensor | None, samples: int, step: Step) -> None:
         """See `Meter.end`."""
         sums = self._sums
         if loss is not None:
             page = self._page_with_room()
             page.cells[len(page.losses)].copy_(loss)
-            page.losses.append(samples)
-            sums.losses += samples
+            page.losses.append((samples, step))
+        if self._open:
+            self._count_recorded()
+        if self._full:
+            self._hand_over_full()
         sums.samples += samples
         sums.steps += 1
         last, begin, end = self._last, self._begin, self._mark()
@@ -108,6 +120,24 @@ class DeviceMeter(Meter):
 
         self._steps += 1
         self._flights.append(_Flight(land, end))
+
+    def discard(self) -> None:
+        """See `Meter.discard`."""
+        super().discard()
+        self._full.append(self._page)
+        self._page, *later = self._full
+        self._full.clear()
+        for page in later:
+            page.scalars.clear()
+            self._pages.append(page)
+        self._page.scalars = dict(self._saved_scalars)
+        if self._saved_scalars:
+            self._page.device.copy_(self._saved)
+
+    def look(self) -> None:
+        """See `Meter.look`."""
+        self._hand_over()
+        self.settle()
 
     def scalar(self, name: str, value: float | Tensor, weight: float) -> None:
         """See `Meter.scalar`; a tensor of the device stays there."""
@@ -162,6 +192,7 @@ class DeviceMeter(Meter):
 
     def close(self, done: Done, lr: float, post: Callable[[Report], None]) -> None:
         """See `Meter.close`; the report follows when the device has passed the order's last step."""
+        self._count_recorded()
         self._hand_over()
         sums, self._sums = self._sums, Sums()
         self.then(lambda: post(sums.report(done, lr)))
@@ -200,19 +231,34 @@ class DeviceMeter(Meter):
     def _page_with_room(self) -> _Page:
         """The page of this order, with a free cell."""
         if self._page.is_full:
-            self._hand_over()
+            self._full.append(self._page)
+            self._page = self._pages.pop() if self._pages else self._new_page()
         return self._page
 
     def _hand_over(self) -> None:
-        """Send the page to the host behind what is on the stream, and go on with another."""
-        page, sums = self._page, self._sums
-        if not page.losses and not page.scalars:
-            return
+        """Send all pages to the host behind what is on the stream, and go on with another."""
+        if self._page.losses or self._page.scalars:
+            self._full.append(self._page)
+            self._page = self._pages.pop() if self._pages else self._new_page()
+        self._hand_over_full()
+
+    def _hand_over_full(self) -> None:
+        for page in self._full:
+            self._send(page)
+        self._full.clear()
+
+    def _send(self, page: _Page) -> None:
+        sums = self._sums
         page.host.copy_(page.device, non_blocking=True)
 
         def land() -> None:
             numbers = page.host.tolist()
-            sums.loss += sum(loss * samples for loss, samples in zip(numbers, page.losses, strict=False))
+            for loss, (samples, step) in zip(numbers, page.losses, strict=False):
+                if isfinite(loss):
+                    sums.loss += loss * samples
+                    sums.losses += samples
+                else:
+                    self.bad = self.bad or step
             for name, (index, weight) in page.scalars.items():
                 sums.scalar(name, numbers[index], weight)
             page.losses.clear()
@@ -220,7 +266,6 @@ class DeviceMeter(Meter):
             self._pages.append(page)
 
         self._flights.append(_Flight(land))
-        self._page = self._pages.pop() if self._pages else self._new_page()
 
     def _new_page(self) -> _Page:
         device = torch.zeros(PAGE, dtype=torch.float64, device=self._lane.device)

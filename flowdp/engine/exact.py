@@ -9,7 +9,6 @@ counts for that; the weights are averaged with the gradients, which are divided 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from flowdp.data.portion import Portion
 from flowdp.device.gradients import FlatGradients, Touched
 from flowdp.device.streams import QUIET
 from flowdp.engine.context import CurrentWorker
-from flowdp.engine.replica import NOT_OURS, Replica
+from flowdp.engine.replica import NOT_OURS, Replica, cuts
 from flowdp.messages import Outcome
 
 __all__ = ["ExactReplica"]
@@ -43,6 +42,8 @@ class ExactReplica(Replica):
     def __init__(self, size: int, touched: Touched, *replica: Any) -> None:
         super().__init__(*replica)
         self.gradients = self.averaged = FlatGradients(self.flat, self.module, touched)
+        # An overflow of a scaled loss is the scaler's: it finds it in the mean, and leaves the step out.
+        self.watched = self.gradients if self._scaler is None else None
         self._size = size
         self._named: Any = None  # the weight of the micro-batch's loss, if it names one
         self._unnamed = 0.0  # weight of the part's losses that name none
@@ -56,14 +57,22 @@ class ExactReplica(Replica):
     def add(self, batch: Portion, worker: CurrentWorker, share: float = 1.0) -> None:  # noqa: ARG002 - the only one
         """Forward and backward of this rank's part, in micro-batches; see `Replica.add`."""
         samples = batch.samples
-        count = -(-samples // self._size)
-        for start, stop in pairwise(samples * at // count for at in range(count + 1)):
+        for start, stop in cuts(samples, self.forwards(batch, samples)):
             worker.samples = stop - start
             self._named = None
             loss = self._forward(batch.rows(start, stop), worker)
             self._backward(self._weighted(loss, worker.samples, samples))
         if not self._has_stepped:
             self._check_gradients()
+
+    def forwards(self, batch: Any, samples: int) -> int:  # noqa: ARG002 - a part can always be cut
+        """See `Replica.forwards`."""
+        return min(samples, -(-samples // self._size) * self.pieces)
+
+    def undo(self) -> None:
+        """Forget forward and backward of the part; see `Replica.undo`."""
+        super().undo()
+        self._unnamed = 0.0
 
     def step(self, factor: float = 1.0) -> Tensor | None:  # noqa: ARG002 - the shares sum to 1
         """The loss of the part; the optimizer steps in `meet`. See `Replica.step`."""
@@ -84,7 +93,7 @@ class ExactReplica(Replica):
         Streams:
             As `Replica.step`.
         """
-        self.gradients.settle(outcome.members)
+        self.gradients.settle([member for member in outcome.members if outcome.samples[member]])
         if self._scaler is not None:
             self._scaler.unscale_(self._optimizer)
         if self._max_grad_norm is not None:
@@ -102,6 +111,9 @@ class ExactReplica(Replica):
         self._summed += 1
         at.copy_(self.flat.checksum(), non_blocking=True)
         return lambda: int(at)
+
+    def _clear(self) -> None:
+        self.gradients.clear()
 
     def _weighted(self, loss: Tensor, samples: int, of: int) -> Tensor:
         """The loss times its weight, by sample of the part."""

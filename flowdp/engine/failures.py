@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 import threading
-import traceback
+import time
 from collections.abc import Iterable
 
+from flowdp.engine.stacks import stacks
+from flowdp.errors import StallError
+
 __all__ = ["Failures"]
+
+log = logging.getLogger("flowdp")
 
 
 class Failures:
@@ -15,30 +20,79 @@ class Failures:
 
     Threads:
         Any.
+
+    Attributes:
+        first: The answer; None while nothing is wrong.
+        first_s: When it came, by `time.monotonic`.
+        forgiven: Errors of ranks that the others went on without, by rank.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # serialises who is first
+        self._lock = threading.Lock()  # serialises who is first, and whether it has been told
+        self._said: set[str] = set()  # failures
+        self._stuck: set[str] = set()  # names of threads
+        self._is_concluded = False
+        self._held: dict[int, BaseException] = {}
         self.first: BaseException | None = None
+        self.first_s = 0.0
+        self.forgiven: dict[int, BaseException] = {}
 
-    def add(self, error: BaseException, rank: int | None = None) -> str:
-        """Keep an error; returns it in words."""
-        where = "" if rank is None else f"rank {rank}: "
+    def add(self, error: BaseException, rank: int | None = None, *, is_awaited: bool = False) -> str:
+        """Keep an error; returns it in words. What was said before, by whomever, is not said again.
+
+        Args:
+            error: What went wrong.
+            rank: In which rank, where it was in one.
+            is_awaited: Who asks for the answer waits for the thread that says so: it cannot be late.
+        """
+        what = f"{type(error).__name__}: {error}"
+        words = what if rank is None else f"rank {rank}: {what}"
         with self._lock:
-            if self.first is None:
-                self.first = error
-            elif error is not self.first:
-                self.first.add_note(f"Then {where}{type(error).__name__}: {error}")
-        return f"{where}{type(error).__name__}: {error}"
+            if what in self._said:
+                return words
+            self._said.add(what)
+            is_late = self._is_concluded and not is_awaited
+            if not is_late and self.first is None:
+                self.first, self.first_s = error, time.monotonic()
+            elif not is_late and self.first is not None:
+                self.first.add_note(f"Then {words}")
+        if is_late:
+            log.error("a failure after the run's end: %s", words, exc_info=error)
+        return words
+
+    def hold(self, error: BaseException, rank: int) -> str:
+        """Keep an error apart that the others may go on without; returns it in words."""
+        with self._lock:
+            self._held[rank] = error
+        return f"rank {rank}: {type(error).__name__}: {error}"
+
+    def forgive(self, rank: int) -> None:
+        """The others go on without this rank: its error ends nothing."""
+        with self._lock:
+            error = self._held.pop(rank)
+            self.forgiven[rank] = error
+        log.error("rank %d has left, and the others go on: %s", rank, error, exc_info=error)
+
+    def blame(self, rank: int) -> None:
+        """The others do not go on: what was kept apart of this rank is a failure as any other."""
+        with self._lock:
+            error = self._held.pop(rank, None)
+        if error is not None:
+            self.add(error, rank)
+
+    def conclude(self) -> None:
+        """The answer is being told: what fails from here on is logged, for nobody would see it as a note."""
+        with self._lock:
+            self._is_concluded = True
 
     def note_stuck(self, threads: Iterable[threading.Thread]) -> None:
-        """Say in the first error which threads are still inside the user's code, and where."""
-        stuck = [thread for thread in threads if thread.is_alive()]
-        if self.first is None or not stuck:
-            return  # the frames of all threads, once asked for, keep what lies in them
-        frames = sys._current_frames()
-        for thread in stuck:
-            frame = frames.get(thread.ident or -1)
-            if frame is not None:
-                stack = "".join(traceback.format_stack(frame))
-                self.first.add_note(f"{thread.name} has not left yet; it is here:\n{stack}")
+        """Say in the first error which threads are still inside the user's code, and where; each once."""
+        if self.first is None:
+            return
+        for name, stack in stacks(threads).items():
+            with self._lock:
+                if name not in self._stuck:
+                    self._stuck.add(name)
+                    is_told = isinstance(self.first, StallError) and self.first.stacks.get(name) == stack
+                    where = "its stack is still the same" if is_told else f"it is here:\n{stack}"
+                    self.first.add_note(f"{name} has not left yet; {where}")

@@ -48,11 +48,13 @@ class Intake:
     Attributes:
         taken: Batches of the step under way so far.
         samples: Of those that were handed on.
+        micros: What was handed on, for as long as the step may have to begin again.
     """
 
     def __init__(self, feed: Feed, source: Source, width: int = 1) -> None:
         self.taken = 0
         self.samples = 0
+        self.micros: list[MicroBatch] = []
         self._feed = feed
         self._source = source
         self._width = width
@@ -95,7 +97,9 @@ class Intake:
         if not self.samples:
             self._planned = samples * -(-len(batches) // self._width)
         self.samples += samples
-        return MicroBatch(batch, samples, samples / self._planned)
+        micro = MicroBatch(batch, samples, samples / self._planned)
+        self.micros.append(micro)
+        return micro
 
     def _fill(self, step: Step) -> bool:
         """Take the batches of a micro-batch; False where one is not there yet."""
@@ -120,6 +124,7 @@ class Intake:
     def end(self) -> None:
         """The step is done."""
         self.taken = self.samples = 0
+        self.micros.clear()
 
 
 def joined(batches: Sequence[Batch], sizes: Sequence[int]) -> Batch:

@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import gc
-import sys
 import threading
-import weakref
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from time import perf_counter
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from flowdp.collective.base import Collective
 from flowdp.collective.snapshot import Snapshots
 from flowdp.data.feed import open_feeds
 from flowdp.data.source import Source
 from flowdp.device.process import ProcessTuning, threads_per_worker, tuned_process, usable_cores
+from flowdp.engine import live
 from flowdp.engine.backends import open_collective
+from flowdp.engine.care import Care
+from flowdp.engine.checkpoint import Saver, Standing
 from flowdp.engine.coordinator import CoordinatorShell
 from flowdp.engine.failures import Failures
 from flowdp.engine.records import Records
 from flowdp.engine.replica import Replica
+from flowdp.engine.witness import Progress, Witness
 from flowdp.engine.worker import Mail, Worker
-from flowdp.errors import CollectiveError, DataError, OptionError
+from flowdp.errors import CollectiveError, DataError, FlowdpError, OptionError
 from flowdp.machine.coordinator import Coordinator, RunConfig
 from flowdp.machine.story import Story
 from flowdp.messages import BatchReady, DataEnded, Fact, Failed, Requested
 from flowdp.options import Backend
+from flowdp.policy.stall import StallWatch
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
 
-__all__ = ["Engine", "check_free"]
+__all__ = ["Engine", "open_engine"]
 
 WORKER_INBOX = 64
 """Orders, notes and requests that may wait for a worker: two orders, one request per abandoned round (their
@@ -42,8 +46,8 @@ deadlines double), one note per batch waited for and per hurried round."""
 COORDINATOR_INBOX = 4096
 """Facts that may wait for the coordinator; a worker has at most a handful out."""
 
-EXIT_GRACE_S = 5.0
-"""How long the end of the process waits for a run that was told to stop."""
+FAILURE_S = 1.8
+"""How long callbacks may keep a failure from being raised."""
 
 
 class Engine:
@@ -55,12 +59,14 @@ class Engine:
         source: Of all batches.
         tuning: Process-wide settings held while the run lives.
         backend: How the bytes move when replicas are averaged.
+        care: What watches over the run and keeps its state.
         sink: Takes every line of the story; None keeps only the last events.
         closing: Called when every thread has ended.
 
     Attributes:
         records: What the run has reported.
         failures: What went wrong.
+        care: As given.
         replicas: As given; the run's own until it is over, and none once it has let go of them.
         story: What the coordinator was told.
     """
@@ -72,19 +78,32 @@ class Engine:
         source: Source,
         tuning: ProcessTuning,
         backend: Backend = "auto",
+        *,
+        care: Care | None = None,
         sink: Callable[[str], object] | None = None,
         closing: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
         self.replicas = replicas
-        self.records = Records()
+        self.care = care = Care() if care is None else care
+        self.records = Records(care.history)
         self.failures = Failures()
+        self.saver = Saver(
+            care.store,
+            care.fingerprint,
+            self.records.add if care.has_listeners else None,
+            self.fail,
+            best=care.best,
+            evaluates=care.evaluator is not None,
+        )
         self._source = source
         self._tuning = tuning
         self._settings = ExitStack()
         self._settings.callback(closing)
-        self._progress: list[tuple[int, str | None]] = []
+        self._progress: list[Progress] = []
         self._asked = 0
+        self._asked_snapshots = 0
+        self.close_observer: Callable[[float | None], bool] = lambda _: True
         self._asking = threading.Lock()  # numbers the wishes in the order in which the inbox has them
         self._inbox: Inbox[Fact] = Inbox(COORDINATOR_INBOX, "the coordinator")
         self._inboxes = [Inbox[Mail](WORKER_INBOX, f"rank {rank}") for rank in range(config.world_size)]
@@ -102,38 +121,32 @@ class Engine:
             backend, config.policy, averaged, lanes, lambda rank: gate.finish(rank), self._collective_hung
         )
         self._settings.callback(collective.close)
+        self._settings.callback(self.close)
         gate = Gate(config.world_size, collective.launch)
         is_async = config.policy == "async" and config.world_size > 1
         snapshots = Snapshots([replica.flat for replica in self.replicas], lanes) if is_async else None
         self._feeds = open_feeds(
-            self._source, lanes, held=[replica.width for replica in self.replicas], rows=_rows(config)
+            self._source, lanes, held=list(config.groups or (1,) * config.world_size), rows=_rows(config)
         )
         for lane, feed in zip(lanes, self._feeds, strict=True):
             self._settings.callback(lane.drain)
             self._settings.callback(feed.close)
-        cores = threads_per_worker(usable_cores(), config.world_size)
-        self.workers = [
-            Worker(
-                rank,
-                self.replicas[rank],
-                self._source,
-                self._feeds[rank],
-                gate,
-                collective,
-                snapshots,
-                self._inboxes[rank],
-                self._inbox.post,
-                self.failures,
-                cores if self._tuning.openmp else torch.get_num_threads(),
-            )
-            for rank in range(config.world_size)
-        ]
+        self.workers = [self._worker(rank, gate, collective, snapshots) for rank in range(config.world_size)]
         self._threads = [
             threading.Thread(target=worker.run, name=f"flowdp-worker-{worker.rank}", daemon=True)
             for worker in self.workers
         ]
         machine = Coordinator(config)
         self.story = Story(machine, sink)
+        self._witness = Witness(
+            self.workers,
+            gate,
+            self._source,
+            self.threads,
+            self.story.tail,
+            steps_at_gate=config.policy == "exact",
+        )
+        timeout_s = self.care.stall_timeout_s
         shell = CoordinatorShell(
             machine,
             self.story,
@@ -144,6 +157,10 @@ class Engine:
             self._threads,
             self._source,
             snapshots,
+            self.saver,
+            self.care.evaluator,
+            StallWatch(None if timeout_s is None else timeout_s * 1e3),
+            self._witness,
             self.records,
             self.failures,
             self._settings.close,
@@ -152,6 +169,28 @@ class Engine:
         # the end of the process.
         self._coordinator = threading.Thread(
             target=partial(self._run, shell), name="flowdp-coordinator", daemon=True
+        )
+
+    def _worker(self, rank: int, gate: Gate, collective: Collective, snapshots: Snapshots | None) -> Worker:
+        cores = threads_per_worker(usable_cores(), self.config.world_size)
+        return Worker(
+            rank,
+            self.replicas[rank],
+            self._source,
+            self._feeds[rank],
+            gate,
+            collective,
+            snapshots,
+            self._inboxes[rank],
+            self._inbox.post,
+            self.failures,
+            cores if self._tuning.openmp else torch.get_num_threads(),
+            self.care.on_nan,
+            replicas=self.replicas,
+            saver=self.saver,
+            evaluator=self.care.evaluator,
+            goes_on=self.config.on_failure == "continue",
+            global_step=self.config.start.global_step if self.config.start is not None else 0,
         )
 
     def start(self) -> None:
@@ -166,15 +205,20 @@ class Engine:
         """
         self._settings.enter_context(tuned_process(self._tuning))
         try:
+            if self.care.evaluator is not None:
+                self.care.evaluator.start(wake=self._wake_evaluation, failed=self._data_failed)
             self._source.on_end(self._data_ended)
             self._source.start(wake=self._wake, failed=self._data_failed)
             for feed, inbox in zip(self._feeds, self._inboxes, strict=True):
                 feed.start(partial(_notify, inbox))
         except BaseException:
             self._source.close()
+            if self.care.evaluator is not None:
+                self.care.evaluator.close()
             self._settings.close()
             raise
-        _live.add(self)
+        live.add(self)
+        self.saver.start()
         for thread in (*self._threads, self._coordinator):  # last: it may join the others at once
             thread.start()
 
@@ -186,15 +230,55 @@ class Engine:
                 self._inbox.post(wish)
             return self._asked
 
+    def snapshot(self) -> Standing | None:
+        """What the ranks have at the end of this round; None where the run ends before.
+
+        Threads:
+            The user's.
+        """
+        with self._asking:
+            self._asked_snapshots += 1
+            wish = self._asked_snapshots
+        self.request(Requested("snapshot"))
+        return self.saver.wait_for_snapshot(wish)
+
     def join(self) -> None:
         """Wait for the coordinator thread of a run that is over."""
         if self.records.is_over:
             self._coordinator.join()
 
-    def progress(self) -> list[tuple[int, str | None]]:
-        """Steps of each rank so far, and why it has no batches, if it has none."""
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait for the run's end, with a time for its callbacks, too; False when the time is up."""
+        end_s = time.monotonic() + (timeout_s or 0.0)
+        if not self.records.wait(timeout_s=timeout_s):
+            return False
+        is_heard = timeout_s is None or self.join_callbacks(end_s - time.monotonic())
+        return is_heard or self.failures.first is not None
+
+    def join_callbacks(self, timeout_s: float | None = None) -> bool:
+        """Wait for the callbacks of a run that has ended; False where one does not return.
+
+        Args:
+            timeout_s: How long at most; None: as long as it takes. A failure does not wait so long.
+        """
+        if self.failures.first is not None:
+            timeout_s = self.failures.first_s + FAILURE_S - time.monotonic()
+        return self.close_observer(None if timeout_s is None else max(0.0, timeout_s))
+
+    def close(self) -> None:
+        """Hear no SIGTERM for this run any more.
+
+        Threads:
+            The user's; in the main thread the handler from before is put back.
+        """
+        if self.care.sigterm is not None:
+            self.care.sigterm.close()
+
+    def progress(self) -> list[Progress]:
+        """How far each rank has come."""
         return self._progress or [
-            (worker.current.local_step, worker.machine.throttled) for worker in self.workers
+            Progress(worker.current.local_step, worker.machine.throttled, worker.replica.pieces)
+            for worker in self.workers
         ]
 
     def let_go(self) -> None:
@@ -208,19 +292,41 @@ class Engine:
         self._progress = self.progress()
         has_cards = any(replica.lane.is_async for replica in self.replicas)
         self.workers, self.replicas, self._feeds = [], (), []
-        del self._source  # it calls us back
+        del self._source, self._witness  # they call us back, or know the workers
+        self.care.evaluator = None
+        self.close_observer = lambda _: True
+        self.saver.let_go()
         if has_cards:
             gc.collect()
 
     def is_own_thread(self) -> bool:
         """Whether the calling thread belongs to this run."""
-        return threading.current_thread() in (self._coordinator, *self._threads)
+        return threading.current_thread() in self.threads()
+
+    def threads(self) -> list[threading.Thread]:
+        """All threads of this run but the callbacks', those that read its datasets included."""
+        evaluator = self.care.evaluator
+        readers = [*self._read_by(), *([] if evaluator is None else evaluator.threads())]
+        writer = [] if self.saver.thread is None else [self.saver.thread]
+        return [*self._threads, self._coordinator, *readers, *writer]
+
+    def report(self, headline: str, events: int) -> str:
+        """What the ranks and threads are doing, and the last events, as text of many lines."""
+        if not self.workers:
+            return "\n".join([headline, *self.story.tail(events)])
+        return self._witness.report(headline, events)
+
+    def _read_by(self) -> list[threading.Thread]:
+        return self._source.threads() if self.workers else []
 
     def _run(self, shell: CoordinatorShell) -> None:
         shell.run()
 
     def _wake(self, rank: int, epoch: int, batch: int) -> None:
         self._feeds[rank].wake(epoch, batch)
+
+    def _wake_evaluation(self, rank: int, epoch: int, batch: int) -> None:
+        _notify(self._inboxes[rank], epoch, batch)
 
     def _data_ended(self, epoch: int, batches: int) -> None:
         self._inbox.post(DataEnded(epoch, batches))
@@ -230,6 +336,17 @@ class Engine:
 
     def _collective_hung(self, error: CollectiveError) -> None:
         self._inbox.post(Failed(self.failures.add(error)))
+
+    def fail(self, error: FlowdpError) -> None:
+        """End the run by an error that no thread of it has raised.
+
+        Threads:
+            Any.
+        """
+        words = self.failures.add(error, is_awaited=True)
+        with self._asking:
+            if not self.records.is_over:
+                self._inbox.post(Failed(words))
 
 
 def _rows(config: RunConfig) -> int | None:
@@ -243,69 +360,29 @@ def _notify(inbox: Inbox[Mail], epoch: int, batch: int) -> None:
     inbox.post(BatchReady(epoch, batch))
 
 
-_live: weakref.WeakSet[Engine] = weakref.WeakSet()
+def open_engine(story: Path | None, *parts: Any, care: Care) -> Engine:
+    """An engine that writes its story to this file, if one is given.
 
-
-def check_free(devices: Sequence[torch.device]) -> None:
-    """Check that no CUDA device of these is in the hands of a run: two would share its streams and memory.
+    Args:
+        story: The file.
+        parts: As of `Engine`, up to `care`.
+        care: As of `Engine`.
 
     Raises:
-        OptionError: One is.
+        OptionError: The file cannot be opened.
+        OSError: It cannot be written.
     """
-    for engine in list(_live):
-        held = {replica.device for replica in engine.replicas} - {torch.device("cpu")}
-        if not engine.records.is_over and (taken := held.intersection(devices)):
-            names = ", ".join(sorted(map(str, taken)))
-            raise OptionError(
-                f"{names} is held by a run whose threads have not all left: stop() and join() it first"
-            )
-
-
-def _end_of_process() -> None:
-    """A script that ends without `join()` waits for its runs; Ctrl-C there stops them, and so did one before.
-
-    Daemon threads and this, not plain threads: a plain thread's wait at exit cannot be interrupted without
-    an abort inside torch.
-    """
-    runs = list(_live)
+    if story is None:
+        return Engine(*parts, care=care)
     try:
-        if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
-            _stop(runs)  # the script ended by a Ctrl-C that nobody caught
-            return
-        for engine in runs:
-            engine.request(Requested("unpause"))  # nobody is left to do it
-        for engine in runs:
-            engine.records.wait()
-        _await(runs)
-    except KeyboardInterrupt:
-        with suppress(KeyboardInterrupt):  # a second one does not wait
-            _stop(runs)
-        _exit_interrupted()
-
-
-def _stop(runs: Sequence[Engine]) -> None:
-    for engine in runs:
-        engine.request(Requested("stop"))
-    _await(runs)
-
-
-def _await(runs: Sequence[Engine]) -> None:
-    """Join runs that have ended or were told to, but for threads that stay inside the user's code."""
-    deadline_s = perf_counter() + EXIT_GRACE_S
-    for engine in runs:
-        engine.records.wait(over=True, timeout_s=max(0.0, deadline_s - perf_counter()))
-        engine.join()
-
-
-def _exit_interrupted() -> None:
-    """Let the process end as by a Ctrl-C that nobody caught: by SIGINT, which a shell shows as 130.
-
-    What an atexit callback raises is printed and changes nothing. The interpreter looks, when all else is
-    done, whether a KeyboardInterrupt has left code that was run from C.
-    """
-    names: ctypes.py_object[dict[str, object]] = ctypes.py_object({})
-    with suppress(KeyboardInterrupt):
-        ctypes.pythonapi.PyRun_String(b"raise KeyboardInterrupt", 257, names, names)  # 257: Py_file_input
-
-
-atexit.register(_end_of_process)
+        file = story.open("w", encoding="utf-8", buffering=1)
+    except OSError as error:
+        raise OptionError(
+            f"the story cannot be written to {str(story)!r}: {error}; give another path"
+        ) from error
+    try:
+        return Engine(*parts, care=care, sink=file.write, closing=file.close)
+    except OSError:  # of the first line, on a full disk; so there is nothing more to write either
+        with suppress(OSError):
+            file.close()
+        raise

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from flowdp.errors import OptionError
+from flowdp.errors import CheckpointError, OptionError
 from flowdp.options import SchedulerUnit
 
 __all__ = ["LearningRate", "LrLambda", "SchedulerOption", "check_schedule"]
@@ -86,6 +87,7 @@ class LearningRate:
         self._unit = unit
         self._lambda = lr_lambda
         self._factor = factor
+        self._is_set = False  # the factor is the user's wish, and no more the world size's
         self._schedulers = [] if scheduler is None else [_twin(scheduler, one) for one in optimizers]
         for twin in self._schedulers:
             _check_unit(twin, unit)
@@ -125,6 +127,51 @@ class LearningRate:
         else:  # nothing to scale
             self._plain = self._base = [lr] * len(self._plain)
             self._factor = 1.0
+        self._is_set = True
+        self._write()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the rates stand; shares no memory with the schedulers."""
+        return {
+            "count": self._count,
+            "plain": list(self._plain),
+            "base": list(self._base),
+            "factor": self._factor if self._is_set else None,
+            "schedulers": [
+                {"kind": type(scheduler).__name__, "state": copy.deepcopy(scheduler.state_dict())}
+                for scheduler in self._schedulers
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Stand where another one stood, without going through the steps before.
+
+        What multiplies the rates is taken over where the user had set it, else it stays that of this world
+        size. The groups of the optimizers hold what they held then.
+
+        Args:
+            state: As of `state_dict`; nothing is shared with it. None: nobody knows, and the rates go on from
+                this one's own.
+
+        Raises:
+            CheckpointError: It is of other schedulers or other groups.
+        """
+        if state is None:
+            self._write()
+            return
+        kinds = [type(scheduler).__name__ for scheduler in self._schedulers]
+        theirs = [scheduler["kind"] for scheduler in state["schedulers"]]
+        if kinds != theirs or len(state["plain"]) != len(self._groups):
+            raise CheckpointError(
+                f"the checkpoint has {_listed(theirs)} and {len(state['plain'])} parameter groups, this run "
+                f"has {_listed(kinds)} and {len(self._groups)}: resume with the same scheduler and optimizer"
+            )
+        for scheduler, saved in zip(self._schedulers, copy.deepcopy(state["schedulers"]), strict=True):
+            scheduler.load_state_dict(saved["state"])
+        self._count = state["count"]
+        self._plain, self._base = list(state["plain"]), list(state["base"])
+        if state["factor"] is not None:
+            self._factor, self._is_set = state["factor"], True
         self._write()
 
     def _step_schedulers(self, count: int, metric: float | None) -> None:
@@ -148,6 +195,10 @@ class LearningRate:
                 group["lr"] = lr * factor
             else:  # a tensor, for capturable optimizers; or an int
                 group["lr"] = group["lr"] * 0 + lr * factor
+
+
+def _listed(kinds: Sequence[str]) -> str:
+    return "the schedulers " + ", ".join(kinds) if kinds else "no scheduler"
 
 
 def _check_unit(scheduler: object, unit: SchedulerUnit | None) -> None:

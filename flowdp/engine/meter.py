@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import isfinite
 from time import perf_counter
 
 from torch import Tensor
 
 from flowdp.collective.base import Averaging, Reading
-from flowdp.machine.worker import Done
+from flowdp.machine.worker import Done, Step
 from flowdp.messages import Work
 from flowdp.policy.tally import pace_ms
 
@@ -37,7 +38,7 @@ class Sums:
     """What an order has come to so far.
 
     Attributes:
-        losses: Samples that `loss` is summed over.
+        losses: Samples that `loss` is summed over: of losses that were finite.
         longest_ms: Of one step, with its wait for data.
     """
 
@@ -79,12 +80,17 @@ class Meter(ABC):
 
     Every step is `begin`, then `end`; every round `meet`, then `met`; every order ends with `close`.
 
+    Attributes:
+        bad: The first step whose loss was found not to be finite, until somebody sets it to None.
+
     Threads:
         The worker's own.
     """
 
     def __init__(self) -> None:
         self._sums = Sums()
+        self._open: list[tuple[str, float, float]] = []  # what the step under way has recorded
+        self.bad: Step | None = None
 
     @abstractmethod
     def begin(self, start_s: float) -> None:
@@ -95,13 +101,18 @@ class Meter(ABC):
         """
 
     @abstractmethod
-    def end(self, loss: Tensor | None, samples: int) -> None:
+    def end(self, loss: Tensor | None, samples: int, step: Step) -> None:
         """The step is on the device.
 
         Args:
             loss: Mean over its samples, detached. Shape []. None where it has none.
             samples: How many.
+            step: Which.
         """
+
+    def discard(self) -> None:
+        """Forget what was recorded since `begin`: the step begins again."""
+        self._open.clear()
 
     def waited(self, seconds: float) -> None:  # noqa: B027 - a device sees for itself when it has nothing to do
         """The host waited this long for the batch of the next step."""
@@ -109,7 +120,10 @@ class Meter(ABC):
     def scalar(self, name: str, value: float | Tensor, weight: float) -> None:
         """Count a number towards a mean."""
         number = value.item() if isinstance(value, Tensor) else value
-        self._sums.scalar(name, number * weight, weight)
+        self._open.append((name, number * weight, weight))
+
+    def look(self) -> None:  # noqa: B027 - the host has seen every loss
+        """Wait for the losses of all steps so far, and see whether they are finite."""
 
     @abstractmethod
     def meet(self) -> None:
@@ -147,6 +161,11 @@ class Meter(ABC):
         Called again behind a wait, that wait counts as nobody's.
         """
 
+    def _count_recorded(self) -> None:
+        for name, total, weight in self._open:
+            self._sums.scalar(name, total, weight)
+        self._open.clear()
+
 
 class HostMeter(Meter):
     """Measures a rank whose work is done when the call returns."""
@@ -159,13 +178,21 @@ class HostMeter(Meter):
     def begin(self, start_s: float) -> None:
         """See `Meter.begin`."""
         self._start_s = start_s
+        if self._open:
+            self._count_recorded()
 
-    def end(self, loss: Tensor | None, samples: int) -> None:
+    def end(self, loss: Tensor | None, samples: int, step: Step) -> None:
         """See `Meter.end`."""
         sums = self._sums
         if loss is not None:
-            sums.loss += loss.item() * samples
-            sums.losses += samples
+            value = loss.item()
+            if isfinite(value):
+                sums.loss += value * samples
+                sums.losses += samples
+            else:
+                self.bad = self.bad or step
+        if self._open:
+            self._count_recorded()
         sums.samples += samples
         sums.steps += 1
         spent_ms = (perf_counter() - self._start_s) * 1e3
@@ -199,5 +226,6 @@ class HostMeter(Meter):
 
     def close(self, done: Done, lr: float, post: Callable[[Report], None]) -> None:
         """See `Meter.close`."""
+        self._count_recorded()
         sums, self._sums = self._sums, Sums()
         post(sums.report(done, lr))

@@ -6,22 +6,99 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Protocol
 
 from flowdp.machine.commands import Finish, RoundEnded
 from flowdp.policy.tally import EpochMetrics
 from flowdp.threads.inbox import LISTEN_S
 
-__all__ = ["Records"]
+__all__ = ["Feed", "Numbered", "Record", "Records"]
 
 KEPT_ROUNDS = 4096
 """Round records that are kept; epoch records are all kept."""
 
+KEPT_CHECKPOINTS = 4
+"""Checkpoints that may wait for who is told of them; each holds the model and every optimizer."""
+
+
+class Numbered(Protocol):
+    """What is said here of a checkpoint: its number in the run."""
+
+    @property
+    def version(self) -> int:
+        """From 1."""
+
+
+Record = EpochMetrics | RoundEnded | Numbered
+
+
+class Feed:
+    """All records in the order in which they came, for the one thread that takes them.
+
+    A slow one loses the oldest rounds that wait, and the oldest checkpoints, but never an epoch.
+
+    Args:
+        rounds: Whether it is told of rounds; if not, a round does not wake it.
+
+    Threads:
+        `put` and `end`: any. `take`: the reader.
+
+    Attributes:
+        dropped: Rounds and checkpoints that it lost.
+    """
+
+    def __init__(self, *, rounds: bool) -> None:
+        self.dropped = 0
+        self._wants_rounds = rounds
+        self._rounds: deque[tuple[int, Record]] = deque(maxlen=KEPT_ROUNDS)
+        self._epochs: deque[tuple[int, Record]] = deque()
+        self._checkpoints: deque[tuple[int, Record]] = deque(maxlen=KEPT_CHECKPOINTS)
+        self._count = 0
+        self._is_ended = False
+        self._changed = threading.Condition()  # guards everything here
+
+    def put(self, record: Record) -> None:
+        """Append a record; does not wait for the reader. What comes after the end is not taken."""
+        if isinstance(record, RoundEnded):
+            if not self._wants_rounds:
+                return
+            waiting = self._rounds
+        else:
+            waiting = self._epochs if isinstance(record, EpochMetrics) else self._checkpoints
+        with self._changed:
+            if self._is_ended:
+                return
+            self._count += 1
+            self.dropped += len(waiting) == waiting.maxlen
+            waiting.append((self._count, record))
+            self._changed.notify()
+
+    def end(self) -> None:
+        """Note that nothing more comes."""
+        with self._changed:
+            self._is_ended = True
+            self._changed.notify()
+
+    def take(self) -> list[Record]:
+        """All records that have come since the last call; waits for one. Empty at the end."""
+        kinds = (self._rounds, self._epochs, self._checkpoints)
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_ended or any(kinds))
+            fresh = [one for waiting in kinds for one in waiting]
+            for waiting in kinds:
+                waiting.clear()
+        fresh.sort(key=lambda one: one[0])
+        return [record for _, record in fresh]
+
 
 class Records:
     """Epoch and round records, and the end of the run.
+
+    Args:
+        history: Records of the epochs that were complete before, of a run that is resumed.
 
     Threads:
         The coordinator adds and marks; any thread reads.
@@ -34,8 +111,8 @@ class Records:
         is_paused: All workers stand still.
     """
 
-    def __init__(self) -> None:
-        self.epochs: list[EpochMetrics] = []
+    def __init__(self, history: Sequence[EpochMetrics] = ()) -> None:
+        self.epochs = list(history)
         self.finish: Finish | None = None
         self.is_ended = False
         self.is_over = False
@@ -45,17 +122,29 @@ class Records:
         self._is_heard = False
         self._rounds: deque[RoundEnded] = deque(maxlen=KEPT_ROUNDS)
         self._round_count = 0
+        self._feed: Feed | None = None
         self._changed = threading.Condition()  # guards everything here
 
-    def add(self, record: EpochMetrics | RoundEnded) -> None:
-        """Append a record."""
+    def feed(self, *, rounds: bool) -> Feed:
+        """All records in one order, for the observer; to be called once, before the run begins.
+
+        Args:
+            rounds: Whether rounds are among them.
+        """
+        self._feed = Feed(rounds=rounds)
+        return self._feed
+
+    def add(self, record: Record) -> None:
+        """Append a record. Of checkpoints nothing is kept here: they go to the feed alone."""
         with self._changed:
             if isinstance(record, RoundEnded):
                 self._rounds.append(record)
                 self._round_count += 1
-            else:
+            elif isinstance(record, EpochMetrics):
                 self.epochs.append(record)
             self._changed.notify_all()
+        if self._feed is not None:
+            self._feed.put(record)
 
     def pause(self, is_paused: bool) -> None:
         """Note that all workers stand still, or move again."""
@@ -76,6 +165,8 @@ class Records:
             self.is_ended = True
             self.is_over = over
             self._changed.notify_all()
+        if self._feed is not None:
+            self._feed.end()
 
     @property
     def last_round(self) -> RoundEnded | None:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flowdp.data.portion import Portion
 from flowdp.device.streams import Lane
 from flowdp.device.tensors import FlatReplica, FlatTensors
+from flowdp.engine.adoption import copy_state
 from flowdp.engine.build import Optimizers, all_of
 from flowdp.engine.context import CurrentWorker, Steps
 from flowdp.engine.learning_rate import LearningRate
-from flowdp.messages import Outcome
+from flowdp.errors import DataError
+from flowdp.messages import Outcome, Part
 from flowdp.options import Precision
 
-__all__ = ["LossOption", "Replica", "loss_function"]
+__all__ = ["LossOption", "Replica", "cuts", "loss_function"]
 
 LossOption = Callable[..., Any] | nn.Module
 Loss = Callable[[nn.Module, Any], Any]
@@ -62,6 +66,10 @@ class Replica:
 
     Attributes:
         averaged: What the ranks average.
+        watched: What of it must stay finite; None: nothing.
+        pieces: Into how many a micro-batch is cut at least, because the device has run out of memory.
+        has_state: Whether a forward changes what `mark` notes.
+        can_repeat: Whether forward and backward of a step can be done once more.
         steps: What a `train_step` may ask; None with a loss.
 
     Threads:
@@ -69,6 +77,8 @@ class Replica:
     """
 
     averaged: FlatTensors
+    watched: FlatTensors | None
+    can_repeat = True
     steps: Steps | None = None
 
     def __init__(
@@ -84,12 +94,13 @@ class Replica:
         width: int = 1,
     ) -> None:
         self.module = module
-        self.flat = self.averaged = flat
+        self.flat = self.averaged = self.watched = flat
         self.width = width
         self.optimizers = optimizers
         self.learning_rate = learning_rate
         self.lane = lane
         self.device = lane.device
+        self.pieces = 1
         self._optimizer = all_of(optimizers)[0]
         self._loss = loss
         self._autocast = {"32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
@@ -98,6 +109,32 @@ class Replica:
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._has_stepped = False
         self._value: Tensor | None = None  # of the loss, over the micro-batches of the step so far
+        self._has_buffers = flat.has_buffers
+        self._generator: torch.Generator | None = None
+        if self.device.type == "cuda":
+            self._generator = torch.cuda.default_generators[self.device.index]
+        self._random: Tensor | None = None  # state of the generator
+        self.has_state = self.can_repeat and (self._has_buffers or self._generator is not None)
+
+    def mark(self) -> None:
+        """A step begins: note what a repetition of its forward and backward has to start from."""
+        if self._has_buffers:
+            self.flat.keep_buffers()
+        if self._generator is not None:
+            self._random = self._generator.get_state()
+
+    def undo(self) -> None:
+        """Forget forward and backward since the last `mark`.
+
+        Streams:
+            As `add`.
+        """
+        self._clear()
+        self._value = None
+        if self._has_buffers:
+            self.flat.put_back_buffers()
+        if self._generator is not None and self._random is not None:
+            self._generator.set_state(self._random)
 
     def add(self, batch: Any, worker: CurrentWorker, share: float = 1.0) -> None:
         """Forward and backward of a micro-batch.
@@ -114,8 +151,11 @@ class Replica:
         Streams:
             All of it is enqueued on the current stream, which is the lane's `compute`, and nothing read back.
         """
-        loss = self._forward(batch, worker)
-        self._backward(loss if share == 1.0 else loss * share)
+        if self.pieces == 1:
+            loss = self._forward(batch, worker)
+            self._backward(loss if share == 1.0 else loss * share)
+        else:
+            self._add_pieces(batch, worker, share)
         if not self._has_stepped:
             self._check_gradients()
 
@@ -142,12 +182,52 @@ class Replica:
         self._optimizer.zero_grad(set_to_none=True)
         return self._take_value()
 
+    def forwards(self, batch: Any, samples: int) -> int:
+        """Of how many forwards a micro-batch of so many samples is made."""
+        return 1 if self.pieces == 1 or _whole(batch, samples) is None else min(self.pieces, samples)
+
     def meet(self, outcome: Outcome) -> None:
         """The ranks have averaged; see `ExactReplica.meet`."""
 
     def checksum(self) -> Callable[[], int] | None:
         """See `ExactReplica.checksum`: elsewhere the replicas are not compared."""
         return None
+
+    @torch.no_grad()
+    def adopt(self, donor: Replica) -> None:
+        """Become what another replica is: parameters, buffers, state of the optimizers, scale of the loss.
+
+        The learning rate is left alone, and gradients are cleared.
+
+        Threads:
+            This rank's worker, while no rank computes.
+
+        Streams:
+            On `compute`, behind the donor's; the donor's goes on behind the copies.
+        """
+        _after(self.lane, donor.lane)
+        # Torch orders a copy between two devices with the current streams of both.
+        with donor.lane.on(donor.lane.compute), self.lane.on(self.lane.compute):
+            for mine, theirs in zip(_tensors(self.module), _tensors(donor.module), strict=True):
+                mine.copy_(theirs)
+            for own, other in zip(all_of(self.optimizers), all_of(donor.optimizers), strict=True):
+                copy_state(own, other)
+            if self._scaler is not None and donor._scaler is not None:
+                self._scaler.load_state_dict(donor._scaler.state_dict())
+            self._clear()
+        _after(donor.lane, self.lane)
+
+    def _clear(self) -> None:
+        for parameter in self._trained:
+            parameter.grad = None
+
+    def _add_pieces(self, batch: Any, worker: CurrentWorker, share: float) -> None:
+        samples, whole = worker.samples, _whole(batch, worker.samples)
+        for start, stop in cuts(samples, self.forwards(batch, samples)):
+            worker.samples = stop - start
+            loss = self._forward(batch if whole is None else whole.rows(start, stop), worker)
+            self._backward(loss * (share * worker.samples / samples))
+        worker.samples = samples
 
     def _forward(self, batch: Any, worker: CurrentWorker) -> Tensor:
         if self._autocast is None:
@@ -225,3 +305,27 @@ def _describe(result: object) -> str:
     if isinstance(result, Mapping):
         return f"a mapping with {', '.join(map(repr, result)) or 'nothing'}"
     return type(result).__name__
+
+
+def cuts(samples: int, count: int) -> Iterator[tuple[int, int]]:
+    """Where each of so many pieces of the samples starts and stops; they are as equal as can be."""
+    return pairwise(samples * at // count for at in range(count + 1))
+
+
+def _whole(batch: Any, samples: int) -> Portion | None:
+    """A micro-batch as something to cut; None where it cannot be."""
+    try:
+        return Portion.of(batch, samples, Part(0, samples))
+    except DataError:
+        return None
+
+
+def _after(lane: Lane, other: Lane) -> None:
+    """Let the compute stream of one rank wait for that of another."""
+    mark = other.event()
+    mark.record(other.compute)
+    lane.compute.wait_event(mark)
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    return chain(module.parameters(), module.buffers())

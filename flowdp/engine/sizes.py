@@ -59,6 +59,17 @@ class Sizes:
             tail += 1
         return rounds * len(groups) + tail
 
+    def forward(self, dataset: object) -> int:
+        """Samples of the largest forward of a device; of a DataLoader's batches as it says.
+
+        Args:
+            dataset: As the user gave it.
+        """
+        if isinstance(dataset, DataLoader):
+            own: int | None = dataset.batch_size
+            return own or 1
+        return max(self.parts) if self.parts else (self.source or 1) * max(self.widths)
+
     def check_end(self, max_steps: int | None) -> None:
         """Check that a run can end after so many steps.
 

@@ -33,6 +33,8 @@ class OwnStepReplica(Replica):
         steps: This replica.
     """
 
+    can_repeat = False
+
     def __init__(self, train_step: TrainStep, *replica: Any) -> None:
         module, flat, optimizers, *rest = replica
         super().__init__(module, flat, optimizers, _no_loss, *rest)

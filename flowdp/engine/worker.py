@@ -7,7 +7,8 @@ it goes up when the device is there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import perf_counter
 
 import torch
@@ -17,15 +18,33 @@ from flowdp.collective.snapshot import Snapshots
 from flowdp.data.feed import Feed
 from flowdp.data.source import Source
 from flowdp.engine import context, meter
+from flowdp.engine.checkpoint import Saver
 from flowdp.engine.device_meter import open_meter
+from flowdp.engine.duties import Duties
+from flowdp.engine.evaluate import Evaluator
 from flowdp.engine.failures import Failures
+from flowdp.engine.finite import Numbers
 from flowdp.engine.intake import Intake
+from flowdp.engine.place import Place
 from flowdp.engine.replica import Replica
-from flowdp.errors import CollectiveAborted, DataError, ProtocolError, StepError
-from flowdp.machine.worker import Apply, Done, Enter, Idle, Leave, Report, Snapshot, Step, WorkerMachine
+from flowdp.engine.retry import Retry, without_frames
+from flowdp.errors import CollectiveAborted, DeviceError, StepError
+from flowdp.machine.worker import (
+    Apply,
+    Done,
+    Enter,
+    Idle,
+    Leave,
+    Report,
+    Serve,
+    Snapshot,
+    Step,
+    WorkerMachine,
+)
 from flowdp.messages import (
     Arrival,
     BatchReady,
+    Duty,
     Exiting,
     Fact,
     Hurried,
@@ -37,6 +56,7 @@ from flowdp.messages import (
     Updated,
     WorkerReady,
 )
+from flowdp.options import OnNan
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
 
@@ -60,6 +80,20 @@ class Worker:
         post: Puts a fact into the coordinator's inbox.
         failures: Takes what goes wrong.
         threads: Size of this thread's OpenMP pool.
+        on_nan: What becomes of a replica that has left the numbers.
+        replicas: Of all ranks: one that has left the numbers becomes what another one is.
+        saver: Takes what this rank puts down for a checkpoint.
+        evaluator: Evaluates; None where nothing is evaluated.
+        goes_on: The others go on where this rank fails by itself.
+        global_step: Steps of all ranks before the run begins.
+
+    Attributes:
+        moves: Counts up with all that is no step: meetings, batches evaluated, duties done.
+        longest_ms: The longest step in the orders that have ended.
+        awaited: (epoch, batch) that it waits for; None: for none.
+        duty: What it does while all stand still, in words; "" while it does none.
+        is_idle: It waits for orders.
+        has_left: Its thread is at its end.
     """
 
     def __init__(
@@ -75,11 +109,27 @@ class Worker:
         post: Callable[[Fact], None],
         failures: Failures,
         threads: int,
+        on_nan: OnNan = "quarantine",
+        *,
+        replicas: Sequence[Replica] = (),
+        saver: Saver | None = None,
+        evaluator: Evaluator | None = None,
+        goes_on: bool = False,
+        global_step: int = 0,
     ) -> None:
+        self.moves = 0
+        self.longest_ms = 0.0
+        self.awaited: tuple[int, int] | None = None
+        self.duty = ""
+        self.is_idle = False
+        self.has_left = False
+        self._duties = Duties(replica, replicas, saver, evaluator, rank)
+        self._goes_on = goes_on
+        self._is_bound = False  # what the other ranks do needs this one
         self.rank = rank
         self.replica = replica
         self.inbox = inbox
-        self.machine = WorkerMachine(rank)
+        self.machine = WorkerMachine(rank, global_step)
         self._lane = replica.lane
         with self._lane.on(self._lane.compute):
             self._meter = open_meter(self._lane)
@@ -87,7 +137,9 @@ class Worker:
             rank, replica.device, replica.module, sink=self._meter.scalar, steps=replica.steps
         )
         self._intake = Intake(feed, source, replica.width)
-        self._source = source
+        self._place = Place(self.current, self._lane, source)
+        self._retry = Retry(replica, self.current, self._meter, feed, self._place)
+        self._numbers = Numbers(replica, self.machine, self._meter, self._place, on_nan)
         self._feed = feed
         self._gate = gate
         self._collective = collective
@@ -95,9 +147,13 @@ class Worker:
         self._post = post
         self._failures = failures
         self._threads = threads
-        self._training: Step | None = None  # for errors
         self._fed = 0  # the machine's plans that the feed knows
         self._is_fit = False
+
+    @property
+    def step(self) -> Step | None:
+        """The step that it is in, or was in last; None while it waits for orders or does a duty."""
+        return None if self.is_idle or self.duty else self._place.step
 
     def run(self) -> None:
         """Live until told to leave; whatever goes wrong is reported, never raised.
@@ -106,6 +162,7 @@ class Worker:
             The body of the worker's own thread.
         """
         error: str | None = None
+        is_alone = False
         try:
             torch.set_num_threads(self._threads)
             context.bind(self.current)
@@ -115,9 +172,13 @@ class Worker:
                 self._post(WorkerReady(self.rank))
                 self._loop()
         except BaseException as cause:
-            error = self._failures.add(self._explain(cause), self.rank)
+            explained = self._place.explain(cause, self.duty)
+            is_alone = self._goes_on and not self._is_bound and isinstance(explained, StepError | DeviceError)
+            take = self._failures.hold if is_alone else self._failures.add
+            error = take(explained, self.rank)
         finally:
-            self._post(Exiting(self.rank, error))
+            self.has_left = True
+            self._post(Exiting(self.rank, error, is_alone, self.machine.untold))
 
     def _loop(self) -> None:
         machine, inbox, gate, intake = self.machine, self.inbox, self._gate, self._intake
@@ -136,8 +197,12 @@ class Worker:
                 self._close(action.done)
             elif type(action) is Idle:
                 self._meter.settle()
+                self.is_idle = True
                 self._read(inbox.get())
+                self.is_idle = False
                 self._meter.settle()
+            elif type(action) is Serve:
+                self._serve(action.duty)
             elif type(action) is Snapshot:
                 self._put_snapshot(action)
             elif type(action) is Apply:
@@ -162,7 +227,7 @@ class Worker:
     def _step(self, step: Step) -> None:
         start_s = perf_counter()
         current, meter, replica, intake = self.current, self._meter, self.replica, self._intake
-        self._training = step
+        self._place.step = step
         while not intake.is_last(step):
             is_first = not intake.samples
             micro = intake.next(step)
@@ -174,11 +239,20 @@ class Worker:
                 replica.learning_rate.advance(step.position, step.epoch, step.metric)
                 current.epoch, current.global_step = step.epoch, step.position
                 current.lr = replica.learning_rate.value
+                if replica.has_state:
+                    replica.mark()
             current.samples = micro.samples
-            replica.add(micro.batch, current, micro.share)
-            self._feed.release()
+            try:
+                replica.add(micro.batch, current, micro.share)
+                continue
+            except torch.OutOfMemoryError as error:
+                full = without_frames(error)
+            self._retry.run(intake.micros, full)
+        self._feed.release()
         loss = replica.step(intake.factor)
-        meter.end(loss, intake.samples)
+        meter.end(loss, intake.samples, step)
+        if meter.bad is not None:
+            self._numbers.left(meter.bad, "the loss is")
         self.machine.trained(intake.samples)
         intake.end()
         current.local_step += 1
@@ -188,14 +262,20 @@ class Worker:
         # Inside a step the device's time is the step's; what is due can wait for its end.
         if not self.inbox.pending and not self._intake.is_inside:
             self._meter.settle()
+        if (step := self._place.step) is not None:
+            self.awaited = step.epoch, step.batches[self._intake.taken]
         self._read(self.inbox.get())
+        self.awaited = None
         self._meter.waited(perf_counter() - start_s)
 
     def _enter(self, action: Enter) -> None:
         self._meter.meet()
         try:
             self._collective.prepare(self.rank)
-            outcome = self._gate.enter(action.arrival)
+            self._numbers.look()
+            self._is_bound = True
+            arrival = replace(action.arrival, bad=True) if self.machine.is_bad else action.arrival
+            outcome = self._gate.enter(arrival)
             reading = self._collective.average(self.rank, outcome)
         except CollectiveAborted:
             # Somebody else failed, and the coordinator knows: its order to leave is on its way.
@@ -207,31 +287,37 @@ class Worker:
             self._step_together(action.arrival, outcome)
         elif outcome.lr is not None:
             self._set_lr(outcome.lr, outcome.global_step)
+        self.moves += 1
         done = self.machine.met(outcome)
+        self._is_bound = False
         if done is not None:
             self._close(done, outcome)
+        self._meter.bad = self._numbers.bad = None
 
     def _close(self, done: Done, outcome: Outcome | None = None) -> None:
         """An order has ended, with a mean or without one."""
         self._tell_feed()
-        checksum = None
+        checksum, bad = None, self._numbers.bad
         if outcome is not None:
             self._fit_feed()
             checksum = self.replica.checksum() if outcome.compare else None
 
         def post(report: meter.Report) -> None:
+            work = report.work if bad is None else replace(report.work, bad=bad)
+            longest_ms = work.busy_ms + work.data_ms - work.pace_ms * max(0, work.steps - 1)
+            self.longest_ms = max(self.longest_ms, longest_ms)
             if outcome is None:
-                self._post(StepsDone(self.rank, done.plan, report.work))
+                self._post(StepsDone(self.rank, done.plan, work))
                 return
             mean = report.averaging or Averaging(0.0, None)
             self._post(
                 SyncAck(
                     self.rank,
                     outcome,
-                    report.work,
+                    work,
                     mean.sync_ms,
                     report.wait_ms,
-                    mean.drift,
+                    None if self.rank in outcome.bad else mean.drift,
                     None if checksum is None else checksum(),
                 )
             )
@@ -261,6 +347,25 @@ class Worker:
         self.replica.learning_rate.set(lr, position, self.current.epoch)
         self.current.lr = self.replica.learning_rate.value
 
+    def _serve(self, duty: Duty) -> None:
+        """Do something while all ranks stand still, each its part."""
+        self._meter.settle()
+        self._is_bound = True
+        self.duty = self._duties.name(duty)
+        self._post(self._duties.serve(duty, self._await_evaluation, self._moved))
+        self.moves += 1
+        self.duty = ""
+        self._is_bound = False
+        self._meter.settle()
+
+    def _await_evaluation(self) -> bool:
+        """Wait for a note; False where it was an order to leave."""
+        self._read(self.inbox.get())
+        return not self.machine.leaves
+
+    def _moved(self) -> None:
+        self.moves += 1
+
     def _await_leave(self) -> None:
         while not isinstance(self.machine.next(-1), Leave):
             self._read(self.inbox.get())
@@ -268,7 +373,11 @@ class Worker:
     def _put_snapshot(self, action: Snapshot) -> None:
         assert self._snapshots is not None
         self._snapshots.take(self.rank, action.round)
-        ready = SnapshotReady(self.rank, action.round, action.steps, action.samples)
+        self._numbers.look()
+        is_bad = self.machine.is_bad
+        ready = SnapshotReady(
+            self.rank, action.round, action.steps, 0 if is_bad else action.samples, bad=is_bad
+        )
         self._meter.then(lambda: self._post(ready))
 
     def _apply(self, action: Apply) -> None:
@@ -278,23 +387,3 @@ class Worker:
         self.current.round = action.round
         updated = Updated(self.rank, action.round)
         self._meter.then(lambda: self._post(updated))
-
-    def _explain(self, cause: BaseException) -> BaseException:
-        """The error that the user will see, with the place where it happened."""
-        if isinstance(cause, DataError | ProtocolError):
-            return cause
-        step = self._training
-        epoch, batch = (None, None) if step is None else (step.epoch, step.batches[0])
-        indices = () if epoch is None or batch is None else self._source.indices(epoch, batch)
-        shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
-        error = StepError(
-            f"rank {self.rank} on {self.replica.device} failed in epoch {epoch}, at its step "
-            f"{self.current.local_step} (batch {batch}, indices {shown}): {type(cause).__name__}: {cause}",
-            rank=self.rank,
-            device=str(self.replica.device),
-            epoch=epoch,
-            step=self.current.local_step,
-            indices=indices,
-        )
-        error.__cause__ = cause
-        return error

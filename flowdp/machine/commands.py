@@ -6,7 +6,9 @@ Durations are milliseconds.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+from flowdp.machine.position import Position
 from flowdp.messages import Directives, Order
 from flowdp.policy.tally import EpochMetrics
 
@@ -14,14 +16,18 @@ __all__ = [
     "AbortGate",
     "Average",
     "Command",
+    "CutEvaluation",
     "Direct",
     "EpochEnded",
     "Fail",
     "Finish",
     "Hurry",
+    "LeaveGate",
     "Paused",
+    "Quarantined",
     "RoundAbandoned",
     "RoundEnded",
+    "Save",
     "Send",
 ]
 
@@ -134,6 +140,39 @@ class EpochEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaveGate:
+    """Take a rank that is gone out of the gate, for good."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class CutEvaluation:
+    """The evaluation under way is not wanted any more: no rank takes another batch of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """All ranks have put down what a checkpoint keeps of them.
+
+    Attributes:
+        capture: Number of the capture.
+        position: Where the run stands.
+        version: Number of the checkpoint to write; None: none is due.
+        snapshots: Wishes for a snapshot that this answers, since the run began.
+        model: The rank that has put down the model, too.
+        is_best: What early stopping watches was never better than in the epoch that has ended.
+    """
+
+    capture: int
+    position: Position
+    version: int | None
+    snapshots: int
+    model: int = 0
+    is_best: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Paused:
     """All workers stand still (`value` True) or move again (False)."""
 
@@ -146,9 +185,24 @@ class Fail:
 
     Attributes:
         error: The failure in words; no thread has an exception of it, so the shell makes one.
+        kind: What kind of failure: of the averaging, of an option, or of numbers that are none any more.
     """
 
     error: str
+    kind: Literal["collective", "option", "numbers"] = "collective"
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """The replica of a rank had left the numbers, and was left out of the mean.
+
+    Attributes:
+        rank: Which.
+        batch: (epoch, batch) of the first step that showed it; None where the step's loss did not.
+    """
+
+    rank: int
+    batch: tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +222,10 @@ class Finish:
 
 Command = (
     Send
+    | LeaveGate
+    | CutEvaluation
+    | Quarantined
+    | Save
     | Direct
     | Hurry
     | AbortGate

@@ -18,15 +18,31 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.commands import AbortGate, Command, Direct, Fail, Finish, Paused, Send
+from flowdp.machine.commands import (
+    AbortGate,
+    Command,
+    Direct,
+    EpochEnded,
+    Fail,
+    Finish,
+    LeaveGate,
+    Paused,
+    Quarantined,
+    Send,
+)
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.exact import ExactRounds
 from flowdp.machine.planned import PlannedRounds
+from flowdp.machine.position import Position
 from flowdp.machine.snapshots import SnapshotRounds
+from flowdp.machine.standstill import Duties, Standstill
 from flowdp.messages import (
     Abort,
+    Adopted,
+    Captured,
     DataEnded,
     Directives,
+    Evaluated,
     Exiting,
     Fact,
     Failed,
@@ -38,7 +54,7 @@ from flowdp.messages import (
     Tick,
     WorkerReady,
 )
-from flowdp.options import CadenceOptions, Policy
+from flowdp.options import CadenceOptions, OnFailure, Policy
 from flowdp.policy.cadence import Cadence
 
 __all__ = ["Coordinator", "Life", "RunConfig"]
@@ -62,6 +78,9 @@ class RunConfig:
         samples: Samples of an epoch (exact): its last window has what remains.
         groups: Batches that make one step of each rank; None: one each. With `max_steps` all are equal: how
             many steps an epoch has would depend on the speeds. Shape (world_size,).
+        duties: What is done while all ranks stand still.
+        on_failure: Whether the others go on where one rank fails ("continue": in sync and cadence).
+        start: Where the run begins; None: at its beginning.
     """
 
     world_size: int
@@ -75,6 +94,9 @@ class RunConfig:
     window: int | None = None
     samples: int | None = None
     groups: Sequence[int] | None = None
+    duties: Duties = field(default_factory=Duties)
+    on_failure: OnFailure = "raise"
+    start: Position | None = None
 
 
 class Life(Enum):
@@ -106,8 +128,10 @@ class Coordinator:
             config.world_size,
             config.wait_for_metric,
             config.groups,
+            config.duties.halts,
         )
         self.rounds = self._make_rounds(config, self.epochs)
+        self.standstill = Standstill(config.duties, config.start)
         self.error: str | None = None
         self.is_paused = False
         self._ready: set[int] = set()
@@ -117,6 +141,9 @@ class Coordinator:
         self._new_lr: float | None = None  # not yet at the gate
         self._wants_meeting = False  # so that an outcome tells the learning rate soon
         self._directives = Directives()
+        if config.start is not None:
+            self.epochs.resume(config.start)
+            self.rounds.resume(config.start)
 
     @property
     def global_step(self) -> int:
@@ -135,7 +162,10 @@ class Coordinator:
 
     def deadline_ms(self) -> float | None:
         """When to call `handle(Tick(), ...)` if nothing happens before; None: never."""
-        return self.rounds.deadline_ms() if self.life is Life.RUNNING else None
+        if self.life is not Life.RUNNING:
+            return None
+        due = [self.rounds.deadline_ms(), self.standstill.deadline_ms()]
+        return min((ms for ms in due if ms is not None), default=None)
 
     def check(self) -> None:
         """Check the invariants.
@@ -154,7 +184,7 @@ class Coordinator:
             case WorkerReady():
                 self._ready.add(fact.rank)
             case Exiting():
-                self._take_exit(fact)
+                return self._take_exit(fact, now_ms)
             case Failed():
                 self.error = self.error or fact.error
             case Requested():
@@ -166,10 +196,10 @@ class Coordinator:
                 if self.life in (Life.STARTING, Life.RUNNING):
                     self.epochs.end(fact.epoch, fact.batches)
                     return self.rounds.end(fact)
+            case Evaluated() | Captured() | Adopted() if self.life is Life.RUNNING:
+                self.standstill.take(fact)
             case _ if self.life is Life.RUNNING:
-                commands = self.rounds.take(fact, now_ms)
-                self.error = next((c.error for c in commands if isinstance(c, Fail)), self.error)
-                return commands
+                return self._failing(self.rounds.take(fact, now_ms))
             case _ if self.life in (Life.FAILING, Life.DONE):
                 pass  # said before its sender heard of the end
             case SnapshotReady() if self.life is Life.LEAVING:
@@ -178,12 +208,26 @@ class Coordinator:
                 raise ProtocolError(f"unexpected {fact} while the run is {self.life.value}")
         return []
 
-    def _take_exit(self, fact: Exiting) -> None:
+    def _take_exit(self, fact: Exiting, now_ms: float) -> list[Command]:
         self._gone.add(fact.rank)
         if fact.error is not None:
+            if isinstance(self.rounds, PlannedRounds) and fact.is_alone and self._may_go_on():
+                return [LeaveGate(fact.rank), *self.rounds.leave(fact.rank, fact.untold, now_ms)]
             self.error = self.error or fact.error
         elif self.life not in (Life.LEAVING, Life.FAILING):
             self.error = self.error or f"rank {fact.rank} left without being told to"
+        return []
+
+    def _may_go_on(self) -> bool:
+        """Whether the others can do without a rank that has just left."""
+        is_wanted = self.config.on_failure == "continue" and self.config.policy != "exact"
+        is_running = self.life is Life.RUNNING and self.error is None and not self.standstill.is_asked
+        return is_wanted and is_running and bool(self._present())
+
+    def _failing(self, commands: list[Command]) -> list[Command]:
+        """Commands, where one that says the run fails is heard here, too."""
+        self.error = self.error or next((c.error for c in commands if isinstance(c, Fail)), None)
+        return commands
 
     def _take_wish(self, fact: Requested) -> None:
         match fact.what:
@@ -195,18 +239,22 @@ class Coordinator:
                 self._wants_pause = False
             case "set_lr":
                 self._new_lr = fact.value
+            case "checkpoint" | "snapshot":
+                self.standstill.wish(fact.what)
 
     # ------------------------------------------------------------------ decisions
     def _decide(self, now_ms: float) -> list[Command]:
         commands: list[Command] = []
         if self.life is Life.STARTING and len(self._ready) == self.config.world_size and self.error is None:
             self.life = Life.RUNNING
+            self.epochs.start(now_ms)
+            self.standstill.begin(now_ms, self.global_step)
+        if self.life is Life.RUNNING and self.error is None:
+            commands += self._run(now_ms)
         if self.life in (Life.STARTING, Life.RUNNING, Life.LEAVING) and self.error is not None:
             self.life = Life.FAILING
             commands.append(AbortGate(self.error))
             commands += [Send(rank, Abort(self.error)) for rank in self._present()]
-        if self.life is Life.RUNNING:
-            commands += self._run(now_ms)
         if self.life in (Life.LEAVING, Life.FAILING) and len(self._gone) == self.config.world_size:
             stopped = not self.epochs.is_complete
             self.life = Life.DONE
@@ -214,22 +262,89 @@ class Coordinator:
         return commands
 
     def _run(self, now_ms: float) -> list[Command]:
-        commands: list[Command] = list(self.epochs.ended(now_ms, self.rounds.anchor, self.global_step))
+        commands: list[Command] = []
+        for metrics in self.epochs.ended(now_ms, self.rounds.anchor, self.global_step):
+            commands += self.standstill.ended(metrics)
+        self.standstill.look(now_ms, self.global_step)
+        commands += self._judge_numbers()
+        if self.rounds.is_idle and self.error is None:
+            commands += self._stand(now_ms)
+        self._watch_metric(commands)
+        if self.error is not None:
+            return commands
         commands += self._direct()
-        hold = self._wants_stop or self._wants_pause
+        stands = self.standstill.is_wanted or self.rounds.wants_meeting
+        self.rounds.limit = self.standstill.limit
+        hold = self._ends or self._wants_pause or stands
         orders = self.rounds.decide(now_ms, hold=hold, meet=self._wants_meeting)
         if self._wants_meeting and any(isinstance(c, Send) and _is_meeting(c.order) for c in orders):
             # Armed behind the directive, so its outcome will tell the learning rate if no earlier one did.
             self._wants_meeting = False
         commands += orders
-        if not self.rounds.is_idle:
+        if not self.rounds.is_idle or self.standstill.is_wanted:
             return commands
-        if self._wants_stop or self.epochs.is_complete:
+        if self._ends or self.epochs.is_complete:
             self.life = Life.LEAVING
             commands += [Send(rank, Shutdown()) for rank in self._present()]
         elif self._wants_pause and not self.is_paused:
             commands += self._stand_still()
         return commands
+
+    @property
+    def _ends(self) -> bool:
+        """Whether the run shall end before its last step."""
+        return self._wants_stop or self.standstill.is_enough
+
+    def _stand(self, now_ms: float) -> list[Command]:
+        """Do what is to be done while all ranks stand still."""
+
+        def where() -> Position:
+            return self._position(now_ms)
+
+        commands = self.standstill.decide(now_ms, self._present(), where, leaves=self._wants_stop)
+        is_over = (self._ends or self.epochs.is_complete) and not self.standstill.is_wanted
+        if is_over and self.standstill.end(self.global_step):
+            commands += self.standstill.decide(now_ms, self._present(), where, leaves=self._wants_stop)
+        return self._failing(commands)
+
+    def _watch_metric(self, commands: Sequence[Command]) -> None:
+        """Have a scheduler see the loss of the evaluation, and no other where the run has one."""
+        if not self.epochs.wait_for_metric:
+            return
+        for command in commands:
+            if isinstance(command, EpochEnded):
+                metrics = command.metrics
+                is_seen = self.config.duties.eval_every is None or metrics.eval
+                self.epochs.metric = metrics.eval.get("loss", metrics.loss) if is_seen else None
+
+    def _judge_numbers(self) -> list[Command]:
+        """Have replicas healed that have left the numbers, while another one is sound."""
+        bad, self.rounds.bad = self.rounds.bad, {}
+        if bad and bad.keys() >= set(self._present()):
+            where = [f"rank {rank}: {_named(batch)}" for rank, batch in bad.items()]
+            what = "NaN or infinite numbers in every replica, there is none left to go on from"
+            return self._failing([Fail(f"{what} ({'; '.join(where)})", kind="numbers")])
+        if bad and self.config.policy != "exact":  # there all take one step, by what the others brought
+            self.standstill.heal(tuple(bad))
+        return [Quarantined(rank, batch) for rank, batch in bad.items()]
+
+    def _position(self, now_ms: float) -> Position:
+        done, planned, open_ = self.epochs.position(now_ms)
+        cadence = self.rounds.cadence
+        return Position(
+            world_size=self.config.world_size,
+            done=done,
+            open=open_,
+            global_step=self.global_step,
+            round=self.rounds.next_round,
+            planned=planned,
+            metric=self.epochs.metric,
+            versions=self.standstill.versions,
+            anchor=None if cadence is None else cadence.anchor,
+            pace_ms=self.rounds.pace_ms,
+            best=self.standstill.best(done),
+            drifts=() if cadence is None else cadence.guard.history,
+        )
 
     def _direct(self) -> list[Command]:
         """Put the wishes at the gate, where the next outcome reads them."""
@@ -237,7 +352,8 @@ class Coordinator:
         if self.is_paused and not self._wants_pause:
             self.is_paused = False
             commands.append(Paused(False))
-        wanted = Directives(self._wants_stop, self._wants_pause and not self.is_paused)
+        halt = self.standstill.is_wanted and not self.rounds.is_idle
+        wanted = Directives(self._ends, self._wants_pause and not self.is_paused, halt=halt)
         if wanted != self._directives or self._new_lr is not None:
             self._directives = wanted
             # A learning rate is said once: an outcome may have told it before the coordinator hears of that,
@@ -269,6 +385,10 @@ class Coordinator:
         cadence = Cadence(config.world_size, config.cadence, config.ratios)
         rounds = SnapshotRounds if config.policy == "async" else PlannedRounds
         return rounds(epochs, cadence, config.world_size)
+
+
+def _named(batch: tuple[int, int] | None) -> str:
+    return "batch unknown" if batch is None else f"epoch {batch[0]}, batch {batch[1]}"
 
 
 def _is_meeting(order: Order) -> bool:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.commands import EpochEnded
+from flowdp.machine.position import OpenEpoch, Position
 from flowdp.messages import Work
 from flowdp.policy.ledger import ENDLESS, Ledger
-from flowdp.policy.tally import Tally
+from flowdp.policy.tally import EpochMetrics, Tally
 
 __all__ = ["Epochs"]
 
@@ -23,6 +22,13 @@ class _Open:
     ledger: Ledger
     tally: Tally
     start_ms: float
+    whole: int | None  # its batches, had the run no limit; None: nobody knows yet
+    spent_ms: float | None = None  # once it is complete
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the run's limit leaves a part of it out."""
+        return self.whole is None or self.ledger.batches < self.whole
 
 
 class Epochs:
@@ -37,6 +43,8 @@ class Epochs:
             waits for its loss.
         groups: Batches that make one step of each rank, all equal with `max_steps`; None: one each. Shape
             (world_size,).
+        halts: Whether all ranks stand still when this epoch is complete, and nothing of the next one is dealt
+            before.
 
     Attributes:
         done: Complete epochs.
@@ -51,6 +59,7 @@ class Epochs:
         world_size: int,
         wait_for_metric: bool = False,
         groups: Sequence[int] | None = None,
+        halts: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self.batches = batches
         self.epochs = epochs
@@ -62,6 +71,8 @@ class Epochs:
         self.metric: float | None = None
         self._open: deque[_Open] = deque()
         self._opened = 0
+        self._halts = halts
+        self._cut: list[_Open] = []  # complete ones, from the first that `max_steps` left a part out of
         self._group = 1 if groups is None else max(groups)
         self._planned = 0  # steps of the opened epochs
         self._ends: dict[int, int] = {}  # what `end` said of epochs that are not open yet
@@ -76,22 +87,64 @@ class Epochs:
         for epoch in self._open:
             if epoch.ledger.remaining:
                 return epoch.ledger
-        if self._open and self.wait_for_metric:
+        if (self._open and self.wait_for_metric) or self._is_halted or self._next_length == 0:
             return None
-        length = self._next_length
-        if length == 0:
-            return None
+        return self._begin(now_ms).ledger
+
+    def _begin(self, now_ms: float, dealt: int = 0) -> _Open:
+        length = max(self._next_length, dealt)
         self._planned += -(-length // self._group)
-        self._ends.pop(self._opened, None)
+        whole = self._ends.pop(self._opened, self.batches)
         ledger = Ledger(self._opened, length, self.world_size, self.groups)
-        self._open.append(_Open(ledger, Tally(self._opened, self.world_size), now_ms))
+        self._open.append(_Open(ledger, Tally(self._opened, self.world_size), now_ms, whole))
         self._opened += 1
-        return ledger
+        return self._open[-1]
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether nothing will ever be dealt again, unless something comes back."""
-        return not any(e.ledger.remaining for e in self._open) and self._next_length == 0
+        """Whether nothing will be dealt before all that is out has met, unless something comes back."""
+        return not any(e.ledger.remaining for e in self._open) and (self._is_halted or self._next_length == 0)
+
+    @property
+    def _is_halted(self) -> bool:
+        return bool(self._open) and self._halts(self._open[-1].ledger.epoch)
+
+    def position(self, now_ms: float) -> tuple[int, int, tuple[OpenEpoch, ...]]:
+        """How many epochs are complete, their steps, and where the others stand; nothing is dealt.
+
+        An epoch that `max_steps` has cut short is none that is complete: a run that takes more steps goes on
+        in it.
+        """
+        open_ = [*self._cut, *self._open]
+        planned = self._planned - sum(-(-one.ledger.batches // self._group) for one in open_)
+        return self.done - len(self._cut), planned, tuple(_standing(one, now_ms) for one in open_)
+
+    def resume(self, position: Position) -> None:
+        """Begin where another run stood; before anything else, and `start` follows.
+
+        Where this one's limits lie behind that, what had been dealt then is brought to its end, no more.
+        """
+        self.done = self._opened = position.done
+        self._planned = position.planned
+        self.metric = position.metric if self.wait_for_metric else None
+        for stood in position.open:
+            if stood.position == self._next_length == 0:
+                return
+            one = self._begin(-stood.spent_ms, stood.position)
+            one.ledger.resume(stood.position, stood.left)
+            for rank, sums in enumerate(stood.sums):
+                one.tally.resume(rank % self.world_size, sums)
+            one.tally.close_round(stood.sync_ms, stood.divergence, stood.rounds)
+
+    def start(self, now_ms: float) -> None:
+        """The ranks are ready: what an epoch has taken before counts from now on."""
+        for one in self._open:
+            one.start_ms += now_ms
+
+    def disown(self, rank: int, heirs: Sequence[int]) -> None:
+        """Give what a rank that is gone has left to others."""
+        for one in self._open:
+            one.ledger.disown(rank, heirs)
 
     def of(self, epoch: int) -> Ledger:
         """The ledger of an epoch under way."""
@@ -101,9 +154,12 @@ class Epochs:
         """Take in how many batches an epoch of unknown length has."""
         if epoch >= self._opened:
             self._ends[epoch] = batches
-        elif self._is_open(epoch) and batches < (ledger := self.of(epoch)).batches:
-            self._planned -= -(-ledger.batches // self._group) + (-batches // self._group)
-            ledger.end(batches)
+        elif self._is_open(epoch):
+            one = self._find(epoch)
+            one.whole = batches
+            if batches < one.ledger.batches:
+                self._planned -= -(-one.ledger.batches // self._group) + (-batches // self._group)
+                one.ledger.end(batches)
 
     def settle(self, epoch: int, rank: int, batches: Sequence[int], steps: int) -> None:
         """Count back what was dealt of an epoch; nothing of one that had ended before it."""
@@ -120,15 +176,18 @@ class Epochs:
         if self._is_open(epoch):
             self._find(epoch).tally.close_round(sync_ms, drift, rounds)
 
-    def ended(self, now_ms: float, anchor: int, global_step: int) -> list[EpochEnded]:
-        """The epochs that are complete since the last call, in their order."""
+    def ended(self, now_ms: float, anchor: int, global_step: int) -> list[EpochMetrics]:
+        """The records of the epochs that are complete since the last call, in their order."""
         records = []
         while self._open and self._open[0].ledger.is_complete:
             epoch = self._open.popleft()
             metrics = epoch.tally.result(now_ms - epoch.start_ms, anchor, global_step, self.epochs)
             self.done += 1
             self.metric = metrics.loss if self.wait_for_metric else None
-            records.append(EpochEnded(metrics))
+            if epoch.is_cut or self._cut:
+                self._cut.append(epoch)
+            epoch.spent_ms = metrics.epoch_ms
+            records.append(metrics)
             if self._open:
                 # Its first batches were dealt while the epoch before still ran.
                 self._open[0].start_ms = now_ms
@@ -170,7 +229,19 @@ class Epochs:
         raise ProtocolError(f"epoch {epoch} is not under way: {[e.ledger.epoch for e in self._open]} are")
 
 
-def mean_loss(works: list[Work]) -> float:
-    """Mean over the samples of several pieces of work; NaN without any."""
-    samples = sum(work.losses[1] for work in works)
-    return math.fsum(work.losses[0] for work in works) / samples if samples else math.nan
+def _standing(one: _Open, now_ms: float) -> OpenEpoch:
+    ledger, tally = one.ledger, one.tally
+    if ledger.dealt:
+        raise ProtocolError(
+            f"epoch {ledger.epoch}: {ledger.dealt} batches are out while all shall stand still"
+        )
+    return OpenEpoch(
+        epoch=ledger.epoch,
+        position=ledger.position,
+        left=tuple(map(tuple, ledger.left)),
+        sums=tuple(replace(sums, scalars=dict(sums.scalars)) for sums in tally.ranks),
+        rounds=tally.rounds,
+        sync_ms=tally.sync_ms,
+        divergence=tally.divergence,
+        spent_ms=now_ms - one.start_ms if one.spent_ms is None else one.spent_ms,
+    )

@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+from flowdp.machine.block import Block
 from flowdp.machine.commands import Command, Fail
 from flowdp.machine.epochs import Epochs
-from flowdp.machine.planned import Block, PlannedRounds
+from flowdp.machine.planned import PlannedRounds
 from flowdp.messages import Part, StartEpoch, SyncAck, Work
 from flowdp.policy.ledger import Deal, Ledger
 from flowdp.policy.shares import ThroughputBalance, part_sizes, weights_from
@@ -66,10 +67,10 @@ class ExactRounds(PlannedRounds):
         """Shares of the windows that are planned next. Shape (world_size,)."""
         return self._balance.ratios if self._ratios is None else tuple(self._ratios)
 
-    def _deal(self, ledger: Ledger) -> tuple[int, Deal]:
+    def _deal(self, ledger: Ledger, room: int) -> tuple[int, Deal]:
         # The windows stand in the hand of rank 0; what of them is whose is in the parts.
         is_split = self._ratios is not None or self._blocks_held > CALIBRATION
-        count = min(self._block_steps() if is_split else 1, ledger.remaining)
+        count = min(self._block_steps() if is_split else 1, ledger.remaining, room)
         nobody = (0,) * (self.world_size - 1)
         return count, ledger.deal((count, *nobody), [1.0] * self.world_size)
 

@@ -10,17 +10,20 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.commands import Command, Hurry, RoundEnded, Send
-from flowdp.machine.epochs import Epochs, mean_loss
+from flowdp.machine.block import Block
+from flowdp.machine.commands import Command, Hurry, Send
+from flowdp.machine.epochs import Epochs
+from flowdp.machine.position import Position
+from flowdp.machine.report import round_ended, why
 from flowdp.messages import DataEnded, Fact, StartEpoch, SyncAck, SyncNow, Work
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.drift import DriftReport
 from flowdp.policy.ledger import Deal, Ledger
 
-__all__ = ["Block", "PlannedRounds"]
+__all__ = ["PlannedRounds"]
 
 AHEAD = 2
 """Orders per rank that are out: the one that runs and the next."""
@@ -43,34 +46,6 @@ DRIFT_EVERY = 4
 DRIFT_SHARE = 0.02
 
 
-@dataclass(slots=True)
-class Block:
-    """Rounds that were armed by one order to every rank.
-
-    Attributes:
-        plan: Number of the plan.
-        sync: `every` is that of rank 0; the other fields hold for all.
-        epoch: Epoch of the batches.
-        deal: The batches.
-        predicted_ms: When it should be over; infinite where nobody knows.
-        start_ms: When it began.
-        acks: What the ranks have answered.
-    """
-
-    plan: int
-    sync: SyncNow
-    epoch: int
-    deal: Deal
-    predicted_ms: float
-    start_ms: float = math.nan
-    acks: dict[int, SyncAck] = field(default_factory=dict)
-
-    @property
-    def last_round(self) -> int:
-        """Number of the last of them."""
-        return self.sync.round + self.sync.count - 1
-
-
 class PlannedRounds:
     """Plans rounds ahead and settles them.
 
@@ -82,6 +57,9 @@ class PlannedRounds:
 
     Attributes:
         global_step: Steps of all ranks in the rounds held so far.
+        limit: Nothing is armed from this global step on; None: no limit.
+        bad: Ranks that had left the numbers in the last round held -> (epoch, batch) where that began, if
+            known. Consumed by the coordinator.
     """
 
     def __init__(self, epochs: Epochs, cadence: Cadence | None, world_size: int) -> None:
@@ -89,6 +67,10 @@ class PlannedRounds:
         self.cadence = cadence
         self.world_size = world_size
         self.global_step = 0
+        self.limit: int | None = None
+        self.bad: dict[int, tuple[int, int] | None] = {}
+        self._present = list(range(world_size))
+        self._untold: dict[int, int] = {}  # of ranks that are gone
         self._blocks: deque[Block] = deque()
         self._plan = 0
         self._round = 0  # of the next block
@@ -106,17 +88,66 @@ class PlannedRounds:
         """Steps of the slowest rank in a round."""
         return self.cadence.anchor if self.cadence is not None else 1
 
+    @property
+    def wants_meeting(self) -> bool:
+        """Whether the ranks must meet before anything else: they always do, at the end of the round."""
+        return False
+
+    @property
+    def next_round(self) -> int:
+        """Number of the next round, where no order is out."""
+        return self._round
+
+    @property
+    def pace_ms(self) -> tuple[float, ...]:
+        """Time of one step per rank; 0 where not measured. Shape (world_size,)."""
+        if self.cadence is not None and self.cadence.el_che.is_calibrated:
+            return self.cadence.el_che.ms_per_batch
+        return tuple(self._pace_ms)
+
+    def resume(self, position: Position) -> None:
+        """Begin where another run stood; what it measured counts where the ranks are as many."""
+        self.global_step, self._round = position.global_step, position.round
+        if position.world_size == self.world_size and len(position.pace_ms) == self.world_size:
+            self._pace_ms = list(position.pace_ms)
+            if self.cadence is not None and position.anchor is not None:
+                self.cadence.restore(position.anchor, position.pace_ms, position.drifts)
+
+    def leave(self, rank: int, untold: int, now_ms: float) -> list[Command]:
+        """A rank is gone, and with it what it did since the last mean: that is dealt to the others.
+
+        It takes no part in the round that runs, and its going voids what is armed behind.
+
+        Args:
+            rank: Who.
+            untold: Samples of it that means hold and no acknowledgment has told of.
+            now_ms: The time.
+        """
+        self._present.remove(rank)
+        self._untold[rank] = untold
+        self._pace_ms[rank] = 0.0
+        if self.cadence is not None:
+            self.cadence.leave(rank)
+        records = self._settle_all(now_ms)
+        if not self._blocks:
+            self.epochs.disown(rank, self._present)
+        return records
+
     def take(self, fact: Fact, now_ms: float) -> list[Command]:
         """Take a fact that concerns rounds."""
         if not isinstance(fact, SyncAck):
             raise ProtocolError(f"planned rounds know no {fact}")
         # A fast rank's answer to the next order may overtake a slow rank's answer to this one.
         block = next((b for b in self._blocks if b.sync.round <= fact.outcome.round <= b.last_round), None)
-        if block is None or fact.rank in block.acks:
+        if block is None or fact.rank in block.acks or fact.rank not in self._present:
             raise ProtocolError(f"unexpected {fact}; out are {[b.sync for b in self._blocks]}")
         block.acks[fact.rank] = fact
+        return self._settle_all(now_ms)
+
+    def _settle_all(self, now_ms: float) -> list[Command]:
+        """Settle what all ranks that are here have acknowledged."""
         records: list[Command] = []
-        while self._blocks and len(self._blocks[0].acks) == self.world_size:
+        while self._blocks and self._blocks[0].acks.keys() >= set(self._present):
             records += self._settle(self._blocks.popleft(), now_ms)
         return records
 
@@ -126,13 +157,8 @@ class PlannedRounds:
         The ranks come to the gate without what never existed, so the outcome voids what was armed behind. In
         sync that is the same round at whatever moment this is known.
         """
-        cut: set[int] = set()
-        for block in self._blocks:
-            if block.epoch == end.epoch:
-                whole = block.deal
-                block.deal = tuple(tuple(batch for batch in hand if batch < end.batches) for hand in whole)
-                cut.update(rank for rank, hand in enumerate(whole) if hand != block.deal[rank])
-        return [Send(rank, end) for rank in sorted(cut)]
+        cut = {rank for block in self._blocks for rank in block.shorten(end)}
+        return [Send(rank, end) for rank in self._present if rank in cut]
 
     def decide(self, now_ms: float, *, hold: bool, meet: bool) -> list[Command]:  # noqa: ARG002
         """Arm what may be armed.
@@ -185,12 +211,13 @@ class PlannedRounds:
         return len(self._blocks) < (AHEAD if known else 1)
 
     def _arm(self, now_ms: float) -> list[Command]:
-        ledger = self.epochs.dealing(now_ms)
-        if ledger is None:
-            return []
-        count, deal = self._deal(ledger)
         step = self._blocks[-1].sync if self._blocks else None
         before = self.global_step if step is None else step.global_step + step.count * step.steps
+        room = BLOCK_STEPS * self.world_size if self.limit is None else self.limit - before
+        ledger = self.epochs.dealing(now_ms) if room > 0 else None
+        if ledger is None:
+            return []
+        count, deal = self._deal(ledger, room)
         taken = [ledger.steps(rank, hand) for rank, hand in enumerate(deal)]
         sync = SyncNow(
             self._round,
@@ -201,12 +228,13 @@ class PlannedRounds:
             drift=self._wants_drift(count),
             compare=self._wants_comparison(ledger),
         )
-        block = Block(self._plan, sync, ledger.epoch, deal, self._predict_ms(taken))
+        every = tuple(steps // count for steps in taken)
+        block = Block(self._plan, sync, ledger.epoch, deal, every, self._predict_ms(taken))
         if not self._blocks:
             block.start_ms = now_ms
         self._blocks.append(block)
         self._round += count
-        return [Send(rank, self._order(block, rank)) for rank in range(self.world_size)]
+        return [Send(rank, self._order(block, rank)) for rank in self._present]
 
     def _order(self, block: Block, rank: int) -> StartEpoch:
         sync = block.sync
@@ -221,19 +249,26 @@ class PlannedRounds:
         every = order.steps // sync.count
         return order if every == sync.every else replace(order, sync=replace(sync, every=every))
 
-    def _deal(self, ledger: Ledger) -> tuple[int, Deal]:
-        """How many rounds to arm, and their batches."""
+    def _deal(self, ledger: Ledger, room: int) -> tuple[int, Deal]:
+        """How many rounds to arm, and their batches.
+
+        Args:
+            ledger: Of the epoch.
+            room: Steps of all ranks after which the ranks shall stand still, at least 1.
+        """
         if self.cadence is not None:
             return 1, ledger.deal(self.cadence.quotas, self.cadence.ms_per_step)
         pace = self._pace_ms if max(self._pace_ms) else [1.0] * self.world_size
         block = self._block_steps()
         if self.world_size == 1:
-            return 1, ledger.deal((block,), pace)
-        whole = 0 if any(ledger.left) else ledger.remaining // sum(ledger.groups)
+            return 1, ledger.deal((min(block, room),), pace)
+        ranks = self._present
+        whole = 0 if any(ledger.left) else ledger.remaining // sum(ledger.groups[rank] for rank in ranks)
         if whole:
-            count = min(block, whole)
-            return count, ledger.deal_rounds(count)
-        return 1, ledger.deal((1,) * self.world_size, [1.0] * self.world_size)
+            count = min(block, whole, -(-room // len(ranks)))
+            return count, ledger.deal_rounds(count, ranks)
+        quotas = tuple(int(rank in ranks) for rank in range(self.world_size))
+        return 1, ledger.deal(quotas, [1.0] * self.world_size)
 
     def _block_steps(self) -> int:
         """Rounds of one step to arm at once."""
@@ -270,42 +305,39 @@ class PlannedRounds:
 
     # ------------------------------------------------------------------ settling
     def _settle(self, block: Block, now_ms: float) -> list[Command]:
-        outcome = block.acks[0].outcome
+        outcome = block.outcome(self._present)
         rounds = outcome.round - block.sync.round + 1
-        works = [block.acks[rank].work for rank in range(self.world_size)]
-        for rank, ack in sorted(block.acks.items()):
-            if ack.outcome != outcome:
-                raise ProtocolError(
-                    f"rank {rank} left round {outcome.round} with another outcome: {ack.outcome}"
-                )
-            self.epochs.settle(block.epoch, rank, block.deal[rank], self._steps_of(rank, ack.work, rounds))
-            self.epochs.record(rank, ack.work, wait_ms=ack.wait_ms, sync_ms=ack.sync_ms * rounds)
-            if ack.work.pace_ms > 0:
-                self._pace_ms[rank] = ack.work.pace_ms
-        self.global_step = outcome.global_step
+        works = [block.work(rank, outcome, self._untold.pop(rank, 0)) for rank in range(self.world_size)]
+        waits = [block.acks[rank].wait_ms if rank in block.acks else 0.0 for rank in range(self.world_size)]
         self._sync_ms = max(ack.sync_ms for ack in block.acks.values())
+        for rank, work in enumerate(works):
+            self.epochs.settle(block.epoch, rank, block.deal[rank], self._steps_of(rank, work, rounds))
+            sync_ms = block.acks[rank].sync_ms * rounds if rank in block.acks else 0.0
+            self.epochs.record(rank, work, wait_ms=waits[rank], sync_ms=sync_ms)
+            if work.pace_ms > 0 and rank in self._present:
+                self._pace_ms[rank] = work.pace_ms
+        self.global_step = outcome.global_step
+        self.bad = {rank: works[rank].bad for rank in outcome.bad}
         drifts = tuple(ack.drift for ack in block.acks.values() if ack.drift is not None)
         drift = DriftReport(drifts).max_drift if drifts else None
-        reason = self._measure(works, drifts) or ("hurried" if outcome.hurried else "")
+        reason = self._measure(works, drifts) or why(outcome)
         self.epochs.close_round(block.epoch, self._sync_ms * rounds, drift, rounds)
         if outcome.voids:
             self._void()
         wall_ms = now_ms - block.start_ms
         if self._blocks:
             self._blocks[0].start_ms = now_ms
-        record = RoundEnded(
+        record = round_ended(
+            [[work] for work in works],
             round=outcome.round,
             rounds=rounds,
             epoch=block.epoch,
             global_step=self.global_step,
-            steps=tuple(work.steps for work in works),
-            samples=tuple(work.samples for work in works),
-            loss=mean_loss(works),
-            lr=max(works, key=lambda work: work.steps).lr,
+            steps=[work.steps for work in works],
+            samples=[work.samples for work in works],
+            lr=max((ack.work for _, ack in sorted(block.acks.items())), key=lambda work: work.steps).lr,
             wall_ms=wall_ms,
-            busy_ms=tuple(work.busy_ms for work in works),
-            data_ms=tuple(work.data_ms for work in works),
-            wait_ms=tuple(block.acks[rank].wait_ms for rank in range(self.world_size)),
+            wait_ms=waits,
             sync_ms=self._sync_ms,
             anchor=self.anchor,
             drift=drift,
@@ -321,7 +353,7 @@ class PlannedRounds:
         """Take the measurements of a block; what is to be said about them, or ""."""
         if self.cadence is None:
             return ""
-        paces = [work.pace_ms for work in works]
+        paces = [work.pace_ms if rank in self._present else 0.0 for rank, work in enumerate(works)]
         return self.cadence.measured(paces, [work.steps for work in works], self._sync_ms, drifts or None)
 
     def _void(self) -> None:
@@ -329,6 +361,8 @@ class PlannedRounds:
         for block in reversed(self._blocks):
             for rank, hand in enumerate(block.deal):
                 self.epochs.settle(block.epoch, rank, hand, 0)
+        for rank in set(range(self.world_size)).difference(self._present):
+            self.epochs.disown(rank, self._present)
         self.epochs.fold()
         self._blocks.clear()
         self._plan += 1

@@ -27,6 +27,7 @@ class RankState:
         pace_ms: Time of one step.
         works: Its reports since the last round.
         is_throttled: It was told that there is nothing for it.
+        bad: (epoch, batch) of the first step since the last meeting that left the numbers.
     """
 
     orders: deque[StartEpoch] = field(default_factory=deque)
@@ -37,6 +38,7 @@ class RankState:
     pace_ms: float = 0.0
     works: list[Work] = field(default_factory=list)
     is_throttled: bool = False
+    bad: tuple[int, int] | None = None
 
     def give(self, order: StartEpoch) -> None:
         """Send it an order."""
@@ -49,6 +51,7 @@ class RankState:
         self.trained += work.steps
         self.dealt -= order.steps - work.steps
         self.works.append(work)
+        self.bad = self.bad or work.bad
         self.pace_ms = work.pace_ms or self.pace_ms
 
     def shorten(self, end: DataEnded) -> bool:

@@ -39,7 +39,8 @@ def decide(
             raise ProtocolError(f"ranks meet for rounds of different kinds: {first} and {arrival}")
     steps, samples = [0] * world_size, [0] * world_size
     for rank in members:
-        steps[rank], samples[rank] = arrivals[rank].steps, arrivals[rank].samples
+        arrival = arrivals[rank]
+        steps[rank], samples[rank] = arrival.steps, 0 if arrival.bad else arrival.samples
     taken = min(1, sum(steps)) if first.together else sum(steps)
     return Outcome(
         round=first.round,
@@ -55,6 +56,8 @@ def decide(
         drift=any(arrival.drift for arrival in arrivals.values()),
         # A stop makes this the last round, which nobody knew when it was armed.
         compare=any(arrival.compare for arrival in arrivals.values()) or (first.together and directives.stop),
+        halt=directives.halt,
+        bad=tuple(rank for rank in members if arrivals[rank].bad),
     )
 
 
@@ -122,5 +125,5 @@ class GateState:
         self.arrivals = {}
         self._left = []
         # A stop holds until the run ends; the other wishes are fulfilled by one outcome.
-        self.directives = replace(self.directives, pause=False, lr=None)
+        self.directives = replace(self.directives, pause=False, halt=False, lr=None)
         return outcome

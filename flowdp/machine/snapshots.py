@@ -9,12 +9,15 @@ new learning rate, the end) is a blocking round at the gate.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.commands import Average, Command, Hurry, RoundAbandoned, RoundEnded, Send
-from flowdp.machine.epochs import Epochs, mean_loss
+from flowdp.machine.epochs import Epochs
+from flowdp.machine.position import Position
 from flowdp.machine.ranks import AHEAD, RankState
+from flowdp.machine.report import round_ended, why
+from flowdp.machine.snapshot_round import Blocking, SnapshotRound
 from flowdp.messages import (
     Averaged,
     DataEnded,
@@ -49,27 +52,6 @@ SNAPSHOT_TIMEOUT_MS = 5000.0
 """How long a round waits for its snapshots; doubled when that was too short, halved when it was not."""
 
 
-@dataclass(slots=True)
-class _Round:
-    """A round under way."""
-
-    number: int
-    deadline_ms: float
-    snapshots: dict[int, SnapshotReady] = field(default_factory=dict)
-    is_averaging: bool = False
-    averaged: Averaged | None = None
-    updated: set[int] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class _Blocking:
-    """A meeting of all ranks at the gate under way."""
-
-    number: int
-    is_hurried: bool
-    acks: dict[int, SyncAck] = field(default_factory=dict)
-
-
 class SnapshotRounds:
     """Deals batches in small orders and runs rounds beside the training.
 
@@ -80,6 +62,9 @@ class SnapshotRounds:
 
     Attributes:
         global_step: Steps of all ranks in the means applied so far.
+        limit: Of no use here, where orders are small.
+        bad: Ranks that had left the numbers at the last meeting -> (epoch, batch) where that began, if known.
+            Consumed by the coordinator.
     """
 
     def __init__(self, epochs: Epochs, cadence: Cadence, world_size: int) -> None:
@@ -87,10 +72,13 @@ class SnapshotRounds:
         self.cadence = cadence
         self.world_size = world_size
         self.global_step = 0
+        self.limit: int | None = None
+        self.bad: dict[int, tuple[int, int] | None] = {}
+        self._is_bad = False  # some rank has said so since the last meeting
         self._ranks = [RankState() for _ in range(world_size)]
         self._overshoot = Overshoot(ENDLESS if epochs.batches is None else epochs.batches)
-        self._round: _Round | None = None
-        self._blocking: _Blocking | None = None
+        self._round: SnapshotRound | None = None
+        self._blocking: Blocking | None = None
         self._next_round = 0
         self._plan = 0
         self._timeout_ms = SNAPSHOT_TIMEOUT_MS
@@ -108,6 +96,29 @@ class SnapshotRounds:
         return self.cadence.anchor
 
     @property
+    def wants_meeting(self) -> bool:
+        """Whether the ranks must meet before anything else: one of them has left the numbers."""
+        return self._is_bad and self._is_dirty
+
+    @property
+    def next_round(self) -> int:
+        """Number of the next round, where none is under way."""
+        return self._next_round
+
+    @property
+    def pace_ms(self) -> tuple[float, ...]:
+        """Time of one step per rank; 0 where not measured. Shape (world_size,)."""
+        return self.cadence.el_che.ms_per_batch
+
+    def resume(self, position: Position) -> None:
+        """Begin where another run stood; what it measured counts where the ranks are as many."""
+        self.global_step, self._next_round = position.global_step, position.round
+        if position.anchor is not None and len(position.pace_ms) == self.world_size == position.world_size:
+            self.cadence.restore(position.anchor, position.pace_ms, position.drifts)
+            for state, ms in zip(self._ranks, position.pace_ms, strict=True):
+                state.pace_ms = ms
+
+    @property
     def _is_dirty(self) -> bool:
         # An order that has become empty is still answered.
         is_out = any(rank.orders for rank in self._ranks)
@@ -120,8 +131,9 @@ class SnapshotRounds:
             case StepsDone():
                 self._take_work(fact)
             case SnapshotReady():
-                # An answer to an abandoned round comes late and belongs nowhere.
+                # An answer to an abandoned round comes late and belongs nowhere; its rank may be sound again.
                 if self._round is not None and self._round.number == fact.round:
+                    self._is_bad |= fact.bad
                     self._round.snapshots[fact.rank] = fact
                     rank = self._ranks[fact.rank]
                     rank.snapshot = rank.mean + fact.steps
@@ -149,6 +161,7 @@ class SnapshotRounds:
         self._credit(fact.rank, order, fact.work)
 
     def _credit(self, rank: int, order: StartEpoch, work: Work, wait_ms: float = 0.0) -> None:
+        self._is_bad |= work.bad is not None
         self.epochs.settle(order.epoch, rank, order.batches, work.steps)
         self.epochs.record(rank, work, wait_ms=wait_ms)
         self._ranks[rank].credit(order, work)
@@ -179,11 +192,10 @@ class SnapshotRounds:
             commands += self._deal(now_ms)
         round_ = self._round
         if round_ is not None and not round_.is_averaging:
-            if len(round_.snapshots) == self.world_size:
+            if len(round_.snapshots) == self.world_size and not self._is_bad:
                 round_.is_averaging = True
                 self._timeout_ms = max(SNAPSHOT_TIMEOUT_MS, self._timeout_ms / 2)
-                samples = tuple(round_.snapshots[rank].samples for rank in range(self.world_size))
-                return [*commands, Average(round_.number, samples)]
+                return [*commands, Average(round_.number, round_.samples(self.world_size))]
             is_late = now_ms >= round_.deadline_ms
             if not (is_late or meet):
                 return commands
@@ -263,22 +275,20 @@ class SnapshotRounds:
         return steps > 0
 
     def _open_round(self, now_ms: float) -> list[Command]:
-        self._round = _Round(self._next_round, now_ms + self._timeout_ms)
+        self._round = SnapshotRound(self._next_round, now_ms + self._timeout_ms)
         self._next_round += 1
         return [Send(rank, RequestParams(self._round.number)) for rank in range(self.world_size)]
 
-    def _abandon(self, round_: _Round) -> Command:
+    def _abandon(self, round_: SnapshotRound) -> Command:
         """Give the round up; its steps stay with their ranks, and count in the next one."""
         for state in self._ranks:
             state.snapshot = state.mean
         self._round = None
-        missing = tuple(rank for rank in range(self.world_size) if rank not in round_.snapshots)
-        return RoundAbandoned(round_.number, missing)
+        return RoundAbandoned(round_.number, round_.missing(self.world_size))
 
     def _meet(self, is_hurried: bool) -> list[Command]:
-        self._blocking = _Blocking(self._next_round, is_hurried)
-        self._next_round += 1
-        number = self._blocking.number
+        number = self._next_round
+        self._blocking, self._next_round = Blocking(number, is_hurried), number + 1
         # The meeting belongs to the epoch whose batches are behind it, if any are.
         epoch = max((rank.orders[-1].epoch for rank in self._ranks if rank.orders), default=self.epochs.done)
         sync = SyncNow(number, 0, 1, self.global_step, 0)
@@ -288,26 +298,24 @@ class SnapshotRounds:
         return [*orders, Hurry(number)] if is_hurried else orders
 
     # ------------------------------------------------------------------ rounds
-    def _apply(self, round_: _Round) -> list[Command]:
+    def _apply(self, round_: SnapshotRound) -> list[Command]:
         self.global_step += sum(snapshot.steps for snapshot in round_.snapshots.values())
         return [Send(rank, Update(round_.number, self.global_step)) for rank in range(self.world_size)]
 
-    def _end_round(self, round_: _Round, now_ms: float) -> list[Command]:
+    def _end_round(self, round_: SnapshotRound, now_ms: float) -> list[Command]:
         averaged = round_.averaged
         if averaged is None:
             raise ProtocolError(f"round {round_.number} was applied before it was averaged")
-        steps, samples = [], []
-        for rank, state in enumerate(self._ranks):
-            snapshot = round_.snapshots[rank]
-            state.mean += snapshot.steps
-            steps.append(snapshot.steps)
-            samples.append(snapshot.samples)
+        steps = [round_.snapshots[rank].steps for rank in range(self.world_size)]
+        for state, taken in zip(self._ranks, steps, strict=True):
+            state.mean += taken
         reason = self.cadence.measured(
             [state.pace_ms for state in self._ranks], steps, averaged.sync_ms, averaged.drifts or None
         )
         self._overshoot.averaged(self.cadence.action)
         drift = DriftReport(averaged.drifts).max_drift if averaged.drifts else None
         self._round = None
+        samples = round_.samples(self.world_size)
         return [self._record(round_.number, steps, samples, averaged.sync_ms, drift, reason, now_ms)]
 
     def _take_ack(self, ack: SyncAck, now_ms: float) -> list[Command]:
@@ -317,13 +325,9 @@ class SnapshotRounds:
         blocking.acks[ack.rank] = ack
         if len(blocking.acks) < self.world_size:
             return []
-        outcome = ack.outcome
+        outcome = blocking.outcome()
         for rank, state in enumerate(self._ranks):
             theirs = blocking.acks[rank]
-            if theirs.outcome != outcome:
-                raise ProtocolError(
-                    f"rank {rank} left round {outcome.round} with another outcome: {theirs.outcome}"
-                )
             if state.orders:
                 self._credit(rank, state.orders.popleft(), theirs.work, theirs.wait_ms)
             for order in state.orders:
@@ -334,19 +338,22 @@ class SnapshotRounds:
         self.epochs.fold()
         self.global_step = outcome.global_step
         self._blocking = None
+        self.bad = {rank: self._ranks[rank].bad for rank in outcome.bad}
+        self._is_bad = False
+        for state in self._ranks:
+            state.bad = None
         if outcome.voids:
             self._plan += 1
         self._met_dealt = sum(rank.dealt for rank in self._ranks)
         sync_ms = max(theirs.sync_ms for theirs in blocking.acks.values())
-        reason = "stop" if outcome.stop else "pause" if outcome.pause else "meeting"
-        steps, samples = list(outcome.steps), list(outcome.samples)
-        return [self._record(outcome.round, steps, samples, sync_ms, None, reason, now_ms)]
+        reason = why(outcome) or "meeting"
+        return [self._record(outcome.round, outcome.steps, outcome.samples, sync_ms, None, reason, now_ms)]
 
     def _record(
         self,
         number: int,
-        steps: list[int],
-        samples: list[int],
+        steps: Sequence[int],
+        samples: Sequence[int],
         sync_ms: float,
         drift: float | None,
         reason: str,
@@ -357,18 +364,16 @@ class SnapshotRounds:
         epoch = max((work.epoch for work in flat), default=self.epochs.done)
         self.epochs.close_round(epoch, sync_ms, drift, 1)
         start_ms, self._round_start_ms = self._round_start_ms, now_ms
-        record = RoundEnded(
+        record = round_ended(
+            works,
             round=number,
             rounds=1,
             epoch=epoch,
             global_step=self.global_step,
-            steps=tuple(steps),
-            samples=tuple(samples),
-            loss=mean_loss(flat),
+            steps=steps,
+            samples=samples,
             lr=flat[-1].lr if flat else 0.0,
             wall_ms=0.0 if math.isnan(start_ms) else now_ms - start_ms,
-            busy_ms=tuple(math.fsum(w.busy_ms for w in theirs) for theirs in works),
-            data_ms=tuple(math.fsum(w.data_ms for w in theirs) for theirs in works),
             wait_ms=(0.0,) * self.world_size,
             sync_ms=sync_ms,
             anchor=self.anchor,

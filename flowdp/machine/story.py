@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from flowdp import messages
-from flowdp.machine import commands
+from flowdp.machine import commands, position, standstill
 from flowdp.machine.commands import Command
 from flowdp.machine.coordinator import Coordinator, RunConfig
 from flowdp.messages import Fact
@@ -32,7 +32,10 @@ HALF = 2048
 
 RECORDS: dict[str, type] = {
     record.__name__: record
-    for record in (*vars(messages).values(), *vars(commands).values(), RankMetrics, RunConfig, CadenceOptions)
+    for record in (
+        *(*vars(messages).values(), *vars(commands).values(), *vars(position).values()),
+        *(*vars(standstill).values(), RankMetrics, RunConfig, CadenceOptions),
+    )
     if isinstance(record, type) and is_dataclass(record)
 }
 """Everything that may stand in a story, by its name."""

@@ -12,8 +12,12 @@ from dataclasses import dataclass
 from flowdp.errors import ProtocolError
 from flowdp.messages import (
     Abort,
+    Adopt,
     Arrival,
+    Capture,
     DataEnded,
+    Duty,
+    Evaluate,
     Order,
     Outcome,
     Part,
@@ -24,7 +28,19 @@ from flowdp.messages import (
     Update,
 )
 
-__all__ = ["Action", "Apply", "Done", "Enter", "Idle", "Leave", "Report", "Snapshot", "Step", "WorkerMachine"]
+__all__ = [
+    "Action",
+    "Apply",
+    "Done",
+    "Enter",
+    "Idle",
+    "Leave",
+    "Report",
+    "Serve",
+    "Snapshot",
+    "Step",
+    "WorkerMachine",
+]
 
 
 @dataclass(slots=True)
@@ -97,6 +113,13 @@ class Apply:
 
 
 @dataclass(frozen=True, slots=True)
+class Serve:
+    """Do what the order says, while all ranks stand still."""
+
+    duty: Duty
+
+
+@dataclass(frozen=True, slots=True)
 class Idle:
     """Wait at the inbox."""
 
@@ -112,7 +135,7 @@ class Leave:
     reason: str | None
 
 
-Action = Step | Enter | Report | Snapshot | Apply | Idle | Leave
+Action = Step | Enter | Report | Snapshot | Apply | Serve | Idle | Leave
 
 _IDLE = Idle()
 
@@ -120,22 +143,31 @@ _IDLE = Idle()
 class WorkerMachine:
     """What one rank does next.
 
+    Args:
+        rank: Who.
+        global_step: Steps of all ranks before the run began: of the one that it continues.
+
     Attributes:
         rank: Who.
         steps: Steps since the last mean.
         samples: Samples of those steps.
         total_steps: Steps of the run.
         throttled: Why there are no batches for this rank, while there are none.
+        untold: Samples that means hold and no acknowledgment has told of.
+        is_bad: The replica has left the numbers since the last meeting: it weighs nothing in the next.
         plans: Counts up whenever `upcoming` is another list than before, but for batches trained since.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, global_step: int = 0) -> None:
         self.rank = rank
         self.steps = 0
         self.samples = 0
         self.total_steps = 0
         self.throttled: str | None = None
+        self.untold = 0
+        self.is_bad = False
         self.plans = 0
+        self._duties: deque[Duty] = deque()
         self._orders: deque[StartEpoch] = deque()
         self._control: deque[RequestParams | Update] = deque()
         self._order: StartEpoch | None = None
@@ -143,7 +175,7 @@ class WorkerMachine:
         self._taken = 0  # and its batches that were in them
         self._in_round = 0  # steps of the round that it is in
         self._held = 0  # rounds of the order that were held
-        self._base = 0  # steps of all ranks at the last mean
+        self._base = global_step  # steps of all ranks at the last mean
         self._next_round = 0  # no round before this one will ask for us
         self._oldest_plan = 0  # orders of older plans are void
         self._snapshot: Snapshot | None = None
@@ -155,6 +187,11 @@ class WorkerMachine:
     def order(self) -> StartEpoch | None:
         """The order under way."""
         return self._order
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it was told to leave."""
+        return self._leave is not None
 
     def handle(self, order: Order) -> None:
         """Take an order."""
@@ -174,6 +211,8 @@ class WorkerMachine:
                 self._control.append(order)
             case Throttle():
                 self.throttled = order.reason
+            case Evaluate() | Capture() | Adopt():
+                self._duties.append(order)
             case Shutdown():
                 self._leave = self._leave or Leave(None)
             case Abort():
@@ -191,6 +230,8 @@ class WorkerMachine:
             return self._serve(self._control.popleft())
         order = self._order
         if order is None:
+            if self._duties:
+                return Serve(self._duties.popleft())
             if not self._orders:
                 return _IDLE
             order = self._order = self._orders.popleft()
@@ -215,6 +256,7 @@ class WorkerMachine:
             drift=sync.drift,
             together=order.parts is not None,
             compare=sync.compare and self._held == sync.count - 1,
+            bad=self.is_bad,
         )
         return Enter(arrival)
 
@@ -232,7 +274,9 @@ class WorkerMachine:
         order = self._order
         if order is None or order.sync is None:
             raise ProtocolError(f"rank {self.rank} got {outcome} without an order")
+        self.untold += self.samples
         self.steps = self.samples = 0
+        self.is_bad = False
         self._snapshot = None
         self._base = outcome.global_step
         self._next_round = outcome.round + 1
@@ -240,6 +284,7 @@ class WorkerMachine:
         self._held += 1
         if not outcome.voids and self._held < order.sync.count:
             return None
+        self.untold = 0
         done = self._cut or Done(order.plan, order.epoch, self._done)
         self._order = self._cut = None
         self._cut_steps = 0
@@ -279,7 +324,7 @@ class WorkerMachine:
 
     def _serve(self, order: RequestParams | Update) -> Action:
         if isinstance(order, RequestParams):
-            self._snapshot = Snapshot(order.round, self.steps, self.samples)
+            self._snapshot = Snapshot(order.round, self.steps, 0 if self.is_bad else self.samples)
             return self._snapshot
         self.applied(order.round, order.global_step)
         return Apply(order.round)

@@ -1,17 +1,19 @@
-"""A progress bar: one thread that reads the records and draws."""
+"""The progress bar: a callback that draws."""
 
 from __future__ import annotations
 
 import sys
-import threading
 from importlib.util import find_spec
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from flowdp.engine.records import Records
 from flowdp.errors import OptionError
 from flowdp.machine.commands import RoundEnded
+from flowdp.observe.callbacks import Callback
 
-__all__ = ["show_progress", "wants_progress"]
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+__all__ = ["ProgressBar", "wants_progress"]
 
 
 def wants_progress(progress: bool | Literal["auto"]) -> bool:
@@ -33,30 +35,38 @@ def _is_watched() -> bool:
     return in_notebook or (sys.stderr is not None and sys.stderr.isatty())
 
 
-def show_progress(records: Records, total_steps: int | None, batches: int | None) -> threading.Thread:
-    """Draw until the run ends.
+class ProgressBar(Callback):
+    """Draws where the run is: epoch, loss, samples per second, shares.
 
     Args:
-        records: Of the run.
         total_steps: Steps of all ranks in the run; None where nobody knows.
         batches: Steps of all ranks in an epoch; None where nobody knows.
+        start: Steps that were behind a resumed run when it began.
     """
-    thread = threading.Thread(
-        target=_draw, args=(records, total_steps, batches), name="flowdp-progress", daemon=True
-    )
-    thread.start()
-    return thread
 
+    def __init__(self, total_steps: int | None, batches: int | None, start: int = 0) -> None:
+        self._total_steps = total_steps
+        self._start = start
+        self._epochs = "" if total_steps is None or batches is None else f"/{-(-total_steps // batches)}"
+        self._bar: tqdm[NoReturn] | None = None
 
-def _draw(records: Records, total_steps: int | None, batches: int | None) -> None:
-    from tqdm.auto import tqdm  # an extra, and slow to import: only for those who draw
+    def on_train_start(self, run: Any) -> None:  # noqa: ARG002
+        """Draw it, empty."""
+        from tqdm.auto import tqdm  # an extra, and slow to import: only for those who draw
 
-    of_all = "" if total_steps is None or batches is None else f"/{-(-total_steps // batches)}"
-    with tqdm(total=total_steps, unit="step", dynamic_ncols=True) as bar:
-        for record in records.round_records():
-            bar.set_description(f"epoch {record.epoch + 1}{of_all}", refresh=False)
-            bar.set_postfix(_postfix(record), refresh=False)
-            bar.update(record.global_step - bar.n)
+        self._bar = tqdm(total=self._total_steps, initial=self._start, unit="step", dynamic_ncols=True)
+
+    def on_round(self, record: RoundEnded) -> None:
+        """Move it to the end of this round; tqdm draws it ten times a second at most."""
+        if self._bar is not None:
+            self._bar.set_description(f"epoch {record.epoch + 1}{self._epochs}", refresh=False)
+            self._bar.set_postfix(_postfix(record), refresh=False)
+            self._bar.update(record.global_step - self._bar.n)
+
+    def on_train_end(self, state: Any) -> None:  # noqa: ARG002
+        """Leave the last drawing where it is."""
+        if self._bar is not None:
+            self._bar.close()
 
 
 def _postfix(record: RoundEnded) -> dict[str, str]:

@@ -45,8 +45,27 @@ class Cadence:
             max_batch_diff=options.max_batch_diff,
             speed_hint=options.speed_hint,
         )
-        self.guard = DivergenceGuard(options.divergence_threshold, enabled=options.divergence_guard)
+        self.guard = self._new_guard(())
         self.action = GuardAction.STABLE
+        self._gone: set[int] = set()
+        self._quotas = self._fit()
+
+    def restore(self, anchor: int, pace_ms: Sequence[float], drifts: Sequence[float] = ()) -> None:
+        """Begin with what an earlier run on the same ranks had found out.
+
+        Args:
+            anchor: See `ElChe.restore`.
+            pace_ms: See there.
+            drifts: What the guard had seen.
+        """
+        self.el_che.restore(anchor, pace_ms)
+        self.guard = self._new_guard(drifts)
+        self._quotas = self._fit()
+
+    def leave(self, rank: int) -> None:
+        """A rank is gone: its quota is 0 from now on."""
+        self._gone.add(rank)
+        self.el_che.forget(rank)
         self._quotas = self._fit()
 
     @property
@@ -73,7 +92,7 @@ class Cadence:
 
     @property
     def quotas(self) -> tuple[int, ...]:
-        """Steps per rank in the next round. Shape (world_size,)."""
+        """Steps per rank in the next round; 0 for one that is gone. Shape (world_size,)."""
         return self._quotas
 
     def measured(
@@ -108,12 +127,18 @@ class Cadence:
         self._quotas = self._fit()
         return decision.reason if decision is not None and hold else ""
 
+    def _new_guard(self, drifts: Sequence[float]) -> DivergenceGuard:
+        return DivergenceGuard(self.options.divergence_threshold, self.options.divergence_guard, drifts)
+
     def _fit(self) -> tuple[int, ...]:
         self._ms_per_step = self._known_ms_per_step()
         anchor = self.el_che.anchor if self.is_known else min(self.el_che.anchor, PROBE_STEPS)
-        return fitted_quotas(
+        quotas = fitted_quotas(
             self._ms_per_step, anchor, max_lead=self.options.max_batch_diff, max_anchor=self.el_che.max_anchor
         )
+        if not self._gone:
+            return quotas
+        return tuple(0 if rank in self._gone else quota for rank, quota in enumerate(quotas))
 
     def _known_ms_per_step(self) -> tuple[float, ...]:
         if self.ratios is not None:

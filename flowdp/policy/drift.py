@@ -10,6 +10,7 @@ import enum
 import itertools
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 __all__ = ["DivergenceGuard", "DriftReport", "GuardAction", "GuardDecision"]
@@ -99,12 +100,13 @@ class DivergenceGuard:
     Args:
         threshold: Relative distance from the mean.
         enabled: False: always stable.
+        history: What an earlier run had seen; see `history`.
     """
 
-    def __init__(self, threshold: float = 0.05, enabled: bool = True) -> None:
+    def __init__(self, threshold: float = 0.05, enabled: bool = True, history: Sequence[float] = ()) -> None:
         self._threshold = threshold
         self._enabled = enabled
-        self._history: deque[float] = deque(maxlen=_HISTORY)
+        self._history: deque[float] = deque(history, maxlen=_HISTORY)
 
     @property
     def history(self) -> tuple[float, ...]:

@@ -197,6 +197,29 @@ class ElChe:
         if max(self._ms) > 0.0:
             self._recount()
 
+    def restore(self, anchor: int, ms_per_batch: Sequence[float]) -> None:
+        """Begin with what an earlier run had found out.
+
+        Args:
+            anchor: Its anchor; clamped to this one's limits.
+            ms_per_batch: Its times, 0 where a rank was never measured. Shape (world_size,).
+
+        Raises:
+            OptionError: The number of times is not that of the devices.
+        """
+        self._check_length("ms_per_batch", ms_per_batch)
+        self._ms = [ms if _is_measured(ms) else 0.0 for ms in ms_per_batch]
+        self._anchor = max(1, min(anchor, self._max_anchor))
+        if max(self._ms) > 0.0:
+            self._recount()
+            self._calibrated = True
+
+    def forget(self, rank: int) -> None:
+        """Drop what was measured of a rank that is gone: the others are not to wait for its like."""
+        self._ms[rank] = 0.0
+        if max(self._ms) > 0.0:
+            self._recount()
+
     def clamp_total(self, max_total: int) -> tuple[int, ...]:
         """Counts scaled down to `max_total` steps of all ranks, in the same proportions.
 

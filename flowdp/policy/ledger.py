@@ -6,7 +6,7 @@ a shortened round left behind: the position is one integer and that short list.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from heapq import heapify, heapreplace
 
 from flowdp.errors import ProtocolError
@@ -119,15 +119,24 @@ class Ledger:
         self.dealt += sum(map(len, hands))
         return tuple(map(tuple, hands))
 
-    def deal_rounds(self, count: int) -> Deal:
-        """Deal `count` rounds of one step per rank: the ranks' batches follow each other in each round."""
-        whole = sum(self.groups)
+    def deal_rounds(self, count: int, ranks: Collection[int] | None = None) -> Deal:
+        """Deal `count` rounds of one step per rank: the ranks' batches follow each other in each round.
+
+        Args:
+            count: How many.
+            ranks: Who gets any; None: all.
+        """
+        groups = [group if ranks is None or rank in ranks else 0 for rank, group in enumerate(self.groups)]
+        whole = sum(groups)
         if any(self.left) or self.batches - self.position < count * whole:
             raise ProtocolError(f"epoch {self.epoch}: {count} whole rounds do not remain at {self.position}")
         stop = self.position + count * whole
         deal: list[tuple[int, ...]] = []
-        for group in self.groups:
-            firsts = range(self.position + sum(self.groups[: len(deal)]), stop, whole)
+        for group in groups:
+            if not group:
+                deal.append(())
+                continue
+            firsts = range(self.position + sum(groups[: len(deal)]), stop, whole)
             deal.append(
                 tuple(firsts if group == 1 else (first + i for first in firsts for i in range(group)))
             )
@@ -146,6 +155,25 @@ class Ledger:
         self.dealt -= len(batches)
         self.trained += trained
         self.left[rank] = sorted(self.left[rank] + list(batches[trained:]))
+
+    def resume(self, position: int, left: Sequence[Sequence[int]]) -> None:
+        """Begin where another run of the epoch stood; its left-overs go round the ranks of this one.
+
+        Args:
+            position: First batch that was never dealt.
+            left: Earlier batches that were not trained. Shape (ranks of the other run, ...).
+        """
+        self.position = position
+        self.trained = position - sum(map(len, left))
+        for rank, hand in enumerate(left):
+            self.left[rank % len(self.left)] += hand
+        self.left = [sorted(hand) for hand in self.left]
+
+    def disown(self, rank: int, heirs: Sequence[int]) -> None:
+        """Give the left-overs of a rank that is gone to others."""
+        gone, self.left[rank] = self.left[rank], []
+        for at, heir in enumerate(heirs):
+            self.left[heir] = sorted(self.left[heir] + gone[at :: len(heirs)])
 
     def end(self, batches: int) -> None:
         """Learn that the epoch has so many batches and no more: what was dealt beyond never existed."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from flowdp.policy.drift import DriftReport
 from flowdp.policy.formats import format_duration, format_metric
 
-__all__ = ["EpochMetrics", "RankMetrics", "Tally", "Work", "pace_ms"]
+__all__ = ["EpochMetrics", "RankMetrics", "RankSums", "Tally", "Work", "evaluation_means", "pace_ms"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class Work:
         losses: Sum of loss x samples, and the samples it was summed over.
         scalars: Name -> (weighted sum, sum of weights), from `record_scalar`.
         lr: Learning rate of the first group at the last step.
+        bad: (epoch, batch) of the first step that left the numbers, NaN or infinite; None while none has.
     """
 
     epoch: int
@@ -40,6 +41,7 @@ class Work:
     losses: tuple[float, int] = (0.0, 0)
     scalars: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     lr: float = 0.0
+    bad: tuple[int, int] | None = None
 
 
 def pace_ms(total_ms: float, longest_ms: float, steps: int) -> float:
@@ -144,8 +146,20 @@ class EpochMetrics:
 
 
 @dataclass(slots=True)
-class _RankSums:
-    """Running sums of one rank."""
+class RankSums:
+    """What one rank has done of an epoch so far.
+
+    Attributes:
+        steps: Optimizer steps.
+        samples: Samples trained.
+        busy_ms: Time in steps.
+        data_ms: Time waiting for batches.
+        wait_ms: Time waiting for other ranks.
+        sync_ms: Time in averaging.
+        losses: Sum of loss x samples, and the samples it was summed over.
+        scalars: Name -> (weighted sum, sum of weights).
+        lr: Learning rate of the first group at its last step.
+    """
 
     steps: int = 0
     samples: int = 0
@@ -165,15 +179,21 @@ class Tally:
         epoch: Which, from 0.
         world_size: Ranks.
 
+    Attributes:
+        ranks: Sums of each rank. Shape (world_size,).
+        rounds: Averagings.
+        sync_ms: Time of all of them, without waiting.
+        divergence: Largest drift, NaN where one was NaN; None where not measured.
+
     Threads: no locks; one owner.
     """
 
     def __init__(self, epoch: int, world_size: int) -> None:
         self._epoch = epoch
-        self._ranks = [_RankSums() for _ in range(world_size)]
-        self._rounds = 0
-        self._sync_ms = 0.0
-        self._divergence: float | None = None
+        self.ranks = [RankSums() for _ in range(world_size)]
+        self.rounds = 0
+        self.sync_ms = 0.0
+        self.divergence: float | None = None
 
     def add(self, rank: int, work: Work, *, wait_ms: float = 0.0, sync_ms: float = 0.0) -> None:
         """Count what a rank did for an order.
@@ -184,19 +204,36 @@ class Tally:
             wait_ms: Its waiting for other ranks, all rounds of the order together.
             sync_ms: Its time in averaging, all rounds of the order together.
         """
-        sums = self._ranks[rank]
-        sums.steps += work.steps
-        sums.samples += work.samples
-        sums.busy_ms += work.busy_ms
-        sums.data_ms += work.data_ms
-        sums.wait_ms += wait_ms
-        sums.sync_ms += sync_ms
-        sums.losses = (sums.losses[0] + work.losses[0], sums.losses[1] + work.losses[1])
-        for name, (total, weight) in work.scalars.items():
+        self.resume(
+            rank,
+            RankSums(
+                steps=work.steps,
+                samples=work.samples,
+                busy_ms=work.busy_ms,
+                data_ms=work.data_ms,
+                wait_ms=wait_ms,
+                sync_ms=sync_ms,
+                losses=work.losses,
+                scalars=dict(work.scalars),
+                lr=work.lr,
+            ),
+        )
+
+    def resume(self, rank: int, done: RankSums) -> None:
+        """Count what was done before, by a rank of this run or of the one that it continues."""
+        sums = self.ranks[rank]
+        sums.steps += done.steps
+        sums.samples += done.samples
+        sums.busy_ms += done.busy_ms
+        sums.data_ms += done.data_ms
+        sums.wait_ms += done.wait_ms
+        sums.sync_ms += done.sync_ms
+        sums.losses = (sums.losses[0] + done.losses[0], sums.losses[1] + done.losses[1])
+        for name, (total, weight) in done.scalars.items():
             known = sums.scalars.get(name, (0.0, 0.0))
             sums.scalars[name] = (known[0] + total, known[1] + weight)
-        if work.steps:
-            sums.lr = work.lr
+        if done.steps:
+            sums.lr = done.lr
 
     def close_round(self, sync_ms: float, drift: float | None, rounds: int = 1) -> None:
         """Count averagings.
@@ -206,11 +243,11 @@ class Tally:
             drift: Largest over the ranks; None where not measured.
             rounds: How many.
         """
-        self._rounds += rounds
-        self._sync_ms += sync_ms
+        self.rounds += rounds
+        self.sync_ms += sync_ms
         if drift is not None:
-            known = () if self._divergence is None else (self._divergence,)
-            self._divergence = DriftReport((*known, drift)).max_drift
+            known = () if self.divergence is None else (self.divergence,)
+            self.divergence = DriftReport((*known, drift)).max_drift
 
     def result(self, epoch_ms: float, anchor: int, global_step: int, epochs: int | None) -> EpochMetrics:
         """The record of the epoch.
@@ -221,7 +258,7 @@ class Tally:
             global_step: Steps of all ranks in the run so far.
             epochs: Epochs of the run, or None.
         """
-        ranks = self._ranks
+        ranks = self.ranks
         samples = [sums.samples for sums in ranks]
         busy_ms = sum(sums.busy_ms for sums in ranks)
         return EpochMetrics(
@@ -234,16 +271,16 @@ class Tally:
             throughput=tuple(1000.0 * count / epoch_ms if epoch_ms > 0.0 else 0.0 for count in samples),
             share=tuple(count / max(1, sum(samples)) for count in samples),
             lr=next((sums.lr for sums in ranks if sums.steps), 0.0),
-            rounds=self._rounds,
-            sync_ms=self._sync_ms,
+            rounds=self.rounds,
+            sync_ms=self.sync_ms,
             anchor=anchor,
-            divergence=self._divergence,
+            divergence=self.divergence,
             efficiency=min(1.0, busy_ms / (len(ranks) * epoch_ms)) if epoch_ms > 0.0 else 0.0,
             global_step=global_step,
         )
 
 
-def _rank_metrics(sums: _RankSums) -> RankMetrics:
+def _rank_metrics(sums: RankSums) -> RankMetrics:
     return RankMetrics(
         samples=sums.samples,
         steps=sums.steps,
@@ -257,12 +294,12 @@ def _rank_metrics(sums: _RankSums) -> RankMetrics:
     )
 
 
-def _mean_loss(ranks: Sequence[_RankSums]) -> float:
+def _mean_loss(ranks: Sequence[RankSums]) -> float:
     samples = sum(sums.losses[1] for sums in ranks)
     return sum(sums.losses[0] for sums in ranks) / samples if samples else math.nan
 
 
-def _mean_scalars(ranks: Sequence[_RankSums]) -> dict[str, float]:
+def _mean_scalars(ranks: Sequence[RankSums]) -> dict[str, float]:
     names = dict.fromkeys(name for sums in ranks for name in sums.scalars)
     means = {}
     for name in names:
@@ -270,3 +307,31 @@ def _mean_scalars(ranks: Sequence[_RankSums]) -> dict[str, float]:
         weight = sum(weight for _, weight in pairs)
         means[name] = sum(total for total, _ in pairs) / weight if weight else math.nan
     return means
+
+
+def evaluation_means(
+    results: Sequence[tuple[int, float, tuple[tuple[str, float], ...]]],
+) -> dict[str, float]:
+    """Means over an evaluation, the same whoever evaluated which batch.
+
+    Args:
+        results: Of its batches: the number, the samples (or what else the means count for), and (name, mean)
+            pairs. A name that some batches lack is the mean over the others.
+    """
+    parts: dict[str, list[tuple[float, float]]] = {}
+    for _, weight, values in sorted(results, key=lambda result: result[0]):
+        for name, value in values:
+            parts.setdefault(name, []).append((value * weight, weight))
+    means = {}
+    for name, terms in sorted(parts.items()):
+        weight = _sum([weight for _, weight in terms])
+        means[name] = _sum([term for term, _ in terms]) / weight if weight else math.nan
+    return means
+
+
+def _sum(terms: Sequence[float]) -> float:
+    """The sum, rounded once, so that the order is of no account."""
+    try:
+        return math.fsum(terms)
+    except (OverflowError, ValueError):  # finite terms beyond the floats, infinities of both signs
+        return sum(terms)

@@ -23,6 +23,7 @@ from flowdp.errors import OptionError
 from flowdp.machine.story import replay
 from flowdp.options import Policy
 from flowdp.sim.faults import draw
+from flowdp.sim.lives import play
 from flowdp.sim.plan import simulate
 from flowdp.sim.rules import Violation
 from flowdp.sim.world import World
@@ -35,26 +36,29 @@ class _Run:
     """How the run of a seed went."""
 
     seed: int
+    lives: int
     events: int
     virtual_ms: float
-    facts: int
     failure: str | None
 
     def __str__(self) -> str:
         how = self.failure or "every rule holds"
-        return f"seed {self.seed}: {how}; {self.events:,} events, {self.virtual_ms / 1e3:.3f} virtual seconds"
+        lives = f"{self.lives} lives, " if self.lives > 1 else ""
+        time = f"{self.virtual_ms / 1e3:.3f} virtual seconds"
+        return f"seed {self.seed}: {how}; {lives}{self.events:,} events, {time}"
 
 
 def _run_seed(seed: int, *, trace: bool = False) -> _Run:
-    world = World(draw(seed), trace=_print_event if trace else None)
+    lives: list[World] = []
     failure = None
     try:
-        world.run()
+        play(draw(seed), trace=_print_event if trace else None, lives=lives)
     except Violation as violation:
         failure = str(violation)
     except Exception as error:  # whatever else a machine raises is a bug, too; the other seeds still count
         failure = f"{type(error).__name__}: {error}"
-    return _Run(seed, world.clock.events, world.clock.now_ms, len(world.facts), failure)
+    events = sum(world.clock.events for world in lives)
+    return _Run(seed, len(lives), events, sum(world.clock.now_ms for world in lives), failure)
 
 
 def _print_event(now_ms: float, text: str) -> None:
@@ -71,8 +75,9 @@ def _runs(seeds: range, jobs: int) -> Iterator[_Run]:
 
 def _seeds(seeds: range, jobs: int) -> int:
     started = time.perf_counter()
-    events, virtual_ms, failures = 0, 0.0, 0
+    lives, events, virtual_ms, failures = 0, 0, 0.0, 0
     for run in _runs(seeds, jobs):
+        lives += run.lives
         events += run.events
         virtual_ms += run.virtual_ms
         if run.failure is not None:
@@ -80,8 +85,8 @@ def _seeds(seeds: range, jobs: int) -> int:
             print(f"seed {run.seed}: {run.failure}\n    python -m flowdp.sim --seed {run.seed} --trace")
     seconds = time.perf_counter() - started
     print(
-        f"{len(seeds):,} runs in {seconds:.1f} s: {len(seeds) / seconds:,.0f} runs/s, {events:,} events, "
-        f"{virtual_ms / MS_PER_HOUR:.1f} virtual hours, {failures} failures"
+        f"{len(seeds):,} runs in {seconds:.1f} s: {len(seeds) / seconds:,.0f} runs/s, {lives:,} lives, "
+        f"{events:,} events, {virtual_ms / MS_PER_HOUR:.1f} virtual hours, {failures} failures"
     )
     return 1 if failures else 0
 

@@ -1,138 +1,18 @@
-"""Scenarios: the shape of a run and what goes wrong in it, drawn from a seed."""
+"""Scenarios drawn from a seed."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Literal
+from dataclasses import replace
 
 from flowdp.machine.coordinator import RunConfig
+from flowdp.machine.standstill import MINUTE_MS, Duties, SavePlan
 from flowdp.messages import Requested
 from flowdp.options import CadenceOptions, Policy
+from flowdp.policy.monitor import Monitor
+from flowdp.sim.scenario import Crash, Scenario, Wish
 
 __all__ = ["Crash", "Scenario", "Wish", "draw"]
-
-STALL = 20.0
-"""A stalled step takes this many times its time."""
-
-LATENCY_MS = 8000.0
-"""Longest delay of a late snapshot."""
-
-
-@dataclass(frozen=True)
-class Crash:
-    """A rank fails: before its first order, in a step, on its way to the gate, or in the averaging.
-
-    Attributes:
-        rank: Who.
-        where: At which kind of action.
-        after: How many such actions succeed before.
-    """
-
-    rank: int
-    where: Literal["start", "step", "enter", "mean", "snapshot", "apply"]
-    after: int
-
-
-@dataclass(frozen=True)
-class Wish:
-    """The user asks for something at a time."""
-
-    at_ms: float
-    request: Requested
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scenario:
-    """A run of the virtual cluster.
-
-    Attributes:
-        seed: Of the random numbers drawn while it runs.
-        config: What the coordinator is told.
-        ms_per_step: Mean time of one step per rank. Shape (world_size,).
-        noise: Relative spread of a step's time.
-        sync_ms: Time of one averaging.
-        batch_size: Samples of a batch; in exact, what a rank trains in its time of a step.
-        last_batch: Samples of an epoch's last batch; in exact the window and the samples of an epoch say it.
-        lengths: Batches of the epochs, in turn, where `config` does not know them.
-        read_ms: Time that reading one of those batches takes.
-        ahead: How many of them are read and not taken, at most, while nobody waits.
-        latency_ms: Longest time that a message takes.
-        stall: Probability that a step takes `STALL` times its time.
-        late_snapshot: Probability that a snapshot takes up to `LATENCY_MS` longer.
-        lost_snapshot: Probability that it never comes.
-        slow_from: (rank, step, factor): from that step of its on, the rank is slower by that factor.
-        crashes: Ranks that fail.
-        wishes: What the user does, in order of time.
-        differs: (rank, epoch): from the end of that epoch on, the rank's replica is not that of the others.
-    """
-
-    seed: int
-    config: RunConfig
-    ms_per_step: tuple[float, ...]
-    noise: float = 0.0
-    sync_ms: float = 1.0
-    batch_size: int = 8
-    last_batch: int = 8
-    lengths: tuple[int, ...] = ()
-    read_ms: float = 0.0
-    ahead: int = 4
-    latency_ms: float = 0.1
-    stall: float = 0.0
-    late_snapshot: float = 0.0
-    lost_snapshot: float = 0.0
-    slow_from: tuple[int, int, float] | None = None
-    crashes: tuple[Crash, ...] = ()
-    wishes: tuple[Wish, ...] = field(default=())
-    differs: tuple[int, int] | None = None
-
-    def length(self, epoch: int) -> int:
-        """Batches of an epoch."""
-        known = self.config.batches
-        return self.lengths[epoch % len(self.lengths)] if known is None else known
-
-    def dealt(self, epoch: int) -> int:
-        """Batches of an epoch that the run comes to."""
-        if self.config.max_steps is None:
-            return self.length(epoch)
-        group = max(self.config.groups or (1,))
-        before = sum(-(-self.length(earlier) // group) for earlier in range(epoch))
-        return max(0, min(self.length(epoch), (self.config.max_steps - before) * group))
-
-    def samples_in(self, epoch: int, batch: int) -> int:
-        """Samples of a batch."""
-        window, samples = self.config.window, self.config.samples
-        if window is not None and samples is not None:
-            return min(window, samples - batch * window)
-        return self.last_batch if batch == self.length(epoch) - 1 else self.batch_size
-
-    def step_ms(self, rank: int, samples: int) -> float:
-        """Mean time of a step."""
-        ms = self.ms_per_step[rank]
-        return ms if self.config.window is None else ms * samples / self.batch_size
-
-    @property
-    def longest_step_ms(self) -> float:
-        """No step takes longer than this."""
-        slowed = self.slow_from[2] if self.slow_from else 1.0
-        whole = max(self.step_ms(rank, self.config.window or 0) for rank in range(len(self.ms_per_step)))
-        return whole * (1 + self.noise) * slowed * (STALL if self.stall else 1.0)
-
-    @cached_property
-    def longest_run_ms(self) -> float:
-        """No run that ends by itself takes longer than this."""
-        steps = sum(self.length(epoch) for epoch in range(self.config.epochs or 1))
-        per_step = self.longest_step_ms + self.sync_ms + 6 * self.latency_ms + self.read_ms
-        last_wish_ms = max((wish.at_ms for wish in self.wishes), default=0.0)
-        lateness_ms = (steps * 4 + 20) * (self.lost_snapshot + self.late_snapshot) * LATENCY_MS * 8
-        return 100 + 4 * steps * per_step + len(self.wishes) * (last_wish_ms + 1) + lateness_ms
-
-    @property
-    def is_calm(self) -> bool:
-        """Whether nothing happens that ends the run before its last step."""
-        is_stopped = any(wish.request.what == "stop" for wish in self.wishes)
-        return not self.crashes and not is_stopped and self.differs is None
 
 
 def draw(seed: int) -> Scenario:
@@ -182,12 +62,13 @@ def draw(seed: int) -> Scenario:
         wishes=_draw_wishes(rng, span_ms) if has["wish"] else (),
     )
     # By the seed, so that one of the others stays the run it was when it found something: no run of the
-    # corpus is among the last two kinds.
+    # corpus is among the last three kinds.
     if seed % 11 == 8:
-        return _draw_exact(rng, scenario)
-    if seed % 10 == 8:
-        scenario = _draw_stream(rng, scenario)
-    return _draw_groups(rng, scenario) if seed % 13 == 7 else scenario
+        scenario = _draw_exact(rng, scenario)
+    else:
+        scenario = _draw_stream(rng, scenario) if seed % 10 == 8 else scenario
+        scenario = _draw_groups(rng, scenario) if seed % 13 == 7 else scenario
+    return _draw_lives(rng, scenario, span_ms) if seed % 15 in (1, 8, 12) else scenario
 
 
 def _draw_exact(rng: random.Random, scenario: Scenario) -> Scenario:
@@ -228,6 +109,128 @@ def _draw_stream(rng: random.Random, scenario: Scenario) -> Scenario:
         lengths=tuple(rng.choice((1, 2, rng.randint(1, 12), rng.randint(10, 80))) for _ in range(4)),
         read_ms=rng.choice((0.0, 0.3, 1.0, 3.0)) * mean_ms,
         ahead=rng.choice((1, 4, 2 * len(scenario.ms_per_step) + 2, 40)),
+    )
+
+
+def _draw_lives(rng: random.Random, scenario: Scenario, span_ms: float) -> Scenario:
+    """The same with duties, troubles that a run survives, and runs that go on where it was saved."""
+    first = _draw_troubles(rng, _draw_duties(rng, scenario, span_ms), span_ms)
+    lives = [first]
+    for _ in range(rng.choice((0, 1, 1, 2))):
+        lives.append(_draw_troubles(rng, _draw_next(rng, lives[-1]), span_ms))
+    later = None
+    for life in reversed(lives):
+        later = replace(life, later=later)
+    return later or first
+
+
+def _draw_duties(rng: random.Random, scenario: Scenario, span_ms: float) -> Scenario:
+    """The same with checkpoints, evaluations, and an end by a monitor."""
+    eval_every = rng.choice((None, None, 1, 1, 2))
+    monitor = Monitor(
+        name="loss" if eval_every is None else "score",
+        mode=rng.choice(("min", "max")),
+        patience=rng.choice((None, 1, 2)),
+        min_delta=rng.choice((0.0, 0.1)),
+    )
+    watches = rng.random() < 0.3
+    duties = Duties(
+        save=_draw_save(rng, scenario, span_ms),
+        eval_every=eval_every,
+        monitor=monitor if watches else None,
+        keeps_best=watches and rng.random() < 0.5,
+    )
+    step_ms = max(scenario.ms_per_step)
+    return replace(
+        scenario,
+        config=replace(scenario.config, duties=duties),
+        eval_batches=rng.choice((1, 2, rng.randint(1, 20))),
+        eval_ms=rng.choice((0.1, 1.0)) * step_ms,
+        capture_ms=rng.choice((0.0, 0.5, 5.0)) * step_ms,
+    )
+
+
+def _draw_save(rng: random.Random, scenario: Scenario, span_ms: float) -> SavePlan | None:
+    plans = (
+        None,
+        SavePlan(rng.randint(1, 2), "epoch"),
+        SavePlan(rng.choice((1, rng.randint(1, 5), rng.randint(5, 50))), "step"),
+        SavePlan(rng.uniform(0.01, 0.5) * (span_ms + max(scenario.ms_per_step)) / MINUTE_MS, "minute"),
+    )
+    return rng.choice(plans)
+
+
+def _draw_troubles(rng: random.Random, scenario: Scenario, span_ms: float) -> Scenario:
+    """The same with what a run with duties has to survive."""
+    config, ranks = scenario.config, len(scenario.ms_per_step)
+    has = {kind: rng.random() < 0.35 for kind in ("wish", "bad", "all", "alone", "duty")}
+    wishes = list(scenario.wishes)
+    crashes = list(scenario.crashes)
+    if has["wish"]:
+        times = [rng.uniform(0.0, 1.1) * span_ms for _ in range(rng.randint(1, 3))]
+        wishes += [Wish(at_ms, Requested(rng.choice(("checkpoint", "snapshot")))) for at_ms in times]
+    bad = rng.sample(range(ranks), rng.randint(1, min(2, ranks))) if has["bad"] else []
+    bad = list(range(ranks)) if has["bad"] and has["all"] and rng.random() < 0.2 else bad
+    at = rng.randint(0, 20)
+    if has["duty"]:
+        crashes.append(
+            Crash(
+                rng.randrange(ranks),
+                rng.choice(("evaluate", "capture")),
+                rng.choice((0, 1, rng.randint(0, 9))),
+            )
+        )
+    # What an iterator has given cannot be asked of it again.
+    if has["alone"] and config.batches is not None:
+        config = replace(config, on_failure="continue")
+        crashes += [
+            Crash(rank, rng.choice(("step", "step", "enter")), rng.choice((0, 1, rng.randint(0, 20))))
+            for rank in rng.sample(range(ranks), min(ranks, rng.choice((1, 1, 2, 3))))
+        ]
+    return replace(
+        scenario,
+        config=config,
+        wishes=tuple(sorted(wishes, key=lambda wish: wish.at_ms)),
+        crashes=tuple({crash.rank: crash for crash in crashes}.values()),
+        bad_steps=tuple((rank, at if has["all"] else rng.randint(0, 20)) for rank in bad),
+    )
+
+
+def _draw_next(rng: random.Random, before: Scenario) -> Scenario:
+    """The run that goes on where this one was saved: on the same devices or on others, perhaps for longer."""
+    config, ms_per_step = before.config, before.ms_per_step
+    if rng.random() < 0.5:
+        ranks = rng.choice((1, 2, 3, 4, 8))
+        ms_per_step = tuple(rng.choice(ms_per_step) * rng.uniform(0.5, 2.0) for _ in range(ranks))
+    ranks = len(ms_per_step)
+    policy: Policy = config.policy
+    if policy != "exact" and rng.random() < 0.2:
+        policy = rng.choice(("sync", "cadence", "async"))
+    max_steps = rng.choice((None, config.max_steps, (config.max_steps or 0) + rng.randint(1, 80)))
+    groups = config.groups and tuple(
+        max(config.groups) if max_steps is not None else rng.randint(1, 3) for _ in range(ranks)
+    )
+    return replace(
+        before,
+        seed=rng.getrandbits(32),
+        config=replace(
+            config,
+            world_size=ranks,
+            epochs=(config.epochs or 1) + rng.choice((0, 0, 1)),
+            max_steps=max_steps,
+            policy=policy,
+            cadence=_draw_cadence(rng, ranks),
+            ratios=None,
+            groups=groups,
+            on_failure="raise",
+        ),
+        ms_per_step=ms_per_step,
+        slow_from=None,
+        crashes=_draw_crashes(rng, ranks) if rng.random() < 0.2 else (),
+        wishes=(),
+        differs=None,
+        bad_steps=(),
+        begins_at=rng.random(),
     )
 
 

@@ -11,7 +11,7 @@ from flowdp.machine.commands import RoundEnded
 from flowdp.machine.coordinator import RunConfig
 from flowdp.options import CadenceOptions, Policy, one_of
 from flowdp.policy.formats import format_duration
-from flowdp.sim.faults import Scenario
+from flowdp.sim.scenario import Scenario
 from flowdp.sim.world import World
 
 __all__ = ["Prediction", "simulate"]

@@ -2,13 +2,13 @@
 
 | rule | |
 |---|---|
-| S1 | each batch of an epoch is trained exactly once; never twice, even in a run that ends early |
+| S1 | each batch of an epoch is trained exactly once, over all lives; never twice, even if a run ends early |
 | S2 | every rank sees the same outcomes in the same order, and their steps and samples are the true ones |
 | S3 | no order goes to a rank that has left |
 | S4 | a step is credited once, by a round that was held; `global_step` never falls |
 | S5 | anchor and quotas stay in their range |
 | S6 | the lead over the slowest rank that can still move stays within its limit |
-| S7 | epochs are reported once, in order, with full counts |
+| S7 | epochs are reported once, in order, with full counts; one that `max_steps` cut, by a longer run again |
 | S8 | a stale snapshot never enters a mean, its weight is true, and its mean is applied to it alone |
 | S9 | the replicas are equal at the end, and after each meeting at the gate |
 | S10 | nobody begins a step while the run is paused |
@@ -19,11 +19,19 @@
 | S15 | exact: the parts of a window that the ranks trained tile it |
 | S16 | exact: all ranks train the same window in a round, at one place in the schedule, and it is one step |
 | S17 | exact: replicas are compared at the end of an epoch and at a stop, and one that differs ends the run |
+| S18 | a duty is ordered while all ranks stand still, and nobody moves before all have answered |
+| S19 | a position that is saved says what was trained and is in the means, and nothing else |
+| S20 | a rank's own failure ends no run: what it did since the last mean is trained by the others |
+| S21 | a replica that has left the numbers weighs nothing, and takes no step before it is healed |
+| S22 | a due evaluation sees each batch once, before its epoch is reported; after a stop there is none |
+| S23 | checkpoints are numbered, and the last one of a run that ends well stands at its end |
+| S24 | a run ends when what it watches has not got better for long enough, and knows when it was best |
 | L1 | a run that nobody ends early ends by itself, within a bound of virtual time |
 | L2 | after a failure every rank has left within a bound |
 | L3 | after a stop every rank has left within a bound |
 | L4 | a pause and a learning rate are obeyed within a few rounds |
 | L5 | nobody waits long for a batch beyond the end of an epoch |
+| L6 | a checkpoint that is due comes within a few rounds, and a snapshot that is asked for is taken |
 """
 
 from __future__ import annotations
@@ -34,9 +42,11 @@ from dataclasses import dataclass
 from flowdp.machine.commands import EpochEnded, Finish, Paused, RoundEnded
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.worker import Step
-from flowdp.messages import DataEnded, Order, Outcome, Requested, StartEpoch, Update
+from flowdp.messages import DataEnded, Exiting, Order, Outcome, Requested, StartEpoch, Update
 from flowdp.policy.ledger import ENDLESS
-from flowdp.sim.faults import Scenario
+from flowdp.sim.effect import Effect, Memory
+from flowdp.sim.scenario import Scenario
+from flowdp.sim.standing import Standing
 from flowdp.sim.violation import Violation
 from flowdp.sim.windows import Windows
 
@@ -44,6 +54,9 @@ __all__ = ["Rules", "Violation"]
 
 PATIENCE = 3
 """Rounds, or blocks of them, that may end before a wish is obeyed."""
+
+AT_ONCE = 10_000
+"""Things that may happen without a moment between them."""
 
 
 @dataclass(slots=True)
@@ -58,8 +71,13 @@ class _Snapshot:
 class Rules:
     """Watches one run.
 
+    Args:
+        scenario: The run.
+        memory: What had come of the one that it continues; None: it continues none.
+
     Attributes:
-        trained: How often each (epoch, batch) was trained.
+        effect: What was trained.
+        standing: Watches the standstills.
         steps: Steps of each rank. Shape (world_size,).
         credited: Those of them that a mean holds. Shape (world_size,).
         outcomes: What each rank was told at the gate. Shape (world_size, rounds).
@@ -67,36 +85,39 @@ class Rules:
         finish: How the run ended; None while it runs.
     """
 
-    def __init__(self, scenario: Scenario) -> None:
-        world_size = scenario.config.world_size
+    def __init__(self, scenario: Scenario, memory: Memory | None = None) -> None:
+        config, world_size = scenario.config, scenario.config.world_size
+        memory = memory or Memory()
         self.scenario = scenario
-        self.trained: Counter[tuple[int, int]] = Counter()
+        self.effect = Effect(scenario, memory)
+        self.standing = Standing(scenario, self.effect, memory)
         self.epochs: list[int] = []
-        self.global_step = 0
-        self.steps = [0] * world_size
-        self.credited = [0] * world_size
+        self.global_step = memory.global_step
+        self.steps = self.effect.steps
+        self.credited = self.effect.credited
         self.outcomes: list[list[Outcome]] = [[] for _ in range(world_size)]
         self.is_moving = [False] * world_size
         self.is_paused = False
         self.finish: Finish | None = None
+        self._first_epoch = memory.epochs
         self._here = set(range(world_size))
+        self._lost: set[int] = set()  # ranks without which the run goes on
+        self._reasons: list[str] = []  # why the run may end before its last step
         self._end_by: list[tuple[float, str]] = []  # when all must have left, and by which rule
-        self._samples = [0] * world_size  # of the steps that no mean holds
         self._snapshots = [_Snapshot(-1, 0, 0)] * world_size
-        self._base = [0] * world_size  # global step of the last mean
+        self._base = [memory.global_step] * world_size  # of the last mean
         self._mean_steps: dict[int, int] = {}  # round of snapshots -> global step of its mean
         self._wished: Counter[str] = Counter()
         self._obeyed: Counter[str] = Counter()
         self._waiting: Counter[str] = Counter()  # wish -> rounds since
         self._lr: float | None = None
+        self._now_ms = 0.0
+        self._at_once = 0
         self._ends: dict[int, int] = {}  # epoch -> its batches, as the coordinator knows
         self._ends_ms: dict[int, float] = {}  # epoch -> when the reader knew
-        self._waits: dict[
-            int, tuple[tuple[int, int], float]
-        ] = {}  # rank -> the batch it waits for, since when
-        config = scenario.config
+        # rank -> the batch it waits for, since when
+        self._waits: dict[int, tuple[tuple[int, int], float]] = {}
         self._windows = Windows(scenario) if config.policy == "exact" else None
-        self._steps_in: Counter[int] = Counter()  # steps of all ranks in each epoch
         self._lead = config.cadence.max_batch_diff if config.policy == "cadence" else None
 
     def wishes(self, request: Requested) -> None:
@@ -104,8 +125,11 @@ class Rules:
         self._wished[request.what] += 1
         if request.what == "unpause":
             self._waiting.pop("pause", None)
-        elif request.what != "stop":
+        elif request.what in ("pause", "set_lr"):
             self._waiting[request.what] = 0
+        elif request.what == "stop":
+            self.standing.is_stopped = True
+            self._reasons.append("stop")
         self._lr = request.value if request.what == "set_lr" else self._lr
 
     # ------------------------------------------------------------------ time
@@ -114,16 +138,47 @@ class Rules:
         s = self.scenario
         read_ms = s.read_ms * sum(s.config.groups or ())  # a step in progress may wait for its batches
         per_round = s.longest_step_ms + read_ms + 3 * s.sync_ms + 8 * s.latency_ms
-        self._end_by.append((now_ms + rounds * per_round + 1.0, rule))
+        # An evaluation is cut short, and what is left is the batch that a rank is in.
+        duties_ms = 1.5 * s.eval_ms + 2 * s.capture_ms + s.sync_ms + 12 * s.latency_ms if s.stands else 0.0
+        self._end_by.append((now_ms + rounds * per_round + duties_ms + 1.0, rule))
 
     def left(self, rank: int) -> None:
         """A rank has left."""
         self._here.discard(rank)
         self._waits.pop(rank, None)
         self.is_moving[rank] = False
+        self.standing.is_gone(rank)
+
+    def exits(self, fact: Exiting, now_ms: float, *, may: bool, goes_on: bool) -> None:
+        """The coordinator hears that a rank has failed.
+
+        Args:
+            fact: What it hears.
+            now_ms: The time.
+            may: The others can go on without it, and shall.
+            goes_on: They do.
+        """
+        if may != goes_on:
+            raise Violation("S20", f"{fact}: the others {'go' if goes_on else 'do not go'} on without it")
+        if not goes_on:
+            self.fails(now_ms)
+
+    def fails(self, now_ms: float) -> None:
+        """The coordinator knows that the run fails."""
+        self._reasons.append("failure")
+        self.must_end("L2", now_ms, rounds=2)
+
+    def loses(self, rank: int) -> None:
+        """The run goes on without a rank; see `Effect.lose`."""
+        self._lost.add(rank)
+        self.effect.lose(rank)
 
     def passes(self, now_ms: float) -> None:
         """Time passes."""
+        self._at_once = self._at_once + 1 if now_ms == self._now_ms else 0
+        self._now_ms = now_ms
+        if self._at_once > AT_ONCE:
+            raise Violation("L1", f"time stands still at {now_ms} ms")
         if now_ms > self.scenario.longest_run_ms:
             raise Violation("L1", f"still running after {now_ms:.0f} ms of virtual time")
         if self._waits and not self._end_by:
@@ -166,6 +221,7 @@ class Rules:
     # ------------------------------------------------------------------ steps and rounds
     def step_begins(self, rank: int, key: tuple[int, int], position: int) -> None:
         """A rank begins a step."""
+        self.standing.moves(rank, key)
         if self.is_paused:
             raise Violation("S10", f"rank {rank} begins {key} while the run is paused")
         if position < self._base[rank]:
@@ -181,53 +237,41 @@ class Rules:
 
     def step_ends(self, rank: int, step: Step) -> int:
         """A rank has taken a step; returns its samples."""
-        self.steps[rank] += 1
-        self._steps_in[step.epoch] += 1
         if self._windows is not None and step.part is not None:
             self._windows.trained(step)
-            samples = step.part.samples
-        else:
-            samples = 0
-            for batch in step.batches:
-                self._is_trained(step.epoch, batch)
-                samples += self.scenario.samples_in(step.epoch, batch)
-        self._samples[rank] += samples
-        return samples
-
-    def _is_trained(self, epoch: int, batch: int) -> None:
-        self.trained[epoch, batch] += 1
-        if self.trained[epoch, batch] > 1:
-            raise Violation("S1", f"batch {batch} of epoch {epoch} was trained twice")
+        return self.effect.stepped(rank, step)
 
     def met(self, rank: int, outcome: Outcome) -> None:
         """A rank leaves the gate with an outcome."""
         mine = self.outcomes[rank]
         mine.append(outcome)
+        if len(mine) > self.scenario.most_rounds:
+            raise Violation("L1", f"the run has not come to its end in {len(mine)} rounds")
         for other in self.outcomes:
             if len(other) >= len(mine) and other[len(mine) - 1] is not outcome:
                 raise Violation("S2", f"rank {rank} got {outcome}, another rank {other[len(mine) - 1]}")
-        true = (self._uncredited(rank), self._samples[rank])
+        true = (self._uncredited(rank), 0 if rank in outcome.bad else self.effect.samples[rank])
         if (outcome.steps[rank], outcome.samples[rank]) != true:
             raise Violation("S2", f"rank {rank} took (steps, samples) {true}, not those of {outcome}")
-        self.credited[rank] = self.steps[rank]
-        self._samples[rank] = 0
+        self.effect.met(rank, outcome.steps[rank])
         self._base[rank] = outcome.global_step
         if rank == outcome.members[0]:
+            self.standing.met(outcome)
             self._obeys(outcome)
             if self._windows is not None:
-                self._is_trained(*self._windows.held(outcome))
+                self.effect.is_trained(*self._windows.held(outcome))
 
     def snapped(self, rank: int, round: int, steps: int, samples: int) -> None:
         """A rank has put its snapshot down."""
-        true = (self._uncredited(rank), self._samples[rank])
-        if (steps, samples) != true:
-            raise Violation(
-                "S8", f"rank {rank} says {steps} steps, {samples} samples of a snapshot of {true}"
-            )
+        self.standing.snapped(rank, round, samples)
+        weight = 0 if self.standing.is_bad(rank) else self.effect.samples[rank]
+        if (steps, samples) != (self._uncredited(rank), weight):
+            raise Violation("S8", f"rank {rank} says {steps} steps, {samples} samples, and it is {weight}")
         self._snapshots[rank] = _Snapshot(round, steps, samples)
 
     def averages(self, round: int, samples: tuple[int, ...]) -> None:
         """The snapshots of a round are averaged."""
+        self.standing.averages(round)
         if any(snapshot.round != round for snapshot in self._snapshots):
             raise Violation("S8", f"round {round} averages {self._snapshots}")
         if samples != tuple(snapshot.samples for snapshot in self._snapshots):
@@ -238,14 +282,15 @@ class Rules:
         snapshot = self._snapshots[rank]
         if snapshot.round != round:
             raise Violation("S8", f"rank {rank} applies round {round} to {snapshot}")
-        self.credited[rank] += snapshot.steps
-        self._samples[rank] -= snapshot.samples
+        self.effect.met(rank, snapshot.steps)
         self._base[rank] = self._mean_steps[round]
 
     def ordered(self, rank: int, order: Order, is_gone: bool) -> None:
         """The coordinator sends an order."""
         if is_gone:
             raise Violation("S3", f"{order} goes to rank {rank}, which has left")
+        if isinstance(order, StartEpoch):
+            self.standing.told(rank, order)
         if isinstance(order, StartEpoch) and order.pace is not None and order.pace.quota < 1:
             raise Violation("S5", f"{order} has a quota below 1")
         if isinstance(order, StartEpoch) and max(order.batches, default=-1) >= self._ends.get(
@@ -255,10 +300,11 @@ class Rules:
         if isinstance(order, Update):
             self._mean_steps[order.round] = order.global_step
 
-    def reported(self, record: RoundEnded, quotas: tuple[int, ...]) -> None:
+    def reported(self, record: RoundEnded, quotas: tuple[int, ...], now_ms: float = 0.0) -> None:
         """A round is over; the next one has these quotas."""
-        if min(quotas, default=1) < 1:
+        if min((quota for rank, quota in enumerate(quotas) if rank not in self._lost), default=1) < 1:
             raise Violation("S5", f"quotas {quotas}")
+        self.standing.reported(record, now_ms)
         for wish in self._waiting:
             self._waiting[wish] += 1
             if self._waiting[wish] > PATIENCE:
@@ -278,18 +324,21 @@ class Rules:
     def ended(self, event: EpochEnded) -> None:
         """An epoch is complete."""
         metrics = event.metrics
-        if metrics.epoch != len(self.epochs):
+        if metrics.epoch != self._first_epoch + len(self.epochs):
             raise Violation("S7", f"epoch {metrics.epoch} is reported after {self.epochs}")
         self.epochs.append(metrics.epoch)
-        batches = sum(1 for epoch, _ in self.trained if epoch == metrics.epoch)
+        effect = self.effect
+        effect.judge_lost(metrics.epoch)
+        batches = sum(1 for (epoch, _), count in effect.trained.items() if epoch == metrics.epoch and count)
         counted = sum(rank.steps for rank in metrics.per_rank)
-        if batches != self.scenario.dealt(metrics.epoch) or counted != self._steps_in[metrics.epoch]:
+        if batches != self.scenario.dealt(metrics.epoch) or counted != effect.steps_in[metrics.epoch]:
             raise Violation(
                 "S7", f"epoch {metrics.epoch} ends after {batches} batches, {counted} steps are counted"
             )
         samples = sum(rank.samples for rank in metrics.per_rank)
         if samples != sum(self.scenario.samples_in(metrics.epoch, batch) for batch in range(batches)):
             raise Violation("S7", f"epoch {metrics.epoch} ends after {samples} samples")
+        self.standing.ended(event)
         if self._windows is not None:
             self._windows.ended(metrics.epoch)
 
@@ -303,39 +352,37 @@ class Rules:
     def over(self, finish: Finish, coordinator: Coordinator) -> None:
         """The run is over: judge it as a whole."""
         self.finish = finish
-        stops = [[o for o in mine if o.stop] for mine in self.outcomes]
+        mine = [self.outcomes[rank] for rank in range(len(self.outcomes)) if rank not in self._lost]
+        stops = [[o for o in theirs if o.stop] for theirs in mine]
         if finish.error is None:
-            if any(len(mine) != len(self.outcomes[0]) for mine in self.outcomes):
-                raise Violation("S11", f"ranks left after {[len(mine) for mine in self.outcomes]} rounds")
+            if any(len(theirs) != len(mine[0]) for theirs in mine):
+                raise Violation("S11", f"ranks left after {[len(theirs) for theirs in mine]} rounds")
             if any(stop != stops[0] for stop in stops):
                 raise Violation("S11", "ranks obeyed the stop in different rounds")
             if self.steps != self.credited:
                 raise Violation("S9", f"steps {self.steps} were taken, the last means hold {self.credited}")
-            taken = sum(self.steps) if self._windows is None else sum(self.trained.values())
-            if finish.global_step != taken:
+            if finish.global_step != self.effect.global_step:
+                taken = self.effect.global_step
                 raise Violation("S4", f"global step {finish.global_step}, {taken} steps were taken")
-        if finish.error is not None and not self.scenario.crashes and self.scenario.differs is None:
-            raise Violation("L1", f"the run failed by itself: {finish.error}")
         if self._windows is not None:
             self._windows.over(finish)
         if finish.error is None and not finish.stopped:
             self._judge_complete(finish)
-        if self.scenario.is_calm and (finish.stopped or finish.error is not None):
+        may_end = self._reasons or self.standing.is_enough or (finish.error and self.scenario.differs)
+        if (finish.stopped or finish.error is not None) and not may_end:
             raise Violation("L1", f"nobody ended the run, and it ended early: {finish}")
+        self.standing.over(finish)
         coordinator.check()
 
     def _judge_complete(self, finish: Finish) -> None:
         epochs = self.scenario.config.epochs or 0
-        expected = {(e, b) for e in range(epochs) for b in range(self.scenario.dealt(e))}
-        if set(self.trained) != expected:
-            raise Violation("S1", f"{len(expected - set(self.trained))} batches were never trained")
-        if len(self.epochs) != sum(
-            1 for e in range(epochs) if self.scenario.dealt(e)
-        ) or finish.epochs_done != len(self.epochs):
-            raise Violation("S7", f"only the epochs {self.epochs} were reported")
+        self.effect.judge_missing({(e, b) for e in range(epochs) for b in range(self.scenario.dealt(e))})
+        expected = [e for e in range(self._first_epoch, epochs) if self.scenario.dealt(e)]
+        if self.epochs != expected or finish.epochs_done != self._first_epoch + len(expected):
+            raise Violation("S7", f"only the epochs {self.epochs} were reported, and {finish}")
 
     def _uncredited(self, rank: int) -> int:
-        return self.steps[rank] - self.credited[rank]
+        return self.effect.uncredited(rank)
 
     def _obeys(self, outcome: Outcome) -> None:
         for wish, is_obeyed in (("pause", outcome.pause), ("set_lr", outcome.lr is not None)):

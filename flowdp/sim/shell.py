@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from flowdp.machine.worker import Done, WorkerMachine
-from flowdp.messages import Order
+from flowdp.machine.worker import Done, Step, WorkerMachine
+from flowdp.messages import Order, StartEpoch
 from flowdp.policy.tally import Work, pace_ms
 from flowdp.sim.rules import Violation
 
@@ -20,7 +20,9 @@ class Shell:
     Attributes:
         machine: Decides.
         inbox: Orders that it has not read.
-        state: idle, waiting (for its batch), step, gate, busy, released (from an aborted gate), gone.
+        state: idle, waiting (for its batch), step, gate, busy, serving (a duty), released (from an aborted
+            gate), gone.
+        samples: Of its steps since its last report.
         entered_ms: When it last entered the gate.
         asked_ms: When it began to wait for its batch; None: it does not.
         wait_ms: Its waiting in the gate since its last acknowledgment.
@@ -30,16 +32,40 @@ class Shell:
     machine: WorkerMachine
     inbox: deque[Order] = field(default_factory=deque)
     state: str = "starting"
+    samples: int = 0
     entered_ms: float = 0.0
     asked_ms: float | None = None
     wait_ms: float = 0.0
     acts: Counter[str] = field(default_factory=Counter)
+    _expected: deque[int] = field(default_factory=deque)  # plans of the orders to train that are on their way
     _waited_ms: float = 0.0  # for the batch of the next step
     _busy_ms: float = 0.0
     _data_ms: float = 0.0
     _longest_ms: float = 0.0
     _steps: int = 0
-    _samples: int = 0
+    _bad: tuple[int, int] | None = None  # the step that left the numbers
+
+    @property
+    def stirs(self) -> str:
+        """How it does not stand still; "" where it does."""
+        if self.state == "gone":
+            return ""
+        if self.state != "idle":
+            return f"is at {self.state}"
+        # Orders of void plans are dropped where they arrive.
+        is_told = any(plan >= self.machine._oldest_plan for plan in self._expected)
+        return "has an order" if is_told or self.machine.order is not None else ""
+
+    def expect(self, order: Order) -> None:
+        """An order is on its way."""
+        if isinstance(order, StartEpoch):
+            self._expected.append(order.plan)
+
+    def receive(self, order: Order) -> None:
+        """An order has come."""
+        if isinstance(order, StartEpoch):
+            self._expected.popleft()
+        self.inbox.append(order)
 
     def wake(self, now_ms: float) -> None:
         """Stop waiting, and let the machine take the orders."""
@@ -49,6 +75,11 @@ class Shell:
         while self.inbox:
             self.machine.handle(self.inbox.popleft())
 
+    def goes_bad(self, step: Step) -> None:
+        """The replica leaves the numbers in this step."""
+        self.machine.is_bad = True
+        self._bad = self._bad or (step.epoch, step.batches[0])
+
     def stepped(self, samples: int, ms: float) -> None:
         """A step is done."""
         self.machine.trained(samples)
@@ -57,7 +88,7 @@ class Shell:
         self._longest_ms = max(self._longest_ms, ms + self._waited_ms)
         self._waited_ms = 0.0
         self._steps += 1
-        self._samples += samples
+        self.samples += samples
 
     def work(self, done: Done) -> Work:
         """Everything since the last report as a record; counting starts again."""
@@ -66,11 +97,13 @@ class Shell:
         work = Work(
             done.epoch,
             done.steps,
-            self._samples,
+            self.samples,
             busy_ms=self._busy_ms,
             data_ms=self._data_ms,
             pace_ms=pace_ms(self._busy_ms + self._data_ms, self._longest_ms, self._steps),
-            losses=(1.0 * self._samples, self._samples),
+            losses=(1.0 * self.samples, self.samples),
+            bad=self._bad,
         )
-        self._busy_ms, self._data_ms, self._longest_ms, self._steps, self._samples = 0.0, 0.0, 0.0, 0, 0
+        self._busy_ms, self._data_ms, self._longest_ms, self._steps, self.samples = 0.0, 0.0, 0.0, 0, 0
+        self._bad = None
         return work

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from flowdp.messages import DataEnded
 from flowdp.sim.clock import Clock
-from flowdp.sim.faults import Scenario
+from flowdp.sim.scenario import Scenario
 
 __all__ = ["VirtualReader"]
 
@@ -34,7 +34,8 @@ class VirtualReader:
         self._clock = clock
         self._wake = wake
         self._ended = ended
-        self._next: _Key = (0, 0)
+        start = scenario.config.start
+        self._next: _Key = (0 if start is None else start.done, 0)
         self._lying: set[_Key] = set()
         self._waiting: dict[_Key, int] = {}
         self._is_reading = False

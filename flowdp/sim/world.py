@@ -11,49 +11,54 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flowdp.errors import CollectiveAborted, ProtocolError
+from flowdp.errors import ProtocolError
 from flowdp.machine.commands import (
     AbortGate,
     Average,
     Command,
+    CutEvaluation,
     Direct,
     EpochEnded,
     Fail,
     Finish,
     Hurry,
+    LeaveGate,
     Paused,
     RoundEnded,
+    Save,
     Send,
 )
-from flowdp.machine.coordinator import Coordinator
+from flowdp.machine.coordinator import Coordinator, Life
 from flowdp.machine.rounds import GateState
 from flowdp.machine.story import brief
-from flowdp.machine.worker import Apply, Enter, Idle, Leave, Report, Snapshot, Step, WorkerMachine
+from flowdp.machine.worker import Apply, Enter, Idle, Leave, Report, Serve, Snapshot, Step, WorkerMachine
 from flowdp.messages import (
+    Adopted,
     Averaged,
+    Captured,
     DataEnded,
+    Duty,
+    Evaluated,
     Exiting,
     Fact,
     Order,
-    Outcome,
     Requested,
     SnapshotReady,
     StepsDone,
-    SyncAck,
     Tick,
     Updated,
     WorkerReady,
 )
 from flowdp.sim.clock import Clock
-from flowdp.sim.faults import LATENCY_MS, STALL, Scenario
+from flowdp.sim.effect import Memory
+from flowdp.sim.gate import VirtualGate
 from flowdp.sim.rules import Rules, Violation
+from flowdp.sim.scenario import LATENCY_MS, STALL, Scenario
+from flowdp.sim.serving import Serving
 from flowdp.sim.shell import Shell
 from flowdp.sim.source import VirtualReader
 
 __all__ = ["Machines", "World"]
-
-ABORTED = 2**62
-"""The gate's hurry after an abort."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ class World:
         scenario: What happens.
         machines: The machines to run.
         trace: Called with the time and a line for every event; None: silent.
+        memory: What had come of the run that this one continues; None: it continues none.
 
     Attributes:
         clock: Virtual time.
@@ -87,17 +93,22 @@ class World:
         scenario: Scenario,
         machines: Machines | None = None,
         trace: Callable[[float, str], None] | None = None,
+        memory: Memory | None = None,
     ) -> None:
         machines = machines or Machines()
         self.scenario = scenario
         self._rng = random.Random(scenario.seed)
         self.clock = Clock(self._rng, scenario.latency_ms)
+        world_size, start = scenario.config.world_size, scenario.config.start
         self.coordinator = machines.coordinator(scenario.config)
-        self.gate = machines.gate(scenario.config.world_size)
-        self.hurry = -1
-        self.rules = Rules(scenario)
-        self.ranks = [Shell(machines.worker(rank)) for rank in range(scenario.config.world_size)]
-        self.step_ms = [0.0] * scenario.config.world_size
+        self.gate = VirtualGate(self, machines.gate(world_size))
+        self.rules = Rules(scenario, memory)
+        global_step = 0 if start is None else start.global_step
+        self.ranks = [Shell(machines.worker(rank, global_step)) for rank in range(world_size)]
+        self.step_ms = [0.0] * world_size
+        judge = self.rules.standing
+        self._serving = Serving(scenario, self.clock, self._rng, judge, self.crashes, self._served)
+        self._has_begun = False
         self.records: list[RoundEnded | EpochEnded] = []
         self.facts: list[tuple[float, Fact]] = []
         self._source = None
@@ -126,27 +137,43 @@ class World:
         if self.rules.finish is None:
             self.rules.stands_still(f"{[rank.state for rank in self.ranks]}, {self.coordinator.life}")
 
-    def _say(self, text: str, *about: object) -> None:
+    def say(self, text: str, *about: object) -> None:
+        """Tell the trace of an event."""
         if self._trace is not None:
             self._trace(self.clock.now_ms, text.format(*map(brief, about)))
 
     # ------------------------------------------------------------------ coordinator
-    def _fact(self, fact: Fact, link: object, extra_ms: float = 0.0) -> None:
+    def fact(self, fact: Fact, link: object, extra_ms: float = 0.0) -> None:
+        """Send a fact to the coordinator."""
         self.clock.send(link, self._handle, fact, extra_ms=extra_ms)
 
     def _wish(self, request: Requested) -> None:
         self.rules.wishes(request)
+        if request.what in ("checkpoint", "snapshot") and self.coordinator.life in (
+            Life.STARTING,
+            Life.RUNNING,
+        ):
+            self.rules.standing.wishes(request.what)
         if request.what == "stop":
             self.rules.must_end("L3", self.clock.now_ms, rounds=4)
         self._handle(request)
 
     def _handle(self, fact: Fact) -> None:
-        self._say("-> {}", fact)
+        self.say("-> {}", fact)
         self.facts.append((self.clock.now_ms, fact))
         if isinstance(fact, DataEnded):
             self.rules.knows_end(fact)
+        if isinstance(fact, Evaluated | Captured | Adopted):
+            self.rules.standing.answered(fact)
+        may_go_on = isinstance(fact, Exiting) and self._may_go_on(fact)
         commands = self.coordinator.handle(fact, self.clock.now_ms)
         self.coordinator.check()
+        if isinstance(fact, Exiting) and fact.error is not None:
+            goes_on = any(isinstance(command, LeaveGate) for command in commands)
+            self.rules.exits(fact, self.clock.now_ms, may=may_go_on, goes_on=goes_on)
+        if not self._has_begun and self.coordinator.life is Life.RUNNING:
+            self._has_begun = True
+            self.rules.standing.begins(self.clock.now_ms)
         for command in commands:
             self._obey(command)
         deadline_ms = self.coordinator.deadline_ms()
@@ -154,83 +181,103 @@ class World:
             self._tick_ms = deadline_ms
             self.clock.after(max(0.0, deadline_ms - self.clock.now_ms), self._tick, deadline_ms)
 
+    def _may_go_on(self, fact: Exiting) -> bool:
+        """Whether the run can do without a rank that has failed, and shall."""
+        config, coordinator = self.scenario.config, self.coordinator
+        is_wanted = config.on_failure == "continue" and config.policy in ("sync", "cadence")
+        is_running = coordinator.life is Life.RUNNING and coordinator.error is None
+        others = [rank for rank in range(config.world_size) if rank not in (*coordinator._gone, fact.rank)]
+        return is_wanted and is_running and fact.is_alone and bool(others)
+
+    def _lose(self, number: int) -> None:
+        """The run goes on without a rank."""
+        self.rules.loses(number)
+        self.gate.leave(number)
+
     def _tick(self, deadline_ms: float) -> None:
         if self.coordinator.deadline_ms() == deadline_ms:
             self._tick_ms = None
             self._handle(Tick())
 
     def _obey(self, command: Command) -> None:
-        self._say("<- {}", command)
+        self.say("<- {}", command)
         match command:
             case Send():
-                is_gone = command.rank in self.coordinator._gone
-                self.rules.ordered(command.rank, command.order, is_gone=is_gone)
-                self.clock.send(command.rank, self._deliver, command.rank, command.order)
+                self._send(command.rank, command.order)
             case Direct():
                 self.gate.direct(command.directives)
             case Hurry():
-                self.hurry = max(self.hurry, command.round)
+                self.gate.hurry = max(self.gate.hurry, command.round)
                 for number in range(len(self.ranks)):
-                    self.clock.send(number, self._resume, number, "waiting")
+                    self.clock.send(number, self.resume, number, "waiting")
             case AbortGate():
-                self._abort(command.reason)
+                self._serving.cut()
+                self.gate.abort(command.reason)
+            case LeaveGate():
+                self._lose(command.rank)
+            case CutEvaluation():
+                self._serving.cut()
+            case Save():
+                self.rules.standing.saved(command, self.clock.now_ms)
             case Average():
                 self.rules.averages(command.round, command.samples)
                 self.clock.after(self.scenario.sync_ms, self._averaged, command.round)
             case RoundEnded():
                 self.records.append(command)
                 cadence = self.coordinator.rounds.cadence
-                self.rules.reported(command, () if cadence is None else cadence.quotas)
+                quotas = () if cadence is None else cadence.quotas
+                self.rules.reported(command, quotas, self.clock.now_ms)
             case EpochEnded():
                 self.records.append(command)
                 self.rules.ended(command)
             case Paused():
                 self.rules.paused(command, any(rank.state == "step" for rank in self.ranks))
             case Fail():
-                self.rules.must_end("L2", self.clock.now_ms, rounds=2)
+                self.rules.fails(self.clock.now_ms)
             case Finish():
                 self.rules.over(command, self.coordinator)
 
     def _averaged(self, round: int) -> None:
-        self._fact(Averaged(round, self.scenario.sync_ms, (0.001,) * len(self.ranks)), "average")
+        self.fact(Averaged(round, self.scenario.sync_ms, (0.001,) * len(self.ranks)), "average")
 
-    def _abort(self, reason: str) -> None:
-        self.gate.abort(reason)
-        self.hurry = ABORTED
-        for number, rank in enumerate(self.ranks):
-            if rank.state == "gate":
-                self.clock.after(0.0, self._released, number)
+    def _send(self, number: int, order: Order) -> None:
+        self.rules.ordered(number, order, is_gone=number in self.coordinator._gone)
+        if isinstance(order, Duty):
+            stirs = [f"rank {other} {rank.stirs}" for other, rank in enumerate(self.ranks) if rank.stirs]
+            self.rules.standing.ordered(number, order, ", ".join(stirs))
+        self.ranks[number].expect(order)
+        self.clock.send(number, self._deliver, number, order)
 
     # ------------------------------------------------------------------ workers
     def _start(self, number: int) -> None:
-        if self._crashes(number, "start"):
+        if self.crashes(number, "start"):
             return
         self.ranks[number].state = "idle"
-        self._fact(WorkerReady(number), ("up", number))
+        self.fact(WorkerReady(number), ("up", number))
         self._boundary(number)
 
     def _deliver(self, number: int, order: Order) -> None:
         rank = self.ranks[number]
         if rank.state == "gone":
             return
-        rank.inbox.append(order)
+        rank.receive(order)
         if rank.state in ("idle", "waiting"):
             self._boundary(number)
 
     def _ended(self, end: DataEnded) -> None:
         self.rules.read_end(end, self.clock.now_ms)
-        self._fact(end, "reader")
+        self.fact(end, "reader")
 
     def _wake(self, number: int, key: tuple[int, int]) -> None:
-        self._say("batch {} of epoch {} is there for rank {}", key[1], key[0], number)
-        self.clock.send(("data", number), self._resume, number, "waiting")
+        self.say("batch {} of epoch {} is there for rank {}", key[1], key[0], number)
+        self.clock.send(("data", number), self.resume, number, "waiting")
 
     def _boundary(self, number: int) -> None:
         """Between two steps: read the inbox, then do what the machine says."""
         rank = self.ranks[number]
         rank.wake(self.clock.now_ms)
         while True:
-            action = rank.machine.next(self.hurry)
+            action = rank.machine.next(self.gate.hurry)
             if not isinstance(action, Step):
                 self.rules.goes_on(number)
             match action:
@@ -240,17 +287,20 @@ class World:
                     self._enter(number, action)
                 case Report():
                     work = self.ranks[number].work(action.done)
-                    self._fact(StepsDone(number, action.done.plan, work), ("up", number))
+                    self.fact(StepsDone(number, action.done.plan, work), ("up", number))
                     continue
                 case Snapshot():
                     self._snapshot(number, action)
                 case Apply():
                     self._apply(number, action)
+                case Serve():
+                    rank.state = "serving"
+                    self._serving.serve(number, action.duty)
                 case Idle():
                     rank.state = "idle"
                     self.rules.is_moving[number] = False
                 case Leave():
-                    self._leave(number, None)
+                    self.leave(number, None)
             return
 
     def _begin_step(self, number: int, step: Step) -> None:
@@ -263,7 +313,7 @@ class World:
             self.rules.waits(number, missing, self.clock.now_ms)
             return
         self.rules.goes_on(number)
-        if self._crashes(number, "step"):
+        if self.crashes(number, "step"):
             return
         rank.state = "step"
         self.rules.is_moving[number] = True
@@ -279,112 +329,68 @@ class World:
 
     def _end_step(self, number: int, step: Step, ms: float) -> None:
         rank = self.ranks[number]
+        if (number, rank.machine.total_steps) in self.scenario.bad_steps:
+            self.rules.standing.goes_bad(number)
+            rank.goes_bad(step)
         rank.stepped(self.rules.step_ends(number, step), ms)
         self.step_ms[number] += ms
         what = step.batches[0] if len(step.batches) == 1 else step.batches
-        self._say("rank {} trained batch {} of epoch {}", number, what, step.epoch)
+        self.say("rank {} trained batch {} of epoch {}", number, what, step.epoch)
         self._boundary(number)
 
     def _enter(self, number: int, action: Enter) -> None:
-        rank = self.ranks[number]
-        if self._crashes(number, "enter"):
+        if self.crashes(number, "enter"):
             return
-        rank.state = "gate"
-        rank.entered_ms = self.clock.now_ms
         self.rules.is_moving[number] = False
-        self._say("rank {} enters the gate: {}", number, action.arrival)
-        try:
-            outcome = self.gate.enter(action.arrival)
-        except CollectiveAborted:
-            self._released(number)
-            return
-        if outcome is not None:
-            self._hold(outcome)
+        self.rules.standing.moves(number, "the gate")
+        self.gate.enter(action.arrival)
 
-    def _hold(self, outcome: Outcome) -> None:
-        self._say("gate: {}", outcome)
-        for member in outcome.members:
-            self.ranks[member].wait_ms += self.clock.now_ms - self.ranks[member].entered_ms
-        for member in outcome.members:
-            if self._crashes(member, "mean"):
-                # Its part of the mean is missing: the round is an error for all.
-                self._abort(f"rank {member} failed in round {outcome.round}")
-                return
-        sync_ms = self.scenario.sync_ms if len(outcome.members) > 1 else 0.0
-        self.clock.after(sync_ms, self._held, outcome)
+    def _served(self, number: int, fact: Evaluated | Captured | Adopted) -> None:
+        self.say("rank {} has done its duty: {}", number, fact)
+        self.fact(fact, ("up", number))
+        self.ranks[number].state = "idle"
+        self._boundary(number)
 
-    def _held(self, outcome: Outcome) -> None:
-        if self.gate.error is not None:
-            return
-        for member in outcome.members:
-            self.rules.met(member, outcome)
-        for member in outcome.members:
-            rank = self.ranks[member]
-            rank.state = "idle"
-            done = rank.machine.met(outcome)
-            if done is not None:
-                sync_ms = self.scenario.sync_ms if len(outcome.members) > 1 else 0.0
-                bits = self._bits(member, done.epoch) if outcome.compare else None
-                ack = SyncAck(member, outcome, rank.work(done), sync_ms, rank.wait_ms, 0.001, bits)
-                rank.wait_ms = 0.0
-                self._fact(ack, ("up", member))
-            self.clock.after(0.0, self._resume, member, "idle")
-
-    def _bits(self, number: int, epoch: int) -> int:
-        differs = self.scenario.differs
-        return int(differs is not None and differs[0] == number and epoch >= differs[1])
-
-    def _resume(self, number: int, state: str) -> None:
+    def resume(self, number: int, state: str) -> None:
+        """Let a rank go on that is in this state."""
         if self.ranks[number].state == state:
             self._boundary(number)
 
-    def _released(self, number: int) -> None:
-        """The gate was aborted: wait for the order to leave."""
-        rank = self.ranks[number]
-        if rank.state == "gone":
-            return
-        rank.state = "released"
-        rank.wake(self.clock.now_ms)
-        if isinstance(rank.machine.next(-1), Leave):
-            self._leave(number, None)
-        else:
-            # The order is on its way: look again when it has come.
-            self.clock.after(self.scenario.latency_ms + 0.01, self._released, number)
-
     def _snapshot(self, number: int, action: Snapshot) -> None:
         rank, s = self.ranks[number], self.scenario
-        if self._crashes(number, "snapshot"):
+        if self.crashes(number, "snapshot"):
             return
         rank.state = "busy"
         self.rules.snapped(number, action.round, action.steps, action.samples)
         if self._rng.random() >= s.lost_snapshot:
             late_ms = self._rng.random() * LATENCY_MS if self._rng.random() < s.late_snapshot else 0.0
-            fact = SnapshotReady(number, action.round, action.steps, action.samples)
-            self._fact(fact, ("snapshot", number), extra_ms=late_ms)
-        self.clock.after(s.sync_ms / 4, self._resume, number, "busy")
+            fact = SnapshotReady(number, action.round, action.steps, action.samples, rank.machine.is_bad)
+            self.fact(fact, ("snapshot", number), extra_ms=late_ms)
+        self.clock.after(s.sync_ms / 4, self.resume, number, "busy")
 
     def _apply(self, number: int, action: Apply) -> None:
         rank = self.ranks[number]
-        if self._crashes(number, "apply"):
+        if self.crashes(number, "apply"):
             return
         rank.state = "busy"
         self.rules.applied(number, action.round)
-        self._fact(Updated(number, action.round), ("up", number))
-        self.clock.after(self.scenario.sync_ms / 4, self._resume, number, "busy")
+        self.fact(Updated(number, action.round), ("up", number))
+        self.clock.after(self.scenario.sync_ms / 4, self.resume, number, "busy")
 
-    def _leave(self, number: int, error: str | None) -> None:
+    def leave(self, number: int, error: str | None, *, is_alone: bool = False) -> None:
+        """A rank's thread ends."""
         self.ranks[number].state = "gone"
         self.rules.left(number)
-        self._say("rank {} leaves: {}", number, error or "as told")
-        self._fact(Exiting(number, error), ("up", number))
+        self.say("rank {} leaves: {}", number, error or "as told")
+        self.fact(Exiting(number, error, is_alone, self.ranks[number].machine.untold), ("up", number))
 
-    def _crashes(self, number: int, where: str) -> bool:
+    def crashes(self, number: int, where: str) -> bool:
+        """Whether a rank fails now that it comes to such an act."""
         rank = self.ranks[number]
         acts = rank.acts[where]
         rank.acts[where] += 1
         for crash in self.scenario.crashes:
             if crash.rank == number and crash.where == where and crash.after == acts:
-                self.rules.must_end("L2", self.clock.now_ms, rounds=2)
-                self._leave(number, f"rank {number} failed at {where} {acts}")
+                self.leave(number, f"rank {number} failed at {where} {acts}", is_alone=crash.is_alone)
                 return True
         return False

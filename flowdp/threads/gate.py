@@ -15,20 +15,37 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from flowdp.errors import CollectiveAborted
 from flowdp.machine.rounds import GateState
 from flowdp.messages import Arrival, Directives, Outcome
 
-__all__ = ["Gate"]
+__all__ = ["Gate", "Waiting"]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What a rank in the gate waits for.
+
+    Attributes:
+        round: The round's number.
+        missing: Ranks that have not come, or, once the round is decided, not done their part of it. None is
+            missing while the launch runs.
+        decided: All have come.
+    """
+
+    round: int
+    missing: tuple[int, ...]
+    decided: bool
 
 
 class Gate:
     """A meeting of all ranks, twice a round: `enter` decides, `finish` ends it.
 
     Threads:
-        `enter`, `finish`: the rank's own. `direct`, `leave`, `abort`, `hurry`: any. `retire`: any, when no
-        rank comes any more.
+        `enter`, `finish`: the rank's own. `direct`, `leave`, `waiting`, `abort`, `hurry`: any. `retire`: any,
+        when no rank comes any more.
 
     Args:
         world_size: Ranks.
@@ -49,6 +66,7 @@ class Gate:
         self._unfinished: set[int] = set()  # of the decided round, not yet in finish
         self._finishing: set[int] = set()  # wait for the rest in finish
         self._held = 0  # rounds that every member finished
+        self._decided = -1  # number of the newest round that was decided
         self._outcome: list[Outcome | None] = [None] * world_size
         self._wake = [threading.Lock() for _ in range(world_size)]
         for wake in self._wake:
@@ -65,6 +83,8 @@ class Gate:
             outcome = self._state.enter(arrival)
             if outcome is None:
                 self._inside.add(rank)
+            else:
+                self._decided = outcome.round
         if outcome is None:
             self._wake[rank].acquire()
         else:
@@ -105,6 +125,8 @@ class Gate:
         """Take a rank out of the open round and all later ones; from a decided one if its part is done."""
         with self._lock:
             outcome = self._state.leave(rank)
+            if outcome is not None:
+                self._decided = outcome.round
             for waiting in (self._inside, self._finishing):
                 if rank in waiting:
                     waiting.discard(rank)
@@ -113,6 +135,18 @@ class Gate:
             self._end_round()
         if outcome is not None:
             self._publish(outcome)
+
+    def waiting(self) -> dict[int, Waiting]:
+        """Who waits in the gate at this moment, and for whom."""
+        with self._lock:
+            there, decided = self._state.arrivals, self._decided
+            missing = tuple(sorted(self._state.members.difference(there)))
+            unfinished = Waiting(decided, tuple(sorted(self._unfinished)), decided=True)
+            return {
+                **{rank: Waiting(decided, (), decided=True) for rank in self._inside.difference(there)},
+                **{rank: Waiting(there[rank].round, missing, decided=False) for rank in sorted(there)},
+                **dict.fromkeys(sorted(self._finishing), unfinished),
+            }
 
     def abort(self, reason: str) -> None:
         """Release everybody with an error, now and for ever; the first reason stays."""

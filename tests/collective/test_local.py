@@ -9,6 +9,7 @@ from torch import nn
 from flowdp.collective import base, local
 from flowdp.collective.base import Averaging
 from flowdp.collective.local import LocalMean, MemoryMean
+from flowdp.device.gradients import FlatGradients, Touched
 from flowdp.device.tensors import Flat, FlatReplica
 from flowdp.errors import CollectiveAborted, OptionError
 from flowdp.messages import Arrival, Outcome
@@ -100,7 +101,7 @@ def test_bits_do_not_depend_on_who_is_faster(monkeypatch):
     assert all(torch.equal(memory, seen[0]) for memory in seen)
 
 
-@pytest.mark.parametrize("samples", [[320, 192], [64, 64, 17], [0, 5]])
+@pytest.mark.parametrize("samples", [[320, 192], [64, 64, 17]])
 def test_drift_is_the_distance_from_the_mean_over_parameters(samples):
     world = World(len(samples))
     before = [
@@ -118,6 +119,48 @@ def test_drift_of_a_diverged_replica_is_not_a_number():
     world.modules[1].weight.data[0, 0] = float("nan")
     results = world.hold([1, 1], drift=True)
     assert all(result.drift != result.drift for result in results)
+
+
+def test_a_replica_that_is_not_a_number_and_gives_nothing_is_healed():
+    world = World(3)
+    before = world.states()
+    for memory in world.replicas[0].memories:
+        if memory.dtype.is_floating_point:
+            memory.fill_(torch.nan)
+    bad, *sound = world.hold([0, 4, 1], drift=True)
+    after = world.states()
+    for name, wanted in weighted(before, [0, 4, 1]).items():
+        assert torch.allclose(after[0][name].double(), wanted.double(), rtol=2**-8, atol=1e-6), name
+        assert all(torch.equal(state[name], after[0][name]) for state in after), name
+    assert bad.drift is None
+    assert all(0.1 < result.drift < 10 for result in sound)
+
+
+def test_gradients_that_are_not_numbers_and_give_nothing_are_left_out():
+    """And the weight of the losses they came from, and the buffers."""
+    touched = Touched(3)
+    world = World(3)
+    world.mean = LocalMean(
+        [
+            FlatGradients(flat, module, touched)
+            for flat, module in zip(world.replicas, world.modules, strict=True)
+        ],
+        lambda rank: world.gate.finish(rank),
+    )
+    world.gate = Gate(3, world.mean.launch)
+    gradients = world.mean._replicas
+    for rank, (module, own) in enumerate(zip(world.modules, gradients, strict=True)):
+        value = torch.nan if rank == 1 else 2.0 * rank + 1
+        for parameter in module.parameters():
+            parameter.grad.fill_(value)
+        own.weight.fill_(value)
+        own.is_weighted = True
+        module[1].running_mean.fill_(value)
+    assert all(isinstance(result, Averaging) for result in world.hold([3, 0, 1]))
+    for module, own in zip(world.modules, gradients, strict=True):
+        assert all(bool((parameter.grad == 2.0).all()) for parameter in module.parameters())
+        assert own.weight == 2.0
+        assert bool((module[1].running_mean == 2.0).all())
 
 
 def test_drift_from_a_mean_of_zero_is_zero():
@@ -223,7 +266,8 @@ def test_the_layout_may_lie_on_a_device_that_the_host_cannot_reach(samples, drif
     outcome = Outcome(0, 0, ranks, (1,) * len(samples), samples, drift=drift)
     mean.launch(outcome)
     results = in_threads(ranks, lambda rank: mean.average(rank, outcome))
-    assert all((result.drift is not None) is drift for result in results), results
+    gave = [drift and count > 0 for count in samples]
+    assert [result.drift is not None for result in results] == gave, results
     for at, (memory, flat) in enumerate(zip(memories[0], layout, strict=True)):
         columns = torch.stack([rank[at] for rank in before])
         weights = torch.tensor(samples)[:, None] / sum(samples)

@@ -4,6 +4,7 @@ import gc
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from types import ModuleType, SimpleNamespace
 
@@ -127,7 +128,6 @@ def test_without_cupy_there_is_no_mean():
         NcclMean(world.replicas, world.lanes)
 
 
-# ---------------------------------------------------------------- rounds
 @pytest.fixture
 def world() -> FakeWorld:
     return FakeWorld(nccl_mean, (0, 1, 2))
@@ -135,6 +135,144 @@ def world() -> FakeWorld:
 
 def fake(world: FakeWorld) -> FakeNccl:
     return world.mean._nccl
+
+
+# ---------------------------------------------------------------- rounds without those that left
+def test_the_others_get_communicators_of_their_own(world, monkeypatch):
+    """The old ones are aborted when the last mean is done, all of them, before the new ones are made."""
+    nccl, order = fake(world), []
+    world.read(world.hold([1, 2, 3]))
+    opened = len(nccl.groups)
+    for rank, lane in enumerate(world.lanes):
+        drained = lambda rank=rank, real=lane.drain: (order.append(("drained", rank)), real())  # noqa: E731
+        monkeypatch.setattr(lane, "drain", drained)
+    comm = nccl.NcclCommunicator
+    abort, make = comm.abort, comm.__init__
+    monkeypatch.setattr(comm, "abort", lambda own: (order.append(("aborted", own.ndev)), abort(own))[1])
+
+    def made(own, ndev, name, rank):
+        order.append(("made", ndev, QUIET.locked(), world.cuda.current_stream()))
+        make(own, ndev, name, rank)
+
+    monkeypatch.setattr(comm, "__init__", made)
+    world.gate.leave(0)
+    world.read(world.hold([9, 2, 3], ranks=[1, 2]))
+    assert order[:2] == [("drained", 1), ("drained", 2)]
+    assert order[2:5] == [("aborted", 3)] * 3
+    assert order[-2:] == [("made", 2, True, world.lanes[rank].comm) for rank in (1, 2)]
+    # Two to see whether they are right, and the mean: while nobody else allocates.
+    assert [is_quiet for is_quiet, _ in nccl.groups[opened:]] == [True] * 3
+    order.clear()
+    world.read(world.hold([9, 2, 3], ranks=[1, 2]))
+    assert order == []
+    assert nccl.abused == []
+    assert not QUIET.locked()
+    world.mean.close()
+    assert sorted(nccl.destroyed) == [0, 1]
+
+
+def test_one_that_is_left_alone_has_no_communicator(world):
+    nccl = fake(world)
+    world.gate.leave(0)
+    world.gate.leave(2)
+    made = len(nccl.groups)
+    world.read(world.hold([1, 2, 3], ranks=[1]))
+    assert sorted(nccl.aborted) == [0, 1, 2]
+    world.mean.close()
+    assert (len(nccl.groups), nccl.destroyed, nccl.abused) == (made, [], [])
+
+
+def remade(world: FakeWorld, monkeypatch: pytest.MonkeyPatch, doing: Callable[[], object]) -> list[object]:
+    """A round of ranks 0 and 2, with something done while NCCL makes communicators for them."""
+    real = nccl.Opening.wait
+
+    def wait(opening, *limits):
+        doing()
+        return real(opening, *limits)
+
+    monkeypatch.setattr(nccl.Opening, "wait", wait)
+    world.gate.leave(1)
+    return world.hold([1, 0, 2], ranks=[0, 2])
+
+
+def test_making_them_is_no_hang(monkeypatch):
+    """Nor is that the device of the rank that left does not come to its part of the last mean."""
+    monkeypatch.setattr(nccl, "LIMIT_S", 0.05)
+    told = []
+    world = FakeWorld(nccl_mean, (0, 1, 2), told.append)
+    world.read(world.hold([1, 2, 3]))
+
+    def outlast():
+        looks = 0
+        world.mean._slots[0].done[1].passed = threading.Event()
+        real = world.mean._watchdog._begun
+
+        def begun():
+            nonlocal looks
+            looks += 1
+            if looks == 12:  # three times the limit
+                enough.set()
+            return real()
+
+        enough = threading.Event()
+        monkeypatch.setattr(world.mean._watchdog, "_begun", begun)
+        assert enough.wait(20)
+
+    world.read(remade(world, monkeypatch, outlast))
+    assert told == []
+
+
+def test_a_run_that_ends_meanwhile_leaves_no_communicator(world, monkeypatch):
+    errors = remade(world, monkeypatch, world.mean.abort)
+    assert any("aborted or closed" in str(error) for error in errors)
+    assert sorted(fake(world).aborted) == [0, 0, 1, 1, 2]
+    assert fake(world).abused == []
+    assert not QUIET.locked()
+
+
+def test_no_communicator_is_made_for_a_run_that_has_ended(world):
+    world.mean.abort()
+    opened = len(fake(world).groups)
+    world.gate.leave(1)
+    errors = world.hold([1, 0, 2], ranks=[0, 2])
+    assert any("aborted or closed" in str(error) for error in errors)
+    assert (sorted(fake(world).aborted), len(fake(world).groups)) == ([0, 1, 2], opened)
+
+
+@pytest.mark.parametrize("what", ["wrong", "hangs", "full"])
+def test_where_that_fails_the_round_does(world, monkeypatch, what):
+    said = {
+        "wrong": "gives rank 0 wrong sums",
+        "hangs": "did not make its communicators for cuda:0, cuda:2 within 0.01 s",
+        "full": "no room for its first sums: CUDA out of memory",
+    }[what]
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def now():
+        if what == "full":
+            monkeypatch.setattr(group, "_stand_in", full)
+        fake(world).broken = what == "wrong"
+        fake(world).hangs = "make" if what == "hangs" else None
+        fake(world).wake.clear()
+
+    monkeypatch.setattr(nccl, "REMAKING_S", 0.01 if what == "hangs" else 30.0)
+    errors = remade(world, monkeypatch, now)
+    fake(world).wake.set()
+    wait_for_the_helper()
+    assert any(
+        f"rank 1 left, and NCCL does not work for the others alone: {'NCCL' if what != 'full' else ''}"
+        in str(e)
+        and said in str(e)
+        for e in errors
+    )
+    assert all(isinstance(error, CollectiveError) for error in errors)
+    assert fake(world).abused == []
+    assert not QUIET.locked()
+
+
+# ---------------------------------------------------------------- rounds
 
 
 def test_a_round_is_one_group_that_is_launched_while_it_is_quiet(world):
@@ -159,13 +297,6 @@ def test_narrow_tensors_are_carried_in_wide_ones_made_once(world):
     before = [c.work.data_ptr() for c in carried]
     world.hold([1, 2, 3])
     assert [c.work.data_ptr() for c in carried] == before
-
-
-def test_a_rank_that_left_is_named(world):
-    world.gate.leave(1)
-    errors = world.hold([1, 0, 2], ranks=[0, 2])
-    assert any("rank 1 left" in str(error) for error in errors)
-    assert not QUIET.locked()
 
 
 def test_what_nccl_refuses_is_an_error_of_the_round(world, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 
@@ -66,6 +67,16 @@ def watched() -> Iterator[Watched]:
     made.dog.close()
 
 
+def test_what_is_forgotten_is_not_looked_after(watched: Watched) -> None:
+    """A rank has left, and its device never comes to its part."""
+    begun, later = Mark(passed=True), Mark(passed=True)
+    watched.dog.launched(0, begun, [Mark()])
+    watched.dog.forget()
+    watched.dog.launched(1, begun, [later])
+    later.looks()
+    assert watched.errors == []
+
+
 def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "flowdp-nccl-watch"]
 
@@ -80,7 +91,9 @@ def test_a_round_that_hangs_on_any_rank_is_told_once(watched: Watched, late: int
     assert threads() == []
     (error,) = watched.errors
     assert isinstance(error, CollectiveTimeout)
-    assert "averaging round 7 over cuda:0, cuda:1 began more than 0.0" in str(error)
+    said = re.match(r"averaging round 7 over cuda:0, cuda:1 began more than (\S+) s ago", str(error))
+    assert said is not None
+    assert LIMIT_S <= float(said[1]) < WAIT_S  # longer, where other programs hold the cores
 
 
 def test_a_round_that_waits_for_a_step_does_not_hang(watched: Watched) -> None:

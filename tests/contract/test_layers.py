@@ -16,7 +16,7 @@ LAYERS = (
     {"errors"},
     {"options"},
     {"policy"},
-    {"meeting"},
+    {"duty", "meeting"},
     {"messages"},
     {"machine"},
     {"sim", "threads"},
@@ -28,7 +28,9 @@ LAYERS = (
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
-STANDARD_LIBRARY_ALONE = {"errors", "options", "policy", "meeting", "messages", "machine", "sim", "threads"}
+STANDARD_LIBRARY_ALONE = {
+    *("errors", "options", "policy", "duty", "meeting", "messages", "machine", "sim", "threads"),
+}
 PURE = STANDARD_LIBRARY_ALONE - {"threads"}
 IMPURE = {"threading", "queue", "time", "os", "logging"}
 ONLY_IN = {"cupy": "collective/nccl.py", "cupyx": "collective/nccl.py", "cupy_backends": "collective/nccl.py"}

@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FREE_FOLDERS = {
     "contract": "rules about the whole repository",
     "numerics": "the engine against plain PyTorch",
+    "reliability": "whole runs that are cut, resumed, hurt and evaluated",
     "gpu": "what needs CUDA devices",
     "vectors": "recorded behaviour, run through the production functions",
     "bench": "mirrors bench/",

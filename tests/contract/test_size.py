@@ -12,7 +12,9 @@ MODULE_LINES = 400
 FUNCTION_LINES = 70
 
 # path or path:function -> (lines it may have, why)
-ALLOWED: dict[str, tuple[int, str]] = {}
+ALLOWED: dict[str, tuple[int, str]] = {
+    "flowdp/trainer.py:__init__": (105, "42 arguments, one a line, and no argument is hidden in **options"),
+}
 
 
 def offences(path: str, source: str, allowed: dict[str, tuple[int, str]]) -> list[str]:

@@ -28,7 +28,8 @@ from flowdp.data.dataset import Source, TensorSource, open_source
 from flowdp.data.order import epoch_order
 from flowdp.data.reader import Reader
 from flowdp.data.stream import StreamReader
-from flowdp.errors import DataError, OptionError
+from flowdp.errors import CheckpointError, DataError, OptionError
+from flowdp.machine.position import OpenEpoch, Position
 
 X, Y = torch.arange(46.0).reshape(23, 2), torch.arange(23)
 
@@ -493,3 +494,81 @@ def test_indices_beyond_the_tensors_are_named():
         source.take(0, 0, 1)
     assert (e.value.epoch, e.value.indices) == (0, (23, 24))
     assert isinstance(e.value.__cause__, IndexError)
+
+
+# ---------------------------------------------------------------- a run that is resumed
+class Shuffled(Sampler[int]):
+    """Another order in each iteration, the same ones again in another process."""
+
+    def __init__(self):
+        self.generator = generator()
+
+    def __len__(self):
+        return 23
+
+    def __iter__(self):
+        return iter(torch.randperm(23, generator=self.generator).tolist())
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        lambda: (X, Y),
+        Pairs,
+        lambda: DataLoader(Pairs(), 5, shuffle=True),
+        lambda: DataLoader(Pairs(), 5, sampler=Shuffled()),
+        lambda: DataLoader(TensorDataset(X, Y), 5, sampler=Shuffled()),
+        lambda: DataLoader(Pairs(), batch_sampler=BatchSampler(Shuffled(), 5, False)),
+        lambda: DataLoader(Pairs(), 5, sampler=DistributedSampler(Pairs(), 1, 0)),
+        lambda: DataLoader([X[i : i + 5] for i in range(0, 23, 5)], batch_size=None, shuffle=True),
+    ],
+    ids=["tensors", "map", "loader", "sampler", "gathered", "batch sampler", "set_epoch", "items"],
+)
+def test_a_resumed_run_reads_on_where_it_stood(dataset):
+    everything = read(opened(dataset()), epochs=2)
+    start = Position(1, done=1, open=(OpenEpoch(1, 4, ((2,),), ()),), global_step=9)
+    source = opened(dataset(), start=start)
+    assert source.can_resume_inside
+    woken: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    source.start(wake=lambda *key: woken.put(key), failed=woken.put)
+    for batch in (2, 4):
+        taken = source.take(0, 1, batch)
+        if taken is None:
+            assert woken.get(timeout=10) == (0, 1, batch)
+            taken = source.take(0, 1, batch)
+        assert_same(taken, everything[5 + batch])
+        assert source.samples_in(1, batch) == len(torch.utils._pytree.tree_leaves(taken)[0])
+    assert source.close()
+
+
+def test_a_resumed_run_asks_a_sampler_for_no_epoch_before():
+    class Told(Shuffled):
+        def __init__(self):
+            super().__init__()
+            self.epochs = []
+
+        def set_epoch(self, epoch):
+            self.epochs.append(epoch)
+
+    sampler = Told()
+    opened(DataLoader(TensorDataset(X, Y), 5, sampler=sampler), start=Position(1, done=3)).take(0, 3, 0)
+    assert sampler.epochs == [3]
+
+
+def test_processes_of_a_resumed_run_draw_other_numbers():
+    class Noise(Pairs):
+        def __getitem__(self, index):
+            return torch.rand(())
+
+    fresh, again, resumed = (
+        read(opened(Noise(), num_workers=1, start=start, epochs=1), batches=2)
+        for start in (None, Position(1), Position(1, global_step=7))
+    )
+    assert torch.equal(fresh[0], again[0])
+    assert not torch.isin(resumed[0], torch.cat(fresh)).any()
+
+
+def test_an_iterable_dataset_cannot_be_resumed_inside_an_epoch():
+    start = Position(1, open=(OpenEpoch(0, 1, ((),), ()),))
+    with pytest.raises(CheckpointError, match="IterableDataset"):
+        opened(Finite(), start=start)

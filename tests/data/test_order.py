@@ -26,6 +26,7 @@ from flowdp.data.order import (
     epoch_order,
 )
 from flowdp.errors import DataError, OptionError, ProtocolError
+from flowdp.machine.position import OpenEpoch, Position
 
 VECTORS: dict[str, dict[str, Any]] = {
     vector["id"]: vector
@@ -227,6 +228,40 @@ def test_set_epoch_is_called_before_each_epoch():
     assert sampler.epochs == [0, 1, 2]
 
 
+def test_a_run_that_begins_later_draws_the_epochs_before_on_the_way():
+    sampler = Counted(10)
+    order = SamplerOrder(sampler, 3, False)
+    order.begin_at(7)
+    assert whole(order, 7) == list(range(700, 710))
+    assert sampler.iterated == 8
+
+
+@pytest.mark.parametrize("kind", [SamplerOrder, BatchSamplerOrder])
+def test_a_sampler_that_is_told_its_epoch_is_not_drawn_before(kind):
+    class Told:
+        def __init__(self):
+            self.epochs = []
+
+        def set_epoch(self, epoch):
+            self.epochs.append(epoch)
+
+        def __len__(self):
+            return 4
+
+        def __iter__(self):
+            numbers = range(self.epochs[-1] * 4, self.epochs[-1] * 4 + 4)
+            return iter(numbers if kind is SamplerOrder else [[number] for number in numbers])
+
+    sampler = Told()
+    order = SamplerOrder(sampler, 1, False) if kind is SamplerOrder else BatchSamplerOrder(sampler)
+    order.begin_at(7)
+    assert whole(order, 8) == list(range(32, 36))
+    assert whole(order, 7) == list(range(28, 32))
+    assert sampler.epochs == [7, 8]
+    with pytest.raises(ProtocolError):
+        order.indices(6, 0)
+
+
 @pytest.mark.parametrize("yielded", [9, 11])
 def test_a_sampler_whose_length_is_wrong(yielded):
     order = SamplerOrder(Counted(10, yielded), 3, False)
@@ -339,6 +374,28 @@ def test_it_walks_all_epochs_without_a_seam():
 def test_it_has_no_end_without_a_number_of_epochs():
     walk = AllEpochs(EpochOrder(10, 10, 0, True, False), None).walk()
     assert [next(walk) for _ in range(100)][-1] == (99, 0)
+
+
+@given(
+    done=st.integers(0, 3),
+    positions=st.lists(st.integers(0, 5), max_size=2),
+    missing=st.sets(st.integers(0, 4), max_size=3),
+)
+def test_it_walks_what_was_not_trained_in_the_order_of_the_epochs(done, positions, missing):
+    opened = [
+        OpenEpoch(done + i, position, (tuple(sorted(b for b in missing if b < position)), ()), ())
+        for i, position in enumerate(positions)
+    ]
+    start = Position(world_size=2, done=done, open=tuple(opened))
+    walked = list(AllEpochs(EpochOrder(10, 2, 0, True, False), 5, start).walk())
+    trained = {(e.epoch, b) for e in opened for b in range(e.position) if b not in missing}
+    assert walked == [(e, b) for e in range(done, 5) for b in range(5) if (e, b) not in trained]
+
+
+def test_it_goes_on_without_end():
+    start = Position(1, done=6, open=(OpenEpoch(6, 2, ((0,),), ()),))
+    walk = AllEpochs(EpochOrder(3, 1, 0, True, False), None, start).walk()
+    assert [next(walk) for _ in range(5)] == [(6, 0), (6, 2), (7, 0), (7, 1), (7, 2)]
 
 
 def test_a_failing_sampler_ends_it_and_its_error_waits():

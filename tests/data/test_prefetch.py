@@ -22,6 +22,7 @@ from flowdp.data.reader import LoaderSource
 from flowdp.data.slots import HOST_SLOTS
 from flowdp.data.source import Batch, Source
 from flowdp.data.tensor_source import TensorSource
+from flowdp.device.memory import read_memory
 from flowdp.device.streams import HostLane, Lane
 from flowdp.errors import DataError, ProtocolError
 from flowdp.messages import Part
@@ -825,6 +826,33 @@ def test_little_memory_leaves_as_many_slots_as_are_in_use(close, room):
             check(source, key, rank.take(key))
         with lane.on(lane.compute):
             rank.feed.release()
+
+
+@pytest.mark.parametrize("source_of", SOURCES.values(), ids=SOURCES)
+def test_a_rank_without_room_holds_less_ahead(close, source_of):
+    source, lane = close(source_of()), CardLane()
+    rank = close(Rank(source, lane, held=2, gauge=lambda: read_memory(lane, lane.card)))
+    begin(source, [rank])
+    first, *keys = everything(3)
+    rank.follow([first, *keys])
+    check(source, first, rank.take(first))
+    with lane.on(lane.compute):
+        rank.feed.release()
+    rank.feed.fit()
+    lane.card.until(lambda: rank.feed._ring.made >= 6)
+    rank.feed.shrink()
+    limit = rank.feed._ring.limit
+    assert 2 < limit <= len(keys) // 2
+    rank.feed.fit()  # the memory that there was is not there any more
+    assert rank.feed._ring.limit == limit
+    while keys:
+        step, keys = keys[:2], keys[2:]
+        for key in step:
+            check(source, key, rank.take(key))
+        with lane.on(lane.compute):
+            rank.feed.release()
+    assert rank.feed._ring.made <= limit
+    assert lane.card.races == []
 
 
 def parts_of(samples: int, turn: int) -> tuple[Part, Part]:

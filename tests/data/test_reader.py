@@ -21,6 +21,7 @@ from flowdp.data.order import EpochOrder
 from flowdp.data.portion import Portion
 from flowdp.data.reader import Reader
 from flowdp.errors import DataError, ProtocolError
+from flowdp.machine.position import OpenEpoch, Position
 from flowdp.messages import Part
 
 SAMPLES = 103
@@ -603,3 +604,119 @@ def test_all_ranks_that_wait_hear_of_a_failure(runs):
     assert [run.woken[rank].get(timeout=10) for rank in (0, 3)] == [(0, 0)] * 2
     with pytest.raises(DataError, match="broken"):
         cut(run, 3, 0, 3, 4)
+
+
+# ---------------------------------------------------------------- a run that is resumed
+HERE = Position(world_size=2, done=1, open=(OpenEpoch(1, 6, ((4, 1), ()), ()), OpenEpoch(2, 1, ((), ()), ())))
+"""Of epoch 1 batches 1, 4 and all from 6 on are missing, of epoch 2 all but batch 0."""
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_was_not_trained_is_read_and_nothing_else(runs, num_workers):
+    dataset = Counted()
+    run = runs(dataset, epochs=4, start=HERE, num_workers=num_workers)
+    assert run.reader.can_resume_inside
+    for epoch, batches in ((1, (1, 4, *range(6, 13))), (2, range(1, 13)), (3, range(13))):
+        for batch in batches:
+            assert run.take(0, epoch, batch).tolist() == list(run.reader.indices(epoch, batch))
+    assert run.close()
+    trained = [i for batch in (0, 2, 3, 5) for i in run.reader.indices(1, batch)] + [
+        *run.reader.indices(2, 0)
+    ]
+    expected = torch.full((SAMPLES,), 3)
+    for index in trained:
+        expected[index] -= 1
+    assert torch.equal(dataset.counts, expected)
+
+
+@pytest.mark.parametrize("key", [(1, 0), (1, 5), (2, 0), (0, 0), (0, 12)])
+def test_what_was_trained_before_cannot_be_taken(runs, key):
+    run = runs(Counted(), epochs=4, start=HERE)
+    with pytest.raises(ProtocolError, match="was trained before"):
+        run.reader.take(0, *key)
+    run.take(0, 1, 1)
+    with pytest.raises(ProtocolError, match="was taken before"):
+        run.reader.take(0, 1, 1)
+
+
+def test_an_error_names_the_batch_at_which_a_resumed_run_begins():
+    run = Run(Broken(index=0), start=Position(1, done=1), shuffle=False).start()
+    assert run.failed.get(timeout=5).epoch == 1
+    assert run.close()
+
+
+def test_windows_of_a_resumed_run_are_cut_as_ever(runs):
+    start = Position(2, open=(OpenEpoch(0, 2, ((1,), ()), ()),))
+    run = runs(Counted(20), start=start)
+    for batch, samples in ((1, 8), (2, 4)):
+        for rank in (0, 1):
+            half = samples // 2
+            portion = wait_for(run, rank, batch, rank * half, (rank + 1) * half)
+            assert rows_of(run, portion, batch) == list(range(rank * half, (rank + 1) * half))
+    with pytest.raises(ProtocolError, match="trained before"):
+        cut(run, 0, 0, 0, 4)
+
+
+# ---------------------------------------------------------------- on demand
+class Watched(threading.Condition):
+    """Says when the reader stands still."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits.set()
+        return super().wait(timeout)
+
+
+@pytest.mark.parametrize("ahead", [2, 100])
+def test_an_epoch_begins_when_somebody_waits_for_it(ahead):
+    dataset = Counted()
+    run = Run(dataset, epochs=None, ahead=ahead, on_demand=True)
+    watched = run.reader._changed = Watched()
+    run.start()
+    [thread] = run.reader.threads()
+    assert not thread.is_alive()
+    for epoch in range(3):
+        for batch in range(13):
+            watched.waits.clear()
+            run.take(0, epoch, batch)
+        assert watched.waits.wait(timeout=5)  # for the next epoch: all of this one was taken
+        assert dataset.counts.tolist() == [epoch + 1] * SAMPLES
+        assert thread.is_alive()
+    assert run.close()
+
+
+def test_inside_an_epoch_reading_runs_ahead():
+    reached = threading.Event()
+
+    class Announced(Counted):
+        def __getitem__(self, index):
+            if index == 4 * 8 - 1:
+                reached.set()
+            return super().__getitem__(index)
+
+    run = Run(Announced(), epochs=None, ahead=3, on_demand=True, shuffle=False).start()
+    run.take(0, 0, 0)
+    assert reached.wait(timeout=5)
+    assert run.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_closing_what_nobody_has_waited_for(num_workers):
+    before = set(threading.enumerate())
+    run = Run(Counted(), epochs=None, on_demand=True, num_workers=num_workers).start()
+    assert run.close()
+    assert run.close()
+    assert run.reader.take(0, 0, 0) is None
+    assert set(threading.enumerate()) == before
+    assert not multiprocessing.active_children()
+
+
+def test_closing_between_two_epochs():
+    run = Run(Counted(8), epochs=None, on_demand=True, num_workers=1).start()
+    run.take(0, 0, 0)
+    assert run.take(0, 1, 0).tolist() == list(run.reader.indices(1, 0))
+    assert run.close()
+    assert not multiprocessing.active_children()

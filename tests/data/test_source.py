@@ -36,3 +36,5 @@ def test_its_order_tells() -> None:
 def test_without_an_order_nothing_is_known() -> None:
     source = Plain(None)
     assert (source.batch_size, source.batches, source.samples) == (None, None, None)
+    assert source.can_resume_inside
+    assert source.threads() == []

@@ -14,7 +14,9 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, default_convert, get_worker_info
 
 from flowdp.data.stream import Counted, Measured, StreamReader
-from flowdp.errors import DataError, ProtocolError
+from flowdp.errors import CheckpointError, DataError, ProtocolError
+from flowdp.machine.position import OpenEpoch, Position
+from tests.data.test_reader import Watched
 
 WAIT_S = 10.0
 
@@ -337,3 +339,55 @@ def test_closing_at_any_moment(num_workers):
         assert run.reader.take(0, 1, 1) is None
     assert set(threading.enumerate()) == before
     assert not multiprocessing.active_children()
+
+
+# ---------------------------------------------------------------- a run that is resumed, and on demand
+class Told(Stream):
+    """Epoch e, as it is told, yields e * 100 + i."""
+
+    told = -1
+
+    def set_epoch(self, epoch):
+        self.told = epoch
+
+    def item(self, sample):
+        return self.told * 100 + sample
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_it_begins_with_the_epoch_where_the_run_stood(runs, num_workers):
+    dataset = Told(6)
+    run = runs(dataset, epochs=4, start=Position(1, done=2), num_workers=num_workers)
+    assert [b.tolist() for b in run.epoch(2, 2)] == [[200, 201, 202, 203], [204, 205]]
+    if not num_workers:  # a process has the dataset of its start
+        assert [b.tolist() for b in run.epoch(3, 2)] == [[300, 301, 302, 303], [304, 305]]
+    assert dataset.yielded <= 12
+    with pytest.raises(ProtocolError):
+        run.reader.take(0, 1, 0)
+
+
+def test_inside_an_epoch_it_cannot_be_resumed():
+    start = Position(1, done=2, open=(OpenEpoch(2, 3, ((0, 1),), ()),))
+    with pytest.raises(CheckpointError, match=r"inside epoch 2, and Stream is an IterableDataset"):
+        Run(Stream(9), start=start)
+    assert not StreamReader.can_resume_inside
+
+
+def test_an_epoch_that_was_dealt_and_not_trained_is_no_inside(runs):
+    start = Position(1, done=1, open=(OpenEpoch(1, 2, ((1, 0),), ()),))
+    run = runs(Stream(6), start=start)
+    assert [batch.tolist() for batch in run.epoch(1, 2)] == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_on_demand_it_is_iterated_when_somebody_waits():
+    dataset = Told(6)
+    run = Run(dataset, epochs=None, ahead=100, on_demand=True)
+    watched = run.reader._changed = Watched()
+    run.start()
+    assert dataset.epoch == -1
+    for epoch in range(3):
+        watched.waits.clear()
+        assert [batch.tolist()[0] for batch in run.epoch(epoch, 2)] == [epoch * 100, epoch * 100 + 4]
+        assert watched.waits.wait(WAIT_S)
+        assert (dataset.told, dataset.yielded.item()) == (epoch, 6 * (epoch + 1))
+    assert run.reader.close()

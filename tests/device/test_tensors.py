@@ -264,3 +264,49 @@ def test_a_module_on_two_devices_is_refused():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     with pytest.raises(OptionError, match=r"rank 1: '1.weight' lies on meta, '0.weight' on cpu"):
         FlatReplica(module, rank=1)
+
+
+# ---------------------------------------------------------------- buffers kept, and a look at the numbers
+def test_buffers_come_back_and_parameters_stay():
+    module = Mixed()
+    replica = FlatReplica(module)
+    module.table = torch.arange(4, dtype=torch.float64)  # outside of the memory from now on
+    before = state(module)
+    for _ in range(2):
+        replica.keep_buffers()
+        module.norm(torch.randn(6, 5))
+        module.table = module.table + 1
+        module.seen.logical_not_()
+        module.scale.data.add_(1)
+        before["scale"] += 1
+        replica.put_back_buffers()
+        assert_same(state(module), before)
+
+
+def test_buffers_that_changed_shape_or_are_gone_are_left_for_the_mean_to_tell():
+    module = Mixed()
+    replica = FlatReplica(module)
+    module.table = torch.zeros(9, dtype=torch.float64)
+    del module.phase
+    replica.keep_buffers()
+    module.norm.running_mean.fill_(7)
+    replica.put_back_buffers()
+    assert not module.norm.running_mean.any()
+    with pytest.raises(CollectiveError, match="phase"):
+        replica.gather()
+
+
+def test_who_has_no_buffers_says_so():
+    assert FlatReplica(Mixed()).has_buffers
+    assert not FlatReplica(nn.Linear(2, 2)).has_buffers
+
+
+def test_the_total_and_the_largest_are_of_the_parameters():
+    module = Mixed()
+    module.table.fill_(1e9)
+    replica = FlatReplica(module)
+    every = torch.cat(
+        [torch.view_as_real(p.to(torch.complex128).reshape(-1, 1)).flatten() for p in module.parameters()]
+    ).detach()
+    assert float(replica.total()) == pytest.approx(float(every.sum()), rel=1e-2)
+    assert float(replica.largest()) == pytest.approx(float(every.abs().max()))

@@ -12,11 +12,12 @@ from flowdp.device.streams import CudaLane, HostLane
 from flowdp.engine import device_meter as module
 from flowdp.engine.device_meter import PAGE, STEPS_AHEAD, DeviceMeter, open_meter
 from flowdp.engine.meter import HostMeter, Report
-from flowdp.machine.worker import Done
+from flowdp.machine.worker import Done, Step
 from tests.engine.test_meter import closed, steps
 from tests.fakes import FakeCuda, FakeEvent
 
 CPU = torch.device("cpu")
+STEP = Step(0, (0,), 0)
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_busy_is_in_steps_and_data_between_them(lane: CudaLane, monkeypatch: pyt
         clock.passes(gap_ms)
         meter.begin(0.0)
         clock.passes(step_ms)
-        meter.end(torch.tensor(1.0), 1)
+        meter.end(torch.tensor(1.0), 1, STEP)
     clock.passes(30.0)  # others are late
     clock.passes(7.0)
     meter.met(lambda: Averaging(7.0, None))
@@ -75,7 +76,7 @@ def test_the_step_behind_a_mean_is_work(lane: CudaLane, monkeypatch: pytest.Monk
     for _ in range(2):
         meter.begin(0.0)
         clock.passes(10.0)
-        meter.end(torch.tensor(1.0), 1)
+        meter.end(torch.tensor(1.0), 1, STEP)
         clock.passes(5.0)
         meter.met(lambda: Averaging(2.0, None))
         clock.passes(4.0)
@@ -161,7 +162,7 @@ def test_nothing_is_read_back_on_the_step_path(lane: CudaLane, monkeypatch: pyte
     for _ in range(10):
         meter.begin(0.0)
         meter.scalar("accuracy", torch.tensor(1.0), 4.0)
-        meter.end(torch.tensor(2.0), 4)
+        meter.end(torch.tensor(2.0), 4, STEP)
     assert closed(meter, 10).work.scalars == {"accuracy": (40.0, 40.0)}
 
 
@@ -173,10 +174,57 @@ def test_a_full_page_makes_room(lane: CudaLane, names: int) -> None:
         meter.begin(0.0)
         for name in range(names):
             meter.scalar(f"s{name}", torch.tensor(float(name)), 1.0)
-        meter.end(torch.tensor(float(step)), 2)
+        meter.end(torch.tensor(float(step)), 2, STEP)
     work = closed(meter, count).work
     assert work.losses == (float(count * (count - 1)), 2 * count)
     assert work.scalars == {f"s{name}": (float(name * count), float(count)) for name in range(names)}
+
+
+def test_a_step_that_begins_again_may_have_filled_pages(lane: CudaLane) -> None:
+    """More numbers than a page has cells, in a step whose first attempt recorded still more."""
+    meter = DeviceMeter(lane)
+    names = [f"s{number}" for number in range(PAGE + 10)]
+
+    def record(count: int, value: float) -> None:
+        for name in names[:count]:
+            meter.scalar(name, torch.tensor(value), 1.0)
+
+    meter.begin(0.0)
+    record(PAGE - 5, 1.0)
+    meter.end(torch.tensor(1.0), 1, STEP)
+    meter.begin(0.0)
+    record(PAGE + 10, 100.0)
+    meter.discard()
+    record(PAGE + 5, 10.0)
+    meter.end(torch.tensor(2.0), 1, STEP)
+    work = closed(meter, 2).work
+    assert work.losses == (3.0, 2)
+    both, later = dict.fromkeys(names[: PAGE - 5], (11.0, 2.0)), names[PAGE - 5 : PAGE + 5]
+    assert work.scalars == both | dict.fromkeys(later, (10.0, 1.0))
+    assert len(meter._pages) == 2
+
+
+def test_what_is_saved_and_put_back_is_free_of_races(cuda: FakeCuda, lane: CudaLane) -> None:
+    with lane.on(lane.compute):
+        meter = DeviceMeter(lane)
+        cuda.watch("the cells", meter._page.device, meter._saved)
+        for _ in range(3):
+            meter.begin(0.0)
+            meter.scalar("name", torch.tensor(1.0), 1.0)
+            meter.discard()
+            meter.scalar("name", torch.tensor(2.0), 1.0)
+            meter.end(torch.tensor(1.0), 1, STEP)
+        assert closed(meter, 3).work.scalars == {"name": (6.0, 3.0)}
+    assert not cuda.races
+
+
+def test_nobody_waits_for_the_losses_but_who_looks(lane: CudaLane) -> None:
+    meter = DeviceMeter(lane)
+    meter.begin(0.0)
+    meter.end(torch.tensor(float("nan")), 1, STEP)
+    assert meter.bad is None
+    meter.look()
+    assert meter.bad is STEP
 
 
 def test_pages_are_used_again(lane: CudaLane, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,3 +149,41 @@ def test_checksums_are_told_later_and_not_mixed_up() -> None:
         expected.append(int(mine.flat.checksum()))
     assert [tell() for tell in told] == expected
     assert len(set(expected)) == CHECKSUMS
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_part_that_begins_again_leaves_nothing_behind(named: bool) -> None:
+    def loss(model: nn.Module, batch: Any) -> dict[str, Any]:
+        return {"loss": mse(model, batch), "weight": len(batch[0])} if named else mse(model, batch)
+
+    (mine, worker), (twin, other) = replica(loss), replica(loss)
+    for _ in range(2):
+        mine.mark()
+        mine.add(part(0, 5), worker)
+        mine.undo()
+        assert not any(parameter.grad.any() for parameter in mine.module.parameters())
+        mine.pieces *= 2
+        mine.add(part(), worker)
+        twin.add(part(), other)
+        found, wanted = mine.step(), twin.step()
+        assert found is not None
+        assert wanted is not None
+        torch.testing.assert_close(found.double(), wanted.double())
+        torch.testing.assert_close(mine.gradients.weight, twin.gradients.weight)
+        for one in (mine, twin):
+            one.averaged.gather()
+            one.meet(ALONE)
+    torch.testing.assert_close(mine.module.weight, twin.module.weight)
+
+
+@pytest.mark.parametrize(("pieces", "forwards"), [(1, 3), (2, 6), (4, 7)])
+def test_pieces_are_of_micro_batches(pieces: int, forwards: int) -> None:
+    mine, _ = replica(size=3)
+    mine.pieces = pieces
+    assert mine.forwards(part(), 7) == forwards
+
+
+def test_what_is_watched_are_the_gradients_unless_a_scaler_watches_them() -> None:
+    plain, _ = replica()
+    assert plain.watched is plain.gradients
+    assert replica(precision="fp16")[0].watched is None

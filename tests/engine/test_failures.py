@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
+import pytest
+
 from flowdp.engine.failures import Failures
+from flowdp.engine.stacks import stacks
+from flowdp.errors import StallError
 
 
 def test_the_first_stays_and_the_others_are_notes() -> None:
@@ -18,27 +23,75 @@ def test_the_first_stays_and_the_others_are_notes() -> None:
     assert first.__notes__ == ["Then rank 0: KeyError: 'two'"]
 
 
+def test_a_failure_that_several_threads_meet_is_told_once() -> None:
+    failures = Failures()
+    for rank in range(3):
+        assert failures.add(OSError("disk gone"), rank) == f"rank {rank}: OSError: disk gone"
+    for rank in range(3):
+        failures.add(OSError("card gone"), rank)
+    assert failures.first is not None
+    assert failures.first.__notes__ == ["Then rank 0: OSError: card gone"]
+
+
+def test_what_the_others_go_on_without_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    failures, lost, fatal = Failures(), ValueError("one"), KeyError("two")
+    assert failures.hold(lost, 1) == "rank 1: ValueError: one"
+    failures.forgive(1)
+    failures.blame(1)  # it has been forgiven
+    assert (failures.first, failures.forgiven) == (None, {1: lost})
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 1 has left, and the others go on: one"
+    ]
+    failures.hold(fatal, 0)
+    failures.blame(0)
+    failures.blame(2)  # left in peace
+    assert (failures.first, failures.forgiven) == (fatal, {1: lost})
+
+
+@pytest.mark.parametrize("failed_before", [False, True])
+def test_a_failure_after_the_end_is_logged(failed_before: bool, caplog: pytest.LogCaptureFixture) -> None:
+    failures, first, late = Failures(), ValueError("one"), KeyError("two")
+    if failed_before:
+        failures.add(first)
+    failures.conclude()
+    failures.add(late, 1)
+    assert failures.first is (first if failed_before else None)  # what was told stays true
+    assert not hasattr(first, "__notes__")
+    [record] = caplog.records
+    assert (record.name, record.levelno) == ("flowdp", logging.ERROR)
+    assert record.getMessage() == "a failure after the run's end: rank 1: KeyError: 'two'"
+    assert record.exc_info is not None
+    assert record.exc_info[1] is late
+
+
 def test_a_thread_that_stays_is_named_with_its_stack() -> None:
-    release, inside = threading.Event(), threading.Event()
+    release = threading.Lock()
+    release.acquire()
 
     def stands_here() -> None:
-        inside.set()
-        release.wait(10)
+        release.acquire()
 
     stuck = threading.Thread(target=stands_here, name="flowdp-worker-3")
     gone = threading.Thread(target=lambda: None, name="flowdp-worker-4")
     stuck.start()
     gone.start()
-    assert inside.wait(5)
+    while not "".join(stacks([stuck]).values()).endswith("release.acquire()\n"):
+        assert stuck.is_alive()
     gone.join(5)
     failures = Failures()
     failures.note_stuck([stuck, gone])  # nothing to note it on
     failures.add(ValueError("one"))
     failures.note_stuck([stuck, gone])
-    release.set()
+    failures.note_stuck([stuck, gone])  # once is enough
+    stalled = Failures()
+    stalled.add(StallError("still", stacks=stacks([stuck])))
+    stalled.note_stuck([stuck])
+    release.release()
     stuck.join(5)
     failures.note_stuck([stuck, gone])
     assert failures.first is not None
     [note] = failures.first.__notes__
     assert note.startswith("flowdp-worker-3 has not left yet")
     assert "in stands_here" in note
+    assert stalled.first is not None
+    assert stalled.first.__notes__ == ["flowdp-worker-3 has not left yet; its stack is still the same"]

@@ -63,8 +63,10 @@ def test_micro_batches_of_several() -> None:
     ]
     assert (intake.samples, intake.factor) == (11, 12 / 11)
     assert intake.is_inside
+    assert [(kept.batch.tolist(), kept.samples, kept.share) for kept in intake.micros] == micros
     intake.end()
     assert not intake.is_inside
+    assert not intake.micros
     assert not intake.is_last(step)
 
 

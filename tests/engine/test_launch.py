@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +17,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from flowdp import CollectiveTimeout, DataError, OptionError, Run, StepError, Trainer, current_worker
+from flowdp import (
+    CollectiveTimeout,
+    DataError,
+    OptionError,
+    OutOfDeviceMemory,
+    Run,
+    StepError,
+    Trainer,
+    current_worker,
+)
 from flowdp.collective import nccl
 from flowdp.collective.nccl import NcclMean
-from flowdp.engine import launch
+from flowdp.engine import launch, live
 from flowdp.messages import Requested
 from tests.collective.fake_nccl import FakeNccl
 
@@ -45,7 +53,7 @@ def trainer(loss: Any = mse, **options: Any) -> Trainer:
 def stop_runs() -> Iterator[None]:
     """End what a failed test left going, so that the tests end, too."""
     yield
-    for engine in list(launch._live):
+    for engine in list(live._live):
         engine.request(Requested("stop"))
 
 
@@ -100,7 +108,7 @@ def test_a_run_whose_result_is_dropped_goes_on() -> None:
     engine = weakref.ref(trainer(loss).start()._engine)
     assert second_epoch.wait(WAIT_S)
     gc.collect()
-    assert engine() in launch._live  # the end of the process will find it
+    assert engine() in live._live  # the end of the process will find it
     go_on.set()
     for thread in threads():
         thread.join(WAIT_S)
@@ -233,11 +241,11 @@ def test_a_failed_run_holds_no_replica_once_its_failure_was_heard(no_collector: 
 
     run = trainer(loss).start()
     held = [weakref.ref(replica.module) for replica in run._engine.replicas]
-    with pytest.raises(StepError):
+    with pytest.raises(OutOfDeviceMemory):
         run.join()
     assert [ref for ref in held if ref() is not None] == []
     assert run.status().life == "failed"
-    with pytest.raises(StepError):
+    with pytest.raises(OutOfDeviceMemory):
         run.join()
 
 
@@ -252,30 +260,7 @@ def test_a_failed_run_that_ran_out_of_memory_keeps_no_batch() -> None:
         return activations.mean()
 
     run = trainer(loss).start()
-    with pytest.raises(StepError):
+    with pytest.raises(OutOfDeviceMemory):
         run.join()
     assert kept
     assert all(ref() is None for ref in kept)
-
-
-@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
-def test_a_card_of_a_live_run_is_refused(device: str) -> None:
-    class Held:
-        def __init__(self) -> None:
-            cards = torch.device("cuda", 0), torch.device("cpu")
-            self.replicas = [SimpleNamespace(device=card) for card in cards]
-            self.records = SimpleNamespace(is_over=False)
-
-    held: Any = Held()
-    launch._live.add(held)
-    try:
-        launch.check_free([torch.device("cpu")])
-        if device == "cuda:1":
-            launch.check_free([torch.device(device)])
-        else:
-            with pytest.raises(OptionError, match=r"cuda:0 is held by a run"):
-                launch.check_free([torch.device(device)])
-            held.records.is_over = True
-            launch.check_free([torch.device(device)])
-    finally:
-        launch._live.discard(held)

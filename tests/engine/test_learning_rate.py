@@ -12,10 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import (
+    ChainedScheduler,
     CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
     LambdaLR,
     LinearLR,
     LRScheduler,
+    MultiplicativeLR,
+    MultiStepLR,
     OneCycleLR,
     ReduceLROnPlateau,
     SequentialLR,
@@ -23,8 +28,9 @@ from torch.optim.lr_scheduler import (
 )
 
 from flowdp import CadenceOptions, Trainer, current_worker
+from flowdp.engine import checkpoint_file
 from flowdp.engine.learning_rate import LearningRate, check_schedule
-from flowdp.errors import OptionError
+from flowdp.errors import CheckpointError, OptionError
 
 EPOCHS, BATCHES = 3, 14
 TOTAL = EPOCHS * BATCHES
@@ -81,6 +87,118 @@ def test_a_factor_multiplies_what_the_scheduler_says(name: str) -> None:
     for position in range(TOTAL):
         rate.advance(position, 0)
         assert rate.value == pytest.approx(2.0 * expected[position], rel=1e-9)
+
+
+MORE: dict[str, Callable[[Optimizer], LRScheduler]] = {
+    **SCHEDULERS,
+    "chained": lambda opt: ChainedScheduler([StepLR(opt, 3), LambdaLR(opt, lambda i: 1 / (1 + i))]),
+    "nested": lambda opt: SequentialLR(opt, [LinearLR(opt), MultiStepLR(opt, [3, 5])], [6]),
+    "cyclic": lambda opt: CyclicLR(opt, 0.1, 0.3, 5, scale_fn=lambda x: 0.5 ** (x - 1)),
+    "restarts": lambda opt: CosineAnnealingWarmRestarts(opt, 5, 2),
+    "multiplicative": lambda opt: MultiplicativeLR(opt, lambda i: 0.95),
+}
+
+
+def loaded(state: dict[str, Any], into: LearningRate, optimizer: Optimizer, saved: Optimizer) -> None:
+    """Restore as a checkpoint does: the optimizer's groups first."""
+    for group, theirs in zip(optimizer.param_groups, saved.state_dict()["param_groups"], strict=True):
+        group.update({name: value for name, value in theirs.items() if name != "params"})
+    into.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize("at", [0, 5, 9])
+def test_a_restored_rate_is_that_of_a_run_without_a_break(name: str, at: int) -> None:
+    whole, first, second = sgd(), sgd(), sgd(0.7)
+    uninterrupted, before, after = (LearningRate([one], MORE[name], "step") for one in (whole, first, second))
+    before.advance(at, 0)
+    uninterrupted.advance(at, 0)
+    state = checkpoint_file.plain(before.state_dict())
+    before.advance(at + 3, 0)  # what goes on is not what was saved
+    uninterrupted_then = whole.param_groups[0]["lr"]
+    loaded(state, after, second, whole)
+    assert after.value == uninterrupted_then == second.param_groups[0]["lr"]
+    for position in range(at, TOTAL, 2):
+        uninterrupted.advance(position, 0)
+        after.advance(position, 0)
+        assert second.param_groups[0]["lr"] == whole.param_groups[0]["lr"]
+        assert second.param_groups[0]["momentum"] == whole.param_groups[0]["momentum"]
+
+
+def test_a_plateau_goes_on_waiting() -> None:
+    first, second = sgd(), sgd()
+    before, after = (
+        LearningRate([one], lambda opt: ReduceLROnPlateau(opt, patience=1), "epoch")
+        for one in (first, second)
+    )
+    for epoch, loss in enumerate((1.0, 0.5, 0.6), 1):
+        before.advance(0, epoch, loss)
+    loaded(checkpoint_file.plain(before.state_dict()), after, second, first)
+    after.advance(0, 4, 0.7)  # the second bad one
+    assert after.value == pytest.approx(0.01)
+
+
+def test_a_restored_scheduler_is_not_stepped_to_catch_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+    whole = StepLR.step
+    before = LearningRate([sgd()], lambda opt: StepLR(opt, 2, 0.5), "step")
+    before.advance(20, 0)
+    after = LearningRate([sgd()], lambda opt: StepLR(opt, 2, 0.5), "step")
+    monkeypatch.setattr(StepLR, "step", lambda self, *args: (steps.append(1), whole(self, *args)))
+    after.load_state_dict(before.state_dict())
+    after.advance(21, 0)
+    assert len(steps) == 1
+
+
+class Remembering(LRScheduler):
+    """A user's own, with a list that it changes."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.seen: list[int] = []
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Tensor]:
+        self.seen.append(self.last_epoch)
+        return [0.1 / len(self.seen)]
+
+
+def test_what_is_saved_is_nobodys() -> None:
+    first, second, third = (LearningRate([sgd()], Remembering, "step") for _ in range(3))
+    first.advance(2, 0)
+    state = first.state_dict()
+    first.advance(3, 0)
+    second.load_state_dict(state)
+    second.advance(4, 0)
+    assert state["schedulers"][0]["state"]["seen"] == [0, 1, 2]
+    third.load_state_dict(state)
+    assert third.value == pytest.approx(0.1 / 3)
+
+
+def test_a_rate_that_was_set_stays_and_the_factor_of_the_world_does_not() -> None:
+    two = LearningRate([sgd()], lr_lambda=lambda step: 1.0, factor=2.0)
+    three = LearningRate([sgd()], lr_lambda=lambda step: 1.0, factor=3.0)
+    three.load_state_dict(checkpoint_file.plain(two.state_dict()))
+    assert three.value == pytest.approx(0.3)
+    two.set(0.05, 4, 0)
+    three.load_state_dict(checkpoint_file.plain(two.state_dict()))
+    for position in (4, 9):
+        three.advance(position, 0)
+        assert three.value == pytest.approx(0.05)
+    again = LearningRate([sgd()], lr_lambda=lambda step: 1.0)
+    again.load_state_dict(checkpoint_file.plain(three.state_dict()))
+    assert again.value == pytest.approx(0.05)
+
+
+def test_another_schedule_is_refused() -> None:
+    state = LearningRate([sgd()], lambda opt: StepLR(opt, 2), "step").state_dict()
+    others = {
+        "no scheduler": LearningRate([sgd()]),
+        "CosineAnnealingLR": LearningRate([sgd()], SCHEDULERS["cosine"], "step"),
+        "StepLR, StepLR": LearningRate([sgd(), sgd()], lambda opt: StepLR(opt, 2), "step"),
+    }
+    for said, other in others.items():
+        with pytest.raises(CheckpointError, match=f"the schedulers StepLR and 1 .*{said}"):
+            other.load_state_dict(state)
 
 
 def test_epochs_and_a_function() -> None:

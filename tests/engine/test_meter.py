@@ -12,10 +12,11 @@ from flowdp.device.streams import CudaLane
 from flowdp.engine import meter as module
 from flowdp.engine.device_meter import DeviceMeter
 from flowdp.engine.meter import HostMeter, Meter, Report
-from flowdp.machine.worker import Done
+from flowdp.machine.worker import Done, Step
 from tests.fakes import FakeCuda
 
 CPU = torch.device("cpu")
+STEP = Step(3, (5,), 0)
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def meter(request: pytest.FixtureRequest, lane: CudaLane) -> Meter:
 def steps(meter: Meter, *losses: float, samples: int = 4) -> None:
     for loss in losses:
         meter.begin(0.0)
-        meter.end(torch.tensor(loss), samples)
+        meter.end(torch.tensor(loss), samples, STEP)
 
 
 def closed(meter: Meter, count: int) -> Report:
@@ -51,11 +52,11 @@ def test_losses_and_scalars_are_summed_by_samples_and_weights(meter: Meter) -> N
     meter.begin(0.0)
     meter.scalar("accuracy", torch.tensor(0.5), 4.0)
     meter.scalar("host", 3.0, 2.0)
-    meter.end(torch.tensor(2.0), 4)
+    meter.end(torch.tensor(2.0), 4, STEP)
     meter.begin(0.0)
     meter.scalar("accuracy", torch.tensor([1], dtype=torch.int32), 1.0)
     meter.scalar("host", 1.0, 1.0)
-    meter.end(torch.tensor(1.0), 1)
+    meter.end(torch.tensor(1.0), 1, STEP)
     work = closed(meter, 2).work
     assert work.losses == (9.0, 5)
     assert work.scalars == {"accuracy": (3.0, 5.0), "host": (7.0, 3.0)}
@@ -116,7 +117,7 @@ def test_a_wait_inside_a_step_is_not_its_work() -> None:
     meter = HostMeter()
     meter.begin(perf_counter() - 0.5)
     meter.waited(0.5)
-    meter.end(torch.tensor(1.0), 4)
+    meter.end(torch.tensor(1.0), 4, STEP)
     work = closed(meter, 1).work
     assert work.data_ms == pytest.approx(500.0)
     assert work.busy_ms < 100.0
@@ -138,7 +139,45 @@ def test_the_step_behind_a_mean_is_work(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_steps_without_a_loss_count_for_none(meter: Meter) -> None:
     meter.begin(0.0)
-    meter.end(None, 4)
+    meter.end(None, 4, STEP)
     steps(meter, 3.0, samples=2)
     work = closed(meter, 2).work
     assert (work.samples, work.losses) == (6, (6.0, 2))
+
+
+# ---------------------------------------------------------------- steps that begin again, and losses gone bad
+def test_what_was_recorded_is_discarded_where_the_step_begins_again(meter: Meter) -> None:
+    meter.begin(0.0)
+    meter.scalar("device", torch.tensor(0.5), 4.0)
+    meter.scalar("host", 3.0, 2.0)
+    meter.end(torch.tensor(2.0), 4, STEP)
+    meter.scalar("host", 1.0, 1.0)  # between two steps: nobody's attempt
+    meter.begin(0.0)
+    for _ in range(3):
+        meter.discard()
+        meter.scalar("device", torch.tensor(8.0), 1.0)
+        meter.scalar("host", 16.0, 1.0)
+        meter.scalar("new", torch.tensor(32.0), 1.0)
+    meter.end(torch.tensor(1.0), 4, STEP)
+    work = closed(meter, 2).work
+    assert work.losses == (12.0, 8)
+    assert work.scalars == {"device": (10.0, 5.0), "host": (23.0, 4.0), "new": (32.0, 1.0)}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_the_first_loss_gone_bad_is_remembered_and_not_counted(meter: Meter, bad: float) -> None:
+    steps_taken = [Step(0, (number,), number) for number in range(4)]
+    for step, loss in zip(steps_taken, (1.0, bad, 3.0, bad), strict=True):
+        meter.begin(0.0)
+        meter.end(torch.tensor(loss), 2, step)
+    meter.look()
+    assert meter.bad is steps_taken[1]
+    assert closed(meter, 4).work.losses == (8.0, 4)
+
+
+def test_a_look_finds_nothing_in_finite_losses(meter: Meter) -> None:
+    meter.look()
+    steps(meter, 1.0, 3e38)
+    meter.look()
+    assert meter.bad is None
+    assert closed(meter, 2).work.losses == (4.0 * (1.0 + torch.tensor(3e38).item()), 8)

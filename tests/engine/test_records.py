@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import SimpleQueue
 
 import pytest
 
-from flowdp.engine.records import KEPT_ROUNDS, Records
+from flowdp.engine.records import KEPT_CHECKPOINTS, KEPT_ROUNDS, Record, Records
 from flowdp.machine.commands import Finish, RoundEnded
 from flowdp.policy.tally import EpochMetrics, Tally
 
@@ -127,3 +129,74 @@ def test_who_gave_up_before_the_end_does_not_ask() -> None:
         assert not records.wait(timeout_s=0)
     records.end(None, over=True)
     assert not records.wait_for_reader(0)
+
+
+@dataclass(frozen=True)
+class Saved:
+    version: int
+
+
+def test_a_feed_has_everything_in_order_and_ends_with_the_run() -> None:
+    records = Records()
+    feed = records.feed(rounds=True)
+    came = [round_record(0), Saved(1), round_record(1), epoch_record(0), Saved(2), round_record(2)]
+    for record in came:
+        records.add(record)
+    assert feed.take() == came
+    records.add(came[0])
+    records.end(FINISH, over=False)  # a failure is known
+    records.end(FINISH, over=True)
+    assert feed.take() == [came[0]]
+    records.add(Saved(3))  # the writer was slower than the failure
+    assert feed.take() == feed.take() == []
+    assert [record.round for record in records.round_records()] == [0, 1, 2, 0]
+
+
+def test_a_feed_without_rounds() -> None:
+    records = Records()
+    feed = records.feed(rounds=False)
+    for record in (round_record(0), epoch_record(0), round_record(1)):
+        records.add(record)
+    records.end(FINISH, over=True)
+    assert feed.take() == [epoch_record(0)]
+
+
+def test_a_slow_reader_of_a_feed_loses_the_oldest_but_no_epoch() -> None:
+    records = Records()
+    feed = records.feed(rounds=True)
+    for number in range(KEPT_CHECKPOINTS + 2):
+        records.add(epoch_record(number))
+        records.add(Saved(number))
+    for number in range(KEPT_ROUNDS + 3):
+        records.add(round_record(number))
+    assert feed.dropped == 5
+    fresh = feed.take()
+    assert [one for one in fresh if isinstance(one, EpochMetrics)] == [
+        epoch_record(number) for number in range(KEPT_CHECKPOINTS + 2)
+    ]
+    assert [one for one in fresh if isinstance(one, Saved)] == [
+        Saved(number) for number in range(2, KEPT_CHECKPOINTS + 2)
+    ]
+    assert [one.round for one in fresh if isinstance(one, RoundEnded)] == [*range(3, KEPT_ROUNDS + 3)]
+
+
+def test_every_record_wakes_the_reader_of_a_feed() -> None:
+    records = Records()
+    feed = records.feed(rounds=True)
+    answers: SimpleQueue[list[Record]] = SimpleQueue()
+
+    def read() -> None:
+        while fresh := feed.take():
+            answers.put(fresh)
+        answers.put([])
+
+    reading, _ = in_thread(read)
+    try:
+        for number in range(50):
+            record = (round_record, epoch_record, Saved)[number % 3](number)
+            records.add(record)
+            assert answers.get(timeout=5) == [record]
+    finally:
+        records.end(FINISH, over=True)
+    assert answers.get(timeout=5) == []
+    reading.result(5)

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flowdp.device.streams import HostLane
+from flowdp.device.streams import CudaLane, HostLane
 from flowdp.device.tensors import FlatReplica
 from flowdp.engine.context import CurrentWorker
 from flowdp.engine.learning_rate import LearningRate
-from flowdp.engine.replica import Replica, loss_function
+from flowdp.engine.replica import Replica, cuts, loss_function
+from tests.fakes import FakeCuda
 
 CPU = torch.device("cpu")
 BATCH = (torch.tensor([[1.0, 2.0], [3.0, -1.0]]), torch.tensor([[1.0], [0.0]]))
@@ -170,3 +171,100 @@ def test_fp16_clips_the_gradient_and_not_its_scaled_form() -> None:
     step(replica(loss, module, precision="fp16", max_grad_norm=0.05))
     moved = torch.cat([p.detach().flatten() for p in module.parameters()]) - before
     assert moved.norm().item() == pytest.approx(0.1 * 0.05, rel=1e-3)
+
+
+# ---------------------------------------------------------------- a step that begins again
+def test_cuts_are_as_equal_as_can_be() -> None:
+    assert list(cuts(7, 3)) == [(0, 2), (2, 4), (4, 7)]
+    assert list(cuts(3, 3)) == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_a_micro_batch_in_pieces_has_the_gradient_of_the_whole() -> None:
+    seen: list[tuple[int, int]] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        seen.append((len(batch[0]), worker.samples))
+        return mse(model, batch)
+
+    x, y = torch.randn(7, 2, dtype=torch.float64), torch.randn(7, 1, dtype=torch.float64)
+    mine = replica(loss, nn.Linear(2, 1).double())
+    worker = CurrentWorker(0, CPU, mine.module, samples=7, sink=lambda *_: None)
+    expected = torch.autograd.grad(mse(mine.module, (x, y)) * 0.5, list(mine.module.parameters()))
+    mine.pieces = 4
+    mine.add((x, y), worker, 0.5)
+    assert seen == [(1, 1), (2, 2), (2, 2), (2, 2)]
+    assert worker.samples == 7
+    for parameter, gradient in zip(mine.module.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-13)
+
+
+def test_what_cannot_be_cut_is_one_forward() -> None:
+    mine = replica()
+    mine.pieces = 4
+    assert mine.forwards(BATCH, 2) == 2
+    assert mine.forwards({"n": 2}, 2) == 1
+    assert mine.forwards((torch.ones(3),), 2) == 1
+
+
+def test_without_buffers_there_is_nothing_to_note() -> None:
+    assert not replica().has_state
+    assert replica(module=nn.BatchNorm1d(2)).has_state
+
+
+# ---------------------------------------------------------------- adoption
+def adam(seed: int, steps: int, lane: Any = None, **options: Any) -> Replica:
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+    module[1].bias.requires_grad_(False)
+    optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], 0.1 * seed)
+    lane = lane or HostLane(CPU)
+    mine = Replica(module, FlatReplica(module), [optimizer], mse, LearningRate([optimizer]), lane, **options)
+    with lane.on(lane.compute):
+        for _ in range(steps):
+            step(mine)
+    return mine
+
+
+def test_one_that_adopts_steps_as_its_donor() -> None:
+    donor, mine = adam(1, 3), adam(2, 1)
+    mine.module[1].weight.data.fill_(float("nan"))  # type: ignore[index, union-attr]
+    step(mine)
+    mine.add(BATCH, CurrentWorker(0, CPU, mine.module, samples=2, sink=lambda *_: None))
+    mine.adopt(donor)
+    assert all(parameter.grad is None for parameter in mine.module.parameters())
+    [own], [other] = mine.optimizers, donor.optimizers
+    assert own.param_groups[0]["lr"] == 0.2
+    own.param_groups[0]["lr"] = other.param_groups[0]["lr"]
+    for _ in range(2):
+        for name, tensor in donor.module.state_dict().items():
+            assert torch.equal(mine.module.state_dict()[name], tensor), name
+        step(mine)
+        step(donor)
+
+
+def test_the_scale_of_the_loss_is_adopted() -> None:
+    donor, mine = adam(1, 1, precision="fp16"), adam(2, 1, precision="fp16")
+    assert donor._scaler is not None
+    assert mine._scaler is not None
+    donor._scaler.update(32.0)
+    mine.adopt(donor)
+    assert mine._scaler.get_scale() == 32.0
+
+
+@pytest.mark.parametrize("side", ["donor", "adopting"])
+def test_both_streams_are_in_order(side: str) -> None:
+    cuda = FakeCuda()
+    lanes = [CudaLane(CPU, cuda), CudaLane(CPU, cuda)]
+    donor, mine = adam(1, 1, lanes[0]), adam(2, 1, lanes[1])
+    if side == "donor":
+        cuda.watch("the donor", *donor.flat.memories)
+    else:
+        cuda.watch("the one that adopts", *mine.flat.memories)
+    for one, lane in ((donor, lanes[0]), (mine, lanes[1])):
+        with lane.on(lane.compute):
+            one.module[1].weight.data.mul_(2)  # type: ignore[index, union-attr]
+    mine.adopt(donor)
+    for one, lane in ((donor, lanes[0]), (mine, lanes[1])):
+        with lane.on(lane.compute):
+            one.module[1].weight.data.mul_(2)  # type: ignore[index, union-attr]
+    assert not cuda.races

@@ -32,7 +32,7 @@ def mse(model: nn.Module, batch: Any) -> Tensor:
 def start(policy: str = "cadence", devices: int = 2, loss: Callable[..., Any] = mse, **options: Any) -> Run:
     given: dict[str, Any] = {
         "model": lambda: nn.Linear(1, 1),
-        "optimizer": lambda params: torch.optim.SGD(params, 1e-3),
+        "optimizer": lambda params: torch.optim.SGD(params, 1e-6),
         "dataset": (torch.arange(SAMPLES).float().unsqueeze(1), torch.ones(SAMPLES, 1)),
         "batch_size": BATCH,
         "epochs": 3,
@@ -104,7 +104,7 @@ class RefusingSGD(torch.optim.SGD):
     """Refuses a step of one rank."""
 
     def __init__(self, params: Any, rank: int) -> None:
-        super().__init__(params, lr=1e-3)
+        super().__init__(params, lr=1e-6)
         self.rank = rank
 
     def step(self, closure: Any = None) -> Any:
@@ -174,6 +174,20 @@ def test_what_is_no_loss_fails_at_the_first_step(loss: Callable[..., Any], polic
     assert isinstance(error, StepError)
     assert error.step == 0
     assert isinstance(error.__cause__, TypeError | ValueError)
+
+
+def test_an_error_that_cannot_say_what_it_is() -> None:
+    class Speechless(Exception):
+        def __str__(self) -> str:
+            raise Broken("in words")
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        raise Speechless
+
+    error = failure_of(start(loss=loss))
+    assert isinstance(error, StepError)
+    assert isinstance(error.__cause__, Speechless)
+    assert str(error).startswith(f"rank {error.rank} failed: Speechless, whose text raises")
 
 
 def test_a_batch_that_a_criterion_cannot_unpack() -> None:

@@ -9,10 +9,10 @@ from itertools import cycle, islice
 import pytest
 import torch
 
-from flowdp import data_parallel, trainer
+from flowdp import data_parallel
 from flowdp.data.feed import open_feeds
 from flowdp.device.streams import CudaLane
-from flowdp.engine import launch
+from flowdp.engine import assembly, launch
 
 Ranks = Callable[[int], Sequence[torch.device]]
 
@@ -65,6 +65,6 @@ def fake_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     def open_lanes(devices: Sequence[torch.device]) -> list[CudaLane]:
         return [CudaLane(device, card) for device in devices]
 
-    for door in (trainer, data_parallel):
+    for door in (assembly, data_parallel):
         monkeypatch.setattr(door, "open_lanes", open_lanes)
     monkeypatch.setattr(launch, "open_feeds", partial(open_feeds, cuda=card))

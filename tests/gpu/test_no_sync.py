@@ -103,6 +103,13 @@ def test_nothing_on_the_step_path_waits(device, watch, options, is_streamed):
     assert (state.global_step, watch.is_on) == (STEPS, False)
 
 
+def test_no_checkpoint_waits(device, watch, tmp_path):
+    saves = flowdp.CheckpointOptions(tmp_path, every=STEPS // 3, unit="step")
+    state = train(device, watch, is_streamed=False, policy="sync", checkpoint=saves)
+    assert (state.global_step, watch.is_on) == (STEPS, False)
+    assert list(tmp_path.glob("*.pt"))
+
+
 @pytest.mark.gpu(1)
 def test_the_check_bites():
     watch = Watch(torch.device("cuda", 0))

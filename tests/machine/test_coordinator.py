@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,18 +16,29 @@ from flowdp.machine.commands import (
     Fail,
     Finish,
     Hurry,
+    LeaveGate,
     Paused,
+    Quarantined,
     RoundEnded,
+    Save,
     Send,
 )
 from flowdp.machine.coordinator import Coordinator, Life, RunConfig
 from flowdp.machine.exact import ExactRounds
 from flowdp.machine.planned import PlannedRounds
+from flowdp.machine.position import Position
 from flowdp.machine.snapshots import SnapshotRounds
+from flowdp.machine.standstill import MINUTE_MS, Duties, SavePlan
 from flowdp.messages import (
     Abort,
+    Adopt,
+    Adopted,
+    Capture,
+    Captured,
     DataEnded,
     Directives,
+    Evaluate,
+    Evaluated,
     Exiting,
     Outcome,
     Requested,
@@ -41,6 +53,9 @@ from flowdp.messages import (
     WorkerReady,
 )
 from flowdp.options import CadenceOptions, Policy
+from flowdp.policy.drift import DriftReport
+from flowdp.policy.monitor import Monitor
+from flowdp.policy.tally import Tally
 
 
 def coordinator(policy: Policy = "cadence", **given: Any) -> Coordinator:
@@ -382,3 +397,228 @@ def test_the_end_of_the_data_changes_nothing_in_a_run_that_is_leaving(fact: Any)
     assert machine.life in (Life.LEAVING, Life.FAILING)
     assert machine.handle(DataEnded(0, 2), 2.0) == []
     assert not machine.epochs.is_complete
+
+
+# ---------------------------------------------------------------- standstills
+def saved(machine: Coordinator, commands: list[Command], now_ms: float = 200.0) -> tuple[Save, list[Command]]:
+    """All ranks capture; the save, and what follows it."""
+    asked = [
+        command for command in commands if isinstance(command, Send) and isinstance(command.order, Capture)
+    ]
+    assert asked
+    for number, command in enumerate(asked, 1):
+        answer = machine.handle(Captured(command.rank), now_ms)
+        if number < len(asked):
+            assert answer == []
+    save, *rest = answer
+    assert isinstance(save, Save)
+    return save, rest
+
+
+def test_after_an_epoch_all_stand_still_for_its_evaluation() -> None:
+    machine, out = started(batches=6, epochs=2, duties=Duties(eval_every=1))
+    commands = meet(machine, orders(out))
+    assert [type(command) for command in commands] == [RoundEnded, Send, Send]  # nothing of the next epoch
+    assert [c.order for c in commands if isinstance(c, Send)] == [Evaluate(0, 0)] * 2
+    assert machine.handle(Evaluated(0, ((0, 2, (("loss", 0.5),)),)), 101.0) == []
+    commands = machine.handle(Evaluated(1, ()), 102.0)
+    assert isinstance(commands[0], EpochEnded)
+    assert commands[0].metrics.eval == {"loss": 0.5}
+    assert set(orders(commands)) == {0, 1}
+
+
+def test_a_scheduler_gets_the_loss_of_the_evaluation() -> None:
+    machine, out = started(batches=6, epochs=2, duties=Duties(eval_every=1), wait_for_metric=True)
+    meet(machine, orders(out))
+    machine.handle(Evaluated(0, ((0, 2, (("loss", 0.5),)),)), 101.0)
+    assert orders(machine.handle(Evaluated(1, ()), 102.0))[0].metric == 0.5
+
+
+def test_a_checkpoint_that_is_asked_for_halts_the_ranks_at_their_next_meeting() -> None:
+    machine, out = started()
+    assert machine.handle(Requested("checkpoint"), 1.0) == [Direct(Directives(halt=True)), Hurry(0)]
+    assert machine.handle(Requested("checkpoint"), 2.0) == []
+    commands = meet(machine, orders(out), steps=(1, 2), hurried=True, halt=True)
+    assert Direct(Directives()) in commands
+    save, rest = saved(machine, commands)
+    assert (save.version, save.position.global_step) == (1, 3)
+    [one] = save.position.open
+    assert (one.position, one.missing) == (4, (2,))
+    assert set(orders(rest)) == {0, 1}
+
+
+def test_a_run_that_ends_well_is_saved_at_its_end() -> None:
+    machine, out = started(batches=6, duties=Duties(SavePlan(100, "step")))
+    save, rest = saved(machine, meet(machine, orders(out)))
+    assert (save.position.done, save.position.open) == (1, ())
+    assert rest == [Send(0, Shutdown()), Send(1, Shutdown())]
+
+
+def test_a_run_that_is_stopped_is_saved_where_it_stops() -> None:
+    machine, out = started(duties=Duties(SavePlan(1, "epoch"), eval_every=1))
+    machine.handle(Requested("stop"), 1.0)
+    save, rest = saved(machine, meet(machine, orders(out), steps=(1, 1), hurried=True, stop=True))
+    assert save.position.global_step == 2
+    assert rest == [Send(0, Shutdown()), Send(1, Shutdown())]
+
+
+def test_a_run_can_be_saved_while_it_is_paused() -> None:
+    machine, out = started()
+    machine.handle(Requested("pause"), 1.0)
+    assert Paused(True) in meet(machine, orders(out), steps=(1, 1), hurried=True, pause=True)
+    save, rest = saved(machine, machine.handle(Requested("snapshot"), 150.0))
+    assert (save.version, save.snapshots, rest) == (None, 1, [])
+    assert machine.is_paused
+    assert set(orders(machine.handle(Requested("unpause"), 300.0))) == {0, 1}
+
+
+def test_the_machine_wants_to_be_called_when_a_checkpoint_is_due() -> None:
+    machine, _ = started(duties=Duties(SavePlan(1, "minute")))
+    assert machine.deadline_ms() == MINUTE_MS
+    assert Direct(Directives(halt=True)) in machine.handle(Tick(), MINUTE_MS)
+    assert machine.deadline_ms() is None
+
+
+def test_a_run_goes_on_where_it_was_saved() -> None:
+    first, out = started(batches=12, epochs=2)
+    first.handle(Requested("checkpoint"), 1.0)
+    assert isinstance(first.rounds, PlannedRounds)
+    assert first.rounds.cadence is not None
+    first.rounds.cadence.guard.report(DriftReport((0.1, 0.2)))
+    save, _ = saved(first, meet(first, orders(out), steps=(2, 1), hurried=True, halt=True))
+    second, out = started(batches=12, epochs=2, start=save.position)
+    blocks = [c.order for c in out if isinstance(c, Send) and isinstance(c.order, StartEpoch)]
+    dealt = {(order.epoch, batch) for order in blocks for batch in order.batches}
+    assert min(dealt) == (0, 3)
+    assert blocks[0].sync is not None
+    assert (blocks[0].sync.global_step, blocks[0].sync.round) == (3, save.position.round)
+    assert second.global_step == 3
+    assert isinstance(second.rounds, PlannedRounds)
+    assert second.rounds.cadence is not None
+    assert second.rounds.cadence.guard.history == (0.2,)
+
+
+def test_a_run_that_was_complete_ends_at_once() -> None:
+    machine = coordinator(start=Position(2, done=1, global_step=12))
+    machine.handle(WorkerReady(0), 0.0)
+    out = machine.handle(WorkerReady(1), 0.0)
+    assert out == [Send(0, Shutdown()), Send(1, Shutdown())]
+    machine.handle(Exiting(0), 1.0)
+    assert machine.handle(Exiting(1), 1.0) == [Finish(None, False, 12, 1)]
+
+
+# ---------------------------------------------------------------- failures that a run survives
+def alone(policy: Policy = "sync", **given: Any) -> tuple[Coordinator, dict[int, StartEpoch]]:
+    machine, out = started(policy, batches=30, on_failure="continue", **given)
+    return machine, orders(out)
+
+
+def test_the_others_go_on_without_a_rank_that_failed_alone() -> None:
+    machine, _ = alone()
+    assert machine.handle(Exiting(1, "boom", is_alone=True), 1.0) == [LeaveGate(1)]
+    outcome = Outcome(0, 1, (0,), (1, 0), (8, 0), left=(1,))
+    commands = machine.handle(SyncAck(0, outcome, Work(0, 1, 8, pace_ms=1.0)), 2.0)
+    assert orders(commands).keys() == {0}
+    assert orders(commands)[0].batches[0] == 1  # what the other one had been dealt
+    machine.handle(Requested("stop"), 3.0)
+    first = orders(commands)[0].sync
+    assert first is not None
+    ended = Outcome(first.round, 2, (0,), (1, 0), (8, 0), stop=True)
+    assert Send(0, Shutdown()) in machine.handle(SyncAck(0, ended, Work(0, 1, 8)), 4.0)
+    assert machine.handle(Exiting(0), 5.0) == [Finish(None, True, 2, 0)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "given", "fact"),
+    [
+        ("sync", {"on_failure": "raise"}, Exiting(1, "boom", is_alone=True)),
+        ("sync", {}, Exiting(1, "boom")),
+        ("async", {}, Exiting(1, "boom", is_alone=True)),
+        ("exact", {"window": 4, "samples": 120}, Exiting(1, "boom", is_alone=True)),
+        ("sync", {"world_size": 1}, Exiting(0, "boom", is_alone=True)),
+        ("sync", {}, Exiting(1)),
+    ],
+)
+def test_a_failure_ends_the_run_where_the_others_cannot_go_on(
+    policy: Policy, given: dict[str, Any], fact: Exiting
+) -> None:
+    machine = coordinator(policy, **{"batches": 30, "on_failure": "continue", **given})
+    for rank in range(machine.config.world_size):
+        machine.handle(WorkerReady(rank), 0.0)
+    machine.handle(fact, 1.0)
+    assert machine.life in (Life.FAILING, Life.DONE)
+
+
+def test_a_failure_in_a_duty_ends_the_run() -> None:
+    machine, block = alone(duties=Duties(SavePlan(2, "step")))
+    meet(machine, block, halt=True)
+    assert machine.standstill.is_asked
+    machine.handle(Exiting(1, "boom", is_alone=True), 2.0)
+    assert machine.life is Life.FAILING
+    machine.handle(Captured(0), 3.0)  # said before it heard of the end
+    assert machine.life is Life.FAILING
+
+
+def test_before_the_first_order_nobody_goes_on() -> None:
+    machine = coordinator("sync", on_failure="continue")
+    machine.handle(WorkerReady(0), 0.0)
+    machine.handle(Exiting(1, "boom", is_alone=True), 1.0)
+    assert machine.life is Life.FAILING
+
+
+# ---------------------------------------------------------------- numbers gone bad
+def test_a_bad_replica_is_healed_by_a_sound_one() -> None:
+    machine, out = started()
+    commands = meet(machine, orders(out), bad=(0,))
+    assert Quarantined(0, None) in commands
+    assert Send(0, Adopt(donor=1)) in commands
+    assert orders(commands) == {}
+    assert set(orders(machine.handle(Adopted(0), 200.0))) == {0, 1}
+
+
+def test_without_a_sound_replica_the_run_fails() -> None:
+    machine, out = started()
+    commands = meet(machine, orders(out), bad=(0, 1))
+    [failure] = [command for command in commands if isinstance(command, Fail)]
+    assert failure.kind == "numbers"
+    assert machine.life is Life.FAILING
+
+
+def test_in_exact_there_is_nothing_to_heal() -> None:
+    machine, out = started("exact", window=4, samples=48)
+    block = orders(out)
+    outcome = Outcome(0, 1, (0, 1), (1, 1), (0, 2), bad=(0,))
+    commands: list[Command] = []
+    for rank in (0, 1):
+        commands += machine.handle(SyncAck(rank, outcome, Work(0, 1, 2, pace_ms=1.0)), 1.0)
+    assert Quarantined(0, None) in commands
+    assert orders(commands)[0].batches != block[0].batches
+
+
+def test_a_monitor_without_its_number_ends_the_run() -> None:
+    machine, out = started(batches=6, duties=Duties(monitor=Monitor("recall", "max")))
+    [failure] = [command for command in meet(machine, orders(out)) if isinstance(command, Fail)]
+    assert failure.kind == "option"
+    assert machine.life is Life.FAILING
+
+
+def test_a_scheduler_sees_one_kind_of_loss() -> None:
+    machine = Coordinator(RunConfig(world_size=1, batches=1, wait_for_metric=True, max_steps=9))
+    own, evaluated = ended_epoch(0, 2.0), ended_epoch(1, 3.0, loss=5.0)
+    machine._watch_metric([own])
+    assert machine.epochs.metric == 2.0
+    duties = Duties(eval_every=2)
+    machine = Coordinator(
+        RunConfig(world_size=1, batches=1, wait_for_metric=True, max_steps=9, duties=duties)
+    )
+    # That of an epoch without an evaluation cannot be compared with those of the others.
+    machine._watch_metric([own])
+    assert machine.epochs.metric is None
+    machine._watch_metric([evaluated])
+    assert machine.epochs.metric == 5.0
+
+
+def ended_epoch(epoch: int, training_loss: float, **means: float) -> EpochEnded:
+    tally = Tally(epoch, 1)
+    tally.add(0, Work(epoch, 1, 1, losses=(training_loss, 1)))
+    return EpochEnded(replace(tally.result(1.0, 1, 1, None), eval=means))

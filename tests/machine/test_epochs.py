@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.epochs import Epochs, mean_loss
+from flowdp.machine.epochs import Epochs
+from flowdp.machine.position import OpenEpoch, Position
 from flowdp.messages import Work
 from flowdp.policy.ledger import Ledger
+from flowdp.policy.tally import RankSums
 
 PACE = (1.0, 1.0)
 
@@ -35,8 +35,7 @@ def test_an_epoch_is_complete_when_all_of_it_was_trained() -> None:
     assert epochs.ended(20.0, 5, 2) == []
     assert not epochs.is_complete
     trained(epochs, 0, 1, (1, 3), loss=3.0)
-    [event] = epochs.ended(110.0, 5, 4)
-    metrics = event.metrics
+    [metrics] = epochs.ended(110.0, 5, 4)
     assert (metrics.epoch, metrics.loss, metrics.epoch_ms) == (0, 2.0, 100.0)
     assert (metrics.anchor, metrics.global_step, metrics.epochs) == (5, 4, 1)
     assert epochs.is_complete
@@ -58,7 +57,7 @@ def test_the_next_epoch_is_dealt_while_the_one_before_runs() -> None:
     assert epochs.ended(5.0, 1, 4) == []
     trained(epochs, 0, 0, (0, 2))
     trained(epochs, 0, 1, (1, 3))
-    assert [event.metrics.epoch for event in epochs.ended(6.0, 1, 8)] == [0, 1]
+    assert [metrics.epoch for metrics in epochs.ended(6.0, 1, 8)] == [0, 1]
     assert epochs.is_complete
 
 
@@ -69,9 +68,9 @@ def test_an_epoch_begins_when_the_one_before_has_ended() -> None:
     for epoch, now_ms in ((0, 100.0), (1, 250.0)):
         trained(epochs, epoch, 0, (0, 2))
         trained(epochs, epoch, 1, (1, 3))
-        [event] = epochs.ended(now_ms, 1, 4)
+        [metrics] = epochs.ended(now_ms, 1, 4)
         # Its first batches went out at 90 ms, but its time does not overlap the epoch before.
-        assert event.metrics.epoch_ms == (100.0, 150.0)[epoch]
+        assert metrics.epoch_ms == (100.0, 150.0)[epoch]
 
 
 def test_what_comes_back_is_dealt_before_the_next_epoch() -> None:
@@ -159,8 +158,8 @@ def test_rounds_count_towards_their_epoch() -> None:
     epochs.close_round(0, 6.0, 0.25, 3)
     trained(epochs, 0, 0, (0, 2))
     trained(epochs, 0, 1, (1, 3))
-    [event] = epochs.ended(1.0, 1, 4)
-    assert (event.metrics.rounds, event.metrics.sync_ms, event.metrics.divergence) == (3, 6.0, 0.25)
+    [metrics] = epochs.ended(1.0, 1, 4)
+    assert (metrics.rounds, metrics.sync_ms, metrics.divergence) == (3, 6.0, 0.25)
 
 
 def test_an_unknown_epoch_is_a_bug() -> None:
@@ -192,12 +191,6 @@ def test_fold_shortens_the_left_overs_of_all_epochs() -> None:
     assert first.left == [[], []]
 
 
-def test_mean_loss() -> None:
-    works = [Work(0, 1, 8, losses=(8.0, 8)), Work(0, 1, 2, losses=(12.0, 2))]
-    assert mean_loss(works) == 2.0
-    assert math.isnan(mean_loss([]))
-
-
 # ---------------------------------------------------------------- epochs of unknown length
 def test_an_epoch_of_unknown_length_ends_where_its_end_was_read() -> None:
     epochs = Epochs(None, 2, None, 2)
@@ -208,8 +201,8 @@ def test_an_epoch_of_unknown_length_ends_where_its_end_was_read() -> None:
     assert epochs.of(0).remaining == 0
     trained(epochs, 0, 0, (0, 2))
     trained(epochs, 0, 1, (1,))
-    [event] = epochs.ended(5.0, 1, 3)
-    assert sum(rank.steps for rank in event.metrics.per_rank) == 3
+    [metrics] = epochs.ended(5.0, 1, 3)
+    assert sum(rank.steps for rank in metrics.per_rank) == 3
     assert not epochs.is_complete
     # The next one may be longer.
     assert dealt(epochs).epoch == 1
@@ -257,3 +250,148 @@ def test_what_never_existed_may_come_back_when_its_epoch_is_over() -> None:
     epochs.settle(0, 1, (), 0)
     with pytest.raises(ProtocolError, match="epoch 0 is not under way"):
         epochs.settle(0, 1, (1,), 0)
+
+
+# ---------------------------------------------------------------- standing still, and going on
+def test_an_epoch_that_halts_holds_the_next_one() -> None:
+    epochs = Epochs(4, 3, None, 2, halts=lambda epoch: epoch == 0)
+    dealt(epochs)
+    assert epochs.dealing(0.0) is None
+    assert epochs.is_exhausted
+    trained(epochs, 0, 0, (0, 2))
+    trained(epochs, 0, 1, (1, 3))
+    epochs.ended(1.0, 1, 4)
+    assert not epochs.is_exhausted
+    assert dealt(epochs).epoch == 1
+    assert dealt(epochs).epoch == 2
+
+
+def test_a_position_can_be_gone_on_from_by_other_ranks() -> None:
+    first = Epochs(9, 2, None, 2)
+    dealt(first, (3, 3), now_ms=100.0)
+    for rank, hand in enumerate(((0, 2, 4), (1, 3, 5))):
+        steps = 3 if rank == 0 else 1
+        first.of(0).settle(rank, hand, steps)
+        first.record(rank, Work(0, steps, 8 * steps, busy_ms=5.0, losses=(8.0 * steps, 8 * steps)))
+    first.close_round(0, 2.0, 0.1, 1)
+    first.fold()
+    done, planned, open_ = first.position(150.0)
+    assert (done, planned) == (0, 0)
+    [one] = open_
+    assert (one.position, one.left, one.missing, one.spent_ms) == (5, ((), (3,)), (3,), 50.0)
+    assert [(sums.steps, sums.samples) for sums in one.sums] == [(3, 24), (1, 8)]
+
+    second = Epochs(9, 2, None, 3)
+    second.resume(Position(2, done, open_, 4, planned=planned))
+    second.start(1000.0)  # the ranks took a second to be ready
+    ledger = second.dealing(1000.0)
+    assert ledger is not None
+    assert ledger.left == [[], [3], []]
+    assert ledger.deal((2, 2, 1), (1.0, 1.0, 1.0)) == ((5, 7), (3, 8), (6,))
+    for rank, hand in enumerate(((5, 7), (3, 8), (6,))):
+        trained(second, 0, rank, hand)
+    [metrics] = second.ended(1070.0, 1, 9)
+    assert (metrics.epoch, metrics.rounds, metrics.sync_ms, metrics.divergence) == (0, 1, 2.0, 0.1)
+    assert metrics.epoch_ms == 120.0
+    assert [rank.samples for rank in metrics.per_rank] == [40, 24, 8]
+    # The sums of the first run are its own.
+    assert [sums.steps for sums in one.sums] == [3, 1]
+
+
+def test_while_something_is_dealt_there_is_no_position() -> None:
+    epochs = Epochs(4, 1, None, 2)
+    dealt(epochs)
+    with pytest.raises(ProtocolError, match="4 batches are out"):
+        epochs.position(0.0)
+
+
+def test_an_epoch_that_the_limit_cut_goes_on_in_a_longer_run() -> None:
+    first = Epochs(4, 2, 6, 1)
+    for hand in ((0, 1, 2, 3), (0, 1)):
+        ledger = first.dealing(0.0)
+        assert ledger is not None
+        ledger.deal((4,), (1.0,))
+        trained(first, ledger.epoch, 0, hand)
+    assert [metrics.epoch for metrics in first.ended(9.0, 1, 6)] == [0, 1]
+    assert (first.done, first.is_complete) == (2, True)
+    done, planned, open_ = first.position(20.0)
+    assert (done, planned, [(one.epoch, one.position) for one in open_]) == (1, 4, [(1, 2)])
+
+    longer = Epochs(4, 2, None, 1)
+    longer.resume(Position(1, done, open_, 6, planned=planned))
+    ledger = longer.dealing(0.0)
+    assert ledger is not None
+    assert ledger.deal((4,), (1.0,)) == ((2, 3),)
+    trained(longer, 1, 0, (2, 3))
+    [metrics] = longer.ended(1.0, 1, 8)
+    assert metrics.per_rank[0].steps == 4
+
+    # The same limit: it is reported again, and nothing is trained.
+    again = Epochs(4, 2, 6, 1)
+    again.resume(Position(1, done, open_, 6, planned=planned))
+    assert again.dealing(0.0) is None
+    assert len(again.ended(0.0, 1, 6)) == 1
+    assert again.is_complete
+
+
+def test_a_limit_behind_the_position_deals_nothing_new() -> None:
+    open_ = OpenEpoch(1, 3, ((1,),), (RankSums(steps=2),))
+    epochs = Epochs(4, 2, 5, 1)
+    epochs.resume(Position(1, 1, (open_,), 6, planned=4))
+    ledger = epochs.dealing(0.0)
+    assert ledger is not None
+    assert ledger.deal((4,), (1.0,)) == ((1,),)  # what had been dealt then, and no more
+    assert epochs.dealing(0.0) is None
+    fresh = OpenEpoch(1, 0, ((),), (RankSums(),))
+    nothing = Epochs(4, 2, 3, 1)
+    nothing.resume(Position(1, 1, (fresh,), 4, planned=4))
+    assert nothing.is_complete
+    assert nothing.ended(0.0, 1, 4) == []
+
+
+def test_whatever_comes_behind_a_cut_epoch_stays_open() -> None:
+    """A run with a limit behind its beginning ends what had been dealt then of several epochs."""
+    left = OpenEpoch(0, 3, ((2,),), (RankSums(steps=2),))
+    whole = OpenEpoch(1, 4, ((3,),), (RankSums(steps=3),))
+    epochs = Epochs(4, 2, 2, 1)
+    epochs.resume(Position(1, 0, (left, whole), 5))
+    for epoch, batch in ((0, 2), (1, 3)):
+        ledger = epochs.dealing(0.0)
+        assert ledger is not None
+        assert ledger.deal((4,), (1.0,)) == ((batch,),)
+        trained(epochs, epoch, 0, (batch,))
+    assert [metrics.epoch for metrics in epochs.ended(0.0, 1, 7)] == [0, 1]
+    assert epochs.is_complete
+    done, planned, open_ = epochs.position(0.0)
+    assert (done, planned, [(one.epoch, one.position) for one in open_]) == (0, 0, [(0, 3), (1, 4)])
+
+
+def test_a_stream_that_the_limit_cut_is_whole_only_if_its_end_was_read() -> None:
+    for end, is_whole in ((None, False), (2, True)):
+        epochs = Epochs(None, 1, 2, 1)
+        ledger = epochs.dealing(0.0)
+        assert ledger is not None
+        ledger.deal((2,), (1.0,))
+        if end is not None:
+            epochs.end(0, end)
+        trained(epochs, 0, 0, (0, 1))
+        epochs.ended(0.0, 1, 2)
+        assert (epochs.position(0.0)[0] == 1) == is_whole
+
+
+def test_the_loss_that_a_scheduler_waits_for_goes_on() -> None:
+    for waits in (True, False):
+        epochs = Epochs(4, 2, None, 2, wait_for_metric=waits)
+        epochs.resume(Position(2, 1, metric=0.25))
+        assert epochs.metric == (0.25 if waits else None)
+
+
+def test_what_a_lost_rank_has_left_is_given_to_others() -> None:
+    epochs = Epochs(6, 1, None, 3)
+    ledger = epochs.dealing(0.0)
+    assert ledger is not None
+    ledger.deal((2, 2, 2), (1.0,) * 3)
+    for rank, hand in enumerate(((0, 3), (1, 4), (2, 5))):
+        ledger.settle(rank, hand, 0)
+    epochs.disown(1, (0, 2))
+    assert ledger.left == [[0, 1, 3], [], [2, 4, 5]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from flowdp.errors import ProtocolError
 from flowdp.machine.commands import Command, Hurry, RoundEnded, Send
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.planned import BLOCK_MS, BLOCK_STEPS, PlannedRounds
+from flowdp.machine.position import Position
 from flowdp.messages import Averaged, DataEnded, Outcome, StartEpoch, SyncAck, SyncNow, Work
 from flowdp.options import CadenceOptions
 from flowdp.policy.cadence import Cadence
@@ -461,3 +463,127 @@ def test_in_sync_a_block_is_held_up_to_the_round_that_is_short(length: int) -> N
     assert behind[0].plan == block[0].plan
     [following, *_] = orders(decide(machine))
     assert (following[0].epoch, following[0].plan) == (1, block[0].plan + 1)
+
+
+# ---------------------------------------------------------------- limits, lost ranks, resume
+def test_nothing_is_armed_from_the_limit_on() -> None:
+    machine = rounds(cadence=False)
+    [first] = orders(decide(machine))
+    settle(machine, acks(first, pace_ms=(1.0, 1.0)))
+    machine.limit = 13  # two are held: twelve are left, and the round that passes it is not cut
+    [block] = orders(decide(machine))
+    assert sync(block[0]).count == 6
+    assert [len(order.batches) for order in block.values()] == [6, 6]
+    settle(machine, acks(block, pace_ms=(1.0, 1.0)))
+    assert machine.global_step == 14
+    assert decide(machine) == []
+    assert machine.is_idle
+    machine.limit = 26
+    [block] = orders(decide(machine))
+    assert sync(block[0]).count == 6
+
+
+def lost(
+    machine: PlannedRounds, block: Orders, rank: int, *, round: int, members: tuple[int, ...]
+) -> list[SyncAck]:
+    """What the others say of the round in which a rank is missing."""
+    steps = tuple(int(other in members) for other in range(3))
+    held = round - sync(block[0]).round + 1
+    outcome = Outcome(
+        round, sync(block[0]).global_step + 3 * held - 3 + sum(steps), members, steps, (8, 8, 8), left=(rank,)
+    )
+    return [SyncAck(other, outcome, Work(0, held, 8 * held, pace_ms=1.0)) for other in members]
+
+
+def test_what_a_lost_rank_did_since_the_last_mean_is_dealt_to_the_others() -> None:
+    machine = rounds(60, world_size=3, cadence=False)
+    [first] = orders(decide(machine))
+    settle(machine, acks(first, pace_ms=(1.0, 1.0, 1.0)))
+    block, *_ = orders(decide(machine))
+    assert sync(block[0]).count > 3
+    assert machine.leave(1, 0, 5.0) == []
+    # Rounds 1 and 2 were held with it, and the third of the block without it.
+    record = settle(machine, lost(machine, block, 1, round=3, members=(0, 2)))
+    assert (record.steps, record.global_step, record.reason) == ((3, 2, 3), 11, "rank 1 left")
+    ledger = machine.epochs.of(0)
+    # Its third batch of the block, 3 + 2 * 3 + 1, and all that lay behind.
+    assert (ledger.left, ledger.position, ledger.trained) == ([[10], [], []], 12, 11)
+    again, *_ = orders(decide(machine))
+    assert again.keys() == {0, 2}
+    assert again[0].batches[0] == 10
+    done = tuple(len(again[rank].batches) if rank in again else 0 for rank in range(3))
+    # Nothing waits for the rank that is gone.
+    assert settle(machine, acks(again, steps=done, pace_ms=(1.0, 1.0, 1.0))).steps == done
+
+
+def test_a_lost_rank_whose_answer_came_first() -> None:
+    machine = rounds(60, world_size=3, cadence=False)
+    [first] = orders(decide(machine))
+    answers = acks(first, pace_ms=(1.0, 1.0, 9.0))
+    assert machine.take(answers[2], 0.0) == []
+    assert machine.leave(2, 0, 1.0) == []
+    record = settle(machine, answers[:2])
+    assert record.steps == (1, 1, 1)
+    assert machine.pace_ms == (1.0, 1.0, 0.0)  # the others are not to wait for its like
+    with pytest.raises(ProtocolError, match="unexpected"):
+        machine.take(answers[2], 2.0)
+
+
+def test_the_last_answer_may_be_that_of_the_lost_rank() -> None:
+    machine = rounds(60, world_size=3, cadence=False)
+    [first] = orders(decide(machine))
+    for answer in lost(machine, first, 1, round=0, members=(0, 2)):
+        machine.take(answer, 0.0)
+    [record] = machine.leave(1, 0, 1.0)
+    assert isinstance(record, RoundEnded)
+    assert record.steps == (1, 0, 1)
+    assert machine.is_idle
+
+
+def test_who_leaves_between_two_rounds_leaves_nothing() -> None:
+    machine = rounds(60, world_size=3, cadence=False)
+    assert machine.leave(0, 0, 0.0) == []
+    commands = decide(machine)
+    assert [command.rank for command in commands if isinstance(command, Send)] == [1, 2]
+
+
+def test_the_quota_of_a_lost_rank_is_none() -> None:
+    machine = rounds(100, world_size=3)
+    [probe] = orders(decide(machine))
+    settle(machine, acks(probe, pace_ms=(10.0, 20.0, 10.0)))
+    assert machine.cadence is not None
+    machine.leave(1, 0, 0.0)
+    assert machine.cadence.quotas[1] == 0
+    assert min(machine.cadence.quotas[0], machine.cadence.quotas[2]) >= 1
+
+
+def test_bad_replicas_are_named_with_their_first_bad_batch() -> None:
+    machine = rounds()
+    [probe] = orders(decide(machine))
+    answers = [
+        SyncAck(
+            ack.rank,
+            replace(ack.outcome, bad=(1,)),
+            replace(ack.work, bad=(0, 3) if ack.rank == 1 else None),
+        )
+        for ack in acks(probe)
+    ]
+    record = settle(machine, answers)
+    assert machine.bad == {1: (0, 3)}
+    assert record.reason == "rank 1 had left the numbers"
+    assert machine.is_idle
+    settle(machine, acks(orders(decide(machine))[0]))
+    assert machine.bad == {}
+
+
+def test_what_was_measured_goes_on_where_the_ranks_are_as_many() -> None:
+    position = Position(2, global_step=40, round=7, anchor=20, pace_ms=(5.0, 10.0))
+    machine = rounds()
+    machine.resume(position)
+    first, _second = orders(decide(machine))
+    assert sync(first[0]) == SyncNow(7, 40, 1, 40, 60, drift=True)
+    assert machine.pace_ms == (5.0, 10.0)
+    other = rounds(world_size=3)
+    other.resume(position)
+    [probe] = orders(decide(other))
+    assert sync(probe[0]) == SyncNow(7, 3, 1, 40, 9, drift=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from flowdp.errors import CollectiveAborted, ProtocolError
@@ -171,3 +173,19 @@ def test_a_learning_rate_stays_until_it_is_told() -> None:
     # Told: a later wish does not tell it again.
     gate.direct(Directives(pause=True))
     assert gate.directives == Directives(pause=True)
+
+
+def test_a_bad_replica_weighs_nothing_and_voids_what_is_armed() -> None:
+    came = {0: arrival(0, 3), 1: replace(arrival(1, 2), bad=True)}
+    outcome = decide(came, Directives(), 2)
+    assert (outcome.steps, outcome.samples, outcome.bad) == ((3, 2), (24, 0), (1,))
+    assert outcome.voids
+
+
+def test_a_halt_is_told_once() -> None:
+    state = GateState(1)
+    state.direct(Directives(halt=True))
+    for is_told in (True, False):
+        outcome = state.enter(arrival(0))
+        assert outcome is not None
+        assert (outcome.halt, outcome.voids) == (is_told, is_told)

@@ -10,6 +10,7 @@ import pytest
 from flowdp.errors import ProtocolError
 from flowdp.machine.commands import Average, Command, Hurry, RoundAbandoned, RoundEnded, Send
 from flowdp.machine.epochs import Epochs
+from flowdp.machine.position import Position
 from flowdp.machine.snapshots import SNAPSHOT_TIMEOUT_MS, SnapshotRounds
 from flowdp.messages import (
     Averaged,
@@ -336,7 +337,7 @@ def test_ranks_that_were_told_different_outcomes_are_a_bug() -> None:
     run.decide()
     run.decide(hold=True)
     run.take(SyncAck(0, Outcome(0, 0, (0, 1), (0, 0), (0, 0), stop=True), Work(0, 0, 0)))
-    with pytest.raises(ProtocolError, match="rank 0 left round 0 with another outcome"):
+    with pytest.raises(ProtocolError, match="rank 1 left round 0 with another outcome"):
         run.take(SyncAck(1, Outcome(0, 0, (0, 1), (0, 0), (0, 0)), Work(0, 0, 0)))
 
 
@@ -414,3 +415,52 @@ def test_a_stop_hurries_the_last_meeting() -> None:
     # The meeting waits for what is dealt; a stop does not, and says so once.
     assert run.decide(hold=True) == [Hurry(0)]
     assert run.decide(hold=True) == []
+
+
+# ---------------------------------------------------------------- numbers gone bad, resume
+def test_a_bad_replica_asks_for_a_meeting() -> None:
+    run = Run()
+    run.decide()
+    order = run.out[0].pop(0)
+    run.take(StepsDone(0, order.plan, Work(0, 1, 8, bad=(0, 0))))
+    assert run.machine.wants_meeting
+    assert run.decide(hold=True) == [Hurry(0)]
+    outcome = Outcome(0, 2, (0, 1), (1, 1), (0, 8), halt=True, bad=(0,))
+    assert run.take(SyncAck(0, outcome, Work(0, 0, 0))) == []
+    [record] = run.take(SyncAck(1, outcome, Work(0, 1, 8)))
+    assert isinstance(record, RoundEnded)
+    assert record.reason == "rank 0 had left the numbers"
+    assert run.machine.bad == {0: (0, 0)}
+    assert not run.machine.wants_meeting
+    assert run.machine.is_idle
+
+
+def test_a_bad_snapshot_is_not_averaged() -> None:
+    run = Run()
+    assert run.fills() == requests(0)
+    run.take(SnapshotReady(0, 0, 3, 0, bad=True))
+    run.take(SnapshotReady(1, 0, 3, 24))
+    assert run.decide() == []
+    assert run.machine.wants_meeting
+    assert run.decide(hold=True) == [RoundAbandoned(0, ()), Hurry(1)]
+
+
+def test_a_bad_snapshot_of_an_abandoned_round_says_nothing() -> None:
+    run = Run()
+    assert run.fills() == requests(0)
+    run.now_ms = SNAPSHOT_TIMEOUT_MS
+    assert run.decide() == [RoundAbandoned(0, (0, 1)), *requests(1)]
+    run.take(SnapshotReady(0, 0, 3, 0, bad=True))
+    assert not run.machine.wants_meeting
+
+
+def test_what_was_measured_goes_on() -> None:
+    run = Run()
+    run.machine.resume(Position(2, global_step=40, round=7, anchor=20, pace_ms=(5.0, 10.0)))
+    assert (run.machine.global_step, run.machine.next_round) == (40, 7)
+    assert run.machine.pace_ms == (5.0, 10.0)
+    assert run.machine.cadence.quotas == (40, 20)
+    other = Run()
+    other.machine.resume(Position(3, global_step=40, round=7, anchor=20, pace_ms=(5.0, 10.0, 10.0)))
+    assert other.machine.global_step == 40
+    assert other.machine.pace_ms == (0.0, 0.0)

@@ -252,7 +252,11 @@ def test_the_tail_is_text() -> None:
         (1, lambda said: said["commands"].pop(), "gave 0 commands, and gives 1 now"),
         (3, lambda said: said["commands"].append({"Tick": {}}), r"gave \d commands, and gives \d now"),
         # A fact that cannot have come then.
-        (3, lambda said: said["fact"]["SyncAck"].update(rank=9), r"SyncAck.rank=9, .* raises KeyError: 0"),
+        (
+            3,
+            lambda said: said["fact"]["SyncAck"].update(rank=9),
+            r"rank=9, .* raises ProtocolError: unexpected",
+        ),
         # A line that is none.
         (2, lambda said: said.pop("fact"), "not a line of a story: KeyError"),
         (2, lambda said: said.update(fact={"Gone": {}}), "a story knows no 'Gone'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -14,14 +15,18 @@ from flowdp.machine.worker import (
     Idle,
     Leave,
     Report,
+    Serve,
     Snapshot,
     Step,
     WorkerMachine,
 )
 from flowdp.messages import (
     Abort,
+    Adopt,
     Arrival,
+    Capture,
     DataEnded,
+    Evaluate,
     Outcome,
     Pace,
     Part,
@@ -49,7 +54,7 @@ def planned(
     return StartEpoch(plan, 0, batches, sync)
 
 
-def outcome(round: int = 0, global_step: int = 10, **voids: bool) -> Outcome:
+def outcome(round: int = 0, global_step: int = 10, **voids: Any) -> Outcome:
     return Outcome(round, global_step, (0, 1), (0, 0), (0, 0), **voids)
 
 
@@ -481,3 +486,54 @@ def test_an_order_of_nothing_is_answered() -> None:
     assert machine.next(NEVER) == Report(Done(0, 0, 1))
     assert machine.next(NEVER) == Report(Done(0, 0, 0))
     assert machine.next(NEVER) == Idle()
+
+
+# ---------------------------------------------------------------- duties, bad numbers, resume
+def test_a_duty_comes_after_what_is_out() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(planned((0,)))
+    step(machine)
+    machine.handle(Capture(0))
+    assert isinstance(machine.next(NEVER), Enter)
+    machine.met(outcome(halt=True))
+    assert machine.next(NEVER) == Serve(Capture(0))
+    machine.handle(Evaluate(0, 0))
+    machine.handle(planned((1,), plan=1))
+    assert machine.next(NEVER) == Serve(Evaluate(0, 0))
+    assert step(machine).batches == (1,)
+
+
+def test_a_failure_comes_before_a_duty() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(Adopt(1))
+    machine.handle(Abort("rank 1 failed"))
+    assert not WorkerMachine(0).leaves
+    assert machine.leaves
+    assert machine.next(NEVER) == Leave("rank 1 failed")
+
+
+def test_a_bad_replica_says_so_at_the_next_meeting() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(planned((0,)))
+    step(machine)
+    machine.is_bad = True
+    action = machine.next(NEVER)
+    assert isinstance(action, Enter)
+    assert action.arrival.bad
+    machine.met(outcome(bad=(0,)))
+    assert not machine.is_bad
+
+
+def test_a_bad_snapshot_weighs_nothing() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(StartEpoch(0, 0, (0, 1), pace=Pace(2, 1)))
+    step(machine)
+    machine.is_bad = True
+    machine.handle(RequestParams(0))
+    assert machine.next(NEVER) == Snapshot(0, 1, 0)
+
+
+def test_the_schedule_goes_on_where_the_run_before_stood() -> None:
+    machine = WorkerMachine(0, 40)
+    machine.handle(StartEpoch(0, 0, (0, 1), pace=Pace(4, 2)))
+    assert [step(machine).position for _ in range(2)] == [40, 42]

@@ -17,6 +17,7 @@ import flowdp
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PLAIN, MOVED, GAN = "02_plain_pytorch.py", "02_flowdp.py", "04_gan.py"
+RESUMED = "06_checkpoint_resume.py"
 
 
 @pytest.fixture
@@ -95,3 +96,31 @@ def test_the_gan_says_how_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5
     assert all("of the points lie in clouds" in line for line in lines)
+
+
+def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    resumed = example(RESUMED)
+    first, second = resumed["main"](tmp_path)
+    assert first.interrupted
+    assert 100 <= first.global_step < 50 * 47
+    assert second.history[: len(first.history)] == first.history
+    assert all(sum(rank.samples for rank in epoch.per_rank) == 1500 for epoch in second.history)
+    assert len(second.history[-1].per_rank) == 3
+
+    # Early stopping: three epochs after the best one, and the best one is the answer.
+    # An epoch that ends with a stop is not evaluated.
+    accuracies = [epoch.eval["accuracy"] for epoch in second.history if epoch.eval]
+    assert len(second.history) - len(accuracies) <= 1
+    best = accuracies.index(max(accuracies))
+    assert len(accuracies) == best + 4 or len(second.history) == 50
+    _, test = resumed["digits"]()
+    model = resumed["trainer"](tmp_path / "other", 1).model
+    assert resumed["accuracy"](second.load_into(model), test)["accuracy"].item() == pytest.approx(
+        max(accuracies)
+    )
+    assert max(accuracies) > 0.9
+
+    said = capsys.readouterr().out
+    assert said.count(" | eval accuracy ") == len(accuracies)
+    assert f"stopped at step {first.global_step}, in epoch {first.epochs_done + 1}" in said
+    assert said.count("checkpoint at step") >= 2

@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flowdp import OptionError, StepError, Trainer, current_worker
-from flowdp.engine.records import Records
-from flowdp.machine.commands import Finish, RoundEnded
+from flowdp.machine.commands import RoundEnded
 from flowdp.observe import bar
-from flowdp.observe.bar import show_progress, wants_progress
+from flowdp.observe.bar import ProgressBar, wants_progress
 
 
 class Terminal(io.StringIO):
@@ -116,13 +115,42 @@ def test_it_ends_with_a_run_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert terminal.getvalue().endswith("\n")
 
 
+def round_record(global_step: int) -> RoundEnded:
+    ms = (10.0, 20.0)
+    return RoundEnded(0, 1, 1, global_step, (3, 1), (96, 32), 0.25, 0.1, 64.0, ms, ms, ms, 1.0, 3)
+
+
 def test_what_it_says_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = watched(monkeypatch)
-    records = Records()
-    ms = (10.0, 20.0)
-    records.add(RoundEnded(0, 1, 1, 35, (3, 1), (96, 32), 0.25, 0.1, 64.0, ms, ms, ms, 1.0, 3))
-    records.end(Finish(None, False, 35, 1), over=True)
-    show_progress(records, 50, 25).join(10)
+    progress = ProgressBar(50, 25)
+    progress.on_train_start(None)
+    progress.on_round(round_record(35))
+    progress.on_train_end(None)
     drawn = terminal.getvalue()
     for part in ("epoch 2/2:  70%", "35/50", "loss=0.250", "samples/s=2,000", "share=75 % 25 %"):
         assert part in drawn
+
+
+def test_without_a_known_end_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = watched(monkeypatch)
+    progress = ProgressBar(None, None)
+    progress.on_train_start(None)
+    progress.on_round(round_record(35))
+    progress.on_train_end(None)
+    assert "epoch 2: : 35step" in terminal.getvalue()
+
+
+def test_a_resumed_run_begins_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = watched(monkeypatch)
+    progress = ProgressBar(50, 25, start=30)
+    progress.on_train_start(None)
+    assert "30/50" in terminal.getvalue()
+    progress.on_round(round_record(35))
+    progress.on_train_end(None)
+    assert "35/50" in terminal.getvalue()
+
+
+def test_one_that_could_not_be_drawn_stays_away() -> None:
+    progress = ProgressBar(50, 25)  # on_train_start has raised
+    progress.on_round(round_record(35))
+    progress.on_train_end(None)

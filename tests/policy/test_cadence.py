@@ -130,3 +130,38 @@ def test_the_guard_can_be_switched_off() -> None:
 def test_a_hint_for_a_rank_that_is_not_there() -> None:
     with pytest.raises(OptionError, match="speed_hint names rank 2"):
         Cadence(2, CadenceOptions(speed_hint=(2, 2.0)))
+
+
+def test_it_begins_with_what_another_run_had_found_out() -> None:
+    cadence = Cadence(2, CadenceOptions(max_anchor=30))
+    cadence.restore(20, (5.0, 10.0))
+    assert cadence.is_known
+    assert (cadence.anchor, cadence.quotas) == (20, (40, 20))
+    cadence.restore(50, (5.0, 10.0))
+    assert cadence.anchor == 30
+    nothing = Cadence(2, CadenceOptions())
+    nothing.restore(20, (0.0, 0.0))
+    assert not nothing.is_known
+    with pytest.raises(OptionError):
+        cadence.restore(20, (5.0,))
+
+
+def test_the_guard_goes_on_with_what_it_had_seen() -> None:
+    for drifts, action in (((0.06, 0.11), GuardAction.TIGHTEN), ((), GuardAction.STABLE)):
+        cadence = Cadence(2, CadenceOptions())
+        cadence.restore(20, (5.0, 10.0), drifts)
+        measured(cadence, (5.0, 10.0), drifts=(0.1, 0.12))
+        assert cadence.action is action
+        assert cadence.guard.history == (*drifts, 0.12)
+
+
+def test_a_rank_that_is_gone_has_no_quota_and_holds_nobody_up() -> None:
+    cadence = Cadence(3, CadenceOptions(anchor=10))
+    measured(cadence, (10.0, 10.0, 100.0))
+    assert cadence.round_ms >= 1000.0
+    cadence.leave(2)
+    assert cadence.quotas[2] == 0
+    assert cadence.round_ms <= 150.0
+    measured(cadence, (10.0, 20.0, 0.0), steps=(10, 10, 0))
+    assert cadence.quotas[2] == 0
+    assert cadence.quotas[0] > cadence.quotas[1] > 0

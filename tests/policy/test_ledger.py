@@ -274,3 +274,31 @@ def test_every_batch_is_trained_once_whenever_the_end_is_known(
         if data.draw(st.booleans()) and not out:
             ledger.fold()
     assert sorted(trained) == list(range(batches))
+
+
+# ---------------------------------------------------------------- lost ranks, and going on
+def test_whole_rounds_without_a_rank() -> None:
+    ledger = Ledger(0, 10, 3, (1, 1, 2))
+    assert ledger.deal_rounds(2, (0, 2)) == ((0, 3), (), (1, 2, 4, 5))
+    assert (ledger.position, ledger.dealt) == (6, 6)
+    with pytest.raises(ProtocolError, match="2 whole rounds do not remain"):
+        ledger.deal_rounds(2, (0, 2))
+
+
+def test_it_begins_where_another_one_stood() -> None:
+    ledger = Ledger(0, 10, 2)
+    ledger.resume(7, ((5, 1), (), (3,)))
+    ledger.check()
+    assert (ledger.left, ledger.trained, ledger.remaining) == ([[1, 3, 5], []], 4, 6)
+    assert sorted(batch for hand in ledger.deal((3, 3), EQUAL) for batch in hand) == [1, 3, 5, 7, 8, 9]
+
+
+def test_left_overs_of_a_lost_rank_go_round_the_others() -> None:
+    ledger = Ledger(0, 9, 3)
+    settle(ledger, ledger.deal((3, 3, 3), (1.0,) * 3), (0, 0, 2))
+    left = [list(hand) for hand in ledger.left]
+    ledger.disown(0, (1, 2))
+    ledger.check()
+    assert ledger.left[0] == []
+    assert sorted(ledger.left[1] + ledger.left[2]) == sorted(left[0] + left[1] + left[2])
+    assert len(ledger.left[1]) - len(left[1]) == 2

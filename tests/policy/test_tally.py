@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowdp.policy.tally import Tally, Work, pace_ms
+from flowdp.policy.tally import Tally, Work, evaluation_means, pace_ms
 
 
 def work(samples, loss=0.0, *, steps=1, **fields):
@@ -129,3 +129,42 @@ def test_the_pace_leaves_the_longest_step_out():
     assert pace_ms(7.0, 7.0, 1) == 7.0
     # A first step of 100 ms, then three of 10.
     assert pace_ms(130.0, 100.0, 4) == 10.0
+
+
+def test_sums_of_another_run_count_on():
+    whole, first, second = Tally(2, 2), Tally(2, 2), Tally(2, 2)
+    parts = [
+        work(600, 0.5, busy_ms=8.0, scalars={"a": (1.0, 2.0)}, lr=0.1),
+        work(300, 0.8, data_ms=1.0, lr=0.2),
+    ]
+    for part, tally in zip(parts, (first, second), strict=True):
+        whole.add(0, part, wait_ms=1.0, sync_ms=2.0)
+        tally.add(0, part, wait_ms=1.0, sync_ms=2.0)
+    second.resume(0, replace(first.ranks[0]))
+    metrics = result(second)
+    assert metrics.loss == pytest.approx(result(whole).loss)
+    assert replace(metrics, loss=0.0).per_rank[0].samples == 900
+    assert metrics.scalars == result(whole).scalars
+    assert metrics.per_rank[0].busy_ms == 8.0
+
+
+def test_an_evaluation_is_the_same_whoever_evaluated_which_batch():
+    results = [(number, 1 + number % 3, (("score", 0.1 * number),)) for number in range(20)]
+    mean = evaluation_means(results)
+    assert mean["score"] == pytest.approx(
+        sum(n * v for _, n, ((_, v),) in results) / sum(r[1] for r in results)
+    )
+    assert evaluation_means(results[::-1]) == mean
+    assert evaluation_means([]) == {}
+
+
+def test_a_name_that_some_batches_lack_is_the_mean_over_the_others():
+    means = evaluation_means([(0, 2, (("a", 1.0),)), (1, 6, (("a", 2.0), ("b", 3.0)))])
+    assert means == {"a": 1.75, "b": 3.0}
+
+
+def test_numbers_of_an_evaluation_that_are_none():
+    inf = math.inf
+    assert evaluation_means([(0, 1, (("a", inf),)), (1, 1, (("a", 1.0),))]) == {"a": inf}
+    assert math.isnan(evaluation_means([(0, 1, (("a", inf),)), (1, 1, (("a", -inf),))])["a"])
+    assert math.isnan(evaluation_means([(0, 0, (("a", 1.0),))])["a"])

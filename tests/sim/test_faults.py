@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from flowdp.sim.faults import Crash, Scenario, Wish, draw
+from flowdp.sim.faults import Scenario, draw
 
 DRAWN = [draw(seed) for seed in range(1000)]
 
@@ -27,7 +27,7 @@ def kinds(scenario: Scenario) -> list[str]:
         "ratios": config.ratios,
         "max_steps": config.max_steps,
         "metric": config.wait_for_metric,
-        "calm": scenario.is_calm,
+        "calm": not scenario.crashes and not scenario.wishes,
         "lockstep": config.cadence.max_batch_diff == 0,
         "stream": config.batches is None,
         "slow reader": scenario.read_ms > max(scenario.ms_per_step) / config.world_size,
@@ -76,16 +76,11 @@ def test_scenarios_are_sound() -> None:
             assert abs(sum(config.ratios) - 1.0) < 1e-9
 
 
-def test_calm_and_bounds() -> None:
-    calm = next(s for s in DRAWN if s.is_calm and not s.stall and s.slow_from is None and not s.noise)
+def test_bounds() -> None:
+    calm = next(s for s in DRAWN if not s.stands and not s.stall and s.slow_from is None and not s.noise)
     assert calm.longest_step_ms == max(calm.ms_per_step)
     # Even one rank alone, a step after the other, ends within the bound.
     assert calm.longest_run_ms > calm.length(0) * (calm.config.epochs or 1) * calm.longest_step_ms
-    crashing = Scenario(seed=0, config=calm.config, ms_per_step=(1.0,), crashes=(Crash(0, "step", 0),))
-    assert not crashing.is_calm
-    stopped = next(s for s in DRAWN if any(w.request.what == "stop" for w in s.wishes))
-    assert not stopped.is_calm
-    assert isinstance(stopped.wishes[0], Wish)
 
 
 def test_a_part_of_a_window_takes_its_part_of_the_time() -> None:
@@ -111,3 +106,80 @@ def test_the_epochs_of_a_stream_differ() -> None:
     assert [stream.length(epoch) for epoch in range(6)] == [*stream.lengths, *stream.lengths[:2]]
     limited = replace(stream, lengths=(3, 5), config=replace(stream.config, max_steps=9))
     assert [limited.dealt(epoch) for epoch in range(4)] == [3, 5, 1, 0]
+
+
+# ---------------------------------------------------------------- duties and lives
+LONG = [draw(seed) for seed in range(3000) if seed % 15 in (1, 8, 12)]
+
+
+def later_kinds(scenario: Scenario) -> list[str]:
+    """What is special about the duties of a scenario, its troubles, and what comes after it."""
+    config, later = scenario.config, scenario.later
+    duties, watched = config.duties, config.duties.monitor
+    bad = {rank for rank, _ in scenario.bad_steps}
+    special = {
+        f"saved by {duties.save and duties.save.unit}": True,
+        "evaluated": duties.eval_every,
+        "watched": watched,
+        "patient": watched is not None and watched.patience is None,
+        "the best is kept": duties.keeps_best,
+        "bad": bad,
+        "all bad": len(bad) == config.world_size > 1,
+        "survives": config.on_failure == "continue",
+        "crash alone": any(crash.is_alone for crash in scenario.crashes),
+        "several crashes": len(scenario.crashes) > 1,
+        "crash in evaluate": any(crash.where == "evaluate" for crash in scenario.crashes),
+        "crash in capture": any(crash.where == "capture" for crash in scenario.crashes),
+        "wish to checkpoint": any(wish.request.what == "checkpoint" for wish in scenario.wishes),
+        "wish to snapshot": any(wish.request.what == "snapshot" for wish in scenario.wishes),
+        "a second life": later,
+        "a third life": later and later.later,
+    }
+    if later is not None:
+        special |= {
+            "other devices": later.config.world_size != config.world_size,
+            "another policy": later.config.policy != config.policy,
+            "more epochs": (later.config.epochs or 0) > (config.epochs or 0),
+            "a limit": later.config.max_steps is not None and config.max_steps is None,
+            "no limit": later.config.max_steps is None and config.max_steps is not None,
+            "a longer limit": (later.config.max_steps or 0) > (config.max_steps or 10**9),
+        }
+    return [kind for kind, there in special.items() if there]
+
+
+def test_every_kind_of_duty_and_life_comes_up() -> None:
+    seen = Counter(kind for scenario in LONG for kind in later_kinds(scenario))
+    wanted = [f"saved by {unit}" for unit in (None, "epoch", "step", "minute")]
+    wanted += ["evaluated", "watched", "patient", "the best is kept", "bad", "all bad", "survives"]
+    wanted += ["crash alone", "several crashes", "crash in evaluate", "crash in capture"]
+    wanted += ["wish to checkpoint", "wish to snapshot", "a second life", "a third life", "other devices"]
+    wanted += ["another policy", "more epochs", "a limit", "no limit", "a longer limit"]
+    assert {kind: seen[kind] for kind in wanted if seen[kind] < 5} == {}
+
+
+def test_the_other_seeds_have_none() -> None:
+    others = [draw(seed) for seed in range(300) if seed % 15 not in (1, 8, 12)]
+    assert not any(scenario.later or scenario.stands for scenario in others)
+    assert all(scenario.config.on_failure == "raise" for scenario in others)
+
+
+def test_lives_are_sound() -> None:
+    for first in LONG:
+        before, life = first, first.later
+        while life is not None:
+            config = life.config
+            assert len(life.ms_per_step) == config.world_size
+            assert (config.batches, config.window, config.samples, life.lengths) == (
+                before.config.batches,
+                before.config.window,
+                before.config.samples,
+                before.lengths,
+            )
+            assert (life.batch_size, life.last_batch) == (before.batch_size, before.last_batch)
+            assert (config.epochs or 0) >= (before.config.epochs or 0)
+            assert (config.policy == "exact") == (before.config.policy == "exact")
+            if config.groups is not None:
+                assert len(config.groups) == config.world_size
+                assert config.max_steps is None or len(set(config.groups)) == 1
+            assert config.batches is not None or config.on_failure == "raise"
+            before, life = life, life.later

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -9,9 +10,10 @@ import pytest
 from flowdp.machine.commands import EpochEnded, Finish, Paused, RoundEnded
 from flowdp.machine.coordinator import Coordinator, RunConfig
 from flowdp.machine.worker import Step
-from flowdp.messages import DataEnded, Outcome, Pace, Requested, Shutdown, StartEpoch, Update
+from flowdp.messages import DataEnded, Exiting, Outcome, Pace, Requested, Shutdown, StartEpoch, Update
 from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.tally import Tally, Work
+from flowdp.sim.effect import Memory
 from flowdp.sim.faults import Scenario
 from flowdp.sim.rules import Rules, Violation
 
@@ -336,3 +338,70 @@ def test_a_stop_obeyed_in_different_rounds() -> None:
     judge.met(0, last)
     with pytest.raises(Violation, match=r"^S11: "):
         judge.over(Finish(None, True, 0, 0), Coordinator(judge.scenario.config))
+
+
+# ---------------------------------------------------------------- failures that a run survives, and lives
+FAILS = Exiting(1, "boom", is_alone=True)
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_run_goes_on_where_it_can_and_shall(goes_on: bool) -> None:
+    judge = rules()
+    with pytest.raises(Violation, match=r"^S20: "):
+        judge.exits(FAILS, 0.0, may=not goes_on, goes_on=goes_on)
+
+
+def test_the_others_have_to_leave_where_it_does_not() -> None:
+    judge = rules()
+    judge.exits(FAILS, 0.0, may=False, goes_on=False)
+    with pytest.raises(Violation, match=r"^L2: "):
+        judge.passes(90.0)
+    judge = rules()
+    judge.exits(FAILS, 0.0, may=True, goes_on=True)
+    judge.passes(90.0)
+
+
+def test_a_lost_rank_is_judged_no_more() -> None:
+    judge = rules()
+    train(judge, 1, 1)
+    judge.left(1)
+    judge.loses(1)
+    train(judge, 0, 0)
+    judge.met(0, Outcome(0, 1, (0,), (1, 0), (8, 0), left=(1,)))
+    judge.reported(record(1, (1, 0)), (3, 0))  # its quota is 0
+    with pytest.raises(Violation, match=r"^S5: "):
+        judge.reported(record(1, (0, 0)), (0, 3))
+    judge.wishes(Requested("stop"))
+    judge.over(Finish(None, True, 1, 0), Coordinator(judge.scenario.config))
+
+
+def test_a_life_goes_on_where_the_one_before_was_saved() -> None:
+    memory = Memory(trained=Counter({(0, batch): 1 for batch in range(4)}), global_step=9, epochs=1)
+    config = RunConfig(world_size=2, batches=4, epochs=2)
+    judge = Rules(Scenario(seed=0, config=config, ms_per_step=(1.0, 1.0)), memory)
+    with pytest.raises(Violation, match=r"^S13: "):
+        judge.step_begins(0, (1, 0), 8)
+    with pytest.raises(Violation, match=r"^S1: "):
+        train(judge, 0, 0)
+    with pytest.raises(Violation, match=r"^S4: "):
+        judge.reported(record(8, (0, 0)), ())
+    with pytest.raises(Violation, match=r"^S7: "):
+        judge.ended(epoch(0, 4, 32))
+
+
+def nothing_moves(judge: Rules) -> None:
+    for _ in range(20_000):
+        judge.passes(1.0)
+
+
+def endless_rounds(judge: Rules) -> None:
+    for number in range(1000):
+        told = outcome((0, 0), (0, 0), number)
+        judge.met(0, told)
+        judge.met(1, told)
+
+
+@pytest.mark.parametrize("livelock", [nothing_moves, endless_rounds])
+def test_a_livelock_is_noticed_before_its_time(livelock: Callable[[Rules], None]) -> None:
+    with pytest.raises(Violation, match=r"^L1: "):
+        livelock(rules())

@@ -14,6 +14,7 @@ from flowdp.machine.snapshots import SnapshotRounds
 from flowdp.machine.story import Story, replay
 from flowdp.sim import __main__ as command_line
 from flowdp.sim.faults import draw
+from flowdp.sim.lives import play
 from flowdp.sim.world import World
 
 SEEDS = 300
@@ -23,7 +24,7 @@ CORPUS = json.loads((Path(__file__).parent / "corpus/seeds.json").read_text())
 @pytest.mark.parametrize("first", range(0, SEEDS, 50))
 def test_seeds(first: int) -> None:
     for seed in range(first, first + 50):
-        World(draw(seed)).run()
+        play(draw(seed))
 
 
 @pytest.mark.parametrize("case", CORPUS, ids=lambda case: str(case["seed"]))
@@ -32,7 +33,7 @@ def test_corpus(case: dict[str, object]) -> None:
     seed = case["seed"]
     assert isinstance(seed, int)
     assert case["found"]
-    World(draw(seed)).run()
+    play(draw(seed))
 
 
 @pytest.mark.parametrize("seed", [0, 7, 8, 12, 17, 19, 28, 38, 59, 223, 499, 3185])
@@ -50,19 +51,25 @@ def test_same_seed_same_story(seed: int) -> None:
 @pytest.mark.parametrize("first", range(8, 2000, 500))
 def test_seeds_of_unknown_length(first: int) -> None:
     for seed in range(first, first + 500, 10):
-        World(draw(seed)).run()
+        play(draw(seed))
 
 
 @pytest.mark.parametrize("first", range(8, 4400, 1100))
 def test_seeds_of_windows(first: int) -> None:
     for seed in range(first, first + 1100, 11):
-        World(draw(seed)).run()
+        play(draw(seed))
 
 
 @pytest.mark.parametrize("first", range(7, 5200, 1300))
 def test_seeds_of_steps_of_several_batches(first: int) -> None:
     for seed in range(first, first + 1300, 13):
-        World(draw(seed)).run()
+        play(draw(seed))
+
+
+@pytest.mark.parametrize("first", [1, 8, 12])
+def test_seeds_of_several_lives(first: int) -> None:
+    for seed in range(first, 4500, 15):
+        play(draw(seed))
 
 
 def story_of(world: World) -> list[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flowdp.machine.worker import Done, WorkerMachine
-from flowdp.messages import Throttle
+from flowdp.machine.worker import Done, Step, WorkerMachine
+from flowdp.messages import Outcome, StartEpoch, SyncNow, Throttle
 from flowdp.policy.tally import pace_ms
 from flowdp.sim.rules import Violation
 from flowdp.sim.shell import Shell
@@ -45,3 +45,44 @@ def test_the_machine_takes_all_orders() -> None:
 def test_steps_that_were_not_taken() -> None:
     with pytest.raises(Violation, match="S4: rank 3 took 0 steps"):
         Shell(WorkerMachine(3)).work(Done(0, 0, 1))
+
+
+def test_what_stirs() -> None:
+    shell = Shell(WorkerMachine(0))
+    assert shell.stirs == "is at starting"
+    shell.state = "idle"
+    assert shell.stirs == ""
+    order = StartEpoch(0, 0, (0,), SyncNow(0, 1, 1, 0, 1))
+    shell.expect(order)
+    assert shell.stirs == "has an order"
+    shell.expect(Throttle("no data"))
+    shell.receive(order)
+    shell.receive(Throttle("no data"))
+    assert shell.stirs == ""  # it is in the inbox, and the rank is idle for this moment alone
+    shell.wake(0.0)
+    shell.machine.next(-1)
+    assert shell.stirs == "has an order"
+    shell.state = "gone"
+    assert shell.stirs == ""
+
+
+def test_an_order_of_a_void_plan_stirs_nothing() -> None:
+    shell = Shell(WorkerMachine(0))
+    shell.state = "idle"
+    shell.machine.handle(StartEpoch(0, 0, (), SyncNow(0, 0, 1, 0, 0)))
+    shell.machine.next(-1)
+    shell.expect(StartEpoch(0, 0, (0,), SyncNow(1, 1, 1, 0, 1)))
+    shell.machine.met(Outcome(0, 0, (0,), (0,), (0,), halt=True))
+    assert shell.stirs == ""
+    shell.expect(StartEpoch(1, 0, (0,), SyncNow(2, 1, 1, 0, 1)))
+    assert shell.stirs == "has an order"
+
+
+def test_the_first_bad_batch_is_reported_once() -> None:
+    shell = Shell(WorkerMachine(0))
+    for batch in (3, 4):
+        shell.goes_bad(Step(1, (batch,), 0))
+        shell.stepped(8, 1.0)
+    assert shell.machine.is_bad
+    assert shell.work(Done(0, 1, 2)).bad == (1, 3)
+    assert shell.work(Done(0, 1, 0)).bad is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from flowdp.machine.coordinator import RunConfig
+from flowdp.machine.position import Position
 from flowdp.messages import DataEnded
 from flowdp.sim.clock import Clock
 from flowdp.sim.faults import Scenario
@@ -14,8 +15,8 @@ from flowdp.sim.source import VirtualReader
 class Readings:
     """A reader of epochs of 3, 1, 3, ... batches, 10 ms each, and what it said."""
 
-    def __init__(self, ahead: int, epochs: int | None = 2) -> None:
-        config = RunConfig(world_size=2, batches=None, epochs=epochs)
+    def __init__(self, ahead: int, epochs: int | None = 2, start: Position | None = None) -> None:
+        config = RunConfig(world_size=2, batches=None, epochs=epochs, start=start)
         scenario = Scenario(
             seed=0, config=config, ms_per_step=(1.0, 1.0), lengths=(3, 1), read_ms=10.0, ahead=ahead
         )
@@ -78,3 +79,10 @@ def test_who_waits_beyond_the_end_does_not_drive_the_reader() -> None:
     assert run.reader.take(1, (0, 8)) == (0, 8)
     run.rest()
     assert run.clock.now_ms == 40.0
+
+
+def test_it_begins_where_the_run_does() -> None:
+    run = Readings(ahead=10, start=Position(2, done=1))
+    run.reader.start()
+    run.rest()
+    assert run.said == [(20.0, DataEnded(1, 1))]

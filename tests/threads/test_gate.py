@@ -17,7 +17,7 @@ import pytest
 
 from flowdp.errors import CollectiveAborted, ProtocolError
 from flowdp.messages import Arrival, Directives, Outcome
-from flowdp.threads.gate import Gate
+from flowdp.threads.gate import Gate, Waiting
 
 STRESS_ROUNDS = int(os.environ.get("FLOWDP_GATE_ROUNDS", "100000"))
 JOIN_S = 30.0
@@ -352,6 +352,32 @@ def test_stress() -> None:
             raise AssertionError(f"episode {seed}: {error}") from error
         seed += 1
     assert seed > STRESS_ROUNDS // 400
+
+
+def test_the_gate_tells_who_waits_for_whom() -> None:
+    while_launching: list[dict[int, Waiting]] = []
+    gate, threads = Gate(3, lambda outcome: while_launching.append(gate.waiting())), Threads()
+    assert gate.waiting() == {}
+    threads.call(gate.enter, arrival(1, round=7))
+    waits_in(gate, 1)
+    assert gate.waiting() == {1: Waiting(7, missing=(0, 2), decided=False)}
+    threads.call(gate.enter, arrival(0, round=7))
+    waits_in(gate, 2)
+    gate.leave(2)  # which completes the round of the two
+    threads.join()
+    assert while_launching == [dict.fromkeys((0, 1), Waiting(7, missing=(), decided=True))]
+    assert gate.waiting() == {}
+    threads.call(gate.finish, 1)
+    finishing(gate, 1)
+    assert gate.waiting() == {1: Waiting(7, missing=(0,), decided=True)}
+    gate.finish(0)
+    threads.join()
+    threads.call(gate.enter, arrival(0, round=8))
+    waits_in(gate, 1)
+    assert gate.waiting() == {0: Waiting(8, missing=(1,), decided=False)}
+    gate.abort("over")
+    assert gate.waiting() == {}
+    threads.join()
 
 
 def test_a_retired_gate_keeps_nothing_of_what_it_launched() -> None:

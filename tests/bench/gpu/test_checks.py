@@ -31,14 +31,19 @@ def test_a_mean_that_leaves_a_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def fault(own: Any, mean: LocalMean, rank: int, outcome: Any) -> Any:
         reading = own(mean, rank, outcome)
         if rank == 1:
-            for memory in mean._replicas[1].memories:
-                memory.add_(1)
+            mean._replicas[1].memories[0].add_(1e-3)
         return reading
 
     plant(LocalMean, "average", monkeypatch, fault)
     found = faults_of([CPU] * 2, policy="sync")
     assert "replicas differed after round 3" in found
     assert "replicas differed at the end" in found
+
+
+def test_a_rank_that_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert faults_of([CPU] * 2, policy="sync", leaver=1) == []
+    monkeypatch.setattr(checks, "LEAVES_AT", 10**6)
+    assert faults_of([CPU] * 2, policy="sync", leaver=1) == ["rank 1 has not left"]
 
 
 def test_samples_with_the_values_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,10 +84,30 @@ def test_right_means_are_near(make: Any) -> None:
     assert deviation([CPU] * 3, make) < 1e-6
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_right_means_without_a_rank_that_left_are_near(ranks: int) -> None:
+    assert deviation([CPU] * ranks, DeviceMean, leaves=True) < 1e-6
+
+
 def test_a_mean_without_weights_is_far(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome_of = checks.outcome_of
-    monkeypatch.setattr(checks, "outcome_of", lambda round, weights: outcome_of(round, [1] * len(weights)))
+
+    def equal(round: int, weights: list[int], left: list[int]) -> Any:
+        return outcome_of(round, [min(1, weight) for weight in weights], left=left)
+
+    monkeypatch.setattr(checks, "outcome_of", equal)
     assert deviation([CPU] * 2, DeviceMean) > 0.1
+
+
+def test_a_mean_that_takes_what_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome_of = checks.outcome_of
+
+    def all_give(round: int, weights: list[int], left: list[int]) -> Any:
+        return outcome_of(round, [max(1, weight) for weight in weights], left=left)
+
+    monkeypatch.setattr(checks, "outcome_of", all_give)
+    with pytest.raises(AssertionError, match="the replicas differ"):
+        deviation([CPU] * 2, DeviceMean)
 
 
 class OneSided(DeviceMean):

@@ -53,12 +53,17 @@ def test_several_ranks(fake: FakeNccl, trainings: list[dict[str, Any]], ranks: i
     away = next(f for f in found if isinstance(f, Figure))
     assert away.name == f"NCCL, {ranks} ranks on one card: away from float64, millionths"
     assert 0 <= away.value < 1
-    assert [(t["policy"], t["stall"]) for t in trainings] == [
-        ("sync", None),
-        ("cadence", "backward"),
-        ("cadence", "averaging"),
+    assert [(t["policy"], t["stall"], t.get("leaver")) for t in trainings] == [
+        ("sync", None, None),
+        ("cadence", "backward", None),
+        ("cadence", "averaging", None),
+        ("cadence", "averaging", 1),
     ]
-    assert sorted(fake.destroyed) == sorted([*range(ranks)] * 2)  # of the means, and of the bandwidth
+    assert sorted(fake.aborted) == [*range(ranks)]  # those of which one leaves
+    # Of the means, of those that are left, if they are several, and of the bandwidth.
+    others = range(ranks - 1) if ranks > 2 else ()
+    assert sorted(fake.destroyed) == sorted([*range(ranks), *others, *range(ranks)])
+    assert fake.abused == []
 
 
 def test_wrong_sums_end_the_part(fake: FakeNccl, trainings: list[dict[str, Any]]) -> None:
@@ -76,10 +81,27 @@ def test_means_that_are_off_end_the_part(
         list(nccl.measure_several(2, Place(CPU)))
 
 
+def test_means_that_are_off_when_a_rank_leaves_end_the_part(
+    fake: FakeNccl, trainings: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "deviation", lambda *_, leaves=False: 1.0 if leaves else 0.0)
+    with pytest.raises(RuntimeError, match=r"2 ranks, of which one leaves, are 1\.0 away"):
+        list(nccl.measure_several(2, Place(CPU)))
+
+
 def test_a_training_with_faults_ends_the_part(fake: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
     faults: Callable[..., list[str]] = lambda *_, **options: ["replicas differed"] if options["stall"] else []  # noqa: E731
     monkeypatch.setattr(nccl, "faults_of", faults)
     with pytest.raises(RuntimeError, match="cadence, late in backward: replicas differed"):
+        list(nccl.measure_several(2, Place(CPU)))
+
+
+def test_a_rank_whose_leaving_brings_faults_ends_the_part(
+    fake: FakeNccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults: Callable[..., list[str]] = lambda *_, **options: ["it hung"] if "leaver" in options else []  # noqa: E731
+    monkeypatch.setattr(nccl, "faults_of", faults)
+    with pytest.raises(RuntimeError, match="one of 2 ranks leaves: it hung"):
         list(nccl.measure_several(2, Place(CPU)))
 
 

@@ -1,0 +1,112 @@
+"""One replica per device, of what the user gave: equal, and ready to train."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from flowdp.device.gradients import Touched
+from flowdp.device.streams import Lane, open_lanes
+from flowdp.device.tensors import FlatReplica
+from flowdp.engine.build import (
+    ModelOption,
+    OptimizerOption,
+    all_of,
+    build_models,
+    build_optimizers,
+    equal_start,
+    has_batch_norm,
+    seed_devices,
+    several_optimizers,
+    slow_optimizer,
+)
+from flowdp.engine.exact import ExactReplica
+from flowdp.engine.learning_rate import LearningRate
+from flowdp.engine.replica import LossOption, Replica, loss_function
+from flowdp.engine.sizes import Sizes
+from flowdp.engine.train_step import OwnStepReplica, TrainStep
+from flowdp.errors import OptionError
+from flowdp.options import Policy, Precision
+
+__all__ = ["Parts", "build_replicas"]
+
+log = logging.getLogger("flowdp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What replicas are made of; see `Trainer`.
+
+    Attributes:
+        model: A module or a factory.
+        optimizer: An instance or a factory.
+        loss: Of a step; None with a `train_step`.
+        train_step: The user's own step; None with a loss.
+        policy: Who waits for whom.
+        sizes: Of batches and steps.
+        seed: Of the devices' generators.
+        precision: Of forward and loss.
+        max_grad_norm: Of the gradients; None: not clipped.
+        schedule: As `LearningRate` takes it, behind the optimizers.
+    """
+
+    model: ModelOption
+    optimizer: OptimizerOption
+    loss: LossOption | None
+    train_step: TrainStep | None
+    policy: Policy
+    sizes: Sizes
+    seed: int
+    precision: Precision
+    max_grad_norm: float | None
+    schedule: tuple[Any, ...]
+
+
+def build_replicas(parts: Parts, devices: Sequence[torch.device]) -> list[Replica]:
+    """Build one replica per device.
+
+    Raises:
+        OptionError: The factories' results cannot be used.
+
+    Threads:
+        The user's, where all factories are called.
+    """
+    lanes = open_lanes(devices)
+    modules = build_models(parts.model, lanes)
+    flats = equal_start(modules, lanes)
+    if parts.policy == "exact" and has_batch_norm(modules[0]):
+        log.warning(
+            "policy='exact': BatchNorm takes its statistics from each micro-batch, not from the window of %d "
+            "samples, so this run is not that of one device; with GroupNorm or LayerNorm it is",
+            parts.sizes.window,
+        )
+    touched = Touched(len(lanes))
+    replicas = [_replica(parts, *one, touched) for one in zip(modules, flats, lanes, strict=True)]
+    seed_devices(devices, parts.seed)
+    if lanes[0].is_async and (advice := slow_optimizer(all_of(replicas[0].optimizers)[0])):
+        log.info("%s", advice)
+    return replicas
+
+
+def _replica(parts: Parts, module: nn.Module, flat: FlatReplica, lane: Lane, touched: Touched) -> Replica:
+    source = parts.model if isinstance(parts.model, nn.Module) else None
+    with lane.on(lane.compute):
+        optimizers = build_optimizers(parts.optimizer, module, source)
+        if parts.train_step is None and len(optimizers) > 1:
+            raise OptionError(several_optimizers(len(optimizers)))
+        rate = LearningRate(all_of(optimizers), *parts.schedule)
+        width = parts.sizes.widths[flat.rank]
+        rest = rate, lane, parts.precision, parts.max_grad_norm, width
+        if parts.train_step is not None:
+            return OwnStepReplica(parts.train_step, module, flat, optimizers, *rest)
+        assert parts.loss is not None
+        loss = loss_function(parts.loss, lane.device)
+        if parts.policy == "exact":
+            size = parts.sizes.parts[flat.rank]
+            return ExactReplica(size, touched, module, flat, optimizers, loss, *rest)
+        return Replica(module, flat, optimizers, loss, *rest)

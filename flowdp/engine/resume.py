@@ -1,0 +1,178 @@
+"""Where a run begins: at a checkpoint, at what another run has made, or at its beginning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from flowdp.engine.capture import of_rank, restore
+from flowdp.engine.checkpoint_file import read
+from flowdp.engine.exact import ExactReplica
+from flowdp.engine.fingerprint import differences
+from flowdp.engine.replica import Replica
+from flowdp.engine.store import Store
+from flowdp.errors import CheckpointError, OptionError
+from flowdp.machine.position import Position
+from flowdp.options import CheckpointOptions
+from flowdp.policy.tally import EpochMetrics
+
+__all__ = ["Resumed", "find"]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run goes on from.
+
+    Attributes:
+        position: Where it stood.
+        model: The module's state_dict.
+        buffers: What of its buffers is not in that.
+        ranks: What each rank kept for itself; at least one.
+        history: Records of the epochs that were complete.
+        best: Model of the best epoch, where that was kept.
+        fingerprint: Of the run; None: nobody knows.
+        path: The file; None where there is none.
+    """
+
+    position: Position
+    model: Mapping[str, Any]
+    ranks: Sequence[Mapping[str, Any]]
+    history: Sequence[EpochMetrics] = ()
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    best: Mapping[str, Tensor] | None = None
+    fingerprint: Mapping[str, Any] | None = None
+    path: Path | None = None
+
+    @classmethod
+    def of(
+        cls, model: Mapping[str, Any], optimizers: Any, history: Sequence[EpochMetrics], global_step: int
+    ) -> Resumed:
+        """To go on at an epoch's beginning, from a model and what its optimizers had.
+
+        Args:
+            model: The module's state_dict.
+            optimizers: Of one optimizer its state_dict, of several a sequence or a mapping of these.
+            history: Records of the complete epochs.
+            global_step: Steps of all ranks in them.
+        """
+        is_one = isinstance(optimizers, Mapping) and "param_groups" in optimizers
+        own = {"scaler": None, "generator": None, "learning_rate": None}
+        return cls(
+            position=Position(world_size=1, done=len(history), global_step=global_step, planned=global_step),
+            model=model,
+            ranks=[{"optimizers": [optimizers] if is_one else optimizers, **own}],
+            history=history,
+        )
+
+    def check(self, fingerprint: Mapping[str, Any], epochs: int | None, max_steps: int | None) -> None:
+        """Check that a run can go on from here.
+
+        Args:
+            fingerprint: Of the run.
+            epochs: How many it has.
+            max_steps: After how many it ends.
+
+        Raises:
+            CheckpointError: Its model or its data are others.
+            OptionError: The run would end before.
+        """
+        position = self.position
+        if self.fingerprint is not None:
+            found = differences(self.fingerprint, fingerprint, inside_epoch=bool(position.open))
+            if found:
+                raise CheckpointError(
+                    f"this run cannot go on from {self}: {'; '.join(found)}. Give what it was trained with, "
+                    "or resume=False and another folder to start anew",
+                    path=None if self.path is None else str(self.path),
+                    version=position.versions,
+                )
+        begun = position.done + len(position.open)
+        if epochs is not None and epochs < begun:
+            raise OptionError(f"epochs={epochs} is less than the {begun} that {self} has begun")
+        if max_steps is not None and max_steps < position.global_step:
+            raise OptionError(f"max_steps={max_steps} is less than the {position.global_step} of {self}")
+
+    def put_back(self, replicas: Sequence[Replica]) -> None:
+        """Make of newly built replicas what the ranks were.
+
+        A rank takes what the rank of its number kept; where there are more ranks than before, they begin with
+        what the first ones had. Under exact all begin with what rank 0 had.
+
+        Raises:
+            CheckpointError: Models, optimizers or schedulers are others.
+        """
+        for rank, replica in enumerate(replicas):
+            kept = of_rank(self.ranks, rank)
+            if isinstance(replica, ExactReplica):  # all take one step together, so from one state
+                kept |= {name: self.ranks[0][name] for name in ("optimizers", "scaler", "learning_rate")}
+            restore(replica, kept, self.model, self.buffers)
+
+    def __str__(self) -> str:
+        return "the given state" if self.path is None else f"checkpoint {str(self.path)!r}"
+
+
+def find(resume: bool | str | PathLike[str], store: Store | None) -> Resumed | None:
+    """What to go on from; None: begin at the beginning.
+
+    Args:
+        resume: True: the newest checkpoint of the folder, if there is one; or the path of a checkpoint, or
+            of a folder of such.
+        store: The folder of the run; it follows what is found.
+
+    Raises:
+        CheckpointError: There is none, or it cannot be read.
+        OptionError: The run would write into the folder of another one.
+    """
+    if resume is True and store is not None:
+        found = _newest(store)
+    elif isinstance(resume, bool):
+        found = None
+    else:
+        path = Path(resume)
+        found = _newest(Store(CheckpointOptions(path))) if path.is_dir() else (path, read(path))
+        if found is None:
+            raise CheckpointError(f"the folder {str(path)!r} holds no checkpoint", path=str(path))
+    if store is not None:
+        _check_own(store, None if found is None else found[0])
+    if found is None:
+        return None
+    path, state = found
+    if store is not None:
+        store.follow(state)
+    return Resumed(
+        position=state["position"],
+        model=state["model"],
+        buffers=state["buffers"],
+        ranks=state["ranks"],
+        history=state["history"],
+        best=state["best_model"] or None,
+        fingerprint=state["fingerprint"],
+        path=path,
+    )
+
+
+def _newest(store: Store) -> tuple[Path, dict[str, Any]] | None:
+    found, there = store.newest(), store.paths()
+    if found is None and there:
+        # To begin anew would be to lose, silently, what days may have made.
+        raise CheckpointError(
+            f"none of the {len(there)} checkpoints in {str(there[0].parent)!r} can be read; the log says "
+            "why. Give the path of another one, or resume=False and another folder to begin anew",
+            path=str(there[0]),
+        )
+    return found
+
+
+def _check_own(store: Store, found: Path | None) -> None:
+    """Check that the folder is this run's: what another one has written there would be removed in time."""
+    there = store.paths()
+    if there and (found is None or found.resolve().parent != there[0].resolve().parent):
+        raise OptionError(
+            f"the folder {str(there[0].parent)!r} holds checkpoints of another run, the newest "
+            f"{there[0].name!r}: go on from it with resume=True, or give another folder"
+        )

@@ -1,0 +1,117 @@
+"""Where the threads of a run are: in words, and as Python stacks. For a run that hangs, and for who asks."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+
+from flowdp.errors import StallError
+from flowdp.threads.gate import Waiting
+
+__all__ = ["describe_rank", "describe_run", "stacks", "stall_error"]
+
+
+def stacks(threads: Iterable[threading.Thread]) -> dict[str, str]:
+    """The Python stack of each thread that is alive, by its name: outermost call first.
+
+    Threads:
+        Any. The threads run on meanwhile, so each stack is of a moment of its own.
+    """
+    wanted = list(threads)
+    idents = {thread.ident for thread in wanted}
+    # Frames keep what lies in them. No name may hold them here: this frame is one of them, and would keep
+    # them all until the garbage collector comes.
+    texts = {
+        ident: "".join(traceback.format_stack(frame))
+        for ident, frame in sys._current_frames().items()
+        if ident in idents
+    }
+    found: dict[str, str] = {}
+    for thread in wanted:
+        text = texts.get(thread.ident or -1)
+        if text is not None and thread.is_alive():  # an ident is given again once its thread has ended
+            found[thread.name if thread.name not in found else f"{thread.name} ({thread.ident})"] = text
+    return found
+
+
+def describe_rank(
+    *,
+    has_left: bool = False,
+    waiting: Waiting | None = None,
+    duty: str | None = None,
+    awaited: tuple[int, int] | None = None,
+    step: tuple[int, int] | None = None,
+    idle: str | None = None,
+    seconds: float | None = None,
+) -> str:
+    """What a rank is doing, in words: the first of these facts that is given.
+
+    Args:
+        has_left: Its thread has ended.
+        waiting: What it waits for in the gate.
+        duty: What it does while all stand still, in words: "evaluates after epoch 2".
+        awaited: Epoch and number of the batch that it needs and that was not read yet.
+        step: Epoch and first batch of the step that it is in.
+        idle: Why it has no batches.
+        seconds: How long it has done so; None where that is not known.
+    """
+    if has_left:
+        return "has left"
+    if waiting is not None:
+        doing = _at_gate(waiting)
+    elif duty is not None:
+        doing = duty
+    elif awaited is not None:
+        doing = f"waits for batch {awaited[1]} of epoch {awaited[0]}"
+    elif step is not None:
+        doing = f"in a step (epoch {step[0]}, batch {step[1]})"
+    else:
+        doing = "idle" if idle is None else f"idle: {idle}"
+    return doing if seconds is None else f"{doing} for {seconds:.1f} s"
+
+
+def describe_run(
+    headline: str, ranks: Sequence[str], stacks: Mapping[str, str], events: Sequence[str]
+) -> str:
+    """All that is known of a run at one moment, as text of many lines.
+
+    Args:
+        headline: The first line.
+        ranks: What each rank is doing. Shape (world_size,).
+        stacks: Python stack of each thread by its name.
+        events: The last events of the coordinator, oldest first.
+    """
+    parts = [headline, *(f"  rank {rank}: {doing}" for rank, doing in enumerate(ranks))]
+    parts += [f"\n{name} is here:\n{stack.rstrip()}" for name, stack in stacks.items()]
+    if events:
+        parts += ["\nThe last events:", *(f"  {event}" for event in events)]
+    return "\n".join(parts)
+
+
+def stall_error(
+    still_s: float, ranks: Sequence[str], stacks: Mapping[str, str], events: Sequence[str]
+) -> StallError:
+    """The error of a run that does not move; the arguments are those of `describe_run`.
+
+    Args:
+        still_s: Seconds in which nothing has moved.
+        ranks: What each rank is doing. Shape (world_size,).
+        stacks: Python stack of each thread by its name.
+        events: The last events of the coordinator, oldest first.
+    """
+    headline = (
+        f"nothing has moved for {still_s:.1f} s; where a step or a read of the dataset may take that long, "
+        "give a larger stall_timeout, or None"
+    )
+    return StallError(describe_run(headline, ranks, stacks, events), ranks=ranks, stacks=stacks)
+
+
+def _at_gate(waiting: Waiting) -> str:
+    where = f"at the gate in round {waiting.round}"
+    if not waiting.missing:
+        return f"{where}, whose averaging is being launched"
+    plural = "s" if len(waiting.missing) > 1 else ""
+    who = f"rank{plural} {', '.join(map(str, waiting.missing))}"
+    return f"{where}, waiting for {who}" + (" to finish the averaging" if waiting.decided else "")

@@ -1,0 +1,139 @@
+"""The folder of a run's checkpoints: which file is the newest, and which ones stay."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flowdp.engine.checkpoint_file import UNFINISHED, plain, read, remove, write
+from flowdp.errors import CheckpointError
+from flowdp.options import CheckpointOptions
+
+__all__ = ["Store", "plain", "read", "write"]
+
+BEST = "best.pt"
+NAME = re.compile(r"step-\d{12,}-(\d+)\.pt")
+LEFT_OVER = re.compile(rf"(step-\d{{12,}}-\d+|best)\.pt{re.escape(UNFINISHED)}")
+
+log = logging.getLogger("flowdp")
+
+
+class Store:
+    """The checkpoints of one run.
+
+    Files are called `step-<global step>-<number>.pt`. Each new one has a higher number than all that are
+    there, whatever its step: so the newest is that of the last run also where this went back to an earlier
+    checkpoint, or began anew in a used folder.
+
+    Args:
+        options: The folder, which is made, and what stays in it. What a killed process has left unfinished
+            there is removed.
+
+    Attributes:
+        best: Best value of the metric that `keep_best` names; None before the first.
+
+    Raises:
+        CheckpointError: The folder cannot be made or read.
+
+    Threads: one at a time. Two processes must not write into one folder.
+    """
+
+    def __init__(self, options: CheckpointOptions) -> None:
+        self.options = options
+        self.best: float | None = None
+        self._folder = Path(options.dir)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._lost(error) from error
+        for path in self._files():
+            if LEFT_OVER.fullmatch(path.name):
+                remove(path)
+
+    def paths(self) -> list[Path]:
+        """The checkpoints that are there, newest first; `best.pt` is not among them."""
+        numbered = [
+            (int(match[1]), path)
+            for path in self._files()
+            if (match := NAME.fullmatch(path.name)) is not None
+        ]
+        return [path for _, path in sorted(numbered, reverse=True)]
+
+    def newest(self) -> tuple[Path, dict[str, Any]] | None:
+        """The newest checkpoint that can be read, after all others `best.pt`; None where there is none.
+
+        One that cannot be read is logged with its reason.
+        """
+        best = self._folder / BEST
+        for path in [*self.paths(), *([best] if best.exists() else [])]:
+            try:
+                return path, read(path)
+            except CheckpointError as error:
+                log.warning("%s; the one before it is taken", error)
+        return None
+
+    def follow(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint: its best value is the one to beat, if it is of the same metric."""
+        self.best = state["best"] if state.get("keep_best") == self.options.keep_best else None
+
+    def save(
+        self, state: Mapping[str, Any], *, version: int, global_step: int, value: float | None = None
+    ) -> Path:
+        """Write a checkpoint, then remove those that need not stay.
+
+        Args:
+            state: As of `write`; what is said here is filled in.
+            version: Of the checkpoint in its run.
+            global_step: Steps of all ranks before it.
+            value: Of the metric that `keep_best` names; None where it has none here.
+
+        Raises:
+            CheckpointError: It could not be written; those before it are untouched.
+        """
+        there = self.paths()
+        number = version if not there else max(version, _number(there[0]) + 1)
+        path = self._folder / f"step-{global_step:012d}-{number}.pt"
+        is_best = value is not None and self._is_better(value)
+        best = value if is_best else self.best
+        filled = {
+            **state,
+            "version": version,
+            "global_step": global_step,
+            "best": None if best is None else float(best),
+            "keep_best": self.options.keep_best,
+        }
+        try:
+            write(path, filled, also=self._folder / BEST if is_best else None)
+        except CheckpointError as error:
+            error.version = version
+            raise
+        self.best = best
+        for old in self.paths()[self.options.keep_last :]:
+            remove(old)
+        return path
+
+    def _is_better(self, value: float) -> bool:
+        if self.options.keep_best is None or value != value:
+            return False
+        if self.best is None:
+            return True
+        return value < self.best if self.options.keep_best[1] == "min" else value > self.best
+
+    def _files(self) -> list[Path]:
+        try:
+            return list(self._folder.iterdir())
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"the checkpoint folder {self._folder} cannot be used ({error.strerror}); give another one",
+            path=str(self._folder),
+        )
+
+
+def _number(path: Path) -> int:
+    return int(path.stem.rpartition("-")[2])

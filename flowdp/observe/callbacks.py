@@ -1,0 +1,178 @@
+"""Callbacks: the user's own code beside a run, called with what the run has to say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from flowdp.errors import OptionError
+from flowdp.machine.commands import RoundEnded
+from flowdp.policy.monitor import Monitor
+from flowdp.policy.tally import EpochMetrics
+
+__all__ = ["METHODS", "Callback", "EarlyStopping", "OnCheckpoint", "check_callbacks", "monitor_of"]
+
+METHODS = ("on_train_start", "on_round", "on_epoch_end", "on_checkpoint", "on_exception", "on_train_end")
+"""What a callback may override."""
+
+
+class Callback:
+    """Base of what is called while a run goes on; override what you need, the rest costs nothing.
+
+    ::
+
+        class Stopwatch(flowdp.Callback):
+            def on_train_start(self, run):
+                self.run = run
+
+            def on_epoch_end(self, metrics):
+                print(metrics.epoch_ms)
+                if metrics.loss < 0.1:
+                    self.run.stop()
+
+        flowdp.Trainer(..., callbacks=[Stopwatch()])
+
+    All callbacks of a run are called on one thread of its own, one after another, in the order in which they
+    are listed; training goes on meanwhile. One that is slow sees everything later, but of the rounds that
+    wait the last 4,096, and of the checkpoints the last 4.
+
+    What a method raises is logged the first time, stands in `run.status()`, and changes nothing for the
+    other callbacks. It ends the run only where the class says `ends_run = True`.
+
+    Threads:
+        The observer's. There the run's `join()`, `metrics()` and `paused()` raise; `stop()`, `pause()`,
+        `set_lr()`, `checkpoint()` and `status()` do not wait and may be called.
+
+    Attributes:
+        ends_run: What a method raises ends the run: `join()` raises a FlowdpError with it as its cause.
+    """
+
+    ends_run: ClassVar[bool] = False
+
+    def on_train_start(self, run: Any) -> None:
+        """The run has begun; training may be some steps further.
+
+        Args:
+            run: The `flowdp.Run`.
+        """
+
+    def on_round(self, record: RoundEnded) -> None:
+        """A round has ended; called very often."""
+
+    def on_epoch_end(self, metrics: EpochMetrics) -> None:
+        """An epoch is complete, and evaluated where it was to be."""
+
+    def on_checkpoint(self, checkpoint: Any) -> None:
+        """A checkpoint has been taken.
+
+        Args:
+            checkpoint: The `flowdp.Checkpoint`.
+        """
+
+    def on_exception(self, error: BaseException) -> None:
+        """The run has failed; `on_train_end(None)` comes next.
+
+        Args:
+            error: The first failure, which `join()` raises.
+        """
+
+    def on_train_end(self, state: Any) -> None:
+        """The run is over; the last call.
+
+        Args:
+            state: The `flowdp.TrainedState`; None after a failure.
+        """
+
+
+@dataclass(frozen=True)
+class EarlyStopping(Callback):
+    """End the run when an epoch's number has not become better for a while.
+
+    ::
+
+        callbacks=[flowdp.EarlyStopping("accuracy", patience=5, mode="max")]
+
+    The run stops at the end of the epoch that says so, on all devices in the same round. Where the Trainer
+    has an evaluation, only the epochs that were evaluated count. A value that is NaN or infinite is never
+    better.
+
+    Attributes:
+        monitor: Name of a mean of the evaluation, else "loss" or a scalar of the training.
+        patience: Epochs in a row without a better value after which the run stops; None: none, for
+            `restore_best` alone.
+        mode: Whether the least or the greatest is best.
+        min_delta: By how much a value must be better than the best one to count.
+        restore_best: The run's answer is its best checkpoint, not its end.
+    """
+
+    monitor: str = "loss"
+    patience: int | None = 3
+    mode: Literal["min", "max"] = "min"
+    min_delta: float = 0.0
+    restore_best: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            OptionError: One is out of its range.
+        """
+        self.watched()
+        if not isinstance(self.restore_best, bool):
+            raise OptionError(f"restore_best must be True or False, not {self.restore_best!r}")
+
+    def watched(self) -> Monitor:
+        """What is watched, as the coordinator takes it."""
+        return Monitor(self.monitor, self.mode, self.patience, self.min_delta)
+
+
+class OnCheckpoint(Callback):
+    """Calls a function with every checkpoint: what `Trainer(on_checkpoint=)` is given.
+
+    Args:
+        function: Of the checkpoint.
+    """
+
+    def __init__(self, function: Callable[[Any], object]) -> None:
+        self._function = function
+
+    def on_checkpoint(self, checkpoint: Any) -> None:
+        """Call the function."""
+        self._function(checkpoint)
+
+
+def check_callbacks(callbacks: object) -> tuple[Callback, ...]:
+    """The callbacks of a run, in their order.
+
+    Raises:
+        OptionError: Something among them is none, or one stands there twice.
+    """
+    if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
+        raise OptionError(f"callbacks must be a sequence of callbacks, [...], not {callbacks!r}")
+    checked: list[Callback] = []
+    for one in callbacks:
+        if isinstance(one, type) and issubclass(one, Callback):
+            raise OptionError(f"{one.__name__} is a class of callbacks: give an instance, {one.__name__}()")
+        if not isinstance(one, Callback):
+            raise OptionError(f"a callback must be a flowdp.Callback, not {one!r}: derive its class from it")
+        if any(one is other for other in checked):
+            raise OptionError(f"{one!r} stands twice among the callbacks: it would be called twice each time")
+        checked.append(one)
+    return tuple(checked)
+
+
+def monitor_of(callbacks: Iterable[Callback]) -> tuple[Monitor | None, bool]:
+    """What early stopping watches, if anything, and whether the answer is to be the best checkpoint.
+
+    Raises:
+        OptionError: More than one of them stops the run early.
+    """
+    found = [one for one in callbacks if isinstance(one, EarlyStopping)]
+    if len(found) > 1:
+        names = ", ".join(repr(one.monitor) for one in found)
+        raise OptionError(
+            f"one EarlyStopping decides when a run ends, and there are {len(found)}, of {names}: give one, "
+            "and call run.stop() in a callback of your own for what else is to end it"
+        )
+    return (found[0].watched(), found[0].restore_best) if found else (None, False)

@@ -1,0 +1,201 @@
+"""The observer: the one thread that tells a run's callbacks what the run has to say."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowdp.engine.records import Record, Records
+from flowdp.engine.stacks import stacks
+from flowdp.errors import FlowdpError
+from flowdp.machine.commands import RoundEnded
+from flowdp.observe.callbacks import METHODS, Callback
+from flowdp.policy.tally import EpochMetrics
+from flowdp.threads.inbox import LISTEN_S
+
+__all__ = ["Observer"]
+
+log = logging.getLogger("flowdp")
+
+GRACE_S = 2.0
+"""How long a callback may keep the end of a run that has failed."""
+
+
+@dataclass(slots=True)
+class _Complaint:
+    """What a method of a callback raises."""
+
+    text: str
+    times: int = 1
+
+
+class Observer:
+    """Calls the callbacks of a run in their order, on a thread of its own.
+
+    Without anything to call it has no thread, and the run keeps nothing for it.
+
+    Args:
+        records: Of the run, which has not begun.
+        callbacks: In the order in which they are called.
+        fail: Ends the run by an error; called where a callback that `ends_run` has raised, also when the run
+            is over.
+
+    Threads:
+        Made and started by the thread that starts the run; what reads it may be any.
+    """
+
+    def __init__(
+        self, records: Records, callbacks: Sequence[Callback], fail: Callable[[FlowdpError], object]
+    ) -> None:
+        self._fail = fail
+        self._hooks = {name: [one for one in callbacks if _overrides(one, name)] for name in METHODS}
+        self._feed = records.feed(rounds=bool(self._hooks["on_round"])) if any(self._hooks.values()) else None
+        self._error: Callable[[], BaseException | None] = lambda: None
+        self._thread: threading.Thread | None = None
+        self._inside = ""
+        self._complaints: dict[tuple[int, str], _Complaint] = {}
+        self._is_left_behind = False
+
+    def start(
+        self, run: object, error: Callable[[], BaseException | None], state: Callable[[], object]
+    ) -> None:
+        """Start the thread, where there is anything to call.
+
+        Args:
+            run: What `on_train_start` gets.
+            error: The run's first failure; None while there is none.
+            state: Gives what `on_train_end` gets after a run without a failure. Called once, on the thread,
+                when the run is over; it must not wait for the observer.
+        """
+        if self._feed is None:
+            return
+        self._error = error
+        self._thread = threading.Thread(
+            target=self._observe, args=(run, state), name="flowdp-observer", daemon=True
+        )
+        self._thread.start()
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Wait until every callback has heard of the end; False where one does not return.
+
+        Callbacks are the user's code and have their time, but a failure does not wait for them for long.
+
+        Args:
+            timeout_s: How long at most; None: as long as it takes, but 2 s once the run has failed.
+
+        Threads:
+            Any, after the run has ended; False at once on the observer's own.
+        """
+        if self._thread is None:
+            return True
+        if self.is_own_thread() or (self._is_left_behind and self._thread.is_alive()):
+            return False
+        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while self._thread.is_alive():
+            now = time.monotonic()
+            if self._error() is not None:
+                end = min(end, now + GRACE_S)
+            if now >= end:
+                self._leave_behind()
+                return False
+            self._thread.join(min(LISTEN_S, end - now))
+        return True
+
+    def is_own_thread(self) -> bool:
+        """Whether the calling thread is the observer's."""
+        return threading.current_thread() is self._thread
+
+    @property
+    def thread(self) -> threading.Thread | None:
+        """The thread, for reports; None without one."""
+        return self._thread
+
+    @property
+    def inside(self) -> str:
+        """The method that is being called, as "Class.method"; "" between two."""
+        return self._inside
+
+    @property
+    def stack(self) -> str:
+        """Where the thread is, as a Python stack; "" without one that runs."""
+        return "".join(stacks([self._thread]).values()) if self._thread is not None else ""
+
+    @property
+    def complaints(self) -> tuple[str, ...]:
+        """What callbacks have raised, one line for each of their methods."""
+        known = list(self._complaints.values())
+        return tuple(one.text + (f" ({one.times} times)" if one.times > 1 else "") for one in known)
+
+    def _observe(self, run: object, state: Callable[[], object]) -> None:
+        """The body of the thread."""
+        assert self._feed is not None
+        self._call("on_train_start", run)
+        while waiting := deque(self._feed.take()):
+            while waiting:  # none is kept longer than it takes: a checkpoint holds the whole model
+                self._tell(waiting.popleft())
+        if self._feed.dropped:
+            log.warning("callbacks were slower than the run: %d records went by unseen", self._feed.dropped)
+        error = self._error()
+        if error is not None:
+            self._call("on_exception", error)
+        self._call("on_train_end", None if error is not None else self._ask(state))
+
+    def _tell(self, record: Record) -> None:
+        if isinstance(record, RoundEnded):
+            self._call("on_round", record)
+        elif isinstance(record, EpochMetrics):
+            self._call("on_epoch_end", record)
+        else:
+            self._call("on_checkpoint", record)
+
+    def _call(self, method: str, argument: Any) -> None:
+        for callback in self._hooks[method]:
+            self._inside = f"{type(callback).__name__}.{method}"
+            try:
+                getattr(callback, method)(argument)
+            except BaseException as error:
+                self._complain(callback, method, error)
+            self._inside = ""
+
+    def _ask(self, state: Callable[[], object]) -> object:
+        """The run's answer; None where it cannot be read, which `join()` raises."""
+        try:
+            return state() if self._hooks["on_train_end"] else None
+        except Exception:
+            log.exception("the state of the run cannot be read for its callbacks")
+            return None
+
+    def _complain(self, callback: Callback, method: str, error: BaseException) -> None:
+        known = self._complaints.get((id(callback), method))
+        if known is not None:
+            known.times += 1
+            return
+        text = f"{self._inside} raised {type(error).__name__}: {error}"
+        self._complaints[id(callback), method] = _Complaint(text)
+        if not callback.ends_run:
+            log.error("%s; the run does not end by it", text, exc_info=error)
+            return
+        log.error("%s; it ends the run", text, exc_info=error)
+        failure = FlowdpError(text)
+        failure.__cause__ = error
+        self._fail(failure)
+
+    def _leave_behind(self) -> None:
+        if self._error() is not None:
+            self._is_left_behind = True
+            log.warning(
+                "%s does not return, and the run has failed; it is here:\n%s",
+                self.inside or "a callback",
+                self.stack,
+            )
+
+
+def _overrides(callback: Callback, method: str) -> bool:
+    own = getattr(callback, method)
+    return getattr(own, "__func__", own) is not getattr(Callback, method)

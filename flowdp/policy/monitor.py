@@ -1,0 +1,131 @@
+"""Watching one number of the epochs: which was the best one, and when is it enough.
+
+Decided here once, for early stopping, for the best checkpoint and for the run's answer alike.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from flowdp.errors import OptionError
+from flowdp.policy.tally import EpochMetrics
+
+__all__ = ["Best", "Monitor", "Verdict", "judge", "number_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """What a monitored number has come to.
+
+    Attributes:
+        value: The best one so far; NaN before the first.
+        epoch: When; -1 before the first.
+        bad: Judged epochs since.
+    """
+
+    value: float = math.nan
+    epoch: int = -1
+    bad: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Monitor:
+    """Which number to watch, and what is good.
+
+    Attributes:
+        name: Of a mean of the evaluation, else "loss" or the name of a scalar of the training.
+        mode: Whether the least or the greatest is best.
+        patience: Judged epochs in a row without a better one after which the run stops; None: never.
+        min_delta: By how much a value must be better than the best one to count.
+    """
+
+    name: str
+    mode: Literal["min", "max"]
+    patience: int | None = None
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            OptionError: One is out of its range.
+        """
+        if not isinstance(self.name, str) or not self.name:
+            raise OptionError(f"monitor must be the name of a metric, such as 'loss', not {self.name!r}")
+        if self.mode not in ("min", "max"):
+            raise OptionError(f"mode must be 'min' or 'max', not {self.mode!r}")
+        is_int = isinstance(self.patience, int) and not isinstance(self.patience, bool)
+        if self.patience is not None and (not is_int or self.patience < 1):
+            raise OptionError(f"patience must be None or an int of at least 1, not {self.patience!r}")
+        is_number = isinstance(self.min_delta, (int, float)) and not isinstance(self.min_delta, bool)
+        if not is_number or not 0 <= self.min_delta < math.inf:
+            raise OptionError(f"min_delta must be a number of at least 0, not {self.min_delta!r}")
+
+    def is_better(self, value: float, best: float) -> bool:
+        """Whether a value beats the best one so far; NaN and infinity never do, and NaN is always beaten."""
+        if not math.isfinite(value) or math.isnan(best):
+            return math.isfinite(value)
+        return value < best - self.min_delta if self.mode == "min" else value > best + self.min_delta
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What an epoch means to a monitor.
+
+    Attributes:
+        is_best: It is the best one so far.
+        stop: Patience is at its end.
+        error: Why it cannot be judged, in words; None where it can, or where a later one will be.
+    """
+
+    is_best: bool = False
+    stop: bool = False
+    error: str | None = None
+
+
+def number_of(name: str, metrics: EpochMetrics, *, evaluates: bool = False) -> float | None:
+    """The number of an epoch with this name: of its evaluation, else of its training; None without one.
+
+    Where the run has an evaluation, an epoch without one (`eval_every`) has none: the name may mean the
+    evaluation's number, and the training's of the same name cannot be compared with it.
+
+    Args:
+        name: Of the number.
+        metrics: Of the epoch.
+        evaluates: The run has an evaluation, at the end of some epochs.
+    """
+    return None if evaluates and not metrics.eval else _numbers(metrics).get(name)
+
+
+def judge(best: Best, monitor: Monitor, metrics: EpochMetrics, *, evaluates: bool) -> tuple[Best, Verdict]:
+    """What an epoch means to a monitor, and what it remembers then.
+
+    Where the run has an evaluation, epochs without one are not judged; see `number_of`.
+
+    Args:
+        best: What it has come to before.
+        monitor: What is watched.
+        metrics: Of the epoch.
+        evaluates: The run has an evaluation, at the end of some epochs.
+    """
+    value = number_of(monitor.name, metrics, evaluates=evaluates)
+    if value is None:
+        # A scalar that was there once may be recorded now and then; only what never was is a wrong name.
+        is_known = best.epoch >= 0 or best.bad > 0 or (evaluates and not metrics.eval)
+        return best, Verdict(error=None if is_known else _unknown(monitor.name, metrics))
+    if monitor.is_better(value, best.value):
+        return Best(value, metrics.epoch), Verdict(is_best=True)
+    bad = best.bad + 1
+    stop = monitor.patience is not None and bad >= monitor.patience
+    return Best(best.value, best.epoch, bad), Verdict(stop=stop)
+
+
+def _numbers(metrics: EpochMetrics) -> dict[str, float]:
+    return {"loss": metrics.loss, **metrics.scalars, **metrics.eval}
+
+
+def _unknown(name: str, metrics: EpochMetrics) -> str:
+    known = ", ".join(map(repr, _numbers(metrics)))
+    return f"nothing in epoch {metrics.epoch} is called {name!r}, which is monitored; there are {known}"

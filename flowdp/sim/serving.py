@@ -1,0 +1,84 @@
+"""The duties of a standstill on virtual time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from flowdp.messages import Adopt, Adopted, Capture, Captured, Duty, Evaluate, Evaluated, Evaluation
+from flowdp.sim.clock import Clock
+from flowdp.sim.scenario import Scenario
+from flowdp.sim.standing import Standing
+
+__all__ = ["Serving"]
+
+
+class Serving:
+    """Does what ranks are asked for while all stand still.
+
+    Args:
+        scenario: Batches of an evaluation, and the times.
+        clock: Virtual time.
+        rng: Where times and results are drawn from.
+        judge: Hears what is done.
+        crashes: Called as `crashes(rank, act)` before each act; True: the rank has failed.
+        answer: Called with the fact that tells of the end of a duty.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        clock: Clock,
+        rng: random.Random,
+        judge: Standing,
+        crashes: Callable[[int, str], bool],
+        answer: Callable[[int, Evaluated | Captured | Adopted], None],
+    ) -> None:
+        self._scenario = scenario
+        self._clock = clock
+        self._rng = rng
+        self._judge = judge
+        self._crashes = crashes
+        self._answer = answer
+        self._number = -1  # of the evaluation under way
+        self._next = 0  # its first batch that nobody has taken
+        self._is_cut = False
+        self._results: dict[int, list[Evaluation]] = {}
+
+    def serve(self, rank: int, duty: Duty) -> None:
+        """A rank begins."""
+        match duty:
+            case Evaluate():
+                if duty.number != self._number:
+                    self._number, self._next, self._is_cut = duty.number, 0, False
+                self._results[rank] = []
+                self._take(rank)
+            case Capture():
+                if not self._crashes(rank, "capture"):
+                    took_ms = self._rng.random() * self._scenario.capture_ms
+                    self._clock.after(took_ms, self._answer, rank, Captured(rank))
+            case Adopt():
+                self._clock.after(self._scenario.sync_ms, self._adopted, rank)
+
+    def cut(self) -> None:
+        """Nobody takes another batch of the evaluation under way."""
+        self._is_cut = True
+
+    def _take(self, rank: int) -> None:
+        if self._crashes(rank, "evaluate"):
+            return
+        if self._is_cut or self._next == self._scenario.eval_batches:
+            self._answer(rank, Evaluated(rank, tuple(self._results[rank])))
+            return
+        batch, self._next = self._next, self._next + 1
+        self._clock.after((0.5 + self._rng.random()) * self._scenario.eval_ms, self._took, rank, batch)
+
+    def _took(self, rank: int, batch: int) -> None:
+        result = (batch, self._rng.randint(1, 8), (("score", round(self._rng.random(), 3)),))
+        self._results[rank].append(result)
+        self._judge.evaluated(result)
+        self._take(rank)
+
+    def _adopted(self, rank: int) -> None:
+        self._judge.healed(rank)
+        self._answer(rank, Adopted(rank))

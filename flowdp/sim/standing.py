@@ -1,0 +1,281 @@
+"""The judge of standstills: what is done while all ranks stand still, and that nobody moves meanwhile."""
+
+from __future__ import annotations
+
+import math
+
+from flowdp.machine.commands import EpochEnded, Finish, RoundEnded, Save
+from flowdp.machine.standstill import MINUTE_MS
+from flowdp.messages import Adopt, Adopted, Capture, Captured, Duty, Evaluate, Evaluated, Evaluation, Outcome
+from flowdp.policy.monitor import Best
+from flowdp.sim.effect import Effect, Memory
+from flowdp.sim.scenario import Scenario
+from flowdp.sim.violation import Violation
+
+__all__ = ["Standing"]
+
+PATIENCE = 3
+"""Rounds, or blocks of them, that may end before a checkpoint comes that is due."""
+
+
+class Standing:
+    """Watches the standstills of one run.
+
+    Args:
+        scenario: The run.
+        effect: What was trained.
+        memory: What had come of the run that it continues.
+
+    Attributes:
+        saves: The positions that were saved, each with what the judges knew then.
+        is_enough: The run is to end by its monitor.
+        is_stopped: The user wants it to end.
+    """
+
+    def __init__(self, scenario: Scenario, effect: Effect, memory: Memory) -> None:
+        self.saves: list[tuple[Save, Memory]] = []
+        self.is_stopped = False
+        self._scenario = scenario
+        self._effect = effect
+        self._duties = scenario.config.duties
+        self._epochs = memory.epochs
+        self._round = memory.round
+        self._best = memory.best
+        self._best_before: dict[int, Best] = {}  # each epoch
+        self._versions = memory.versions
+        self._saved_step = -1  # the last checkpoint's
+        self._saved_ms = 0.0
+        self._first_step = memory.global_step
+        self._serving: dict[int, Duty] = {}
+        self._bad: set[int] = set()  # ranks that have left the numbers, whoever knows
+        self._told_bad: set[int] = set()  # those of which an outcome has told
+        self._bad_snapshots: dict[int, int] = {}  # rank -> round of a snapshot that it took then
+        self._captures = 0
+        self._results: dict[int, tuple[float, float]] = {}  # of the evaluation: batch -> samples, value
+        self._evaluated: int | None = None  # epoch of the evaluation
+        self._is_best = False
+        self._waiting: dict[str, int] = {}  # what is due -> rounds since
+        self._wished = self._answered = 0  # snapshots
+
+    @property
+    def is_enough(self) -> bool:
+        """What is monitored has not got better for long enough."""
+        monitor = self._duties.monitor
+        return monitor is not None and monitor.patience is not None and self._best.bad >= monitor.patience
+
+    # ------------------------------------------------------------------ standing still
+    def begins(self, now_ms: float) -> None:
+        """All ranks are ready."""
+        self._saved_ms = now_ms
+
+    def ordered(self, rank: int, duty: Duty, stirs: str) -> None:
+        """The coordinator orders a duty.
+
+        Args:
+            rank: Whom.
+            duty: What.
+            stirs: Who does not stand still, and how; "" where all do.
+        """
+        if stirs:
+            raise Violation("S18", f"{duty} is ordered, and {stirs}")
+        if any(other != duty for other in self._serving.values()):
+            raise Violation("S18", f"{duty} is ordered while {self._serving} is out")
+        self._serving[rank] = duty
+        match duty:
+            case Evaluate():
+                if self.is_stopped or not self._duties.evaluates(duty.epoch):
+                    raise Violation("S22", f"{duty} is not due")
+                if duty.epoch != self._evaluated:
+                    self._evaluated, self._results = duty.epoch, {}
+            case Capture():
+                self._captures = duty.number + 1
+            case Adopt():
+                if rank not in self._told_bad or duty.donor in self._bad:
+                    raise Violation("S21", f"rank {rank} is to adopt rank {duty.donor}, bad are {self._bad}")
+
+    def answered(self, fact: Evaluated | Captured | Adopted) -> None:
+        """The coordinator hears of the end of a duty."""
+        self._serving.pop(fact.rank, None)  # it may have left since
+
+    def told(self, rank: int, what: object) -> None:
+        """The coordinator tells a rank to begin something that is no duty."""
+        if self._serving:
+            raise Violation("S18", f"rank {rank} and {what} while {self._serving} is out")
+
+    def moves(self, rank: int, what: object) -> None:
+        """A rank begins something that is no duty."""
+        self.told(rank, what)
+        if rank in self._told_bad:
+            raise Violation("S21", f"rank {rank} and {what}, and nobody has healed it")
+
+    def is_gone(self, rank: int) -> None:
+        """A rank has left."""
+        self._serving.pop(rank, None)
+        self._told_bad.discard(rank)
+
+    # ------------------------------------------------------------------ numbers gone bad
+    def goes_bad(self, rank: int) -> None:
+        """The replica of a rank leaves the numbers."""
+        self._bad.add(rank)
+
+    def met(self, outcome: Outcome) -> None:
+        """A round is held."""
+        self._round = outcome.round + 1
+        bad = self._bad.intersection(outcome.members)
+        if bad != set(outcome.bad) or any(outcome.samples[rank] for rank in bad):
+            raise Violation("S21", f"bad are {bad}, and the outcome is {outcome}")
+        if self._scenario.config.policy == "exact":
+            self._bad -= bad  # a gradient was, and is left out
+        else:
+            self._told_bad |= bad
+
+    def snapped(self, rank: int, round: int, samples: int) -> None:
+        """A rank puts a snapshot down."""
+        if rank in self._bad:
+            self._bad_snapshots[rank] = round
+            if samples:
+                raise Violation("S21", f"the snapshot of rank {rank} is bad, and weighs {samples} samples")
+
+    def averages(self, round: int) -> None:
+        """The snapshots of a round are averaged."""
+        for rank, number in self._bad_snapshots.items():
+            if number == round:
+                raise Violation("S21", f"the snapshot of rank {rank} in round {round} is bad, and averaged")
+
+    def is_bad(self, rank: int) -> bool:
+        """Whether the replica of a rank has left the numbers."""
+        return rank in self._bad
+
+    def healed(self, rank: int) -> None:
+        """A rank has become what another one is."""
+        self._bad.discard(rank)
+        self._told_bad.discard(rank)
+
+    # ------------------------------------------------------------------ what is due
+    def wishes(self, what: str) -> None:
+        """The user asks for something, while the run can still do it."""
+        if what == "snapshot":
+            self._wished += 1
+        self._waiting.setdefault(what, 0)
+
+    def reported(self, record: RoundEnded, now_ms: float) -> None:
+        """Rounds are over."""
+        for what in self._waiting:
+            self._waiting[what] += 1
+            if self._waiting[what] > PATIENCE:
+                raise Violation("L6", f"a {what} was due {PATIENCE} rounds ago")
+        save = self._duties.save
+        if save is None:
+            return
+        last = max(self._saved_step, self._first_step)
+        by_step = save.unit == "step" and record.global_step // save.every > last // save.every
+        by_time = save.unit == "minute" and now_ms - self._saved_ms >= save.every * MINUTE_MS
+        if by_step or (by_time and record.global_step != self._saved_step):
+            self._waiting.setdefault("checkpoint", 0)
+
+    def evaluated(self, result: Evaluation) -> None:
+        """A rank has evaluated a batch."""
+        batch, samples, values = result
+        if batch in self._results:
+            raise Violation("S22", f"batch {batch} of the evaluation of epoch {self._evaluated} comes twice")
+        self._results[batch] = (samples, values[0][1])
+
+    def ended(self, event: EpochEnded) -> None:
+        """An epoch is complete."""
+        metrics = event.metrics
+        self._epochs = metrics.epoch + 1
+        if self.is_enough:
+            raise Violation("S24", f"epoch {metrics.epoch} comes after {self._best}")
+        expected: float | None = None
+        if self._duties.evaluates(metrics.epoch) and not self.is_stopped:
+            is_whole = self._evaluated == metrics.epoch and len(self._results) == self._scenario.eval_batches
+            if not is_whole:
+                raise Violation(
+                    "S22", f"epoch {metrics.epoch} is reported with the evaluation {self._results}"
+                )
+            weight = sum(count for count, _ in self._results.values())
+            expected = math.fsum(count * value for count, value in self._results.values()) / weight
+        told = metrics.eval.get("score")
+        if (told is None) != (expected is None) or (
+            told is not None and not math.isclose(told, expected or 0.0, rel_tol=1e-9, abs_tol=1e-12)
+        ):
+            raise Violation("S22", f"epoch {metrics.epoch} says {metrics.eval}, its evaluation {expected}")
+        self._judge_best(metrics.epoch, metrics.loss if self._duties.eval_every is None else expected)
+        if self._duties.saves(metrics.epoch):
+            self._waiting.setdefault("checkpoint", 0)
+
+    def _judge_best(self, epoch: int, value: float | None) -> None:
+        monitor, self._best_before[epoch] = self._duties.monitor, self._best
+        if monitor is None or value is None:
+            return
+        best, least = self._best, monitor.min_delta
+        gain = best.value - value if monitor.mode == "min" else value - best.value
+        if math.isnan(best.value) or gain > least:
+            self._best, self._is_best = Best(value, epoch), True
+        else:
+            self._best, self._is_best = Best(best.value, best.epoch, best.bad + 1), False
+
+    # ------------------------------------------------------------------ checkpoints
+    def saved(self, save: Save, now_ms: float) -> None:
+        """All have put down their part of a checkpoint."""
+        if self._serving or save.capture != self._captures - 1:
+            raise Violation("S18", f"{save} while {self._serving} is out")
+        position = save.position
+        self._effect.judge_position(position)
+        epochs = self._epochs_of(position.open[0].epoch if position.open else -1)
+        if position.done != epochs or position.round < self._round:
+            raise Violation(
+                "S19", f"{epochs} epochs and {self._round} rounds are over, not those of {position}"
+            )
+        # An epoch that was cut short is reported again, and judged again.
+        best = self._best_before.get(position.done, self._best)
+        if repr(position.best) != repr(best):
+            raise Violation("S19", f"the best is {best}, not that of {position}")
+        is_best = self._is_best and self._duties.keeps_best
+        if save.is_best != is_best:
+            raise Violation("S24", f"{save} says that it is the best: {save.is_best}")
+        self._is_best = False
+        self._answered = save.snapshots
+        if self._answered > self._wished:
+            raise Violation("S12", f"{save} answers more than {self._wished} wishes")
+        if self._answered == self._wished:
+            self._waiting.pop("snapshot", None)
+        if save.version is not None:
+            self._versions += 1
+            self._saved_step, self._saved_ms = position.global_step, now_ms
+            self._waiting.pop("checkpoint", None)
+        if (save.version or self._versions, position.versions) != (self._versions, self._versions):
+            raise Violation("S23", f"{save} is not checkpoint {self._versions}")
+        self.saves.append((save, self._memory(position.done, best)))
+
+    def _epochs_of(self, first_open: int) -> int:
+        """Complete epochs; one that was reported and stands open was cut short by the run's limit."""
+        # Of a stream nobody may know yet that there is no more.
+        is_cut = self._scenario.config.batches is None or (
+            self._scenario.dealt(first_open) < self._scenario.length(first_open)
+        )
+        return first_open if 0 <= first_open < self._epochs and is_cut else self._epochs
+
+    def _memory(self, epochs: int, best: Best) -> Memory:
+        effect = self._effect
+        return Memory(
+            effect.trained.copy(),
+            effect.steps_in.copy(),
+            effect.global_step,
+            epochs,
+            self._round,
+            self._versions,
+            best,
+        )
+
+    def over(self, finish: Finish) -> None:
+        """The run is over."""
+        if finish.error is not None:
+            return
+        if self._answered < self._wished:
+            raise Violation("L6", f"{self._wished} snapshots were asked for, {self._answered} taken")
+        if self._waiting:
+            raise Violation("L6", f"the run ends without {sorted(self._waiting)}")
+        is_saved = self._saved_step == finish.global_step
+        if self._duties.save is not None and not is_saved:
+            raise Violation("S23", f"the last checkpoint is of step {self._saved_step}: {finish}")

@@ -1,0 +1,87 @@
+"""What a run has made, and where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from flowdp.engine.build import Optimizers
+from flowdp.policy.tally import EpochMetrics
+
+__all__ = ["Status", "TrainedState", "on_cpu", "optimizer_state"]
+
+
+@dataclass(frozen=True)
+class TrainedState:
+    """What a run has made.
+
+    Attributes:
+        state_dict: Parameters and buffers by the module's own names, on the CPU.
+        optimizer_state: `state_dict()` of rank 0's optimizer, on the CPU; of several a list or a mapping, as
+            they were given.
+        history: One record per complete epoch.
+        global_step: Steps of all ranks.
+        epochs_done: Complete epochs.
+        interrupted: The run was stopped before its last step.
+    """
+
+    state_dict: Mapping[str, Tensor]
+    optimizer_state: Mapping[str, Any]
+    history: tuple[EpochMetrics, ...]
+    global_step: int
+    epochs_done: int
+    interrupted: bool
+
+    def load_into(self, module: nn.Module) -> nn.Module:
+        """Copy the parameters and buffers into a module of the same structure, and return it."""
+        module.load_state_dict(self.state_dict)
+        return module
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run stands; prints as one line.
+
+    Attributes:
+        life: "running", "paused", "done", "stopped" or "failed".
+        epochs_done: Complete epochs.
+        global_step: Steps of all ranks in the rounds held so far.
+        round: The last round, or None.
+        local_steps: Steps per rank, those since the last round included. Shape (world_size,).
+        throttled: Why a rank has no batches, per rank; None for one that has. Shape (world_size,).
+        pieces: Into how many a micro-batch is cut, per rank, because its device ran out of memory; 1 where it
+            is whole. Shape (world_size,).
+        problems: What went wrong without ending the run: callbacks that raised, checkpoints that could not be
+            written, ranks that left.
+    """
+
+    life: str
+    epochs_done: int
+    global_step: int
+    round: int | None
+    local_steps: tuple[int, ...]
+    throttled: tuple[str | None, ...]
+    pieces: tuple[int, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        steps = " ".join(map(str, self.local_steps))
+        line = f"{self.life} | {self.epochs_done} epochs | step {self.global_step:,} | steps per rank {steps}"
+        return line + (f" | problems: {len(self.problems)}" if self.problems else "")
+
+
+def optimizer_state(optimizers: Optimizers) -> Any:
+    """The state of the one optimizer, or of several in the form in which they were given."""
+    if isinstance(optimizers, Mapping):
+        return {name: one.state_dict() for name, one in optimizers.items()}
+    states = [one.state_dict() for one in optimizers]
+    return states[0] if len(states) == 1 else states
+
+
+def on_cpu(value: Any) -> Any:
+    """A tensor as one of its own on the CPU; anything else as it is."""
+    # A copy: a view would keep, and a file would hold, the whole flat memory.
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

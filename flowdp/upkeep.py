@@ -1,0 +1,121 @@
+"""What a Trainer was told of keeping a run: checkpoints, evaluation, callbacks, and what may go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+from flowdp.checks import check_checkpoint, check_going_on, check_resume, check_stall_timeout
+from flowdp.engine.care import Care
+from flowdp.engine.checkpoint import Checkpoint
+from flowdp.engine.evaluate import EvalStep, Evaluator, check_evaluation
+from flowdp.engine.resume import Resumed, find
+from flowdp.engine.store import Store
+from flowdp.machine.standstill import Duties, SavePlan
+from flowdp.observe.callbacks import Callback, OnCheckpoint, check_callbacks, monitor_of
+from flowdp.options import CheckpointOptions, OnFailure, OnNan, Policy
+from flowdp.state import TrainedState
+
+__all__ = ["Upkeep"]
+
+
+@dataclass
+class Upkeep:
+    """As of `Trainer`, which documents them.
+
+    Raises:
+        OptionError: One is wrong.
+    """
+
+    eval_dataset: Any
+    eval_step: EvalStep | None
+    eval_every: int
+    checkpoint: str | PathLike[str] | CheckpointOptions | None
+    resume: bool | str | PathLike[str] | TrainedState
+    on_checkpoint: Callable[[Checkpoint], object] | None
+    callbacks: Sequence[Callback]
+    stall_timeout: float | None
+    on_failure: OnFailure
+    on_nan: OnNan
+
+    def check(self, train_step: object, policy: Policy, world_size: int) -> None:
+        """Check all of them, against each other and against what is trained, and bring them into one form.
+
+        Raises:
+            OptionError: One is wrong.
+        """
+        check_evaluation(self.eval_dataset, self.eval_step, self.eval_every, train_step)
+        check_going_on(self.on_failure, self.on_nan, policy, world_size)
+        self.checkpoint = check_checkpoint(self.checkpoint)
+        if not isinstance(self.resume, TrainedState):
+            check_resume(self.resume, self.checkpoint)
+        self.callbacks = check_callbacks(self.callbacks)
+        if self.on_checkpoint is not None:
+            self.callbacks = (*self.callbacks, OnCheckpoint(self.on_checkpoint))
+        self._monitor, self.restores_best = monitor_of(self.callbacks)
+        self.stall_timeout = check_stall_timeout(self.stall_timeout)
+
+    def duties(self, resumed: Resumed | None) -> Duties:
+        """What the ranks do while all stand still.
+
+        Args:
+            resumed: What the run goes on from.
+        """
+        is_saved = resumed is not None and resumed.path is not None and isinstance(self.resume, bool)
+        save = None
+        if isinstance(self.checkpoint, CheckpointOptions):
+            save = SavePlan(self.checkpoint.every, self.checkpoint.unit)
+        elif self._has_listeners:
+            save = SavePlan(1, "epoch")
+        return Duties(
+            save=save,
+            eval_every=None if self.eval_dataset is None else self.eval_every,
+            monitor=self._monitor,
+            keeps_best=self.restores_best,
+            is_saved=is_saved,
+        )
+
+    def begin(self) -> tuple[Store | None, Resumed | None]:
+        """The folder of the checkpoints, and what the run goes on from.
+
+        Raises:
+            CheckpointError: There is nothing to go on from, or it cannot be read.
+            OptionError: The folder is that of another run.
+        """
+        store = Store(self.checkpoint) if isinstance(self.checkpoint, CheckpointOptions) else None
+        if not isinstance(self.resume, TrainedState):
+            return store, find(self.resume, store)
+        find(False, store)  # its folder, too, must be its own
+        state = self.resume
+        return store, Resumed.of(state.state_dict, state.optimizer_state, state.history, state.global_step)
+
+    def care(
+        self, store: Store | None, resumed: Resumed | None, fingerprint: Mapping[str, Any], **reading: Any
+    ) -> Care:
+        """What watches over a run and keeps its state; the evaluation's dataset is opened.
+
+        Args:
+            store: The folder.
+            resumed: What the run goes on from.
+            fingerprint: Of the run.
+            reading: As of `Evaluator`, how its dataset is read.
+        """
+        evaluator = None
+        if self.eval_dataset is not None:
+            evaluator = Evaluator(self.eval_dataset, self.eval_step, **reading)
+        return Care(
+            store=store,
+            fingerprint=fingerprint,
+            has_listeners=self._has_listeners,
+            history=() if resumed is None else resumed.history,
+            best=None if resumed is None else resumed.best,
+            evaluator=evaluator,
+            stall_timeout_s=self.stall_timeout,
+            on_nan=self.on_nan,
+        )
+
+    @property
+    def _has_listeners(self) -> bool:
+        return any(type(one).on_checkpoint is not Callback.on_checkpoint for one in self.callbacks)

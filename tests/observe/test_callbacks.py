@@ -1,0 +1,95 @@
+"""What may stand among the callbacks of a run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from flowdp.errors import OptionError
+from flowdp.observe.callbacks import (
+    METHODS,
+    Callback,
+    EarlyStopping,
+    OnCheckpoint,
+    check_callbacks,
+    monitor_of,
+)
+from flowdp.policy.monitor import Monitor
+
+
+class Own(Callback):
+    pass
+
+
+def test_every_method_is_there_and_does_nothing():
+    assert {name for name in vars(Callback) if name.startswith("on_")} == set(METHODS)
+    for name in METHODS:
+        assert getattr(Own(), name)(None) is None
+    assert Own.ends_run is False
+
+
+def test_callbacks_keep_their_order():
+    given = [Own(), EarlyStopping(), Own()]
+    checked = check_callbacks(given)
+    assert [id(one) for one in checked] == [id(one) for one in given]
+    assert check_callbacks(one for one in given) == checked
+    assert check_callbacks(()) == ()
+
+
+class LooksLikeOne:
+    def on_epoch_end(self, metrics):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (Own(), r"must be a sequence of callbacks, \[\.\.\.\], not <.*Own"),
+        (3, r"must be a sequence of callbacks, \[\.\.\.\], not 3"),
+        ([Own], r"Own is a class of callbacks: give an instance, Own\(\)"),
+        ([LooksLikeOne()], "must be a flowdp.Callback, not <.*LooksLikeOne"),
+        ([print], "must be a flowdp.Callback, not <built-in function print>"),
+        ("on_round", "must be a flowdp.Callback, not 'o'"),
+        ([Own(), *[EarlyStopping()] * 2], r"EarlyStopping\(.*\) stands twice"),
+    ],
+)
+def test_what_is_none(given, message):
+    with pytest.raises(OptionError, match=message):
+        check_callbacks(given)
+
+
+def test_early_stopping_is_a_monitor():
+    assert EarlyStopping().watched() == Monitor("loss", "min", 3, 0.0)
+    stopping = EarlyStopping("accuracy", patience=None, mode="max", min_delta=0.01, restore_best=True)
+    assert stopping.watched() == Monitor("accuracy", "max", None, 0.01)
+    assert monitor_of([Own(), stopping]) == (stopping.watched(), True)
+    assert monitor_of([EarlyStopping(), Own()]) == (Monitor("loss", "min", 3), False)
+    assert monitor_of([Own()]) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"monitor": None}, "monitor must be the name of a metric"),
+        ({"patience": -1}, "patience must be None or an int"),
+        ({"mode": "auto"}, "mode must be 'min' or 'max'"),
+        ({"min_delta": math.inf}, "min_delta must be a number"),
+        ({"restore_best": "yes"}, "restore_best must be True or False, not 'yes'"),
+    ],
+)
+def test_early_stopping_checks_what_it_gets(fields, message):
+    with pytest.raises(OptionError, match=message):
+        EarlyStopping(**fields)
+
+
+def test_one_early_stopping_at_most():
+    with pytest.raises(OptionError, match="there are 2, of 'loss', 'accuracy': give one"):
+        monitor_of([EarlyStopping(), Own(), EarlyStopping("accuracy", mode="max")])
+
+
+def test_a_function_for_checkpoints():
+    got = []
+    callback = OnCheckpoint(got.append)
+    callback.on_checkpoint("the first")
+    assert got == ["the first"]

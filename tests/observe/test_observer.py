@@ -1,0 +1,379 @@
+"""The observer: everybody hears everything, in order, and nobody can spoil it for the others."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from flowdp.engine import records as records_module
+from flowdp.engine.records import Records
+from flowdp.errors import FlowdpError
+from flowdp.machine.commands import Finish, RoundEnded
+from flowdp.observe import observer as observer_module
+from flowdp.observe.callbacks import METHODS, Callback, EarlyStopping, OnCheckpoint
+from flowdp.observe.observer import Observer
+from flowdp.policy.tally import EpochMetrics, Tally
+
+FINISH = Finish(None, False, 10, 2)
+
+
+@dataclass(frozen=True)
+class Saved:
+    version: int
+
+
+def round_record(number: int) -> RoundEnded:
+    none = (0.0,)
+    return RoundEnded(number, 1, 0, number + 1, (1,), (1,), 0.0, 0.1, 1.0, none, none, none, 0.0, 1)
+
+
+def epoch_record(number: int) -> EpochMetrics:
+    return Tally(number, 1).result(1.0, 1, number, None)
+
+
+class Writes(Callback):
+    """Writes down what it hears, and on which thread."""
+
+    def __init__(self, name: str, book: list[tuple[str, str, Any]]) -> None:
+        self.name, self.book = name, book
+        self.threads: set[str] = set()
+
+    def write(self, method: str, value: Any) -> None:
+        self.book.append((self.name, method, value))
+        self.threads.add(threading.current_thread().name)
+
+    def on_train_start(self, run: Any) -> None:
+        self.write("on_train_start", run)
+
+    def on_round(self, record: RoundEnded) -> None:
+        self.write("on_round", record.round)
+
+    def on_epoch_end(self, metrics: EpochMetrics) -> None:
+        self.write("on_epoch_end", metrics.epoch)
+
+    def on_checkpoint(self, checkpoint: Any) -> None:
+        self.write("on_checkpoint", checkpoint.version)
+
+    def on_exception(self, error: BaseException) -> None:
+        self.write("on_exception", error)
+
+    def on_train_end(self, state: Any) -> None:
+        self.write("on_train_end", state)
+
+
+class Raises(Callback):
+    """Raises in the methods that it is told."""
+
+    def __init__(self, *methods: str) -> None:
+        for method in methods:
+            setattr(self, method, self._raise)
+
+    def _raise(self, _: Any) -> None:
+        raise ValueError("boom")
+
+
+class EndsRun(Raises):
+    ends_run = True
+
+
+class Stands(Callback):
+    """Stands in `on_epoch_end` until it is let go."""
+
+    def __init__(self) -> None:
+        self.stands, self.go = threading.Event(), threading.Event()
+
+    def on_epoch_end(self, metrics: EpochMetrics) -> None:
+        self.stands.set()
+        assert self.go.wait(10)
+
+
+class Case:
+    """A run's records, with callbacks that observe them."""
+
+    def __init__(self, *callbacks: Callback) -> None:
+        self.records = Records()
+        self.failed: list[BaseException] = []
+        self.asked = 0
+        self.observer = Observer(self.records, callbacks, self.failed.append)
+
+    def start(self) -> None:
+        self.observer.start("the run", self.error, self.state)
+
+    def error(self) -> BaseException | None:
+        return self.failed[0] if self.failed else None
+
+    def state(self) -> str:
+        self.asked += 1
+        return "the state"
+
+    def end(self) -> None:
+        self.records.end(FINISH, over=True)
+
+    def whole(self) -> None:
+        """A run of one epoch, to its end."""
+        self.start()
+        self.records.add(round_record(0))
+        self.records.add(epoch_record(0))
+        self.records.add(Saved(1))
+        self.end()
+        assert self.observer.close(10)
+
+
+@contextmanager
+def let_go(stands: Stands) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        stands.go.set()
+
+
+def test_all_hear_everything_in_order_on_one_thread() -> None:
+    book: list[tuple[str, str, Any]] = []
+    first, second = Writes("a", book), Writes("b", book)
+    case = Case(first, EarlyStopping(), second)
+    case.records.add(round_record(0))  # training does not wait for the observer
+    case.start()
+    for record in (epoch_record(0), Saved(1), round_record(1), round_record(2), epoch_record(1)):
+        case.records.add(record)
+    case.end()
+    assert case.observer.close(10)
+    heard = [
+        ("on_train_start", "the run"),
+        ("on_round", 0),
+        ("on_epoch_end", 0),
+        ("on_checkpoint", 1),
+        ("on_round", 1),
+        ("on_round", 2),
+        ("on_epoch_end", 1),
+        ("on_train_end", "the state"),
+    ]
+    assert book == [(name, *said) for said in heard for name in ("a", "b")]
+    assert first.threads == second.threads == {"flowdp-observer"}
+    assert case.asked == 1
+    assert case.observer.complaints == ()
+
+
+def test_a_failure_is_heard_before_the_end() -> None:
+    book: list[tuple[str, str, Any]] = []
+    case = Case(Writes("a", book))
+    error = RuntimeError("a step failed")
+    case.failed.append(error)
+    case.whole()
+    assert book[-2:] == [("a", "on_exception", error), ("a", "on_train_end", None)]
+    assert case.asked == 0
+
+
+@pytest.mark.parametrize("callbacks", [(), (EarlyStopping(),), (Callback(),)])
+def test_without_anything_to_call_there_is_no_thread(callbacks: tuple[Callback, ...]) -> None:
+    case = Case(*callbacks)
+    case.start()
+    assert case.observer.thread is None
+    assert case.observer.close(0)
+    assert not case.observer.is_own_thread()
+    assert case.observer.stack == ""
+
+
+def test_only_who_hears_rounds_is_woken_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    feed = Records.feed
+
+    def spy(records: Records, *, rounds: bool) -> records_module.Feed:
+        asked.append(rounds)
+        return feed(records, rounds=rounds)
+
+    monkeypatch.setattr(Records, "feed", spy)
+    got: list[int] = []
+    checkpoints = OnCheckpoint(lambda checkpoint: got.append(checkpoint.version))
+    Case(checkpoints).whole()
+    Case(checkpoints, Writes("a", [])).whole()
+    Case(EarlyStopping())
+    assert asked == [False, True]
+    assert got == [1, 1]
+
+
+def test_a_method_of_the_instance_is_called() -> None:
+    callback, got = Callback(), []
+    callback.on_epoch_end = got.append  # type: ignore[method-assign]
+    Case(callback).whole()
+    assert [metrics.epoch for metrics in got] == [0]
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "on_exception"])
+def test_what_a_callback_raises_does_not_reach_the_others(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    book: list[tuple[str, str, Any]] = []
+    case = Case(Raises(method), Writes("a", book))
+    case.whole()
+    assert [said for _, said, _ in book] == [name for name in METHODS if name != "on_exception"]
+    assert case.failed == []
+    assert case.observer.complaints == (f"Raises.{method} raised ValueError: boom",)
+    [message] = [one for one in caplog.records if one.levelno == logging.ERROR]
+    assert message.getMessage() == f"Raises.{method} raised ValueError: boom; the run does not end by it"
+    assert message.exc_info is not None
+
+
+def test_it_is_logged_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    case = Case(Raises("on_round"), Raises("on_round", "on_epoch_end"))
+    case.start()
+    for number in range(3):
+        case.records.add(round_record(number))
+    case.records.add(epoch_record(0))
+    case.end()
+    assert case.observer.close(10)
+    boom = "raised ValueError: boom"
+    assert case.observer.complaints == (
+        *[f"Raises.on_round {boom} (3 times)"] * 2,
+        f"Raises.on_epoch_end {boom}",
+    )
+    assert len(caplog.records) == 3
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "on_exception"])
+def test_it_ends_the_run_where_the_class_says_so(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    book: list[tuple[str, str, Any]] = []
+    case = Case(EndsRun(method), Writes("a", book))
+    case.whole()
+    [error] = case.failed
+    assert type(error) is FlowdpError
+    assert str(error) == f"EndsRun.{method} raised ValueError: boom"
+    assert isinstance(error.__cause__, ValueError)
+    assert caplog.records[0].getMessage().endswith("; it ends the run")
+    assert book[-1] == ("a", "on_train_end", "the state" if method == "on_train_end" else None)
+    assert ("a", "on_exception", error) in book or method == "on_train_end"
+
+
+def test_a_callback_that_leaves_by_system_exit_keeps_nobody_from_hearing() -> None:
+    def leave(_: Any) -> None:
+        raise SystemExit(3)
+
+    book: list[tuple[str, str, Any]] = []
+    callback = Callback()
+    callback.on_epoch_end = leave  # type: ignore[method-assign]
+    case = Case(callback, Writes("a", book))
+    case.whole()
+    assert ("a", "on_train_end", "the state") in book
+    assert case.observer.complaints == ("Callback.on_epoch_end raised SystemExit: 3",)
+
+
+def test_a_state_that_cannot_be_read_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    book: list[tuple[str, str, Any]] = []
+    case = Case(Writes("a", book))
+
+    def state() -> object:
+        raise RuntimeError("the device is gone")
+
+    case.state = state  # type: ignore[assignment]
+    case.whole()
+    assert book[-1] == ("a", "on_train_end", None)
+    assert "cannot be read" in caplog.text
+
+
+def test_the_state_is_read_for_those_alone_who_hear_of_the_end() -> None:
+    case = Case(Raises("on_epoch_end"))
+    case.whole()
+    assert case.asked == 0
+
+
+def test_without_a_failure_callbacks_have_their_time() -> None:
+    stands = Stands()
+    case = Case(stands)
+    with let_go(stands):
+        case.start()
+        case.records.add(epoch_record(0))
+        case.end()
+        assert stands.stands.wait(10)
+        assert not case.observer.close(0.01)
+        assert case.observer.inside == "Stands.on_epoch_end"
+        assert "self.go.wait(10)" in case.observer.stack
+        stands.go.set()
+        assert case.observer.close()
+    assert case.observer.inside == ""
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "while somebody waits"])
+def test_after_a_failure_one_that_does_not_return_is_left_behind(
+    late: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(observer_module, "GRACE_S", 0.05)
+    monkeypatch.setattr(observer_module, "LISTEN_S", 0.01)
+    stands, book = Stands(), []
+    case = Case(stands, Writes("a", book))
+    unknown = iter([None] * 3 if late else ())
+    case.error = lambda: next(unknown, RuntimeError("a step failed"))  # type: ignore[method-assign]
+    with let_go(stands):
+        case.start()
+        case.records.add(epoch_record(0))
+        case.end()
+        assert stands.stands.wait(10)
+        assert not case.observer.close()
+        assert caplog.records[-1].getMessage().startswith("Stands.on_epoch_end does not return")
+        assert "self.go.wait(10)" in caplog.text
+        monkeypatch.setattr(observer_module, "GRACE_S", 1e9)  # who asks again does not wait again
+        assert not case.observer.close()
+        stands.go.set()
+        assert case.observer.thread is not None
+        case.observer.thread.join(10)
+    assert case.observer.close(0)
+    assert book[-1] == ("a", "on_train_end", None)  # it hears the end all the same
+    assert len([one for one in caplog.records if one.levelno == logging.WARNING]) == 1
+
+
+def test_a_callback_may_ask_whether_it_would_wait_for_itself() -> None:
+    answers: list[bool] = []
+    callback = Callback()
+    case = Case()
+
+    def ask(_: Any) -> None:
+        answers.extend([case.observer.is_own_thread(), case.observer.close()])
+
+    callback.on_epoch_end = ask  # type: ignore[method-assign]
+    case.observer = Observer(case.records, [callback], case.failed.append)
+    case.whole()
+    assert answers == [True, False]
+    assert not case.observer.is_own_thread()
+
+
+def test_a_checkpoint_is_kept_no_longer_than_it_takes() -> None:
+    gone: SimpleQueue[int] = SimpleQueue()
+    case = Case(OnCheckpoint(lambda checkpoint: None))
+    case.start()
+    try:
+        for version in (1, 2):
+            saved = Saved(version)
+            weakref.finalize(saved, gone.put, version)
+            case.records.add(saved)
+            del saved
+            assert gone.get(timeout=10) == version
+    finally:
+        case.end()
+        assert case.observer.close(10)
+
+
+def test_rounds_that_go_by_unseen_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(records_module, "KEPT_ROUNDS", 4)
+    stands, book = Stands(), []
+    case = Case(stands, Writes("a", book))
+    with let_go(stands):
+        case.start()
+        case.records.add(epoch_record(0))
+        assert stands.stands.wait(10)
+        for number in range(6):
+            case.records.add(round_record(number))
+        case.records.add(epoch_record(1))
+        case.end()
+        stands.go.set()
+        assert case.observer.close(10)
+    assert [said for _, method, said in book if method == "on_round"] == [2, 3, 4, 5]
+    assert [said for _, method, said in book if method == "on_epoch_end"] == [0, 1]
+    assert "2 records went by unseen" in caplog.text

@@ -1,0 +1,109 @@
+"""A standstill is seen in time, and what only looks like one is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowdp.policy.stall import StallWatch, Verdict
+
+
+class Looker:
+    """Looks as often as it is asked to, at counters that a test moves."""
+
+    def __init__(self, timeout_ms: float | None) -> None:
+        self.watch = StallWatch(timeout_ms)
+        self.now_ms = 0.0
+        self.progress = [0, 0]
+        self.all_started, self.may_stand, self.longest_ms = True, False, 0.0
+        self.said: list[tuple[float, Verdict]] = []
+
+    def until(self, end_ms: float) -> list[tuple[float, Verdict]]:
+        """Look until then; what was said but "moves", and when."""
+        self.said = []
+        while (due_ms := self.watch.deadline_ms()) is not None and due_ms <= end_ms:
+            self.look(due_ms)
+        return self.said
+
+    def look(self, now_ms: float) -> Verdict:
+        self.now_ms = now_ms
+        verdict = self.watch.look(
+            now_ms,
+            self.progress,
+            all_started=self.all_started,
+            may_stand=self.may_stand,
+            longest_ms=self.longest_ms,
+        )
+        if verdict != "moves":
+            self.said.append((now_ms, verdict))
+        return verdict
+
+
+def test_a_standstill_is_a_stall_after_the_timeout_and_once() -> None:
+    looker = Looker(60_000)
+    assert looker.until(10_000) == []
+    looker.progress[1] += 1
+    [(when, verdict)] = looker.until(10**9)
+    assert verdict == "stall"
+    assert 70_000 <= when <= 72_000  # never early, at most two looks late
+    assert looker.watch.still_ms >= 60_000
+    assert looker.watch.deadline_ms() is None
+
+
+def test_whatever_moves_holds_it_off() -> None:
+    looker = Looker(1000)
+    for beat in range(1, 21):
+        looker.progress[beat % 2] += 1
+        assert looker.until(beat * 900.0) == []
+
+
+def test_a_short_timeout_is_looked_at_often_enough() -> None:
+    looker = Looker(100)
+    assert looker.until(10**6) == [(100.0, "stall")]
+
+
+def test_ten_longest_steps_may_pass() -> None:
+    looker = Looker(1000)
+    looker.longest_ms = 5000.0
+    assert looker.until(49_000) == []
+    assert [verdict for _, verdict in looker.until(52_000)] == ["stall"]
+    assert looker.watch.limit_ms == 50_000
+
+
+@pytest.mark.parametrize("why", ["not all started", "paused"])
+def test_a_standstill_with_a_reason_is_a_warning_once_per_timeout(why: str) -> None:
+    looker = Looker(1000)
+    looker.all_started, looker.may_stand = why == "paused", why == "paused"
+    assert looker.until(3500) == [(1000.0, "warn"), (2000.0, "warn"), (3000.0, "warn")]
+    looker.progress[0] += 1  # seen by the look at 3750
+    assert looker.until(5500) == [(4750.0, "warn")]
+
+
+def test_the_end_of_a_pause_begins_a_new_standstill() -> None:
+    looker = Looker(1000)
+    looker.may_stand = True
+    assert looker.until(1900) == [(1000.0, "warn")]
+    looker.may_stand = False
+    assert looker.until(2900) == []
+    assert looker.until(10**6) == [(3000.0, "stall")]
+
+
+def test_a_machine_that_slept_has_not_stalled() -> None:
+    looker = Looker(1000)
+    assert looker.until(250) == []
+    assert looker.look(3.6e6) == "moves"
+    assert looker.watch.still_ms == 250 + 500
+    assert looker.until(10**9) == [(3.6e6 + 250, "stall")]
+
+
+def test_a_clock_that_goes_back_takes_nothing_away() -> None:
+    looker = Looker(1000)
+    looker.until(500)
+    assert looker.look(0.0) == "moves"
+    assert looker.watch.still_ms == 500
+
+
+def test_no_timeout_no_look() -> None:
+    watch = StallWatch(None)
+    assert watch.deadline_ms() is None
+    assert watch.look(1e9, [0], all_started=True, may_stand=False, longest_ms=0.0) == "moves"
+    assert watch.look(2e9, [0], all_started=True, may_stand=False, longest_ms=0.0) == "moves"

@@ -1,0 +1,34 @@
+"""What the tests of reliability share: one thread per worker, a witness, and small runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from flowdp.engine import live
+from flowdp.messages import Requested
+from tests.numerics.conftest import Witness
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Bits are those of a thread count, and steps of microseconds are slower in a pool of several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def stop_runs() -> Iterator[None]:
+    """End what a failed test left going, so that the tests end, too."""
+    yield
+    for engine in list(live._live):
+        engine.request(Requested("stop"))
+
+
+@pytest.fixture
+def witness() -> Witness:
+    return Witness()

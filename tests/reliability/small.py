@@ -1,0 +1,154 @@
+"""Small runs whose parameters tell what was trained."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import flowdp
+from flowdp.engine.context import CurrentWorker
+from tests.numerics.conftest import Witness
+
+WAIT_S = 20.0
+SAMPLES = 23
+BATCH = 4
+ENDLESS: dict[str, Any] = {"epochs": None, "max_steps": 10**9}
+
+
+class Counts(nn.Module):
+    """One parameter per sample, to which each step adds the share that the sample's rank has in the mean."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        super().__init__()
+        self.trained = nn.Parameter(torch.zeros(samples))
+
+
+def count(model: nn.Module, batch: Any) -> Tensor:
+    """A loss by which SGD with a rate of 1 adds 1 for each sample of the batch."""
+    own = model.trained[batch[0].flatten()]
+    assert isinstance(own, Tensor)
+    return -own.sum()
+
+
+def indices(samples: int = SAMPLES) -> tuple[Tensor]:
+    return (torch.arange(samples),)
+
+
+def trainer(witness: Witness, policy: Any, devices: int, **options: Any) -> flowdp.Trainer:
+    """A run over `SAMPLES` samples whose loss is watched."""
+    samples = options.pop("samples", SAMPLES)
+    given: dict[str, Any] = {
+        "model": Counts(samples),
+        "optimizer": lambda params: torch.optim.SGD(params, lr=1.0),
+        "loss": witness.watch(options.pop("loss", count)),
+        "dataset": indices(samples),
+        "batch_size": BATCH,
+        "epochs": 3,
+        "policy": policy,
+        # Rounds of a third of an epoch, so that a run can be stopped inside of it.
+        "cadence": flowdp.CadenceOptions(anchor=1, max_anchor=1),
+        "devices": ["cpu"] * devices,
+        "progress": False,
+        "tune_process": flowdp.ProcessTuning(openmp=False),
+    }
+    if policy == "exact":
+        given["global_batch_size"] = 2 * BATCH  # of any number of devices
+    return flowdp.Trainer(**given | options)
+
+
+class Door:
+    """Holds whoever comes to it until a test has done something."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+
+    def wait(self) -> None:
+        self.reached.set()
+        assert self.opened.wait(WAIT_S)
+
+
+@contextmanager
+def held_at(witness: Witness, step: int) -> Any:
+    """Inside the block all ranks stand in or before their step of this number, over all ranks from 1."""
+    door = Door()
+
+    def hold(_: CurrentWorker, number: int) -> None:
+        if number >= step:
+            door.wait()
+
+    witness.before = hold
+
+    @contextmanager
+    def inside() -> Any:
+        assert door.reached.wait(WAIT_S)
+        try:
+            yield
+        finally:
+            door.opened.set()
+
+    try:
+        yield inside
+    finally:
+        door.opened.set()
+        witness.before = None
+
+
+def stop(run: flowdp.Run) -> None:
+    """Ask for the end, and wait until all ranks hear of it at their next step, round or batch."""
+    run.stop()
+    engine, records = run._engine, run._engine.records
+    with records._changed:
+        assert records._changed.wait_for(lambda: records._heard_wishes >= engine._asked, WAIT_S)
+
+
+def stop_at(witness: Witness, step: int, job: flowdp.Trainer) -> flowdp.TrainedState:
+    """Run until a step, ask for the end in the middle of it, and give what the run has made."""
+    with held_at(witness, step) as inside:
+        run = job.start()
+        with inside():
+            stop(run)
+    return run.join(WAIT_S)
+
+
+class Written:
+    """An `on_checkpoint` for whom a step can wait: so that each checkpoint is written, and none left out."""
+
+    def __init__(self) -> None:
+        self.all: list[flowdp.Checkpoint] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, checkpoint: flowdp.Checkpoint) -> None:
+        with self._changed:
+            self.all.append(checkpoint)
+            self._changed.notify_all()
+
+    def wait(self, condition: Callable[[list[flowdp.Checkpoint]], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: condition(self.all), WAIT_S)
+
+    def wait_for_step(self, global_step: int) -> None:
+        self.wait(lambda all: not global_step or any(one.global_step >= global_step for one in all))
+
+
+def same(one: Any, other: Any, where: str = "") -> None:
+    """Check that two nests of dicts, sequences, tensors and plain values are equal to the last bit."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        pairs: Iterable[Any] = ((f"{where}.{key}", value, other[key]) for key, value in one.items())
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), where
+        pairs = ((f"{where}[{n}]", *pair) for n, pair in enumerate(zip(one, other, strict=True)))
+    elif isinstance(one, Tensor):
+        assert torch.equal(one, other), (where, one, other)
+        return
+    else:
+        assert one == other, (where, one, other)
+        return
+    for name, mine, theirs in pairs:
+        same(mine, theirs, name)

@@ -1,0 +1,224 @@
+"""Runs that are told to end, and what of them is kept; what they have made while they go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flowdp
+from flowdp import OptionError, StepError
+from flowdp.engine.checkpoint_file import read
+from tests.numerics.conftest import Witness
+from tests.reliability.small import ENDLESS, SAMPLES, WAIT_S, Counts, Written, count, held_at, same, trainer
+
+POLICIES = ("sync", "cadence", "async", "exact")
+
+
+def newest(folder: Path) -> dict[str, Any]:
+    return read(max(folder.glob("step-*.pt"), key=lambda path: int(path.stem.split("-")[2])))
+
+
+def interrupt(when: Callable[[], object]) -> threading.Thread:
+    """Send this process a Ctrl-C once a function has returned."""
+
+    def send() -> None:
+        when()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+# ---------------------------------------------------------------- the end before the end
+@pytest.mark.parametrize("policy", POLICIES)
+def test_stop_leaves_a_checkpoint_of_the_last_round(tmp_path: Path, witness: Witness, policy: str) -> None:
+    with held_at(witness, 9) as inside:
+        run = trainer(witness, policy, 2, checkpoint=tmp_path, **ENDLESS).start()
+        with inside():
+            run.stop()
+    state = run.join(WAIT_S)
+    assert state.interrupted
+    kept = newest(tmp_path)
+    assert kept["global_step"] == state.global_step
+    same(kept["model"], dict(state.state_dict))
+    assert run.status().problems == ()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ctrl_c_leaves_a_checkpoint_and_fills_the_model(
+    tmp_path: Path, witness: Witness, policy: str
+) -> None:
+    module = Counts()
+    with held_at(witness, 9) as inside:
+        run = trainer(witness, policy, 2, model=module, checkpoint=tmp_path, **ENDLESS).start()
+
+        def when() -> None:
+            with inside():
+                assert run._engine.records.wait_for_reader(WAIT_S)
+
+        sender = interrupt(when)
+        with pytest.raises(KeyboardInterrupt):
+            run.join()
+    sender.join()
+    assert run.state is not None
+    assert run.state.interrupted
+    assert newest(tmp_path)["global_step"] == run.state.global_step
+    assert torch.equal(module.trained, run.state.state_dict["trained"])
+
+
+def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, witness: Witness) -> None:
+    with held_at(witness, 9) as inside:
+        run = trainer(witness, "sync", 2, checkpoint=tmp_path, **ENDLESS).start()
+        stopped = threading.Event()
+        request = run._engine.request
+
+        def requested(wish: Any) -> int:
+            stopped.set()
+            return request(wish)
+
+        run._engine.request = requested  # type: ignore[method-assign]
+        with inside():
+            first = interrupt(lambda: run._engine.records.wait_for_reader(WAIT_S))
+            second = interrupt(lambda: stopped.wait(WAIT_S))
+            with pytest.raises(KeyboardInterrupt):
+                run.join()
+            first.join()
+            second.join()
+            assert not run.done  # a rank stands in its step
+    assert run.join(WAIT_S).interrupted
+    assert newest(tmp_path)["global_step"] == run.join().global_step
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_sigterm_stops_where_that_was_asked_for(tmp_path: Path, witness: Witness, policy: str) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with held_at(witness, 9) as inside:
+        run = trainer(witness, policy, 2, checkpoint=tmp_path, handle_sigterm=True, **ENDLESS).start()
+        with inside():
+            os.kill(os.getpid(), signal.SIGTERM)
+    state = run.join(WAIT_S)
+    assert state.interrupted
+    assert newest(tmp_path)["global_step"] == state.global_step
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_sigterm_is_put_back_after_a_failure_too(witness: Witness) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def fails(model: nn.Module, batch: Any) -> Tensor:
+        raise ValueError("mine")
+
+    run = trainer(witness, "sync", 2, loss=fails, handle_sigterm=True).start()
+    with pytest.raises(StepError, match="mine"):
+        run.join(WAIT_S)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+# ---------------------------------------------------------------- while it goes on
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_snapshot_is_of_one_moment(witness: Witness, policy: str, devices: int) -> None:
+    with held_at(witness, 9) as inside:
+        run = trainer(witness, policy, devices, **ENDLESS).start()
+        with inside():
+            pass
+        witness.before = None
+        steps = []
+        for _ in range(5):
+            state = run.snapshot()
+            assert state.interrupted
+            assert len(state.history) == state.epochs_done
+            steps.append(state.global_step)
+            if devices == 1 and policy != "exact":
+                trained = int(state.state_dict["trained"].sum())
+                epochs, inside_epoch = divmod(state.global_step, 6)
+                # One batch of an epoch is one sample short.
+                assert trained - epochs * SAMPLES in (4 * inside_epoch, 4 * inside_epoch - 1)
+                assert epochs == state.epochs_done
+        assert steps == sorted(steps)
+        with run.paused():
+            paused = run.snapshot()
+            same(dict(run.snapshot().state_dict), dict(paused.state_dict))
+        run.stop()
+        ended = run.join(WAIT_S)
+    assert paused.global_step <= ended.global_step
+    assert run.snapshot() is ended
+
+
+def test_a_snapshot_can_be_gone_on_from(witness: Witness) -> None:
+    with held_at(witness, 8) as inside:
+        run = trainer(witness, "sync", 1, **ENDLESS).start()
+        with inside():
+            asked: list[flowdp.TrainedState] = []
+            asking = threading.Thread(target=lambda: asked.append(run.snapshot()))
+            asking.start()
+        asking.join(WAIT_S)
+    run.stop()
+    run.join(WAIT_S)
+    state = trainer(witness, "sync", 1, resume=asked[0], epochs=3).fit()
+    assert state.epochs_done == 3
+    assert state.state_dict["trained"].min() >= 3
+
+
+def test_a_snapshot_of_a_run_that_fails_raises_its_failure(witness: Witness) -> None:
+    def fails(model: nn.Module, batch: Any) -> Tensor:
+        if len(witness.steps) > 8:
+            raise ValueError("mine")
+        return count(model, batch)
+
+    run = trainer(witness, "sync", 2, loss=fails, **ENDLESS).start()
+    with pytest.raises(StepError, match="mine"):
+        list(iter(run.snapshot, None))
+    with pytest.raises(StepError, match="mine"):
+        run.join(WAIT_S)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_checkpoint_on_demand(tmp_path: Path, witness: Witness, policy: str) -> None:
+    written = Written()
+    folder = flowdp.CheckpointOptions(tmp_path, every=10**6, unit="step")
+    run = trainer(witness, policy, 2, checkpoint=folder, on_checkpoint=written, **ENDLESS).start()
+    for number in (1, 2):
+        run.checkpoint()
+        written.wait(lambda all, number=number: len(all) == number)
+    with run.paused():
+        run.checkpoint()
+        written.wait(lambda all: len(all) == 3)
+    run.stop()
+    state = run.join(WAIT_S)
+    assert [one.version for one in written.all[:3]] == [1, 2, 3]
+    last = written.all[-1]
+    assert last.global_step == state.global_step
+    same(dict(last.state_dict), dict(state.state_dict))
+    kept = read(last.path)
+    assert (kept["version"], kept["global_step"]) == (last.version, last.global_step)
+    last.save(tmp_path / "elsewhere.pt")
+    same(read(tmp_path / "elsewhere.pt")["model"], kept["model"])
+
+
+def test_a_checkpoint_has_nowhere_to_go_without_a_folder(witness: Witness) -> None:
+    run = trainer(witness, "sync", 2).start()
+    with pytest.raises(OptionError, match="nowhere to write a checkpoint"):
+        run.checkpoint()
+    run.join(WAIT_S)
+
+
+@pytest.mark.parametrize("call", ["join", "snapshot", "metrics"])
+def test_a_callback_cannot_wait_for_the_run(witness: Witness, call: str) -> None:
+    class Waits(flowdp.Callback):
+        def on_train_start(self, run: flowdp.Run) -> None:
+            getattr(run, call)()
+
+    run = trainer(witness, "sync", 2, callbacks=[Waits()]).start()
+    run.join(WAIT_S)
+    [problem] = run.status().problems
+    assert f"Waits.on_train_start raised OptionError: {call}() would wait for the thread" in problem

@@ -1,0 +1,382 @@
+"""Runs that go on where another one stood: every sample of every epoch once, whatever has changed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler
+
+import flowdp
+from flowdp import CheckpointError, CheckpointOptions, OptionError, StepError
+from flowdp.engine.checkpoint_file import read
+from flowdp.engine.context import CurrentWorker
+from tests.numerics.conftest import Witness
+from tests.reliability.small import (
+    ENDLESS,
+    SAMPLES,
+    WAIT_S,
+    Counts,
+    Door,
+    Written,
+    count,
+    same,
+    stop,
+    stop_at,
+    trainer,
+)
+
+POLICIES = ("sync", "cadence", "async", "exact")
+ALL = Counter(range(SAMPLES))
+MANY = 400
+
+
+def check(witness: Witness, state: flowdp.TrainedState, epochs: int, expected: Counter[int] = ALL) -> None:
+    """Both runs together have trained every sample of every epoch once, and the books say so."""
+    assert not state.interrupted
+    assert state.epochs_done == epochs
+    assert [record.epoch for record in state.history] == list(range(epochs))
+    for epoch in range(epochs):
+        assert witness.samples(epoch) == expected
+    for record in state.history:
+        assert sum(part.samples for part in record.per_rank) == expected.total()
+    assert (state.state_dict["trained"] > 0).sum() == len(expected)
+
+
+# ---------------------------------------------------------------- any number of devices
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_cut_in_the_middle_of_an_epoch(tmp_path: Path, witness: Witness, policy: str, devices: int) -> None:
+    cut = stop_at(witness, 2, trainer(witness, policy, 2, checkpoint=tmp_path))
+    assert cut.interrupted
+    assert 0 < len(witness.samples(0)) < SAMPLES
+    resumed = trainer(witness, policy, devices, checkpoint=tmp_path, resume=True)
+    state = resumed.fit()
+    check(witness, state, 3)
+    assert state.global_step == (9 if policy == "exact" else 18)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_batches_that_a_hurried_rank_left_are_not_forgotten(
+    tmp_path: Path, witness: Witness, devices: int
+) -> None:
+    cadence = flowdp.CadenceOptions(anchor=3, max_anchor=3)
+    options: dict[str, Any] = {"checkpoint": tmp_path, "samples": 90, "cadence": cadence}
+    door, others = Door(), threading.Event()
+
+    def hold(worker: CurrentWorker, _: int) -> None:
+        if worker.rank == 1:
+            door.wait()
+        elif worker.local_step == 2:
+            others.set()
+
+    witness.before = hold
+    run = trainer(witness, "cadence", 2, **options).start()
+    assert door.reached.wait(WAIT_S)
+    assert others.wait(WAIT_S)  # rank 0 has taken its part of the round, rank 1 is in its first step
+    stop(run)
+    door.opened.set()
+    run.join(WAIT_S)
+    witness.before = None
+    [stood] = read(newest(tmp_path))["position"].open
+    assert stood.missing == (3,)  # and 5, which was the last one dealt, is as if it had not been
+    state = trainer(witness, "cadence", devices, resume=True, **options).fit()
+    check(witness, state, 3, Counter(range(90)))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_more_epochs_than_before(tmp_path: Path, witness: Witness, policy: str, devices: int) -> None:
+    first = trainer(witness, policy, 2, checkpoint=tmp_path, epochs=1).fit()
+    run = trainer(witness, policy, devices, checkpoint=tmp_path, resume=True, epochs=3).start()
+    assert [record.epoch for record in run.metrics()] == [0, 1, 2]  # those from before are there
+    state = run.join()
+    check(witness, state, 3)
+    assert state.history[0] == first.history[0]
+    assert state.global_step == 3 * first.global_step
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_run_that_was_complete_ends_at_once(tmp_path: Path, witness: Witness, policy: str) -> None:
+    done = trainer(witness, policy, 2, checkpoint=tmp_path).fit()
+    witness.steps.clear()
+    again = trainer(witness, policy, 2, checkpoint=tmp_path, resume=True).fit()
+    assert witness.steps == []
+    same(dict(again.state_dict), dict(done.state_dict))
+    assert repr(again.history) == repr(done.history)
+    assert (again.global_step, again.epochs_done, again.interrupted) == (done.global_step, 3, False)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_failed_goes_on_from_its_last_checkpoint(
+    tmp_path: Path, witness: Witness, policy: str, devices: int
+) -> None:
+    written = Written()
+
+    def fails(model: nn.Module, batch: Any) -> Tensor:
+        if len(witness.steps) >= MANY // 8:  # half of them: a checkpoint was due, and may still be written
+            written.wait(bool)
+        if written.all:
+            raise ValueError("mine")
+        return count(model, batch)
+
+    options: dict[str, Any] = {
+        "epochs": 1,
+        "samples": MANY,
+        "checkpoint": CheckpointOptions(tmp_path, unit="step"),
+    }
+    with pytest.raises(StepError, match="mine"):
+        trainer(witness, policy, 2, loss=fails, on_checkpoint=written, **options).fit()
+    witness.steps.clear()
+    state = trainer(witness, policy, devices, resume=True, **options).fit()
+    # Of a step that was lost with the failure the first run cannot say that it was; the model can.
+    assert 0 < len(witness.samples(0)) < MANY
+    assert max(witness.samples(0).values()) == 1
+    assert (state.state_dict["trained"] > 0).all()
+    assert sum(part.samples for part in state.history[0].per_rank) == MANY
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_a_cut_run_can_be_cut_again(tmp_path: Path, witness: Witness, policy: str) -> None:
+    stop_at(witness, 2, trainer(witness, policy, 3, checkpoint=tmp_path))
+    for devices in (2, 1, 3):
+        job = trainer(witness, policy, devices, checkpoint=tmp_path, resume=True)
+        stop_at(witness, len(witness.steps) + 1, job)
+    check(witness, trainer(witness, policy, 2, checkpoint=tmp_path, resume=True).fit(), 3)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_max_steps_that_grow(tmp_path: Path, witness: Witness, policy: str) -> None:
+    an_epoch = 3 if policy == "exact" else 6
+    for steps in (2, an_epoch, an_epoch + 1, 3 * an_epoch):
+        options: dict[str, Any] = {"epochs": None, "max_steps": steps}
+        state = trainer(witness, policy, 2, checkpoint=tmp_path, resume=True, **options).fit()
+        assert (state.global_step, state.interrupted) == (steps, False)
+        whole, part = divmod(steps, an_epoch)
+        for epoch in range(whole):
+            assert witness.samples(epoch) == ALL
+        seen = witness.samples(whole)
+        assert max(seen.values(), default=1) == 1
+        assert bool(seen) == bool(part)
+
+
+# ---------------------------------------------------------------- any dataset
+class Map(Dataset[Any]):
+    """Single samples."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int]:
+        return (index,)
+
+
+class Stream(IterableDataset[Any]):
+    """Samples in their own order; it hears of the epoch."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[tuple[int]]:
+        yield from ((index,) for index in range(SAMPLES))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_loader_with_processes(tmp_path: Path, witness: Witness, policy: str) -> None:
+    def loader() -> Any:
+        return DataLoader(Map(), 4, shuffle=True, num_workers=1)
+
+    options: dict[str, Any] = {"batch_size": None, "checkpoint": tmp_path}
+    stop_at(witness, 2, trainer(witness, policy, 2, dataset=loader(), **options))
+    check(witness, trainer(witness, policy, 2, dataset=loader(), resume=True, **options).fit(), 3)
+
+
+@pytest.mark.parametrize("policy", ["sync", "async"])
+def test_a_sampler_of_the_users(tmp_path: Path, witness: Witness, policy: str) -> None:
+    chosen = range(1, SAMPLES, 2)
+
+    def loader() -> Any:
+        draw = torch.Generator().manual_seed(4)
+        return DataLoader(Map(), 2, sampler=SubsetRandomSampler(chosen, generator=draw))
+
+    options: dict[str, Any] = {"batch_size": None, "checkpoint": tmp_path}
+    stop_at(witness, 2, trainer(witness, policy, 2, dataset=loader(), **options))
+    state = trainer(witness, policy, 3, dataset=loader(), resume=True, **options).fit()
+    check(witness, state, 3, Counter(chosen))
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_a_stream_goes_on_between_two_epochs(tmp_path: Path, witness: Witness, policy: str) -> None:
+    trainer(witness, policy, 2, dataset=Stream(), checkpoint=tmp_path, epochs=1).fit()
+    second = Stream()
+    check(witness, trainer(witness, policy, 2, dataset=second, checkpoint=tmp_path, resume=True).fit(), 3)
+    assert second.epochs == [1, 2]
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_a_stream_cannot_be_entered_in_the_middle(tmp_path: Path, witness: Witness, policy: str) -> None:
+    stop_at(witness, 2, trainer(witness, policy, 2, dataset=Stream(), checkpoint=tmp_path))
+    job = trainer(witness, policy, 2, dataset=Stream(), checkpoint=tmp_path, resume=True)
+    with pytest.raises(CheckpointError, match="inside epoch 0, and Stream is an IterableDataset"):
+        job.start()
+
+
+# ---------------------------------------------------------------- where from
+def newest(folder: Path) -> Path:
+    return max(folder.glob("step-*.pt"))
+
+
+def test_from_a_file_or_a_folder_into_another_folder(tmp_path: Path, witness: Witness) -> None:
+    old = tmp_path / "old"
+    trainer(witness, "sync", 2, checkpoint=old, epochs=1).fit()
+    files = sorted(old.iterdir())
+    first = list(witness.steps)
+    for number, place in enumerate((old, str(newest(old)), None)):
+        witness.steps[:] = first
+        folder = None if place is None else tmp_path / f"new {number}"
+        job = trainer(witness, "sync", 2, checkpoint=folder, resume=place or newest(old))
+        check(witness, job.fit(), 3)
+        assert folder is None or newest(folder).name.startswith("step-000000000018-")
+    assert sorted(old.iterdir()) == files
+
+
+def test_from_what_another_run_has_made(witness: Witness) -> None:
+    first = trainer(witness, "sync", 2, epochs=1).fit()
+    state = trainer(witness, "sync", 3, resume=first).fit()
+    check(witness, state, 3)
+    assert (state.history[0], state.global_step) == (first.history[0], 18)
+
+
+def test_what_was_stopped_inside_an_epoch_begins_that_epoch_anew(witness: Witness) -> None:
+    first = stop_at(witness, 8, trainer(witness, "sync", 1))
+    assert first.epochs_done == 1
+    assert 8 <= first.global_step < 12
+    state = trainer(witness, "sync", 1, resume=first).fit()
+    assert (state.epochs_done, state.global_step) == (3, first.global_step + 12)
+
+
+def test_nothing_to_go_on_from_is_a_fresh_start_or_an_error(tmp_path: Path, witness: Witness) -> None:
+    check(witness, trainer(witness, "sync", 2, checkpoint=tmp_path / "new", resume=True).fit(), 3)
+    for place in (tmp_path / "nobody", tmp_path):
+        with pytest.raises(CheckpointError, match=r"nobody|holds no checkpoint"):
+            trainer(witness, "sync", 2, resume=place).start()
+
+
+def test_the_folder_of_another_run_is_refused(tmp_path: Path, witness: Witness) -> None:
+    trainer(witness, "sync", 2, checkpoint=tmp_path, epochs=1).fit()
+    for resume in (False, stop_at(witness, 8, trainer(witness, "sync", 1, **ENDLESS))):
+        with pytest.raises(OptionError, match="holds checkpoints of another run"):
+            trainer(witness, "sync", 2, checkpoint=tmp_path, resume=resume).start()
+
+
+def test_an_end_before_the_checkpoint_is_refused(tmp_path: Path, witness: Witness) -> None:
+    trainer(witness, "sync", 2, checkpoint=tmp_path).fit()
+    with pytest.raises(OptionError, match="epochs=2 is less than the 3 that checkpoint"):
+        trainer(witness, "sync", 2, checkpoint=tmp_path, resume=True, epochs=2).start()
+    with pytest.raises(OptionError, match="max_steps=5 is less than the 18 of checkpoint"):
+        trainer(witness, "sync", 2, checkpoint=tmp_path, resume=True, epochs=9, max_steps=5).start()
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"model": nn.Linear(1, 1)}, "another model: 'trained' is float32"),
+        ({"samples": 22, "model": Counts()}, "the dataset had 23 samples, it has 22 samples now"),
+        ({"batch_size": 5}, "batch_size was 4, it is 5 now"),
+        ({"policy": "exact"}, "global_batch_size was None, it is 8 now"),
+        ({"seed": 1}, "seed was 0, it is 1 now"),
+        ({"shuffle": False}, "shuffle was None, it is False now"),
+        ({"drop_last": True}, "drop_last was None, it is True now"),
+    ],
+)
+def test_what_has_changed_is_named(
+    tmp_path: Path, witness: Witness, changed: dict[str, Any], named: str
+) -> None:
+    stop_at(witness, 2, trainer(witness, "sync", 2, checkpoint=tmp_path))
+    options: dict[str, Any] = {"checkpoint": tmp_path, "resume": True}
+    with pytest.raises(CheckpointError, match=named) as caught:
+        trainer(witness, **{"policy": "sync", "devices": 2, **options, **changed}).start()
+    assert caught.value.path == str(newest(tmp_path))
+
+
+def test_another_optimizer_is_named(tmp_path: Path, witness: Witness) -> None:
+    trainer(witness, "sync", 2, checkpoint=tmp_path, epochs=1).fit()
+
+    def schedule(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    job = trainer(
+        witness, "sync", 2, checkpoint=tmp_path, resume=True, scheduler=schedule, scheduler_unit="epoch"
+    )
+    with pytest.raises(CheckpointError, match=r"no scheduler .*this run has the schedulers StepLR"):
+        job.start()
+
+
+# ---------------------------------------------------------------- what is broken
+def spoil(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_the_one_before_a_broken_one_is_taken(
+    tmp_path: Path, witness: Witness, caplog: pytest.LogCaptureFixture
+) -> None:
+    written = Written()
+    trainer(witness, "sync", 2, checkpoint=tmp_path, on_checkpoint=written, epochs=1).fit()
+    trainer(witness, "sync", 2, checkpoint=tmp_path, on_checkpoint=written, resume=True, epochs=2).fit()
+    spoil(newest(tmp_path))
+    witness.steps[:] = [step for step in witness.steps if step.epoch < 1]
+    check(witness, trainer(witness, "sync", 2, checkpoint=tmp_path, resume=True).fit(), 3)
+    [warning] = [one for one in caplog.messages if "the one before it is taken" in one]
+    assert "step-000000000012" in warning
+
+
+def test_when_all_are_broken_nothing_begins_anew(tmp_path: Path, witness: Witness) -> None:
+    trainer(witness, "sync", 2, checkpoint=tmp_path).fit()
+    files = sorted(tmp_path.glob("*.pt"))
+    for file in files:
+        spoil(file)
+    with pytest.raises(CheckpointError, match=r"none of the \d checkpoints in"):
+        trainer(witness, "sync", 2, checkpoint=tmp_path, resume=True).start()
+    assert sorted(tmp_path.glob("*.pt")) == files
+    with pytest.raises(CheckpointError):
+        trainer(witness, "sync", 2, resume=files[0]).start()
+
+
+def test_a_full_disk_is_reported_and_the_run_goes_on(
+    tmp_path: Path, witness: Witness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+    failed = threading.Event()
+
+    def full(file: int) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise OSError(28, "No space left on device")
+        fsync(file)
+
+    def patient(model: nn.Module, batch: Any) -> Tensor:
+        assert flowdp.current_worker().epoch == 0 or failed.wait(WAIT_S)
+        return count(model, batch)
+
+    monkeypatch.setattr(os, "fsync", full)
+    written = Written()
+    run = trainer(
+        witness, "sync", 2, loss=patient, checkpoint=tmp_path, on_checkpoint=written, epochs=4
+    ).start()
+    check(witness, run.join(WAIT_S), 4)
+    [problem] = run.status().problems
+    assert "No space left on device" in problem
+    assert written.all[-1].epoch == 4

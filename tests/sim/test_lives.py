@@ -1,0 +1,90 @@
+"""Several lives: each begins where the one before was saved, as a file would give it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flowdp.machine.coordinator import RunConfig
+from flowdp.machine.standstill import Duties, SavePlan
+from flowdp.sim.lives import play
+from flowdp.sim.scenario import Crash, Scenario
+from flowdp.sim.violation import Violation
+from flowdp.sim.world import World
+
+CONFIG = RunConfig(world_size=2, batches=20, epochs=2, policy="sync", duties=Duties(SavePlan(4, "step")))
+SCENARIO = Scenario(seed=0, config=CONFIG, ms_per_step=(1.0, 1.0), sync_ms=0.1, latency_ms=0.0)
+
+
+def lives(**given: Any) -> list[World]:
+    first = replace(SCENARIO, crashes=(Crash(1, "mean", 7),))
+    return play(replace(first, later=replace(SCENARIO, **given)))
+
+
+def starts(worlds: list[World]) -> list[int]:
+    return [world.scenario.config.start.global_step for world in worlds[1:] if world.scenario.config.start]
+
+
+def test_a_run_without_another_life() -> None:
+    assert len(play(SCENARIO)) == 1
+
+
+def test_the_next_life_begins_at_the_last_checkpoint() -> None:
+    worlds = lives()
+    assert starts(worlds) == [12]
+    [_, second] = worlds
+    assert second.rules.finish is not None
+    assert second.rules.finish.global_step == 40
+    assert sum(second.rules.steps) == 28
+
+
+@pytest.mark.parametrize(("begins_at", "step"), [(0.0, 4), (0.5, 8), (0.99, 12)])
+def test_or_at_an_earlier_one(begins_at: float, step: int) -> None:
+    assert starts(lives(begins_at=begins_at)) == [step]
+
+
+def test_on_other_devices_and_for_longer() -> None:
+    config = replace(CONFIG, world_size=3, epochs=4, policy="cadence")
+    [_, second] = lives(config=config, ms_per_step=(1.0, 2.0, 3.0))
+    assert second.rules.epochs == [0, 1, 2, 3]
+
+
+def test_who_fails_before_the_first_checkpoint_begins_where_the_last_life_did() -> None:
+    second = replace(SCENARIO, crashes=(Crash(0, "start", 0),), later=SCENARIO)
+    worlds = lives(crashes=second.crashes, later=second.later)
+    assert starts(worlds) == [12, 12]
+
+
+def test_without_a_checkpoint_there_is_no_other_life() -> None:
+    first = replace(SCENARIO, config=replace(CONFIG, duties=Duties()), later=SCENARIO)
+    assert len(play(first)) == 1
+
+
+def test_a_stream_goes_on_at_the_beginning_of_an_epoch_alone() -> None:
+    config = replace(CONFIG, batches=None, duties=Duties(SavePlan(1, "step")))
+    stream = replace(SCENARIO, config=config, lengths=(9,), read_ms=0.1)
+    worlds = play(replace(stream, later=replace(stream, begins_at=0.0)))
+    start = worlds[1].scenario.config.start
+    assert start is not None
+    assert (start.done, start.open) == (1, ())
+
+
+def test_the_lives_up_to_a_violation_are_there() -> None:
+    class Forgetful(World):
+        def _obey(self, command: Any) -> None:
+            if self.scenario.config.start is None or type(command).__name__ != "EpochEnded":
+                super()._obey(command)
+
+    worlds: list[World] = []
+    second = replace(SCENARIO, begins_at=0.0)
+    with pytest.raises(Violation, match=r"^S19: "):
+        play(replace(SCENARIO, later=second), world=Forgetful, lives=worlds)
+    assert len(worlds) == 2
+
+
+def test_a_trace_tells_where_a_life_begins() -> None:
+    lines: list[str] = []
+    play(replace(SCENARIO, later=SCENARIO), trace=lambda _, text: lines.append(text))
+    assert sum("the next life begins at Position(" in line for line in lines) == 1

@@ -1,0 +1,108 @@
+"""Duties on virtual time: all batches are evaluated, once, by whoever is free."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from flowdp.machine.coordinator import RunConfig
+from flowdp.machine.standstill import Duties
+from flowdp.messages import Adopt, Adopted, Capture, Captured, Evaluate, Evaluated
+from flowdp.sim.clock import Clock
+from flowdp.sim.effect import Effect, Memory
+from flowdp.sim.scenario import Scenario
+from flowdp.sim.serving import Serving
+from flowdp.sim.standing import Standing
+
+SCENARIO = Scenario(
+    seed=0,
+    config=RunConfig(world_size=2, batches=4, epochs=1, duties=Duties(eval_every=1)),
+    ms_per_step=(1.0, 1.0),
+    sync_ms=3.0,
+    eval_batches=9,
+    eval_ms=10.0,
+    capture_ms=5.0,
+)
+
+
+class Served:
+    """Two ranks, and what they answer."""
+
+    def __init__(self, crash: tuple[int, str] | None = None) -> None:
+        rng = random.Random(0)
+        self.clock = Clock(rng, 0.0)
+        self.answers: dict[int, tuple[float, object]] = {}
+        self.judge = Standing(SCENARIO, Effect(SCENARIO, Memory()), Memory())
+        self.serving = Serving(
+            SCENARIO,
+            self.clock,
+            rng,
+            self.judge,
+            lambda rank, where: (rank, where) == crash,
+            lambda rank, fact: self.answers.update({rank: (self.clock.now_ms, fact)}),
+        )
+
+    def rest(self) -> None:
+        while self.clock.advance():
+            pass
+
+    def batches(self) -> list[int]:
+        facts = [fact for _, fact in self.answers.values() if isinstance(fact, Evaluated)]
+        return [number for fact in facts for number, _, _ in fact.results]
+
+
+def test_the_ranks_share_an_evaluation() -> None:
+    served = Served()
+    for epoch in (0, 1):
+        for rank in (0, 1):
+            served.judge.ordered(rank, Evaluate(epoch, epoch), "")
+            served.serving.serve(rank, Evaluate(epoch, epoch))
+        served.rest()
+        assert sorted(served.batches()) == list(range(9))
+        for _, fact in served.answers.values():
+            assert isinstance(fact, Evaluated)
+            assert fact.results
+            served.judge.answered(fact)
+
+
+def test_one_that_is_cut_ends_with_the_batches_in_hand() -> None:
+    served = Served()
+    for rank in (0, 1):
+        served.serving.serve(rank, Evaluate(0, 0))
+    served.clock.advance()
+    served.serving.cut()
+    served.rest()
+    assert sorted(served.batches()) == [0, 1, 2]
+
+
+def test_a_rank_may_fail_in_its_duty() -> None:
+    served = Served(crash=(1, "evaluate"))
+    for rank in (0, 1):
+        served.serving.serve(rank, Evaluate(0, 0))
+    served.rest()
+    assert served.answers.keys() == {0}
+    served = Served(crash=(1, "capture"))
+    for rank in (0, 1):
+        served.serving.serve(rank, Capture(0))
+    served.rest()
+    assert served.answers.keys() == {0}
+
+
+def test_capturing_and_adopting_take_their_time() -> None:
+    served = Served()
+    served.serving.serve(0, Capture(0))
+    served.serving.serve(1, Adopt(0))
+    served.rest()
+    at_ms, fact = served.answers[0]
+    assert 0.0 < at_ms <= 5.0
+    assert fact == Captured(0)
+    assert served.answers[1] == (3.0, Adopted(1))
+
+
+def test_the_same_seed_gives_the_same_results() -> None:
+    first, second = Served(), Served()
+    for served in (first, second):
+        served.serving.serve(0, Evaluate(0, 0))
+        served.rest()
+    assert first.answers == second.answers
+    assert replace(SCENARIO, seed=1) != SCENARIO

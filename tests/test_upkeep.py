@@ -1,0 +1,127 @@
+"""What a Trainer was told of keeping a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowdp.engine.resume import Resumed
+from flowdp.errors import CheckpointError, OptionError
+from flowdp.machine.standstill import SavePlan
+from flowdp.observe.callbacks import Callback, EarlyStopping
+from flowdp.options import CheckpointOptions
+from flowdp.state import TrainedState
+from flowdp.upkeep import Upkeep
+
+
+def upkeep(policy: Any = "cadence", world_size: int = 2, train_step: object = None, **given: Any) -> Upkeep:
+    options: dict[str, Any] = {
+        "eval_dataset": None,
+        "eval_step": None,
+        "eval_every": 1,
+        "checkpoint": None,
+        "resume": False,
+        "on_checkpoint": None,
+        "callbacks": (),
+        "stall_timeout": 60.0,
+        "on_failure": "raise",
+        "on_nan": "quarantine",
+    }
+    made = Upkeep(**{**options, **given})
+    made.check(train_step, policy, world_size)
+    return made
+
+
+def trained(model: torch.nn.Module) -> TrainedState:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return TrainedState(model.state_dict(), optimizer.state_dict(), (), 0, 0, interrupted=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"checkpoint": 7}, "checkpoint must be a folder"),
+        ({"resume": True}, "resume=True takes the newest checkpoint of the folder"),
+        ({"resume": 1.5}, "resume must be True, the path of a checkpoint or a TrainedState"),
+        ({"stall_timeout": 0}, "stall_timeout must be a number above 0"),
+        ({"stall_timeout": "a minute"}, "stall_timeout must be a number above 0"),
+        ({"on_failure": "ignore"}, "on_failure must be one of 'raise', 'continue'"),
+        ({"on_failure": "continue", "policy": "async"}, "'sync' and 'cadence'"),
+        ({"on_failure": "continue", "policy": "exact"}, "'sync' and 'cadence'"),
+        ({"on_failure": "continue", "world_size": 1}, "needs another device"),
+        ({"on_nan": "zero"}, "on_nan must be one of 'quarantine', 'raise'"),
+        ({"callbacks": [print]}, "a callback must be a flowdp.Callback"),
+        ({"callbacks": [EarlyStopping(), EarlyStopping("acc")]}, "one EarlyStopping decides"),
+        ({"eval_every": 2}, "no use without an eval_dataset"),
+        ({"eval_dataset": torch.zeros(2), "train_step": print}, "give eval_step"),
+    ],
+)
+def test_a_wrong_option_is_named(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        upkeep(**given)
+
+
+def test_nothing_asked_for_is_nothing_done(tmp_path: Path) -> None:
+    kept = upkeep()
+    assert kept.duties(None).save is None
+    assert kept.duties(None).eval_every is None
+    assert not any(kept.duties(None).halts(epoch) for epoch in range(5))
+    assert kept.begin() == (None, None)
+    assert not kept.care(None, None, {}).has_listeners
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_means_a_checkpoint_after_every_epoch(tmp_path: Path) -> None:
+    assert upkeep(checkpoint=tmp_path).duties(None).save == SavePlan(1, "epoch")
+    options = CheckpointOptions(tmp_path, every=50, unit="step")
+    assert upkeep(checkpoint=options).duties(None).save == SavePlan(50, "step")
+
+
+def test_whoever_hears_of_checkpoints_has_them_taken() -> None:
+    class Deaf(Callback):
+        pass
+
+    class Hearing(Callback):
+        def on_checkpoint(self, checkpoint: Any) -> None:
+            pass
+
+    assert upkeep(callbacks=[Deaf()]).duties(None).save is None
+    assert upkeep(callbacks=[Hearing()]).duties(None).save == SavePlan(1, "epoch")
+    listening = upkeep(on_checkpoint=print)
+    assert listening.duties(None).save == SavePlan(1, "epoch")
+    assert listening.care(None, None, {}).has_listeners
+
+
+def test_early_stopping_becomes_the_monitor() -> None:
+    duties = upkeep(callbacks=[EarlyStopping("acc", patience=2, mode="max", restore_best=True)]).duties(None)
+    assert duties.monitor is not None
+    assert (duties.monitor.name, duties.monitor.patience, duties.keeps_best) == ("acc", 2, True)
+
+
+def test_a_state_begins_at_its_epoch() -> None:
+    model = torch.nn.Linear(2, 1)
+    store, resumed = upkeep(resume=trained(model)).begin()
+    assert store is None
+    assert isinstance(resumed, Resumed)
+    assert (resumed.position.done, resumed.position.global_step) == (0, 0)
+    assert resumed.model.keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize("resume", [False, "a state"])
+def test_the_checkpoints_of_another_run_are_not_written_over(tmp_path: Path, resume: Any) -> None:
+    (tmp_path / "step-000000000007-1.pt").write_bytes(b"of days")
+    state = trained(torch.nn.Linear(2, 1)) if resume else False
+    with pytest.raises(OptionError, match="holds checkpoints of another run"):
+        upkeep(checkpoint=tmp_path, resume=state).begin()
+
+
+def test_nothing_is_begun_anew_where_no_checkpoint_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "step-000000000007-1.pt").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
+        upkeep(checkpoint=tmp_path, resume=True).begin()
+    store, resumed = upkeep(checkpoint=tmp_path / "new", resume=True).begin()
+    assert store is not None
+    assert resumed is None
