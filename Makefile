@@ -4,6 +4,7 @@
 
 PYTHON ?= python3
 SEEDS  ?= 2000
+SOAK_SECONDS ?= 600
 ARGS   ?=
 
 VENV    := .venv
@@ -13,7 +14,7 @@ PIP     := $(RUN) -m pip --disable-pip-version-check -qq
 BENCHES := $(subst /,.,$(basename $(filter-out %/__init__.py,$(wildcard bench/micro/*.py bench/end_to_end/*.py))))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check sim bench gpu
+.PHONY: help demo test check sim soak bench gpu
 
 help:
 	@sed -n 's/^## //p' $(firstword $(MAKEFILE_LIST))
@@ -36,6 +37,11 @@ check: $(STAMP)
 ## make sim      random virtual clusters; SEEDS=100000 for a night
 sim: $(STAMP)
 	@$(RUN) -m flowdp.sim --seeds $(SEEDS) $(ARGS)
+
+## make soak     every failure in every kind of run, then runs for SOAK_SECONDS: does anything grow?
+soak: $(STAMP)
+	@$(RUN) -m bench.reliability.failures $(ARGS)
+	@$(RUN) -m bench.reliability.soak --seconds $(SOAK_SECONDS) $(ARGS)
 
 ## make bench    every bench in turn; ARGS=--save writes bench/results
 bench: $(STAMP)

@@ -1,0 +1,117 @@
+"""A sample of the matrix of failures passes; and the bench sees what else could come of a fault."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+from bench.reliability import trial
+from bench.reliability.failures import main, matrix
+from bench.reliability.faults import ALL, BACKENDS, POLICIES, WHENS, Case, Fault, all_cases
+from flowdp.engine.finite import Numbers
+from flowdp.engine.place import Place
+from flowdp.engine.records import Records
+
+FOUND_FAULTS = {
+    # A reader that is held let ranks without data meet for ever, which counted as moving.
+    "stall-getitem-cadence-3-cpu-middle-any",
+    # What a callback raised behind the end was logged twice and never raised.
+    "error-callback-sync-3-cpu-last-any-ends",
+    # A callback that does not return kept a failure for more than 2 s.
+    "error-forward-cadence-4-local-last-any-held",
+    # Under "exact" the first step of the optimizer, at the gate, was taken for a later one.
+    "stall-step-exact-2-local-first-1",
+}
+
+
+def sample() -> list[Case]:
+    """Some cases of every fault at every site, and those that once found something."""
+    groups: dict[Any, list[Case]] = defaultdict(list)
+    for case in all_cases():
+        groups[case.fault, case.site, case.asked, case.rank == ALL].append(case)
+    draw = random.Random(1)
+    cases = [case for group in groups.values() for case in draw.sample(group, 1 if group[0].waits else 3)]
+    return cases + [case for case in all_cases() if case.name in FOUND_FAULTS]
+
+
+def test_there_are_enough_cases_and_each_has_a_name() -> None:
+    cases = all_cases()
+    assert len({case.name for case in cases}) == len(cases) > 4000
+
+
+def test_a_sample_of_all_cases() -> None:
+    cases = sample()
+    assert {(case.policy, case.devices) for case in cases} == {(p, n) for p in POLICIES for n in range(1, 5)}
+    assert {(case.backend, case.when) for case in cases} == {(b, when) for b in BACKENDS for when in WHENS}
+    report = matrix(cases)
+    assert report.failures == []
+    assert report.cases.total() == len(cases) > 100
+
+
+# ---------------------------------------------------------------- the bench sees
+def wrong_with(case: Case) -> str:
+    [(failed, wrong)] = matrix([case]).failures
+    assert failed is case
+    return wrong
+
+
+def test_an_error_without_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Place, "explain", lambda place, cause, duty="": RuntimeError(str(cause)))
+    wrong = wrong_with(Case("error", "forward", "sync", 2, "local", "middle", 1))
+    assert "not StepError" in wrong
+    assert "the cause is None" in wrong
+
+
+def test_an_error_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "WITHIN_S", 0.0)
+    assert "it took 0.0" in wrong_with(Case("exit", "collate", "cadence", 1, "local", "first"))
+
+
+def test_a_failure_that_is_said_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Records, "wait_for_reader", lambda records, timeout_s: False)
+    assert "printed though somebody joined" in wrong_with(
+        Case("error", "step", "async", 2, "cpu", "first", 0)
+    )
+
+
+def test_numbers_gone_bad_that_nobody_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Numbers, "look", lambda numbers: None)
+    monkeypatch.setattr(Numbers, "left", lambda numbers, step, what: None)
+    wrong = wrong_with(Case("nan", "forward", "sync", 2, "local", "middle", 0, "quarantine"))
+    assert "the answer is not finite" in wrong
+
+
+def test_a_run_that_waits_where_it_should_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "HANG_S", 0.2)
+    monkeypatch.setattr(trial, "expected", lambda case: "goes on")
+    wrong = wrong_with(Case("stall", "backward", "exact", 2, "cpu", "middle", 1))
+    assert "join() raised TimeoutError" in wrong
+
+
+def test_a_thread_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leaky(fault: Fault) -> Any:
+        threading.Thread(target=end.wait, name="flowdp-stray").start()
+        return trainer(fault)
+
+    end, trainer = threading.Event(), Fault.trainer
+    monkeypatch.setattr(Fault, "trainer", leaky)
+    monkeypatch.setattr("bench.reliability.failures.LEAVE_S", 0.1)
+    try:
+        assert "['flowdp-stray']" in wrong_with(Case("error", "getitem", "async", 3, "local", "last"))
+    finally:
+        end.set()
+
+
+def test_the_table_and_how_to_try_one_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "error-factory-sync-2-local-last-any"
+    assert main(["--case", name]) == 0
+    assert "1 of 1 cases" in capsys.readouterr().out
+    monkeypatch.setattr(trial, "expected", lambda case: "goes on")
+    assert main(["--case", name]) == 1
+    assert f"--case {name}" in capsys.readouterr().out

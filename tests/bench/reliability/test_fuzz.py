@@ -1,0 +1,75 @@
+"""Mutated checkpoints are read or refused; and the bench sees what else could happen."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.reliability.fuzz import MUTATIONS, files, fuzz, main, mutated
+from flowdp.engine import checkpoint_file
+from flowdp.engine.checkpoint_file import read
+
+
+def test_mutations_are_read_or_refused() -> None:
+    report = fuzz(300)
+    assert report.failures == []
+    assert sum(report.counts.values()) == 300
+    assert report.counts["refused"] > 200
+    assert report.counts["read with other values"] > 0
+
+
+def test_half_of_them_have_a_right_checksum_and_all_can_be_made_again(tmp_path: Path) -> None:
+    originals = files(tmp_path)
+    made = [mutated(seed, originals) for seed in range(400)]
+    assert made == [mutated(seed, originals) for seed in range(400)]
+    assert 150 < sum(is_sealed for _, _, is_sealed in made) < 250
+    assert sum(content == originals[number] for content, number, _ in made) < 40
+    assert len({content for content, _, _ in made}) > 350
+    assert len(set(MUTATIONS)) == 8
+
+
+@pytest.mark.parametrize(
+    ("what", "said"), [("raises", "KeyError: \"'x'\""), ("ends", "gone"), ("hangs", "hangs for 0.5 s")]
+)
+def test_what_goes_wrong_is_seen_with_its_seed_and_the_rest_read_on(what: str, said: str) -> None:
+    calls = []  # a child's own: a new one begins at none
+
+    def reader(path: Path) -> Any:
+        calls.append(path)
+        if len(calls) == 6:
+            if what == "raises":
+                raise KeyError("x")
+            if what == "hangs":
+                threading.Event().wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read(path)
+
+    report = fuzz(10, first=20, hang_s=0.5, reader=reader)
+    [(seed, happened)] = report.failures
+    assert seed == 25
+    assert said in happened
+    assert sum(report.counts.values()) == 9
+
+
+def test_a_checksum_that_nobody_looks_at_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_file, "_check_bytes", lambda file: None)
+    report = fuzz(40)
+    assert report.failures
+    assert all("checksum was not noticed" in happened for _, happened in report.failures)
+
+
+def test_the_table_and_the_file_of_failures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--mutations", "20", "--failures", str(tmp_path / "failures.txt")]
+    assert main(arguments) == 0
+    assert "20 mutations" in capsys.readouterr().out
+    assert not (tmp_path / "failures.txt").exists()
+    monkeypatch.setattr(checkpoint_file, "_check_bytes", lambda file: None)
+    assert main(arguments) == 1
+    assert "checksum" in (tmp_path / "failures.txt").read_text()

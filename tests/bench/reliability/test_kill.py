@@ -1,0 +1,84 @@
+"""Killed training goes on where it was; and the bench sees what else could happen."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.reliability import kill as bench
+from bench.reliability.kill import POINTS, POLICIES, kill, main
+from bench.reliability.lives import Aim, Plan
+from flowdp.engine import store
+from flowdp.engine.resume import Resumed
+
+SECOND = Aim("sync folder", write=2)
+
+
+def test_random_kills() -> None:
+    report = kill(10, seed=1)
+    assert report.faults == []
+    assert report.hits.total() == 10
+    assert report.counts["resumes"] > 0
+
+
+def test_killed_before_each_call_of_a_write() -> None:
+    report = kill(len(POINTS), plans=[Plan("sync")], aims=[Aim(point, write=1) for point in POINTS])
+    assert report.faults == []
+    assert report.hits == dict.fromkeys(POINTS, 1)
+    assert report.counts["resumes"] == 3  # the first one to leave a checkpoint dies before the fourth call
+    assert report.counts["runs that ended with the bits of one never killed"] == 1
+    # Before the first call there is no file, before the last one it has its name.
+    assert report.counts["unfinished files, whole"] == 2
+    assert report.counts["unfinished files, torn"] == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_model_that_is_not_put_back_is_seen(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Resumed, "put_back", lambda resumed, replicas: None)
+    faults = kill(1, plans=[Plan(policy)], aims=[Aim("sync folder", write=1)]).faults
+    assert any("what was trained is not what" in fault for fault in faults)
+    assert any("samples per epoch and per sample" in fault for fault in faults)
+    assert any("never killed" in fault for fault in faults) == (policy in ("sync", "exact"))
+
+
+def test_work_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = store.Store.paths
+    monkeypatch.setattr(store.Store, "paths", lambda own: paths(own)[1:] or paths(own))
+    faults = kill(1, plans=[Plan("sync")], aims=[SECOND]).faults
+    assert any("a life began at" in fault for fault in faults)
+
+
+def test_a_file_that_has_its_name_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def careless(path: Path, state: Any, *, also: Path | None = None) -> None:
+        write(path, state, also=also)
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        path.with_name("x.tmp").touch()  # the second file that is opened: here it ends
+        path.write_bytes(whole)
+
+    write = store.write
+    monkeypatch.setattr(store, "write", careless)
+    faults = kill(1, plans=[Plan("cadence")], aims=[Aim("open", write=2)]).faults
+    assert any("has the name of a whole one" in fault for fault in faults)
+
+
+def test_a_file_that_is_left_over_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "LEFT_OVER", re.compile("x"))
+    faults = kill(2, plans=[Plan("async")], aims=[Aim("rename", write=3), Aim("open", write=1)]).faults
+    assert any("is still there" in fault for fault in faults)
+
+
+def test_after_a_cut_power_the_torn_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "TORN_EVERY", 1)
+    report = kill(3, seed=2, plans=[Plan("exact")], aims=[SECOND] * 3)
+    assert report.faults == []
+    assert report.counts["torn files put there"] > 0
+    assert report.counts["torn files refused"] > 0
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--kills", "1", "--seed", "3"]) == 0
+    assert "1 kills in" in capsys.readouterr().out
