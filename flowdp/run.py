@@ -21,7 +21,7 @@ from flowdp.machine.commands import RoundEnded
 from flowdp.messages import Requested
 from flowdp.observe.observer import Observer
 from flowdp.policy.tally import EpochMetrics
-from flowdp.state import Status, TrainedState, on_cpu, optimizer_state
+from flowdp.state import Status, TrainedState, alone, on_cpu, optimizer_state
 
 __all__ = ["Run"]
 
@@ -34,6 +34,7 @@ class _Ending:
 
     state: TrainedState | None = None
     is_filled: bool = False
+    is_interrupted: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -222,11 +223,12 @@ class Run:
         Raises:
             OptionError: The Trainer was given neither `checkpoint` nor anything that hears of one.
         """
+        if self.done:
+            return
+        if not self._engine.config.duties.inside:
+            raise OptionError("an IterableDataset is resumed at an epoch's end alone: use run.snapshot()")
         if not self._engine.saver.writes:
-            raise OptionError(
-                "there is nowhere to write a checkpoint: give the Trainer checkpoint='a folder', or use "
-                "run.snapshot()"
-            )
+            raise OptionError("there is nowhere to write a checkpoint: give Trainer(checkpoint='a folder')")
         self._engine.request(Requested("checkpoint"))
 
     def snapshot(self) -> TrainedState:
@@ -244,8 +246,8 @@ class Run:
             return self.join()
         kept = standing.read()
         return TrainedState(
-            state_dict=kept["model"],
-            optimizer_state=kept["ranks"][0]["optimizers"],
+            state_dict={name: on_cpu(value) for name, value in kept["model"].items()},
+            optimizer_state=torch.utils._pytree.tree_map(on_cpu, alone(kept["ranks"][0]["optimizers"])),
             history=standing.history,
             global_step=standing.position.global_step,
             epochs_done=standing.position.done,
@@ -293,7 +295,10 @@ class Run:
                 error.add_note(f"The run had failed: {type(self.error).__name__}: {self.error}")
 
     def _interrupt(self) -> None:
-        """End the run before its time, and keep what it has made."""
+        """End the run before its time, and keep what it has made; a second time it does not wait."""
+        if self._ending.is_interrupted:
+            return
+        self._ending.is_interrupted = True
         self.stop()
         self._engine.records.wait()
         self._join_threads()
@@ -360,10 +365,9 @@ class Run:
         left = self._engine.failures.forgiven
         replica = next(one for rank, one in enumerate(self._engine.replicas) if rank not in left)
         best = self._engine.saver.best if self._restores_best else None
-        if best is None:
-            best = {name: on_cpu(value) for name, value in replica.module.state_dict().items()}
+        model = replica.module.state_dict() if best is None else best
         return TrainedState(
-            state_dict=best,
+            state_dict={name: on_cpu(value) for name, value in model.items()},
             optimizer_state=torch.utils._pytree.tree_map(on_cpu, optimizer_state(replica.optimizers)),
             history=self.history,
             global_step=finish.global_step,

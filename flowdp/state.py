@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from flowdp.engine.build import Optimizers
 from flowdp.policy.tally import EpochMetrics
 
-__all__ = ["Status", "TrainedState", "on_cpu", "optimizer_state"]
+__all__ = ["Status", "TrainedState", "alone", "on_cpu", "optimizer_state"]
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,12 @@ def optimizer_state(optimizers: Optimizers) -> Any:
     """The state of the one optimizer, or of several in the form in which they were given."""
     if isinstance(optimizers, Mapping):
         return {name: one.state_dict() for name, one in optimizers.items()}
-    states = [one.state_dict() for one in optimizers]
-    return states[0] if len(states) == 1 else states
+    return alone([one.state_dict() for one in optimizers])
+
+
+def alone(states: Any) -> Any:
+    """The one of a list of one; anything else as it is."""
+    return states[0] if isinstance(states, list) and len(states) == 1 else states
 
 
 def on_cpu(value: Any) -> Any:

@@ -23,7 +23,7 @@ from flowdp.checks import (
     check_story,
     check_words,
 )
-from flowdp.data.dataset import dataset_length, open_source
+from flowdp.data.dataset import dataset_length, loader_order, open_source
 from flowdp.data.source import Source
 from flowdp.device.process import ProcessTuning, as_tuning
 from flowdp.device.topology import devices as find_devices
@@ -143,7 +143,7 @@ class Trainer:
             run fails with a StallError. Until every device has ended its first step, and while paused, it is
             a warning. None: never.
         on_failure: "raise": the run fails where a device fails. "continue": the others go on, and train what
-            it had not brought to a mean ("sync" and "cadence").
+            it had not brought to a mean ("sync" and "cadence", datasets of tensors).
         on_nan: "quarantine": a replica with NaN or infinite numbers is left out of the mean and goes on from
             the others. "raise": it ends the run.
         handle_sigterm: SIGTERM stops the run as `stop()` does; a second one ends the process.
@@ -308,12 +308,15 @@ class Trainer:
         care = self._care(store, resumed, replicas[0])
         if resumed is not None:
             resumed.check(care.fingerprint, self.epochs, self.max_steps)
+            resumed = resumed.watching(self.upkeep.watched, self.upkeep.restores_best)
+            care.best = resumed.best
             resumed.put_back(replicas)
             log.info("going on from %s: step %d", resumed, resumed.position.global_step)
         # The source that was opened to check the arguments serves the first run, from the beginning.
         start = None if resumed is None else resumed.position
         source, self._first_source = self._first_source if start is None else None, None
         source = source or self._open(start)
+        self.upkeep.check_source(source)
         config = self._config(source, replicas, resumed)
         engine = open_engine(self.story, config, replicas, source, self.tuning, self.backend, care=care)
         observer = Observer(engine.records, [*self._bar(start), *self.upkeep.callbacks], engine.fail)
@@ -343,14 +346,20 @@ class Trainer:
             window=self.sizes.window,
             samples=source.samples,
             groups=self.sizes.groups,
-            duties=self.upkeep.duties(resumed),
+            duties=self.upkeep.duties(resumed, inside=source.can_resume_inside),
             on_failure=self.upkeep.on_failure,
             start=None if resumed is None else resumed.position,
         )
 
     def _care(self, store: Store | None, resumed: Resumed | None, replica: Replica) -> Care:
         reading = self._reading
-        order = {name: reading[name] for name in ("batch_size", "shuffle", "seed", "drop_last")}
+        order = loader_order(self.dataset) or {
+            "batch_size": reading["batch_size"],
+            "shuffle": reading["shuffle"] is not False,
+            "drop_last": bool(reading["drop_last"]),
+        }
+        if reading["window"] is not None:
+            order["batch_size"] = None  # of no account
         return self.upkeep.care(
             store,
             resumed,
@@ -358,7 +367,9 @@ class Trainer:
                 replica.module,
                 all_of(replica.optimizers),
                 dataset_length=dataset_length(self.dataset),
+                monitor=self.upkeep.watched,
                 global_batch_size=reading["window"],
+                seed=reading["seed"],
                 **order,
             ),
             batch_size=self.sizes.forward(self.dataset),

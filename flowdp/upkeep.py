@@ -8,11 +8,13 @@ from os import PathLike
 from typing import Any
 
 from flowdp.checks import check_checkpoint, check_going_on, check_resume, check_stall_timeout
+from flowdp.data.dataset import Source, TensorSource
 from flowdp.engine.care import Care
 from flowdp.engine.checkpoint import Checkpoint
 from flowdp.engine.evaluate import EvalStep, Evaluator, check_evaluation
 from flowdp.engine.resume import Resumed, find
 from flowdp.engine.store import Store
+from flowdp.errors import OptionError
 from flowdp.machine.standstill import Duties, SavePlan
 from flowdp.observe.callbacks import Callback, OnCheckpoint, check_callbacks, monitor_of
 from flowdp.options import CheckpointOptions, OnFailure, OnNan, Policy
@@ -57,11 +59,35 @@ class Upkeep:
         self._monitor, self.restores_best = monitor_of(self.callbacks)
         self.stall_timeout = check_stall_timeout(self.stall_timeout)
 
-    def duties(self, resumed: Resumed | None) -> Duties:
+    @property
+    def watched(self) -> list[str] | None:
+        """Name and mode of what early stopping watches; None where there is none."""
+        return None if self._monitor is None else [self._monitor.name, self._monitor.mode]
+
+    def check_source(self, source: Source) -> None:
+        """Check that the dataset can be read again where this asks for it.
+
+        Raises:
+            OptionError: It cannot.
+        """
+        if self.on_failure == "continue" and not isinstance(source, TensorSource):
+            raise OptionError(
+                "on_failure='continue' gives what a failed rank had trained to others, which needs a dataset "
+                "of tensors: what is read from any other is handed out once"
+            )
+        save = self.checkpoint
+        if isinstance(save, CheckpointOptions) and save.unit != "epoch" and not source.can_resume_inside:
+            raise OptionError(
+                f"checkpoint.unit={save.unit!r} would write checkpoints inside an epoch of an "
+                "IterableDataset, from which nothing can go on: use unit='epoch'"
+            )
+
+    def duties(self, resumed: Resumed | None, *, inside: bool = True) -> Duties:
         """What the ranks do while all stand still.
 
         Args:
             resumed: What the run goes on from.
+            inside: The dataset can be entered inside an epoch.
         """
         is_saved = resumed is not None and resumed.path is not None and isinstance(self.resume, bool)
         save = None
@@ -75,6 +101,7 @@ class Upkeep:
             monitor=self._monitor,
             keeps_best=self.restores_best,
             is_saved=is_saved,
+            inside=inside,
         )
 
     def begin(self) -> tuple[Store | None, Resumed | None]:

@@ -28,9 +28,32 @@ from flowdp.data.tensor_source import TensorSource
 from flowdp.errors import OptionError
 from flowdp.machine.position import Position
 
-__all__ = ["Batch", "Collate", "Source", "TensorSource", "as_tensors", "dataset_length", "open_source"]
+__all__ = [
+    "Batch",
+    "Collate",
+    "Source",
+    "TensorSource",
+    "as_tensors",
+    "dataset_length",
+    "loader_order",
+    "open_source",
+]
 
 Collate = Callable[[list[Any]], Batch]
+
+
+def loader_order(dataset: object) -> dict[str, Any] | None:
+    """What a DataLoader says of the order of its samples, as plain data; None for any other dataset."""
+    if not isinstance(dataset, DataLoader):
+        return None
+    own: Any = dataset.batch_sampler
+    sampler = dataset.sampler if own is None else getattr(own, "sampler", own)
+    return {
+        "batch_size": getattr(own, "batch_size", None),
+        "drop_last": getattr(own, "drop_last", None),
+        "sampler": type(sampler).__name__,
+        "batch_sampler": type(own).__name__,
+    }
 
 
 def open_source(
@@ -252,6 +275,10 @@ def _from_loader(
         )
     order = _order_of(loader, _length(dataset), seed, window)
     order.begin_at(reading["start"].done)
+    if isinstance(order, SamplerOrder) and any(
+        one.position > len(one.missing) for one in reading["start"].open
+    ):
+        order.check_repeats()
     if loader.batch_sampler is None:
         return Reader(dataset, order, collate_fn=_Single(collate), is_counted=True, **options)
     if loader.num_workers == 0 and collate is default_collate and type(dataset) is TensorDataset:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowdp.errors import DataError, ProtocolError
+from flowdp.errors import CheckpointError, DataError, ProtocolError
 from flowdp.machine.position import Position
 
 __all__ = [
@@ -191,6 +191,20 @@ class SamplerOrder(Order):
         """See `Order.begin_at`."""
         if self._told() is not None:
             self._next = epoch
+
+    def check_repeats(self) -> None:
+        """Check that the sampler may draw an epoch again that it drew before, in another process.
+
+        Raises:
+            CheckpointError: It draws by a generator that nobody has seeded.
+        """
+        sampler = getattr(self._sampler, "sampler", self._sampler)
+        if self._told() is None and getattr(sampler, "generator", self) is None:
+            raise CheckpointError(
+                f"the checkpoint lies inside an epoch of the sampler {type(sampler).__name__}, which draws "
+                "another order each time: give it a generator with a seed, or `set_epoch`, or go on from a "
+                "checkpoint at an epoch's end"
+            )
 
     def _draw(self, epoch: int) -> Tensor:
         if epoch < self._next:

@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +98,14 @@ class Checkpoint:
         self.global_step: int = state["global_step"]
         self.path = path
 
-    @property
+    @cached_property
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Parameters and buffers, averaged over the ranks, by the module's own names, on the CPU."""
-        model: Mapping[str, Tensor] = self._state["model"]
-        return model
+        """Parameters and buffers, averaged over the ranks, by the module's own names, on the CPU.
+
+        A copy: what is done to it changes no file, nor the best model.
+        """
+        model = self._state["model"]
+        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in model.items()}
 
     def load_into(self, module: nn.Module) -> nn.Module:
         """Copy the parameters and buffers into a module of the same structure, and return it."""
@@ -183,6 +187,7 @@ class Saver:
         self._old_best = best
         self._evaluates = evaluates
         self._best: Standing | None = None
+        self._is_warned = False  # of a metric that is not there
         self._desk = _Desk()
         self._changed = threading.Condition()  # guards the desk
         self._thread: threading.Thread | None = None
@@ -301,12 +306,14 @@ class Saver:
             try:
                 self._write(job)
             except CheckpointError as error:
-                self._complain(error)
+                self._complain(
+                    error, is_final=error.path is None and not isinstance(error.__cause__, OSError)
+                )
             except BaseException as cause:
                 text = f"checkpoint {job.version} failed: {type(cause).__name__}: {cause}"
                 failure = CheckpointError(text, version=job.version)
                 failure.__cause__ = cause
-                self._complain(failure)
+                self._complain(failure, is_final=True)
 
     def _next(self) -> _Job | None:
         with self._changed:
@@ -338,7 +345,16 @@ class Saver:
         keep_best = None if self._store is None else self._store.options.keep_best
         if keep_best is None or not standing.history or standing.position.open:
             return None
-        return number_of(keep_best[0], standing.history[-1], evaluates=self._evaluates)
+        last = standing.history[-1]
+        value = number_of(keep_best[0], last, evaluates=self._evaluates)
+        if value is None and (last.eval or not self._evaluates) and not self._is_warned:
+            self._is_warned = True
+            text = (
+                f"keep_best: nothing in epoch {last.epoch} is called {keep_best[0]!r}, so there is no best.pt"
+            )
+            self.problems.append(text)
+            log.warning("%s", text)
+        return value
 
     def _write(self, job: _Job) -> None:
         position, history = job.standing.position, job.standing.history
@@ -363,10 +379,10 @@ class Saver:
         if self._saved is not None:
             self._saved(Checkpoint(state, path))
 
-    def _complain(self, error: CheckpointError) -> None:
-        """A full disk may be emptied while the run goes on; what is not plain will never be."""
+    def _complain(self, error: CheckpointError, *, is_final: bool) -> None:
+        """A full disk may be emptied while the run goes on; what is not plain never will be."""
         self.problems.append(str(error))
-        if isinstance(error.__cause__, OSError):
-            log.error("%s; the run goes on, and tries again when the next one is due", error)
-        else:
+        if is_final:
             self._failed(error)
+        else:
+            log.error("%s; the run goes on, and tries again when the next one is due", error)

@@ -294,14 +294,17 @@ def _name_also(unfinished: Path, also: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Let the disk know of a new name."""
+    """Let the disk know of a new name; the file is whole without that, too."""
     if os.name != "posix":  # elsewhere a folder cannot be opened
         return
-    handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        log.warning("the folder %s cannot be flushed to the disk: %s", folder, error.strerror)
 
 
 def remove(path: Path) -> None:

@@ -10,6 +10,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from time import perf_counter
 
@@ -121,6 +122,7 @@ class CoordinatorShell:
         self._start_s = perf_counter()
         self._failing_ms: float | None = None
         self._finish: Finish | None = None
+        self._left: set[int] = set()  # ranks that the others went on without
         self._is_reported = False
 
     def run(self) -> None:
@@ -195,6 +197,7 @@ class CoordinatorShell:
             case Send():
                 self._workers[command.rank].post(command.order)
             case LeaveGate():
+                self._left.add(command.rank)
                 self._failures.forgive(command.rank)
                 self._gate.leave(command.rank)
             case CutEvaluation():
@@ -215,8 +218,9 @@ class CoordinatorShell:
                 self._gate.direct(command.directives)
             case Hurry():
                 self._gate.hurry = max(self._gate.hurry, command.round)
-                for worker in self._workers:
-                    worker.post(Hurried())
+                for rank, worker in enumerate(self._workers):
+                    if rank not in self._left:  # nobody would read it
+                        worker.post(Hurried())
             case AbortGate():
                 self._gate.abort(command.reason)
                 self._failing_ms = self._now_ms() + GRACE_MS
@@ -261,7 +265,8 @@ class CoordinatorShell:
         reason = self._failures.add(error)
         self._gate.abort(reason)
         for worker in self._workers:
-            worker.post(Abort(reason))
+            with suppress(ProtocolError):  # one that is gone reads nothing
+                worker.post(Abort(reason))
 
     def _end(self) -> None:
         """Join every thread, then say that the run is over."""
@@ -301,12 +306,13 @@ class CoordinatorShell:
 
     def _close(self) -> None:
         """Give everything back; after a failure without waiting for ever."""
-        if self._failures.first is None:
+        if self._failures.first is None and not self._failures.forgiven:
             self._closing()
             return
         # What lies on a device may wait for what another one never does, and nobody may be left who would
         # have noticed: all ranks may have failed, or left, with a collective's kernel still on its way.
-        self._collective.abort()
+        if self._failures.first is not None:
+            self._collective.abort()
         closer = threading.Thread(target=self._try_closing, name="flowdp-closing", daemon=True)
         closer.start()
         closer.join(GRACE_MS / 1e3)
@@ -317,7 +323,10 @@ class CoordinatorShell:
         try:
             self._closing()
         except BaseException as error:
-            self._failures.add(error)
+            if self._failures.first is None:  # of a rank that the others went on without
+                log.warning("a device that had failed cannot be given back: %s", error)
+            else:
+                self._failures.add(error)
 
     def _conclude(self, *, over: bool) -> None:
         """Let everybody know, and print a failure that nobody comes to ask for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +17,12 @@ SHOWN = 5
 
 
 def fingerprint(
-    module: nn.Module, optimizers: Iterable[Optimizer], *, dataset_length: int | None, **order: Any
+    module: nn.Module,
+    optimizers: Iterable[Optimizer],
+    *,
+    dataset_length: int | None,
+    monitor: Sequence[str] | None = None,
+    **order: Any,
 ) -> dict[str, Any]:
     """What a checkpoint says of its run, as plain data.
 
@@ -25,6 +30,7 @@ def fingerprint(
         module: The model, on any device.
         optimizers: Of a replica, in order.
         dataset_length: Samples of the dataset; None where it has no length.
+        monitor: Name and mode of what early stopping watches; another one is no reason to refuse.
         order: What decides which samples a batch of an epoch has, by the names of the user's arguments:
             batch_size, seed, shuffle, drop_last and the like.
 
@@ -35,7 +41,13 @@ def fingerprint(
     model = {name: _form(tensor) for table in tables for name, tensor in table}
     kinds = [type(optimizer).__name__ for optimizer in optimizers]
     said: dict[str, Any] = plain(
-        {"model": model, "optimizers": kinds, "dataset_length": dataset_length, "order": order}
+        {
+            "model": model,
+            "optimizers": kinds,
+            "dataset_length": dataset_length,
+            "monitor": monitor,
+            "order": order,
+        }
     )
     return said
 

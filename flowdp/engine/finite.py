@@ -90,7 +90,10 @@ class Numbers:
             The host waits until the device has run all steps so far: once per mean, never per step.
         """
         last = self._place.step
-        if self._machine.is_bad or not self._machine.steps or last is None:
+        if self._machine.is_bad:
+            self._meter.look()  # what is on its way is of before the mean, and must not land behind it
+            return
+        if not self._machine.steps or last is None:
             return
         is_finite = self._watched is None or self._is_finite(self._watched)
         self._meter.look()

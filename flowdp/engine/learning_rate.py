@@ -110,7 +110,7 @@ class LearningRate:
             metric: Loss of the epoch before, for a scheduler that watches it.
         """
         if self._lambda is not None:
-            factor = self._lambda(position)
+            factor = float(self._lambda(position))
             self._plain = [base * factor for base in self._base]
             self._write()
         elif self._schedulers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from flowdp.engine.store import Store
 from flowdp.errors import CheckpointError, OptionError
 from flowdp.machine.position import Position
 from flowdp.options import CheckpointOptions
+from flowdp.policy.monitor import Best
 from flowdp.policy.tally import EpochMetrics
 
 __all__ = ["Resumed", "find"]
@@ -96,6 +97,18 @@ class Resumed:
             raise OptionError(f"epochs={epochs} is less than the {begun} that {self} has begun")
         if max_steps is not None and max_steps < position.global_step:
             raise OptionError(f"max_steps={max_steps} is less than the {position.global_step} of {self}")
+
+    def watching(self, watched: Sequence[str] | None, restores_best: bool) -> Resumed:
+        """The same, without what early stopping has seen where that was of another number.
+
+        Args:
+            watched: Name and mode of what the run watches.
+            restores_best: Its answer is the best model: one that nobody has kept cannot be beaten.
+        """
+        before = None if self.fingerprint is None else self.fingerprint.get("monitor")
+        if before == watched and not (restores_best and self.best is None):
+            return self
+        return replace(self, best=None, position=replace(self.position, best=Best()))
 
     def put_back(self, replicas: Sequence[Replica]) -> None:
         """Make of newly built replicas what the ranks were.

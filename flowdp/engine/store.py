@@ -30,7 +30,7 @@ class Store:
 
     Args:
         options: The folder, which is made, and what stays in it. What a killed process has left unfinished
-            there is removed.
+            there is removed at the first `save`.
 
     Attributes:
         best: Best value of the metric that `keep_best` names; None before the first.
@@ -49,9 +49,7 @@ class Store:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise self._lost(error) from error
-        for path in self._files():
-            if LEFT_OVER.fullmatch(path.name):
-                remove(path)
+        self._is_swept = False
 
     def paths(self) -> list[Path]:
         """The checkpoints that are there, newest first; `best.pt` is not among them."""
@@ -93,6 +91,7 @@ class Store:
         Raises:
             CheckpointError: It could not be written; those before it are untouched.
         """
+        self._sweep()
         there = self.paths()
         number = version if not there else max(version, _number(there[0]) + 1)
         path = self._folder / f"step-{global_step:012d}-{number}.pt"
@@ -114,6 +113,14 @@ class Store:
         for old in self.paths()[self.options.keep_last :]:
             remove(old)
         return path
+
+    def _sweep(self) -> None:
+        """Once, and not before this run writes: until then the folder may be another one's, at work."""
+        if not self._is_swept:
+            self._is_swept = True
+            for path in self._files():
+                if LEFT_OVER.fullmatch(path.name):
+                    remove(path)
 
     def _is_better(self, value: float) -> bool:
         if self.options.keep_best is None or value != value:

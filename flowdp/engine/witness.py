@@ -81,7 +81,8 @@ class Witness:
         """Whether every rank has ended its first step, or is in none and waits for no batch."""
         waiting = self._gate.waiting()
         return all(
-            self._has_stepped(worker)
+            worker.has_left
+            or self._has_stepped(worker)
             or worker.rank in waiting
             or (worker.step is None and worker.awaited is None)
             for worker in self._workers

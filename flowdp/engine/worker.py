@@ -8,6 +8,7 @@ it goes up when the device is there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from time import perf_counter
 
@@ -174,6 +175,9 @@ class Worker:
         except BaseException as cause:
             explained = self._place.explain(cause, self.duty)
             is_alone = self._goes_on and not self._is_bound and isinstance(explained, StepError | DeviceError)
+            if is_alone:
+                with suppress(Exception):  # a dead device tells nothing more
+                    self._meter.settle()  # acknowledgments that wait for it
             take = self._failures.hold if is_alone else self._failures.add
             error = take(explained, self.rank)
         finally:

@@ -303,7 +303,8 @@ class Coordinator:
 
         commands = self.standstill.decide(now_ms, self._present(), where, leaves=self._wants_stop)
         is_over = (self._ends or self.epochs.is_complete) and not self.standstill.is_wanted
-        if is_over and self.standstill.end(self.global_step):
+        may_save = self.config.duties.inside or not self.epochs.is_inside
+        if is_over and may_save and self.standstill.end(self.global_step):
             commands += self.standstill.decide(now_ms, self._present(), where, leaves=self._wants_stop)
         return self._failing(commands)
 

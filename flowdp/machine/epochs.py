@@ -109,6 +109,11 @@ class Epochs:
     def _is_halted(self) -> bool:
         return bool(self._open) and self._halts(self._open[-1].ledger.epoch)
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether some batches of an epoch were trained and others not."""
+        return any(one.ledger.trained for one in (*self._cut, *self._open))
+
     def position(self, now_ms: float) -> tuple[int, int, tuple[OpenEpoch, ...]]:
         """How many epochs are complete, their steps, and where the others stand; nothing is dealt.
 

@@ -48,6 +48,7 @@ class Duties:
         monitor: What ends the run when it does not get better; None: nothing.
         keeps_best: What the ranks have at the best epoch is kept.
         is_saved: What the run begins from is a checkpoint in its own folder.
+        inside: A run can go on inside an epoch, too: its last checkpoint may lie there.
     """
 
     save: SavePlan | None = None
@@ -55,6 +56,7 @@ class Duties:
     monitor: Monitor | None = None
     keeps_best: bool = False
     is_saved: bool = False
+    inside: bool = True
 
     def evaluates(self, epoch: int) -> bool:
         """Whether an evaluation follows this epoch."""

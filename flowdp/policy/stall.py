@@ -19,7 +19,7 @@ LONGEST_STEPS = 10
 LOOKS = 4
 """Looks in the time that is allowed, at least ..."""
 
-INTERVAL_MS = 1000.0
+INTERVAL_MS = 400.0
 """... and the longest time between two: a stall is noticed so much late at most."""
 
 

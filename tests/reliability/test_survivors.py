@@ -136,3 +136,53 @@ def test_without_it_the_run_fails(witness: Witness) -> None:
     with pytest.raises(StepError, match="mine") as caught:
         trainer(witness, "sync", 2, loss=Fails(1, 1)).fit()
     assert caught.value.rank == 1
+
+
+def test_many_rounds_are_cut_short_after_a_rank_has_left() -> None:
+    """Nobody reads the inbox of a rank that is gone: what goes to all must not fill it."""
+
+    def fail_once(model: nn.Module, batch: Any) -> torch.Tensor:
+        worker = flowdp.current_worker()
+        if worker.rank == 1 and worker.local_step == 1:
+            raise ValueError("gone")
+        return model(batch[0]).square().mean()
+
+    run = flowdp.Trainer(
+        model=nn.Linear(1, 1),
+        optimizer=lambda params: torch.optim.SGD(params, lr=1e-3),
+        loss=fail_once,
+        dataset=(torch.randn(64, 1),),
+        batch_size=1,
+        max_steps=10**9,
+        devices=["cpu"] * 3,
+        on_failure="continue",
+        progress=False,
+    ).start()
+    while not run.status().problems:
+        run.snapshot()
+    for _ in range(80):  # an inbox of a worker holds 64
+        run.snapshot()
+    run.stop()
+    assert run.join(20).interrupted
+    assert run.error is None
+
+
+def test_what_was_read_can_be_handed_out_once() -> None:
+    class Squares(torch.utils.data.Dataset[float]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> float:
+            return float(index**2)
+
+    with pytest.raises(flowdp.OptionError, match="needs a dataset of tensors"):
+        flowdp.Trainer(
+            model=nn.Linear(1, 1),
+            optimizer=lambda params: torch.optim.SGD(params, lr=1e-3),
+            loss=lambda model, batch: model(batch[:, None]).mean(),
+            dataset=Squares(),
+            batch_size=1,
+            epochs=1,
+            devices=["cpu"] * 2,
+            on_failure="continue",
+        ).start()
