@@ -78,13 +78,11 @@ class Folder:
         self._torn: set[Path] = set()
         self._left: set[tuple[Path, int, int]] = set()
 
-    def look(self, *, has_begun: bool) -> None:
-        """Check every file that is there, after a life that had begun to train, or had not."""
+    def look(self) -> None:
+        """Check every file that is there, after a life."""
         counts, fault = self._report.counts, self._report.faults.append
         there = self._unfinished()
-        if has_begun and self._left & there:
-            fault(f"{self._plan}: a file that a killed life had left is still there")
-        self._left = there
+        old, self._left = self._left & there, there
         for path, _, _ in there:
             counts["unfinished files, whole" if _is_whole(path) else "unfinished files, torn"] += 1
         good = []
@@ -101,6 +99,8 @@ class Folder:
             if wrong := self._compare(state):
                 fault(f"{self._plan}: {path.name}: {wrong}")
         before, self.newest = self.newest, good[-1] if good else (0, 0)
+        if old and self.newest != before:  # whoever writes has swept first
+            fault(f"{self._plan}: a file that a killed life had left is still there")
         if self.newest[1] < before[1]:
             fault(f"{self._plan}: the newest checkpoint went back from {before} to {self.newest}")
 
@@ -239,7 +239,7 @@ def _bring_to_an_end(
             if tuple(told["start"]) != folder.newest:
                 report.faults.append(f"{plan}: a life began at {told['start']}, not at {folder.newest}")
         report.counts["torn files refused"] += sum("refused" in one for one in said)
-        folder.look(has_begun="start" in told)
+        folder.look()
         saved = [tuple(one["saved"]) for one in said if "saved" in one]
         if saved and saved[-1] > folder.newest:
             report.faults.append(f"{plan}: {saved[-1]} was complete, and {folder.newest} is what is there")

@@ -9,7 +9,7 @@ import torch
 from flowdp.data.source import Source
 from flowdp.device.streams import CudaLane, Lane
 from flowdp.engine.context import CurrentWorker
-from flowdp.errors import CollectiveError, DataError, OutOfDeviceMemory, ProtocolError, StepError
+from flowdp.errors import DataError, OutOfDeviceMemory, ProtocolError, StepError
 from flowdp.machine.worker import Step
 
 __all__ = ["Place"]
@@ -67,7 +67,7 @@ class Place:
     def _explained(self, cause: BaseException, duty: str) -> BaseException:
         if isinstance(cause, OutOfDeviceMemory):
             return cause.with_traceback(None)  # of ours; its frames hold the replica
-        if isinstance(cause, DataError | ProtocolError | CollectiveError):
+        if isinstance(cause, DataError | ProtocolError):
             return cause
         if isinstance(cause, torch.OutOfMemoryError):
             return self.out_of_memory(cause, "what had no room cannot be done in pieces")
