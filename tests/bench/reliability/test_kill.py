@@ -67,7 +67,7 @@ def test_a_file_that_has_its_name_too_early_is_seen(monkeypatch: pytest.MonkeyPa
 
 def test_a_file_that_is_left_over_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "LEFT_OVER", re.compile("x"))
-    faults = kill(2, plans=[Plan("async")], aims=[Aim("rename", write=3), Aim("open", write=1)]).faults
+    faults = kill(2, plans=[Plan("async")], aims=[Aim("rename", write=3), Aim("open", write=3)]).faults
     assert any("is still there" in fault for fault in faults)
 
 
