@@ -22,6 +22,7 @@ from flowdp.data.source import Batch, Source
 from flowdp.errors import DataError, ProtocolError
 from flowdp.machine.position import Position
 from flowdp.messages import Part
+from flowdp.policy.formats import format_indices
 
 __all__ = ["LoaderSource", "Reader"]
 
@@ -287,7 +288,7 @@ class LoaderSource(Source):
     def _describe(self, key: _Key, cause: BaseException) -> DataError:
         epoch, batch = key
         indices = self.indices(epoch, batch)
-        shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
+        shown = format_indices(indices)
         samples = f" (samples {shown})" if indices else ""
         error = DataError(
             f"reading batch {batch} of epoch {epoch}{samples} failed: {type(cause).__name__}: {cause}",

@@ -29,6 +29,7 @@ from flowdp.engine.context import CurrentWorker, current_worker
 from flowdp.engine.exact import ExactReplica
 from flowdp.engine.replica import Replica
 from flowdp.errors import DataError, OptionError
+from flowdp.policy.formats import format_indices
 
 __all__ = ["EvalStep", "EvalSums", "Evaluator", "check_evaluation"]
 
@@ -255,7 +256,7 @@ class Evaluator:
                 sink(name, mean, samples)
         except Exception as error:
             indices = self._source.indices(number, batch)
-            shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
+            shown = format_indices(indices)
             error.add_note(f"in batch {batch} of the evaluation" + (f" (samples {shown})" if indices else ""))
             raise
 

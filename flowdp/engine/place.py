@@ -11,6 +11,7 @@ from flowdp.device.streams import CudaLane, Lane
 from flowdp.engine.context import CurrentWorker
 from flowdp.errors import DataError, OutOfDeviceMemory, ProtocolError, StepError
 from flowdp.machine.worker import Step
+from flowdp.policy.formats import format_indices
 
 __all__ = ["Place"]
 
@@ -44,7 +45,7 @@ class Place:
         """In words."""
         step, indices = self.step, self.indices
         epoch, batch = (None, None) if step is None else (step.epoch, step.batches[0])
-        shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
+        shown = format_indices(indices)
         return f"in epoch {epoch}, at its step {self._current.local_step} (batch {batch}, indices {shown})"
 
     def explain(self, cause: BaseException, duty: str = "") -> BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from flowdp.engine.checkpoint_file import UNFINISHED, plain, read, remove, write
 from flowdp.errors import CheckpointError
 from flowdp.options import CheckpointOptions
+from flowdp.policy.monitor import Monitor
 
 __all__ = ["Store", "plain", "read", "write"]
 
@@ -123,11 +125,10 @@ class Store:
                     remove(path)
 
     def _is_better(self, value: float) -> bool:
-        if self.options.keep_best is None or value != value:
+        keep_best = self.options.keep_best
+        if keep_best is None:
             return False
-        if self.best is None:
-            return True
-        return value < self.best if self.options.keep_best[1] == "min" else value > self.best
+        return Monitor(*keep_best).is_better(value, math.nan if self.best is None else self.best)
 
     def _files(self) -> list[Path]:
         try:

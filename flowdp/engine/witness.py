@@ -11,6 +11,7 @@ from flowdp.engine.stacks import describe_rank, describe_run, stacks, stall_erro
 from flowdp.engine.worker import Worker
 from flowdp.errors import StallError
 from flowdp.machine.commands import Quarantined
+from flowdp.policy.formats import format_indices
 from flowdp.threads.gate import Gate
 
 __all__ = ["Progress", "Witness"]
@@ -133,5 +134,5 @@ class Witness:
             return text
         epoch, batch = command.batch
         indices = self._source.indices(epoch, batch)
-        shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
+        shown = format_indices(indices)
         return f"{text}. The first were those of batch {batch} of epoch {epoch} (indices {shown})"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["format_duration", "format_metric"]
+from collections.abc import Sequence
+
+__all__ = ["format_duration", "format_indices", "format_metric"]
 
 
 def format_duration(ms: float) -> str:
@@ -26,3 +28,8 @@ def format_metric(value: float) -> str:
         mantissa, exponent = f"{value:.2e}".split("e")
         return f"{mantissa}e{int(exponent)}"
     return f"{value:.4f}" if abs(value) < 100.0 else f"{value:.2f}"
+
+
+def format_indices(indices: Sequence[int]) -> str:
+    """The first eight of some indices, and whether there are more: "3, 7, 1, ..."."""
+    return ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")

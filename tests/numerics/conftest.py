@@ -80,3 +80,18 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def witness() -> Witness:
     return Witness()
+
+
+WAIT_S = 20.0
+
+
+class Door:
+    """Holds whoever comes to it until a test has done something."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+
+    def wait(self) -> None:
+        self.reached.set()
+        assert self.opened.wait(WAIT_S)

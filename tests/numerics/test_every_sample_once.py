@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomS
 
 import flowdp
 from flowdp.engine.context import CurrentWorker
+from tests.numerics.conftest import WAIT_S, Door
 
 POLICIES = ("sync", "cadence", "async")
-WAIT_S = 20.0
 
 # Full and ragged, fewer batches than devices, one sample, a batch larger than the dataset.
 SIZES = [(24, 4), (23, 4), (7, 3), (5, 2), (3, 8), (1, 1), (1, 4)]
@@ -157,18 +157,6 @@ def test_a_file_read_by_seek_and_read(tmp_path, witness, policy, devices):
 
 
 # ---------------------------------------------------------------- what comes between
-class Door:
-    """Lets a worker wait inside a step until the test has done something."""
-
-    def __init__(self) -> None:
-        self.reached = threading.Event()
-        self.opened = threading.Event()
-
-    def wait(self) -> None:
-        self.reached.set()
-        assert self.opened.wait(WAIT_S)
-
-
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_stop_in_the_middle_trains_nothing_twice_and_counts_everything(witness, policy, devices):

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from flowdp.policy.formats import format_duration, format_metric
+from flowdp.policy.formats import format_duration, format_indices, format_metric
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,9 @@ def test_durations(ms, text):
 )
 def test_metrics(value, text):
     assert format_metric(value) == text
+
+
+def test_indices_are_cut_after_eight() -> None:
+    assert format_indices([]) == ""
+    assert format_indices(range(8)) == "0, 1, 2, 3, 4, 5, 6, 7"
+    assert format_indices(range(9)) == "0, 1, 2, 3, 4, 5, 6, 7, ..."

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 import flowdp
 from flowdp.engine.context import CurrentWorker
-from tests.numerics.conftest import Witness
+from tests.numerics.conftest import WAIT_S, Door, Witness
 
-WAIT_S = 20.0
 SAMPLES = 23
 BATCH = 4
 ENDLESS: dict[str, Any] = {"epochs": None, "max_steps": 10**9}
@@ -59,18 +58,6 @@ def trainer(witness: Witness, policy: Any, devices: int, **options: Any) -> flow
     if policy == "exact":
         given["global_batch_size"] = 2 * BATCH  # of any number of devices
     return flowdp.Trainer(**given | options)
-
-
-class Door:
-    """Holds whoever comes to it until a test has done something."""
-
-    def __init__(self) -> None:
-        self.reached = threading.Event()
-        self.opened = threading.Event()
-
-    def wait(self) -> None:
-        self.reached.set()
-        assert self.opened.wait(WAIT_S)
 
 
 @contextmanager

@@ -66,9 +66,17 @@ def test_a_file_that_has_its_name_too_early_is_seen(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_file_that_is_left_over_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def careless(path: Path, state: Any, *, also: Path | None = None) -> None:
+        if not (left := path.with_name("best.pt.tmp")).exists():
+            left.touch()  # of no write that follows: none replaces it
+        write(path, state, also=also)
+
+    write = store.write
+    monkeypatch.setattr(store, "write", careless)
+    killed_twice: dict[str, Any] = {"plans": [Plan("sync")], "aims": [SECOND, SECOND]}
+    assert kill(2, **killed_twice).faults == []
     monkeypatch.setattr(store, "LEFT_OVER", re.compile("x"))
-    faults = kill(2, plans=[Plan("async")], aims=[Aim("rename", write=3), Aim("open", write=3)]).faults
-    assert any("is still there" in fault for fault in faults)
+    assert any("is still there" in fault for fault in kill(2, **killed_twice).faults)
 
 
 def test_after_a_cut_power_the_torn_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
