@@ -97,6 +97,7 @@ class Engine:
             evaluates=care.evaluator is not None,
         )
         self._source = source
+        self._read_by: Callable[[], list[threading.Thread]] = source.threads
         self._tuning = tuning
         self._settings = ExitStack()
         self._settings.callback(closing)
@@ -138,7 +139,7 @@ class Engine:
         ]
         machine = Coordinator(config)
         self.story = Story(machine, sink)
-        self._witness = Witness(
+        witness = Witness(
             self.workers,
             gate,
             self._source,
@@ -146,6 +147,7 @@ class Engine:
             self.story.tail,
             steps_at_gate=config.policy == "exact",
         )
+        self._report: Callable[[str, int], str] = witness.report
         timeout_s = self.care.stall_timeout_s
         shell = CoordinatorShell(
             machine,
@@ -160,7 +162,7 @@ class Engine:
             self.saver,
             self.care.evaluator,
             StallWatch(None if timeout_s is None else timeout_s * 1e3),
-            self._witness,
+            witness,
             self.records,
             self.failures,
             self._settings.close,
@@ -292,7 +294,9 @@ class Engine:
         self._progress = self.progress()
         has_cards = any(replica.lane.is_async for replica in self.replicas)
         self.workers, self.replicas, self._feeds = [], (), []
-        del self._source, self._witness  # they call us back, or know the workers
+        # These call us back, or know the workers; another thread may be asking them just now.
+        self._read_by, self._report = list, partial(_last_report, self.story)
+        del self._source
         self.care.evaluator = None
         self.close_observer = lambda _: True
         self.saver.let_go()
@@ -312,12 +316,7 @@ class Engine:
 
     def report(self, headline: str, events: int) -> str:
         """What the ranks and threads are doing, and the last events, as text of many lines."""
-        if not self.workers:
-            return "\n".join([headline, *self.story.tail(events)])
-        return self._witness.report(headline, events)
-
-    def _read_by(self) -> list[threading.Thread]:
-        return self._source.threads() if self.workers else []
+        return self._report(headline, events)
 
     def _run(self, shell: CoordinatorShell) -> None:
         shell.run()
@@ -347,6 +346,10 @@ class Engine:
         with self._asking:
             if not self.records.is_over:
                 self._inbox.post(Failed(words))
+
+
+def _last_report(story: Story, headline: str, events: int) -> str:
+    return "\n".join([headline, *story.tail(events)])
 
 
 def _rows(config: RunConfig) -> int | None:
