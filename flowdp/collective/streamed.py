@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from torch import Tensor, float64
 
@@ -119,8 +120,9 @@ class StreamedMean(ABC):
 
     def close(self) -> None:
         """Wait for the last round's work, which writes to memory that goes now."""
-        for lane in self._lanes:
-            lane.drain()
+        with ExitStack() as draining:  # of every lane, also where the device of one is dead
+            for lane in self._lanes:
+                draining.callback(lane.drain)
 
     @abstractmethod
     def _workers(self, outcome: Outcome) -> Sequence[int]:

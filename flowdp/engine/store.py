@@ -52,6 +52,7 @@ class Store:
         except OSError as error:
             raise self._lost(error) from error
         self._is_swept = False
+        self._refused: set[Path] = set()  # none to go on from, so none of those that stay
 
     def paths(self) -> list[Path]:
         """The checkpoints that are there, newest first; `best.pt` is not among them."""
@@ -73,6 +74,7 @@ class Store:
                 return path, read(path)
             except CheckpointError as error:
                 log.warning("%s; the one before it is taken", error)
+                self._refused.add(path)
         return None
 
     def follow(self, state: Mapping[str, Any]) -> None:
@@ -112,7 +114,8 @@ class Store:
             error.version = version
             raise
         self.best = best
-        for old in self.paths()[self.options.keep_last :]:
+        whole = [one for one in self.paths() if one not in self._refused]
+        for old in whole[self.options.keep_last :]:
             remove(old)
         return path
 

@@ -205,6 +205,22 @@ def test_a_leave_that_makes_the_round_launches_from_any_thread(world, monkeypatc
     assert world.cuda.races == []
 
 
+@pytest.mark.parametrize("way", [way for way in WAYS if not way.startswith("host")])
+def test_a_close_waits_for_every_device_also_where_one_is_dead(way, monkeypatch):
+    world, drained = FakeWorld(*WAYS[way]), []
+
+    def drain(lane):
+        drained.append(lane)
+        if lane is lanes[0]:
+            raise RuntimeError("CUDA error: device-side assert")
+
+    lanes = world.mean._lanes
+    monkeypatch.setattr(type(lanes[0]), "drain", drain)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        world.mean.close()
+    assert {*map(id, drained)} == {*map(id, lanes)}
+
+
 def test_a_reading_that_is_too_late_says_so(world):
     first = world.hold([1, 2, 3], drift=True)
     for _ in range(ROUNDS - 1):

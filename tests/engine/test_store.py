@@ -105,6 +105,18 @@ def test_one_that_cannot_be_read_is_passed_over(tmp_path: Path, caplog: pytest.L
     assert store.newest() is None
 
 
+def test_one_that_cannot_be_read_is_not_one_of_those_that_stay(tmp_path: Path) -> None:
+    store = Store(CheckpointOptions(tmp_path, keep_last=2))
+    fill(store, [None] * 2)
+    store.paths()[0].write_bytes(b"torn")
+    again = Store(store.options)
+    assert again.newest() is not None
+    fill(again, [None], first=3)
+    assert names(tmp_path) == ["step-000000000010-1.pt", "step-000000000020-2.pt", "step-000000000030-3.pt"]
+    fill(again, [None], first=4)
+    assert names(tmp_path) == ["step-000000000020-2.pt", "step-000000000030-3.pt", "step-000000000040-4.pt"]
+
+
 def test_a_run_that_begins_anew_in_a_used_folder_is_the_newest(tmp_path: Path) -> None:
     options = CheckpointOptions(tmp_path, keep_last=2)
     fill(Store(options), [None] * 5)
