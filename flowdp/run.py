@@ -21,7 +21,7 @@ from flowdp.machine.commands import RoundEnded
 from flowdp.messages import Requested
 from flowdp.observe.observer import Observer
 from flowdp.policy.tally import EpochMetrics
-from flowdp.state import Status, TrainedState, alone, on_cpu, optimizer_state
+from flowdp.state import Status, TrainedState, alone, optimizer_state
 
 __all__ = ["Run"]
 
@@ -166,7 +166,7 @@ class Run:
                 f"every must be 'epoch', 'round' or a number of steps of at least 1, not {every!r}"
             )
         steps = every
-        return self._guarded(lambda: _every(self._engine.records.round_records(), steps))
+        return self._guarded(lambda: self._engine.records.step_records(steps))
 
     def poll_metrics(self) -> list[EpochMetrics]:
         """The epoch records that have come since the last call; does not wait."""
@@ -245,13 +245,14 @@ class Run:
         if standing is None:
             return self.join()
         kept = standing.read()
-        return TrainedState(
-            state_dict={name: on_cpu(value) for name, value in kept["model"].items()},
-            optimizer_state=torch.utils._pytree.tree_map(on_cpu, alone(kept["ranks"][0]["optimizers"])),
+        return TrainedState.of(
+            kept["model"],
+            alone(kept["ranks"][0]["optimizers"]),
             history=standing.history,
             global_step=standing.position.global_step,
             epochs_done=standing.position.done,
             interrupted=True,
+            stood=self._engine.stood(standing.position),
         )
 
     # ------------------------------------------------------------------ ending
@@ -366,13 +367,14 @@ class Run:
         replica = next(one for rank, one in enumerate(self._engine.replicas) if rank not in left)
         best = self._engine.saver.best if self._restores_best else None
         model = replica.module.state_dict() if best is None else best
-        return TrainedState(
-            state_dict={name: on_cpu(value) for name, value in model.items()},
-            optimizer_state=torch.utils._pytree.tree_map(on_cpu, optimizer_state(replica.optimizers)),
+        return TrainedState.of(
+            model,
+            optimizer_state(replica.optimizers),
             history=self.history,
             global_step=finish.global_step,
             epochs_done=finish.epochs_done,
             interrupted=finish.stopped,
+            stood=self._engine.stood(finish.position),
         )
 
     def _guarded(self, records: Callable[[], Iterator[R]]) -> Iterator[R]:
@@ -390,11 +392,3 @@ class Run:
     def _check_caller(self, what: str) -> None:
         if self._engine.is_own_thread() or self._is_called_back():
             raise OptionError(f"{what}() would wait for the thread that calls it: it is one of the run's own")
-
-
-def _every(records: Iterator[RoundEnded], steps: int) -> Iterator[RoundEnded]:
-    reached = 0
-    for record in records:
-        if record.global_step // steps > reached:
-            reached = record.global_step // steps
-            yield record

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flowdp.engine.build import Optimizers
+from flowdp.engine.resume import Stood
 from flowdp.policy.tally import EpochMetrics
 
 __all__ = ["Status", "TrainedState", "alone", "on_cpu", "optimizer_state"]
@@ -26,6 +28,7 @@ class TrainedState:
         global_step: Steps of all ranks.
         epochs_done: Complete epochs.
         interrupted: The run was stopped before its last step.
+        stood: Where it stands inside an epoch, for `resume`; None where that cannot be entered.
     """
 
     state_dict: Mapping[str, Tensor]
@@ -34,6 +37,16 @@ class TrainedState:
     global_step: int
     epochs_done: int
     interrupted: bool
+    stood: Stood | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, model: Mapping[str, Any], optimizers: Any, **rest: Any) -> TrainedState:
+        """From a model's state_dict and the states of its optimizers, which are copied to the CPU."""
+        return cls(
+            {name: on_cpu(value) for name, value in model.items()},
+            torch.utils._pytree.tree_map(on_cpu, optimizers),
+            **rest,
+        )
 
     def load_into(self, module: nn.Module) -> nn.Module:
         """Copy the parameters and buffers into a module of the same structure, and return it."""

@@ -33,7 +33,7 @@ from flowdp.engine.build import ModelOption, OptimizerOption, all_of
 from flowdp.engine.care import Care
 from flowdp.engine.checkpoint import Checkpoint
 from flowdp.engine.evaluate import EvalStep
-from flowdp.engine.fingerprint import fingerprint
+from flowdp.engine.fingerprint import fingerprint, orders
 from flowdp.engine.launch import open_engine
 from flowdp.engine.learning_rate import LrLambda, SchedulerOption, check_schedule
 from flowdp.engine.live import check_free
@@ -136,14 +136,16 @@ class Trainer:
         checkpoint: A folder, for a checkpoint after every epoch, or `CheckpointOptions`. A run that ends
             well, by `stop()` and Ctrl-C too, leaves one at its end.
         resume: True: go on from the newest checkpoint of the folder, if there is one; or the path of a
-            checkpoint, or a `TrainedState`, which begins at its epoch.
+            checkpoint, or a `TrainedState`.
         on_checkpoint: Function of each `Checkpoint`, called on the callbacks' thread.
         callbacks: `Callback` instances, called beside the training; `EarlyStopping` among them ends it.
         stall_timeout: Seconds in which nothing may move, or 10 longest steps where that is more, before the
             run fails with a StallError. Until every device has ended its first step, and while paused, it is
             a warning. None: never.
         on_failure: "raise": the run fails where a device fails. "continue": the others go on, and train what
-            it had not brought to a mean ("sync" and "cadence", datasets of tensors).
+            it had not brought to a mean ("sync" and "cadence"). What is read from a dataset, and not gathered
+            from tensors, is kept in the host's memory for that, all batches between two means at most; a loss
+            must leave its batch as it is.
         on_nan: "quarantine": a replica with NaN or infinite numbers is left out of the mean and goes on from
             the others. "raise": it ends the run.
         handle_sigterm: SIGTERM stops the run as `stop()` does; a second one ends the process.
@@ -292,6 +294,7 @@ class Trainer:
         Raises:
             OptionError: The factories' results cannot be used, the story's file cannot be opened, or another
                 run holds one of the devices.
+            CheckpointError: There is nothing to go on from, or this run cannot.
             CollectiveError: backend="nccl" was asked for and does not work here; the message says why.
             DataError: The dataset's worker processes could not be started.
             OSError: The story's file cannot be written.
@@ -305,17 +308,17 @@ class Trainer:
         check_free(self.devices)
         store, resumed = self.upkeep.begin()
         replicas = build_replicas(self._parts, self.devices)
-        care = self._care(store, resumed, replicas[0])
-        if resumed is not None:
-            resumed.check(care.fingerprint, self.epochs, self.max_steps)
-            resumed = resumed.watching(self.upkeep.watched, self.upkeep.restores_best)
-            care.best = resumed.best
-            resumed.put_back(replicas)
-            log.info("going on from %s: step %d", resumed, resumed.position.global_step)
+        care = self._care(store, replicas[0])
         # The source that was opened to check the arguments serves the first run, from the beginning.
-        start = None if resumed is None else resumed.position
-        source, self._first_source = self._first_source if start is None else None, None
-        source = source or self._open(start)
+        first, self._first_source = self._first_source, None
+        if resumed is None:
+            source, start = first or self._open(None), None
+        else:
+            resumed, source = resumed.enter(care.fingerprint, self.epochs, self.max_steps, self._open)
+            resumed = resumed.watching(self.upkeep.watched, self.upkeep.restores_best)
+            start, care.history, care.best = resumed.position, resumed.history, resumed.best
+            resumed.put_back(replicas)
+            log.info("going on from %s: step %d", resumed, start.global_step)
         self.upkeep.check_source(source)
         config = self._config(source, replicas, resumed)
         engine = open_engine(self.story, config, replicas, source, self.tuning, self.backend, care=care)
@@ -323,6 +326,7 @@ class Trainer:
         if self.handle_sigterm:
             care.sigterm = SigtermStop(partial(engine.request, Requested("stop")))
         engine.close_observer = observer.close
+        engine.saver.orders = partial(orders, source)
         engine.start()
         module = self.model if isinstance(self.model, nn.Module) else None
         run = Run(engine, module, observer, restores_best=self.upkeep.restores_best)
@@ -351,7 +355,7 @@ class Trainer:
             start=None if resumed is None else resumed.position,
         )
 
-    def _care(self, store: Store | None, resumed: Resumed | None, replica: Replica) -> Care:
+    def _care(self, store: Store | None, replica: Replica) -> Care:
         reading = self._reading
         order = loader_order(self.dataset) or {
             "batch_size": reading["batch_size"],
@@ -362,7 +366,6 @@ class Trainer:
             order["batch_size"] = None  # of no account
         return self.upkeep.care(
             store,
-            resumed,
             fingerprint(
                 replica.module,
                 all_of(replica.optimizers),
@@ -384,6 +387,7 @@ class Trainer:
 
     def _open(self, start: Position | None = None) -> Source:
         world_size = len(self.devices)
+        keeps = self.upkeep.on_failure == "continue"
         return open_source(
-            self.dataset, epochs=self.epochs, world_size=world_size, start=start, **self._reading
+            self.dataset, epochs=self.epochs, world_size=world_size, start=start, keeps=keeps, **self._reading
         )

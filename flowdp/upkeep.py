@@ -8,7 +8,7 @@ from os import PathLike
 from typing import Any
 
 from flowdp.checks import check_checkpoint, check_going_on, check_resume, check_stall_timeout
-from flowdp.data.dataset import Source, TensorSource
+from flowdp.data.dataset import Source
 from flowdp.engine.care import Care
 from flowdp.engine.checkpoint import Checkpoint
 from flowdp.engine.evaluate import EvalStep, Evaluator, check_evaluation
@@ -65,16 +65,11 @@ class Upkeep:
         return None if self._monitor is None else [self._monitor.name, self._monitor.mode]
 
     def check_source(self, source: Source) -> None:
-        """Check that the dataset can be read again where this asks for it.
+        """Check that a run of this dataset can go on from the checkpoints that this asks for.
 
         Raises:
             OptionError: It cannot.
         """
-        if self.on_failure == "continue" and not isinstance(source, TensorSource):
-            raise OptionError(
-                "on_failure='continue' gives what a failed rank had trained to others, which needs a dataset "
-                "of tensors: what is read from any other is handed out once"
-            )
         save = self.checkpoint
         if isinstance(save, CheckpointOptions) and save.unit != "epoch" and not source.can_resume_inside:
             raise OptionError(
@@ -116,16 +111,14 @@ class Upkeep:
             return store, find(self.resume, store)
         find(False, store)  # its folder, too, must be its own
         state = self.resume
-        return store, Resumed.of(state.state_dict, state.optimizer_state, state.history, state.global_step)
+        kept = (state.state_dict, state.optimizer_state, state.history, state.global_step)
+        return store, Resumed.of(*kept, state.stood)
 
-    def care(
-        self, store: Store | None, resumed: Resumed | None, fingerprint: Mapping[str, Any], **reading: Any
-    ) -> Care:
+    def care(self, store: Store | None, fingerprint: Mapping[str, Any], **reading: Any) -> Care:
         """What watches over a run and keeps its state; the evaluation's dataset is opened.
 
         Args:
             store: The folder.
-            resumed: What the run goes on from.
             fingerprint: Of the run.
             reading: As of `Evaluator`, how its dataset is read.
         """
@@ -136,8 +129,6 @@ class Upkeep:
             store=store,
             fingerprint=fingerprint,
             has_listeners=self._has_listeners,
-            history=() if resumed is None else resumed.history,
-            best=None if resumed is None else resumed.best,
             evaluator=evaluator,
             stall_timeout_s=self.stall_timeout,
             on_nan=self.on_nan,

@@ -79,8 +79,8 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    # A run that lets go of a card collects garbage. What was imported is none, and there is much of it: to look
-    # through it each time took a third of a second, in a third of the suite's tests.
+    # A run that lets go of a card collects garbage. What was imported is none, and there is much of it: to
+    # look through it took a third of a second, in a third of the suite's tests.
     if "torch" in sys.modules:
         importlib.import_module("torch._dynamo")  # as the first optimizer does
     gc.collect()

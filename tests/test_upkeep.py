@@ -70,7 +70,7 @@ def test_nothing_asked_for_is_nothing_done(tmp_path: Path) -> None:
     assert kept.duties(None).eval_every is None
     assert not any(kept.duties(None).halts(epoch) for epoch in range(5))
     assert kept.begin() == (None, None)
-    assert not kept.care(None, None, {}).has_listeners
+    assert not kept.care(None, {}).has_listeners
     assert list(tmp_path.iterdir()) == []
 
 
@@ -92,7 +92,7 @@ def test_whoever_hears_of_checkpoints_has_them_taken() -> None:
     assert upkeep(callbacks=[Hearing()]).duties(None).save == SavePlan(1, "epoch")
     listening = upkeep(on_checkpoint=print)
     assert listening.duties(None).save == SavePlan(1, "epoch")
-    assert listening.care(None, None, {}).has_listeners
+    assert listening.care(None, {}).has_listeners
 
 
 def test_early_stopping_becomes_the_monitor() -> None:

@@ -70,6 +70,7 @@ def open_source(
     window: int | None = None,
     start: Position | None = None,
     on_demand: bool = False,
+    keeps: bool = False,
 ) -> Source:
     """The source of a dataset's batches.
 
@@ -108,6 +109,7 @@ def open_source(
             batch is one rank's.
         start: Where the run stands, in batches of this `batch_size`; None: at the beginning.
         on_demand: Begin each epoch when somebody waits for it. Else reading runs ahead into the next one.
+        keeps: Keep batches until they are settled; see `Source`.
 
     Raises:
         CheckpointError: The run stands inside an epoch of an IterableDataset.
@@ -118,8 +120,7 @@ def open_source(
     _check_seed(seed)
     if window is not None:
         world_size = 1  # as far as reading ahead goes: they all take the same
-    start = NOTHING_TRAINED if start is None else start
-    reading = {"epochs": epochs, "start": start, "on_demand": on_demand}
+    reading = {"epochs": epochs, "start": start or NOTHING_TRAINED, "on_demand": on_demand, "keeps": keeps}
     if isinstance(dataset, DataLoader):
         given = options if window is None else {**options, "batch_size": None}
         return _from_loader(dataset, given, seed, reading, world_size, window)
@@ -258,12 +259,14 @@ def _from_loader(
             f"{type(loader).__name__} iterates in its own way, which would be lost: its dataset is read in "
             f"flowdp's order. Give a plain torch DataLoader"
         )
+    own = loader.generator
     options = {
         **reading,
         "num_workers": loader.num_workers,
         "ahead": _ahead(world_size, loader.num_workers, loader.prefetch_factor),
         "worker_init_fn": loader.worker_init_fn,
-        "generator": loader.generator or _generator(seed, reading["start"]),
+        # A sampler may draw from it, too, and must not meet what torch draws from it for the processes.
+        "generator": _generator(seed, reading["start"]) if own is None else own.clone_state(),
         "prefetch_factor": loader.prefetch_factor,
         "timeout": loader.timeout,
         "multiprocessing_context": loader.multiprocessing_context,

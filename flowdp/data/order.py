@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 import threading
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -99,6 +100,13 @@ class Order(ABC):
     def begin_at(self, epoch: int) -> None:  # noqa: B027 - whoever can draw any epoch has nothing to do
         """Earlier epochs than this one will not be asked for. Call it before anything is."""
 
+    def checksum(self, epoch: int) -> int | None:  # noqa: ARG002 - what can be drawn again needs none
+        """Of the batches that a sampler has drawn for an epoch, as long as any of them can be under way.
+
+        None where it has not drawn them yet, and where the order is flowdp's own.
+        """
+        return None
+
     def samples_in(self, epoch: int, batch: int) -> int:
         """How many samples a batch holds.
 
@@ -170,7 +178,8 @@ class SamplerOrder(Order):
     It is iterated when an epoch is first asked for; epochs that were skipped are drawn on the way, so that
     epoch e is always the sampler's e-th. Where the sampler has `set_epoch`, that is called first, and says
     all: of a run that is resumed no earlier epoch is drawn. Any other sampler must then draw again what it
-    drew in the first process, so it needs a generator of its own with a fixed seed.
+    drew in the first process, so it needs a generator of its own with a fixed seed; checksums tell whether
+    it did.
 
     Args:
         sampler: Anything with a length that yields dataset indices.
@@ -185,12 +194,17 @@ class SamplerOrder(Order):
         self._length = len(sampler)
         super().__init__(self._length, batch_size, drop_last, kept=KEPT_EPOCHS)
         self._kept += KEPT_BATCHES // max(self.batches, 1)
+        self._checksums: dict[int, int] = {}
         self._next = 0
 
     def begin_at(self, epoch: int) -> None:
         """See `Order.begin_at`."""
         if self._told() is not None:
             self._next = epoch
+
+    def checksum(self, epoch: int) -> int | None:
+        """See `Order.checksum`."""
+        return self._checksums.get(epoch)
 
     def check_repeats(self) -> None:
         """Check that the sampler may draw an epoch again that it drew before, in another process.
@@ -213,7 +227,11 @@ class SamplerOrder(Order):
                 f"the last {self._kept} are kept"
             )
         while self._next <= epoch:
-            order = self._keep(self._next, self._iterate(self._next))
+            drawn = self._iterate(self._next)
+            self._checksums[self._next] = self._sum(self._next, drawn)  # before anybody can train of it
+            if len(self._checksums) > KEPT_BATCHES:
+                del self._checksums[next(iter(self._checksums))]
+            order = self._keep(self._next, drawn)
             self._next += 1
         return order
 
@@ -248,6 +266,9 @@ class SamplerOrder(Order):
     def _joined(self, epoch: int, drawn: list[Any]) -> Tensor:  # noqa: ARG002 - all epochs are cut alike
         return torch.tensor([operator.index(index) for index in drawn], dtype=torch.int64, device="cpu")
 
+    def _sum(self, epoch: int, order: Tensor) -> int:  # noqa: ARG002 - all epochs are cut alike
+        return zlib.crc32(order[: self._stop].numpy().tobytes())
+
 
 class BatchSamplerOrder(SamplerOrder):
     """The batches of a torch batch sampler, which is iterated once per epoch, as `SamplerOrder` says.
@@ -274,6 +295,10 @@ class BatchSamplerOrder(SamplerOrder):
         self._stops = {kept: self._stops[kept] for kept in self._epochs}
         self._stops[epoch] = list(itertools.accumulate(map(len, batches)))
         return torch.tensor([index for batch in batches for index in batch], dtype=torch.int64, device="cpu")
+
+    def _sum(self, epoch: int, order: Tensor) -> int:
+        stops = np.array(self._stops[epoch], np.int64)
+        return zlib.crc32(stops.tobytes(), zlib.crc32(order.numpy().tobytes()))
 
     def _span(self, epoch: int, batch: int) -> tuple[int, int]:
         stops = self._stops[epoch]

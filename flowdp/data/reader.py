@@ -38,7 +38,8 @@ class LoaderSource(Source):
     So whoever holds up a round by waiting for its batch is served, whatever others have left lying. That
     stays bounded: batches are dealt in the order of reading, so everything read on the way to a batch that is
     waited for belongs to this plan or an earlier one. What lies here is at most `ahead` batches or those
-    dealt and not taken, whichever is more; torch's processes hold num_workers * prefetch_factor besides.
+    dealt and not taken, whichever is more; torch's processes hold num_workers * prefetch_factor besides, and
+    where it `keeps`, what is in no mean yet lies here, too.
 
     On demand, an epoch begins when a batch of it is waited for, and the thread starts with the first one: so
     nothing but the processes exists until then, and another source may start processes of its own.
@@ -51,6 +52,7 @@ class LoaderSource(Source):
         is_counted: What the loader yields is (samples, batch), because nothing else tells how many there are.
         start: What is trained already, and not read again.
         on_demand: An epoch is read when somebody waits for it.
+        keeps: See `Source`; for batches that are taken whole.
     """
 
     def __init__(
@@ -63,8 +65,10 @@ class LoaderSource(Source):
         is_counted: bool,
         start: Position = NOTHING_TRAINED,
         on_demand: bool = False,
+        keeps: bool = False,
     ) -> None:
         super().__init__(order)
+        self.keeps = keeps
         self.epochs = epochs
         self.ahead = ahead
         self._loader = loader
@@ -79,6 +83,7 @@ class LoaderSource(Source):
         # Serialises everything below; notified when the reader may have something to do.
         self._changed = threading.Condition()
         self._read: dict[_Key, Batch] = {}  # read and not taken
+        self._lent: dict[_Key, tuple[int, Batch]] = {}  # kept: who took it, and what
         self._samples: dict[_Key, int] = {}  # of those, and of the last that were taken
         self._left: dict[_Key, int] = {}  # of those that were taken in part: samples that were not
         self._waiting: dict[_Key, list[int]] = {}  # asked for and not read -> the ranks that asked
@@ -112,7 +117,7 @@ class LoaderSource(Source):
         with self._changed:
             if self._error is not None:
                 raise self._error
-            payload = self._take(key, part)
+            payload = self._take(rank, key, part)
             if payload is None:
                 if self._closing or not self._comes(key):
                     return None
@@ -126,10 +131,13 @@ class LoaderSource(Source):
             return payload
         return Portion.of(payload, self.samples_in(epoch, batch), part)
 
-    def _take(self, key: _Key, part: Part | None) -> Batch | None:
+    def _take(self, rank: int, key: _Key, part: Part | None) -> Batch | None:
         """A batch that lies here, which stays until all its samples are taken; under the lock."""
         if part is None or key not in self._read:
-            return self._read.pop(key, None)
+            payload = self._read.pop(key, None)
+            if self.keeps and payload is not None:
+                self._lent[key] = rank, payload
+            return payload
         left = self._left.pop(key, self._order.samples_in(*key)) - part.samples
         if left == 0:
             return self._read.pop(key)
@@ -156,13 +164,29 @@ class LoaderSource(Source):
                 left = self._left.pop(key, 0) + part.samples
                 if left < self._order.samples_in(epoch, batch):
                     self._left[key] = left
+            self._lent.pop(key, None)
             self._read[key] = payload if part is None else payload.whole
+
+    def settle(self, keys: Sequence[_Key]) -> None:
+        """Let go of what is in a mean; see `Source.settle`."""
+        with self._changed:
+            for key in keys:
+                self._lent.pop(key, None)
+
+    def reclaim(self, rank: int) -> None:
+        """Take back what a lost rank has; see `Source.reclaim`."""
+        with self._changed:
+            for key, (taker, payload) in list(self._lent.items()):
+                if taker == rank:
+                    del self._lent[key]
+                    self._read[key] = payload
 
     def close(self) -> bool:
         """Stop reading; see `Source.close`."""
         with self._changed:
             self._closing = True
             self._read.clear()
+            self._lent.clear()
             self._left.clear()
             self._waiting.clear()
             self._changed.notify()
@@ -258,10 +282,10 @@ class LoaderSource(Source):
 
     def _forget(self) -> None:
         """Keep the counts of what lies here, and of so many that were taken as can be under way."""
-        while len(self._samples) > len(self._read) + KEPT_BATCHES:
+        while len(self._samples) > len(self._read) + len(self._lent) + KEPT_BATCHES:
             oldest = next(iter(self._samples))
             samples = self._samples.pop(oldest)
-            if oldest in self._read:
+            if oldest in self._read or oldest in self._lent:
                 self._samples[oldest] = samples
 
     def _fail(
@@ -280,6 +304,7 @@ class LoaderSource(Source):
             waiting = list(self._waiting.items())
             self._waiting.clear()
             self._read.clear()
+            self._lent.clear()
         failed(error)
         for (epoch, batch), ranks in waiting:
             for rank in ranks:
@@ -312,6 +337,7 @@ class Reader(LoaderSource):
         is_counted: See `LoaderSource`.
         start: See `LoaderSource`.
         on_demand: See `LoaderSource`; processes hold some batches of the next epochs, and no more.
+        keeps: See `LoaderSource`.
         worker_init_fn: Called with its number in each worker process before it reads.
         loader: Further arguments of `torch.utils.data.DataLoader`.
     """
@@ -326,6 +352,7 @@ class Reader(LoaderSource):
         is_counted: bool = False,
         start: Position = NOTHING_TRAINED,
         on_demand: bool = False,
+        keeps: bool = False,
         worker_init_fn: Callable[[int], None] | None = None,
         **loader: Any,
     ) -> None:
@@ -334,7 +361,14 @@ class Reader(LoaderSource):
             dataset, batch_sampler=self._plan, worker_init_fn=partial(begin, worker_init_fn), **loader
         )
         super().__init__(
-            order, made, epochs=epochs, ahead=ahead, is_counted=is_counted, start=start, on_demand=on_demand
+            order,
+            made,
+            epochs=epochs,
+            ahead=ahead,
+            is_counted=is_counted,
+            start=start,
+            on_demand=on_demand,
+            keeps=keeps,
         )
 
     def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[_Key, Any]]:

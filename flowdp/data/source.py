@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flowdp.data.order import Order
@@ -25,9 +25,11 @@ class Source(ABC):
         batches: Batches of an epoch; None: each is as long as `on_end` says.
         samples: Samples dealt in an epoch, without a dropped tail; None where that is not known before.
         can_resume_inside: Whether a run can be resumed in the middle of an epoch.
+        keeps: What was taken is kept until `settle`, so that it can be taken again when its rank is lost.
     """
 
     can_resume_inside = True
+    keeps = False
     _order: Order  # a source without one has its own `samples_in` and `indices`
 
     def __init__(self, order: Order | None) -> None:
@@ -71,6 +73,14 @@ class Source(ABC):
             ProtocolError: It lies in an epoch that nobody can draw again; see `SamplerOrder`.
         """
         return tuple(self._order.indices(epoch, batch).tolist())
+
+    def checksum(self, epoch: int) -> int | None:
+        """Of the batches that a sampler has drawn for an epoch; see `Order.checksum`.
+
+        Threads:
+            Any.
+        """
+        return None if self.batches is None else self._order.checksum(epoch)
 
     def threads(self) -> list[threading.Thread]:
         """The threads that read, for whoever looks where they stand.
@@ -123,6 +133,25 @@ class Source(ABC):
         """Return what was taken and not trained, so that it can be taken again.
 
         Call it before the report that lets the batch be dealt anew.
+
+        Threads:
+            Any.
+        """
+
+    def settle(self, keys: Sequence[tuple[int, int]]) -> None:  # noqa: B027 - most keep nothing
+        """Nobody will ask for these again: a mean holds what was trained of them.
+
+        Args:
+            keys: (epoch, batch) of each, taken and trained whole.
+
+        Threads:
+            Any.
+        """
+
+    def reclaim(self, rank: int) -> None:  # noqa: B027 - most can make any batch again
+        """A rank is lost: what it took can be taken again, but for what was given back or is settled.
+
+        Call it before the report that lets those batches be dealt anew, when that rank takes nothing more.
 
         Threads:
             Any.

@@ -43,6 +43,7 @@ class StreamReader(LoaderSource):
         ahead: See `LoaderSource`.
         start: See `LoaderSource`.
         on_demand: See `LoaderSource`.
+        keeps: See `LoaderSource`.
         collate_fn: Makes a batch of the list of its samples, or of the item.
         num_workers: Processes that read.
         worker_init_fn: Called with its number in each worker process before it reads.
@@ -63,6 +64,7 @@ class StreamReader(LoaderSource):
         ahead: int,
         start: Position = NOTHING_TRAINED,
         on_demand: bool = False,
+        keeps: bool = False,
         collate_fn: Collate,
         num_workers: int,
         worker_init_fn: Callable[[int], None] | None = None,
@@ -85,7 +87,14 @@ class StreamReader(LoaderSource):
             **loader,
         )
         super().__init__(
-            None, made, epochs=epochs, ahead=ahead, is_counted=True, start=start, on_demand=on_demand
+            None,
+            made,
+            epochs=epochs,
+            ahead=ahead,
+            is_counted=True,
+            start=start,
+            on_demand=on_demand,
+            keeps=keeps,
         )
         self.batch_size = batch_size
         self._lengths: dict[int, int] = {}  # of the epochs that have been read to their end; under the lock

@@ -42,6 +42,7 @@ class Standing:
         model: The rank whose part holds the model.
         position: Where the run stood.
         history: Records of the epochs that were complete.
+        orders: Checksums of what a sampler drew for the open epochs; None: nobody knows.
 
     Threads:
         Any. The first one that asks waits for the devices.
@@ -53,9 +54,11 @@ class Standing:
         model: int,
         position: Position,
         history: Sequence[EpochMetrics],
+        orders: Mapping[int, int] | None = None,
     ) -> None:
         self.position = position
         self.history = tuple(history)
+        self.orders = orders
         self._parts = dict(parts)
         self._first = model
         self._lock = threading.Lock()  # serialises the first reading
@@ -168,6 +171,8 @@ class Saver:
 
     Attributes:
         problems: What could not be written, in words.
+        orders: Tells the checksums of what a sampler drew for the epochs that are open at a position; None:
+            nobody knows them.
     """
 
     def __init__(
@@ -180,6 +185,7 @@ class Saver:
         evaluates: bool = False,
     ) -> None:
         self.problems: list[str] = []
+        self.orders: Callable[[Position], Mapping[int, int] | None] = lambda _: None
         self._store = store
         self._describe = describe
         self._saved = saved
@@ -247,7 +253,10 @@ class Saver:
         with self._changed:
             desk = self._desk
             parts, desk.parts = desk.parts, {}
-            standing = Standing(parts, command.model, command.position, history[: command.position.done])
+            position = command.position
+            # Now, for a writer that comes late may find that the sampler has long gone on.
+            orders = self.orders(position)
+            standing = Standing(parts, command.model, position, history[: position.done], orders)
             if command.is_best:
                 self._best = standing
             if command.snapshots > desk.answered:
@@ -295,8 +304,9 @@ class Saver:
         return not self._thread.is_alive()
 
     def let_go(self) -> None:
-        """Drop what was put down, but for the best model, and who was to be told, of a run that is over."""
+        """Drop what was put down, but for the best model, who was asked and told, of a run that is over."""
         self._desk = _Desk(is_closed=True, is_over=True)
+        self.orders = lambda _: None
         self._saved = None
         self._failed = lambda _: None
 
@@ -367,6 +377,7 @@ class Saver:
             "position": position,
             "history": history,
             "fingerprint": self._describe,
+            "orders": job.standing.orders,
             "best": None,
         }
         if best is not None:

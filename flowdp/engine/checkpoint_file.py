@@ -59,6 +59,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "ranks": (list,),
     "history": (str,),
     "fingerprint": (dict,),
+    "orders": (dict, type(None)),
     "best": (float, type(None)),
     "best_model": (dict,),
 }
@@ -190,6 +191,7 @@ def _checked(state: object) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise _UnusableError(f"it holds a {type(state).__name__}, not a checkpoint of flowdp")
     state.setdefault("best_model", {})
+    state.setdefault("orders", None)
     for name, kinds in FIELDS.items():
         if name not in state:
             raise _UnusableError(f"it has no {name!r}: it is no checkpoint of flowdp")
@@ -201,6 +203,9 @@ def _checked(state: object) -> dict[str, Any]:
             is_tensor = isinstance(value, Tensor) or str(name).endswith("_extra_state")
             if not isinstance(name, str) or not is_tensor:
                 raise _UnusableError(f"{name!r:.80} of its {table!r} is no tensor; use another file")
+    for epoch, checksum in (state["orders"] or {}).items():
+        if type(epoch) is not int or type(checksum) is not int:
+            raise _UnusableError(f"its 'orders' hold {epoch!r:.80}: {checksum!r:.80}; use another file")
     if not state["ranks"] or not all(isinstance(rank, dict) for rank in state["ranks"]):
         raise _UnusableError("its 'ranks' are not one dict for each; use another file")
     position, history = decode(json.loads(state["position"])), decode(json.loads(state["history"]))

@@ -8,9 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from flowdp.data.source import Source
 from flowdp.engine.checkpoint_file import plain
+from flowdp.machine.position import Position
 
-__all__ = ["differences", "fingerprint", "table_differences", "tensor_form"]
+__all__ = ["differences", "fingerprint", "orders", "table_differences", "tensor_form"]
 
 SHOWN = 5
 """Differences of a model that are named."""
@@ -77,6 +79,23 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, inside_epoc
             if before.get(name) != after.get(name)
         ]
     return found
+
+
+def orders(source: Source, position: Position) -> dict[int, int]:
+    """Checksums of what a sampler has drawn, by epoch, of those of which a part is trained.
+
+    Empty where the order is flowdp's own, which the fingerprint tells.
+
+    Args:
+        source: Of the run. It has dealt what is trained, or was asked for it.
+        position: Where the run stands.
+
+    Threads:
+        Any.
+    """
+    begun = [one.epoch for one in position.open if one.position > len(one.missing)]
+    found = {epoch: source.checksum(epoch) for epoch in begun}
+    return {epoch: checksum for epoch, checksum in found.items() if checksum is not None}
 
 
 def table_differences(saved: Mapping[str, str], own: Mapping[str, str]) -> str:

@@ -7,6 +7,7 @@ step goes on where it was.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,7 @@ class Intake:
         self._open: list[Batch] = []  # of them, those of the next micro-batch
         self._sizes: list[int] = []  # samples of each
         self._planned = 0  # samples of the step, if all micro-batches were as large as the first
+        self._trained: list[tuple[int, int]] = []  # what no mean holds yet, where the source keeps it
 
     @property
     def is_inside(self) -> bool:
@@ -121,10 +123,28 @@ class Intake:
         """Whether the last micro-batch ended the step."""
         return self.taken >= len(step.batches) and not self._open
 
-    def end(self) -> None:
+    def end(self, step: Step) -> None:
         """The step is done."""
+        if self._source.keeps:
+            self._trained += ((step.epoch, batch) for batch in step.batches)
         self.taken = self.samples = 0
         self.micros.clear()
+
+    def settle(self) -> None:
+        """A mean was held: all steps so far are in it, or lost for good (those of a bad replica)."""
+        if self._trained:
+            self._source.settle(self._trained)
+            self._trained = []
+
+    def lose(self, rank: int) -> None:
+        """The rank is lost, and the others shall train what no mean holds of it.
+
+        Args:
+            rank: Whose intake this is.
+        """
+        with suppress(Exception):  # of a device that is dead; its feed asks for nothing more all the same
+            self._feed.follow(())
+        self._source.reclaim(rank)
 
 
 def joined(batches: Sequence[Batch], sizes: Sequence[int]) -> Batch:

@@ -26,10 +26,12 @@ from flowdp.engine.coordinator import CoordinatorShell
 from flowdp.engine.failures import Failures
 from flowdp.engine.records import Records
 from flowdp.engine.replica import Replica
+from flowdp.engine.resume import Stood
 from flowdp.engine.witness import Progress, Witness
 from flowdp.engine.worker import Mail, Worker
 from flowdp.errors import CollectiveError, DataError, FlowdpError, OptionError
 from flowdp.machine.coordinator import Coordinator, RunConfig
+from flowdp.machine.position import Position
 from flowdp.machine.story import Story
 from flowdp.messages import BatchReady, DataEnded, Fact, Failed, Requested
 from flowdp.options import Backend
@@ -282,6 +284,12 @@ class Engine:
             Progress(worker.current.local_step, worker.machine.throttled, worker.replica.pieces)
             for worker in self.workers
         ]
+
+    def stood(self, position: Position | None) -> Stood | None:
+        """For one who goes on from a TrainedState; None where nobody can from inside an epoch."""
+        if position is None or not self.config.duties.inside:
+            return None
+        return Stood(position, self.care.fingerprint, self.saver.orders(position))
 
     def let_go(self) -> None:
         """Drop replicas, optimizers and all else that holds memory of a device, of a run that is over.

@@ -235,6 +235,14 @@ class Records:
                 return
             yield from fresh
 
+    def step_records(self, every: int) -> Iterator[RoundEnded]:
+        """Of the same, those of the rounds in which each further `every` steps of all ranks were complete."""
+        reached = 0
+        for record in self.round_records():
+            if record.global_step // every > reached:
+                reached = record.global_step // every
+                yield record
+
     def _await(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
         """Wait for a condition, and stay open to Ctrl-C; False when the time is up.
 

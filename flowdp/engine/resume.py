@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
+from flowdp.data.source import Source
 from flowdp.engine.capture import of_rank, restore
 from flowdp.engine.checkpoint_file import read
 from flowdp.engine.exact import ExactReplica
-from flowdp.engine.fingerprint import differences
+from flowdp.engine.fingerprint import differences, orders
 from flowdp.engine.replica import Replica
 from flowdp.engine.store import Store
 from flowdp.errors import CheckpointError, OptionError
@@ -22,7 +24,26 @@ from flowdp.options import CheckpointOptions
 from flowdp.policy.monitor import Best
 from flowdp.policy.tally import EpochMetrics
 
-__all__ = ["Resumed", "find"]
+__all__ = ["Resumed", "Stood", "find"]
+
+ANEW = "the epoch in which the given state stood begins anew: %s"
+
+log = logging.getLogger("flowdp")
+
+
+@dataclass(frozen=True)
+class Stood:
+    """Where a run stood, and of which batches that speaks.
+
+    Attributes:
+        position: Where.
+        fingerprint: Of the run.
+        orders: Checksums of what a sampler drew for the open epochs; None: nobody knows.
+    """
+
+    position: Position
+    fingerprint: Mapping[str, Any]
+    orders: Mapping[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -37,7 +58,9 @@ class Resumed:
         history: Records of the epochs that were complete.
         best: Model of the best epoch, where that was kept.
         fingerprint: Of the run; None: nobody knows.
+        orders: Checksums of what a sampler drew for the open epochs; None: nobody knows.
         path: The file; None where there is none.
+        stood: Where in its epochs it stood, if `position` is but the first one's beginning.
     """
 
     position: Position
@@ -47,19 +70,27 @@ class Resumed:
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     best: Mapping[str, Tensor] | None = None
     fingerprint: Mapping[str, Any] | None = None
+    orders: Mapping[int, int] | None = None
     path: Path | None = None
+    stood: Stood | None = None
 
     @classmethod
     def of(
-        cls, model: Mapping[str, Any], optimizers: Any, history: Sequence[EpochMetrics], global_step: int
+        cls,
+        model: Mapping[str, Any],
+        optimizers: Any,
+        history: Sequence[EpochMetrics],
+        global_step: int,
+        stood: Stood | None = None,
     ) -> Resumed:
-        """To go on at an epoch's beginning, from a model and what its optimizers had.
+        """To go on from a model and what its optimizers had, at an epoch's beginning to begin with.
 
         Args:
             model: The module's state_dict.
             optimizers: Of one optimizer its state_dict, of several a sequence or a mapping of these.
             history: Records of the complete epochs.
-            global_step: Steps of all ranks in them.
+            global_step: Steps of all ranks so far.
+            stood: Where it stood inside an epoch; None: nobody knows.
         """
         is_one = isinstance(optimizers, Mapping) and "param_groups" in optimizers
         own = {"scaler": None, "generator": None, "learning_rate": None}
@@ -68,6 +99,61 @@ class Resumed:
             model=model,
             ranks=[{"optimizers": [optimizers] if is_one else optimizers, **own}],
             history=history,
+            stood=stood,
+        )
+
+    def enter(
+        self,
+        fingerprint: Mapping[str, Any],
+        epochs: int | None,
+        max_steps: int | None,
+        open_source: Callable[[Position], Source],
+    ) -> tuple[Resumed, Source]:
+        """Open the dataset where the run goes on, and say where that is.
+
+        A TrainedState may be used for anything: where the epoch in which it stood has other batches in this
+        run, that begins anew, and the log says so. Of a file the same batches are demanded.
+
+        Args:
+            fingerprint: Of the run.
+            epochs: How many it has.
+            max_steps: After how many it ends.
+            open_source: Opens the dataset at a position.
+
+        Raises:
+            CheckpointError: Its model or its data are others.
+            DataError: A sampler failed.
+            OptionError: The run would end before.
+
+        Threads:
+            The one that starts the run; samplers draw in it.
+        """
+        resumed = self._inside(fingerprint)
+        resumed.check(fingerprint, epochs, max_steps)
+        try:
+            source = open_source(resumed.position)
+            resumed.check_orders(source)
+        except CheckpointError as error:
+            if resumed is self:
+                raise
+            log.warning(ANEW, error)
+            return self, open_source(self.position)
+        return resumed, source
+
+    def _inside(self, fingerprint: Mapping[str, Any]) -> Resumed:
+        stood = self.stood
+        if stood is None:
+            return self
+        if found := differences(stood.fingerprint, fingerprint, inside_epoch=True):
+            if stood.position.open:
+                log.warning(ANEW, "; ".join(found))
+            return self
+        return replace(
+            self,
+            position=stood.position,
+            history=self.history[: stood.position.done],  # one that `max_steps` cut short is told again
+            fingerprint=stood.fingerprint,
+            orders=stood.orders,
         )
 
     def check(self, fingerprint: Mapping[str, Any], epochs: int | None, max_steps: int | None) -> None:
@@ -86,17 +172,48 @@ class Resumed:
         if self.fingerprint is not None:
             found = differences(self.fingerprint, fingerprint, inside_epoch=bool(position.open))
             if found:
-                raise CheckpointError(
-                    f"this run cannot go on from {self}: {'; '.join(found)}. Give what it was trained with, "
-                    "or resume=False and another folder to start anew",
-                    path=None if self.path is None else str(self.path),
-                    version=position.versions,
+                raise self._refused(
+                    f"{'; '.join(found)}. Give what it was trained with, or resume=False and another folder "
+                    "to start anew"
                 )
         begun = position.done + len(position.open)
         if epochs is not None and epochs < begun:
             raise OptionError(f"epochs={epochs} is less than the {begun} that {self} has begun")
         if max_steps is not None and max_steps < position.global_step:
             raise OptionError(f"max_steps={max_steps} is less than the {position.global_step} of {self}")
+
+    def check_orders(self, source: Source) -> None:
+        """Check that the epochs of which a part is trained have the batches that they had.
+
+        Where a sampler makes them it draws these epochs here, and no other.
+
+        Args:
+            source: Of the run that goes on, before it starts.
+
+        Raises:
+            CheckpointError: A sampler draws another order.
+            DataError: It failed.
+
+        Threads:
+            The one that starts the run.
+        """
+        for one in self.position.open:
+            source.indices(one.epoch, 0)
+        now = orders(source, self.position)
+        for one in self.position.open:
+            if self.orders is not None and self.orders.get(one.epoch) != now.get(one.epoch):
+                raise self._refused(
+                    f"in epoch {one.epoch}, of which a part is trained, the sampler draws another order than "
+                    "that of the run it comes from; samples would be trained twice or left out. Give it a "
+                    "`set_epoch` that seeds by the epoch, or a fresh sampler with the same seed, or go on "
+                    "from a checkpoint at an epoch's end"
+                )
+
+    def _refused(self, why: str) -> CheckpointError:
+        path = None if self.path is None else str(self.path)
+        return CheckpointError(
+            f"this run cannot go on from {self}: {why}", path=path, version=self.position.versions
+        )
 
     def watching(self, watched: Sequence[str] | None, restores_best: bool) -> Resumed:
         """The same, without what early stopping has seen where that was of another number.
@@ -165,6 +282,7 @@ def find(resume: bool | str | PathLike[str], store: Store | None) -> Resumed | N
         history=state["history"],
         best=state["best_model"] or None,
         fingerprint=state["fingerprint"],
+        orders=state["orders"],
         path=path,
     )
 

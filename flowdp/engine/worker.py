@@ -176,6 +176,7 @@ class Worker:
             explained = self._place.explain(cause, self.duty)
             is_alone = self._goes_on and not self._is_bound and isinstance(explained, StepError | DeviceError)
             if is_alone:
+                self._intake.lose(self.rank)
                 with suppress(Exception):  # a dead device tells nothing more
                     self._meter.settle()  # acknowledgments that wait for it
             take = self._failures.hold if is_alone else self._failures.add
@@ -258,7 +259,7 @@ class Worker:
         if meter.bad is not None:
             self._numbers.left(meter.bad, "the loss is")
         self.machine.trained(intake.samples)
-        intake.end()
+        intake.end(step)
         current.local_step += 1
 
     def _await_batch(self, start_s: float) -> None:
@@ -293,6 +294,7 @@ class Worker:
             self._set_lr(outcome.lr, outcome.global_step)
         self.moves += 1
         done = self.machine.met(outcome)
+        self._intake.settle()
         self._is_bound = False
         if done is not None:
             self._close(done, outcome)

@@ -212,12 +212,14 @@ class Finish:
     Attributes:
         error: The first failure in words, or None.
         stopped: Whether it ended before its last step.
+        position: Where it stands, for a run that goes on from there; None of one that has failed.
     """
 
     error: str | None
     stopped: bool
     global_step: int
     epochs_done: int
+    position: Position | None = None
 
 
 Command = (

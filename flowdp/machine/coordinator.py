@@ -258,7 +258,8 @@ class Coordinator:
         if self.life in (Life.LEAVING, Life.FAILING) and len(self._gone) == self.config.world_size:
             stopped = not self.epochs.is_complete
             self.life = Life.DONE
-            commands.append(Finish(self.error, stopped, self.global_step, self.epochs.done))
+            stands = self._position(now_ms) if self.error is None else None
+            commands.append(Finish(self.error, stopped, self.global_step, self.epochs.done, stands))
         return commands
 
     def _run(self, now_ms: float) -> list[Command]:

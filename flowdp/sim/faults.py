@@ -180,8 +180,7 @@ def _draw_troubles(rng: random.Random, scenario: Scenario, span_ms: float) -> Sc
                 rng.choice((0, 1, rng.randint(0, 9))),
             )
         )
-    # What an iterator has given cannot be asked of it again.
-    if has["alone"] and config.batches is not None:
+    if has["alone"]:
         config = replace(config, on_failure="continue")
         crashes += [
             Crash(rank, rng.choice(("step", "step", "enter")), rng.choice((0, 1, rng.randint(0, 20))))

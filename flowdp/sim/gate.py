@@ -93,6 +93,8 @@ class VirtualGate:
             rank = world.ranks[member]
             rank.state = "idle"
             done = rank.machine.met(outcome)
+            if world.source is not None:
+                world.source.settle(member)
             if done is not None:
                 bits = self._bits(member, done.epoch) if outcome.compare else None
                 work = rank.work(done)

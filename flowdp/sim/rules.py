@@ -20,7 +20,7 @@
 | S16 | exact: all ranks train the same window in a round, at one place in the schedule, and it is one step |
 | S17 | exact: replicas are compared at the end of an epoch and at a stop, and one that differs ends the run |
 | S18 | a duty is ordered while all ranks stand still, and nobody moves before all have answered |
-| S19 | a position that is saved says what was trained and is in the means, and nothing else |
+| S19 | a position that is saved or ended in says what was trained and is in the means, no more |
 | S20 | a rank's own failure ends no run: what it did since the last mean is trained by the others |
 | S21 | a replica that has left the numbers weighs nothing, and takes no step before it is healed |
 | S22 | a due evaluation sees each batch once, before its epoch is reported; after a stop there is none |

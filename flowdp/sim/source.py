@@ -37,6 +37,7 @@ class VirtualReader:
         start = scenario.config.start
         self._next: _Key = (0 if start is None else start.done, 0)
         self._lying: set[_Key] = set()
+        self._lent: dict[_Key, int] = {}  # taken, and in no mean yet
         self._waiting: dict[_Key, int] = {}
         self._is_reading = False
 
@@ -58,10 +59,20 @@ class VirtualReader:
         missing = next((key for key in keys if key not in self._lying), None)
         if missing is None:
             self._lying.difference_update(keys)
+            self._lent |= dict.fromkeys(keys, rank)
         elif missing >= self._next:
             self._waiting[missing] = rank
         self.start()
         return missing
+
+    def settle(self, rank: int) -> None:
+        """A mean holds what a rank has taken."""
+        self._lent = {key: taker for key, taker in self._lent.items() if taker != rank}
+
+    def reclaim(self, rank: int) -> None:
+        """A rank is lost: what it took, and no mean holds, can be taken again."""
+        self._lying.update(key for key, taker in self._lent.items() if taker == rank)
+        self.settle(rank)
 
     def _has_read(self) -> None:
         self._is_reading = False

@@ -200,7 +200,7 @@ class Standing:
             told is not None and not math.isclose(told, expected or 0.0, rel_tol=1e-9, abs_tol=1e-12)
         ):
             raise Violation("S22", f"epoch {metrics.epoch} says {metrics.eval}, its evaluation {expected}")
-        self._judge_best(metrics.epoch, metrics.loss if self._duties.eval_every is None else expected)
+        self._judge_best(metrics.epoch, metrics.loss if self._duties.eval_every is None else told)
         if self._duties.saves(metrics.epoch):
             self._waiting.setdefault("checkpoint", 0)
 
@@ -209,8 +209,8 @@ class Standing:
         if monitor is None or value is None:
             return
         best, least = self._best, monitor.min_delta
-        gain = best.value - value if monitor.mode == "min" else value - best.value
-        if math.isnan(best.value) or gain > least:
+        beaten = value < best.value - least if monitor.mode == "min" else value > best.value + least
+        if math.isnan(best.value) or beaten:
             self._best, self._is_best = Best(value, epoch), True
         else:
             self._best, self._is_best = Best(best.value, best.epoch, best.bad + 1), False
@@ -272,6 +272,8 @@ class Standing:
         """The run is over."""
         if finish.error is not None:
             return
+        if finish.position is not None:
+            self._effect.judge_position(finish.position)
         if self._answered < self._wished:
             raise Violation("L6", f"{self._wished} snapshots were asked for, {self._answered} taken")
         if self._waiting:

@@ -83,6 +83,7 @@ class World:
         clock: Virtual time.
         coordinator: The machine under test.
         rules: The judges; `rules.finish` is how the run ended.
+        source: Of data of unknown length; None: of any other, which is always there.
         step_ms: Time that each rank spent in steps. Shape (world_size,).
         records: Every record the coordinator reported.
         facts: Every fact the coordinator took, with its time.
@@ -111,9 +112,9 @@ class World:
         self._has_begun = False
         self.records: list[RoundEnded | EpochEnded] = []
         self.facts: list[tuple[float, Fact]] = []
-        self._source = None
+        self.source: VirtualReader | None = None
         if scenario.config.batches is None:
-            self._source = VirtualReader(scenario, self.clock, self._wake, self._ended)
+            self.source = VirtualReader(scenario, self.clock, self._wake, self._ended)
         self._trace = trace
         self._tick_ms: float | None = None
 
@@ -125,8 +126,8 @@ class World:
         """
         for rank in range(len(self.ranks)):
             self.clock.after(self._rng.random() * self.scenario.latency_ms, self._start, rank)
-        if self._source is not None:
-            self._source.start()
+        if self.source is not None:
+            self.source.start()
         for wish in self.scenario.wishes:
             self.clock.after(wish.at_ms, self._wish, wish.request)
         try:
@@ -306,7 +307,7 @@ class World:
     def _begin_step(self, number: int, step: Step) -> None:
         rank, s = self.ranks[number], self.scenario
         keys = [(step.epoch, batch) for batch in step.batches]
-        missing = None if self._source is None else self._source.take(number, *keys)
+        missing = None if self.source is None else self.source.take(number, *keys)
         if missing is not None:
             rank.state, rank.asked_ms = "waiting", self.clock.now_ms
             self.rules.is_moving[number] = False
@@ -379,6 +380,8 @@ class World:
 
     def leave(self, number: int, error: str | None, *, is_alone: bool = False) -> None:
         """A rank's thread ends."""
+        if self.source is not None and is_alone:
+            self.source.reclaim(number)
         self.ranks[number].state = "gone"
         self.rules.left(number)
         self.say("rank {} leaves: {}", number, error or "as told")

@@ -12,10 +12,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from flowdp.data.dataset import open_source
 from flowdp.data.order import (
+    KEPT_BATCHES,
     KEPT_EPOCHS,
     AllEpochs,
     BatchSamplerOrder,
@@ -361,6 +368,62 @@ def test_a_batch_sampler_whose_length_is_wrong():
 
     with pytest.raises(DataError, match="Wrong yielded 4 batches in epoch 0, but its length is 5"):
         BatchSamplerOrder(Wrong()).indices(0, 0)
+
+
+# ---------------------------------------------------------------- checksums
+def checksums(order: Order, epochs: int = 3) -> list[int | None]:
+    for epoch in range(epochs):
+        order.indices(epoch, 0)
+    return [order.checksum(epoch) for epoch in range(epochs)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_an_order_of_flowdps_own_has_no_checksum(shuffle):
+    assert checksums(EpochOrder(20, 4, 0, shuffle, False)) == [None, None, None]
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_a_sampler_that_draws_the_same_has_the_same_checksums(kind):
+    order = SamplerOrder(SAMPLERS[kind](), 4, False)
+    assert order.checksum(0) is None  # not drawn yet
+    found = checksums(order)
+    assert None not in found
+    assert found == checksums(SamplerOrder(SAMPLERS[kind](), 4, False))
+    assert len(set(found)) == (1 if kind == "sequential" else 3)
+
+
+def test_a_sampler_that_is_told_its_epoch_has_the_checksum_of_that():
+    def order() -> SamplerOrder:
+        return SamplerOrder(DistributedSampler(range(50), num_replicas=1, rank=0), 4, False)
+
+    late = order()
+    late.begin_at(2)
+    late.indices(2, 0)
+    assert late.checksum(2) == checksums(order())[2]
+
+
+def test_two_samples_that_change_places_change_the_checksum_but_not_in_what_is_dropped():
+    def found(indices: list[int], drop_last: bool) -> int | None:
+        return checksums(SamplerOrder(indices, 2, drop_last), 1)[0]
+
+    assert found([0, 1, 2, 3, 4], False) != found([0, 1, 3, 2, 4], False)
+    assert found([0, 1, 2, 3, 4], False) != found([0, 1, 2, 3, 5], False)
+    assert found([0, 1, 2, 3, 4], True) == found([0, 1, 2, 3, 5], True)
+
+
+def test_the_same_samples_in_other_batches_have_another_checksum():
+    def found(*batches: list[int]) -> int | None:
+        return checksums(BatchSamplerOrder(batches), 1)[0]
+
+    assert found([0, 1], [2]) == found([0, 1], [2])
+    assert len({found([0, 1], [2]), found([0], [1, 2]), found([0, 1], [3]), found([0, 1, 2])}) == 4
+
+
+def test_checksums_are_kept_for_all_batches_in_flight_and_not_for_ever():
+    order = SamplerOrder(Counted(1), 1, False)
+    order.indices(KEPT_BATCHES + 5, 0)
+    known = [epoch for epoch in range(KEPT_BATCHES + 6) if order.checksum(epoch) is not None]
+    assert known == list(range(6, KEPT_BATCHES + 6))
 
 
 # ---------------------------------------------------------------- AllEpochs

@@ -606,6 +606,72 @@ def test_all_ranks_that_wait_hear_of_a_failure(runs):
         cut(run, 3, 0, 3, 4)
 
 
+# ---------------------------------------------------------------- batches that are kept
+def test_what_a_lost_rank_took_can_be_taken_again(runs):
+    run = runs(Counted(), keeps=True)
+    lost = {batch: run.take(1, 0, batch) for batch in (1, 3, 5)}
+    run.take(0, 0, 0)
+    run.reader.settle([(0, 1)])
+    run.reader.give_back(0, 5, lost[5])
+    assert sorted(run.reader._lent) == [(0, 0), (0, 3)]
+    with pytest.raises(ProtocolError, match="was taken before"):
+        run.reader.take(0, 0, 3)  # its rank is there
+    run.reader.reclaim(1)
+    for batch in (3, 5):
+        assert run.take(2, 0, batch) is lost[batch]
+    for batch in (0, 1, 3):
+        with pytest.raises(ProtocolError, match="was taken before"):
+            run.reader.take(0, 0, batch)
+    run.reader.reclaim(2)  # one after the other
+    assert run.take(0, 0, 5) is lost[5]
+    run.reader.settle([(0, batch) for batch in (0, 3, 5)])
+    run.reader.reclaim(0)
+    assert run.take(3, 0, 3) is lost[3]
+    with pytest.raises(ProtocolError, match="was taken before"):
+        run.reader.take(3, 0, 5)
+
+
+def test_nothing_is_kept_that_is_settled_or_unless_asked_for(runs):
+    for keeps in (False, True):
+        run = runs(Counted(), keeps=keeps)
+        assert run.reader.keeps is keeps
+        run.take(0, 0, 0)
+        assert list(run.reader._lent) == [(0, 0)][: int(keeps)]
+        run.reader.settle([(0, 0)])
+        run.take(0, 0, 1)
+        assert run.close()
+        assert not run.reader._lent
+
+
+def test_nothing_is_kept_of_a_run_whose_reading_fails(runs):
+    run = runs(Broken(42), shuffle=False, keeps=True)
+    run.take(0, 0, 0)
+    assert run.reader.take(0, 0, 5) is None
+    run.failed.get(timeout=5)
+    assert not run.reader._lent
+
+
+def test_the_samples_of_what_is_kept_are_known(runs, monkeypatch):
+    monkeypatch.setattr("flowdp.data.reader.KEPT_BATCHES", 2)
+    run = runs(
+        Counted(),
+        keeps=True,
+        is_counted=True,
+        collate_fn=lambda samples: (len(samples), torch.tensor(samples)),
+    )
+    for batch in range(13):
+        run.take(0, 0, batch)
+        run.reader.settle([(0, batch)] if batch else ())
+    assert run.reader.samples_in(0, 0) == 8
+    run.reader.settle([(0, 0)])
+    for batch in range(13):
+        run.take(0, 1, batch)
+        run.reader.settle([(1, batch)])
+    for batch in (0, 1):
+        with pytest.raises(IndexError, match="long ago"):
+            run.reader.samples_in(0, batch)
+
+
 # ---------------------------------------------------------------- a run that is resumed
 HERE = Position(world_size=2, done=1, open=(OpenEpoch(1, 6, ((4, 1), ()), ()), OpenEpoch(2, 1, ((), ()), ())))
 """Of epoch 1 batches 1, 4 and all from 6 on are missing, of epoch 2 all but batch 0."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from typing import Any
 
 import pytest
 
-from flowdp.data.order import EpochOrder
+from flowdp.data.order import EpochOrder, SamplerOrder
 from flowdp.data.source import Source
 from flowdp.messages import Part
 
@@ -31,6 +33,14 @@ def test_its_order_tells() -> None:
     assert source.indices(4, 1) == (3, 4, 5)
     with pytest.raises(IndexError, match="batch 3 of an epoch of 3 batches"):
         source.samples_in(0, 3)
+
+
+def test_the_checksum_is_that_of_its_sampler() -> None:
+    source = Plain(SamplerOrder([2, 0, 1], 2, drop_last=False))
+    assert source.checksum(0) is None
+    source.indices(0, 0)
+    assert source.checksum(0) == zlib.crc32(struct.pack("<3q", 2, 0, 1))
+    assert Plain(None).checksum(0) is None
 
 
 def test_without_an_order_nothing_is_known() -> None:

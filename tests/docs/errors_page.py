@@ -199,6 +199,17 @@ def checkpoint_error() -> None:
 
 
 @example
+def checkpoint_other_order() -> None:
+    samples = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+    draw = torch.Generator().manual_seed(0)
+    sampler = torch.utils.data.SubsetRandomSampler(range(64), draw)
+    loader = torch.utils.data.DataLoader(samples, 8, sampler=sampler)
+    given = {"dataset": loader, "batch_size": None, "checkpoint": "runs/a"}
+    trainer(max_steps=4, **given).fit()
+    trainer(resume=True, **given).fit()
+
+
+@example
 def checkpoint_not_plain() -> None:
     class Timed(torch.optim.SGD):
         def state_dict(self) -> dict[str, Any]:

@@ -181,6 +181,22 @@ def test_a_slow_disk_gets_the_best_too(
         assert read(tmp_path / "best.pt")["epoch"] == written[1]
 
 
+def test_what_the_sampler_drew_is_asked_for_while_it_is_known(tmp_path: Path, slow: threading.Event) -> None:
+    desk = Desk(tmp_path)
+    drawn = {0: 7}
+    desk.put(0, is_open=True)
+    wait_until_writing(desk.saver)
+    desk.saver.orders = lambda position: {one.epoch: drawn[one.epoch] for one in position.open}
+    drawn = {2: 8}
+    desk.put(2, is_open=True)
+    drawn = {}  # the sampler has gone on before the writer comes to it
+    slow.set()
+    desk.close()
+    assert [read(one.path)["orders"] for one in desk.told] == [None, {2: 8}]
+    desk.saver.let_go()
+    assert desk.saver.orders(at(2, is_open=True)) is None
+
+
 def test_inside_an_epoch_nothing_is_the_best(tmp_path: Path) -> None:
     desk = Desk(tmp_path, keep_best=("loss", "min"))
     desk.put(2, is_open=True)

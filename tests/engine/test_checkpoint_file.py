@@ -95,6 +95,7 @@ def test_plain_state_comes_back_as_it_was(path: Path) -> None:
     assert (state["format"], state["torch"]) == (FORMAT, torch.__version__)
     assert torch.equal(state["model"]["half"], expected["model"]["half"])
     assert state["best_model"] == {}
+    assert state["orders"] is None  # as in a file from before there were any
     assert state["ranks"][0]["optimizers"][0]["state"][0]["step"].item() == 2.0
 
 
@@ -230,6 +231,10 @@ SCHEMA: list[tuple[dict[str, Any], str]] = [
     ({"ranks": []}, "'ranks'"),
     ({"ranks": [1]}, "'ranks'"),
     ({"best": 1}, "'best'"),
+    ({"orders": []}, "'orders'"),
+    ({"orders": {"1": 2}}, "'orders' hold '1': 2"),
+    ({"orders": {1: 2.0}}, "'orders' hold 1: 2.0"),
+    ({"orders": {1: True}}, "'orders' hold 1: True"),
     ({"fingerprint": {"a": torch.float32}}, "fingerprint.a is a dtype"),
     ({"position": "{"}, "JSONDecodeError"),
     ({"position": "[1]"}, "position is"),
@@ -253,7 +258,7 @@ def test_another_schema_is_refused(path: Path, change: dict[str, Any], said: str
 
 def test_a_missing_field_is_named(path: Path) -> None:
     whole = torch.load(path, weights_only=True)
-    for name in checkpoint_file.FIELDS.keys() - {"best_model"}:
+    for name in checkpoint_file.FIELDS.keys() - {"best_model", "orders"}:
         path.write_bytes(sealed(archive({key: whole[key] for key in whole if key != name})))
         assert repr(name) in refusal(path)
     path.write_bytes(sealed(archive([1])))

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-from flowdp.engine.fingerprint import differences, fingerprint
+from flowdp.data.dataset import open_source
+from flowdp.engine.fingerprint import differences, fingerprint, orders
 from flowdp.errors import CheckpointError
+from flowdp.machine.position import OpenEpoch, Position
 
 
 def said(
@@ -84,3 +87,19 @@ def test_it_is_plain() -> None:
     assert said(sizes=torch.Size([2]))["order"]["sizes"] == (2,)
     with pytest.raises(CheckpointError, match=r"order\.seed is an object"):
         said(seed=object())
+
+
+def test_orders_are_those_of_the_epochs_of_which_a_part_is_trained() -> None:
+    given: dict[str, Any] = dict.fromkeys(("batch_size", "shuffle", "drop_last", "collate_fn", "num_workers"))
+    source = open_source(DataLoader(range(6), 2, sampler=[5, 3, 1, 0]), seed=0, epochs=9, **given)
+    for epoch in range(5):
+        source.indices(epoch, 0)
+    open_ = (
+        OpenEpoch(1, 2, ((0, 1), ()), ()),
+        OpenEpoch(2, 2, ((0,), ()), ()),
+        OpenEpoch(3, 0, ((), ()), ()),
+    )
+    assert orders(source, Position(2, 1, open_)) == {2: source.checksum(2)}
+    own = open_source(range(6), seed=0, epochs=9, **{**given, "batch_size": 2})
+    own.indices(2, 0)
+    assert orders(own, Position(2, 1, open_)) == {}

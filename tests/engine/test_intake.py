@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ class Slow(Feed):
         self.source = source
         self.there: set[int] = set()
         self.taken: list[int] = []
+        self.followed: list[Any] = []
 
     def take(self, epoch: int, batch: int, part: Part | None = None) -> Any:
         if batch not in self.there:
@@ -32,7 +34,10 @@ class Slow(Feed):
         return self.source.take(0, epoch, batch, part)
 
     def start(self, notify: Any) -> None: ...
-    def follow(self, upcoming: Any) -> None: ...
+    def follow(self, upcoming: Any) -> None:
+        self.followed.append(upcoming)
+        raise RuntimeError("the device is dead")
+
     def release(self) -> None: ...
     def wake(self, epoch: int, batch: int) -> None: ...
     def fit(self) -> None: ...
@@ -64,7 +69,7 @@ def test_micro_batches_of_several() -> None:
     assert (intake.samples, intake.factor) == (11, 12 / 11)
     assert intake.is_inside
     assert [(kept.batch.tolist(), kept.samples, kept.share) for kept in intake.micros] == micros
-    intake.end()
+    intake.end(step)
     assert not intake.is_inside
     assert not intake.micros
     assert not intake.is_last(step)
@@ -112,6 +117,46 @@ def test_a_part_is_a_portion_and_counts_for_itself() -> None:
     assert isinstance(micro.batch, Portion)
     assert micro.batch.rows(0, 1).tolist() == [3]
     assert (micro.samples, micro.share, intake.factor) == (1, 1.0, 1.0)
+
+
+class Keeping(TensorSource):
+    """Notes what it is told."""
+
+    def __init__(self, *given: Any, keeps: bool) -> None:
+        super().__init__(*given)
+        self.keeps = keeps
+        self.told: list[Any] = []
+        self.feed: Slow
+
+    def settle(self, keys: Sequence[tuple[int, int]]) -> None:
+        self.told.append(list(keys))
+
+    def reclaim(self, rank: int) -> None:
+        assert self.feed.followed == [()], "the feed may take it again"
+        self.told.append(rank)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_is_in_a_mean_is_settled(keeps: bool) -> None:
+    order = EpochOrder(11, 2, 0, shuffle=False, drop_last=False)
+    source = Keeping([torch.arange(11)], lambda parts: parts[0], order, keeps=keeps)
+    feed = source.feed = Slow(source)
+    feed.there = set(range(6))
+    intake = Intake(feed, source, width=2)
+
+    def train(*steps: Step) -> None:
+        for step in steps:
+            while not intake.is_last(step):
+                intake.next(step)
+            intake.end(step)
+
+    train(Step(0, (0, 1, 2), 0), Step(1, (3,), 1))
+    intake.settle()
+    intake.settle()  # a round without a step
+    train(Step(1, (4,), 2))
+    assert source.told == ([[(0, 0), (0, 1), (0, 2), (1, 3)]] if keeps else [])
+    intake.lose(7)
+    assert source.told[keeps:] == [7]
 
 
 def batch(start: int, stop: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
 import pytest
@@ -54,6 +54,14 @@ def test_every_reader_sees_all_epochs_and_ends_with_the_run() -> None:
     assert [record.epoch for record in early] == [2]
     assert late.result(5) == [0, 1, 2]
     assert [record.epoch for record in records.epoch_records()] == [0, 1, 2]
+
+
+def test_records_of_every_so_many_steps() -> None:
+    records = Records()
+    for number, step in enumerate((2, 3, 9, 10, 11, 12)):
+        records.add(replace(round_record(number), global_step=step))
+    records.end(FINISH, over=True)
+    assert [record.global_step for record in records.step_records(3)] == [3, 9, 12]
 
 
 def test_of_rounds_the_last_are_kept() -> None:

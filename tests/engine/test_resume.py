@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
+from flowdp.data.dataset import Source, open_source
 from flowdp.device.streams import HostLane
 from flowdp.device.tensors import FlatReplica
 from flowdp.engine.capture import capture
 from flowdp.engine.checkpoint_file import write
+from flowdp.engine.fingerprint import orders
 from flowdp.engine.learning_rate import LearningRate
 from flowdp.engine.replica import Replica
 from flowdp.engine.resume import Resumed, find
 from flowdp.engine.store import Store
-from flowdp.errors import CheckpointError, OptionError
+from flowdp.errors import CheckpointError, DataError, OptionError
 from flowdp.machine.position import OpenEpoch, Position
 from flowdp.options import CheckpointOptions
 from flowdp.policy.tally import RankSums
@@ -96,12 +101,12 @@ def test_the_newest_of_the_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", [False, True])
 def test_a_file_or_a_folder(tmp_path: Path, text: bool) -> None:
-    file = store(tmp_path / "old").save(state(), version=1, global_step=2)
+    file = store(tmp_path / "old").save(state(orders={1: 7}), version=1, global_step=2)
     for place in (file, tmp_path / "old"):
         for own in (None, store(tmp_path / "new"), store(tmp_path / "old")):
             found = find(str(place) if text else place, own)
             assert found is not None
-            assert found.path == file
+            assert (found.path, found.orders) == (file, {1: 7})
             assert str(found) == f"checkpoint {str(file)!r}"
 
 
@@ -170,6 +175,87 @@ def test_an_end_that_lies_before() -> None:
         one.check(PRINT, 2, None)
     with pytest.raises(OptionError, match="max_steps=10 is less than the 11"):
         one.check(PRINT, None, 10)
+
+
+# ---------------------------------------------------------------- the order of an open epoch
+def source(*epochs: list[int]) -> Source:
+    """One whose sampler draws these in turn; without any, in flowdp's order."""
+
+    class Listed:
+        def __len__(self) -> int:
+            return 3
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(next(listed))
+
+    listed = iter(epochs)
+    given: dict[str, Any] = dict.fromkeys(("batch_size", "shuffle", "drop_last", "collate_fn", "num_workers"))
+    dataset: Any = DataLoader(range(9), 2, sampler=Listed()) if epochs else range(9)
+    size = None if epochs else 2
+    return open_source(dataset, seed=0, epochs=4, **{**given, "batch_size": size})
+
+
+def inside(*begun: bool) -> Position:
+    """One epoch is complete; of those that are open, from which a part is trained."""
+    left: list[tuple[int, ...]] = [() if one else (0,) for one in begun]
+    open_ = tuple(OpenEpoch(1 + i, 1, (batches,), (RankSums(),)) for i, batches in enumerate(left))
+    return Position(1, 1, open_, 2, versions=3)
+
+
+A, B, C = [0, 1, 2], [1, 0, 2], [7, 8, 6]
+SUMS = {1: zlib.crc32(struct.pack("<3q", *B)), 2: zlib.crc32(struct.pack("<3q", *C))}
+
+
+def test_a_sampler_that_draws_the_same_may_go_on() -> None:
+    one = resumed(position=inside(True, True), orders=SUMS)
+    same = source(A, B, C)
+    one.check_orders(same)
+    assert orders(same, one.position) == SUMS  # which the next checkpoint holds
+
+
+@pytest.mark.parametrize(
+    ("epochs", "begun", "named"),
+    [
+        ((B, A, C), (True, True), 1),
+        ((A, B, A), (True, True), 2),
+        ((B, A), (True,), 1),
+        ((), (True, True), 1),  # flowdp's order now
+    ],
+)
+def test_a_sampler_that_draws_another_order_is_refused(
+    epochs: tuple[list[int], ...], begun: tuple[bool, ...], named: int
+) -> None:
+    one = resumed(position=inside(*begun), orders=SUMS, path=Path("a.pt"))
+    with pytest.raises(
+        CheckpointError, match=rf"from checkpoint 'a\.pt': in epoch {named}, .*set_epoch"
+    ) as error:
+        one.check_orders(source(*epochs))
+    assert (error.value.path, error.value.version) == ("a.pt", 3)
+
+
+def test_a_sampler_in_place_of_flowdps_own_order_is_refused() -> None:
+    one = resumed(position=inside(True), orders={})
+    one.check_orders(source())
+    with pytest.raises(CheckpointError, match="in epoch 1"):
+        one.check_orders(source(A, B))
+
+
+def test_an_epoch_of_which_nothing_is_trained_may_have_any_order() -> None:
+    second, first = {2: SUMS[2]}, {1: SUMS[1]}
+    resumed(position=inside(False, True), orders=second).check_orders(source(A, A, C))
+    resumed(position=inside(True, False), orders=first).check_orders(source(A, B, A))
+
+
+def test_a_file_from_before_there_were_checksums_is_not_checked() -> None:
+    other = source(B, A)
+    one = resumed(position=inside(True), orders=None)
+    one.check_orders(other)
+    assert list(orders(other, one.position)) == [1]
+
+
+def test_a_failing_sampler_says_so() -> None:
+    with pytest.raises(DataError, match="Listed failed in epoch 1: StopIteration"):
+        resumed(position=inside(True), orders=SUMS).check_orders(source(A))
 
 
 # ---------------------------------------------------------------- putting back

@@ -115,6 +115,17 @@ def meet(
     return commands
 
 
+def end(commands: list[Command]) -> tuple[bool, int, int]:
+    """Of a run that ended without an error: whether it was stopped, its steps and complete epochs."""
+    [finish] = commands
+    assert isinstance(finish, Finish)
+    assert finish.error is None
+    assert finish.position is not None
+    finish.position.check()
+    assert finish.position.global_step == finish.global_step
+    return finish.stopped, finish.global_step, finish.epochs_done
+
+
 def test_nothing_begins_before_all_ranks_stand() -> None:
     _machine, commands = started()
     assert set(orders(commands)) == {0, 1}
@@ -130,7 +141,7 @@ def test_a_run_ends_when_nothing_is_left() -> None:
     assert machine.life is Life.LEAVING
     # The run is over when the last one has.
     assert machine.handle(Exiting(0), 101.0) == []
-    assert machine.handle(Exiting(1), 102.0) == [Finish(None, False, 6, 1)]
+    assert end(machine.handle(Exiting(1), 102.0)) == (False, 6, 1)
     assert machine.life is Life.DONE
     machine.check()
 
@@ -143,7 +154,7 @@ def test_a_stop_is_told_at_the_gate_and_ends_the_run() -> None:
     commands = meet(machine, orders(commands), (1, 0), stop=True, hurried=True)
     assert others(commands) == [Send(0, Shutdown()), Send(1, Shutdown())]
     machine.handle(Exiting(0), 1.0)
-    assert machine.handle(Exiting(1), 1.0) == [Finish(None, True, 1, 0)]
+    assert end(machine.handle(Exiting(1), 1.0)) == (True, 1, 0)
 
 
 def test_a_stop_before_the_first_order() -> None:
@@ -504,7 +515,7 @@ def test_a_run_that_was_complete_ends_at_once() -> None:
     out = machine.handle(WorkerReady(1), 0.0)
     assert out == [Send(0, Shutdown()), Send(1, Shutdown())]
     machine.handle(Exiting(0), 1.0)
-    assert machine.handle(Exiting(1), 1.0) == [Finish(None, False, 12, 1)]
+    assert end(machine.handle(Exiting(1), 1.0)) == (False, 12, 1)
 
 
 # ---------------------------------------------------------------- failures that a run survives
@@ -525,7 +536,11 @@ def test_the_others_go_on_without_a_rank_that_failed_alone() -> None:
     assert first is not None
     ended = Outcome(first.round, 2, (0,), (1, 0), (8, 0), stop=True)
     assert Send(0, Shutdown()) in machine.handle(SyncAck(0, ended, Work(0, 1, 8)), 4.0)
-    assert machine.handle(Exiting(0), 5.0) == [Finish(None, True, 2, 0)]
+    commands = machine.handle(Exiting(0), 5.0)
+    assert end(commands) == (True, 2, 0)
+    assert isinstance(finish := commands[0], Finish)
+    assert finish.position is not None
+    assert finish.position.remaining(0) == (2, ())
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import flowdp
 from flowdp import OutOfDeviceMemory, StepError
+from flowdp.data.reader import LoaderSource
 from tests.numerics.conftest import Step, Witness
-from tests.reliability.small import SAMPLES, WAIT_S, Counts, Written, count, trainer
+from tests.reliability.small import BATCH, SAMPLES, WAIT_S, Counts, Written, count, trainer
 
 ALL = Counter(range(SAMPLES))
 POLICIES = ("sync", "cadence")
@@ -26,9 +29,12 @@ class Fails:
     def __init__(self, step: int, *ranks: int, error: type[Exception] = ValueError) -> None:
         self.step, self.ranks, self.error = step, ranks, error
 
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+    def is_there(self) -> bool:
         worker = flowdp.current_worker()
-        if worker.rank in self.ranks and worker.local_step >= self.step:
+        return worker.rank in self.ranks and worker.local_step >= self.step
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        if self.is_there():
             raise self.error("mine")
         return count(model, batch)
 
@@ -119,12 +125,15 @@ def test_a_rank_without_memory_leaves(witness: Witness, policy: str) -> None:
     assert isinstance(run._engine.failures.forgiven.get(1), OutOfDeviceMemory)
 
 
+@pytest.mark.parametrize("read", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_survivors_keep_checkpoints_and_can_be_resumed(
-    tmp_path: Path, witness: Witness, policy: str
+    tmp_path: Path, witness: Witness, policy: str, read: bool
 ) -> None:
     written = Written()
     options: dict[str, Any] = {"checkpoint": tmp_path, "on_failure": "continue"}
+    if read:
+        options["dataset"] = Rows()
     state = trainer(witness, policy, 2, loss=Fails(1, 0), on_checkpoint=written, epochs=2, **options).fit()
     assert written.all[-1].global_step == state.global_step
     resumed = trainer(witness, policy, 2, resume=True, **options).fit()
@@ -167,22 +176,165 @@ def test_many_rounds_are_cut_short_after_a_rank_has_left() -> None:
     assert run.error is None
 
 
-def test_what_was_read_can_be_handed_out_once() -> None:
-    class Squares(torch.utils.data.Dataset[float]):
-        def __len__(self) -> int:
-            return 8
+# ---------------------------------------------------------------- what was read, and not gathered
+class Rows(Dataset[Any]):
+    def __len__(self) -> int:
+        return SAMPLES
 
-        def __getitem__(self, index: int) -> float:
-            return float(index**2)
+    def __getitem__(self, index: int) -> Any:
+        return (index,)
 
-    with pytest.raises(flowdp.OptionError, match="needs a dataset of tensors"):
-        flowdp.Trainer(
-            model=nn.Linear(1, 1),
-            optimizer=lambda params: torch.optim.SGD(params, lr=1e-3),
-            loss=lambda model, batch: model(batch[:, None]).mean(),
-            dataset=Squares(),
-            batch_size=1,
-            epochs=1,
-            devices=["cpu"] * 2,
-            on_failure="continue",
-        ).start()
+
+class Batches:
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def get_batch(self, indices: Any) -> Any:
+        return (torch.tensor(indices),)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return ((index,) for index in range(SAMPLES))
+
+
+class Pieces(Dataset[Any]):
+    """Items that are batches: four of 4 samples, and one of 7."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> Any:
+        return (torch.arange(4 * index, 4 * index + 4 + (index == 4) * 3),)
+
+
+READ: dict[str, Callable[[], Any]] = {
+    "rows": Rows,
+    "batches": Batches,
+    "stream": Stream,
+    "loader": lambda: DataLoader(Rows(), BATCH, shuffle=True),
+    "pieces": lambda: DataLoader(Pieces(), batch_size=None),
+    "processes": lambda: DataLoader(Rows(), BATCH, num_workers=2),
+    "stream of a process": lambda: DataLoader(Stream(), BATCH, num_workers=1),
+}
+
+
+class Trips(torch.autograd.Function):
+    """Fails in the backward of a loss."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("mine")
+
+
+class Stumbling(torch.optim.SGD):
+    """Fails in a step of a rank."""
+
+    def __init__(self, params: Any, fails: Fails | None) -> None:
+        super().__init__(params, lr=1.0)
+        self.fails = fails
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails is not None and self.fails.is_there():
+            raise ValueError("mine")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("lanes", ["cpu", "streams"], indirect=True)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("read", "place", "step", "devices", "rank"),
+    [
+        ("rows", "forward", 0, 2, 0),
+        ("rows", "backward", 1, 3, 1),
+        ("rows", "step", 5, 2, 1),
+        ("batches", "forward", 2, 2, 1),
+        ("loader", "backward", 2, 2, 0),
+        ("pieces", "step", 1, 3, 2),
+        ("stream", "forward", 0, 3, 1),
+        ("stream", "backward", 2, 2, 0),
+        ("stream", "step", 4, 2, 1),
+        ("processes", "forward", 3, 2, 0),
+        ("stream of a process", "backward", 1, 2, 1),
+    ],
+)
+def test_what_was_read_is_trained_by_the_others(
+    witness: Witness, lanes: str, policy: str, read: str, place: str, step: int, devices: int, rank: int
+) -> None:
+    fails = Fails(step, rank)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if place == "forward":
+            return fails(model, batch)
+        value = count(model, batch)
+        return Trips.apply(value) if place == "backward" and fails.is_there() else value
+
+    model = Counts()
+    dataset = READ[read]()
+    job = trainer(
+        witness, policy, devices, loss=loss, model=model, dataset=dataset,
+        optimizer=lambda params: Stumbling(params, fails if place == "step" else None),
+        batch_size=None if isinstance(dataset, DataLoader) else BATCH, on_failure="continue", epochs=4,
+        cadence=flowdp.CadenceOptions(anchor=2, max_anchor=2), partition_ratios=equal(policy, devices),
+    )  # fmt: skip
+    source, most = job._first_source, []
+    assert isinstance(source, LoaderSource)
+    witness.before = lambda *_: most.append(len(source._lent))
+    run = job.start()
+    state = run.join(WAIT_S)
+    assert (state.epochs_done, run.error) == (4, None)
+    assert [problem[:12] for problem in run.status().problems] == [f"rank {rank} left:"]
+    for epoch in range(4):
+        assert kept(witness, epoch, rank) == ALL
+    for record in state.history:
+        assert sum(part.samples for part in record.per_rank) == SAMPLES
+    assert torch.equal(model.trained, state.state_dict["trained"])
+    if lanes == "cpu":  # else it is prefetched, too
+        assert max(most) <= devices * (1 if policy == "sync" else 2)
+
+
+@pytest.mark.parametrize("lanes", ["cpu", "streams"], indirect=True)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("sizes", [{"gradient_accumulation_steps": 2}, {"batch_size": [2, 4]}], ids=str)
+def test_steps_of_several_batches(witness: Witness, lanes: str, policy: str, sizes: dict[str, Any]) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if flowdp.current_worker().rank == 1 and len(witness.of(1)) == 4:  # perhaps in the middle of a step
+            raise ValueError("mine")
+        return count(model, batch)
+
+    run = trainer(
+        witness, policy, 2, loss=loss, dataset=Rows(), on_failure="continue", epochs=4,
+        **{"batch_size": 2, "partition_ratios": equal(policy, 2)} | sizes,
+    ).start()  # fmt: skip
+    assert run.join(WAIT_S).epochs_done == 4
+    assert len(run.status().problems) == 1
+    for epoch in range(4):
+        assert kept(witness, epoch, 1) == ALL
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_a_bad_replica_has_trained_is_not_kept(witness: Witness, policy: str) -> None:
+    fails = Fails(4, 1)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        worker = flowdp.current_worker()
+        value = fails(model, batch)
+        return value * float("nan") if (worker.rank, worker.local_step) == (1, 1) else value
+
+    job = trainer(
+        witness, policy, 2, loss=loss, dataset=Rows(), on_failure="continue", epochs=4,
+        partition_ratios=equal(policy, 2),
+    )  # fmt: skip
+    source, most = job._first_source, []
+    assert isinstance(source, LoaderSource)
+    witness.before = lambda *_: most.append(len(source._lent))
+    run = job.start()
+    assert run.join(WAIT_S).epochs_done == 4
+    assert len(run.status().problems) == 1
+    for epoch in range(4):
+        assert kept(witness, epoch, 1) == ALL  # it was trained, and left out of a mean
+    assert max(most) <= 2

@@ -107,10 +107,10 @@ def test_a_failing_seed_is_named(capsys: pytest.CaptureFixture[str], monkeypatch
     monkeypatch.setattr(SnapshotRounds, "_is_dirty", False)
     assert command_line.main(["--seeds", "20"]) == 1
     said = capsys.readouterr().out
-    assert "seed 9: S9: " in said
+    assert "seed 9: S2: " in said
     assert "    python -m flowdp.sim --seed 9 --trace" in said
     assert command_line.main(["--seed", "9"]) == 1
-    assert "seed 9: S9: " in capsys.readouterr().out
+    assert "seed 9: S2: " in capsys.readouterr().out
 
 
 def test_another_exception_is_a_failure(

@@ -86,3 +86,14 @@ def test_it_begins_where_the_run_does() -> None:
     run.reader.start()
     run.rest()
     assert run.said == [(20.0, DataEnded(1, 1))]
+
+
+def test_what_a_lost_rank_took_can_be_taken_again() -> None:
+    run = Readings(ahead=10)
+    run.reader.start()
+    run.rest()
+    assert run.reader.take(1, (0, 0)) is None
+    run.reader.settle(1)
+    assert [run.reader.take(rank, key) for rank, key in ((1, (0, 1)), (0, (0, 2)))] == [None] * 2
+    run.reader.reclaim(1)
+    assert [run.reader.take(0, (0, batch)) for batch in range(3)] == [(0, 0), None, (0, 2)]

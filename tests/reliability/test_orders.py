@@ -1,0 +1,125 @@
+"""Runs that are resumed inside an epoch whose order the user's sampler draws."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler
+
+from flowdp import CheckpointError, EpochMetrics
+from flowdp.engine.checkpoint_file import read
+from tests.numerics.conftest import Witness
+from tests.reliability.small import SAMPLES, stop_at, trainer
+
+CHOSEN = range(1, SAMPLES, 2)
+
+
+def seeded() -> Any:
+    """A loader of single samples whose sampler draws on and on from one generator."""
+    draw = torch.Generator().manual_seed(4)
+    return DataLoader([(i,) for i in range(SAMPLES)], 2, sampler=SubsetRandomSampler(CHOSEN, generator=draw))
+
+
+def told(seed: int = 0) -> Any:
+    """A loader whose sampler shuffles by the epoch that it is told."""
+    dataset = [(i,) for i in range(SAMPLES)]
+    return DataLoader(dataset, 2, sampler=DistributedSampler(dataset, num_replicas=1, rank=0, seed=seed))
+
+
+def run(witness: Witness, policy: str, folder: Path, loader: Any, **options: Any) -> Any:
+    return trainer(witness, policy, 2, dataset=loader, batch_size=None, checkpoint=folder, **options)
+
+
+def check(witness: Witness, state: Any, chosen: range) -> None:
+    """Both runs together have trained every sample of every epoch once."""
+    assert not state.interrupted
+    assert [witness.samples(epoch) for epoch in range(3)] == [Counter(chosen)] * 3
+    records: tuple[EpochMetrics, ...] = state.history
+    assert [sum(part.samples for part in record.per_rank) for record in records] == [len(chosen)] * 3
+
+
+@pytest.mark.parametrize("policy", ["sync", "async", "exact"])
+def test_a_generator_that_has_moved_on_is_refused_and_a_fresh_one_goes_on(
+    tmp_path: Path, witness: Witness, policy: str
+) -> None:
+    loader = seeded()
+    named = "[01]" if policy == "async" else "1"  # a rank may still be in epoch 0
+    stop_at(witness, 10, run(witness, policy, tmp_path, loader))
+    newest = max(tmp_path.glob("step-*.pt"))
+    before = len(witness.steps)
+    with pytest.raises(
+        CheckpointError, match=rf"in epoch {named}, .* another order .* fresh sampler"
+    ) as error:
+        run(witness, policy, tmp_path, loader, resume=True).start()
+    assert error.value.path == str(newest)
+    assert error.value.version == read(newest)["version"]
+    assert len(witness.steps) == before  # nothing was trained of it
+    check(witness, run(witness, policy, tmp_path, seeded(), resume=True).fit(), CHOSEN)
+
+
+def test_a_sampler_may_share_its_generator_with_its_loader(tmp_path: Path, witness: Witness) -> None:
+    def shared() -> Any:
+        loader = seeded()
+        draw = loader.sampler.generator
+        return DataLoader(loader.dataset, 2, sampler=loader.sampler, generator=draw)
+
+    stop_at(witness, 10, run(witness, "sync", tmp_path, shared()))
+    check(witness, run(witness, "sync", tmp_path, shared(), resume=True).fit(), CHOSEN)
+
+
+def unseeded() -> Any:
+    """A loader that shuffles as most do."""
+    return DataLoader([(i,) for i in range(SAMPLES)], 2, sampler=SubsetRandomSampler(CHOSEN))
+
+
+@pytest.mark.parametrize("make", [seeded, unseeded])
+def test_what_a_run_has_made_begins_its_epoch_anew_in_another_order(
+    witness: Witness, make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    given: dict[str, Any] = {"batch_size": None}
+    loader = make()
+    state = stop_at(witness, 10, trainer(witness, "sync", 2, dataset=loader, **given))
+    assert state.epochs_done == 1
+    witness.steps.clear()
+    with caplog.at_level("WARNING", "flowdp"):
+        again = trainer(witness, "sync", 2, dataset=loader, resume=state, **given).fit()
+    assert "stood begins anew: " in caplog.text
+    assert again.epochs_done == 3
+    assert [witness.samples(epoch) for epoch in range(3)] == [Counter(), Counter(CHOSEN), Counter(CHOSEN)]
+
+
+def test_what_a_run_has_made_goes_on_in_the_same_order(witness: Witness) -> None:
+    given: dict[str, Any] = {"batch_size": None}
+    state = stop_at(witness, 10, trainer(witness, "sync", 2, dataset=seeded(), **given))
+    check(witness, trainer(witness, "sync", 2, dataset=seeded(), resume=state, **given).fit(), CHOSEN)
+
+
+def test_a_sampler_that_is_told_its_epoch_may_be_the_same_or_another(
+    tmp_path: Path, witness: Witness
+) -> None:
+    loader = told()
+    stop_at(witness, 15, run(witness, "sync", tmp_path, loader))
+    with pytest.raises(CheckpointError, match="in epoch 1, "):
+        run(witness, "sync", tmp_path, told(seed=1), resume=True).start()
+    check(witness, run(witness, "sync", tmp_path, loader, resume=True).fit(), range(SAMPLES))
+
+
+def test_a_run_that_was_resumed_is_checked_again(tmp_path: Path, witness: Witness) -> None:
+    for _ in range(2):
+        job = run(witness, "sync", tmp_path, seeded(), resume=True)
+        stop_at(witness, len(witness.steps) + 2, job)
+    assert list(read(max(tmp_path.glob("step-*.pt")))["orders"]) == [0]
+    moved = seeded()
+    list(moved.sampler)
+    with pytest.raises(CheckpointError, match="in epoch 0, "):
+        run(witness, "sync", tmp_path, moved, resume=True).start()
+
+
+def test_at_an_epochs_end_the_order_is_free(tmp_path: Path, witness: Witness) -> None:
+    loader = seeded()
+    run(witness, "sync", tmp_path, loader, epochs=1).fit()
+    check(witness, run(witness, "sync", tmp_path, loader, resume=True).fit(), CHOSEN)
