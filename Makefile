@@ -38,9 +38,9 @@ check: $(STAMP)
 sim: $(STAMP)
 	@$(RUN) -m flowdp.sim --seeds $(SEEDS) $(ARGS)
 
-## make soak     every failure in every kind of run, then runs for SOAK_SECONDS: does anything grow?
+## make soak     every failure in every kind of run, then random runs: does anything grow? SOAK_SECONDS each
 soak: $(STAMP)
-	@$(RUN) -m bench.reliability.failures $(ARGS)
+	@$(RUN) -m bench.reliability.failures --seconds $(SOAK_SECONDS) $(ARGS)
 	@$(RUN) -m bench.reliability.soak --seconds $(SOAK_SECONDS) $(ARGS)
 
 ## make bench    every bench in turn; ARGS=--save writes bench/results

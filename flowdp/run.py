@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from flowdp.engine.launch import Engine
+from flowdp.engine.pauses import Pauses
 from flowdp.errors import FlowdpError, OptionError
 from flowdp.machine.commands import RoundEnded
 from flowdp.messages import Requested
@@ -61,6 +62,7 @@ class Run:
         self._module = module
         self._observer = observer
         self._restores_best = restores_best
+        self._pauses = Pauses(engine.request)
         self._ending = _Ending()
         self._inside = ExitStack()
         self._polled = 0
@@ -181,11 +183,11 @@ class Run:
 
     def pause(self) -> None:
         """Let all workers stand still after the round. Returns at once; see `paused()` for waiting."""
-        self._engine.request(Requested("pause"))
+        self._pauses.pause()
 
     def unpause(self) -> None:
-        """Go on after a pause."""
-        self._engine.request(Requested("unpause"))
+        """Go on after a pause; where somebody is inside `paused()`, when the last one leaves."""
+        self._pauses.unpause()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -195,14 +197,14 @@ class Run:
         step.
         """
         self._check_caller("paused")
-        wish = self._engine.request(Requested("pause"))
+        wish = self._pauses.enter()
         try:
             self._engine.records.wait_for_pause(wish)
             yield
         finally:
             for replica in self._engine.replicas:
                 replica.lane.adopt()
-            self.unpause()
+            self._pauses.leave()
 
     def set_lr(self, lr: float) -> None:
         """Scale all parameter groups so that the first has this learning rate; a scheduler goes on from it.

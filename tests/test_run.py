@@ -251,6 +251,21 @@ def test_no_rank_steps_inside_the_block(policy: str, devices: int) -> None:
     run.join()
 
 
+def test_the_first_one_to_leave_sets_nobody_going() -> None:
+    steps = Steps()
+    run = trainer(steps, **ENDLESS).start()
+    with run.paused():
+        with run.paused():
+            pass
+        run.unpause()
+        steps.is_forbidden = True
+        assert not steps.violated.wait(0.02)
+        steps.is_forbidden = False
+    steps.wait_for_more(20)
+    run.stop()
+    run.join()
+
+
 def test_a_pause_that_was_taken_back_stops_nobody_for_long() -> None:
     steps = Steps()
     run = trainer(steps, **ENDLESS).start()

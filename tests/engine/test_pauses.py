@@ -1,0 +1,46 @@
+"""A run that several want to stand still goes on when nobody does any more."""
+
+from __future__ import annotations
+
+from flowdp.engine.pauses import Pauses
+from flowdp.messages import Requested
+
+
+class Wishes:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def __call__(self, wish: Requested) -> int:
+        self.said.append(wish.what)
+        return len(self.said)
+
+
+def test_the_last_one_who_leaves_lets_it_go_on() -> None:
+    wishes = Wishes()
+    pauses = Pauses(wishes)
+    assert (pauses.enter(), pauses.enter()) == (1, 2)
+    pauses.leave()
+    assert wishes.said == ["pause", "pause"]
+    pauses.leave()
+    assert wishes.said == ["pause", "pause", "unpause"]
+
+
+def test_who_leaves_does_not_take_back_what_another_one_asked_for() -> None:
+    wishes = Wishes()
+    pauses = Pauses(wishes)
+    pauses.pause()
+    pauses.enter()
+    pauses.leave()
+    assert wishes.said == ["pause", "pause"]
+    pauses.unpause()
+    assert wishes.said[2:] == ["unpause"]
+
+
+def test_a_pause_that_is_taken_back_inside_lasts_until_the_end() -> None:
+    wishes = Wishes()
+    pauses = Pauses(wishes)
+    pauses.enter()
+    pauses.unpause()
+    assert wishes.said == ["pause"]
+    pauses.leave()
+    assert wishes.said == ["pause", "unpause"]
