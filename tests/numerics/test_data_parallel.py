@@ -18,7 +18,7 @@ from flowdp import data_parallel
 from flowdp.device.streams import CudaLane
 from tests.fakes import FakeCuda
 
-STEPS = 50
+STEPS = 30
 SIZES = (22, 9, 3, 2)  # of the batches, in turn; with four devices the last one leaves two without samples
 TOLERANCE = 1e-11
 

@@ -123,7 +123,7 @@ def check_equal(run: flowdp.Run) -> None:
 
 
 # ---------------------------------------------------------------- the mathematics of one device
-@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+@pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("make", [momentum, adamw])
 @pytest.mark.parametrize(("clip", "schedule"), [(None, None), (0.1, cosine)])
 def test_as_one_device(make: Make, devices: int, clip: float | None, schedule: Any) -> None:
@@ -146,7 +146,7 @@ class Read(Dataset[Any]):
         return X[index], Y[index]
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize(
     ("dataset", "options"),
     [
