@@ -375,6 +375,22 @@ def test_a_layer_that_no_sample_of_a_window_takes_is_left_alone(devices: int) ->
     check_equal(run)
 
 
+def test_a_layer_that_only_a_masked_rank_has_taken_is_left_alone() -> None:
+    model = Branches().double()
+    layers = copy.deepcopy(model.layers)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        worker = current_worker()
+        is_bad = worker.rank == 1 and worker.global_step == 3
+        out = F.mse_loss(model(batch[0], torch.full((len(batch[0]),), int(is_bad))), batch[1])
+        return out * float("nan") if is_bad else out
+
+    run = exact(model, lambda params: AdamW(params, 0.01, weight_decay=0.1), 2, loss)
+    assert apart(model.layers[0], layers[0]) > 0.0
+    assert apart(model.layers[1], layers[1]) == 0.0
+    check_equal(run)
+
+
 # ---------------------------------------------------------------- steering
 def test_a_rate_that_is_set_takes_effect_for_all_at_once() -> None:
     """Otherwise the replicas would stay apart; the checksum at the end of the epoch would tell."""
