@@ -247,6 +247,7 @@ class Run:
         if standing is None:
             return self.join()
         kept = standing.read()
+        rates = kept["ranks"][0]["learning_rate"]
         return TrainedState.of(
             kept["model"],
             alone(kept["ranks"][0]["optimizers"]),
@@ -254,7 +255,7 @@ class Run:
             global_step=standing.position.global_step,
             epochs_done=standing.position.done,
             interrupted=True,
-            stood=self._engine.stood(standing.position),
+            stood=self._engine.stood(standing.position, learning_rate=rates, orders=standing.orders),
         )
 
     # ------------------------------------------------------------------ ending
@@ -368,7 +369,10 @@ class Run:
         left = self._engine.failures.forgiven
         replica = next(one for rank, one in enumerate(self._engine.replicas) if rank not in left)
         best = self._engine.saver.best if self._restores_best else None
-        model = replica.module.state_dict() if best is None else best
+        model, position, stood = best or replica.module.state_dict(), finish.position, None
+        if position is not None and best is None:  # the best one stood elsewhere
+            rates, orders = replica.learning_rate.state_dict(), self._engine.saver.orders(position)
+            stood = self._engine.stood(position, learning_rate=rates, orders=orders)
         return TrainedState.of(
             model,
             optimizer_state(replica.optimizers),
@@ -376,7 +380,7 @@ class Run:
             global_step=finish.global_step,
             epochs_done=finish.epochs_done,
             interrupted=finish.stopped,
-            stood=self._engine.stood(finish.position),
+            stood=stood,
         )
 
     def _guarded(self, records: Callable[[], Iterator[R]]) -> Iterator[R]:

@@ -314,7 +314,8 @@ class Trainer:
         if resumed is None:
             source, start = first or self._open(None), None
         else:
-            resumed, source = resumed.enter(care.fingerprint, self.epochs, self.max_steps, self._open)
+            rates = replicas[0].learning_rate
+            resumed, source = resumed.enter(care.fingerprint, self.epochs, self.max_steps, rates, self._open)
             resumed = resumed.watching(self.upkeep.watched, self.upkeep.restores_best)
             start, care.history, care.best = resumed.position, resumed.history, resumed.best
             resumed.put_back(replicas)

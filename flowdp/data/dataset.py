@@ -266,7 +266,7 @@ def _from_loader(
         "ahead": _ahead(world_size, loader.num_workers, loader.prefetch_factor),
         "worker_init_fn": loader.worker_init_fn,
         # A sampler may draw from it, too, and must not meet what torch draws from it for the processes.
-        "generator": _generator(seed, reading["start"]) if own is None else own.clone_state(),
+        "generator": _generator(seed if own is None else own.initial_seed(), reading["start"]),
         "prefetch_factor": loader.prefetch_factor,
         "timeout": loader.timeout,
         "multiprocessing_context": loader.multiprocessing_context,

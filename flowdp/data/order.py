@@ -215,7 +215,7 @@ class SamplerOrder(Order):
         sampler = getattr(self._sampler, "sampler", self._sampler)
         if self._told() is None and getattr(sampler, "generator", self) is None:
             raise CheckpointError(
-                f"the checkpoint lies inside an epoch of the sampler {type(sampler).__name__}, which draws "
+                f"a part is trained of an epoch of the sampler {type(sampler).__name__}, which draws "
                 "another order each time: give it a generator with a seed, or `set_epoch`, or go on from a "
                 "checkpoint at an epoch's end"
             )

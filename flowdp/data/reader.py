@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from flowdp.data.order import KEPT_BATCHES, NOTHING_TRAINED, AllEpochs, Order
@@ -270,6 +271,8 @@ class LoaderSource(Source):
         samples, payload = payload if self._is_counted else (0, payload)
         if payload is None:
             raise TypeError("the batch is None; the collate function must return one")
+        if self.keeps and self._processes is not None:
+            payload = tree_map(_unshared, payload)
         with self._changed:
             if self._closing:
                 return ()
@@ -322,6 +325,12 @@ class LoaderSource(Source):
         )
         error.__cause__ = cause
         return error
+
+
+def _unshared(leaf: Any) -> Any:
+    """A tensor from a process, as memory of our own: shared memory is scarce, and each one an open file."""
+    is_shared = isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.is_shared()
+    return leaf.clone() if is_shared else leaf
 
 
 class Reader(LoaderSource):

@@ -285,11 +285,9 @@ class Engine:
             for worker in self.workers
         ]
 
-    def stood(self, position: Position | None) -> Stood | None:
+    def stood(self, position: Position, **kept: Any) -> Stood | None:
         """For one who goes on from a TrainedState; None where nobody can from inside an epoch."""
-        if position is None or not self.config.duties.inside:
-            return None
-        return Stood(position, self.care.fingerprint, self.saver.orders(position))
+        return Stood(position, self.care.fingerprint, **kept) if self.config.duties.inside else None
 
     def let_go(self) -> None:
         """Drop replicas, optimizers and all else that holds memory of a device, of a run that is over.

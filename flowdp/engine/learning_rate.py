@@ -143,6 +143,10 @@ class LearningRate:
             ],
         }
 
+    def is_like(self, state: Mapping[str, Any]) -> bool:
+        """Whether a state, as of `state_dict`, is of the same schedulers and the same rates to begin with."""
+        return self._kinds() == _kinds(state) and self._base == state["base"]
+
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Stand where another one stood, without going through the steps before.
 
@@ -159,8 +163,7 @@ class LearningRate:
         if state is None:
             self._write()
             return
-        kinds = [type(scheduler).__name__ for scheduler in self._schedulers]
-        theirs = [scheduler["kind"] for scheduler in state["schedulers"]]
+        kinds, theirs = self._kinds(), _kinds(state)
         if kinds != theirs or len(state["plain"]) != len(self._groups):
             raise CheckpointError(
                 f"the checkpoint has {_listed(theirs)} and {len(state['plain'])} parameter groups, this run "
@@ -173,6 +176,9 @@ class LearningRate:
         if state["factor"] is not None:
             self._factor, self._is_set = state["factor"], True
         self._write()
+
+    def _kinds(self) -> list[str]:
+        return [type(scheduler).__name__ for scheduler in self._schedulers]
 
     def _step_schedulers(self, count: int, metric: float | None) -> None:
         # Many schedulers compute the next rate from the one in the group: it must be their own.
@@ -195,6 +201,10 @@ class LearningRate:
                 group["lr"] = lr * factor
             else:  # a tensor, for capturable optimizers; or an int
                 group["lr"] = group["lr"] * 0 + lr * factor
+
+
+def _kinds(state: Mapping[str, Any]) -> list[str]:
+    return [scheduler["kind"] for scheduler in state["schedulers"]]
 
 
 def _listed(kinds: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from flowdp.engine.capture import of_rank, restore
 from flowdp.engine.checkpoint_file import read
 from flowdp.engine.exact import ExactReplica
 from flowdp.engine.fingerprint import differences, orders
+from flowdp.engine.learning_rate import LearningRate
 from flowdp.engine.replica import Replica
 from flowdp.engine.store import Store
 from flowdp.errors import CheckpointError, OptionError
@@ -38,11 +39,13 @@ class Stood:
     Attributes:
         position: Where.
         fingerprint: Of the run.
+        learning_rate: As of `LearningRate.state_dict`.
         orders: Checksums of what a sampler drew for the open epochs; None: nobody knows.
     """
 
     position: Position
     fingerprint: Mapping[str, Any]
+    learning_rate: Mapping[str, Any]
     orders: Mapping[int, int] | None = None
 
 
@@ -93,12 +96,14 @@ class Resumed:
             stood: Where it stood inside an epoch; None: nobody knows.
         """
         is_one = isinstance(optimizers, Mapping) and "param_groups" in optimizers
+        # An epoch that `max_steps` cut short was told, and is not complete.
+        done = len(history) if stood is None else stood.position.done
         own = {"scaler": None, "generator": None, "learning_rate": None}
         return cls(
-            position=Position(world_size=1, done=len(history), global_step=global_step, planned=global_step),
+            position=Position(world_size=1, done=done, global_step=global_step, planned=global_step),
             model=model,
             ranks=[{"optimizers": [optimizers] if is_one else optimizers, **own}],
-            history=history,
+            history=history[:done],
             stood=stood,
         )
 
@@ -107,17 +112,20 @@ class Resumed:
         fingerprint: Mapping[str, Any],
         epochs: int | None,
         max_steps: int | None,
+        learning_rate: LearningRate,
         open_source: Callable[[Position], Source],
     ) -> tuple[Resumed, Source]:
         """Open the dataset where the run goes on, and say where that is.
 
         A TrainedState may be used for anything: where the epoch in which it stood has other batches in this
-        run, that begins anew, and the log says so. Of a file the same batches are demanded.
+        run, that begins anew, and the log says so; where the run begins with another learning rate or other
+        schedulers, these are its own. Of a file the same batches and schedulers are demanded.
 
         Args:
             fingerprint: Of the run.
             epochs: How many it has.
             max_steps: After how many it ends.
+            learning_rate: Of a replica as it was built.
             open_source: Opens the dataset at a position.
 
         Raises:
@@ -128,7 +136,7 @@ class Resumed:
         Threads:
             The one that starts the run; samplers draw in it.
         """
-        resumed = self._inside(fingerprint)
+        resumed = self._inside(fingerprint, learning_rate)
         resumed.check(fingerprint, epochs, max_steps)
         try:
             source = open_source(resumed.position)
@@ -140,7 +148,7 @@ class Resumed:
             return self, open_source(self.position)
         return resumed, source
 
-    def _inside(self, fingerprint: Mapping[str, Any]) -> Resumed:
+    def _inside(self, fingerprint: Mapping[str, Any], learning_rate: LearningRate) -> Resumed:
         stood = self.stood
         if stood is None:
             return self
@@ -148,10 +156,16 @@ class Resumed:
             if stood.position.open:
                 log.warning(ANEW, "; ".join(found))
             return self
+        rates = stood.learning_rate if learning_rate.is_like(stood.learning_rate) else None
+        position = replace(
+            stood.position,
+            metric=None if rates is None else stood.position.metric,  # a new scheduler has no epochs to judge
+            best=replace(stood.position.best, bad=0),  # who goes on after an early stop wants more than none
+        )
         return replace(
             self,
-            position=stood.position,
-            history=self.history[: stood.position.done],  # one that `max_steps` cut short is told again
+            position=position,
+            ranks=[{**self.ranks[0], "learning_rate": rates}],
             fingerprint=stood.fingerprint,
             orders=stood.orders,
         )
@@ -176,7 +190,8 @@ class Resumed:
                     f"{'; '.join(found)}. Give what it was trained with, or resume=False and another folder "
                     "to start anew"
                 )
-        begun = position.done + len(position.open)
+        # An epoch may have been opened ahead of time, and nothing dealt of it.
+        begun = position.done + sum(bool(one.position) for one in position.open)
         if epochs is not None and epochs < begun:
             raise OptionError(f"epochs={epochs} is less than the {begun} that {self} has begun")
         if max_steps is not None and max_steps < position.global_step:

@@ -643,6 +643,13 @@ def test_nothing_is_kept_that_is_settled_or_unless_asked_for(runs):
         assert not run.reader._lent
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_is_kept_is_no_shared_memory(runs, keeps):
+    """Each tensor that came from a process is an open file, of which there are few."""
+    run = runs(Process(), num_workers=1, keeps=keeps)
+    assert run.take(0, 0, 0).is_shared() is not keeps
+
+
 def test_nothing_is_kept_of_a_run_whose_reading_fails(runs):
     run = runs(Broken(42), shuffle=False, keeps=True)
     run.take(0, 0, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,11 @@ def test_an_end_that_lies_before() -> None:
         one.check(PRINT, 2, None)
     with pytest.raises(OptionError, match="max_steps=10 is less than the 11"):
         one.check(PRINT, None, 10)
+    # One that was opened ahead of time, and of which nothing was dealt, is not begun.
+    [begun] = one.position.open
+    untouched = replace(begun, epoch=3, position=0, left=((),) * len(begun.left))
+    ahead = resumed(position=replace(one.position, open=(begun, untouched)))
+    ahead.check(PRINT, 3, None)
 
 
 # ---------------------------------------------------------------- the order of an open epoch

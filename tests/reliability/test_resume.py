@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections import Counter
@@ -252,56 +251,6 @@ def test_from_a_file_or_a_folder_into_another_folder(tmp_path: Path, witness: Wi
         check(witness, job.fit(), 3)
         assert folder is None or newest(folder).name.startswith("step-000000000018-")
     assert sorted(old.iterdir()) == files
-
-
-def test_from_what_another_run_has_made(witness: Witness) -> None:
-    first = trainer(witness, "sync", 2, epochs=1).fit()
-    state = trainer(witness, "sync", 3, resume=first).fit()
-    check(witness, state, 3)
-    assert (state.history[0], state.global_step) == (first.history[0], 18)
-
-
-@pytest.mark.parametrize("devices", [1, 3])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_what_was_stopped_inside_an_epoch_goes_on_there(witness: Witness, policy: str, devices: int) -> None:
-    first = stop_at(witness, 8, trainer(witness, policy, 2))
-    assert first.interrupted
-    state = trainer(witness, policy, devices, resume=first).fit()
-    check(witness, state, 3)
-    assert state.global_step == (9 if policy == "exact" else 18)
-
-
-def test_what_max_steps_has_cut_goes_on_there(witness: Witness) -> None:
-    first = trainer(witness, "sync", 2, epochs=None, max_steps=8).fit()
-    assert not first.interrupted
-    check(witness, trainer(witness, "sync", 1, resume=first).fit(), 3)
-
-
-@pytest.mark.parametrize("changed", [{"batch_size": 5}, {"samples": 22}, {"seed": 1}])
-def test_where_the_batches_are_others_the_epoch_begins_anew(
-    witness: Witness, changed: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    first = stop_at(witness, 8, trainer(witness, "sync", 1))
-    witness.steps.clear()
-    changed = {"model": Counts(), "resume": first} | changed
-    with caplog.at_level(logging.WARNING, "flowdp"):
-        state = trainer(witness, "sync", 1, **changed).fit()
-    assert "the epoch in which the given state stood begins anew" in caplog.text
-    assert state.epochs_done == 3
-    for epoch, times in enumerate((0, 1, 1)):
-        assert witness.samples(epoch) == Counter(
-            {n: times for n in range(changed.get("samples", SAMPLES)) if times}
-        )
-
-
-def test_a_stream_begins_the_epoch_anew(witness: Witness) -> None:
-    first = stop_at(witness, 8, trainer(witness, "sync", 1, dataset=Stream()))
-    assert first.epochs_done == 1
-    witness.steps.clear()
-    again = Stream()
-    trainer(witness, "sync", 1, dataset=again, resume=first).fit()
-    assert again.epochs == [1, 2]
-    assert (witness.samples(1), witness.samples(2)) == (ALL, ALL)
 
 
 def test_nothing_to_go_on_from_is_a_fresh_start_or_an_error(tmp_path: Path, witness: Witness) -> None:
