@@ -183,10 +183,10 @@ class Run:
 
     def pause(self) -> None:
         """Let all workers stand still after the round. Returns at once; see `paused()` for waiting."""
-        self._pauses.pause()
+        self._engine.request(Requested("pause"))
 
     def unpause(self) -> None:
-        """Go on after a pause; where somebody is inside `paused()`, when the last one leaves."""
+        """Go on after a pause. Inside of `paused()` it does nothing: the end of the last block does that."""
         self._pauses.unpause()
 
     @contextmanager

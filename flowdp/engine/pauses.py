@@ -1,4 +1,4 @@
-"""Who wants a run to stand still: it goes on when nobody does any more."""
+"""Who is inside `paused()`: the run goes on when the last one leaves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Pauses"]
 
 
 class Pauses:
-    """The wish to pause, of `pause()` and of everybody inside `paused()`.
+    """Counts those who have the devices to themselves.
 
     Args:
         request: Takes a wish, and gives its number.
@@ -22,24 +22,11 @@ class Pauses:
 
     def __init__(self, request: Callable[[Requested], int]) -> None:
         self._request = request
-        self._lock = threading.Lock()  # serialises the counts, and with them the wishes
-        self._is_wanted = False
+        self._lock = threading.Lock()  # serialises the count, and with it the wishes
         self._inside = 0
 
-    def pause(self) -> None:
-        """Stand still until `unpause`."""
-        with self._lock:
-            self._is_wanted = True
-            self._request(Requested("pause"))
-
-    def unpause(self) -> None:
-        """Go on; where somebody is inside, when the last one leaves."""
-        with self._lock:
-            self._is_wanted = False
-            self._go_on()
-
     def enter(self) -> int:
-        """Stand still until this caller leaves; gives the number of the wish, to wait for."""
+        """Let the run stand still; gives the number of the wish, to wait for."""
         with self._lock:
             self._inside += 1
             return self._request(Requested("pause"))
@@ -48,8 +35,10 @@ class Pauses:
         """Undo an `enter`."""
         with self._lock:
             self._inside -= 1
-            self._go_on()
+        self.unpause()
 
-    def _go_on(self) -> None:
-        if not self._is_wanted and not self._inside:
-            self._request(Requested("unpause"))
+    def unpause(self) -> None:
+        """Let the run go on, unless somebody is inside."""
+        with self._lock:
+            if not self._inside:
+                self._request(Requested("unpause"))

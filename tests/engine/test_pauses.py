@@ -1,4 +1,4 @@
-"""A run that several want to stand still goes on when nobody does any more."""
+"""A run that several want to stand still goes on when the last one leaves."""
 
 from __future__ import annotations
 
@@ -25,18 +25,7 @@ def test_the_last_one_who_leaves_lets_it_go_on() -> None:
     assert wishes.said == ["pause", "pause", "unpause"]
 
 
-def test_who_leaves_does_not_take_back_what_another_one_asked_for() -> None:
-    wishes = Wishes()
-    pauses = Pauses(wishes)
-    pauses.pause()
-    pauses.enter()
-    pauses.leave()
-    assert wishes.said == ["pause", "pause"]
-    pauses.unpause()
-    assert wishes.said[2:] == ["unpause"]
-
-
-def test_a_pause_that_is_taken_back_inside_lasts_until_the_end() -> None:
+def test_nobody_else_lets_it_go_on_meanwhile() -> None:
     wishes = Wishes()
     pauses = Pauses(wishes)
     pauses.enter()
@@ -44,3 +33,5 @@ def test_a_pause_that_is_taken_back_inside_lasts_until_the_end() -> None:
     assert wishes.said == ["pause"]
     pauses.leave()
     assert wishes.said == ["pause", "unpause"]
+    pauses.unpause()
+    assert wishes.said == ["pause", "unpause", "unpause"]
