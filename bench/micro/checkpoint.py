@@ -4,8 +4,9 @@
     python -m bench.micro.checkpoint --parameters 1 --pairs 15
 
 Two CPU devices train an MLP under AdamW. The standstill is the time between the orders to put the state down
-and the answer of the last rank, as the coordinator's story has it; the copy is the same tensors cloned by two
-threads at once. The file is written while the devices train on, and stands beside: its time is the disk's.
+and the answer of the last rank, as the coordinator's story has it, of a checkpoint that is asked for when the
+file before it is written; the copy is the same tensors cloned by two threads at once while the run stands
+still, all kept to the end, as a checkpoint's are.
 """
 
 from __future__ import annotations
@@ -14,65 +15,72 @@ import json
 import tempfile
 import threading
 import time
-from itertools import pairwise
+from collections.abc import Sequence
 from statistics import median
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import flowdp
 from bench.harness import Comparison, options, report
 
-STEPS = 3
-"""Of all devices, between two checkpoints."""
 
-
-def model(millions: float) -> nn.Module:
-    """An MLP of so many million parameters, in eight square layers."""
-    width = int((millions * 1e6 / 8) ** 0.5)
+def model(width: int) -> nn.Module:
+    """An MLP of eight square layers."""
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(8)))
 
 
-def standstills_ms(millions: float, checkpoints: int) -> tuple[list[float], float]:
-    """How long each checkpoint held all devices up, and the median time that a file took."""
-    built = model(millions)
-    width = built[0].in_features  # type: ignore[index]
-    data = torch.randn(64, width)
-    written: list[float] = []
+def measure(millions: float, pairs: int) -> tuple[list[float], list[float], float]:
+    """Times in ms: how long each checkpoint held all devices up, each copy beside it, a file's median."""
+    width = int((millions * 1e6 / 8) ** 0.5)
+    written = threading.Semaphore(0)
+    copies, files = [], []
     with tempfile.TemporaryDirectory() as folder:
         run = flowdp.Trainer(
-            model=built,
+            model=model(width),
             optimizer=lambda params: torch.optim.AdamW(params, lr=1e-6),
             loss=lambda model, batch: model(batch).square().mean(),
-            dataset=data,
+            dataset=torch.randn(64, width),
             batch_size=1,
-            max_steps=STEPS * (checkpoints + 1),
+            max_steps=10**9,
             devices=["cpu", "cpu"],
             policy="sync",
-            checkpoint=flowdp.CheckpointOptions(folder, every=STEPS, unit="step", keep_last=1),
-            on_checkpoint=lambda _: written.append(time.perf_counter()),
+            checkpoint=flowdp.CheckpointOptions(folder, every=10**9, unit="step", keep_last=1),
+            on_checkpoint=lambda _: written.release(),
             progress=False,
         ).start()
-        run.join()
+        next(run.metrics("round"))  # the optimizers have their state
+        for _ in range(pairs):
+            start = time.perf_counter()
+            run.checkpoint()
+            written.acquire()
+            files.append((time.perf_counter() - start) * 1e3)
+            with run.paused():
+                copies.append(copy_ms([replica.optimizers[0] for replica in run._engine.replicas]))
         told = [json.loads(line) for line in run._engine.story.lines()[1:]]
+        run.stop()
+        run.join()
     starts = [event["now_ms"] for event in told if '"Capture"' in json.dumps(event["commands"])]
     ends = [event["now_ms"] for event in told if '"Save"' in json.dumps(event["commands"])]
-    gaps = [(after - before) * 1e3 for before, after in pairwise(written)]
-    return [end - start for start, end in zip(starts, ends, strict=True)], median(gaps)
+    return [end - start for start, end in zip(starts, ends, strict=True)], copies, median(files)
 
 
-def copy_ms(millions: float) -> float:
+def copy_ms(optimizers: Sequence[Optimizer]) -> float:
     """Two threads clone what two ranks put down: AdamW's two states each, and one of them the model."""
-    weights = [p.detach() for p in model(millions).parameters()]
-    tensors = [[*weights, *weights], [*weights, *weights, *weights]]
+    tensors = [
+        [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        for optimizer in optimizers
+    ]
+    tensors[0] += optimizers[0].param_groups[0]["params"]
+    made: list[list[Tensor]] = [[] for _ in tensors]
 
-    def clone(mine: list[torch.Tensor]) -> None:
+    def clone(mine: list[Tensor], kept: list[Tensor]) -> None:
         torch.set_num_threads(1)
-        for tensor in mine:
-            tensor.clone()
+        kept += [tensor.detach().clone() for tensor in mine]
 
     start = time.perf_counter()
-    threads = [threading.Thread(target=clone, args=(mine,)) for mine in tensors]
+    threads = [threading.Thread(target=clone, args=pair) for pair in zip(tensors, made, strict=True)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -84,11 +92,10 @@ def main() -> None:
     parser = options(__doc__, pairs=9)
     parser.add_argument("--parameters", type=float, default=25.0, help="of the model, in millions")
     arguments = parser.parse_args()
-    standing, gap_ms = standstills_ms(arguments.parameters, arguments.pairs)
-    copies = [copy_ms(arguments.parameters) for _ in standing]
+    standing, copies, file_ms = measure(arguments.parameters, arguments.pairs)
     label = f"{arguments.parameters:g} M parameters, AdamW"
     result = Comparison(label, "ms", ("standstill", "copy"), tuple(standing), tuple(copies))
-    figures = {"between two files, ms": gap_ms}
+    figures = {"from the wish to the file, ms": file_ms}
     report("checkpoint", [result], figures=figures, save=arguments.save)
 
 
