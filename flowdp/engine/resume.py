@@ -136,39 +136,40 @@ class Resumed:
         Threads:
             The one that starts the run; samplers draw in it.
         """
-        resumed = self._inside(fingerprint, learning_rate)
+        given = self._rated(learning_rate)
+        resumed = given._inside(fingerprint)
         resumed.check(fingerprint, epochs, max_steps)
         try:
             source = open_source(resumed.position)
             resumed.check_orders(source)
         except CheckpointError as error:
-            if resumed is self:
+            if resumed is given:
                 raise
             log.warning(ANEW, error)
-            return self, open_source(self.position)
+            return given, open_source(given.position)
         return resumed, source
 
-    def _inside(self, fingerprint: Mapping[str, Any], learning_rate: LearningRate) -> Resumed:
+    def _rated(self, learning_rate: LearningRate) -> Resumed:
+        if self.stood is None or not learning_rate.is_like(self.stood.learning_rate):
+            return self
+        return replace(self, ranks=[{**self.ranks[0], "learning_rate": self.stood.learning_rate}])
+
+    def _inside(self, fingerprint: Mapping[str, Any]) -> Resumed:
         stood = self.stood
         if stood is None:
             return self
-        if found := differences(stood.fingerprint, fingerprint, inside_epoch=True):
-            if stood.position.open:
+        is_open = bool(stood.position.open)
+        if found := differences(stood.fingerprint, fingerprint, inside_epoch=is_open):
+            if is_open:
                 log.warning(ANEW, "; ".join(found))
             return self
-        rates = stood.learning_rate if learning_rate.is_like(stood.learning_rate) else None
+        is_new = self.ranks[0]["learning_rate"] is None  # such a scheduler has no epochs to judge
         position = replace(
             stood.position,
-            metric=None if rates is None else stood.position.metric,  # a new scheduler has no epochs to judge
+            metric=None if is_new else stood.position.metric,
             best=replace(stood.position.best, bad=0),  # who goes on after an early stop wants more than none
         )
-        return replace(
-            self,
-            position=position,
-            ranks=[{**self.ranks[0], "learning_rate": rates}],
-            fingerprint=stood.fingerprint,
-            orders=stood.orders,
-        )
+        return replace(self, position=position, fingerprint=stood.fingerprint, orders=stood.orders)
 
     def check(self, fingerprint: Mapping[str, Any], epochs: int | None, max_steps: int | None) -> None:
         """Check that a run can go on from here.

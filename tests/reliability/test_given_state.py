@@ -126,12 +126,27 @@ def test_the_learning_rate_goes_on_too_unless_it_begins_with_another(
                 asked: list[flowdp.TrainedState] = []
                 asking = threading.Thread(target=lambda: asked.append(run.snapshot()))
                 asking.start()
+                records = run._engine.records
+                with records._changed:
+                    assert records._changed.wait_for(lambda: records._heard_wishes, WAIT_S)
             asking.join(WAIT_S)
         run.join(WAIT_S)
         [state] = asked
     options["optimizer"] = lambda params: torch.optim.SGD(params, lr)
     again = trainer(witness, "sync", 1, resume=state, **options).fit()
     assert [record.lr for record in again.history] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("steps", [6 * 3, 6 * 3 + 3])
+def test_the_learning_rate_goes_on_with_other_batches_too(witness: Witness, steps: int) -> None:
+    options: dict[str, Any] = {
+        "loss": losing(1.0),
+        "scheduler": lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.1, patience=0),
+        "scheduler_unit": "epoch",
+    }
+    state = trainer(witness, "sync", 1, epochs=None, max_steps=steps, **options).fit()
+    again = trainer(witness, "sync", 1, resume=state, epochs=5, batch_size=2, **options).fit()
+    assert max(record.lr for record in again.history[3:]) < 0.11  # 1.0 in a new one's first epochs
 
 
 def test_the_best_model_stood_elsewhere(witness: Witness) -> None:
@@ -160,7 +175,7 @@ def test_who_goes_on_after_an_early_stop_is_given_its_patience_anew(witness: Wit
 def test_an_epoch_that_was_only_opened_is_not_begun(witness: Witness) -> None:
     state = stop_at(witness, 15, trainer(witness, "sync", 2, epochs=9))
     assert state.stood is not None
-    assert [one.position for one in state.stood.position.open][1:] == [0]  # dealt ahead, and taken back
+    assert all(one.position == 0 for one in state.stood.position.open[1:])  # dealt ahead, and taken back
     assert trainer(witness, "sync", 2, epochs=state.epochs_done + 1, resume=state).fit().epochs_done == 3
 
 
