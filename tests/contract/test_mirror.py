@@ -13,6 +13,7 @@ FREE_FOLDERS = {
     "numerics": "the engine against plain PyTorch",
     "reliability": "whole runs that are cut, resumed, hurt and evaluated",
     "gpu": "what needs CUDA devices",
+    "real": "training scripts as others write them",
     "vectors": "recorded behaviour, run through the production functions",
     "bench": "mirrors bench/",
 }

@@ -1,4 +1,4 @@
-"""Modules stay under 400 lines and functions under 70: a room that needs more wants a door."""
+"""Modules stay under 600 lines and functions under 70: a room that needs more wants a door."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULE_LINES = 400
+MODULE_LINES = 600
 FUNCTION_LINES = 70
 
 # path or path:function -> (lines it may have, why)
@@ -55,4 +55,4 @@ def test_the_allow_list_is_needed() -> None:
 def test_the_rule_bites(lines: int, allowed: dict[str, tuple[int, str]], found: int) -> None:
     source = "def f():\n" + "    pass\n" * (lines - 1)
     assert len(offences("m.py", source, allowed)) == found
-    assert len(offences("m.py", "x = 1\n" * 401, {})) == 1
+    assert len(offences("m.py", "x = 1\n" * (MODULE_LINES + 1), {})) == 1
