@@ -130,8 +130,9 @@ class Trainer:
         lr_scale_ratio: Multiplies the learning rate by 1 + ratio * (devices - 1).
         eval_dataset: Evaluated on the averaged model, each sample once, by all devices together; the means
             stand in `EpochMetrics.eval`.
-        eval_step: Function of (model, batch) that returns a mapping of means over the batch; None: the loss,
-            with the scalars that it returns.
+        eval_step: Function of (model, batch) that returns a mapping of means over the batch, or of
+            metrics (torchmetrics) of the model that it has updated; None: the loss, with the scalars that it
+            returns.
         eval_every: Epochs between two evaluations.
         checkpoint: A folder, for a checkpoint after every epoch, or `CheckpointOptions`. A run that ends
             well, by `stop()` and Ctrl-C too, leaves one at its end.

@@ -27,6 +27,7 @@ from flowdp.device.streams import Lane
 from flowdp.device.transfer import move
 from flowdp.engine.context import CurrentWorker, current_worker
 from flowdp.engine.exact import ExactReplica
+from flowdp.engine.metrics import Pool, is_metric, named_metrics, source_of, updates
 from flowdp.engine.replica import Replica
 from flowdp.errors import DataError, OptionError
 from flowdp.policy.formats import format_indices
@@ -34,7 +35,7 @@ from flowdp.policy.formats import format_indices
 __all__ = ["EvalStep", "EvalSums", "Evaluator", "check_evaluation"]
 
 EvalStep = Callable[[nn.Module, Any], Mapping[str, Any]]
-"""The user's own: (model, batch) -> means over the batch, by name."""
+"""The user's own: (model, batch) -> means over the batch, or metrics that it has updated, by name."""
 
 EvalSums = tuple[tuple[int, float, tuple[tuple[str, float], ...]], ...]
 """Of batches: the number, the samples (or what else the means count for), and (name, mean) pairs."""
@@ -103,6 +104,7 @@ class Evaluator:
         # A rank gathers for itself, and the tensors may lie on another one's device.
         self._source = source.on_host() if isinstance(source, TensorSource) else source
         self._eval_step = eval_step
+        self._pool = Pool()
         self._wake: Callable[[int, int, int], None]
 
         # Serialises everything below.
@@ -145,7 +147,9 @@ class Evaluator:
             moved: Called after each batch.
 
         Returns:
-            Of each batch that this rank evaluated; not of all, if it was cut or told to leave.
+            Of each batch that this rank evaluated; not of all, if it was cut or told to leave. The last rank
+            to come to the end adds the values of the metrics that all ranks have updated, as a batch of
+            weight 1 behind the others.
 
         Streams:
             All is enqueued on the current stream, which is the lane's `compute`, and the results are read
@@ -156,11 +160,13 @@ class Evaluator:
 
         Raises:
             DataError: The dataset failed.
-            TypeError: What was returned are not numbers by name.
+            TypeError: What was returned are neither numbers nor metrics by name.
             Exception: What the user's code raised, with a note of the batch.
         """
         worker = current_worker()
         rows: list[_Row] = []
+        used = {id(part): updates(part) for part in replica.module.modules() if is_metric(part)}
+        own = _Metrics(self._pool, rank, used)
         with self._lock:
             number = self._begun[rank]
             self._begun[rank] += 1
@@ -169,13 +175,23 @@ class Evaluator:
         try:
             with _evaluating(replica.module), _own_generator(replica.device), torch.no_grad():
                 while (taken := self._take(rank, number, wait)) is not None:
-                    self._evaluate(number, *taken, replica, worker, rows)
+                    self._evaluate(number, *taken, replica, worker, rows, own)
                     moved()
-                return _read(rows)
+                return _read(rows) + self._merged(number, own)
         finally:
+            own.reset()
             worker.sink, worker.samples = sink, samples
             with self._lock:
                 self._inside.discard(rank)
+
+    def _merged(self, number: int, own: _Metrics) -> EvalSums:
+        end = self._end(number)
+        values = self._pool.put(number, own.batches, own.found, end)
+        if not values or end is None:
+            return ()
+        return _read(
+            [(end, 1.0, name, _one(name, value, "what its compute() returns")) for name, value in values]
+        )
 
     def cut(self) -> None:
         """No rank takes another batch, of this evaluation or a later one.
@@ -210,9 +226,12 @@ class Evaluator:
         return None
 
     def _is_beyond(self, number: int, batch: int) -> bool:
-        batches = self._source.batches
-        end = self._ends.get(number) if batches is None else batches
+        end = self._end(number)
         return end is not None and batch >= end
+
+    def _end(self, number: int) -> int | None:
+        batches = self._source.batches
+        return self._ends.get(number) if batches is None else batches
 
     def _ended(self, number: int, batches: int) -> None:
         """On the reader thread. A rank that has claimed a batch beyond the end hears of it."""
@@ -234,26 +253,35 @@ class Evaluator:
         replica: Replica,
         worker: CurrentWorker,
         rows: list[_Row],
+        own: _Metrics,
     ) -> None:
+        is_first, own.batches = not own.batches, own.batches + 1
+        function = self._eval_step or replica._loss
+
         def sink(name: str, value: object, weight: float | Tensor) -> None:
+            if is_first and (metric := source_of(value, replica.module, function)) is not None:
+                raise TypeError(_of_one_batch(name, metric))
             rows.append((batch, weight, name, _one(name, value)))
 
         worker.samples = samples = self._source.samples_in(number, batch)
         worker.sink = sink
         try:
-            own = tree_map(lambda leaf: _on_device(leaf, replica.lane), payload, is_leaf=moves_itself)
+            own_batch = tree_map(lambda leaf: _on_device(leaf, replica.lane), payload, is_leaf=moves_itself)
             with _precision(replica):
                 if self._eval_step is None:
-                    self._record_loss(replica, own, worker, sink)
+                    self._record_loss(replica, own_batch, worker, sink)
                     return
-                means = self._eval_step(replica.module, own)
+                means = named_metrics(self._eval_step(replica.module, own_batch))
             if not isinstance(means, Mapping):
                 raise TypeError(
                     f"eval_step must return a mapping of means over the batch by their names, not "
                     f"{type(means).__name__}"
                 )
             for name, mean in means.items():
-                sink(name, mean, samples)
+                if is_metric(mean):
+                    own.take(name, mean)
+                else:
+                    sink(name, mean, samples)
         except Exception as error:
             indices = self._source.indices(number, batch)
             shown = format_indices(indices)
@@ -275,10 +303,69 @@ class Evaluator:
         sink("loss", loss, weight)
 
 
-def _one(name: object, value: object) -> float | Tensor:
-    """A number, or a copy of a tensor of one: what it is a view of may be large, or written again."""
+class _Metrics:
+    """The metrics that a rank has updated in an evaluation.
+
+    Args:
+        pool: Of all ranks.
+        rank: Which.
+        used: Updates of the metrics in its module before the evaluation, by their ids.
+
+    Attributes:
+        batches: That it has evaluated.
+        found: Its metrics by their names.
+    """
+
+    def __init__(self, pool: Pool, rank: int, used: Mapping[int, int]) -> None:
+        self.batches = 0
+        self.found: dict[str, Any] = {}
+        self._pool = pool
+        self._rank = rank
+        self._used = used
+
+    def take(self, name: object, metric: Any) -> None:
+        """Take a metric that the user's code has returned.
+
+        Raises:
+            TypeError: It cannot be this rank's alone, or of this evaluation alone.
+        """
+        if self.found.get(_text(name)) is metric:
+            return
+        self._pool.own(self._rank, _text(name), metric)
+        if count := self._used.get(id(metric)):
+            raise TypeError(
+                f"{name!r} had {count} updates before the evaluation began: keep a {type(metric).__name__} "
+                "for the evaluation alone"
+            )
+        if _text(name) in self.found:
+            raise TypeError(
+                f"{name!r} is another {type(metric).__name__} than for the batch before: return the same"
+            )
+        self.found[_text(name)] = metric
+
+    def reset(self) -> None:
+        """Reset them: they are the evaluation's own."""
+        for metric in self.found.values():
+            metric.reset()
+
+
+def _of_one_batch(name: str, metric: object) -> str:
+    return (
+        f"{name!r} is the value of a {type(metric).__name__} for a single batch, and the mean of these is "
+        "not its value for all samples: call its update(...), and return the metric itself, "
+        f"{{{name!r}: metric}}"
+    )
+
+
+def _text(name: object) -> str:
     if not isinstance(name, str):
         raise TypeError(f"what is evaluated is named by a str, not by {name!r}")
+    return name
+
+
+def _one(name: object, value: object, of: str = "the mean over the batch") -> float | Tensor:
+    """A number, or a copy of a tensor of one: what it is a view of may be large, or written again."""
+    _text(name)
     if isinstance(value, Tensor):
         if value.numel() == 1 and not value.is_complex():
             return value.detach().reshape(()).to(torch.float64, copy=True)
@@ -288,7 +375,7 @@ def _one(name: object, value: object) -> float | Tensor:
             return float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError):
             what = repr(value)
-    raise TypeError(f"{name!r} must be one number, the mean over the batch, not {what}")
+    raise TypeError(f"{name!r} must be one number, {of}, not {what}")
 
 
 def _read(rows: list[_Row]) -> EvalSums:

@@ -1,0 +1,216 @@
+"""Metrics that keep a state from batch to batch (torchmetrics), in an evaluation by several ranks.
+
+The mean of F1 scores over batches is not the F1 score of all samples. So each rank updates a metric of its
+own, and at the end the states are merged by the reductions that the metric itself declares for a distributed
+run. They are recognised by their interface: torchmetrics need not be installed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Pool", "States", "is_metric", "named_metrics", "source_of", "updates"]
+
+States = list[tuple[int, dict[str, Any]]]
+"""Of a metric and the metrics inside it: the updates, and the states on the CPU by their names."""
+
+
+def is_metric(value: object) -> bool:
+    """Whether this is a metric with a state and declared reductions."""
+    return isinstance(value, nn.Module) and isinstance(getattr(value, "_reductions", None), Mapping)
+
+
+def updates(metric: nn.Module) -> int:
+    """Updates since it was reset."""
+    return max((part._update_count for part in _inner(metric)), default=0)
+
+
+def named_metrics(result: object) -> object:
+    """A collection of metrics as a mapping of its metrics by their names; anything else as it is."""
+    if isinstance(result, nn.ModuleDict) and callable(getattr(result, "compute", None)):
+        return dict(result.items(copy_state=False))  # type: ignore[call-arg]
+    return result
+
+
+def source_of(value: object, module: nn.Module, function: Callable[..., Any]) -> object | None:
+    """The metric that this number is the result of, for one batch or for the batches so far; None: of none.
+
+    Args:
+        value: As returned by `function`.
+        module: Its first argument.
+        function: The user's. Metrics are looked for where its code can name them.
+    """
+    metrics = (metric for metric in chain(module.modules(), _within(_reached(function))) if is_metric(metric))
+    return next((metric for metric in metrics if _is_result(metric, value)), None)
+
+
+def _is_result(metric: Any, value: object) -> bool:
+    results = (getattr(metric, "_forward_cache", None), getattr(metric, "_computed", None))
+    if isinstance(value, float):
+        return any(isinstance(one, Tensor) and one.numel() == 1 and float(one) == value for one in results)
+    return any(one is value for one in results if one is not None)
+
+
+def _reached(function: Any) -> Iterator[object]:
+    """The objects that a function's code can name: bound to it, of its closure, global."""
+    while isinstance(function, partial):
+        yield from (*function.args, *function.keywords.values())
+        function = function.func
+    yield getattr(function, "__self__", None)
+    function = getattr(function, "__func__", function)
+    if (code := getattr(function, "__code__", None)) is None:
+        yield function
+        return
+    yield from function.__defaults__ or ()
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    yield from (function.__globals__[name] for name in code.co_names if name in function.__globals__)
+
+
+def _within(found: Iterable[object]) -> Iterator[object]:
+    for one in found:
+        if isinstance(one, nn.Module):
+            yield from one.modules()
+        elif isinstance(one, Mapping):
+            yield from one.values()
+        elif isinstance(one, (list, tuple)):
+            yield from one
+        elif hasattr(one, "__dict__") and not isinstance(one, type):
+            yield from list(vars(one).values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The batches that a rank has evaluated, and its metrics by their names."""
+
+    batches: int
+    metrics: Mapping[str, tuple[Any, States]]
+
+
+class Pool:
+    """Brings together the metrics of all ranks, evaluation by evaluation.
+
+    Threads:
+        The workers of the ranks, all of them at once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # serialises everything below
+        self._owners: dict[int, tuple[int, Any]] = {}
+        self._parts: dict[int, list[_Part]] = {}
+
+    def own(self, rank: int, name: str, metric: Any) -> None:
+        """Note that a rank updates this metric.
+
+        Raises:
+            TypeError: Another rank does, too: it would be two threads at once.
+        """
+        with self._lock:
+            owner, _ = self._owners.setdefault(id(metric), (rank, metric))
+        if owner != rank:
+            raise TypeError(
+                f"{name!r} is one {type(metric).__name__} for ranks {owner} and {rank}, which update it at "
+                "the same time: make it a part of the model (self.f1 = ...), of which every rank has its own, "
+                "or keep one for each current_worker().rank"
+            )
+
+    def put(
+        self, evaluation: int, batches: int, metrics: Mapping[str, Any], end: int | None
+    ) -> list[tuple[str, object]]:
+        """Take the states of a rank that has no batch left, and reset its metrics.
+
+        Args:
+            evaluation: Which, from 0.
+            batches: That this rank has evaluated.
+            metrics: Those it has updated, by their names.
+            end: Batches of the evaluation; None where nobody knows, because it was cut.
+
+        Returns:
+            The values over all batches by their names, from the last rank that evaluated any; else nothing.
+
+        Streams:
+            The host waits for the states.
+        """
+        taken = {}
+        for name, metric in metrics.items():
+            taken[name] = (metric, _states(metric))
+            metric.reset()
+        with self._lock:
+            parts = self._parts.setdefault(evaluation, [])
+            parts.append(_Part(batches, taken))
+            if not batches or sum(part.batches for part in parts) != end:
+                return []
+            del self._parts[evaluation]
+        values = []
+        for name in dict.fromkeys(name for part in parts for name in part.metrics):
+            there = [part.metrics[name] for part in parts if name in part.metrics]
+            metric = metrics[name] if name in metrics else there[0][0]
+            try:
+                _fill(metric, [states for _, states in there])
+                values.append((name, metric.compute()))
+            finally:
+                metric.reset()
+        return values
+
+
+def _inner(metric: nn.Module) -> list[Any]:
+    # One that is composed of others has no state, and counts updates that it never forgets.
+    return [part for part in metric.modules() if is_metric(part) and part._reductions]
+
+
+def _states(metric: Any) -> States:
+    return [
+        (part._update_count, {name: _on_host(getattr(part, name)) for name in part._reductions})
+        for part in _inner(metric)
+    ]
+
+
+def _on_host(state: Any) -> Any:
+    # A list is the metric's own, and is emptied when the metric is reset.
+    return [one.cpu() for one in state] if isinstance(state, list) else state.cpu()
+
+
+def _fill(metric: Any, ranks: Sequence[States]) -> None:
+    """Give a metric the states of all ranks together."""
+    for part, of_ranks in zip(_inner(metric), zip(*ranks, strict=True), strict=True):
+        updated = [(count, states) for count, states in of_ranks if count]
+        for name, reduce in part._reductions.items():
+            if updated:
+                merged = _merged([(count, states[name]) for count, states in updated], reduce)
+                setattr(part, name, _on_device(merged, part))
+        part._update_count = sum(count for count, _ in updated)
+        part._computed = None
+        part._to_sync = False  # all states are here: nothing to ask another process for
+
+
+def _merged(states: Sequence[tuple[int, Any]], reduce: Callable[[Any], Any] | None) -> Any:
+    """One state of several ranks, by their updates: as torchmetrics reduces it over processes."""
+    if isinstance(states[0][1], list):
+        return [one for _, state in states for one in state]  # as if one rank had seen all batches
+    stacked = torch.stack([state for _, state in states])
+    if getattr(reduce, "__name__", "") == "dim_zero_mean":  # of what may be updated unequally often here
+        counts = torch.tensor([count for count, _ in states], dtype=torch.float64)
+        return (
+            (stacked.double() * counts.view(-1, *[1] * (stacked.dim() - 1)))
+            .sum(0)
+            .div(counts.sum())
+            .to(stacked)
+        )
+    return stacked if reduce is None else reduce(stacked)
+
+
+def _on_device(state: Any, part: Any) -> Any:
+    if isinstance(state, Tensor):
+        return state.to(part.device)
+    return state if getattr(part, "compute_on_cpu", False) else [one.to(part.device) for one in state]

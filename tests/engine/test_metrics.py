@@ -1,0 +1,285 @@
+"""Metrics with a state: those of all ranks together have the value of one that saw every batch."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from flowdp import StepError, Trainer, current_worker
+from flowdp.engine.metrics import is_metric, named_metrics, source_of
+
+torchmetrics = pytest.importorskip("torchmetrics")
+from torchmetrics import classification, regression  # noqa: E402
+
+torch.manual_seed(5)
+X, Y = torch.randn(52, 4), torch.randint(0, 3, (52,))
+WAIT_S = 10.0
+
+
+class Net(nn.Module):
+    """A classifier that has its metrics with it; not trained, so that one's value is known before."""
+
+    def __init__(self, **metrics: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        for name, metric in metrics.items():
+            setattr(self, name, metric)
+
+    def forward(self, x: Any) -> Any:
+        return self.linear(x)
+
+
+def evaluated(model: Net, eval_step: Callable[..., Any] | None, epochs: int = 1, **options: Any) -> list[Any]:
+    run = Trainer(
+        model,
+        lambda params: torch.optim.SGD(params, 0.0),
+        options.pop("loss", lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])),
+        dataset=(X, Y),
+        eval_dataset=(X, Y),
+        eval_step=eval_step,
+        batch_size=8,
+        epochs=epochs,
+        **{"devices": 2, "policy": "sync", **options},
+    ).start()
+    return [dict(metrics.eval) for metrics in run.join().history]
+
+
+def together(step: Callable[..., Any], ranks: int) -> Callable[..., Any]:
+    """A step whose first call on each rank waits for those of the others, so that all evaluate something."""
+    meeting, seen = threading.Barrier(ranks), set()
+
+    def wrapped(model: Any, batch: Any) -> Any:
+        if (rank := current_worker().rank) not in seen:
+            seen.add(rank)
+            meeting.wait(WAIT_S)
+        return step(model, batch)
+
+    return wrapped
+
+
+class MeanOfMeans(torchmetrics.Metric):
+    """A state that is a mean over updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("mean", torch.zeros(()), dist_reduce_fx="mean")
+
+    def update(self, logits: Any, labels: Any) -> None:
+        count = self._update_count
+        self.mean = (self.mean * (count - 1) + logits.mean()) / count
+
+    def compute(self) -> Any:
+        return self.mean
+
+
+METRICS: dict[str, Callable[[], Any]] = {
+    "sums": lambda: classification.MulticlassF1Score(3, average="macro"),
+    "lists": lambda: classification.MulticlassAUROC(3),
+    "mean": MeanOfMeans,
+    "composed": lambda: classification.MulticlassPrecision(3) + classification.MulticlassRecall(3),
+}
+
+
+@pytest.mark.parametrize("kind", METRICS)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_value_is_that_of_all_samples(kind: str, ranks: int) -> None:
+    model = Net(metric=METRICS[kind]())
+    expected = copy.deepcopy(model.metric)
+    for rows in zip(X.split(8), Y.split(8), strict=True):
+        with torch.no_grad():
+            expected.update(model(rows[0]), rows[1])
+
+    def step(model: Any, batch: Any) -> Any:
+        logits = model(batch[0])
+        model.metric.update(logits, batch[1])
+        return {"metric": model.metric, "loss": F.cross_entropy(logits, batch[1])}
+
+    history = evaluated(model, together(step, ranks), epochs=2, devices=ranks)
+    for means in history:  # the second one begins anew
+        assert means["metric"] == pytest.approx(expected.compute().item(), rel=1e-5)
+    assert history[0]["loss"] == pytest.approx(F.cross_entropy(model(X), Y).item(), rel=1e-5)
+
+
+def test_states_that_are_not_reduced_are_stacked() -> None:
+    """Pearson's states are merged by its `compute`, which wants one row for each rank that saw anything."""
+    expected = regression.PearsonCorrCoef()
+    expected.update(X[:, 0], X[:, 0] + X[:, 1])
+
+    def step(model: Any, batch: Any) -> Any:
+        model.pearson.update(batch[0][:, 0], batch[0][:, 0] + batch[0][:, 1])
+        return {"pearson": model.pearson}
+
+    history = evaluated(Net(pearson=regression.PearsonCorrCoef()), together(step, 2), devices=2)
+    assert history[0]["pearson"] == pytest.approx(expected.compute().item(), rel=1e-4)
+
+
+def test_a_collection_is_its_metrics_by_their_names() -> None:
+    def collection() -> Any:
+        both = [classification.MulticlassPrecision(3), classification.MulticlassRecall(3)]
+        return torchmetrics.MetricCollection(both, prefix="val_")
+
+    model = Net(metrics=collection())
+    expected = collection()
+    expected.update(model(X), Y)
+
+    def step(model: Any, batch: Any) -> Any:
+        model.metrics.update(model(batch[0]), batch[1])
+        return model.metrics
+
+    values = {name: value.item() for name, value in expected.compute().items()}
+    for means in evaluated(model, together(step, 2), epochs=2):
+        assert means == pytest.approx(values, rel=1e-5)
+
+
+def test_a_metric_for_each_rank_may_lie_beside_the_model() -> None:
+    own = [classification.MulticlassF1Score(3, average="macro") for _ in range(2)]
+    model = Net()
+    expected = classification.MulticlassF1Score(3, average="macro")
+    expected.update(model(X), Y)
+
+    def step(model: Any, batch: Any) -> Any:
+        metric = own[current_worker().rank]
+        metric.update(model(batch[0]), batch[1])
+        return {"f1": metric}
+
+    assert evaluated(model, together(step, 2))[0]["f1"] == pytest.approx(expected.compute().item(), rel=1e-5)
+
+
+# ---------------------------------------------------------------- what cannot be right
+def test_one_metric_of_two_ranks_is_refused() -> None:
+    metric = classification.MulticlassF1Score(3)
+
+    def step(model: Any, batch: Any) -> Any:
+        metric.update(model(batch[0]), batch[1])
+        return {"f1": metric}
+
+    with pytest.raises(
+        StepError, match=r"'f1' is one MulticlassF1Score for ranks .* make it a part of the model"
+    ):
+        evaluated(Net(), together(step, 2))
+    assert evaluated(Net(), step, devices=1)[0].keys() == {"f1"}
+
+
+GLOBAL = classification.MulticlassF1Score(3)
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.f1 = classification.MulticlassF1Score(3)
+
+    def step(self, model: Any, batch: Any) -> Any:
+        return {"f1": self.f1(model(batch[0]), batch[1])}
+
+
+def of_the_model(model: Any, batch: Any) -> Any:
+    return {"f1": model.f1(model(batch[0]), batch[1])}
+
+
+def as_a_float(model: Any, batch: Any) -> Any:
+    return {"f1": model.f1(model(batch[0]), batch[1]).item()}
+
+
+def so_far(model: Any, batch: Any) -> Any:
+    model.f1.update(model(batch[0]), batch[1])
+    return {"f1": model.f1.compute()}
+
+
+def of_the_script(model: Any, batch: Any) -> Any:
+    return {"f1": GLOBAL(model(batch[0]), batch[1])}
+
+
+def given(metrics: Any, model: Any, batch: Any) -> Any:
+    return {"f1": metrics["f1"](model(batch[0]), batch[1])}
+
+
+def in_a_cell() -> Any:
+    f1 = classification.MulticlassF1Score(3)
+    return lambda model, batch: {"f1": f1(model(batch[0]), batch[1])}
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        of_the_model,
+        as_a_float,
+        so_far,
+        of_the_script,
+        in_a_cell(),
+        Holder().step,
+        partial(given, {"f1": classification.MulticlassF1Score(3)}),
+    ],
+    ids=["model", "float", "compute", "global", "closure", "method", "partial"],
+)
+def test_the_value_of_one_batch_is_refused(step: Any) -> None:
+    model = Net(f1=classification.MulticlassF1Score(3))
+    with pytest.raises(
+        StepError, match="the value of a MulticlassF1Score for a single batch, and the mean of these"
+    ):
+        evaluated(model, step, devices=1)
+
+
+def test_so_it_is_where_the_loss_is_evaluated() -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        logits = model(batch[0])
+        return {"loss": F.cross_entropy(logits, batch[1]), "f1": model.f1(logits, batch[1])}
+
+    with pytest.raises(StepError, match="for a single batch"):
+        evaluated(Net(f1=classification.MulticlassF1Score(3)), None, loss=loss, devices=1)
+
+
+def test_a_metric_of_the_training_is_not_one_of_the_evaluation() -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        logits = model(batch[0])
+        model.f1.update(logits, batch[1])
+        return F.cross_entropy(logits, batch[1])
+
+    def step(model: Any, batch: Any) -> Any:
+        model.f1.update(model(batch[0]), batch[1])
+        return {"f1": model.f1}
+
+    with pytest.raises(
+        StepError, match="'f1' had 7 updates before the evaluation began: keep a MulticlassF1Score"
+    ):
+        evaluated(Net(f1=classification.MulticlassF1Score(3)), step, loss=loss, devices=1)
+
+
+def test_another_metric_for_each_batch_is_refused() -> None:
+    def step(model: Any, batch: Any) -> Any:
+        metric = classification.MulticlassF1Score(3)
+        metric.update(model(batch[0]), batch[1])
+        return {"f1": metric}
+
+    with pytest.raises(StepError, match="'f1' is another MulticlassF1Score than for the batch before"):
+        evaluated(Net(), step, devices=1)
+
+
+def test_a_value_that_is_no_number_is_refused() -> None:
+    def step(model: Any, batch: Any) -> Any:
+        model.f1.update(model(batch[0]), batch[1])
+        return {"f1": model.f1}
+
+    with pytest.raises(
+        StepError, match=r"'f1' must be one number, what its compute\(\) returns, not a tensor"
+    ):
+        evaluated(Net(f1=classification.MulticlassF1Score(3, average=None)), step, devices=1)
+
+
+def test_what_is_a_metric() -> None:
+    f1 = classification.MulticlassF1Score(3)
+    assert is_metric(f1)
+    assert not is_metric(nn.Linear(1, 1))
+    assert not is_metric(torch.ones(()))
+    assert named_metrics({"a": 1.0}) == {"a": 1.0}
+    model = Net(f1=f1)
+    value = f1(model(X), Y)
+    assert source_of(value, model, so_far) is f1
+    assert source_of(value.clone(), model, so_far) is None
+    assert source_of(1.5, model, print) is None
