@@ -1,4 +1,4 @@
-"""What a Trainer looks at in its arguments before anything is built."""
+"""Checks of the Trainer's arguments, before anything is built."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ __all__ = [
     "check_backend",
     "check_cadence",
     "check_checkpoint",
+    "check_flag",
+    "check_function",
     "check_going_on",
     "check_length",
     "check_model_and_optimizer",
@@ -62,7 +64,7 @@ def check_length(epochs: object, max_steps: object) -> None:
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise OptionError(f"{name} must be an int of at least 1, not {value!r}")
     if epochs is None and max_steps is None:
-        raise OptionError("how long shall it train? Give epochs, max_steps, or both")
+        raise OptionError("epochs or max_steps must say how long to train: give one of them, or both")
 
 
 def check_model_and_optimizer(model: object, optimizer: object) -> None:
@@ -103,7 +105,7 @@ def check_step(
         if not callable(loss):
             raise OptionError(f"loss must be a function of (model, batch) or a criterion, not {loss!r}")
         if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
-            raise OptionError("the criterion has parameters to train: make it a part of the model")
+            raise OptionError("loss is a criterion with parameters to train: make it a part of the model")
         if isinstance(optimizer, Mapping | Sequence) and len(optimizer) > 1:
             raise OptionError(several_optimizers(len(optimizer)))
         return
@@ -134,6 +136,32 @@ def check_number(name: str, value: object, *, above: bool, optional: bool = Fals
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 <= float(str(value)) < float("inf") or (above and value == 0):
         raise OptionError(f"{name} must be a number {'above' if above else 'of at least'} 0, not {value!r}")
+
+
+def check_flag(name: str, value: object) -> bool:
+    """True or False.
+
+    Raises:
+        OptionError: It is neither.
+    """
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} must be True or False, not {value!r}")
+    return value
+
+
+def check_function(name: str, value: object, of: str) -> None:
+    """A function, or None.
+
+    Args:
+        name: Of the argument.
+        value: As given.
+        of: Its parameters, in words.
+
+    Raises:
+        OptionError: It cannot be called.
+    """
+    if value is not None and not callable(value):
+        raise OptionError(f"{name} must be a function of {of}, not {value!r}")
 
 
 def check_backend(backend: Backend, policy: Policy, devices: Sequence[torch.device]) -> Backend:
@@ -198,7 +226,7 @@ def check_story(story: object) -> Path | None:
     Raises:
         OptionError: It is no path.
     """
-    if story is not None and not isinstance(story, (str, PathLike)):
+    if story is not None and (not isinstance(story, (str, PathLike)) or not str(story)):
         raise OptionError(f"story must be the path of a file, not {story!r}")
     return None if story is None else Path(story)
 
@@ -211,7 +239,7 @@ def check_checkpoint(checkpoint: object) -> CheckpointOptions | None:
     """
     if checkpoint is None or isinstance(checkpoint, CheckpointOptions):
         return checkpoint
-    if not isinstance(checkpoint, (str, PathLike)):
+    if not isinstance(checkpoint, (str, PathLike)) or not str(checkpoint):
         raise OptionError(f"checkpoint must be a folder or CheckpointOptions(...), not {checkpoint!r}")
     return CheckpointOptions(Path(checkpoint))
 
@@ -224,7 +252,7 @@ def check_resume(resume: object, checkpoint: CheckpointOptions | None) -> None:
     """
     if resume is True and checkpoint is None:
         raise OptionError("resume=True takes the newest checkpoint of the folder: give checkpoint='a folder'")
-    if not isinstance(resume, (bool, str, PathLike)):
+    if not isinstance(resume, (bool, str, PathLike)) or resume == "":
         raise OptionError(f"resume must be True, the path of a checkpoint or a TrainedState, not {resume!r}")
 
 

@@ -32,6 +32,7 @@ from flowdp.engine.setup import (
     check_model,
     check_norm,
     check_optimizers,
+    check_replica,
     set_epoch,
 )
 from flowdp.engine.sharded import call_sharded, cut
@@ -95,6 +96,7 @@ def setup(
         OptionError: An argument is wrong. No thread has been started then.
     """
     check_model(model)
+    check_replica(replica)
     check_norm(max_grad_norm)
     one_of("buffers", buffers, Buffers)
     chosen = resolve_devices(devices)

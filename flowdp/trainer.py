@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from flowdp.checks import (
     check_backend,
     check_cadence,
+    check_flag,
     check_length,
     check_model_and_optimizer,
     check_number,
@@ -233,7 +234,7 @@ class Trainer:
             on_nan,
         )
         self.upkeep.check(train_step, policy, len(self.devices))
-        self.handle_sigterm = handle_sigterm
+        self.handle_sigterm = check_flag("handle_sigterm", handle_sigterm)
         self.story = check_story(story)
         self.progress = wants_progress(progress)
         self.tuning = as_tuning(tune_process)
@@ -262,6 +263,7 @@ class Trainer:
             "collate_fn": collate_fn,
             "num_workers": num_workers,
         }
+        self.upkeep.check_eval_dataset(**self._eval_reading())
         self._first_source: Source | None = self._open()
         self._batches = self._first_source.batches
 
@@ -377,11 +379,16 @@ class Trainer:
                 seed=reading["seed"],
                 **order,
             ),
-            batch_size=self.sizes.forward(self.dataset),
-            collate_fn=reading["collate_fn"],
-            num_workers=reading["num_workers"],
-            world_size=len(self.devices),
+            **self._eval_reading(),
         )
+
+    def _eval_reading(self) -> dict[str, Any]:
+        return {
+            "batch_size": self.sizes.forward(self.dataset),
+            "collate_fn": self._reading["collate_fn"],
+            "num_workers": self._reading["num_workers"],
+            "world_size": len(self.devices),
+        }
 
     def fit(self) -> TrainedState:
         """Start and join."""

@@ -7,8 +7,15 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
-from flowdp.checks import check_checkpoint, check_going_on, check_resume, check_stall_timeout
+from flowdp.checks import (
+    check_checkpoint,
+    check_function,
+    check_going_on,
+    check_resume,
+    check_stall_timeout,
+)
 from flowdp.data.dataset import Source
+from flowdp.data.evaluation import open_evaluation
 from flowdp.engine.care import Care
 from flowdp.engine.checkpoint import Checkpoint
 from flowdp.engine.evaluate import EvalStep, Evaluator, check_evaluation
@@ -54,6 +61,7 @@ class Upkeep:
         if not isinstance(self.resume, TrainedState):
             check_resume(self.resume, self.checkpoint)
         self.callbacks = check_callbacks(self.callbacks)
+        check_function("on_checkpoint", self.on_checkpoint, "the checkpoint")
         if self.on_checkpoint is not None:
             self.callbacks = (*self.callbacks, OnCheckpoint(self.on_checkpoint))
         self._monitor, self.restores_best = monitor_of(self.callbacks)
@@ -63,6 +71,18 @@ class Upkeep:
     def watched(self) -> list[str] | None:
         """Name and mode of what early stopping watches; None where there is none."""
         return None if self._monitor is None else [self._monitor.name, self._monitor.mode]
+
+    def check_eval_dataset(self, **reading: Any) -> None:
+        """Check that the evaluation's dataset can be read.
+
+        Args:
+            reading: As of `Evaluator`.
+
+        Raises:
+            OptionError: It cannot.
+        """
+        if self.eval_dataset is not None:
+            open_evaluation(self.eval_dataset, **reading)
 
     def check_source(self, source: Source) -> None:
         """Check that a run of this dataset can go on from the checkpoints that this asks for.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
+import math
 import pickle
 import signal
 import subprocess
@@ -870,3 +872,33 @@ def test_no_edge_is_missing(card: Card, kind: str) -> None:
             other.step()
             other.zero_grad()
     assert_equal(values(model), values(twin))
+
+
+# ---------------------------------------------------------------- arguments
+JUNK: list[Any] = [3, 3.5, -1, 0, True, "x", "", object(), [], {}, [3], ["x"], math.nan, b"x", torch.ones(3)]
+
+
+def complaint(**given: Any) -> str | None:
+    try:
+        flowdp.setup(**given).close()
+    except OptionError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", list(inspect.signature(flowdp.setup).parameters))
+def test_an_argument_of_any_kind_is_taken_or_named(name: str) -> None:
+    for value in JUNK:
+        model = nn.Linear(4, 1)
+        given = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1), "devices": 2}
+        said = complaint(**{**given, name: value})
+        assert said is None or name in said, f"{name}={value!r}: {said}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("replica", 3), ("tags", None), ("inputs", 3.5), ("max_grad_norm", True)]
+)
+def test_what_was_taken_without_a_look(name: str, value: object) -> None:
+    model = nn.Linear(4, 1)
+    with pytest.raises(OptionError, match=name):
+        flowdp.setup(model, torch.optim.SGD(model.parameters(), 0.1), devices=1, **{name: value})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import subprocess
 import sys
 import threading
@@ -91,7 +93,7 @@ LOADER = DataLoader(TensorDataset(*DATA), 4)
         ({"optimizer": "sgd"}, "optimizer must be a torch optimizer or a factory of one, not 'sgd'"),
         ({"optimizer": OPTIMIZER, "model": two_layers}, "with a model factory, give an optimizer factory"),
         ({"loss": None}, r"loss must be a function of \(model, batch\) or a criterion, not None"),
-        ({"loss": Learned()}, "criterion has parameters to train: make it a part of the model"),
+        ({"loss": Learned()}, "loss is a criterion with parameters to train: make it a part of the model"),
         ({"dataset": 3}, "dataset must be tensors of equal length, .* not 3"),
         ({"dataset": None}, "not None"),
         ({"dataset": []}, "the dataset is empty"),
@@ -110,7 +112,7 @@ LOADER = DataLoader(TensorDataset(*DATA), 4)
         ({"dataset": LOADER, "batch_size": None, "drop_last": True}, "drop_last=True was given beside"),
         ({"dataset": LOADER, "batch_size": None, "num_workers": 2}, "num_workers=2 was given beside"),
         ({"dataset": LOADER, "batch_size": None, "collate_fn": list}, "collate_fn=.* was given beside"),
-        ({"epochs": None}, "how long shall it train"),
+        ({"epochs": None}, "epochs or max_steps must say how long to train"),
         ({"epochs": 0}, "epochs must be an int of at least 1, not 0"),
         ({"epochs": 1.5}, "not 1.5"),
         ({"epochs": True}, "not True"),
@@ -165,7 +167,7 @@ LOADER = DataLoader(TensorDataset(*DATA), 4)
         ({"checkpoint": 3}, r"checkpoint must be a folder or CheckpointOptions\(...\), not 3"),
         ({"resume": True}, "resume=True takes the newest checkpoint of the folder: give checkpoint="),
         ({"resume": 3}, "resume must be True, the path of a checkpoint or a TrainedState, not 3"),
-        ({"callbacks": [print]}, "a callback must be a flowdp.Callback, not <built-in"),
+        ({"callbacks": [print]}, "callbacks must be instances of flowdp.Callback, not <built-in"),
         ({"callbacks": [EarlyStopping(), EarlyStopping("a")]}, "one EarlyStopping decides when a run ends"),
         ({"stall_timeout": 0}, "stall_timeout must be a number above 0, not 0"),
         ({"on_failure": "ignore"}, "on_failure must be one of 'raise', 'continue', not 'ignore'"),
@@ -182,6 +184,64 @@ def test_what_is_refused_when_it_is_made(options: dict[str, Any], match: str) ->
     with pytest.raises(OptionError, match=match):
         trainer(**options)
     assert threads() == []
+
+
+JUNK: list[Any] = [
+    3,
+    3.5,
+    -1,
+    0,
+    True,
+    "x",
+    "",
+    object(),
+    [],
+    {},
+    [3],
+    ["x"],
+    math.nan,
+    b"x",
+    torch.ones(3),
+    nn.Flatten(),
+]
+
+
+def complaint(**options: Any) -> str | None:
+    try:
+        trainer(**options)
+    except OptionError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", list(inspect.signature(Trainer).parameters))
+def test_an_argument_of_any_kind_is_taken_or_named(name: str) -> None:
+    beside: dict[str, Any] = {}
+    if name == "train_step":
+        beside = {"loss": None}
+    elif name in ("eval_step", "eval_every"):
+        beside = {"eval_dataset": DATA}
+    for value in JUNK:
+        said = complaint(**beside, **{name: value})
+        assert said is None or name in said, f"{name}={value!r}: {said}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("on_checkpoint", 3),
+        ("handle_sigterm", "x"),
+        ("checkpoint", ""),
+        ("story", ""),
+        ("resume", ""),
+        ("eval_dataset", 3),
+        ("callbacks", ""),
+        ("progress", 1),
+    ],
+)
+def test_what_was_taken_without_a_look(name: str, value: object) -> None:
+    with pytest.raises(OptionError, match=name):
+        trainer(**{name: value})
 
 
 def test_sigterm_can_be_taken_over_in_the_main_thread_alone() -> None:

@@ -53,7 +53,7 @@ def trained(model: torch.nn.Module) -> TrainedState:
         ({"on_failure": "continue", "policy": "exact"}, "'sync' and 'cadence'"),
         ({"on_failure": "continue", "world_size": 1}, "needs another device"),
         ({"on_nan": "zero"}, "on_nan must be one of 'quarantine', 'raise'"),
-        ({"callbacks": [print]}, "a callback must be a flowdp.Callback"),
+        ({"callbacks": [print]}, "callbacks must be instances of flowdp.Callback"),
         ({"callbacks": [EarlyStopping(), EarlyStopping("acc")]}, "one EarlyStopping decides"),
         ({"eval_every": 2}, "no use without an eval_dataset"),
         ({"eval_dataset": torch.zeros(2), "train_step": print}, "give eval_step"),

@@ -70,6 +70,16 @@ class ProcessTuning:
     malloc: bool = True
     switch_interval: bool = True
 
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            OptionError: One is neither True nor False.
+        """
+        for name, value in vars(self).items():
+            if not isinstance(value, bool):
+                raise OptionError(f"tune_process.{name} must be True or False, not {value!r}")
+
 
 def as_tuning(option: bool | ProcessTuning) -> ProcessTuning:
     """Read the option `tune_process`: all, none, or a choice.

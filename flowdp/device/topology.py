@@ -180,7 +180,7 @@ def resolve_devices(wanted: DevicesOption) -> tuple[torch.device, ...]:
     chosen = choose_devices(wanted, devices(probe=not by_name))
     for device in dict.fromkeys(chosen):  # those alone: a context costs memory
         if device.type == "cuda" and (problem := _problem_of(device)):
-            raise OptionError(f"{device} cannot be used: {problem}")
+            raise OptionError(f"devices: {device} cannot be used: {problem}")
     return chosen
 
 
@@ -217,21 +217,23 @@ def _first(count: int, there: DeviceSummary) -> tuple[torch.device, ...]:
 def _one(entry: torch.device | str | int, there: DeviceSummary) -> torch.device:
     """One entry of a list of devices."""
     if isinstance(entry, bool) or not isinstance(entry, (torch.device, str, int)):
-        raise OptionError(f"a device is a torch.device, a string or a CUDA index, not {entry!r}")
+        raise OptionError(f"devices: one is a torch.device, a string or a CUDA index, not {entry!r}")
     try:
         device = torch.device("cuda", entry) if isinstance(entry, int) else torch.device(entry)
     except RuntimeError as error:
-        raise OptionError(f"{entry!r} is no device of torch: this machine has {_there(there)}") from error
+        raise OptionError(
+            f"devices: {entry!r} is no device of torch: this machine has {_there(there)}"
+        ) from error
     if device.type == "cpu":
         return torch.device("cpu")  # torch takes cpu:1, and means the one CPU by it
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", 0)
     for info in there.devices:
         if info.device == device and info.problem:
-            raise OptionError(f"{device} cannot be used: {info.problem}")
+            raise OptionError(f"devices: {device} cannot be used: {info.problem}")
         if info.device == device:
             return device
-    raise OptionError(f"{entry!r} is not here: this machine has {_there(there)}")
+    raise OptionError(f"devices: {entry!r} is not here: this machine has {_there(there)}")
 
 
 def _there(there: DeviceSummary) -> str:

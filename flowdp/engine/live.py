@@ -59,7 +59,7 @@ def check_free(devices: Sequence[torch.device]) -> None:
         if not engine.records.is_over and (taken := held.intersection(devices)):
             names = ", ".join(sorted(map(str, taken)))
             raise OptionError(
-                f"{names} is held by a run whose threads have not all left: stop() and join() it first"
+                f"devices: {names} is held by another run, which is not over: stop() and join() it first"
             )
 
 

@@ -121,7 +121,7 @@ class Pool:
         if owner != rank:
             raise TypeError(
                 f"{name!r} is one {type(metric).__name__} for ranks {owner} and {rank}, which update it at "
-                "the same time: make it a part of the model (self.f1 = ...), of which every rank has its own, "
+                "the same time: make it a part of the model (self.f1 = ...), each rank having its own, "
                 "or keep one for each current_worker().rank"
             )
 

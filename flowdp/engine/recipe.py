@@ -54,6 +54,17 @@ class Inputs:
     """
 
     def __init__(self, fields: InputsOption, module: nn.Module) -> None:
+        named = (fields,) if isinstance(fields, (str, int)) else fields
+        if not callable(fields) and not isinstance(named, Sequence | None):
+            raise OptionError(
+                f"inputs must be keys or positions of a batch, or a function of it, not {fields!r}"
+            )
+        if isinstance(named, Sequence):
+            for field in named:
+                if not isinstance(field, (str, int)) or isinstance(field, bool):
+                    raise OptionError(
+                        f"inputs must be keys (str) or positions (int) of a batch, not {field!r}"
+                    )
         self._function = fields if callable(fields) else None
         self._fields: tuple[str | int, ...] | None = None
         if isinstance(fields, (str, int)):
@@ -105,6 +116,8 @@ class Taps:
     """
 
     def __init__(self, names: Sequence[str], module: nn.Module) -> None:
+        if not isinstance(names, Sequence):
+            raise OptionError(f"tags must be a sequence of names of submodules, not {names!r}; none is ()")
         self.names = (names,) if isinstance(names, str) else tuple(names)
         there = [name for name, _ in module.named_modules() if name]
         for name in self.names:

@@ -21,6 +21,7 @@ __all__ = [
     "check_model",
     "check_norm",
     "check_optimizers",
+    "check_replica",
     "set_epoch",
 ]
 
@@ -39,13 +40,24 @@ def check_model(model: object) -> None:
         raise OptionError("the model has no parameter that requires grad: there is nothing to train")
 
 
+def check_replica(replica: object) -> None:
+    """A factory of replicas, or None.
+
+    Raises:
+        OptionError: It cannot be called.
+    """
+    if replica is not None and (not callable(replica) or isinstance(replica, nn.Module)):
+        raise OptionError(f"replica must be a function of the device that makes a module, not {replica!r}")
+
+
 def check_norm(max_grad_norm: object) -> None:
     """A norm, or None.
 
     Raises:
         OptionError: It is no positive number.
     """
-    if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
+    is_number = isinstance(max_grad_norm, (int, float)) and not isinstance(max_grad_norm, bool)
+    if max_grad_norm is not None and not (is_number and float(str(max_grad_norm)) > 0):
         raise OptionError(f"max_grad_norm must be a number above 0, not {max_grad_norm!r}")
 
 

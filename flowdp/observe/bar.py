@@ -22,7 +22,7 @@ def wants_progress(progress: bool | Literal["auto"]) -> bool:
     Raises:
         OptionError: Neither a bool nor "auto", or True without tqdm.
     """
-    if progress not in (True, False, "auto"):
+    if not isinstance(progress, bool) and progress != "auto":
         raise OptionError(f"progress must be True, False or 'auto', not {progress!r}")
     has_tqdm = find_spec("tqdm") is not None
     if progress is True and not has_tqdm:

@@ -148,16 +148,18 @@ def check_callbacks(callbacks: object) -> tuple[Callback, ...]:
     Raises:
         OptionError: Something among them is none, or one stands there twice.
     """
-    if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
+    if isinstance(callbacks, (Callback, str)) or not isinstance(callbacks, Iterable):
         raise OptionError(f"callbacks must be a sequence of callbacks, [...], not {callbacks!r}")
     checked: list[Callback] = []
     for one in callbacks:
         if isinstance(one, type) and issubclass(one, Callback):
-            raise OptionError(f"{one.__name__} is a class of callbacks: give an instance, {one.__name__}()")
+            raise OptionError(f"callbacks: {one.__name__} is a class: give an instance, {one.__name__}()")
         if not isinstance(one, Callback):
-            raise OptionError(f"a callback must be a flowdp.Callback, not {one!r}: derive its class from it")
+            raise OptionError(
+                f"callbacks must be instances of flowdp.Callback, not {one!r}: derive its class from it"
+            )
         if any(one is other for other in checked):
-            raise OptionError(f"{one!r} stands twice among the callbacks: it would be called twice each time")
+            raise OptionError(f"callbacks has {one!r} twice: it would be called twice each time")
         checked.append(one)
     return tuple(checked)
 
@@ -172,7 +174,7 @@ def monitor_of(callbacks: Iterable[Callback]) -> tuple[Monitor | None, bool]:
     if len(found) > 1:
         names = ", ".join(repr(one.monitor) for one in found)
         raise OptionError(
-            f"one EarlyStopping decides when a run ends, and there are {len(found)}, of {names}: give one, "
-            "and call run.stop() in a callback of your own for what else is to end it"
+            f"callbacks: one EarlyStopping decides when a run ends, and there are {len(found)}, of {names}: "
+            "give one, and call run.stop() in a callback of your own for what else is to end it"
         )
     return (found[0].watched(), found[0].restore_best) if found else (None, False)

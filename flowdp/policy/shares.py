@@ -75,10 +75,14 @@ def normalised_ratios(ratios: Sequence[float], world_size: int) -> tuple[float, 
         OptionError: Not one per device, or one that is not positive and finite.
     """
     if len(ratios) != world_size:
-        raise OptionError(f"{len(ratios)} ratios for {world_size} devices: give one for each device")
+        raise OptionError(
+            f"partition_ratios has {len(ratios)} ratios for {world_size} devices: give one for each device"
+        )
     for ratio in ratios:
         if not 0.0 < ratio < math.inf:
-            raise OptionError(f"ratios must be positive and finite, not {ratio!r} in {tuple(ratios)!r}")
+            raise OptionError(
+                f"partition_ratios must be positive and finite, not {ratio!r} in {tuple(ratios)!r}"
+            )
     whole = math.fsum(ratios)
     return tuple(ratio / whole for ratio in ratios)
 

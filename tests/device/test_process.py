@@ -231,3 +231,9 @@ def test_threads_that_start_after_a_run_have_as_many_openmp_threads_as_before() 
         assert in_thread(run) == 3
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("field", ["openmp", "malloc", "switch_interval"])
+def test_a_setting_is_on_or_off(field: str) -> None:
+    with pytest.raises(OptionError, match=f"tune_process.{field} must be True or False, not 'x'"):
+        ProcessTuning(**{field: "x"})

@@ -61,7 +61,7 @@ def test_a_card_of_a_live_run_is_refused() -> None:
     live.add(run)
     live.check_free([CPU])
     live.check_free([OTHER])
-    with pytest.raises(OptionError, match=r"cuda:0 is held by a run"):
+    with pytest.raises(OptionError, match=r"devices: cuda:0 is held by another run"):
         live.check_free([OTHER, CARD])
     run.end()
     live.check_free([CARD])

@@ -47,11 +47,11 @@ class LooksLikeOne:
     [
         (Own(), r"must be a sequence of callbacks, \[\.\.\.\], not <.*Own"),
         (3, r"must be a sequence of callbacks, \[\.\.\.\], not 3"),
-        ([Own], r"Own is a class of callbacks: give an instance, Own\(\)"),
-        ([LooksLikeOne()], "must be a flowdp.Callback, not <.*LooksLikeOne"),
-        ([print], "must be a flowdp.Callback, not <built-in function print>"),
-        ("on_round", "must be a flowdp.Callback, not 'o'"),
-        ([Own(), *[EarlyStopping()] * 2], r"EarlyStopping\(.*\) stands twice"),
+        ([Own], r"callbacks: Own is a class: give an instance, Own\(\)"),
+        ([LooksLikeOne()], "callbacks must be instances of flowdp.Callback, not <.*LooksLikeOne"),
+        ([print], "callbacks must be instances of flowdp.Callback, not <built-in function print>"),
+        ("on_round", "callbacks must be a sequence of callbacks, .* not 'on_round'"),
+        ([Own(), *[EarlyStopping()] * 2], r"callbacks has EarlyStopping\(.*\) twice"),
     ],
 )
 def test_what_is_none(given, message):
