@@ -21,6 +21,7 @@ from flowdp.errors import FlowdpError, OptionError
 from flowdp.machine.commands import RoundEnded
 from flowdp.messages import Requested
 from flowdp.observe.observer import Observer
+from flowdp.policy.formats import format_error, format_text
 from flowdp.policy.tally import EpochMetrics
 from flowdp.state import Status, TrainedState, alone, optimizer_state
 
@@ -119,7 +120,8 @@ class Run:
 
     def _problems(self) -> tuple[str, ...]:
         engine = self._engine
-        left = [f"rank {rank} left: {error}" for rank, error in sorted(engine.failures.forgiven.items())]
+        forgiven = sorted(engine.failures.forgiven.items())
+        left = [f"rank {rank} left: {format_text(error)}" for rank, error in forgiven]
         complaints = () if self._observer is None else self._observer.complaints
         return (*left, *engine.saver.problems, *complaints)
 
@@ -296,7 +298,7 @@ class Run:
                 return
             self._interrupt()
             if self.error is not None and self.error is not error:
-                error.add_note(f"The run had failed: {type(self.error).__name__}: {self.error}")
+                error.add_note(f"The run had failed: {format_error(self.error)}")
 
     def _interrupt(self) -> None:
         """End the run before its time, and keep what it has made; a second time it does not wait."""

@@ -19,6 +19,7 @@ from flowdp.collective.base import arithmetic
 from flowdp.device.streams import QUIET, Lane
 from flowdp.device.tensors import Flat
 from flowdp.errors import CollectiveError
+from flowdp.policy.formats import format_error
 
 __all__ = ["ABORT_S", "REMAKING_S", "Opening", "Side", "abort_all", "nccl_errors", "sum_replicas"]
 
@@ -359,4 +360,4 @@ def nccl_errors(nccl: Any, what: str) -> Iterator[None]:
     try:
         yield
     except (nccl.NcclError, KeyError) as error:  # cupy has no name for the newer errors: a KeyError
-        raise CollectiveError(f"NCCL could not {what}: {type(error).__name__}: {error}") from error
+        raise CollectiveError(f"NCCL could not {what}: {format_error(error)}") from error

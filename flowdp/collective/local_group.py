@@ -27,6 +27,7 @@ from flowdp.collective.reduction import Op, reduce_all
 from flowdp.device.streams import QUIET, Event, Lane, open_lanes
 from flowdp.device.topology import DevicesOption, resolve_devices
 from flowdp.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, OptionError
+from flowdp.policy.formats import format_error
 
 __all__ = ["group_lanes", "local_groups"]
 
@@ -136,7 +137,7 @@ class _Table:
             try:
                 self._enqueue(call, jobs)
             except BaseException as error:
-                self.fail(CollectiveAborted, f"{what} failed: {type(error).__name__}: {error}")
+                self.fail(CollectiveAborted, f"{what} failed: {format_error(error)}")
                 raise
             with self._changed:
                 self._open(call, [])
@@ -165,7 +166,7 @@ class _Table:
                 try:
                     job()
                 except BaseException as error:
-                    self.fail(CollectiveAborted, f"{call.what} failed: {type(error).__name__}: {error}")
+                    self.fail(CollectiveAborted, f"{call.what} failed: {format_error(error)}")
                     raise
                 finally:
                     self._changed.acquire()

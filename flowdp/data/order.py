@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flowdp.errors import CheckpointError, DataError, ProtocolError
 from flowdp.machine.position import Position
+from flowdp.policy.formats import format_error
 
 __all__ = [
     "NOTHING_TRAINED",
@@ -245,7 +246,7 @@ class SamplerOrder(Order):
             order = self._joined(epoch, drawn)
         except Exception as error:
             raise DataError(
-                f"the sampler {name} failed in epoch {epoch}: {type(error).__name__}: {error}", epoch=epoch
+                f"the sampler {name} failed in epoch {epoch}: {format_error(error)}", epoch=epoch
             ) from error
         if len(drawn) != self._length:
             raise DataError(

@@ -23,7 +23,7 @@ from flowdp.data.source import Batch, Source
 from flowdp.errors import DataError, ProtocolError
 from flowdp.machine.position import Position
 from flowdp.messages import Part
-from flowdp.policy.formats import format_indices
+from flowdp.policy.formats import format_error, format_indices
 
 __all__ = ["LoaderSource", "Reader"]
 
@@ -97,9 +97,7 @@ class LoaderSource(Source):
         try:
             iterator = self._begin()
         except Exception as error:
-            raise DataError(
-                f"the DataLoader could not be started: {type(error).__name__}: {error}"
-            ) from error
+            raise DataError(f"the DataLoader could not be started: {format_error(error)}") from error
         if self._loader.num_workers > 0:
             self._processes = Processes(iterator)
         self._thread = threading.Thread(
@@ -319,7 +317,7 @@ class LoaderSource(Source):
         shown = format_indices(indices)
         samples = f" (samples {shown})" if indices else ""
         error = DataError(
-            f"reading batch {batch} of epoch {epoch}{samples} failed: {type(cause).__name__}: {cause}",
+            f"reading batch {batch} of epoch {epoch}{samples} failed: {format_error(cause)}",
             epoch=epoch,
             indices=indices,
         )

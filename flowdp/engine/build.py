@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from flowdp.device.streams import Lane
 from flowdp.device.tensors import FlatReplica
 from flowdp.errors import OptionError
+from flowdp.policy.formats import format_error, format_text
 
 __all__ = [
     "ModelOption",
@@ -214,7 +215,7 @@ def _copy(model: nn.Module) -> nn.Module:
         twin = copy.deepcopy(model)
     except Exception as error:
         raise OptionError(
-            f"the model cannot be copied for each device ({type(error).__name__}: {error}); give a factory: "
+            f"the model cannot be copied for each device ({format_error(error)}); give a factory: "
             f"model=lambda: MyModel(...)"
         ) from error
     twin.zero_grad(set_to_none=True)
@@ -266,8 +267,8 @@ def _rebuild(optimizer: Optimizer, module: nn.Module, source: nn.Module) -> Opti
         twin = type(optimizer)(groups)  # type: ignore[call-arg]
     except TypeError as error:
         raise OptionError(
-            f"{type(optimizer).__name__} cannot be rebuilt for each device ({error}); give a factory: "
-            f"optimizer=lambda params: {type(optimizer).__name__}(params, ...)"
+            f"{type(optimizer).__name__} cannot be rebuilt for each device ({format_text(error)}); give a "
+            f"factory: optimizer=lambda params: {type(optimizer).__name__}(params, ...)"
         ) from error
     twin.defaults = dict(optimizer.defaults)
     if optimizer.state:

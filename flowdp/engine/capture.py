@@ -20,6 +20,7 @@ from flowdp.engine.build import all_of
 from flowdp.engine.fingerprint import table_differences, tensor_form
 from flowdp.engine.replica import Replica
 from flowdp.errors import CheckpointError
+from flowdp.policy.formats import format_error
 
 __all__ = ["capture", "of_rank", "restore"]
 
@@ -110,7 +111,7 @@ def restore(
         raise
     except Exception as error:  # of whatever stands in a file that fits none of what it is given to
         raise CheckpointError(
-            f"the checkpoint does not fit this run ({type(error).__name__}: {error}): resume with the model, "
+            f"the checkpoint does not fit this run ({format_error(error)}): resume with the model, "
             f"optimizer and scheduler that were trained"
         ) from error
     finally:

@@ -22,6 +22,7 @@ from flowdp.engine.store import Store
 from flowdp.errors import CheckpointError
 from flowdp.machine.commands import Save
 from flowdp.machine.position import Position
+from flowdp.policy.formats import format_error
 from flowdp.policy.monitor import Monitor, number_of
 from flowdp.policy.tally import EpochMetrics
 from flowdp.threads.inbox import LISTEN_S
@@ -320,7 +321,7 @@ class Saver:
                     error, is_final=error.path is None and not isinstance(error.__cause__, OSError)
                 )
             except BaseException as cause:
-                text = f"checkpoint {job.version} failed: {type(cause).__name__}: {cause}"
+                text = f"checkpoint {job.version} failed: {format_error(cause)}"
                 failure = CheckpointError(text, version=job.version)
                 failure.__cause__ = cause
                 self._complain(failure, is_final=True)

@@ -5,21 +5,24 @@ So `torch.load(path, weights_only=True)` reads the file as it is, and `read` loo
 parser sees a byte. What stands in it is plain: numbers, strings, lists, dicts and tensors.
 
 A file is written beside its place, read back, and renamed: whatever kills the process leaves what was there,
-and perhaps a file whose name says that it is not finished.
+and perhaps a file whose name says that it is not finished. No symbolic link is followed to a file, so nobody
+who may write into the folder has another file read or overwritten.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
 import os
 import shutil
+import stat
 import struct
 from collections import Counter
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from io import BufferedIOBase
+from io import BufferedIOBase, BufferedRandom, BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +30,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flowdp.engine.archive import NESTED, check_archive
 from flowdp.errors import CheckpointError
 from flowdp.machine.position import Position, check_types
 from flowdp.machine.story import decode, encode
+from flowdp.policy.formats import format_text
 from flowdp.policy.tally import EpochMetrics
 
 __all__ = ["FORMAT", "UNFINISHED", "plain", "read", "remove", "sealed", "write"]
@@ -39,6 +44,10 @@ FORMAT = 1
 
 UNFINISHED = ".tmp"
 """Ends the name of a file that is being written."""
+
+BINARY = getattr(os, "O_BINARY", 0)  # of Windows
+NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | BINARY
+NO_WAIT = getattr(os, "O_NONBLOCK", 0)
 
 MAGIC = b"flowdp\r\n"  # the line end is what a transfer as text would change
 TRAILER = struct.Struct("<8sI32s")
@@ -68,7 +77,7 @@ log = logging.getLogger("flowdp")
 
 
 # ---------------------------------------------------------------- what a file may hold
-def plain(state: object, where: str = "") -> Any:
+def plain(state: object, where: str = "", depth: int = 0) -> Any:
     """The state as numbers, strings, lists, tuples, dicts and dense tensors on the CPU.
 
     Numpy's numbers become Python's and mappings of all kinds dicts, but a Counter stays one. A tensor that
@@ -77,10 +86,16 @@ def plain(state: object, where: str = "") -> Any:
     Args:
         state: Anything.
         where: Its path from the root, for the message.
+        depth: Containers around it.
 
     Raises:
-        CheckpointError: Something in it is none of these; the message names its path.
+        CheckpointError: Something in it is none of these, or lies too deep; the message names its path.
     """
+    if depth > NESTED:
+        raise CheckpointError(
+            f"{where[:80]}... lies more than {NESTED} containers deep: does one contain itself? Keep it out "
+            "of the state_dict"
+        )
     if state is None or type(state) in (bool, int, float, str):
         return state
     if isinstance(state, np.generic):
@@ -88,14 +103,14 @@ def plain(state: object, where: str = "") -> Any:
     if isinstance(state, Tensor) and type(state) in TENSORS and state.layout is torch.strided:
         return _own(state)
     if isinstance(state, (list, tuple)):
-        items = [plain(item, f"{where}[{number}]") for number, item in enumerate(state)]
+        items = [plain(item, f"{where}[{number}]", depth + 1) for number, item in enumerate(state)]
         return items if isinstance(state, list) else tuple(items)
     if isinstance(state, Mapping):
         made: dict[Any, Any] = Counter() if isinstance(state, Counter) else {}
         for key, item in state.items():
             if type(key) not in KEYS:
                 raise _not_plain(f"the key {key!r:.80} of {where or 'the state'}", key)
-            made[key] = plain(item, f"{where}.{key}" if where else str(key))
+            made[key] = plain(item, f"{where}.{key}" if where else str(key), depth + 1)
         return made
     raise _not_plain(where or "the state", state)
 
@@ -127,14 +142,15 @@ def read(path: str | Path) -> dict[str, Any]:
     No byte of it is ever run as code.
 
     Raises:
-        CheckpointError: The file is missing, torn, changed, foreign or of a later format, or what it holds
-            is no checkpoint: what is wrong with it, and what to do.
+        CheckpointError: The file is missing, torn, changed, foreign or of a later format, no plain file, or
+            what it holds is no checkpoint: what is wrong with it, and what to do.
 
     Threads: any.
     """
     try:
-        with Path(path).open("rb") as file:
-            _check_bytes(file)
+        with _opened(Path(path)) as file:
+            size = _check_bytes(file)
+            check_archive(file, size)
             file.seek(0)
             state = torch.load(file, weights_only=True, map_location="cpu")
         return _checked(state)
@@ -143,14 +159,26 @@ def read(path: str | Path) -> dict[str, Any]:
     except FileNotFoundError:
         reason = "there is no such file; resume=True takes the newest one of the checkpoint folder"
     except OSError as error:
-        reason = f"it cannot be read ({error.strerror or error})"
+        if error.errno == errno.ELOOP:
+            reason = "it is a symbolic link, and none is followed: give the path of the file itself"
+        else:
+            reason = f"it cannot be read ({error.strerror or error})"
     except Exception as error:  # whatever torch's and json's parsers say of bytes that are nobody's
         reason = f"its checksum is right and its contents are not ({_said(error)}); use another file"
     raise CheckpointError(f"checkpoint {path}: {reason}", path=str(path))
 
 
-def _check_bytes(file: BufferedIOBase) -> None:
-    """Compare the checksum, before anything is parsed."""
+def _opened(path: Path) -> BufferedReader:
+    """A plain file, open for reading; a pipe would be waited for without end."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | NO_LINK | NO_WAIT), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise _UnusableError("it is no plain file")
+    return file
+
+
+def _check_bytes(file: BufferedIOBase) -> int:
+    """Compare the checksum, before anything is parsed; gives the bytes of the file."""
     size = file.seek(0, os.SEEK_END)
     if size == 0:
         raise _UnusableError("the file is empty; use an older one")
@@ -172,6 +200,7 @@ def _check_bytes(file: BufferedIOBase) -> None:
         raise _UnusableError(
             f"it has format {number}, and this flowdp reads {FORMAT}: use the one that wrote it"
         )
+    return size
 
 
 def _digest(file: BufferedIOBase, length: int) -> bytes:
@@ -234,7 +263,8 @@ def write(path: str | Path, state: Mapping[str, Any], *, also: Path | None = Non
     unfinished = path.with_name(path.name + UNFINISHED)
     try:
         told = plain({**state, **_versions(), **_encoded(state)})
-        with unfinished.open("w+b") as file:
+        remove(unfinished)  # of a process that was killed; a link is removed, not what it points to
+        with _created(unfinished) as file:
             torch.save(told, file)
             _seal(file)
             file.flush()
@@ -253,6 +283,11 @@ def write(path: str | Path, state: Mapping[str, Any], *, also: Path | None = Non
         ) from cause
     finally:
         remove(unfinished)
+
+
+def _created(path: Path) -> BufferedRandom:
+    """A new file, open for writing and reading; nothing that stands there is written to."""
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | BINARY, 0o666), "w+b")
 
 
 def sealed(archive: bytes) -> bytes:
@@ -292,8 +327,9 @@ def _name_also(unfinished: Path, also: Path) -> None:
     try:
         os.link(unfinished, second)
     except OSError:  # a file system without links
-        shutil.copyfile(unfinished, second)
-        with second.open("rb+") as file:
+        with unfinished.open("rb") as source, _created(second) as file:
+            shutil.copyfileobj(source, file)
+            file.flush()
             os.fsync(file.fileno())
     second.replace(also)
 
@@ -321,5 +357,5 @@ def remove(path: Path) -> None:
 
 
 def _said(error: BaseException) -> str:
-    text = str(error).strip().partition("\n")[0][:200]
+    text = format_text(error).strip().partition("\n")[0][:200]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -45,6 +45,7 @@ from flowdp.machine.commands import (
 from flowdp.machine.coordinator import Coordinator, Life
 from flowdp.machine.story import Story
 from flowdp.messages import Abort, Averaged, Exiting, Fact, Failed, Hurried, Requested, Tick
+from flowdp.policy.formats import format_error
 from flowdp.policy.stall import StallWatch
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
@@ -253,7 +254,7 @@ class CoordinatorShell:
                 self.inbox.post(Averaged(job.round, sync_ms, drifts))
             except BaseException as cause:
                 error = CollectiveError(
-                    f"averaging the snapshots of round {job.round} failed: {type(cause).__name__}: {cause}"
+                    f"averaging the snapshots of round {job.round} failed: {format_error(cause)}"
                 )
                 error.__cause__ = cause
                 self.inbox.post(Failed(self._failures.add(error)))

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from flowdp.engine.stacks import stacks
 from flowdp.errors import StallError
+from flowdp.policy.formats import format_error
 
 __all__ = ["Failures"]
 
@@ -45,7 +46,7 @@ class Failures:
             rank: In which rank, where it was in one.
             is_awaited: Who asks for the answer waits for the thread that says so: it cannot be late.
         """
-        what = f"{type(error).__name__}: {error}"
+        what = format_error(error)
         words = what if rank is None else f"rank {rank}: {what}"
         with self._lock:
             if what in self._said:
@@ -64,7 +65,7 @@ class Failures:
         """Keep an error apart that the others may go on without; returns it in words."""
         with self._lock:
             self._held[rank] = error
-        return f"rank {rank}: {type(error).__name__}: {error}"
+        return f"rank {rank}: {format_error(error)}"
 
     def forgive(self, rank: int) -> None:
         """The others go on without this rank: its error ends nothing."""

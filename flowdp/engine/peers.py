@@ -25,6 +25,7 @@ from flowdp.device.transfer import carry, copied
 from flowdp.engine.stopwatch import Stopwatch
 from flowdp.engine.tables import Tables
 from flowdp.errors import OptionError
+from flowdp.policy.formats import format_error
 from flowdp.threads.crew import Crew
 
 __all__ = ["Peers", "ReplicaFactory"]
@@ -308,7 +309,7 @@ def _replica(module: nn.Module, factory: ReplicaFactory | None, lane: Lane) -> n
                 made = copy.deepcopy(module)
             except Exception as error:
                 raise OptionError(
-                    f"the model cannot be copied for {lane.device} ({type(error).__name__}: {error}); give a "
+                    f"the model cannot be copied for {lane.device} ({format_error(error)}); give a "
                     f"factory: replica=lambda device: MyModel(...)"
                 ) from error
             made.zero_grad(set_to_none=True)

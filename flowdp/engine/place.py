@@ -11,7 +11,7 @@ from flowdp.device.streams import CudaLane, Lane
 from flowdp.engine.context import CurrentWorker
 from flowdp.errors import DataError, OutOfDeviceMemory, ProtocolError, StepError
 from flowdp.machine.worker import Step
-from flowdp.policy.formats import format_indices
+from flowdp.policy.formats import format_error, format_indices, format_text
 
 __all__ = ["Place"]
 
@@ -57,10 +57,10 @@ class Place:
         """
         try:
             return self._explained(cause, duty)
-        except Exception:  # of the user's own exception, which cannot say what it is
-            what, rank = type(cause).__name__, self._current.rank
+        except Exception:  # of the sampler, say, that is asked for the indices
+            rank = self._current.rank
             error = StepError(
-                f"rank {rank} failed: {what}, whose text raises", rank=rank, device=str(self._lane.device)
+                f"rank {rank} failed: {format_error(cause)}", rank=rank, device=str(self._lane.device)
             )
             error.__cause__ = cause
             return error
@@ -74,14 +74,14 @@ class Place:
             return self.out_of_memory(cause, "what had no room cannot be done in pieces")
         who = f"rank {self._current.rank} on {self._lane.device}"
         notes = "".join(f"; {note}" for note in getattr(cause, "__notes__", ()))
-        if "on the same device" in str(cause):
+        if "on the same device" in format_text(cause):
             notes += (
                 "; the loss has met a tensor of another device: take it from the batch or the model, or move "
                 "it there, tensor.to(flowdp.current_worker().device)"
             )
         where = f"while it {duty}" if duty else str(self)
         error = StepError(
-            f"{who} failed {where}: {type(cause).__name__}: {cause}{notes}",
+            f"{who} failed {where}: {format_error(cause)}{notes}",
             rank=self._current.rank,
             device=str(self._lane.device),
             epoch=None if self.step is None else self.step.epoch,
@@ -98,7 +98,7 @@ class Place:
             cause: What torch said.
             why: Nothing smaller can be tried.
         """
-        said = str(cause)
+        said = format_text(cause)
         free = _bytes(r"of which ([\d.]+) (\w+) is free", said)
         if free is None and isinstance(self._lane, CudaLane):
             free = self._lane.cuda.mem_get_info(self._lane.device)[0]

@@ -16,6 +16,7 @@ from flowdp.engine.stacks import stacks
 from flowdp.errors import FlowdpError
 from flowdp.machine.commands import RoundEnded
 from flowdp.observe.callbacks import METHODS, Callback
+from flowdp.policy.formats import format_error
 from flowdp.policy.tally import EpochMetrics
 from flowdp.threads.inbox import LISTEN_S
 
@@ -176,7 +177,7 @@ class Observer:
         if known is not None:
             known.times += 1
             return
-        text = f"{self._inside} raised {type(error).__name__}: {error}"
+        text = f"{self._inside} raised {format_error(error)}"
         self._complaints[id(callback), method] = _Complaint(text)
         if not callback.ends_run:
             log.error("%s; the run does not end by it", text, exc_info=error)

@@ -1,10 +1,10 @@
-"""Numbers as short text, for records and progress lines."""
+"""Numbers and errors as short text, for records, progress lines and messages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["format_duration", "format_indices", "format_metric"]
+__all__ = ["format_duration", "format_error", "format_indices", "format_metric", "format_text"]
 
 
 def format_duration(ms: float) -> str:
@@ -33,3 +33,18 @@ def format_metric(value: float) -> str:
 def format_indices(indices: Sequence[int]) -> str:
     """The first eight of some indices, and whether there are more: "3, 7, 1, ..."."""
     return ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
+
+
+def format_error(error: BaseException) -> str:
+    """The class of an error and its text: "ValueError: boom"."""
+    return f"{type(error).__name__}: {format_text(error)}"
+
+
+def format_text(error: BaseException) -> str:
+    """The text of an error. One whose `__str__` raises does not end the thread that reports it."""
+    try:
+        return str(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as other:
+        return f"(no text: its __str__ raised {type(other).__name__})"

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
+from flowdp.policy.formats import format_error
 from flowdp.threads.inbox import LISTEN_S
 
 __all__ = ["Crew"]
@@ -161,7 +162,7 @@ def _raise_first(jobs: Sequence[_Job[Any]]) -> None:
     if not errors:
         return
     for other in errors[1:]:
-        errors[0].add_note(f"at the same time: {type(other).__name__}: {other}")
+        errors[0].add_note(f"at the same time: {format_error(other)}")
     try:
         raise errors[0]
     finally:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from flowdp.errors import CollectiveAborted
 from flowdp.machine.rounds import GateState
 from flowdp.messages import Arrival, Directives, Outcome
+from flowdp.policy.formats import format_error
 
 __all__ = ["Gate", "Waiting"]
 
@@ -162,7 +163,7 @@ class Gate:
             if self._launch is not None:
                 self._launch(outcome)
         except BaseException as error:
-            self.abort(f"launching round {outcome.round} failed: {type(error).__name__}: {error}")
+            self.abort(f"launching round {outcome.round} failed: {format_error(error)}")
             raise
         with self._lock:
             if self._state.error is not None:

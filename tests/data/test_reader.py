@@ -793,3 +793,19 @@ def test_closing_between_two_epochs():
     assert run.take(0, 1, 0).tolist() == list(run.reader.indices(1, 0))
     assert run.close()
     assert not multiprocessing.active_children()
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+
+def test_an_error_without_a_text_reaches_the_ranks(runs):
+    class Failing(Counted):
+        def __getitem__(self, index):
+            raise Mute
+
+    run = runs(Failing())
+    error = run.failed.get(timeout=10)
+    assert isinstance(error.__cause__, Mute)
+    assert str(error).endswith("failed: Mute: (no text: its __str__ raised ValueError)")

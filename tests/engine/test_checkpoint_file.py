@@ -161,7 +161,7 @@ def test_what_is_not_plain_is_not_written(path: Path) -> None:
         write(path, checkpoint(ranks=[{}, {"learning_rate": {"hook": print_nothing}}]))
     cycle: list[Any] = []
     cycle.append(cycle)
-    with pytest.raises(CheckpointError, match="RecursionError"):
+    with pytest.raises(CheckpointError, match=r"fingerprint\.a\[0\]\[0\].* more than 100 containers deep"):
         write(path, checkpoint(fingerprint={"a": cycle}))
     assert path.read_bytes() == before
     assert os.listdir(path.parent) == ["a.pt"]

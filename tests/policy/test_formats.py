@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from flowdp.policy.formats import format_duration, format_indices, format_metric
+from flowdp.policy.formats import format_duration, format_error, format_indices, format_metric
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,19 @@ def test_indices_are_cut_after_eight() -> None:
     assert format_indices([]) == ""
     assert format_indices(range(8)) == "0, 1, 2, 3, 4, 5, 6, 7"
     assert format_indices(range(9)) == "0, 1, 2, 3, 4, 5, 6, 7, ..."
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise self.args[0]
+
+
+@pytest.mark.parametrize("raised", [ValueError("boom"), SystemExit(3)])
+def test_an_error_without_a_text(raised):
+    assert format_error(ValueError("boom")) == "ValueError: boom"
+    assert format_error(Mute(raised)) == f"Mute: (no text: its __str__ raised {type(raised).__name__})"
+
+
+def test_ctrl_c_while_an_error_is_told():
+    with pytest.raises(KeyboardInterrupt):
+        format_error(Mute(KeyboardInterrupt()))
