@@ -19,12 +19,13 @@ from flowdp.device.streams import open_lanes
 from flowdp.device.topology import resolve_devices
 from flowdp.device.transfer import move
 from flowdp.engine.alias import AliasModule
+from flowdp.engine.layout import Callee, DimOption, JoinFunction, Layout, ReduceOption, SplitFunction
 from flowdp.engine.live import check_free
 from flowdp.engine.loading import Epoch
 from flowdp.engine.pacing import Alone, Pacing
 from flowdp.engine.peers import Peers, ReplicaFactory
 from flowdp.engine.recipe import Inputs, InputsOption, LossFunction, Recipe, Taps
-from flowdp.engine.scatter import Arguments, Part
+from flowdp.engine.scatter import Arguments, Joining, Part
 from flowdp.engine.setup import (
     OptimizerOption,
     check_cadence,
@@ -35,10 +36,10 @@ from flowdp.engine.setup import (
     check_replica,
     set_epoch,
 )
-from flowdp.engine.sharded import call_sharded, cut
+from flowdp.engine.sharded import call_sharded, cut, parts_of
 from flowdp.engine.stepping import Stepping
 from flowdp.engine.windows import Window, WindowResult, run_window
-from flowdp.errors import FlowdpError
+from flowdp.errors import FlowdpError, OptionError
 from flowdp.options import Buffers, CadenceOptions, one_of
 from flowdp.policy.el_che import ElChe
 
@@ -57,6 +58,10 @@ def setup(
     tags: Sequence[str] = (),
     buffers: Buffers = "broadcast",
     max_grad_norm: float | None = None,
+    dim: DimOption = 0,
+    split: SplitFunction | None = None,
+    join: JoinFunction | None = None,
+    reduce: ReduceOption = "mean",
     tune_process: bool | ProcessTuning = True,
 ) -> DataParallel:
     """Spread a module over devices, for a training loop that stays as it is.
@@ -90,6 +95,16 @@ def setup(
         buffers: "broadcast": those of the first device are everybody's before each forward; "average": the
             weighted mean of all devices' is taken at each step.
         max_grad_norm: `step()` clips the summed gradients to this 2-norm.
+        dim: Where the samples lie in the arguments and outputs of a call: one dim for all tensors, or a
+            mapping from `forward`'s parameters (or positions) to dims, with None for what goes whole, 0 for
+            what it does not name, and under "return" the outputs', by name or position where they differ.
+        split: Cuts a call instead: `split(args, kwargs, sizes)` returns (args, kwargs) for each part of so
+            many samples. `dim` says how many samples there are.
+        join: Joins the outputs instead: `join(outputs, sizes)`. It and `split` may ask for gradients; they
+            are not called for a batch that one device does alone.
+        reduce: What becomes of one number from each device: "mean", weighted by samples; "sum"; or the
+            mean weighted by a function of the part's arguments, which it takes by name:
+            `lambda labels: (labels[:, 1:] != -100).sum()`. Or a mapping from an output's name to these.
         tune_process: Process-wide settings while this lives (see `ProcessTuning`); False leaves all alone.
 
     Raises:
@@ -102,12 +117,14 @@ def setup(
     chosen = resolve_devices(devices)
     recipe = Recipe(Inputs(inputs, model), Taps(tags, model), check_loss(loss_fn))
     options, windows = check_cadence(cadence, chosen)
+    layout = Layout(dim, split, join, reduce)
+    layout.check_names(model)
     tuning = as_tuning(tune_process)
     check_free(chosen)
     model.to(chosen[0]).train()
     optimizers = check_optimizers(optimizer, model)
     return DataParallel(
-        model, optimizers, chosen, replica, recipe, options, windows, buffers, max_grad_norm, tuning
+        model, optimizers, chosen, replica, recipe, options, windows, buffers, max_grad_norm, layout, tuning
     )
 
 
@@ -138,6 +155,7 @@ class DataParallel(AliasModule):
         windows: bool,
         buffers: Buffers,
         max_grad_norm: float | None,
+        layout: Layout,
         tuning: ProcessTuning,
     ) -> None:
         super().__init__(module)
@@ -145,6 +163,8 @@ class DataParallel(AliasModule):
         self.world_size = len(devices)
         self.max_grad_norm = max_grad_norm
         self._recipe = recipe
+        self._layout = layout
+        self._callees: dict[Any, Callee] = {}
         self._averages = buffers == "average"
         self._is_syncing = True
         self._epochs = 0
@@ -219,8 +239,8 @@ class DataParallel(AliasModule):
             kwargs: Those by name.
 
         Returns:
-            The outputs, on the first device: tensors joined along dim 0, numbers in tensors averaged with the
-            samples as weights, everything else as it is.
+            The outputs, on the first device: tensors joined along dim 0 (`dim`), numbers in tensors averaged
+            with the samples as weights (`reduce`), everything else as it is.
 
         Raises:
             FlowdpError: The outputs cannot be joined.
@@ -228,7 +248,7 @@ class DataParallel(AliasModule):
         """
         if self._peers is None:
             return self._call_alone(self.module, args, kwargs)
-        return self._call(_call_module, args, kwargs)
+        return self._call("forward", _call_module, args, kwargs)
 
     def call(self, function: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call another method of the module the same way, or `function(module, ...)`.
@@ -239,7 +259,7 @@ class DataParallel(AliasModule):
         if self._peers is None:
             return self._call_alone(_bound(function, self.module), args, kwargs)
         return self._call(
-            lambda module, part: _bound(function, module)(*part.args, **part.kwargs), args, kwargs
+            function, lambda module, part: _bound(function, module)(*part.args, **part.kwargs), args, kwargs
         )
 
     def _call_alone(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -248,14 +268,41 @@ class DataParallel(AliasModule):
         self._alone.saw(args)
         return function(*args, **kwargs)
 
-    def _call(self, run: Callable[[nn.Module, Part], Any], args: Any, kwargs: Any) -> Any:
+    def _call(
+        self,
+        function: str | Callable[..., Any],
+        run: Callable[[nn.Module, Part], Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
         assert self._peers is not None
-        arguments = Arguments(args, kwargs)
+        layout, callee = self._layout, self._callee(function)
+        arguments = Arguments(args, kwargs, layout.dims(callee, args, kwargs))
         sizes = self._pacing.cut(arguments.samples) if arguments.samples else (0,) * self.world_size
-        shards = cut(arguments, sizes)
-        outputs = call_sharded(self._peers, shards, run, sync=self._is_syncing)
+        shards, own = cut(arguments, sizes), tuple(size for size in sizes if size)
+        is_cut = len(own) > 1
+        if is_cut and layout.split is not None:
+            shards = parts_of(layout.apart(args, kwargs, own), shards)
+        is_apart = is_cut and layout.join is not None
+        joining = Joining(layout, callee, arguments.dim, is_apart=is_apart)
+        outputs = call_sharded(self._peers, shards, run, joining, sync=self._is_syncing)
         self._did(sizes)
+        if is_apart:
+            assert layout.join is not None
+            return layout.join(outputs, own)
         return outputs
+
+    def _callee(self, function: str | Callable[..., Any]) -> Callee:
+        """The parameters of a function, looked at once."""
+        # A lambda is another object in every call, and its code is not.
+        key = function if isinstance(function, str) else getattr(function, "__code__", type(function))
+        callee = self._callees.get(key)
+        if callee is None:
+            callee = (
+                Callee(getattr(self.module, function)) if isinstance(function, str) else Callee(function, 1)
+            )
+            self._callees[key] = callee
+        return callee
 
     def _bring_home(self, tensor: Tensor) -> Tensor:
         return move(tensor, self.devices[0])
@@ -281,7 +328,15 @@ class DataParallel(AliasModule):
         Args:
             loader: Any iterable of batches, a DataLoader for instance.
             epoch: Told to its sampler, where that has `set_epoch`. None: one more than the last.
+
+        Raises:
+            OptionError: `setup` was given `dim`, `split`, `join` or `reduce`, which are for calls.
         """
+        if not self._layout.is_plain:
+            raise OptionError(
+                "dim, split, join and reduce are for calls of the module, and epoch() cuts along dim 0: call "
+                "the module in a loop over the loader, or leave them out"
+            )
         self._epochs = (self._epochs if epoch is None else epoch) + 1
         set_epoch(loader, self._epochs - 1)
         return Epoch(loader, self._lanes, self._pacing.quotas, self._pacing.cut)

@@ -1,22 +1,25 @@
 """Taking a call apart over the devices, and its outputs together again.
 
-Arguments and outputs are pytrees. What has the batch's length along dim 0 is cut; everything else goes whole.
+Arguments and outputs are pytrees. What has the batch's length along its dim is cut; everything else goes
+whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from flowdp.device.transfer import move
+from flowdp.engine.layout import Callee, Layout, Reduction, WeightFunction
 from flowdp.errors import FlowdpError
 
-__all__ = ["Arguments", "Outputs", "Part", "Returned", "batch_length", "join"]
+__all__ = ["Arguments", "Joining", "Outputs", "Part", "Returned", "batch_length", "join"]
 
 
 def batch_length(tree: Any) -> int | None:
@@ -47,18 +50,43 @@ class Arguments:
     Args:
         args: Positional.
         kwargs: By name.
+        dims: Along which tensors are cut: one for all, or for each argument its own, first the positional
+            ones; None: not at all.
 
     Attributes:
         samples: Length of the batch; None without a tensor that has a length.
+        dim: Of the tensor that has this length; 0 without.
         wanting: Tensors that ask for a gradient, in order.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        dims: int | Sequence[int | None] | None = 0,
+    ) -> None:
         self._leaves, self._spec = tree_flatten((args, kwargs or {}))
-        self.samples = batch_length(self._leaves)
-        self.wanting: list[Tensor] = []
+        of_leaves = self._of_leaves(dims) if isinstance(dims, Sequence) else [dims] * len(self._leaves)
+        lengths = (
+            (leaf.shape[dim], dim)
+            for leaf, dim in zip(self._leaves, of_leaves, strict=True)
+            if dim is not None and isinstance(leaf, Tensor) and leaf.dim() > dim
+        )
+        self.samples: int | None
+        self.samples, self.dim = next(lengths, (None, 0))
+        self._cuts = [
+            dim if dim is not None and self._is_cut(leaf, dim) else None
+            for leaf, dim in zip(self._leaves, of_leaves, strict=True)
+        ]
+        asking: list[tuple[Tensor, int | None]] = []
         if torch.is_grad_enabled():
-            self.wanting = [leaf for leaf in self._leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+            asking = [
+                (leaf, cut)
+                for leaf, cut in zip(self._leaves, self._cuts, strict=True)
+                if isinstance(leaf, Tensor) and leaf.requires_grad
+            ]
+        self.wanting = [leaf for leaf, _ in asking]
+        self._wanting_cuts = [cut for _, cut in asking]
 
     def part(self, start: int, samples: int, device: torch.device | None) -> Part:
         """What a device is called with.
@@ -73,13 +101,13 @@ class Arguments:
         """
         own: list[Any] = []
         wanting: list[Tensor] = []
-        for leaf in self._leaves:
+        for leaf, cut in zip(self._leaves, self._cuts, strict=True):
             if not isinstance(leaf, Tensor):
                 own.append(leaf)
                 continue
             # Without the caller's graph: the device has one of its own, which begins behind the copy.
             whole = leaf.detach()
-            mine = whole.narrow(0, start, samples) if self._is_cut(leaf) else whole
+            mine = whole if cut is None else whole.narrow(cut, start, samples)
             if device is not None:
                 mine = move(mine, device)
             if self.wanting and leaf.requires_grad:
@@ -98,24 +126,30 @@ class Arguments:
             samples: Of each part.
         """
         joined: list[Tensor | None] = []
-        for leaf, *column in zip(self.wanting, *pieces, strict=True):
+        for leaf, cut, *column in zip(self.wanting, self._wanting_cuts, *pieces, strict=True):
             there = [None if piece is None else move(piece, leaf.device) for piece in column]
             known = [piece for piece in there if piece is not None]
             if not known:
                 joined.append(None)
-            elif self._is_cut(leaf):
-                sizes = [(count, *leaf.shape[1:]) for count in samples]
+            elif cut is not None:
+                sizes = [(*leaf.shape[:cut], count, *leaf.shape[cut + 1 :]) for count in samples]
                 filled = [
                     leaf.new_zeros(size) if piece is None else piece
                     for piece, size in zip(there, sizes, strict=True)
                 ]
-                joined.append(torch.cat(filled))
+                joined.append(torch.cat(filled, cut))
             else:
                 joined.append(torch.stack(known).sum(0))
         return joined
 
-    def _is_cut(self, leaf: Tensor) -> bool:
-        return leaf.dim() > 0 and len(leaf) == self.samples
+    def _is_cut(self, leaf: object, dim: int) -> bool:
+        return isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] == self.samples
+
+    def _of_leaves(self, dims: Sequence[int | None]) -> list[int | None]:
+        of_arguments = [argument for group in self._spec.children() for argument in group.children()]
+        return [
+            dim for dim, argument in zip(dims, of_arguments, strict=True) for _ in range(argument.num_leaves)
+        ]
 
 
 class Returned:
@@ -125,13 +159,22 @@ class Returned:
         tree: As it came.
         samples: Of the part; 0 where nothing was cut.
         where: The device, for errors.
+        weights: Of the part, by the functions that `reduce` has, where the outputs are joined.
 
     Attributes:
         tensors: In order, with the device's graph.
     """
 
-    def __init__(self, tree: Any, samples: int, where: torch.device) -> None:
+    def __init__(
+        self,
+        tree: Any,
+        samples: int,
+        where: torch.device,
+        weights: Mapping[WeightFunction, Tensor] | None = None,
+    ) -> None:
         named, self.spec = tree_flatten_with_path(tree)
+        self.weights = weights or {}
+        self.paths = [path for path, _ in named]
         self.samples = samples
         self.where = where
         self.names = [keystr(path) for path, _ in named]
@@ -145,10 +188,12 @@ class Outputs:
     Attributes:
         tensors: On the first device, without a graph, in order.
         differentiable: Which of them ask for a gradient.
+        form: The tree, and which of the tensors are one number; equal for outputs of one kind.
     """
 
     def __init__(self, parts: Sequence[Returned], seams: Sequence[_Seam], tensors: list[Tensor]) -> None:
         self.tensors = tensors
+        self.form = (parts[0].spec, tuple(tensor.dim() == 0 for tensor in tensors))
         self.differentiable = [
             any(piece.requires_grad for piece in column)
             for column in zip(*(part.tensors for part in parts), strict=True)
@@ -171,19 +216,96 @@ class Outputs:
         ]
 
 
-def join(parts: Sequence[Returned], pieces: Sequence[Sequence[Tensor]]) -> Outputs:
+class Apart(Outputs):
+    """The outputs of all parts, not joined: `tree` is a list of them.
+
+    Args:
+        parts: What the modules returned, in order.
+        pieces: The tensors of each part, without a graph, on the first device.
+    """
+
+    def __init__(self, parts: Sequence[Returned], pieces: Sequence[Sequence[Tensor]]) -> None:
+        self.tensors = [tensor for own in pieces for tensor in own]
+        self.differentiable = [tensor.requires_grad for part in parts for tensor in part.tensors]
+        self.form = (parts[0].spec, tuple(tensor.dim() == 0 for tensor in pieces[0]))
+        self._parts = [(part.leaves, part.spec, len(part.tensors)) for part in parts]
+
+    def tree(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """What each module returned, with these for the tensors of all."""
+        rest = iter(tensors)
+        return [
+            tree_unflatten([next(rest) if leaf is _TENSOR else leaf for leaf in leaves], spec)
+            for leaves, spec, _ in self._parts
+        ]
+
+    def part(self, gradients: Sequence[Tensor | None], place: int) -> list[Tensor | None]:
+        """The gradients of a part's tensors."""
+        start = sum(count for _, _, count in self._parts[:place])
+        return list(gradients[start : start + self._parts[place][2]])
+
+
+class Joining:
+    """How the outputs of one call are put together.
+
+    Args:
+        layout: Of its outputs.
+        callee: Which names the arguments, for weights.
+        dim: Of the first argument that was cut.
+        is_apart: Whether they are left as they are, for a function of the user's.
+
+    Attributes:
+        form: As `Outputs.form`, when they have been joined; None before.
+    """
+
+    def __init__(
+        self,
+        layout: Layout | None = None,
+        callee: Callee | None = None,
+        dim: int = 0,
+        *,
+        is_apart: bool = False,
+    ) -> None:
+        self._layout = layout or Layout()
+        self._callee = callee
+        self._dim = dim
+        self._is_apart = is_apart
+        self.form: tuple[Any, ...] | None = None
+
+    def weigh(self, part: Part) -> dict[WeightFunction, Tensor]:
+        """The weights of a part, on its device; before a module is called that may write to its inputs."""
+        if self._callee is None:
+            return {}
+        return self._layout.weigh(self._callee, part.args, part.kwargs)
+
+    def join(self, parts: Sequence[Returned], pieces: Sequence[Sequence[Tensor]]) -> Outputs:
+        """As the function `join`."""
+        made = Apart(parts, pieces) if self._is_apart else join(parts, pieces, self._layout, self._dim)
+        self.form = made.form
+        return made
+
+
+def join(
+    parts: Sequence[Returned],
+    pieces: Sequence[Sequence[Tensor]],
+    layout: Layout | None = None,
+    dim: int = 0,
+) -> Outputs:
     """Put the outputs of all parts together.
 
-    Tensors are concatenated along dim 0, where their length is the part's samples or a multiple of it; a
-    number in a tensor is averaged, weighted by samples; everything else must be the same in all parts.
+    Tensors are concatenated along their dim, where their length is the part's samples or a multiple of it; a
+    number in a tensor is reduced, by default to the mean weighted by samples; everything else must be the
+    same in all parts.
 
     Args:
         parts: What the modules returned, in the order of the samples.
         pieces: The tensors of each part, without a graph, on the first device.
+        layout: Of the outputs; None: along dim 0, and means.
+        dim: Of the first argument that was cut.
 
     Raises:
         FlowdpError: The outputs cannot be put together.
     """
+    layout = layout or _PLAIN
     first = parts[0]
     for part in parts[1:]:
         if part.spec != first.spec:
@@ -199,61 +321,144 @@ def join(parts: Sequence[Returned], pieces: Sequence[Sequence[Tensor]]) -> Outpu
             _check_same(name, leaves)
             continue
         column = [piece[len(seams)] for piece in pieces]
-        seams.append(_seam(name, column, [part.samples for part in parts]))
+        path = first.paths[place]
+        if len(parts) > 1 and all(piece.dim() == 0 for piece in column):
+            seams.append(_number(name, layout.reduction(path), column[0], parts))
+        else:
+            along = layout.output_dim(path, dim)
+            seams.append(_seam(name, column, [part.samples for part in parts], along))
         tensors.append(seams[-1].join(column))
     return Outputs(parts, seams, tensors)
 
 
+_PLAIN = Layout()
+
+
+class _Seam(Protocol):
+    """How one output tensor lies over the parts."""
+
+    def join(self, pieces: Sequence[Tensor]) -> Tensor: ...
+
+    def part(self, gradient: Tensor, place: int) -> Tensor | None: ...
+
+
 @dataclass(frozen=True, slots=True)
-class _Seam:
-    """How one output tensor lies over the parts.
+class _Rows(_Seam):
+    """Pieces that lie one behind the other.
 
     Attributes:
-        lengths: Of the pieces along dim 0; None where each part has a number, and the mean is meant.
+        lengths: Of the pieces along `dim`.
+    """
+
+    lengths: tuple[int, ...]
+    dim: int
+
+    def join(self, pieces: Sequence[Tensor]) -> Tensor:
+        return pieces[0].detach() if len(pieces) == 1 else torch.cat(list(pieces), self.dim)
+
+    def part(self, gradient: Tensor, place: int) -> Tensor:
+        if len(self.lengths) == 1:
+            return gradient
+        return gradient.narrow(self.dim, sum(self.lengths[:place]), self.lengths[place])
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum(_Seam):
+    """One number from each part, of which the sum is meant."""
+
+    def join(self, pieces: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(pieces)).sum(0, dtype=pieces[0].dtype)
+
+    def part(self, gradient: Tensor, place: int) -> Tensor:  # noqa: ARG002
+        return gradient
+
+
+@dataclass(frozen=True, slots=True)
+class _Mean(_Seam):
+    """One number from each part, of which the mean by samples is meant.
+
+    Attributes:
         shares: Fraction of the samples of each part.
     """
 
-    lengths: tuple[int, ...] | None
-    shares: tuple[float, ...]
+    shares: Sequence[float]
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
-        if len(pieces) == 1:
-            return pieces[0].detach()
-        if self.lengths is not None:
-            return torch.cat(list(pieces))
         return torch.stack([piece * share for piece, share in zip(pieces, self.shares, strict=True)]).sum(0)
 
     def part(self, gradient: Tensor, place: int) -> Tensor:
-        if len(self.shares) == 1:
-            return gradient
-        if self.lengths is None:
-            return gradient * self.shares[place]
-        return gradient.narrow(0, sum(self.lengths[:place]), self.lengths[place])
+        return gradient * self.shares[place]
 
 
-def _seam(name: str, pieces: Sequence[Tensor], samples: Sequence[int]) -> _Seam:
-    whole = sum(samples) or 1
-    shares = tuple(count / whole for count in samples)
+@dataclass(frozen=True, slots=True)
+class _WeightedMean(_Seam):
+    """One number from each part, of which the mean by weights is meant.
+
+    Attributes:
+        shares: Fraction of the weight of each part. Shape (parts,), on the first device.
+    """
+
+    shares: Tensor
+
+    def join(self, pieces: Sequence[Tensor]) -> Tensor:
+        counted = torch.stack(list(pieces)) * self.shares
+        # A part without any of the things that are counted may have divided by their number.
+        return counted.masked_fill(self.shares == 0, 0.0).sum(0).to(pieces[0].dtype)
+
+    def part(self, gradient: Tensor, place: int) -> Tensor | None:
+        share = self.shares[place]
+        if share.device.type == "cpu" and not share:
+            return None  # not 0: the module may have divided by 0
+        return (gradient * share).to(gradient.dtype)
+
+
+def _number(name: str, reduction: Reduction, like: Tensor, parts: Sequence[Returned]) -> _Seam:
+    is_float = like.is_floating_point() or like.is_complex()
+    if reduction == "sum" and like.dtype != torch.bool:
+        return _Sum()
+    if not is_float:
+        raise FlowdpError(
+            f"output{name} cannot be gathered: it is one number of {like.dtype} from each device, of which "
+            f"there is no mean; return a float, or one number for each sample, or say reduce='sum' in setup()"
+        )
+    whole = sum(part.samples for part in parts) or 1
+    by_samples = [part.samples / whole for part in parts]
+    if not callable(reduction):
+        return _Mean(by_samples)
+    if any(reduction not in part.weights for part in parts):
+        raise FlowdpError(
+            f"output{name} cannot be gathered: its weight is {_signature(reduction)}, and the call has no "
+            f"such arguments"
+        )
+    weights = torch.stack([part.weights[reduction] for part in parts])
+    total = weights.sum()
+    # Nothing to count anywhere: whatever the module gives for that is the mean, as on one device.
+    return _WeightedMean(torch.where(total == 0, weights.new_tensor(by_samples), weights / total))
+
+
+def _signature(function: WeightFunction) -> str:
+    return f"a function of {', '.join(inspect.signature(function).parameters)}"
+
+
+def _seam(name: str, pieces: Sequence[Tensor], samples: Sequence[int], dim: int) -> _Seam:
     first = pieces[0]
     if len(pieces) == 1:
-        return _Seam(None, shares)
-    if all(piece.dim() == 0 for piece in pieces):
-        if first.is_floating_point() or first.is_complex():
-            return _Seam(None, shares)
-        raise FlowdpError(
-            f"output{name} cannot be gathered: it is one number of {first.dtype} from each device, of which "
-            f"there is no mean; return a float, or one number for each sample"
-        )
-    if all(piece.dim() > 0 and piece.shape[1:] == first.shape[1:] for piece in pieces):
-        lengths = tuple(len(piece) for piece in pieces)
+        return _Rows((samples[0],), 0)
+    like = _without(first.shape, dim)
+    if all(piece.dim() > dim and _without(piece.shape, dim) == like for piece in pieces):
+        lengths = tuple(piece.shape[dim] for piece in pieces)
         times = lengths[0] // samples[0]
         if times and all(length == times * count for length, count in zip(lengths, samples, strict=True)):
-            return _Seam(lengths, shares)
+            return _Rows(lengths, dim)
     raise FlowdpError(
         f"output{name} cannot be gathered: for {list(samples)} samples the devices returned shapes "
-        f"{[tuple(piece.shape) for piece in pieces]}; dim 0 must be the samples' or a multiple of it, and "
-        f"the rest equal, or it must be one number, which is averaged"
+        f"{[tuple(piece.shape) for piece in pieces]}; dim {dim} must be the samples' or a multiple of it, "
+        f"and the rest equal, or it must be one number, which is averaged"
     )
+
+
+def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], *shape[dim + 1 :])
 
 
 def _check_same(name: str, leaves: Sequence[Any]) -> None:

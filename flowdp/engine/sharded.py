@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from flowdp.device.transfer import carry, move
 from flowdp.engine.peers import Peers
-from flowdp.engine.scatter import Arguments, Outputs, Part, Returned, join
+from flowdp.engine.scatter import Arguments, Joining, Outputs, Part, Returned
 
 __all__ = [
     "Gradients",
@@ -31,6 +31,7 @@ __all__ = [
     "call_sharded",
     "collect_gradients",
     "cut",
+    "parts_of",
     "take_gradients",
 ]
 
@@ -69,13 +70,29 @@ def cut(arguments: Arguments, sizes: Sequence[int]) -> list[Shard]:
     return [Shard(rank, arguments, sum(sizes[:rank]), size) for rank, size in enumerate(sizes) if size]
 
 
-def call_sharded(peers: Peers, shards: Sequence[Shard], run: Run, *, sync: bool = True) -> Any:
+def parts_of(calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], shards: Sequence[Shard]) -> list[Shard]:
+    """The shards of a call that the user has cut: each has arguments of its own, which go whole.
+
+    Args:
+        calls: (args, kwargs) of each.
+        shards: As flowdp would have cut it.
+    """
+    return [
+        Shard(shard.rank, Arguments(args, kwargs, None), 0, shard.samples)
+        for (args, kwargs), shard in zip(calls, shards, strict=True)
+    ]
+
+
+def call_sharded(
+    peers: Peers, shards: Sequence[Shard], run: Run, joining: Joining | None = None, *, sync: bool = True
+) -> Any:
     """Call the modules with their shards, all ranks at once, and join what they return.
 
     Args:
         peers: The modules.
         shards: In the order in which outputs are joined. A rank does its own one after another.
         run: Calls a module.
+        joining: How the outputs are joined; None: along dim 0.
         sync: Whether backward sums the gradients over the ranks; else those of the replicas stay with them,
             for the next backward that does.
 
@@ -89,7 +106,7 @@ def call_sharded(peers: Peers, shards: Sequence[Shard], run: Run, *, sync: bool 
         As `Peers.each`, in forward and in backward.
     """
     peers.follow()
-    call = _Call(peers, shards, run, sync)
+    call = _Call(peers, shards, run, joining or Joining(), sync)
     if not torch.is_grad_enabled():
         joined = call.forward()
         return joined.tree(joined.tensors)
@@ -121,11 +138,12 @@ class _Node(torch.autograd.Function):
 class _Call:
     """One call, and the graphs of the devices."""
 
-    def __init__(self, peers: Peers, shards: Sequence[Shard], run: Run, sync: bool) -> None:
+    def __init__(self, peers: Peers, shards: Sequence[Shard], run: Run, joining: Joining, sync: bool) -> None:
         self.sources = list({id(shard.arguments): shard.arguments for shard in shards}.values())
         self._peers = peers
         self._shards = shards
         self._run: Run | None = run
+        self._joining = joining
         self._sync = sync
         self._modes = peers.modes()  # inside the node, autograd has switched gradients off
         ranks = range(len(peers.modules))
@@ -141,7 +159,9 @@ class _Call:
             pieces.update(found or {})
         places = range(len(self._shards))
         with torch.no_grad():
-            self._joined = join([self._returned[p] for p in places], [pieces[p] for p in places])
+            self._joined = self._joining.join(
+                [self._returned[p] for p in places], [pieces[p] for p in places]
+            )
         return self._joined
 
     def backward(self, gradients: Sequence[Tensor | None], keep: bool) -> Gradients:
@@ -188,7 +208,9 @@ class _Call:
             shard = self._shards[place]
             part = shard.arguments.part(shard.start, shard.samples, device)
             peers.hold(rank, (part.args, part.kwargs))
+            weights = self._joining.weigh(part)
             returned = Returned(self._run(peers.modules[rank], part), shard.samples, device)
+            returned.weights = {name: move(weight, peers.devices[0]) for name, weight in weights.items()}
             self._parts[place], self._returned[place] = part, returned
             pieces[place] = carry([tensor.detach() for tensor in returned.tensors], peers.devices[0])
         return pieces
