@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from flowdp.device.process import usable_cores
+from flowdp.device.cores import usable_cores
 from flowdp.device.topology import cpu_name
 
 __all__ = ["Comparison", "compare", "machine", "options", "report", "step_ms", "table"]

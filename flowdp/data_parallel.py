@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from flowdp.device.process import ProcessTuning, as_tuning, threads_per_worker, tuned_process, usable_cores
+from flowdp.device.cores import pool_sizes
+from flowdp.device.process import ProcessTuning, as_tuning, tuned_process
 from flowdp.device.streams import open_lanes
 from flowdp.device.topology import resolve_devices
 from flowdp.device.transfer import move
@@ -173,8 +174,7 @@ class DataParallel(AliasModule):
         with ExitStack() as stack:
             if self.world_size > 1:
                 stack.enter_context(tuned_process(tuning))
-                ranks = sum(device.type == "cpu" for device in devices)
-                threads = threads_per_worker(usable_cores(), max(1, ranks))
+                threads = pool_sizes(devices, tuning)
                 self._peers = Peers(module, replica, self._lanes, threads)
                 stack.callback(self._peers.close)
             self._close = weakref.finalize(self, stack.pop_all().close)

@@ -16,8 +16,9 @@ from flowdp.collective.base import BLOCK
 from flowdp.collective.local import SMALL
 from flowdp.collective.reduction import Op, flat_view, reduce_all
 from flowdp.collective.structure import check_alike, check_apart, structure
+from flowdp.device.cores import pool_sizes, set_own_threads
 from flowdp.device.modes import caller_modes
-from flowdp.device.process import ProcessTuning, threads_per_worker, tuned_process, usable_cores
+from flowdp.device.process import ProcessTuning, tuned_process
 from flowdp.device.topology import resolve_devices
 from flowdp.device.transfer import carry
 from flowdp.errors import OptionError
@@ -66,7 +67,7 @@ class Ddp:
             if len(models) > 1:
                 if self._kinds == {"cpu"}:
                     stack.enter_context(tuned_process(ProcessTuning()))
-                threads = threads_per_worker(usable_cores(), len(models))
+                threads = pool_sizes(devices, ProcessTuning())
                 names = [f"flowdp-ddp-{rank}" for rank in range(len(models))]
                 self._crew = Crew(names, partial(_around, self.devices, threads))
                 stack.callback(self._crew.close)
@@ -257,10 +258,10 @@ class Ddp:
 
 
 @contextmanager
-def _around(devices: Sequence[torch.device], threads: int, rank: int) -> Iterator[None]:
+def _around(devices: Sequence[torch.device], threads: Sequence[int], rank: int) -> Iterator[None]:
     """Where the thread of a rank lives."""
     if devices[rank].type == "cpu":
-        torch.set_num_threads(threads)
+        set_own_threads(threads[rank])
     # Backward runs in this thread, not in autograd's one per device, which replicas may share.
     with torch.autograd.set_multithreading_enabled(False):
         yield

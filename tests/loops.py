@@ -34,7 +34,7 @@ def peers_of(
     lanes: Sequence[Lane] | None = None,
 ) -> Iterator[Peers]:
     """Peers on CPU devices, or on those of the lanes; closed at the end."""
-    made = Peers(module, factory, lanes or [HostLane(CPU) for _ in range(count)], 1)
+    made = Peers(module, factory, lanes or [HostLane(CPU) for _ in range(count)], [1] * count)
     try:
         yield made
     finally:

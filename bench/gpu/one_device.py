@@ -22,7 +22,7 @@ from bench.gpu.checks import Single
 from bench.gpu.part import Clock, Finding, Note, Place
 from bench.harness import compare
 from bench.models import Gpt, classify_bytes, photos, predict_next, resnet18, texts
-from flowdp.device.process import usable_cores
+from flowdp.device.cores import usable_cores
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from flowdp.data.slots import (
 )
 from flowdp.data.source import Batch, Source
 from flowdp.data.tensor_source import TensorSource
+from flowdp.device.cores import set_own_threads
 from flowdp.device.streams import Lane
 from flowdp.errors import ProtocolError
 from flowdp.messages import Part
@@ -262,8 +263,8 @@ class PrefetchFeed(Feed):
 
     # ------------------------------------------------------------ the prefetch thread
     def _run(self) -> None:
-        torch.set_num_threads(1)  # this thread's own; the cores belong to the workers
         try:
+            set_own_threads(1)  # the cores belong to the workers
             with torch.no_grad(), self._lane.on(self._lane.copy):
                 while (fetched := self._fetch()) is not None:
                     self._load(fetched)

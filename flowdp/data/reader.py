@@ -20,6 +20,7 @@ from flowdp.data.order import KEPT_BATCHES, NOTHING_TRAINED, AllEpochs, Order
 from flowdp.data.portion import Portion
 from flowdp.data.processes import GRACE_S, Processes, begin
 from flowdp.data.source import Batch, Source
+from flowdp.device.cores import set_own_threads
 from flowdp.errors import DataError, ProtocolError
 from flowdp.machine.position import Position
 from flowdp.messages import Part
@@ -236,8 +237,8 @@ class LoaderSource(Source):
         wake: Callable[[int, int, int], None],
         failed: Callable[[DataError], None],
     ) -> None:
-        torch.set_num_threads(1)  # this thread's own; the cores belong to the workers
         try:
+            set_own_threads(1)  # the cores belong to the workers
             while self._has_room():
                 read = next(feed, None)
                 if read is None:

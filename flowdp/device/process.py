@@ -39,9 +39,7 @@ __all__ = [
     "as_tuning",
     "keep_freed_memory",
     "pause_openmp",
-    "threads_per_worker",
     "tuned_process",
-    "usable_cores",
 ]
 
 SWITCH_INTERVAL_S = 5e-4
@@ -61,7 +59,8 @@ class ProcessTuning:
         Trainer(..., tune_process=ProcessTuning(malloc=False))      # all but the allocator's
 
     Attributes:
-        openmp: Give the starting thread's OpenMP pool back before the workers build theirs.
+        openmp: Give the starting thread's OpenMP pool back before the workers build theirs, each of which has
+            its share of `torch.get_num_threads()`. False: each has all of that number, and the pool stays.
         malloc: Let glibc keep big freed blocks. It lasts until the process ends.
         switch_interval: Let the interpreter switch between threads every 0.5 ms.
     """
@@ -105,29 +104,12 @@ def tuned_process(tuning: ProcessTuning) -> Iterator[None]:
     if tuning.malloc:
         keep_freed_memory()
     with ExitStack() as stack:
-        # What a worker or reader sets for its own pool, torch gives to all threads that start later.
-        stack.callback(torch.set_num_threads, torch.get_num_threads())
         if tuning.openmp:
             pause_openmp()
         if tuning.switch_interval:
             _switch_interval.hold()
             stack.callback(_switch_interval.release)
         yield
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def threads_per_worker(cores: int, workers: int) -> int:
-    """OpenMP threads for each of `workers` CPU workers, at least 1.
-
-    More threads in all pools together than cores makes libgomp sleep and wake at every parallel region.
-    """
-    return max(1, cores // workers)
 
 
 @cache

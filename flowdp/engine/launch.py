@@ -11,13 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from flowdp.collective.base import Collective
 from flowdp.collective.snapshot import Snapshots
 from flowdp.data.feed import open_feeds
 from flowdp.data.source import Source
-from flowdp.device.process import ProcessTuning, threads_per_worker, tuned_process, usable_cores
+from flowdp.device.cores import pool_sizes
+from flowdp.device.process import ProcessTuning, tuned_process
 from flowdp.engine import live
 from flowdp.engine.backends import open_collective
 from flowdp.engine.care import Care
@@ -134,7 +133,11 @@ class Engine:
         for lane, feed in zip(lanes, self._feeds, strict=True):
             self._settings.callback(lane.drain)
             self._settings.callback(feed.close)
-        self.workers = [self._worker(rank, gate, collective, snapshots) for rank in range(config.world_size)]
+        threads = pool_sizes([lane.device for lane in lanes], self._tuning)
+        self.workers = [
+            self._worker(rank, gate, collective, snapshots, threads[rank])
+            for rank in range(config.world_size)
+        ]
         self._threads = [
             threading.Thread(target=worker.run, name=f"flowdp-worker-{worker.rank}", daemon=True)
             for worker in self.workers
@@ -175,8 +178,9 @@ class Engine:
             target=partial(self._run, shell), name="flowdp-coordinator", daemon=True
         )
 
-    def _worker(self, rank: int, gate: Gate, collective: Collective, snapshots: Snapshots | None) -> Worker:
-        cores = threads_per_worker(usable_cores(), self.config.world_size)
+    def _worker(
+        self, rank: int, gate: Gate, collective: Collective, snapshots: Snapshots | None, threads: int
+    ) -> Worker:
         return Worker(
             rank,
             self.replicas[rank],
@@ -188,7 +192,7 @@ class Engine:
             self._inboxes[rank],
             self._inbox.post,
             self.failures,
-            cores if self._tuning.openmp else torch.get_num_threads(),
+            threads,
             self.care.on_nan,
             replicas=self.replicas,
             saver=self.saver,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from flowdp.data.slots import keep_for_compute
+from flowdp.device.cores import set_own_threads
 from flowdp.device.modes import caller_modes, unhooked
 from flowdp.device.streams import Lane
 from flowdp.device.transfer import carry, copied
@@ -44,7 +45,7 @@ class Peers:
         factory: Makes a replica for a device; None: copies of the module.
         lanes: One per rank. On CUDA the first device's work is done by the calling thread on its current
             stream, as in a loop without replicas.
-        threads: OpenMP threads of each rank's thread.
+        threads: OpenMP threads of each rank's own thread. Shape (world_size,).
 
     Attributes:
         modules: One per rank.
@@ -59,7 +60,7 @@ class Peers:
     """
 
     def __init__(
-        self, module: nn.Module, factory: ReplicaFactory | None, lanes: Sequence[Lane], threads: int
+        self, module: nn.Module, factory: ReplicaFactory | None, lanes: Sequence[Lane], threads: Sequence[int]
     ) -> None:
         self.devices = tuple(lane.device for lane in lanes)
         self.watches = tuple(Stopwatch(lane) for lane in lanes)
@@ -262,11 +263,11 @@ class Peers:
 
 
 @contextmanager
-def _around(lanes: Sequence[Lane], threads: int, rank: int) -> Iterator[None]:
+def _around(lanes: Sequence[Lane], threads: Sequence[int], rank: int) -> Iterator[None]:
     """Where the thread of a rank lives."""
     with ExitStack() as stack:
         if lanes[rank].device.type == "cpu":
-            torch.set_num_threads(threads)
+            set_own_threads(threads[rank])
         if rank:
             # Copies between the first device and this one are put on streams of both.
             stack.enter_context(lanes[0].on(lanes[0].aside(rank)))

@@ -18,6 +18,7 @@ from flowdp.collective.base import Averaging, Collective
 from flowdp.collective.snapshot import Snapshots
 from flowdp.data.feed import Feed
 from flowdp.data.source import Source
+from flowdp.device.cores import set_own_threads
 from flowdp.engine import context, meter
 from flowdp.engine.checkpoint import Saver
 from flowdp.engine.device_meter import open_meter
@@ -165,7 +166,7 @@ class Worker:
         error: str | None = None
         is_alone = False
         try:
-            torch.set_num_threads(self._threads)
+            set_own_threads(self._threads)
             context.bind(self.current)
             # Backward runs in this thread, not in autograd's one per device: no wake-up on the way, ranks
             # that share a device do not queue there, and a hook finds the thread's own state.

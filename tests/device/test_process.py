@@ -16,9 +16,7 @@ from flowdp.device.process import (
     as_tuning,
     keep_freed_memory,
     pause_openmp,
-    threads_per_worker,
     tuned_process,
-    usable_cores,
 )
 from flowdp.errors import OptionError
 
@@ -74,23 +72,6 @@ class TestOptions:
     def test_anything_else_is_an_option_error(self, wrong: object) -> None:
         with pytest.raises(OptionError, match="tune_process must be True, False or a ProcessTuning"):
             as_tuning(wrong)  # type: ignore[arg-type]
-
-
-class TestCores:
-    def test_usable_cores_follow_the_affinity(self) -> None:
-        def pinned() -> int:
-            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # of this thread alone
-            return usable_cores()
-
-        assert 1 <= usable_cores() <= (os.cpu_count() or 1)
-        if hasattr(os, "sched_setaffinity"):
-            assert in_thread(pinned) == 1
-
-    @pytest.mark.parametrize(
-        ("cores", "workers", "threads"), [(2, 2, 1), (16, 3, 5), (2, 8, 1), (8, 1, 8), (1, 1, 1)]
-    )
-    def test_workers_divide_the_cores(self, cores: int, workers: int, threads: int) -> None:
-        assert threads_per_worker(cores, workers) == threads
 
 
 @linux
@@ -216,21 +197,6 @@ class TestSwitchInterval:
     def test_switched_off(self) -> None:
         with tuned_process(NONE):
             assert sys.getswitchinterval() == 0.005
-
-
-@linux
-def test_threads_that_start_after_a_run_have_as_many_openmp_threads_as_before() -> None:
-    def run() -> object:
-        torch.set_num_threads(3)
-        with tuned_process(POOL):
-            in_thread(lambda: torch.set_num_threads(1))  # as a worker does
-        return in_thread(torch.get_num_threads)
-
-    before = torch.get_num_threads()
-    try:
-        assert in_thread(run) == 3
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("field", ["openmp", "malloc", "switch_interval"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle, islice
 
@@ -18,9 +18,12 @@ Ranks = Callable[[int], Sequence[torch.device]]
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_thread() -> Iterator[None]:
     """One OpenMP thread for each worker: a pool spins where the machine has other things to do."""
-    monkeypatch.setattr(launch, "usable_cores", lambda: 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=[pytest.param("cuda:0", marks=pytest.mark.gpu(1)), "streams", "cpu"])

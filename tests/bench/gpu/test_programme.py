@@ -14,7 +14,6 @@ from bench.gpu import one_device, programme
 from bench.gpu.part import Figure, Finding, Findings, Place
 from bench.gpu.programme import PARTS, TESTS_LIMIT_S, Part, run
 from bench.harness import Comparison
-from flowdp.engine import launch
 
 CPU = Place(torch.device("cpu"))
 
@@ -32,8 +31,7 @@ WANTED = {
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(launch, "usable_cores", lambda: 1)
+def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,0 +1,178 @@
+"""How many threads may compute: the user's choice, within what the machine grants this process.
+
+The user's choice is `torch.get_num_threads()`, which follows OMP_NUM_THREADS and `torch.set_num_threads`, and
+is the number of physical cores without either. The machine grants the cores of the affinity mask, and no more
+than the quota of the control groups that the process is in (`docker run --cpus`, Kubernetes limits, systemd's
+CPUQuota).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+import torch
+
+from flowdp.device.process import ProcessTuning, pause_openmp
+
+__all__ = ["cpu_quota", "pool_sizes", "set_own_threads", "thread_budget", "threads_per_rank", "usable_cores"]
+
+_turn = threading.Lock()
+
+
+def pool_sizes(devices: Sequence[torch.device], tuning: ProcessTuning) -> list[int]:
+    """Size of each rank's OpenMP pool: its share of the budget; all the caller's without `tuning.openmp`.
+
+    Args:
+        devices: One per rank.
+        tuning: Of the run.
+
+    Returns:
+        At least 1 each. Shape (world_size,).
+
+    Threads:
+        The user's.
+    """
+    if tuning.openmp:
+        return threads_per_rank(devices, thread_budget())
+    return [torch.get_num_threads()] * len(devices)
+
+
+def thread_budget() -> int:
+    """Threads that may compute at once, those of all CPU workers together; at least 1.
+
+    Threads:
+        The user's: the number is that of the calling thread.
+    """
+    return max(1, min(torch.get_num_threads(), usable_cores()))
+
+
+def threads_per_rank(devices: Sequence[torch.device], budget: int) -> list[int]:
+    """Size of each rank's OpenMP pool.
+
+    CPU ranks share the budget. More threads in all pools together than cores makes libgomp sleep and wake at
+    every parallel region. The thread of any other rank only launches kernels.
+
+    Args:
+        devices: One per rank.
+        budget: Threads of all CPU ranks together.
+
+    Returns:
+        At least 1 each. Shape (world_size,).
+    """
+    workers = sum(device.type == "cpu" for device in devices)
+    return [max(1, budget // workers) if device.type == "cpu" else 1 for device in devices]
+
+
+def set_own_threads(count: int) -> None:
+    """Size the OpenMP pool of the calling thread, and of no other.
+
+    `torch.set_num_threads` also sets the number that threads get which start later, the user's among them;
+    that number is put back.
+
+    Args:
+        count: Threads, the calling one included. With 1 the pool is given back.
+    """
+    if torch.get_num_threads() == count:
+        return
+    known, changed = threading.Event(), threading.Event()
+
+    def keep() -> None:
+        common = torch.get_num_threads()  # what torch gives to a thread that starts now
+        known.set()
+        changed.wait()
+        torch.set_num_threads(common)
+
+    keeper = threading.Thread(target=keep, name="flowdp-threads", daemon=True)
+    with _turn:  # or the number that is put back could be another rank's
+        try:
+            keeper.start()
+        except RuntimeError:  # no thread can be started, so none gets this number
+            torch.set_num_threads(count)
+        else:
+            known.wait()
+            torch.set_num_threads(count)
+            changed.set()
+            keeper.join()
+    if count == 1:
+        pause_openmp()  # idle threads would count against the other ranks' pools
+
+
+def usable_cores() -> int:
+    """Cores that the calling thread may run on, within the quota of its control groups; at least 1."""
+    has_mask = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_mask else os.cpu_count() or 1
+    quota = cpu_quota()
+    # Half a core more is no core: a pool that is stopped in the middle of a period waits for its barrier.
+    return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Cores' worth of time that the control groups of this process may use.
+
+    Args:
+        root: Where `proc` and the mounted control groups lie.
+
+    Returns:
+        The smallest quota from this process's group upwards; None where no group has one.
+
+    Source:
+        cgroups(7), proc_pid_mountinfo(5); Linux, Documentation/admin-guide/cgroup-v2.rst, "CPU Interface
+        Files", and Documentation/scheduler/sched-bwc.rst for version 1.
+    """
+    try:
+        groups = (root / "proc/self/cgroup").read_text(encoding="utf-8")
+        mounts = (root / "proc/self/mountinfo").read_text(encoding="utf-8")
+        own = list(_cpu_groups(groups, mounts))
+    except (OSError, ValueError):  # no Linux, or a sandbox with its own idea of these files
+        return None
+    quotas = [
+        quota
+        for is_v2, mount, group in own
+        for folder in _upwards(root / mount.lstrip("/"), group)
+        if (quota := _quota(folder, is_v2=is_v2)) is not None
+    ]
+    return min(quotas, default=None)
+
+
+def _cpu_groups(groups: str, mounts: str) -> Iterator[tuple[bool, str, str]]:
+    """Hierarchies that may limit CPU time: (version 2, mount point, group as seen from there)."""
+    own: dict[bool, PurePosixPath] = {}
+    for line in groups.splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" or "cpu" in controllers.split(","):
+            own[number == "0"] = PurePosixPath(path)
+    for line in mounts.splitlines():
+        about, _, kind = line.partition(" - ")
+        fields, (name, _, options) = about.split(" "), kind.split(" ", 2)
+        is_v2 = name == "cgroup2"
+        if is_v2 in own and (is_v2 or (name == "cgroup" and "cpu" in options.split(","))):
+            inside, point = fields[3], fields[4].replace("\\040", " ")
+            group = own[is_v2]
+            # In a container the path may be the host's, of which only the part below the mount is to be seen.
+            seen = group.relative_to(inside if group.is_relative_to(inside) else "/")
+            yield is_v2, point, str(seen)
+
+
+def _upwards(mount: Path, group: str) -> list[Path]:
+    """The folder of a group and of those that it is in, up to the mount; the mount alone if it is hidden."""
+    folder = mount / group
+    if ".." in PurePosixPath(group).parts or not folder.is_dir():
+        return [mount]
+    return [folder, *folder.parents[: len(PurePosixPath(group).parts)]]
+
+
+def _quota(folder: Path, *, is_v2: bool) -> float | None:
+    """Cores' worth of a group; None where it has no limit of its own."""
+    try:
+        if is_v2:
+            quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
+        else:
+            quota = (folder / "cpu.cfs_quota_us").read_text(encoding="utf-8").strip()
+            period = (folder / "cpu.cfs_period_us").read_text(encoding="utf-8").strip()
+        cores = float(quota) / float(period)  # "max" is no number
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+    return cores if cores > 0 else None

@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flowdp import Ddp, Trainer, setup
+from flowdp.device import cores
+from flowdp.device.cores import (
+    cpu_quota,
+    pool_sizes,
+    set_own_threads,
+    thread_budget,
+    threads_per_rank,
+    usable_cores,
+)
+from flowdp.device.process import ProcessTuning
+
+CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def three_threads() -> Iterator[None]:
+    """The user's choice; put back, for this thread and those that start later."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def in_thread(work: Callable[[], object]) -> object:
+    """The result of `work` in a thread that starts now."""
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    thread.join(timeout=30)
+    return results[0]
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, count: int, quota: float | None) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)), raising=False)
+    monkeypatch.setattr(cores, "cpu_quota", lambda: quota)
+
+
+class TestBudget:
+    @pytest.mark.parametrize(
+        ("count", "quota", "budget"),
+        [(64, None, 3), (2, None, 2), (64, 2.0, 2), (64, 2.5, 2), (64, 0.5, 1), (1, 8.0, 1)],
+    )
+    def test_the_users_choice_within_mask_and_quota(
+        self, count: int, quota: float | None, budget: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        machine(monkeypatch, count, quota)
+        assert thread_budget() == budget
+
+    @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs an affinity mask")
+    def test_cores_follow_the_mask(self) -> None:
+        def pinned() -> int:
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # of this thread alone
+            return usable_cores()
+
+        assert 1 <= usable_cores() <= (os.cpu_count() or 1)
+        assert in_thread(pinned) == 1
+
+    @pytest.mark.parametrize(
+        ("devices", "budget", "threads"),
+        [
+            ([CPU, CPU], 2, [1, 1]),
+            ([CPU] * 3, 16, [5, 5, 5]),
+            ([CPU] * 8, 2, [1] * 8),
+            ([CPU], 8, [8]),
+            ([CARD, CPU, CARD], 8, [1, 8, 1]),
+            ([CARD, CARD], 8, [1, 1]),
+        ],
+    )
+    def test_cpu_ranks_share_it(self, devices: list[torch.device], budget: int, threads: list[int]) -> None:
+        assert threads_per_rank(devices, budget) == threads
+
+    def test_without_tuning_each_rank_has_as_many_as_the_caller(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        machine(monkeypatch, 2, None)
+        assert pool_sizes([CPU, CPU], ProcessTuning(openmp=False)) == [3, 3]
+        assert pool_sizes([CPU, CPU], ProcessTuning()) == [1, 1]
+
+
+class TestOwnThreads:
+    def test_no_other_thread_has_the_number(self) -> None:
+        def work() -> tuple[int, int, object]:
+            set_own_threads(1)
+            return torch.get_num_threads(), threading.active_count(), in_thread(torch.get_num_threads)
+
+        count = threading.active_count()
+        assert in_thread(work) == (1, count + 1, 3)
+        assert (torch.get_num_threads(), in_thread(torch.get_num_threads)) == (3, 3)
+
+    def test_several_at_once(self) -> None:
+        start = threading.Barrier(8)
+        seen: list[tuple[int, int]] = []
+
+        def work(count: int) -> None:
+            start.wait(30)
+            set_own_threads(count)
+            seen.append((count, torch.get_num_threads()))
+
+        threads = [threading.Thread(target=work, args=(1 + place % 4,)) for place in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert len(seen) == 8
+        assert all(wanted == had for wanted, had in seen)
+        assert in_thread(torch.get_num_threads) == 3
+
+    def test_where_no_thread_can_start(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(_: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        def work() -> int:
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", refuse)
+                set_own_threads(2)
+            return torch.get_num_threads()
+
+        assert in_thread(work) == 2
+
+
+# Lines as the kernel writes them, without the mounts that are no control groups.
+V1_HOST = """\
+31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755
+36 31 0:32 / /sys/fs/cgroup/cpu,cpuacct rw,nosuid shared:15 - cgroup cgroup rw,cpu,cpuacct
+37 31 0:33 / /sys/fs/cgroup/cpuset rw,nosuid shared:16 - cgroup cgroup rw,cpuset
+"""
+V1_CONTAINER = """\
+2175 2173 0:32 /docker/0f5d /sys/fs/cgroup/cpu,cpuacct ro,nosuid master:11 - cgroup cgroup rw,cpu,cpuacct
+2177 2173 0:33 /docker/0f5d /sys/fs/cgroup/cpuset ro,nosuid master:12 - cgroup cgroup rw,cpuset
+"""
+V2 = "35 24 0:30 / /sys/fs/cgroup rw,nosuid,nodev,noexec,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
+V2_HIDDEN = "35 24 0:30 /../.. /sys/fs/cgroup ro,relatime - cgroup2 cgroup rw\n"
+HYBRID = V1_HOST + "38 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw\n"
+SPACE = "35 24 0:30 / /sys/fs/control\\040groups rw,relatime - cgroup2 cgroup2 rw\n"
+OWN_V1 = "12:cpuset:/docker/0f5d\n4:cpu,cpuacct:/docker/0f5d\n1:name=systemd:/docker/0f5d\n"
+SLICE = "0::/user.slice/user-1000.slice/session-3.scope\n"
+CPU_V1, CPU_V2 = "sys/fs/cgroup/cpu,cpuacct", "sys/fs/cgroup"
+
+
+def v1(folder: str, quota: int, period: int = 100_000) -> dict[str, str]:
+    return {f"{folder}/cpu.cfs_quota_us": f"{quota}\n", f"{folder}/cpu.cfs_period_us": f"{period}\n"}
+
+
+@pytest.mark.parametrize(
+    ("own", "mounts", "files", "quota"),
+    [
+        pytest.param(OWN_V1, V1_HOST, v1(f"{CPU_V1}/docker/0f5d", 250_000), 2.5, id="v1"),
+        pytest.param(OWN_V1, V1_HOST, v1(f"{CPU_V1}/docker/0f5d", -1), None, id="v1 without a limit"),
+        pytest.param(OWN_V1, V1_CONTAINER, v1(CPU_V1, 200_000), 2.0, id="v1 in its container"),
+        pytest.param(
+            OWN_V1,
+            V1_HOST,
+            {**v1(f"{CPU_V1}/docker/0f5d", 800_000), **v1(f"{CPU_V1}/docker", 75_000, 50_000)},
+            1.5,
+            id="v1, a group above has less",
+        ),
+        pytest.param("0::/\n", V2, {f"{CPU_V2}/cpu.max": "50000 100000\n"}, 0.5, id="v2 in its container"),
+        pytest.param("0::/\n", V2, {f"{CPU_V2}/cpu.max": "max 100000\n"}, None, id="v2 without a limit"),
+        pytest.param("0::/\n", V2, {}, None, id="v2, the root group"),
+        pytest.param(
+            SLICE,
+            V2,
+            {
+                f"{CPU_V2}/user.slice/user-1000.slice/session-3.scope/cpu.max": "max 100000\n",
+                f"{CPU_V2}/user.slice/user-1000.slice/cpu.max": "300000 100000\n",
+                f"{CPU_V2}/user.slice/cpu.max": "400000 100000\n",
+            },
+            3.0,
+            id="v2, groups above have limits",
+        ),
+        pytest.param(
+            "0::/../../pod1\n",
+            V2_HIDDEN,
+            {f"{CPU_V2}/cpu.max": "200000 100000\n"},
+            2.0,
+            id="v2, hidden",
+        ),
+        pytest.param(
+            SLICE, V2, {f"{CPU_V2}/cpu.max": "200000 100000\n"}, 2.0, id="v2, a group of the host's"
+        ),
+        pytest.param(
+            OWN_V1 + "0::/docker/0f5d\n",
+            HYBRID,
+            v1(f"{CPU_V1}/docker/0f5d", 100_000),
+            1.0,
+            id="both",
+        ),
+        pytest.param(
+            "0::/a:b\n", SPACE, {"sys/fs/control groups/a:b/cpu.max": "100000 100000\n"}, 1.0, id="odd names"
+        ),
+        pytest.param("0::/\n", V2, {f"{CPU_V2}/cpu.max": "nonsense\n"}, None, id="nonsense"),
+        pytest.param("0::/\n", V2, {f"{CPU_V2}/cpu.max": "100000 0\n"}, None, id="a period of 0"),
+        pytest.param("\n", "a line of another system\n", {}, None, id="another system"),
+    ],
+)
+def test_quota(own: str, mounts: str, files: dict[str, str], quota: float | None, tmp_path: Path) -> None:
+    for name, content in {"proc/self/cgroup": own, "proc/self/mountinfo": mounts, **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    assert cpu_quota(tmp_path) == quota
+
+
+def test_a_system_without_control_groups(tmp_path: Path) -> None:
+    assert cpu_quota(tmp_path) is None
+
+
+# What the rule is for: the number that torch sees inside the user's code.
+class Model(nn.Linear):
+    """Notes how many threads its forward has."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+        self.seen: set[int] = set()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Model:
+        other = Model()
+        other.seen = self.seen
+        return other
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add(torch.get_num_threads())
+        return super().forward(x)
+
+
+def train(devices: int) -> set[int]:
+    model = Model()
+    Trainer(
+        model,
+        lambda params: torch.optim.SGD(params, 0.1),
+        lambda module, batch: module(batch).square().mean(),
+        dataset=torch.ones(16, 2),
+        batch_size=4,
+        epochs=1,
+        devices=devices,
+        policy="sync",
+    ).fit()
+    return model.seen
+
+
+def call(devices: int) -> set[int]:
+    model = Model()
+    dp = setup(model, torch.optim.SGD(model.parameters(), 0.1), devices=devices)
+    dp(torch.ones(16, 2)).sum().backward()
+    dp.close()
+    return model.seen
+
+
+def by_hand(devices: int) -> set[int]:
+    models = [Model() for _ in range(devices)]
+    with Ddp.wrap(models) as ddp:
+        ddp.parallel(lambda _, model: model(torch.ones(16, 2)))
+    return set.union(*(model.seen for model in models))
+
+
+@pytest.mark.skipif(usable_cores() < 3, reason="with so few cores the number is not the user's")
+@pytest.mark.parametrize("door", [train, call, by_hand])
+@pytest.mark.parametrize(("choice", "share"), [(1, 1), (3, 1), (usable_cores(), usable_cores() // 2)])
+def test_workers_share_the_users_number(door: Callable[[int], set[int]], choice: int, share: int) -> None:
+    torch.set_num_threads(choice)
+    assert door(2) == {share}
+    assert (torch.get_num_threads(), in_thread(torch.get_num_threads)) == (choice, choice)
+
+
+@pytest.mark.skipif(usable_cores() < 3, reason="with so few cores the number is not the user's")
+@pytest.mark.parametrize("choice", [1, 3])
+def test_one_worker_has_the_users_number(choice: int) -> None:
+    torch.set_num_threads(choice)
+    assert train(1) == {choice}
+
+
+def test_omp_num_threads_is_the_users_number() -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", "import torch; from flowdp.device.cores import *; print(thread_budget())"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert child.stdout == "1\n", child.stderr
