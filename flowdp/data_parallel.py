@@ -339,7 +339,7 @@ class DataParallel(AliasModule):
             )
         self._epochs = (self._epochs if epoch is None else epoch) + 1
         set_epoch(loader, self._epochs - 1)
-        return Epoch(loader, self._lanes, self._pacing.quotas, self._pacing.cut)
+        return Epoch(loader, self._lanes, self._pacing.quotas, self._pacing.cut, self._pacing.due)
 
     def forward_batch(self, batch: Window, scaler: torch.amp.GradScaler | None = None) -> WindowResult:
         """Let every device work through its batches of a window.

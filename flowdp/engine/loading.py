@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -25,14 +25,23 @@ Deal = Callable[[], Sequence[int] | None]
 Cut = Callable[[int], Sequence[int]]
 """Asks how many samples of a batch each rank takes."""
 
+Due = Callable[[], Collection[int]]
+"""Asks which ranks get a batch of the next window before any other does; see `Cadence.due`."""
 
-def interleaved(counts: Sequence[int]) -> list[int]:
+
+def interleaved(counts: Sequence[int], due: Collection[int] = ()) -> list[int]:
     """The ranks of a window's batches, in the order in which they would finish them.
 
     So a window that the end of the data cuts short is still shared by speed.
+
+    Args:
+        counts: Batches per rank. Shape (world_size,).
+        due: Ranks that have their first batch before any other.
     """
     ends = sorted(
-        ((number + 1) / count, rank) for rank, count in enumerate(counts) for number in range(count)
+        (0.0 if number == 0 and rank in due else (number + 1) / count, rank)
+        for rank, count in enumerate(counts)
+        for number in range(count)
     )
     return [rank for _, rank in ends]
 
@@ -45,13 +54,17 @@ class Epoch:
         lanes: One per rank.
         deal: Whole batches per rank of the next window; None where batches are cut.
         cut: Samples per rank of a batch.
+        due: Ranks that get a batch of the next window in any case.
     """
 
-    def __init__(self, loader: Iterable[Any], lanes: Sequence[Lane], deal: Deal, cut: Cut) -> None:
+    def __init__(
+        self, loader: Iterable[Any], lanes: Sequence[Lane], deal: Deal, cut: Cut, due: Due = tuple
+    ) -> None:
         self._loader = loader
         self._lanes = lanes
         self._deal = deal
         self._cut = cut
+        self._due = due
 
     def __len__(self) -> int:
         """How many windows; TypeError where a cadence sizes them, or the loader has no length."""
@@ -67,7 +80,7 @@ class Epoch:
             for batch in self._loader:
                 yield Window([Piece(0, batch, samples_of(batch))], self._lanes[0].device)
             return
-        reader = WindowLoader(self._loader, self._lanes, self._deal, self._cut)
+        reader = WindowLoader(self._loader, self._lanes, self._deal, self._cut, self._due)
         try:
             yield from reader
         finally:
@@ -83,15 +96,19 @@ class WindowLoader:
         lanes: One per rank.
         deal: Whole batches per rank of the next window.
         cut: Samples per rank of a batch, where batches are cut.
+        due: Ranks that get a batch of the next window in any case.
 
     Threads: iterate it and `close` it in the thread that made it.
     """
 
-    def __init__(self, loader: Iterable[Any], lanes: Sequence[Lane], deal: Deal, cut: Cut) -> None:
+    def __init__(
+        self, loader: Iterable[Any], lanes: Sequence[Lane], deal: Deal, cut: Cut, due: Due = tuple
+    ) -> None:
         self._batches = iter(loader)
         self._lanes = lanes
         self._deal = deal
         self._cut = cut
+        self._due = due
         self._ready: SimpleQueue[Window | BaseException | None] = SimpleQueue()
         self._wanted = threading.Semaphore(2)  # windows: one in use, one that lies ready
         self._closing = False
@@ -146,7 +163,7 @@ class WindowLoader:
             batch = next(self._batches, _END)
             return [] if batch is _END else self._shards(batch)
         pieces = []
-        for rank in interleaved(counts):
+        for rank in interleaved(counts, self._due()):
             batch = next(self._batches, _END)
             if batch is _END or self._closing:
                 break

@@ -56,6 +56,10 @@ class Alone:
         """A batch is a window."""
         return (1,)
 
+    def due(self) -> tuple[int, ...]:
+        """A device alone is never without work."""
+        return ()
+
     def did(self, samples: Sequence[int], batches: Sequence[int] | None = None) -> None:  # noqa: ARG002
         """Note what was done."""
         self._last = samples[0]
@@ -89,7 +93,8 @@ class Pacing:
         cadence: Of the windows; None without.
         shard_sizes: Samples per rank in the last call or window. Shape (world_size,).
 
-    Threads: the user's; `quotas` and `cut` by the thread that reads ahead, too: they read one value each.
+    Threads: the user's; `quotas`, `due` and `cut` by the thread that reads ahead, too: they read one value
+        each.
     """
 
     def __init__(self, peers: Peers, options: CadenceOptions, *, windows: bool) -> None:
@@ -121,6 +126,10 @@ class Pacing:
     def quotas(self) -> tuple[int, ...] | None:
         """Whole batches per rank of a window; None where batches are cut. Shape (world_size,)."""
         return None if self.cadence is None else self.cadence.quotas
+
+    def due(self) -> tuple[int, ...]:
+        """Ranks that get a batch of the next window in any case; see `Cadence.due`."""
+        return () if self.cadence is None else self.cadence.due
 
     def did(self, samples: Sequence[int], batches: Sequence[int] | None = None) -> None:
         """Note what the ranks were given.

@@ -257,7 +257,7 @@ class PlannedRounds:
             room: Steps of all ranks after which the ranks shall stand still, at least 1.
         """
         if self.cadence is not None:
-            return 1, ledger.deal(self.cadence.quotas, self.cadence.ms_per_step)
+            return 1, ledger.deal(self.cadence.quotas, self.cadence.ms_per_step, self.cadence.due)
         pace = self._pace_ms if max(self._pace_ms) else [1.0] * self.world_size
         block = self._block_steps()
         if self.world_size == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 
 from flowdp.errors import ProtocolError
 from flowdp.messages import DataEnded, StartEpoch, Work
@@ -24,7 +25,6 @@ class RankState:
         trained: Those it has reported.
         mean: Those in the last mean that was applied.
         snapshot: Those in the last snapshot, applied or under way.
-        pace_ms: Time of one step.
         works: Its reports since the last round.
         is_throttled: It was told that there is nothing for it.
         bad: (epoch, batch) of the first step since the last meeting that left the numbers.
@@ -35,10 +35,15 @@ class RankState:
     trained: int = 0
     mean: int = 0
     snapshot: int = 0
-    pace_ms: float = 0.0
     works: list[Work] = field(default_factory=list)
     is_throttled: bool = False
     bad: tuple[int, int] | None = None
+
+    @property
+    def pace_ms(self) -> float:
+        """Time of one step: the median over its reports since the last round; 0 where none measured it."""
+        measured = [work.pace_ms for work in self.works if work.pace_ms > 0.0]
+        return median(measured) if measured else 0.0
 
     def give(self, order: StartEpoch) -> None:
         """Send it an order."""
@@ -52,7 +57,6 @@ class RankState:
         self.dealt -= order.steps - work.steps
         self.works.append(work)
         self.bad = self.bad or work.bad
-        self.pace_ms = work.pace_ms or self.pace_ms
 
     def shorten(self, end: DataEnded) -> bool:
         """Drop what the epoch does not have; whether there was any."""

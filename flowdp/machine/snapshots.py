@@ -115,8 +115,6 @@ class SnapshotRounds:
         self.global_step, self._next_round = position.global_step, position.round
         if position.anchor is not None and len(position.pace_ms) == self.world_size == position.world_size:
             self.cadence.restore(position.anchor, position.pace_ms, position.drifts)
-            for state, ms in zip(self._ranks, position.pace_ms, strict=True):
-                state.pace_ms = ms
 
     @property
     def _is_dirty(self) -> bool:
@@ -309,9 +307,8 @@ class SnapshotRounds:
         steps = [round_.snapshots[rank].steps for rank in range(self.world_size)]
         for state, taken in zip(self._ranks, steps, strict=True):
             state.mean += taken
-        reason = self.cadence.measured(
-            [state.pace_ms for state in self._ranks], steps, averaged.sync_ms, averaged.drifts or None
-        )
+        paces = [state.pace_ms for state in self._ranks]
+        reason = self.cadence.measured(paces, steps, averaged.sync_ms, averaged.drifts or None)
         self._overshoot.averaged(self.cadence.action)
         drift = DriftReport(averaged.drifts).max_drift if averaged.drifts else None
         self._round = None

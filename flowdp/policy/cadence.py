@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from flowdp.options import CadenceOptions
 from flowdp.policy.drift import DivergenceGuard, DriftReport, GuardAction
 from flowdp.policy.el_che import ElChe, fitted_quotas
+from flowdp.policy.recovery import OutlierFilter, Probes, is_far
 
 __all__ = ["Cadence"]
 
@@ -47,6 +48,9 @@ class Cadence:
         )
         self.guard = self._new_guard(())
         self.action = GuardAction.STABLE
+        self._outliers = OutlierFilter(world_size)
+        self._probes = Probes(world_size)
+        self._sync_ms = 0.0  # of the round before
         self._gone: set[int] = set()
         self._quotas = self._fit()
 
@@ -60,6 +64,7 @@ class Cadence:
         """
         self.el_che.restore(anchor, pace_ms)
         self.guard = self._new_guard(drifts)
+        self._probes.start()
         self._quotas = self._fit()
 
     def leave(self, rank: int) -> None:
@@ -95,6 +100,13 @@ class Cadence:
         """Steps per rank in the next round; 0 for one that is gone. Shape (world_size,)."""
         return self._quotas
 
+    @property
+    def due(self) -> tuple[int, ...]:
+        """Ranks that get at least one step in the next round, however slow they seem; see `Probes`."""
+        if self.ratios is not None:
+            return ()
+        return tuple(rank for rank in self._probes.due if rank not in self._gone)
+
     def measured(
         self,
         pace_ms: Sequence[float],
@@ -104,7 +116,9 @@ class Cadence:
     ) -> str:
         """Take the measurements of a round.
 
-        The guard acts first: growth is held, or the anchor halved, before the quotas are computed.
+        The guard acts first: growth is held, or the anchor halved, before the quotas are computed. One odd
+        number changes nothing: a pace far from the known one, and a longer averaging, count when the next
+        round confirms them.
 
         Args:
             pace_ms: Time of one step per rank; 0 where not measured. Shape (world_size,).
@@ -118,14 +132,25 @@ class Cadence:
         decision = None if drifts is None else self.guard.report(DriftReport(tuple(drifts)))
         self.action = GuardAction.STABLE if decision is None else decision.action
         hold = self.action is not GuardAction.STABLE
-        wall_ms = [ms * n for ms, n in zip(pace_ms, steps, strict=True)]
+        paces = [self._believed(rank, ms, n) for rank, (ms, n) in enumerate(zip(pace_ms, steps, strict=True))]
+        self._probes.held(steps, [rank for rank in range(len(steps)) if self._outliers.is_holding(rank)])
+        wall_ms = [ms * n for ms, n in zip(paces, steps, strict=True)]
         # The first averaging also builds what all later ones find there: its time would stretch the rounds.
+        sync_ms, self._sync_ms = min(sync_ms, self._sync_ms), sync_ms
         sync_ms = sync_ms if self.el_che.is_calibrated else 0.0
         self.el_che.report_timing(wall_ms, steps, sync_ms, hold=hold)
         if self.action is GuardAction.TIGHTEN:
             self.el_che.nudge_anchor_down(0.5)
         self._quotas = self._fit()
         return decision.reason if decision is not None and hold else ""
+
+    def _believed(self, rank: int, ms: float, steps: int) -> float:
+        """A measured pace as far as it counts; one that is far from the known pace replaces it."""
+        known = self.el_che.ms_per_batch[rank]
+        ms = self._outliers.confirmed(rank, ms if steps else 0.0, steps, known)
+        if ms > 0.0 and known > 0.0 and is_far(ms, known):
+            self.el_che.forget(rank)
+        return ms
 
     def _new_guard(self, drifts: Sequence[float]) -> DivergenceGuard:
         return DivergenceGuard(self.options.divergence_threshold, self.options.divergence_guard, drifts)

@@ -215,7 +215,7 @@ class ElChe:
             self._calibrated = True
 
     def forget(self, rank: int) -> None:
-        """Drop what was measured of a rank that is gone: the others are not to wait for its like."""
+        """Drop what was measured of a rank: it is gone, or its speed is another one now."""
         self._ms[rank] = 0.0
         if max(self._ms) > 0.0:
             self._recount()

@@ -88,26 +88,27 @@ class Ledger:
         """Steps of a rank that these batches make."""
         return -(-len(batches) // self.groups[rank])
 
-    def deal(self, quotas: Sequence[int], ms_per_step: Sequence[float]) -> Deal:
+    def deal(self, quotas: Sequence[int], ms_per_step: Sequence[float], due: Sequence[int] = ()) -> Deal:
         """Deal a round.
 
         A full round gives every rank its quota. Where less remains, the steps go one by one to the
-        rank that would finish them first, and nobody gets more than its quota.
+        rank that would finish them first, and no rank gets more than its quota.
 
         Args:
             quotas: Most steps per rank. Shape (ranks,).
             ms_per_step: Time of one step per rank, only compared with each other. Shape (ranks,).
+            due: Ranks that get a step of what remains before any other does.
         """
         wanted = [quota * group for quota, group in zip(quotas, self.groups, strict=True)]
         if self.remaining < sum(wanted):
-            return self._deal_tail(quotas, ms_per_step)
+            return self._deal_tail(quotas, ms_per_step, due)
         hands = [self._take_left(rank, batches) for rank, batches in enumerate(wanted)]
         ahead = [self.steps(rank, hand) for rank, hand in enumerate(hands)]
         if self.batches - self.position < sum(wanted) - sum(map(len, hands)):
             # What remains lies in other ranks' left-overs: it changes hands.
             for rank, hand in enumerate(hands):
                 self.left[rank] = hand + self.left[rank]
-            return self._deal_tail(quotas, ms_per_step)
+            return self._deal_tail(quotas, ms_per_step, due)
         fresh = [quota - steps for quota, steps in zip(quotas, ahead, strict=True)]
         if max(quotas) == 1:
             asked: Sequence[int] = [rank for rank, count in enumerate(fresh) if count]
@@ -208,14 +209,19 @@ class Ledger:
         hand, self.left[rank] = self.left[rank][:quota], self.left[rank][quota:]
         return hand
 
-    def _deal_tail(self, quotas: Sequence[int], ms_per_step: Sequence[float]) -> Deal:
+    def _deal_tail(self, quotas: Sequence[int], ms_per_step: Sequence[float], due: Sequence[int]) -> Deal:
         most = sum(quota * group for quota, group in zip(quotas, self.groups, strict=True))
         pool = sorted(batch for hand in self.left for batch in hand)[:most]
         pool += range(self.position, min(self.batches, self.position + most - len(pool)))
         hands: list[list[int]] = [[] for _ in quotas]
-        finish = [(ms_per_step[rank], rank) for rank, quota in enumerate(quotas) if quota]
-        heapify(finish)
         dealt = 0
+        for rank in due:
+            hands[rank] += pool[dealt : dealt + self.groups[rank]]
+            dealt += len(hands[rank])
+        finish = [
+            (ms_per_step[rank] * (1 + bool(hands[rank])), rank) for rank, quota in enumerate(quotas) if quota
+        ]
+        heapify(finish)
         while dealt < len(pool):
             at, rank = finish[0]
             if len(hands[rank]) >= quotas[rank] * self.groups[rank]:

@@ -10,9 +10,9 @@ from flowdp.machine.standstill import MINUTE_MS, Duties, SavePlan
 from flowdp.messages import Requested
 from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.monitor import Monitor
-from flowdp.sim.scenario import Crash, Scenario, Wish
+from flowdp.sim.scenario import Crash, Disturbance, Scenario, Wish
 
-__all__ = ["Crash", "Scenario", "Wish", "draw"]
+__all__ = ["Crash", "Disturbance", "Scenario", "Wish", "draw"]
 
 
 def draw(seed: int) -> Scenario:
@@ -62,13 +62,54 @@ def draw(seed: int) -> Scenario:
         wishes=_draw_wishes(rng, span_ms) if has["wish"] else (),
     )
     # By the seed, so that one of the others stays the run it was when it found something: no run of the
-    # corpus is among the last three kinds.
+    # corpus is among these kinds.
+    if seed % 68 == 14:
+        return _draw_disturbed(rng, scenario)
     if seed % 11 == 8:
         scenario = _draw_exact(rng, scenario)
     else:
         scenario = _draw_stream(rng, scenario) if seed % 10 == 8 else scenario
         scenario = _draw_groups(rng, scenario) if seed % 13 == 7 else scenario
     return _draw_lives(rng, scenario, span_ms) if seed % 15 in (1, 8, 12) else scenario
+
+
+def _draw_disturbed(rng: random.Random, scenario: Scenario) -> Scenario:
+    """A run with one trouble alone: a rank that is slow for a while, with time enough to recover."""
+    ranks = rng.choice((2, 2, 3, 4))
+    base_ms = rng.choice((0.5, 4.0, 20.0))
+    ratio = rng.choice((1.0, 1.2, 2.5, 4.0))
+    ms_per_step = tuple(base_ms * rng.uniform(1.0, ratio) for _ in range(ranks))
+    anchor = rng.choice((2, 10, 30))
+    batches = rng.choice((4, 8, 40)) * ranks
+    policy: Policy = rng.choice(("cadence", "cadence", "async", "exact"))
+    rounds_per_epoch = 1 if policy == "exact" else max(1, batches // (anchor * ranks))
+    disturbance = Disturbance(
+        rng.randrange(ranks),
+        rng.choice((0, 1, rng.randint(0, 40))),
+        rng.choice((3.0, 20.0, 100.0, 1000.0)),
+        rng.choice((0.0, 0.0, rng.uniform(0.0, 40.0) * batches * base_ms)),
+    )
+    calm = Scenario(
+        seed=scenario.seed,
+        config=RunConfig(
+            world_size=ranks,
+            batches=batches,
+            epochs=8 + 80 // rounds_per_epoch,
+            policy=policy,
+            cadence=CadenceOptions(
+                anchor=anchor,
+                speed_hint=rng.choice((None, None, (rng.randrange(ranks), rng.uniform(1.0, 50.0)))),
+            ),
+        ),
+        ms_per_step=ms_per_step,
+        sync_ms=rng.choice((0.0, 0.05)) * base_ms,
+        disturbance=disturbance,
+    )
+    if policy != "exact":
+        return calm
+    window = 8 * ranks
+    config = replace(calm.config, batches=batches // ranks, window=window, samples=8 * batches)
+    return replace(calm, config=config)
 
 
 def _draw_exact(rng: random.Random, scenario: Scenario) -> Scenario:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from flowdp.machine.position import Position
 from flowdp.machine.story import decode, encode
 from flowdp.sim.effect import Memory
+from flowdp.sim.recovery import judge_recovery
 from flowdp.sim.scenario import Scenario
 from flowdp.sim.world import Machines, World
 
@@ -44,6 +45,10 @@ def play(
     while life is not None:
         lives.append(world(life, machines, trace, memory))
         lives[-1].run()
+        if life.disturbance is not None:
+            calm = world(replace(life, disturbance=None), machines, None, memory)
+            calm.run()
+            judge_recovery(lives[-1], calm)
         # Of a run that ended before its first checkpoint, the one before it is tried again.
         saved = _resumable(lives[-1]) or saved
         life = lives[-1].scenario.later

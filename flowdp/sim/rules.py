@@ -32,6 +32,7 @@
 | L4 | a pause and a learning rate are obeyed within a few rounds |
 | L5 | nobody waits long for a batch beyond the end of an epoch |
 | L6 | a checkpoint that is due comes within a few rounds, and a snapshot that is asked for is taken |
+| L7 | 48 rounds after a rank was slow for a while, it has the share of a run in which it never was |
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from flowdp.machine.coordinator import RunConfig
 from flowdp.machine.standstill import Duties
 from flowdp.messages import Requested
 
-__all__ = ["LATENCY_MS", "STALL", "Crash", "Scenario", "Wish"]
+__all__ = ["LATENCY_MS", "STALL", "Crash", "Disturbance", "Scenario", "Wish"]
 
 STALL = 20.0
 """A stalled step takes this many times its time."""
@@ -48,6 +48,23 @@ class Wish:
     request: Requested
 
 
+@dataclass(frozen=True)
+class Disturbance:
+    """A rank is slow for a while: a hiccup of one step, or a phase.
+
+    Attributes:
+        rank: The slow rank.
+        step: The step of its that is the first slow one.
+        factor: How many times slower it is.
+        for_ms: Steps begun within this time of the first one are slow, too; 0: that one alone is.
+    """
+
+    rank: int
+    step: int
+    factor: float
+    for_ms: float = 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
     """A run of the virtual cluster.
@@ -68,6 +85,7 @@ class Scenario:
         late_snapshot: Probability that a snapshot takes up to `LATENCY_MS` longer.
         lost_snapshot: Probability that it never comes.
         slow_from: (rank, step, factor): from that step of its on, the rank is slower by that factor.
+        disturbance: A rank that is slow for a while; None: none is.
         crashes: Ranks that fail.
         wishes: What the user does, in order of time.
         differs: (rank, epoch): from the end of that epoch on, the rank's replica is not that of the others.
@@ -94,6 +112,7 @@ class Scenario:
     late_snapshot: float = 0.0
     lost_snapshot: float = 0.0
     slow_from: tuple[int, int, float] | None = None
+    disturbance: Disturbance | None = None
     crashes: tuple[Crash, ...] = ()
     wishes: tuple[Wish, ...] = field(default=())
     differs: tuple[int, int] | None = None
@@ -136,6 +155,7 @@ class Scenario:
     def longest_step_ms(self) -> float:
         """No step takes longer than this."""
         slowed = self.slow_from[2] if self.slow_from else 1.0
+        slowed = max(slowed, self.disturbance.factor if self.disturbance else 1.0)
         whole = max(self.step_ms(rank, self.config.window or 0) for rank in range(len(self.ms_per_step)))
         return whole * (1 + self.noise) * slowed * (STALL if self.stall else 1.0)
 

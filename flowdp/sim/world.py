@@ -53,7 +53,7 @@ from flowdp.sim.clock import Clock
 from flowdp.sim.effect import Memory
 from flowdp.sim.gate import VirtualGate
 from flowdp.sim.rules import Rules, Violation
-from flowdp.sim.scenario import LATENCY_MS, STALL, Scenario
+from flowdp.sim.scenario import LATENCY_MS, STALL, Disturbance, Scenario
 from flowdp.sim.serving import Serving
 from flowdp.sim.shell import Shell
 from flowdp.sim.source import VirtualReader
@@ -87,6 +87,7 @@ class World:
         step_ms: Time that each rank spent in steps. Shape (world_size,).
         records: Every record the coordinator reported.
         facts: Every fact the coordinator took, with its time.
+        disturbed_until: How many records there were when the disturbance was over; 0 without one.
     """
 
     def __init__(
@@ -115,6 +116,8 @@ class World:
         self.source: VirtualReader | None = None
         if scenario.config.batches is None:
             self.source = VirtualReader(scenario, self.clock, self._wake, self._ended)
+        self.disturbed_until = 0
+        self._slow_until_ms: float | None = None  # of the disturbance, once it has begun
         self._trace = trace
         self._tick_ms: float | None = None
 
@@ -225,6 +228,8 @@ class World:
                 self.clock.after(self.scenario.sync_ms, self._averaged, command.round)
             case RoundEnded():
                 self.records.append(command)
+                if self._slow_until_ms is not None and self.clock.now_ms <= self._slow_until_ms:
+                    self.disturbed_until = len(self.records)
                 cadence = self.coordinator.rounds.cadence
                 quotas = () if cadence is None else cadence.quotas
                 self.rules.reported(command, quotas, self.clock.now_ms)
@@ -326,7 +331,19 @@ class World:
             ms *= slow[2]
         if s.stall and self._rng.random() < s.stall:
             ms *= STALL
+        if s.disturbance is not None and number == s.disturbance.rank:
+            ms *= self._slowed(s.disturbance, rank.machine.total_steps, ms)
         self.clock.after(ms, self._end_step, number, step, ms)
+
+    def _slowed(self, disturbance: Disturbance, steps: int, ms: float) -> float:
+        """How many times slower the step is that the disturbed rank begins, after so many others."""
+        now_ms = self.clock.now_ms
+        if self._slow_until_ms is None:
+            if steps < disturbance.step:
+                return 1.0
+            self._slow_until_ms = now_ms + max(disturbance.for_ms, ms * disturbance.factor)
+            return disturbance.factor
+        return disturbance.factor if now_ms < self._slow_until_ms else 1.0
 
     def _end_step(self, number: int, step: Step, ms: float) -> None:
         rank = self.ranks[number]

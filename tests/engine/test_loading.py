@@ -59,6 +59,13 @@ def test_batches_of_a_window_lie_in_the_order_in_which_they_end(counts: Any, ran
     assert interleaved(counts) == ranks
 
 
+def test_a_rank_that_is_due_has_its_first_batch_before_the_others() -> None:
+    assert interleaved((3, 1), (1,)) == [1, 0, 0, 0]
+    assert interleaved((3, 2), (1,)) == [1, 0, 0, 0, 1]
+    windows = list(Epoch(data(*[2] * 4), LANES, lambda: (1000, 10), halves, lambda: (1,)))
+    assert [[piece.rank for piece in window.pieces] for window in windows] == [[1, 0, 0, 0]]
+
+
 def test_windows_hold_whole_batches_and_the_last_holds_what_is_left() -> None:
     windows = list(epoch(data(4, 4, 4, 4, 4, 4, 3), (2, 1)))
     assert [[(piece.rank, piece.samples) for piece in window.pieces] for window in windows] == [

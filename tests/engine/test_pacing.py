@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from flowdp.device.streams import HostLane
 from flowdp.engine import pacing
+from flowdp.engine.loading import Epoch
 from flowdp.engine.pacing import Alone, Pacing
 from flowdp.options import CadenceOptions
+from tests.loops import CPU
 
 
 class Watch:
@@ -115,6 +118,23 @@ def test_whole_batches_by_speed() -> None:
     assert counts[1] == pytest.approx(3 * counts[0], abs=1)
     assert made.cadence is not None
     assert made.cadence.el_che.ms_per_batch == pytest.approx((3.0, 1.0))
+
+
+def test_a_device_that_was_slow_for_a_while_gets_batches_of_short_loaders_again() -> None:
+    made, watches, summing = paced(windows=True)
+    lanes = [HostLane(CPU), HostLane(CPU)]
+    dealt = []
+    for number in range(60):
+        dealt.append(0)
+        for window in Epoch([torch.zeros(8)] * 10, lanes, made.quotas, made.cut, made.due):
+            samples, batches = window.per_rank(2)
+            made.did(samples, batches)
+            slow = 100.0 if 3 <= number < 12 else 1.0
+            passed(watches, summing, (20.0 * batches[0], slow * 20.0 * batches[1]))
+            made.step()
+            dealt[-1] += batches[1]
+    assert 0 in dealt[3:12]  # far too slow for so short a loader
+    assert dealt[-5:] == [5] * 5
 
 
 def test_calls_beside_a_window_teach_nothing() -> None:

@@ -76,6 +76,9 @@ def test_dear_averaging_makes_rounds_longer() -> None:
     measured(cadence, (10.0, 10.0), sync_ms=100.0)
     assert cadence.anchor == 100
     assert min(cadence.quotas) == 100
+    # One long averaging is an accident, two are a link that has become slow.
+    measured(cadence, (10.0, 10.0), sync_ms=5000.0)
+    assert cadence.anchor == 100
     measured(cadence, (10.0, 10.0), sync_ms=5000.0)
     assert cadence.anchor == 200
     assert max(cadence.quotas) == 200
@@ -83,7 +86,7 @@ def test_dear_averaging_makes_rounds_longer() -> None:
 
 def test_the_largest_anchor_is_the_users() -> None:
     cadence = Cadence(2, CadenceOptions(max_anchor=15))
-    measured(cadence, (10.0, 10.0))
+    measured(cadence, (10.0, 10.0), sync_ms=500.0)
     measured(cadence, (10.0, 10.0), sync_ms=500.0)
     assert cadence.quotas == (15, 15)
 
@@ -165,3 +168,57 @@ def test_a_rank_that_is_gone_has_no_quota_and_holds_nobody_up() -> None:
     measured(cadence, (10.0, 20.0, 0.0), steps=(10, 10, 0))
     assert cadence.quotas[2] == 0
     assert cadence.quotas[0] > cadence.quotas[1] > 0
+
+
+# ---------------------------------------------------------------- accidents
+def test_one_long_step_changes_nothing() -> None:
+    cadence = Cadence(2, CadenceOptions())
+    measured(cadence, (20.0, 20.0))
+    before = cadence.quotas
+    measured(cadence, (20.0, 2000.0), steps=(10, 1))
+    assert cadence.el_che.ms_per_batch == (20.0, 20.0)
+    assert cadence.quotas == before
+    # The next measurement agrees with what was known: the long step is forgotten, and so is another one.
+    measured(cadence, (20.0, 20.0))
+    measured(cadence, (20.0, 2000.0), steps=(10, 1))
+    assert cadence.quotas == before
+
+
+def test_a_rank_that_has_become_slow_is_believed_the_second_time() -> None:
+    cadence = Cadence(2, CadenceOptions())
+    measured(cadence, (20.0, 20.0))
+    measured(cadence, (20.0, 2000.0), steps=(10, 1))
+    measured(cadence, (20.0, 200.0), steps=(10, 1))
+    assert cadence.el_che.ms_per_batch == (20.0, 200.0)  # at once, and the nearer of both
+    assert cadence.quotas[0] == 10 * cadence.quotas[1]
+    # And when it is fast again over several steps, at once.
+    measured(cadence, (20.0, 20.0))
+    assert cadence.el_che.ms_per_batch == (20.0, 20.0)
+
+
+def test_an_epochs_short_last_batch_makes_no_rank_fast() -> None:
+    cadence = Cadence(2, CadenceOptions())
+    measured(cadence, (20.0, 20.0))
+    measured(cadence, (0.3, 20.0), steps=(1, 1))
+    assert cadence.el_che.ms_per_batch == (20.0, 20.0)
+
+
+def test_a_pace_of_a_checkpoint_is_tried_before_it_is_believed() -> None:
+    cadence = Cadence(2, CadenceOptions())
+    cadence.restore(10, (20.0, 1e7))  # the other run had been stopped in a debugger
+    assert cadence.due == (0, 1)
+    measured(cadence, (20.0, 20.0), steps=(9, 1))
+    measured(cadence, (20.0, 20.0), steps=(9, 1))
+    assert cadence.el_che.ms_per_batch == (20.0, 20.0)
+    assert cadence.due == ()
+
+
+def test_fixed_shares_and_ranks_that_left_are_not_probed() -> None:
+    fixed = Cadence(2, CadenceOptions(), ratios=[0.9, 0.1])
+    measured(fixed, (10.0, 0.0), steps=(10, 0))
+    assert fixed.due == ()
+    cadence = Cadence(3, CadenceOptions())
+    measured(cadence, (10.0, 10.0, 10.0))
+    cadence.leave(2)
+    measured(cadence, (10.0, 0.0, 0.0), steps=(10, 0, 0))
+    assert cadence.due == (1,)

@@ -58,6 +58,31 @@ def test_the_tail_goes_to_those_that_finish_it_first() -> None:
     assert ledger.remaining == 0
 
 
+@pytest.mark.parametrize(
+    ("batches", "due", "deal"),
+    [
+        (6, (), ((0, 1, 2, 3, 4, 5), ())),
+        (6, (1,), ((1, 2, 3, 4, 5), (0,))),
+        (6, (0, 1), ((0, 2, 3, 4, 5), (1,))),
+        (1, (1,), ((), (0,))),
+        (1, (0, 1), ((0,), ())),
+    ],
+)
+def test_a_rank_that_is_due_gets_one_step_of_the_tail(batches: int, due: tuple[int, ...], deal: Deal) -> None:
+    ledger = Ledger(0, batches, 2)
+    assert ledger.deal((10, 10), (10.0, 1000.0), due) == deal
+    ledger.check()
+
+
+def test_a_step_of_several_batches_is_one_step_of_the_tail() -> None:
+    ledger = Ledger(0, 7, 2, groups=(1, 3))
+    assert ledger.deal((10, 10), (10.0, 1000.0), (0, 1)) == ((0, 4, 5, 6), (1, 2, 3))
+
+
+def test_a_full_round_is_dealt_as_ever() -> None:
+    assert Ledger(0, 100, 2).deal((4, 2), (10.0, 20.0), (1,)) == Ledger(0, 100, 2).deal((4, 2), (10.0, 20.0))
+
+
 def test_the_tail_keeps_to_the_quotas() -> None:
     ledger = Ledger(0, 4, 2)
     assert ledger.deal((1, 4), (1.0, 100.0)) == ((0,), (1, 2, 3))

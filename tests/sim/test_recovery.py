@@ -1,0 +1,82 @@
+"""The judge of recovery sees a share that stays wrong, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flowdp.machine.coordinator import RunConfig
+from flowdp.machine.position import Position
+from flowdp.options import Policy
+from flowdp.policy.cadence import Cadence
+from flowdp.sim.faults import Disturbance, draw
+from flowdp.sim.lives import play
+from flowdp.sim.recovery import RECOVERY, judge_recovery
+from flowdp.sim.scenario import Scenario
+from flowdp.sim.violation import Violation
+from flowdp.sim.world import World
+
+
+def scenario(policy: Policy = "cadence", epochs: int = 70, for_ms: float = 5000.0) -> Scenario:
+    return Scenario(
+        seed=0,
+        config=RunConfig(world_size=2, batches=10, epochs=epochs, policy=policy),
+        ms_per_step=(20.0, 20.0),
+        disturbance=Disturbance(rank=1, step=20, factor=100.0, for_ms=for_ms),
+    )
+
+
+def ran(given: Scenario) -> World:
+    world = World(given)
+    world.run()
+    return world
+
+
+def shares(world: World, epochs: int) -> list[int]:
+    """Samples per rank of the last epochs."""
+    ended = [record.metrics for record in world.records if hasattr(record, "metrics")][-epochs:]
+    return [sum(metrics.per_rank[rank].samples for metrics in ended) for rank in range(2)]
+
+
+@pytest.mark.parametrize("for_ms", [0.0, 5000.0])
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_equal_devices_share_alike_when_one_of_them_was_slow(policy: Policy, for_ms: float) -> None:
+    world = ran(scenario(policy, for_ms=for_ms))
+    assert shares(world, 10) == pytest.approx([400, 400], abs=8)
+
+
+def test_a_poisoned_pace_of_a_checkpoint_recovers() -> None:
+    config = RunConfig(
+        world_size=2, batches=10, epochs=12, start=Position(2, anchor=10, pace_ms=(20.0, 1600.0))
+    )
+    world = ran(Scenario(seed=0, config=replace(config, policy="cadence"), ms_per_step=(20.0, 20.0)))
+    assert shares(world, 6) == [240, 240]
+
+
+def test_a_device_that_is_too_slow_for_an_epoch_is_asked_ever_more_rarely() -> None:
+    """It never has a step in time; 80 epochs cost a handful of its steps and no more."""
+    config = RunConfig(world_size=2, batches=10, epochs=80, policy="cadence")
+    world = ran(Scenario(seed=0, config=config, ms_per_step=(20.0, 2000.0)))
+    assert 4 <= world.rules.steps[1] <= 12
+
+
+def test_a_share_that_stays_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    calm = ran(replace(scenario(), disturbance=None))
+    judge_recovery(ran(scenario()), calm)
+    monkeypatch.setattr(Cadence, "due", ())
+    with pytest.raises(Violation, match=r"L7: rank [01] trains"):
+        judge_recovery(ran(scenario()), calm)
+
+
+def test_a_run_that_ends_before_the_recovery_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cadence, "due", ())
+    short = scenario(epochs=RECOVERY // 2)
+    judge_recovery(ran(short), ran(replace(short, disturbance=None)))
+
+
+@pytest.mark.parametrize("first", [14, 14 + 68 * 10])
+def test_seeds_with_a_disturbance(first: int) -> None:
+    for seed in range(first, first + 68 * 10, 68):
+        assert draw(seed).disturbance is not None
+        play(draw(seed))
