@@ -15,7 +15,9 @@ from torch import nn
 
 from flowdp import StepError, Trainer, current_worker
 from flowdp.engine.metrics import is_metric, named_metrics, source_of
+from tests.vision import mend_torchvision
 
+mend_torchvision()
 torchmetrics = pytest.importorskip("torchmetrics")
 from torchmetrics import classification, regression  # noqa: E402
 
