@@ -14,7 +14,7 @@ def mend_torchvision() -> None:
     """Declare what the import of torchvision lacks, where it does.
 
     PyPI's wheel is built for CUDA. Beside a CPU build of torch its compiled operators cannot be loaded, and
-    the import of torchvision, and so of timm and torchmetrics, ends where it registers a shape function for one.
+    the import of torchvision, and so of timm and torchmetrics, ends where it registers a shape for one.
     """
     global _library
     if _library is not None or importlib.util.find_spec("torchvision") is None:
