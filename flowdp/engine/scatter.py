@@ -19,7 +19,7 @@ from flowdp.device.transfer import move
 from flowdp.engine.layout import Callee, Layout, Reduction, WeightFunction
 from flowdp.errors import FlowdpError
 
-__all__ = ["Arguments", "Joining", "Outputs", "Part", "Returned", "batch_length", "join"]
+__all__ = ["Arguments", "Handed", "Joining", "Outputs", "Part", "Returned", "batch_length", "join"]
 
 
 def batch_length(tree: Any) -> int | None:
@@ -29,19 +29,66 @@ def batch_length(tree: Any) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
+class Handed:
+    """A tensor that a module is called with, and the caller's of which it is the whole or a part.
+
+    Attributes:
+        whole: The caller's.
+        memory: Its part of the caller's memory.
+        given: The module's: the same memory with a version counter of its own, or a copy on its device.
+        version: Of `given`, before the module had it; None: it has no counter.
+        leaf: Where the device's graph begins; None where no gradient is asked for.
+        is_cut: Whether it is a part.
+    """
+
+    whole: Tensor
+    memory: Tensor
+    given: Tensor
+    version: int | None
+    leaf: Tensor | None
+    is_cut: bool
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the module wrote to it."""
+        return self.version is not None and self.given._version != self.version
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it lies on another device than the caller's."""
+        return self.given.device != self.whole.device
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """What a module is called with.
 
     Attributes:
         args: Positional arguments.
         kwargs: Those by name.
-        wanting: What stands there for the caller's tensors that ask for a gradient: leaves of a graph of the
-            device's own.
+        handed: The tensors among them, in order.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    wanting: list[Tensor]
+    handed: list[Handed]
+
+    @property
+    def wanting(self) -> list[Tensor]:
+        """Where the device's graph begins for the caller's tensors that ask for a gradient."""
+        return [one.leaf for one in self.handed if one.leaf is not None]
+
+
+class _Begin(torch.autograd.Function):
+    """Hands a leaf on as a tensor that a module may write to, as it may to what another one computed."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:  # noqa: ARG004
+        return leaf.data  # no view of the leaf, so that it has a version counter of its own
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004
+        return gradient
 
 
 class Arguments:
@@ -100,21 +147,35 @@ class Arguments:
             Copies are on the current ones of both devices.
         """
         own: list[Any] = []
-        wanting: list[Tensor] = []
+        handed: list[Handed] = []
         for leaf, cut in zip(self._leaves, self._cuts, strict=True):
             if not isinstance(leaf, Tensor):
                 own.append(leaf)
                 continue
-            # Without the caller's graph: the device has one of its own, which begins behind the copy.
-            whole = leaf.detach()
-            mine = whole if cut is None else whole.narrow(cut, start, samples)
-            if device is not None:
-                mine = move(mine, device)
+            # Without the caller's graph: the device has one of its own, which begins behind the copy. By
+            # `data`, not `detach`, or a write to one part would count as one to all of them.
+            memory = _piece(leaf.data, cut, start, samples)
+            given = memory if device is None else move(memory, device)
+            begin = None
             if self.wanting and leaf.requires_grad:
-                wanting.append(mine.requires_grad_())
-            own.append(mine)
+                begin = given.requires_grad_()
+                given = _Begin.apply(begin)  # type: ignore[no-untyped-call]
+            version = None if given.is_inference() else given._version
+            handed.append(Handed(leaf, memory, given, version, begin, cut is not None))
+            own.append(given)
         args, kwargs = tree_unflatten(own, self._spec)
-        return Part(args, kwargs, wanting)
+        return Part(args, kwargs, handed)
+
+    def piece(self, place: int, tensor: Tensor, start: int, samples: int) -> Tensor:
+        """The part of a tensor like one in `wanting`, in the caller's graph.
+
+        Args:
+            place: In `wanting`.
+            tensor: Itself, or its gradient.
+            start: First sample of the part.
+            samples: How many it has.
+        """
+        return _piece(tensor, self._wanting_cuts[place], start, samples)
 
     def join_gradients(
         self, pieces: Sequence[Sequence[Tensor | None]], samples: Sequence[int]
@@ -150,6 +211,10 @@ class Arguments:
         return [
             dim for dim, argument in zip(dims, of_arguments, strict=True) for _ in range(argument.num_leaves)
         ]
+
+
+def _piece(tensor: Tensor, cut: int | None, start: int, samples: int) -> Tensor:
+    return tensor if cut is None else tensor.narrow(cut, start, samples)
 
 
 class Returned:

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from flowdp.device.transfer import carry, move
+from flowdp.engine.higher_order import RankGraph, differentiate, retains_graph
 from flowdp.engine.peers import Peers
-from flowdp.engine.scatter import Arguments, Joining, Outputs, Part, Returned
+from flowdp.engine.scatter import Arguments, Handed, Joining, Outputs, Part, Returned
+from flowdp.errors import FlowdpError
 
 __all__ = [
     "Gradients",
@@ -111,35 +112,72 @@ def call_sharded(
         joined = call.forward()
         return joined.tree(joined.tensors)
     made: list[Outputs] = []
-    wanting = [leaf for arguments in call.sources for leaf in arguments.wanting]
-    tensors = _Node.apply(call, made, *peers.trained(0), *wanting)  # type: ignore[no-untyped-call]
-    return made[0].tree(tensors)
+    tensors = _Node.apply(call, made, *peers.trained(0), *call.wanting())  # type: ignore[no-untyped-call]
+    call.note_versions()
+    return made[0].tree(tensors[: len(made[0].tensors)])
 
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, made: list[Outputs], *inputs: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
+    def forward(ctx: Any, call: _Call, made: list[Outputs], *inputs: Tensor) -> tuple[Tensor, ...]:
         joined = call.forward()
         made.append(joined)
         ctx.call = call
         ctx.set_materialize_grads(False)
         asked = zip(joined.tensors, joined.differentiable, strict=True)
         ctx.mark_non_differentiable(*(tensor for tensor, is_asked in asked if not is_asked))
-        return tuple(joined.tensors)
+        wanting = inputs[len(inputs) - len(call.wanting()) :]
+        written = [wanting[place] for place in call.written]
+        ctx.mark_dirty(*written)
+        if not written:
+            ctx.save_for_backward(*wanting)
+        return (*joined.tensors, *written)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        call = ctx.call
+        demand = _demand(ctx.next_functions[: call.count])
+        if torch.is_grad_enabled():
+            return (None, None, *call.differentiate(gradients, ctx.saved_tensors, demand, retains_graph()))
         # The devices' graphs are kept for another backward where the caller's is.
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        return (None, None, *ctx.call.backward(gradients, keep))
+        return (None, None, *call.backward(gradients, demand, retains_graph()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Demand:
+    """The part of a node's gradients that a backward asks for.
+
+    Attributes:
+        parameters: Whether those of parameters are.
+        accumulates: Whether they are added to the parameters' own, or only returned (`torch.autograd.grad`).
+    """
+
+    parameters: bool
+    accumulates: bool
+
+
+def _demand(edges: Sequence[tuple[Any, int]]) -> _Demand:
+    for node, _ in edges:
+        try:
+            if torch._C._will_engine_execute_node(node):
+                return _Demand(parameters=True, accumulates=True)
+        except RuntimeError:  # it is a leaf that autograd.grad() was given, and torch says so by this
+            return _Demand(parameters=True, accumulates=False)
+    return _Demand(parameters=False, accumulates=False)
 
 
 class _Call:
-    """One call, and the graphs of the devices."""
+    """One call, and the graphs of the devices.
+
+    Attributes:
+        sources: The arguments.
+        count: Parameters that are trained.
+        written: Places in `wanting()` of the tensors that the modules have written to.
+    """
 
     def __init__(self, peers: Peers, shards: Sequence[Shard], run: Run, joining: Joining, sync: bool) -> None:
         self.sources = list({id(shard.arguments): shard.arguments for shard in shards}.values())
+        self.written: list[int] = []
         self._peers = peers
         self._shards = shards
         self._run: Run | None = run
@@ -149,14 +187,22 @@ class _Call:
         ranks = range(len(peers.modules))
         self._places = [[p for p, shard in enumerate(shards) if shard.rank == rank] for rank in ranks]
         self._parameters = [peers.trained(rank) for rank in ranks]
+        self.count = len(self._parameters[0])
         self._parts: dict[int, Part] = {}
+        self._versions: dict[int, int] = {}  # of the caller's tensors, by identity
         self._returned: dict[int, Returned] = {}
         self._joined: Outputs | None = None
+        self._is_shared = False  # with graphs of its gradients
+
+    def wanting(self) -> list[Tensor]:
+        """The tensors of the caller that ask for a gradient."""
+        return [leaf for arguments in self.sources for leaf in arguments.wanting]
 
     def forward(self) -> Outputs:
         pieces: dict[int, list[Tensor]] = {}
         for found in self._peers.each(self._jobs(self._forward), self._modes):
             pieces.update(found or {})
+        self._count_writes()
         places = range(len(self._shards))
         with torch.no_grad():
             self._joined = self._joining.join(
@@ -164,33 +210,154 @@ class _Call:
             )
         return self._joined
 
-    def backward(self, gradients: Sequence[Tensor | None], keep: bool) -> Gradients:
-        if self._joined is None:
-            raise RuntimeError(
-                "backward a second time through a call that flowdp did: its graph is freed; give the first "
-                "backward retain_graph=True"
-            )
-        do = partial(self._backward, self._joined, gradients, keep)
-        with self._peers.backward(leaves=not self._sync and bool(self._places[0])):
-            found = self._peers.each(self._jobs(do, with_left=self._sync))
+    def backward(self, gradients: Sequence[Tensor | None], demand: _Demand, keep: bool) -> Gradients:
+        joined = self._check_alive()
+        sync = self._sync or not demand.accumulates
+        do = partial(self._backward, joined, gradients, demand, keep)
+        with self._peers.backward(leaves=not sync and bool(self._places[0])):
+            found = self._peers.each(self._jobs(do, with_left=self._sync and demand.accumulates))
         of_parts: dict[int, Gradients] = {}
         of_parameters: list[Gradients] = []
         for answer in found:
             if answer is not None:
                 of_parameters.append(answer[0])
                 of_parts.update(answer[1])
+        wanted = self._join_wanting(of_parts)
+        if not keep:
+            self._free()
+        with self._peers.summing.running():
+            summed = add_up(of_parameters)
+        return [*summed, *wanted]
+
+    def differentiate(
+        self, gradients: Sequence[Tensor | None], wanting: Sequence[Tensor], demand: _Demand, keep: bool
+    ) -> Gradients:
+        """As `backward`, with a graph of the gradients; they are summed in any case."""
+        joined = self._check_alive()
+        if self.written:
+            raise FlowdpError(
+                "create_graph=True cannot go through a call that wrote to an argument that requires grad: "
+                "give it argument.clone()"
+            )
+        self._is_shared = True
+        graphs: list[RankGraph | None] = []
+        seeds: list[list[Tensor | None]] = []
+        for rank, places in enumerate(self._places):
+            graphs.append(self._graph(rank, wanting, demand) if places else None)
+            seeds.append([one for place in places for one in joined.part(gradients, place)])
+        with self._peers.backward(leaves=False):
+            found = differentiate(self._peers, graphs, seeds)
+            takes = self._sync and demand.accumulates
+            left = _take_left(self._peers) if takes else []
+        of_parts: dict[int, Gradients] = {}
+        of_parameters: list[Gradients] = list(left)
+        for rank, answer in enumerate(found):
+            if answer is not None:
+                rest = iter(answer)
+                of_parameters.append([next(rest) for _ in range(self.count)])
+                for place in self._places[rank]:
+                    of_parts[place] = [next(rest) for _ in self._parts[place].wanting]
+        wanted = self._join_wanting(of_parts)
+        if not keep:
+            self._free()
+        return [*_added(of_parameters), *wanted]
+
+    def note_versions(self) -> None:
+        """Remember the caller's tensors as they are: graphs may depend on their memory."""
+        self._versions = {
+            id(one.whole): one.whole._version
+            for part in self._parts.values()
+            for one in part.handed
+            if not one.is_copy and one.version is not None and not one.whole.is_inference()
+        }
+
+    def _graph(self, rank: int, wanting: Sequence[Tensor], demand: _Demand) -> RankGraph:
+        """The graph of a rank, for the order that comes after it."""
+        inputs, leaves = list(self._parameters[0]), list(self._parameters[rank])
+        asked = self._asked(rank, demand)
+        outputs: list[Tensor] = []
+        for place in self._places[rank]:
+            shard = self._shards[place]
+            first = self._first_wanting(place)
+            inputs += [
+                shard.arguments.piece(k, wanting[first + k], shard.start, shard.samples)
+                for k in range(len(shard.arguments.wanting))
+            ]
+            leaves += self._parts[place].wanting
+            outputs += self._returned[place].tensors
+        asked += [True] * (len(leaves) - len(asked))
+        walking = partial(self._walking, rank)
+        return RankGraph(tuple(inputs), tuple(leaves), tuple(outputs), tuple(asked), walking)
+
+    def _asked(self, rank: int, demand: _Demand) -> list[bool]:
+        """Which parameters of a rank get a gradient: some may have been frozen since the call."""
+        return [demand.parameters and tensor.requires_grad for tensor in self._parameters[rank]]
+
+    def _join_wanting(self, of_parts: dict[int, Gradients]) -> Gradients:
         wanted: Gradients = []
         for source in self.sources:
             places = [place for place, shard in enumerate(self._shards) if shard.arguments is source]
             samples = [self._shards[place].samples for place in places]
             wanted += source.join_gradients([of_parts[place] for place in places], samples)
-        if not keep:  # a loss that the user keeps would keep the batch, too
-            self._joined = None
-            self._parts, self._returned = {}, {}
-            self.sources, self._shards, self._run = [], (), None
-        with self._peers.summing.running():
-            summed = add_up(of_parameters)
-        return [*summed, *wanted]
+        return wanted
+
+    def _check_alive(self) -> Outputs:
+        if self._joined is None:
+            raise RuntimeError(
+                "backward a second time through a call that flowdp did: its graph is freed; give the first "
+                "backward retain_graph=True"
+            )
+        return self._joined
+
+    def _free(self) -> None:
+        """Let go of the graphs: a loss that the user keeps would keep the batch, too."""
+        self._joined = None
+        self._parts, self._returned = {}, {}
+        self.sources, self._shards, self._run = [], (), None
+
+    @contextmanager
+    def _walking(self, rank: int) -> Iterator[None]:
+        """Around a walk through a rank's graph.
+
+        Hooks on the user's parameters are held back: the caller's graph runs them on the sums. And torch is
+        told of writes since the call to memory on which the graph may depend.
+        """
+        versions = self._versions
+        written = [
+            one.given
+            for place in self._places[rank]
+            if place in self._parts  # else it is freed
+            for one in self._parts[place].handed
+            if id(one.whole) in versions and one.whole._version != versions[id(one.whole)]
+        ]
+        torch.autograd.graph.increment_version(written)
+        with _without_hooks(self._parameters[0] if rank == 0 else []):
+            yield
+
+    def _count_writes(self) -> None:
+        """Let the caller's tensors be as though one device had written to them.
+
+        Raises:
+            FlowdpError: Several devices have.
+        """
+        columns: dict[int, list[Handed]] = {}
+        for place in range(len(self._shards)):
+            for one in self._parts[place].handed:
+                columns.setdefault(id(one.whole), []).append(one)
+        wanting = {id(leaf): place for place, leaf in enumerate(self.wanting())}
+        for key, column in columns.items():
+            if not any(one.is_written for one in column):
+                continue
+            whole = column[0].whole
+            if len(column) > 1 and not column[0].is_cut:
+                raise FlowdpError(
+                    f"the module wrote to an argument of shape {tuple(whole.shape)} that goes whole to all "
+                    "devices, each of which would write to it: let it write to a copy, argument.clone()"
+                )
+            if key in wanting and column[0].leaf is not None:
+                self.written.append(wanting[key])
+            elif not whole.is_inference():
+                torch.autograd.graph.increment_version([whole])
 
     def _jobs(self, do: Callable[[int], Any], *, with_left: bool = False) -> list[Callable[[], Any] | None]:
         return [
@@ -212,36 +379,84 @@ class _Call:
             returned = Returned(self._run(peers.modules[rank], part), shard.samples, device)
             returned.weights = {name: move(weight, peers.devices[0]) for name, weight in weights.items()}
             self._parts[place], self._returned[place] = part, returned
+            bring_back(part, peers.devices[0])
             pieces[place] = carry([tensor.detach() for tensor in returned.tensors], peers.devices[0])
         return pieces
 
     def _backward(
-        self, joined: Outputs, gradients: Sequence[Tensor | None], keep: bool, rank: int
+        self,
+        joined: Outputs,
+        gradients: Sequence[Tensor | None],
+        demand: _Demand,
+        keep: bool,
+        rank: int,
     ) -> tuple[Gradients, dict[int, Gradients]]:
         parameters, places = self._parameters[rank], self._places[rank]
         roots: list[tuple[Tensor, Tensor]] = []
         for place in places:
-            for tensor, gradient in zip(
-                self._returned[place].tensors, joined.part(gradients, place), strict=True
-            ):
-                if gradient is not None and tensor.requires_grad:
-                    roots.append((tensor, move(gradient, tensor.device)))
+            of_outputs = joined.part(gradients[: len(joined.tensors)], place)
+            own = [*of_outputs, *self._part_of_written(gradients, place)]
+            ends = [*self._returned[place].tensors, *self._ends_of_written(place)]
+            roots += [
+                (tensor, move(gradient, tensor.device))
+                for tensor, gradient in zip(ends, own, strict=True)
+                if gradient is not None and tensor.requires_grad
+            ]
         wanting = [leaf for place in places for leaf in self._parts[place].wanting]
-        leaves = [*parameters, *wanting]
-        found: Gradients = [None] * len(leaves)
+        asked = [*self._asked(rank, demand), *[True] * len(wanting)]
+        leaves = [leaf for leaf, one in zip([*parameters, *wanting], asked, strict=True) if one]
+        found: Gradients = [None] * len(asked)
         outputs, seeds = _columns(roots)
-        if roots and leaves and rank == 0:
-            # Not accumulated: the caller's graph does that, with the sum, and runs the hooks on it.
-            with _without_hooks(parameters):
-                found = list(torch.autograd.grad(outputs, leaves, seeds, keep, allow_unused=True))
-        elif roots and leaves:
-            torch.autograd.backward(outputs, seeds, retain_graph=keep, inputs=leaves)
-            found[len(parameters) :] = take_gradients(wanting)
-        if rank and self._sync:
+        keep = keep or self._is_shared
+        with self._walking(rank):
+            if not roots or not leaves:
+                pass
+            elif rank == 0 or not demand.accumulates:
+                # Not accumulated: the caller's graph does that, with the sum.
+                few = iter(torch.autograd.grad(outputs, leaves, seeds, keep, allow_unused=True))
+                found = [next(few) if one else None for one in asked]
+            else:
+                torch.autograd.backward(outputs, seeds, retain_graph=keep, inputs=leaves)
+                found[len(parameters) :] = take_gradients(wanting)
+        if rank and self._sync and demand.accumulates:
             found[: len(parameters)] = take_gradients(parameters)
-        own = carry(found[: len(parameters)], self._peers.devices[0])
+        own_gradients = carry(found[: len(parameters)], self._peers.devices[0])
         rest = iter(found[len(parameters) :])
-        return own, {place: [next(rest) for _ in self._parts[place].wanting] for place in places}
+        return own_gradients, {place: [next(rest) for _ in self._parts[place].wanting] for place in places}
+
+    def _ends_of_written(self, place: int) -> list[Tensor]:
+        """The tensors that the module wrote to, in the graph of its part, in the order of `written`."""
+        given = [one.given for one in self._parts[place].handed if one.leaf is not None]
+        first = self._first_wanting(place)
+        return [given[k - first] for k in self.written if 0 <= k - first < len(given)]
+
+    def _part_of_written(self, gradients: Sequence[Tensor | None], place: int) -> list[Tensor | None]:
+        assert self._joined is not None
+        shard, first = self._shards[place], self._first_wanting(place)
+        count = len(shard.arguments.wanting)
+        tail = gradients[len(self._joined.tensors) :]
+        return [
+            None if one is None else shard.arguments.piece(k - first, one, shard.start, shard.samples)
+            for k, one in zip(self.written, tail, strict=True)
+            if 0 <= k - first < count
+        ]
+
+    def _first_wanting(self, place: int) -> int:
+        """The place in `wanting()` of the first of a part's."""
+        first = 0
+        for source in self.sources:
+            if source is self._shards[place].arguments:
+                break
+            first += len(source.wanting)
+        return first
+
+
+def bring_back(part: Part, home: torch.device) -> None:
+    """Copy to the caller's memory what a module wrote to its part of it on another device."""
+    for one in part.handed:
+        if one.is_written and one.is_copy and one.whole.device == home:
+            with torch.no_grad():
+                one.memory.copy_(one.given.detach(), non_blocking=True)
 
 
 def take_gradients(tensors: Sequence[Tensor]) -> Gradients:
@@ -289,13 +504,29 @@ def accumulate(parameters: Sequence[Tensor], ranks: Sequence[Gradients]) -> None
         torch.autograd.backward(*_columns(given))
 
 
+def _added(ranks: Sequence[Gradients]) -> Gradients:
+    """As `add_up`, in the caller's graph."""
+    total = list(ranks[0])
+    for gradients in ranks[1:]:
+        total = [
+            more if known is None else known if more is None else known + more
+            for known, more in zip(total, gradients, strict=True)
+        ]
+    return total
+
+
 def collect_gradients(peers: Peers) -> None:
     """Add what backwards without a sum have left at the replicas to the user's module."""
     with peers.backward(leaves=False):
-        ranks = range(len(peers.modules))
-        jobs = [partial(_bring_home, peers, rank) if peers.has_left(rank) else None for rank in ranks]
-        if any(jobs):
-            accumulate(peers.trained(0), [found for found in peers.each(jobs) if found is not None])
+        if found := _take_left(peers):
+            accumulate(peers.trained(0), found)
+
+
+def _take_left(peers: Peers) -> list[Gradients]:
+    """What backwards without a sum have left at the replicas, taken away from there."""
+    ranks = range(len(peers.modules))
+    jobs = [partial(_bring_home, peers, rank) if peers.has_left(rank) else None for rank in ranks]
+    return [found for found in peers.each(jobs) if found is not None] if any(jobs) else []
 
 
 def _bring_home(peers: Peers, rank: int) -> Gradients:

@@ -93,7 +93,8 @@ def test_tensors_that_ask_for_a_gradient_become_leaves_of_the_devices_graph() ->
     part = arguments.part(0, 2, CPU)
     assert [leaf.shape for leaf in part.wanting] == [(2, 2), (3,)]
     assert all(leaf.is_leaf and leaf.requires_grad for leaf in part.wanting)
-    assert part.args[0] is part.wanting[0]
+    assert [part.args[0].data_ptr(), part.kwargs["whole"].data_ptr()] == [x.data_ptr(), whole.data_ptr()]
+    assert not part.args[0].is_leaf, "or a module could not write to it"
     with torch.no_grad():
         assert Arguments((x,)).wanting == []
         assert not Arguments((x,)).part(0, 2, CPU).args[0].requires_grad

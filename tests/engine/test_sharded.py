@@ -15,8 +15,17 @@ from torch.utils.checkpoint import checkpoint
 
 from flowdp.device.streams import CudaLane
 from flowdp.engine.peers import Peers
-from flowdp.engine.scatter import Arguments, Part
-from flowdp.engine.sharded import accumulate, add_up, call_sharded, collect_gradients, cut, take_gradients
+from flowdp.engine.scatter import Arguments, Handed, Part
+from flowdp.engine.sharded import (
+    accumulate,
+    add_up,
+    bring_back,
+    call_sharded,
+    collect_gradients,
+    cut,
+    take_gradients,
+)
+from flowdp.errors import FlowdpError
 from tests.fakes import FakeCuda
 from tests.loops import CPU, assert_equal, gradients, mlp, numbers, peers_of
 
@@ -239,6 +248,104 @@ def test_a_call_under_an_activation_checkpoint() -> None:
         world.check()
 
 
+# ---------------------------------------------------------------- modules that write to their arguments
+def writing(*, head: bool = True) -> nn.Sequential:
+    torch.manual_seed(4)
+    layers = [nn.ReLU(inplace=True), nn.BatchNorm1d(6).eval(), nn.Linear(6, 3)]
+    return nn.Sequential(*layers[: None if head else 1]).double()
+
+
+@pytest.fixture
+def writer(world: World) -> Iterator[World]:
+    """A model that begins with an activation in place."""
+    with peers_of(writing(), len(world.sizes)) as peers:
+        yield World(peers, world.sizes)
+
+
+def test_a_module_may_write_to_its_argument(writer: World) -> None:
+    found = []
+    for call in (writer, writer.twin):
+        for seed in range(3):
+            x = numbers(5, 6, seed=seed)
+            loss_of(call(x)).backward()
+        with torch.no_grad():
+            call(x.neg_())
+        found.append([x, torch.tensor(x._version)])
+    assert_equal(*found)
+    writer.check()
+
+
+def test_a_module_may_write_to_what_another_one_computed(writer: World) -> None:
+    found = []
+    for call in (writer, writer.twin):
+        z = numbers(5, 6).requires_grad_()
+        x = z * 2
+        out = call(x)
+        (loss_of(out) + x.square().sum()).backward()
+        found.append([z.grad, x.detach()])
+    assert_equal(*found)
+    writer.check()
+    for call in (writer, writer.twin):  # nothing of it is used but the output
+        x = numbers(5, 6).requires_grad_() * 2
+        loss_of(call(x)).backward()
+    writer.check()
+
+
+def test_a_write_that_one_device_refuses_is_refused(writer: World) -> None:
+    for call in (writer, writer.twin):
+        with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+            call(numbers(5, 6).requires_grad_())
+        x, weight = numbers(5, 6), torch.ones(6).double().requires_grad_()
+        loss = (weight * x).sum() + call(x).sum()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_write_after_the_call_is_found_as_on_one_device(world: World) -> None:
+    for call in (world, world.twin):
+        x = numbers(5, 6)
+        out = call(x)
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_a_write_that_all_devices_would_do_is_refused() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.inner(x * mask.add_(1))
+
+    with peers_of(Masked()) as peers, pytest.raises(FlowdpError, match=r"\(6,\) that goes whole"):
+        World(peers)(numbers(5, 6), torch.ones(6))
+
+
+def test_what_was_written_on_another_device_comes_back() -> None:
+    x = numbers(5, 6)
+    (one,) = Arguments((x,)).part(1, 3, CPU).handed
+    given = one.given.clone()
+    there = Handed(x, one.memory, given, given._version, None, is_cut=True)
+    part = Part((given,), {}, [there])
+    bring_back(part, CPU)
+    given.zero_()
+    wanted = x.clone()
+    wanted[1:4] = 0
+    for is_copy in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Handed, "is_copy", is_copy)
+            bring_back(part, CPU)
+        assert torch.equal(x, wanted) == is_copy
+
+
+def test_gradients_of_gradients_through_a_write_are_refused(writer: World) -> None:
+    z = numbers(5, 6).requires_grad_()
+    with pytest.raises(FlowdpError, match=r"argument.clone\(\)"):
+        torch.autograd.grad(writer(z * 2).sum(), z, create_graph=True)
+
+
 # ---------------------------------------------------------------- what autograd offers
 def test_a_graph_is_kept_and_walked_again(world: World) -> None:
     for call in (world, world.twin):
@@ -263,13 +370,6 @@ def test_gradients_that_are_asked_for_are_not_accumulated(world: World) -> None:
     assert_equal(mine, other)
     world.twin.zero_grad()
     world.check()
-
-
-def test_double_backward_is_refused(world: World) -> None:
-    x = numbers(5, 6).requires_grad_()
-    (found,) = torch.autograd.grad(loss_of(world(x)), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        found.square().sum().backward()
 
 
 def test_hooks_see_the_sum_once(world: World) -> None:
