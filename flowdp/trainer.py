@@ -88,6 +88,7 @@ class Trainer:
     Args:
         model: A module, which starts the run with its weights, is not touched in between, and holds the
             result at `join()`; or a factory, called once per device: `f(device)`, `f(device=...)` or `f()`.
+            On several devices a parameter that is frozen at the start stays so: one that thaws is an error.
         optimizer: A factory that gets the parameters that require grad (or the module, if it names `model`);
             or an instance, made for the model instance and rebuilt for each replica. With a `train_step` a
             sequence or a mapping of several.
@@ -353,6 +354,7 @@ class Trainer:
             wait_for_metric=replicas[0].learning_rate.waits_for_metric,
             window=self.sizes.window,
             samples=source.samples,
+            least=replicas[0].least,
             groups=self.sizes.groups,
             duties=self.upkeep.duties(resumed, inside=source.can_resume_inside),
             on_failure=self.upkeep.on_failure,

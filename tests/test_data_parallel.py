@@ -416,6 +416,18 @@ def test_modes_and_frozen_parts_are_followed(setup: Setup) -> None:
     assert all(part.training for part in model.modules())
 
 
+@pytest.mark.parametrize("samples", [2, 3, 5])
+def test_no_device_gets_a_single_sample_for_batch_norm(setup: Setup, samples: int, count: int) -> None:
+    dp = setup(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double())
+    loss_of(dp, samples).backward()
+    assert 1 not in dp.shard_sizes
+    for window in dp.epoch([batch(samples)]):
+        assert 1 not in window.per_rank(count)[0]
+        dp.forward_batch(window)
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        dp(batch(1)[0])
+
+
 @two
 def test_buffers_of_the_first_device_are_everybodys(setup: Setup) -> None:
     model = nn.BatchNorm1d(2, momentum=1.0).double()

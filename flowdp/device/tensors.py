@@ -152,6 +152,7 @@ class FlatReplica(FlatTensors):
     Args:
         module: The replica. Its parameters and buffers are re-pointed, values kept.
         rank: Named in errors.
+        may_thaw: Whether a frozen parameter may be trained later: there is no other replica to differ from.
 
     Attributes:
         rank: As given.
@@ -164,8 +165,10 @@ class FlatReplica(FlatTensors):
     Threads: the owner of the replica, unless a method says otherwise.
     """
 
-    def __init__(self, module: nn.Module, rank: int = 0) -> None:
+    def __init__(self, module: nn.Module, rank: int = 0, *, may_thaw: bool = False) -> None:
         self.rank = rank
+        frozen = [] if may_thaw else [one for one in module.named_parameters() if not one[1].requires_grad]
+        self._frozen = dict(frozen)
         self._places: list[_Place] = []
         self._views: list[Tensor] = []
         self._moved: list[int] = []
@@ -214,8 +217,10 @@ class FlatReplica(FlatTensors):
         leave the memory behind; the module keeps its own storage, and `scatter` brings the mean there.
 
         Raises:
-            CollectiveError: A tensor is gone or has another shape.
+            CollectiveError: A tensor is gone or has another shape, or a parameter that was frozen is trained.
         """
+        if any(parameter.requires_grad for parameter in self._frozen.values()):
+            raise CollectiveError(self._thawed())
         try:
             pointers = [place.table[place.key].data_ptr() for place in self._places]
         except (KeyError, AttributeError):
@@ -304,6 +309,14 @@ class FlatReplica(FlatTensors):
         for flat in self.flats:
             total += flat.memory[: flat.split].view(torch.int64).sum()  # tensors start on 64 bytes
         return total
+
+    def _thawed(self) -> str:
+        name = next(name for name, parameter in self._frozen.items() if parameter.requires_grad)
+        return (
+            f"rank {self.rank}: parameter {name!r} was frozen when the run started and requires grad now, so "
+            f"its updates would stay on this device alone: let it require grad from the start (a learning "
+            f"rate of 0 for its parameter group holds it still), or end the run and thaw it between two runs"
+        )
 
     def _lost(self) -> str:
         for place in self._places:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flowdp.collective.batch_norm import plain_layers
 from flowdp.device.gradients import Touched
 from flowdp.device.streams import Lane, open_lanes
 from flowdp.device.tensors import FlatReplica
@@ -20,7 +21,6 @@ from flowdp.engine.build import (
     build_models,
     build_optimizers,
     equal_start,
-    has_batch_norm,
     seed_devices,
     several_optimizers,
     slow_optimizer,
@@ -79,7 +79,7 @@ def build_replicas(parts: Parts, devices: Sequence[torch.device]) -> list[Replic
     lanes = open_lanes(devices)
     modules = build_models(parts.model, lanes)
     flats = equal_start(modules, lanes)
-    if parts.policy == "exact" and has_batch_norm(modules[0]):
+    if parts.policy == "exact" and plain_layers(modules[0]):
         log.warning(
             "policy='exact': BatchNorm takes its statistics from each micro-batch, not from the window of %d "
             "samples, so this run is not that of one device; with GroupNorm or LayerNorm it is",

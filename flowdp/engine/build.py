@@ -30,7 +30,6 @@ __all__ = [
     "build_models",
     "build_optimizers",
     "equal_start",
-    "has_batch_norm",
     "seed_devices",
     "several_optimizers",
     "slow_optimizer",
@@ -86,7 +85,7 @@ def equal_start(modules: Sequence[nn.Module], lanes: Sequence[Lane]) -> list[Fla
     replicas: list[FlatReplica] = []
     for rank, (module, lane) in enumerate(zip(modules, lanes, strict=True)):
         with lanes[0].on(lanes[0].compute), lane.on(lane.compute):
-            replicas.append(FlatReplica(module, rank))
+            replicas.append(FlatReplica(module, rank, may_thaw=len(modules) == 1))
             _restore_chunks(module)
             if rank > 0:
                 replicas[rank].copy_from(replicas[0])
@@ -193,11 +192,6 @@ def seed_devices(devices: Sequence[torch.device], seed: int) -> None:
             state = np.random.SeedSequence(seed, spawn_key=(place,)).generate_state(1, np.uint64)
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(int(state[0]))
-
-
-def has_batch_norm(module: nn.Module) -> bool:
-    """Whether a layer of the module normalizes by the batch that it sees."""
-    return any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in module.modules())
 
 
 def slow_optimizer(optimizer: Optimizer) -> str | None:

@@ -45,6 +45,7 @@ class ExactReplica(Replica):
         # An overflow of a scaled loss is the scaler's: it finds it in the mean, and leaves the step out.
         self.watched = self.gradients if self._scaler is None else None
         self._size = size
+        self.least = min(self.least, size)  # of batch_size=1 each forward is what it is on one device
         self._named: Any = None  # the weight of the micro-batch's loss, if it names one
         self._unnamed = 0.0  # weight of the part's losses that name none
         if self._scaler is not None:
@@ -67,7 +68,7 @@ class ExactReplica(Replica):
 
     def forwards(self, batch: Any, samples: int) -> int:  # noqa: ARG002 - a part can always be cut
         """See `Replica.forwards`."""
-        return min(samples, -(-samples // self._size) * self.pieces)
+        return max(1, min(samples // self.least, -(-samples // self._size) * self.pieces))
 
     def undo(self) -> None:
         """Forget forward and backward of the part; see `Replica.undo`."""

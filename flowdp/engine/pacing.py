@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
 from torch import Tensor
 
+from flowdp.collective.batch_norm import least_part, plain_layers
 from flowdp.engine.peers import Peers
 from flowdp.options import CadenceOptions
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.shares import ThroughputBalance, shard_sizes, weights_from
 
 __all__ = ["Alone", "Pacing"]
+
+log = logging.getLogger("flowdp")
 
 SMOOTHING = 0.3
 """Weight of the newest step in the throughput of a single device."""
@@ -102,6 +106,8 @@ class Pacing:
         self.balance = ThroughputBalance(weights_from([0.0] * world_size, options.speed_hint))
         self.cadence = Cadence(world_size, options) if windows else None
         self.shard_sizes: tuple[int, ...] = (0,) * world_size
+        self._norms = plain_layers(peers.modules[0])
+        self._has_told = False
         self._watches = peers.watches
         self._summing = peers.summing
         self._samples = [0] * world_size  # since the last step
@@ -121,7 +127,7 @@ class Pacing:
 
     def cut(self, samples: int) -> tuple[int, ...]:
         """Samples per rank of a batch. Shape (world_size,)."""
-        return shard_sizes(samples, self.balance.ratios)
+        return shard_sizes(samples, self.balance.ratios, least_part(self._norms))
 
     def quotas(self) -> tuple[int, ...] | None:
         """Whole batches per rank of a window; None where batches are cut. Shape (world_size,)."""
@@ -145,6 +151,13 @@ class Pacing:
             self._batches[rank] += count
         # Calls beside a window would count as its time.
         self._is_mixed |= batches is None and any(self._batches)
+        if not self._has_told and sum(count > 0 for count in samples) > 1 and least_part(self._norms) > 1:
+            self._has_told = True
+            log.warning(
+                "BatchNorm normalises the part of each device by itself, so the result is not that of one "
+                "device: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before setup() takes the "
+                "statistics of the whole batch, and GroupNorm needs none"
+            )
 
     @property
     def samples(self) -> tuple[int, ...]:

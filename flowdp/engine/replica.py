@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowdp.collective.batch_norm import least_part, plain_layers
 from flowdp.data.portion import Portion
 from flowdp.device.streams import Lane
 from flowdp.device.tensors import FlatReplica, FlatTensors
@@ -68,6 +69,7 @@ class Replica:
         averaged: What the ranks average.
         watched: What of it must stay finite; None: nothing.
         pieces: Into how many a micro-batch is cut at least, because the device has run out of memory.
+        least: Samples that a forward must have.
         has_state: Whether a forward changes what `mark` notes.
         can_repeat: Whether forward and backward of a step can be done once more.
         steps: What a `train_step` may ask; None with a loss.
@@ -101,6 +103,7 @@ class Replica:
         self.lane = lane
         self.device = lane.device
         self.pieces = 1
+        self.least = least_part(plain_layers(module))
         self._optimizer = all_of(optimizers)[0]
         self._loss = loss
         self._autocast = {"32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
@@ -184,7 +187,9 @@ class Replica:
 
     def forwards(self, batch: Any, samples: int) -> int:
         """Of how many forwards a micro-batch of so many samples is made."""
-        return 1 if self.pieces == 1 or _whole(batch, samples) is None else min(self.pieces, samples)
+        if self.pieces == 1 or _whole(batch, samples) is None:
+            return 1
+        return max(1, min(self.pieces, samples // self.least))
 
     def meet(self, outcome: Outcome) -> None:
         """The ranks have averaged; see `ExactReplica.meet`."""

@@ -86,7 +86,9 @@ class Retry:
         after = replica.forwards(full.batch, samples)
         if before == after:
             why = "one sample alone has no room"
-            if samples > before:
+            if before == samples // replica.least:
+                why = why if replica.least == 1 else "two samples, the least for BatchNorm, have no room"
+            else:
                 why = f"the batch cannot be cut, for no tensor in it is {samples} samples long"
             raise self._place.out_of_memory(error, why)
         log.warning(

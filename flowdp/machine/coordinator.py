@@ -76,6 +76,7 @@ class RunConfig:
         wait_for_metric: A scheduler watches the loss of the epoch before.
         window: Samples that make one step of the run (exact).
         samples: Samples of an epoch (exact): its last window has what remains.
+        least: Samples of a rank's part of a window (exact), where it has any.
         groups: Batches that make one step of each rank; None: one each. With `max_steps` all are equal: how
             many steps an epoch has would depend on the speeds. Shape (world_size,).
         duties: What is done while all ranks stand still.
@@ -93,6 +94,7 @@ class RunConfig:
     wait_for_metric: bool = False
     window: int | None = None
     samples: int | None = None
+    least: int = 1
     groups: Sequence[int] | None = None
     duties: Duties = field(default_factory=Duties)
     on_failure: OnFailure = "raise"
@@ -379,8 +381,15 @@ class Coordinator:
         if config.policy == "exact":
             if config.window is None or config.samples is None:
                 raise ProtocolError(f"exact has to know its windows: {config}")
-            hint = config.cadence.speed_hint
-            return ExactRounds(epochs, config.world_size, config.window, config.samples, config.ratios, hint)
+            return ExactRounds(
+                epochs,
+                config.world_size,
+                config.window,
+                config.samples,
+                config.ratios,
+                config.cadence.speed_hint,
+                config.least,
+            )
         one_step = config.policy == "sync" or (config.policy == "cadence" and not config.cadence.windows)
         if config.world_size == 1 or one_step:
             return PlannedRounds(epochs, None, config.world_size)

@@ -43,6 +43,7 @@ class ExactRounds(PlannedRounds):
         samples: Samples of an epoch; the last window has what remains.
         ratios: Fixed shares; None: by measured speed. Shape (world_size,).
         speed_hint: (slow rank, how many times faster the others are), until measured.
+        least: Samples of a rank's part of a window, where it has any.
     """
 
     def __init__(
@@ -53,11 +54,13 @@ class ExactRounds(PlannedRounds):
         samples: int,
         ratios: Sequence[float] | None = None,
         speed_hint: tuple[int, float] | None = None,
+        least: int = 1,
     ) -> None:
         super().__init__(epochs, None, world_size)
         self._window = window
         self._samples = samples
         self._ratios = ratios
+        self._least = least
         first = weights_from([0.0] * world_size, speed_hint)
         self._balance = ThroughputBalance(first, calibration=CALIBRATION, interval=INTERVAL, floor=FLOOR)
         self._blocks_held = 0
@@ -91,7 +94,7 @@ class ExactRounds(PlannedRounds):
         return [split[size] for size in sizes]
 
     def _split(self, samples: int) -> tuple[Part, ...]:
-        bounds = accumulate(part_sizes(samples, self.ratios), initial=0)
+        bounds = accumulate(part_sizes(samples, self.ratios, self._least), initial=0)
         return tuple(Part(start, stop) for start, stop in pairwise(bounds))
 
     def _wants_comparison(self, ledger: Ledger) -> bool:

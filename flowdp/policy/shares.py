@@ -87,11 +87,16 @@ def normalised_ratios(ratios: Sequence[float], world_size: int) -> tuple[float, 
     return tuple(ratio / whole for ratio in ratios)
 
 
-def shard_sizes(batch_size: int, ratios: Sequence[float]) -> tuple[int, ...]:
+def shard_sizes(batch_size: int, ratios: Sequence[float], least: int = 1) -> tuple[int, ...]:
     """Split one batch by ratios that sum to 1.
 
-    Sizes are rounded half away from zero, at least 1 while samples last; the last rank takes the rest. A
-    batch smaller than the number of ranks leaves the last ones empty.
+    Sizes are rounded half away from zero, at least `least` while samples last; the last rank takes the rest.
+    A batch that is too small for all ranks leaves the last ones empty.
+
+    Args:
+        batch_size: Samples to split.
+        ratios: Shape (ranks,).
+        least: Samples of a rank that has any. A batch of fewer goes whole to the first rank.
 
     Returns:
         Sizes that sum to `batch_size`. Shape (ranks,).
@@ -99,33 +104,43 @@ def shard_sizes(batch_size: int, ratios: Sequence[float]) -> tuple[int, ...]:
     sizes = []
     left = batch_size
     for rank, ratio in enumerate(ratios[:-1]):
-        after = len(ratios) - rank - 1
-        size = max(1, math.floor(batch_size * ratio + 0.5))
-        # One sample each stays for the ranks behind, unless there are not that many.
-        size = min(size, max(1, left - after), left)
+        after = min(len(ratios) - rank - 1, left // least - 1)
+        size = max(least, math.floor(batch_size * ratio + 0.5))
+        # Enough stays for the ranks behind, as far as the samples go.
+        size = min(size, max(least, left - least * after), left)
+        if 0 < left - size < least:  # too few for another rank: this one takes them, or leaves enough
+            size = left if left < 2 * least else left - least
         sizes.append(size)
         left -= size
     return (*sizes, left)
 
 
-def part_sizes(samples: int, ratios: Sequence[float]) -> tuple[int, ...]:
+def part_sizes(samples: int, ratios: Sequence[float], least: int = 1) -> tuple[int, ...]:
     """Split the samples of one step of all ranks so that they finish together.
 
     Unlike with `shard_sizes` no rank pays for the rounding of the others: equal ratios give sizes that differ
-    by one sample at most. Every rank gets at least one, so that its speed stays known, while they last.
+    by one sample at most, where every rank has some. Every rank gets at least `least`, so that its speed
+    stays known, while they last; else the slowest ranks get none.
 
     Args:
         samples: To split.
         ratios: In any scale. Shape (ranks,).
+        least: Samples of a rank that has any. Fewer in all go to one rank.
 
     Returns:
         Sizes that sum to `samples`. Shape (ranks,).
     """
-    sizes = list(proportional_sizes(samples, ratios))
-    while samples >= len(sizes) and 0 in sizes:
-        sizes[sizes.index(max(sizes))] -= 1
-        sizes[sizes.index(0)] += 1
-    return tuple(sizes)
+    fastest_first = sorted(range(len(ratios)), key=lambda rank: -ratios[rank])
+    for count in range(len(ratios), 0, -1):
+        taking = sorted(fastest_first[:count])
+        sizes = list(proportional_sizes(samples, [ratios[rank] for rank in taking]))
+        while samples >= least * count and min(sizes) < least:
+            sizes[sizes.index(max(sizes))] -= 1
+            sizes[sizes.index(min(sizes))] += 1
+        if count == 1 or all(size == 0 or size >= least for size in sizes):
+            break
+    whole = dict(zip(taking, sizes, strict=True))
+    return tuple(whole.get(rank, 0) for rank in range(len(ratios)))
 
 
 class ThroughputBalance:

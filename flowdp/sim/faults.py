@@ -125,6 +125,7 @@ def _draw_exact(rng: random.Random, scenario: Scenario) -> Scenario:
             window=window,
             samples=(windows - 1) * window + rng.randint(1, window),
             ratios=_draw_ratios(rng, ranks) if rng.random() < 0.3 else None,
+            least=1 + scenario.seed % 2,
         ),
         batch_size=-(-window // ranks),
         last_batch=1,

@@ -16,7 +16,7 @@
 | S12 | a wish is obeyed once |
 | S13 | no step stands before the last mean in the schedule |
 | S14 | nothing is dealt beyond the end of an epoch once the coordinator knows it |
-| S15 | exact: the parts of a window that the ranks trained tile it |
+| S15 | exact: the parts of a window that the ranks trained tile it, and none is smaller than it may be |
 | S16 | exact: all ranks train the same window in a round, at one place in the schedule, and it is one step |
 | S17 | exact: replicas are compared at the end of an epoch and at a stop, and one that differs ends the run |
 | S18 | a duty is ordered while all ranks stand still, and nobody moves before all have answered |

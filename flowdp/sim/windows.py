@@ -41,6 +41,9 @@ class Windows:
             if part[0] != stop:
                 raise Violation("S15", f"the parts {parts} of window {window} do not tile it")
             stop = part[1]
+            samples = part[1] - part[0]
+            if 0 < samples < min(self._scenario.config.least, self._scenario.samples_in(epoch, window)):
+                raise Violation("S15", f"of the parts {parts} of window {window} one is too small")
         if stop != self._scenario.samples_in(epoch, window):
             raise Violation("S15", f"the parts {parts} of window {window} leave samples out")
         if outcome.compare:

@@ -133,6 +133,20 @@ def test_frozen_parameters_and_sparse_buffers_stay_where_they_are():
     assert [len(memory) for memory in replica.memories] == [16 + 16]
 
 
+def test_a_parameter_that_thaws_is_not_averaged_in_silence():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    module[0].bias.requires_grad_(False)
+    replica, alone = FlatReplica(module, 3), FlatReplica(module, may_thaw=True)
+    replica.gather()
+    module[0].bias.requires_grad_(True)
+    with pytest.raises(CollectiveError, match=r"rank 3: parameter '0.bias' was frozen"):
+        replica.gather()
+    alone.gather()
+    module[1].requires_grad_(False)  # what freezes is averaged on
+    module[0].bias.requires_grad_(False)
+    replica.gather()
+
+
 def test_a_module_without_anything_to_average_has_no_memory():
     replica = FlatReplica(nn.ReLU())
     replica.gather()

@@ -32,7 +32,7 @@ def replica(
     loss: Callable[..., Any] = mse, size: int = 3, **options: Any
 ) -> tuple[ExactReplica, CurrentWorker]:
     torch.manual_seed(0)
-    module = nn.Linear(2, 1)
+    module = options.get("module") or nn.Linear(2, 1)
     optimizer = torch.optim.SGD(module.parameters(), 0.01)
     rate, lane = LearningRate([optimizer]), HostLane(CPU)
     rest = options.get("precision", "32"), options.get("max_grad_norm")
@@ -59,6 +59,15 @@ def test_a_part_is_cut_into_micro_batches_as_equal_as_can_be(size: int, sizes: l
     assert seen == sizes
     assert value is not None
     torch.testing.assert_close(value, mse(mine.module, (X, Y)).detach())
+
+
+@pytest.mark.parametrize(
+    ("size", "pieces", "forwards"), [(2, 1, 3), (4, 1, 2), (4, 4, 3), (1, 1, 7), (7, 1, 1)]
+)
+def test_a_micro_batch_suffices_for_batch_norm(size: int, pieces: int, forwards: int) -> None:
+    mine, _ = replica(size=size, module=nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)))
+    mine.pieces = pieces
+    assert mine.forwards(part(), 7) == forwards
 
 
 def test_the_optimizer_steps_at_the_meeting_and_not_before() -> None:

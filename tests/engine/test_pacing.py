@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from flowdp.device.streams import HostLane
 from flowdp.engine import pacing
@@ -40,10 +41,10 @@ class Watch:
 
 
 def paced(
-    world_size: int = 2, *, windows: bool = False, **options: Any
+    world_size: int = 2, *, windows: bool = False, model: nn.Module | None = None, **options: Any
 ) -> tuple[Pacing, tuple[Watch, ...], Watch]:
     watches, summing = tuple(Watch() for _ in range(world_size)), Watch()
-    peers = SimpleNamespace(modules=[None] * world_size, watches=watches, summing=summing)
+    peers = SimpleNamespace(modules=[model or nn.Identity()] * world_size, watches=watches, summing=summing)
     return Pacing(peers, CadenceOptions(**options), windows=windows), watches, summing  # type: ignore[arg-type]
 
 
@@ -184,3 +185,36 @@ def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     alone.step()
     assert alone.throughput == pytest.approx((0.7 * 0.06 + 0.3 * 0.16,))
     assert torch.tensor(alone.throughput).isfinite().all()
+
+
+def test_a_share_suffices_for_batch_norm_while_it_is_trained() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    made, _, _ = paced(model=model)
+    assert made.cut(3) == (3, 0)
+    assert made.cut(1) == (1, 0)  # as on one device, torch says what is wrong
+    model.eval()
+    assert made.cut(3) == (2, 1)
+    model.train()
+    model[1] = nn.BatchNorm1d(2)
+    made, _, _ = paced(model=model, speed_hint=(1, 30.0))
+    assert made.cut(31) == (29, 2)
+
+
+@pytest.mark.parametrize("norm", [nn.InstanceNorm1d, nn.SyncBatchNorm])
+def test_what_normalises_otherwise_needs_no_more_than_one_sample(norm: Any) -> None:
+    made, _, _ = paced(model=nn.Sequential(norm(2)))
+    assert made.cut(3) == (2, 1)
+
+
+def test_batch_norm_is_told_of_once_and_where_it_matters(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.BatchNorm1d(2)
+    made, _, _ = paced(model=model)
+    made.did((3, 0))  # all on one device
+    model.eval()
+    made.did((2, 2))
+    assert not caplog.records
+    model.train()
+    made.did((2, 2))
+    made.did((2, 2))
+    assert "convert_sync_batchnorm" in caplog.text
+    assert len(caplog.records) == 1

@@ -476,6 +476,22 @@ def test_batch_norm_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
+@pytest.mark.parametrize(
+    "options", [{"partition_ratios": (1, 30)}, {"partition_ratios": None}, {"batch_size": 2}]
+)
+def test_no_device_gets_a_single_sample_for_batch_norm(options: dict[str, Any]) -> None:
+    seen: set[int] = set()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        seen.add(len(batch[0]))
+        return mse(model, batch)
+
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    exact(model, momentum, 2, loss, epochs=1, **options)  # the last window has 3 samples
+    assert min(seen) >= 2
+    assert 3 in seen
+
+
 class Lines(Dataset[Any]):
     """Its batches hold no tensor."""
 

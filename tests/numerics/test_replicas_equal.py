@@ -138,3 +138,43 @@ def test_after_the_last_round_of_async(devices):
     model, run = train(meetings, devices, "async")
     assert len(set(meetings.digests[-1].values())) == 1
     check_end(model, run)
+
+
+def thawing(devices: int, policy: Any) -> nn.Sequential:
+    """Train a model that has its first layer frozen until the loss thaws it, as gradual unfreezing does."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    model[0].requires_grad_(False)
+
+    def loss(module: nn.Sequential, batch: Tensor) -> Tensor:
+        if flowdp.current_worker().local_step == 3:
+            module[0].requires_grad_(True)
+        return module(batch).square().mean()
+
+    flowdp.Trainer(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        loss,
+        dataset=torch.randn(SAMPLES, 3),
+        batch_size=BATCH_SIZE,
+        epochs=1,
+        devices=["cpu"] * devices,
+        policy=policy,
+        progress=False,
+        tune_process=flowdp.ProcessTuning(openmp=False),
+    ).fit()
+    return model
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async", "exact"])
+def test_a_parameter_that_the_loss_thaws_ends_the_run_instead_of_coming_apart(policy):
+    with pytest.raises(flowdp.StepError, match=r"at its step.*'0.weight' was frozen when the run") as found:
+        thawing(2, policy)
+    assert found.value.rank in (0, 1)
+    assert found.value.step is not None
+
+
+def test_on_one_device_a_parameter_may_thaw():
+    torch.manual_seed(4)
+    before = nn.Linear(3, 4).weight
+    assert not torch.equal(thawing(1, "cadence")[0].weight, before)

@@ -44,6 +44,7 @@ from flowdp.options import CadenceOptions
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.ledger import Deal, Ledger
 from flowdp.policy.recovery import OutlierFilter
+from flowdp.policy.shares import part_sizes
 from flowdp.policy.tally import EpochMetrics, RankSums
 from flowdp.sim.effect import Effect
 from flowdp.sim.faults import Disturbance, Scenario, draw
@@ -432,6 +433,11 @@ def ranks_are_told_of_different_splits(patch: Patch) -> None:
         return order(self, block, rank)
 
     patch.setattr(ExactRounds, "_order", moving)
+
+
+@mutant("S15", 400)
+def a_rank_may_get_one_sample_whatever_the_model_needs(patch: Patch) -> None:
+    patch.setattr("flowdp.machine.exact.part_sizes", lambda samples, ratios, _: part_sizes(samples, ratios))
 
 
 @mutant("S16", 100)

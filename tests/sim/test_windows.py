@@ -47,6 +47,15 @@ def test_parts_that_do_not_tile_it(parts: list[tuple[int, int]]) -> None:
         hold(parts)
 
 
+def test_a_part_too_small_for_batch_norm() -> None:
+    judge = Windows(replace(SCENARIO, config=replace(CONFIG, least=2)))
+    train(judge, [(0, 6), (6, 8)])
+    assert judge.held(outcome(1)) == (0, 0)
+    train(judge, [(0, 7), (7, 8)])
+    with pytest.raises(Violation, match=r"^S15: .* one is too small"):
+        judge.held(outcome(1))
+
+
 def test_the_last_window_is_smaller() -> None:
     with pytest.raises(Violation, match=r"^S15: .* window 1 "):
         hold([(0, 8)], window=1)

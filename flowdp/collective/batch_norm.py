@@ -1,0 +1,254 @@
+"""BatchNorm where several ranks have parts of one batch: what a part needs, and statistics of the whole.
+
+Plain BatchNorm normalises each rank's part by itself. The layers that torch's own
+`SyncBatchNorm.convert_sync_batchnorm(model)` makes are synchronised here over ranks that are threads of this
+process: forward adds up counts, means and variances (Chan's formula, in float64), backward the two sums of
+the incoming gradient that mean and variance pass back. Torch's own forward needs a process for each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from flowdp.collective.base import arithmetic
+from flowdp.collective.process_group import ProcessGroup
+from flowdp.collective.reduction import flat_view
+from flowdp.errors import CollectiveError, FlowdpError, OptionError
+
+__all__ = ["SharedStatistics", "has_synchronised", "least_part", "plain_layers"]
+
+
+def plain_layers(module: nn.Module) -> list[_BatchNorm]:
+    """The BatchNorm layers that see the part of one rank alone; InstanceNorm is none."""
+    return [
+        layer
+        for layer in module.modules()
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
+    ]
+
+
+def least_part(layers: Sequence[_BatchNorm]) -> int:
+    """Samples that a rank's part of a batch must have, if it has any: of one alone there is no variance.
+
+    Args:
+        layers: Of `plain_layers`; those that normalise by their running statistics now need none.
+    """
+    return 2 if any(_takes_statistics(layer) for layer in layers) else 1
+
+
+def has_synchronised(module: nn.Module) -> bool:
+    """Whether the module was converted by `SyncBatchNorm.convert_sync_batchnorm`."""
+    return any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules())
+
+
+class SharedStatistics:
+    """The SyncBatchNorm layers of one rank's module.
+
+    The module is torch's, untouched, but for the time within `patched`.
+
+    Args:
+        module: The rank's.
+
+    Attributes:
+        group: The ranks that have a part of the batch which is in forward or backward now; None outside.
+        weight: How much the losses of this rank count in the sum of the gradients, beside those of the
+            others; any common factor is of no account.
+
+    Raises:
+        OptionError: A layer has a forward or a process group of its own.
+
+    Threads:
+        The rank's.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.group: ProcessGroup | None = None
+        self.weight = 1.0
+        self._layers: dict[str, nn.SyncBatchNorm] = {}
+        for name, layer in module.named_modules():
+            if not isinstance(layer, nn.SyncBatchNorm):
+                continue
+            if type(layer).forward is not nn.SyncBatchNorm.forward or "forward" in layer.__dict__:
+                raise OptionError(
+                    f"{name!r} is a {type(layer).__name__} with a forward of its own, which is not "
+                    f"synchronised over the devices: use torch.nn.SyncBatchNorm itself"
+                )
+            if layer.process_group is not None:
+                raise OptionError(
+                    f"{name!r} has a process group of torch.distributed, and the devices of this process are "
+                    f"none: convert without process_group="
+                )
+            self._layers[name] = layer
+
+    def __bool__(self) -> bool:
+        """Whether there are layers."""
+        return bool(self._layers)
+
+    def __len__(self) -> int:
+        """How many layers."""
+        return len(self._layers)
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """Let the layers take the statistics of all ranks; afterwards they have torch's forward again."""
+        for name, layer in self._layers.items():
+            layer.__dict__["forward"] = partial(_forward, layer, name, self)
+        try:
+            yield
+        finally:
+            for layer in self._layers.values():
+                del layer.__dict__["forward"]
+
+    @contextmanager
+    def among(self, group: ProcessGroup | None, weight: float = 1.0) -> Iterator[None]:
+        """Forward and backward of the module, with the ranks of a group that is this rank's until the end.
+
+        Who fails lets the others go, and who ends is not waited for.
+
+        Args:
+            group: Of those that do the same at this moment; None: nobody is met.
+            weight: As the attribute.
+        """
+        if group is None or not self._layers:
+            yield
+            return
+        self.group, self.weight = group, weight
+        try:
+            with self.patched():
+                yield
+        except BaseException as error:
+            group.abort(f"{type(error).__name__} beside SyncBatchNorm")
+            raise
+        finally:
+            self.group = None
+            group.close()
+
+
+def _takes_statistics(layer: _BatchNorm) -> bool:
+    return layer.training or (layer.running_mean is None and layer.running_var is None)
+
+
+def _forward(layer: nn.SyncBatchNorm, name: str, shared: SharedStatistics, values: Tensor) -> Tensor:
+    group = shared.group
+    if group is None or group.size == 1 or not _takes_statistics(layer):
+        return nn.SyncBatchNorm.forward(layer, values)
+    layer._check_input_dim(values)
+    layer._check_non_zero_input_channels(values)
+    with torch.no_grad():
+        mean, variance, count = _statistics(values.detach(), group, f"forward of {name!r}")
+        if layer.training and layer.track_running_stats:
+            _track(layer, mean, variance, count)
+    normalised: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
+        values, layer.weight, layer.bias, mean, variance, count, layer.eps, name, shared
+    )
+    return normalised
+
+
+def _statistics(values: Tensor, group: ProcessGroup, what: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and biased variance of each channel over all ranks, and the number of values. In float64."""
+    channels = values.size(1)
+    rows = torch.zeros(group.size, 2 * channels + 1, dtype=torch.float64, device=values.device)
+    own = rows[group.rank]
+    if values.numel():
+        wide = values.to(arithmetic(values.dtype))
+        variance, mean = torch.var_mean(wide, _others(values), correction=0)
+        own[0] = values.numel() // channels
+        own[1 : channels + 1] = mean
+        own[channels + 1 :] = variance
+    _add_up(group, rows, what)
+    counts, means, variances = rows.split([1, channels, channels], dim=1)
+    count = counts.sum()
+    if not count.is_cuda and count <= 1:  # a card is not asked: with a value on each rank there are two
+        raise ValueError(f"Expected more than 1 value per channel when training, got {int(count)}")
+    mean = (means * counts).sum(0) / count
+    # The variance of the parts, and of their means around the mean of all.
+    variance = ((variances + (means - mean).square()) * counts).sum(0) / count
+    return mean, variance, count
+
+
+def _track(layer: nn.SyncBatchNorm, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+    share: Tensor | float | None = layer.momentum
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if share is None:
+            share = 1.0 / layer.num_batches_tracked.double()
+    of_new = torch.as_tensor(0.0 if share is None else share, dtype=mean.dtype, device=mean.device)
+    for running, new in ((layer.running_mean, mean), (layer.running_var, variance * (count / (count - 1)))):
+        if running is not None:
+            running.lerp_(new.to(running.dtype), of_new.to(running.dtype))
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        count: Tensor,
+        eps: float,
+        name: str,
+        shared: SharedStatistics,
+    ) -> Tensor:
+        dtype = arithmetic(values.dtype)
+        mean, variance = mean.to(dtype), variance.to(dtype)
+        ctx.save_for_backward(values, weight, mean, (variance + eps).rsqrt(), count)
+        ctx.name, ctx.shared = name, shared
+        weight, bias = (None if tensor is None else tensor.to(dtype) for tensor in (weight, bias))
+        return F.batch_norm(values, mean, variance, weight, bias, training=False, eps=eps)
+
+    @staticmethod
+    def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise FlowdpError(
+                "a gradient of a gradient (create_graph=True) does not go through SyncBatchNorm over several "
+                "devices; use GroupNorm, or plain BatchNorm"
+            )
+        values, weight, mean, scale, count = ctx.saved_tensors
+        shape = [1, -1, *(1 for _ in range(values.dim() - 2))]
+        dims = _others(values)
+        away = (values.to(mean.dtype) - mean.view(shape)) * scale.view(shape)
+        wide = given.to(mean.dtype)
+        sums = torch.stack([wide.sum(dims), (wide * away).sum(dims)])
+        of_weight = sums[1].to(weight.dtype) if ctx.needs_input_grad[1] else None
+        of_bias = (
+            sums[0].to(values.dtype if weight is None else weight.dtype) if ctx.needs_input_grad[2] else None
+        )
+        of_values = None
+        if ctx.needs_input_grad[0]:
+            shared: SharedStatistics = ctx.shared
+            if shared.group is None:
+                raise FlowdpError(
+                    "the backward of SyncBatchNorm adds up sums of all devices, and this one runs on one of "
+                    "them alone: run it where all of them run theirs, inside of the function for `parallel`"
+                )
+            total = sums.double() * shared.weight
+            _add_up(shared.group, total, f"backward of {ctx.name!r}")
+            passed, passed_away = (total / (shared.weight * count)).to(mean.dtype)
+            scale = scale if weight is None else scale * weight.to(mean.dtype)
+            of_values = (wide - passed.view(shape) - away * passed_away.view(shape)) * scale.view(shape)
+            of_values = of_values.to(values.dtype)
+        return of_values, of_weight, of_bias, None, None, None, None, None, None
+
+
+def _add_up(group: ProcessGroup, rows: Tensor, what: str) -> None:
+    """Replace it by the sum over the ranks; `what` must be the same on all of them."""
+    try:
+        group._reduce(flat_view(rows), "sum", f"the {what} (SyncBatchNorm), shape {tuple(rows.shape)}").wait()
+    except CollectiveError as error:
+        error.add_note("flowdp: every device must call the same SyncBatchNorm layers, in the same order")
+        raise
+
+
+def _others(values: Tensor) -> list[int]:
+    return [dim for dim in range(values.dim()) if dim != 1]
