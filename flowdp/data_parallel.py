@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
+from flowdp.data.trees import tree_map
 from flowdp.device.cores import pool_sizes
 from flowdp.device.process import ProcessTuning, as_tuning, tuned_process
 from flowdp.device.streams import open_lanes
@@ -45,6 +46,8 @@ from flowdp.options import Buffers, CadenceOptions, one_of
 from flowdp.policy.el_che import ElChe
 
 __all__ = ["DataParallel", "setup"]
+
+log = logging.getLogger("flowdp")
 
 
 def setup(
@@ -168,6 +171,7 @@ class DataParallel(AliasModule):
         self._callees: dict[Any, Callee] = {}
         self._averages = buffers == "average"
         self._is_syncing = True
+        self._has_warned = False  # of a call that the first device does alone
         self._epochs = 0
         self._lanes = open_lanes(devices)
         self._peers: Peers | None = None
@@ -264,7 +268,7 @@ class DataParallel(AliasModule):
 
     def _call_alone(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self._is_on_host:
-            args, kwargs = tree_map_only(Tensor, self._bring_home, (args, kwargs))
+            args, kwargs = tree_map(self._bring_home, [args, kwargs])
         self._alone.saw(args)
         return function(*args, **kwargs)
 
@@ -279,10 +283,21 @@ class DataParallel(AliasModule):
         layout, callee = self._layout, self._callee(function)
         arguments = Arguments(args, kwargs, layout.dims(callee, args, kwargs))
         sizes = self._pacing.cut(arguments.samples) if arguments.samples else (0,) * self.world_size
+        if arguments.samples is None and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "nothing in a call can be cut (%s), so %s does such calls alone, and the other devices "
+                "nothing; give tensors or arrays whose first dimension is the batch, in tuples, dicts or "
+                "dataclasses",
+                arguments,
+                self.devices[0],
+            )
         shards, own = cut(arguments, sizes), tuple(size for size in sizes if size)
         is_cut = len(own) > 1
         if is_cut and layout.split is not None:
             shards = parts_of(layout.apart(args, kwargs, own), shards)
+        elif is_cut:
+            arguments.check()
         is_apart = is_cut and layout.join is not None
         joining = Joining(layout, callee, arguments.dim, is_apart=is_apart)
         outputs = call_sharded(self._peers, shards, run, joining, sync=self._is_syncing)
@@ -304,8 +319,8 @@ class DataParallel(AliasModule):
             self._callees[key] = callee
         return callee
 
-    def _bring_home(self, tensor: Tensor) -> Tensor:
-        return move(tensor, self.devices[0])
+    def _bring_home(self, leaf: Any) -> Any:
+        return move(leaf, self.devices[0]) if isinstance(leaf, Tensor) else leaf
 
     def _did(self, samples: Sequence[int], batches: Sequence[int] | None = None) -> None:
         self._pacing.did(samples, batches)

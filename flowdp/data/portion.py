@@ -7,28 +7,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from flowdp.data.trees import Form, Uncuttable, cut, flatten, is_cut, unflatten
 from flowdp.errors import DataError
 from flowdp.messages import Part
 
-__all__ = ["Portion", "moves_itself", "taken_apart"]
-
-
-def moves_itself(node: object) -> bool:
-    """Whether a node of a batch is moved as one: a PackedSequence is a tuple that keeps a part on the CPU."""
-    return hasattr(node, "to")
+__all__ = ["Portion", "taken_apart"]
 
 
 @dataclass(frozen=True, slots=True)
 class Portion:
     """Some consecutive samples of a batch.
 
-    Tensors and arrays as long as the batch are cut along their first dimension, and nothing is copied. What
-    else there is goes whole to every rank: on the CPU it is one object for all of them.
+    Tensors, arrays and lists as long as the batch are cut along their first dimension; tensors and arrays are
+    not copied. What else there is goes whole to every rank: on the CPU it is one object for all of them.
 
     Attributes:
         leaves: Of the batch, those that are cut already so.
@@ -37,14 +31,16 @@ class Portion:
         samples: How many.
         tree: The form of the batch; None where it is gathered from tensors.
         whole: The batch; None where it is gathered.
+        uncut: Its leaves; None where it is gathered, or elsewhere.
     """
 
     leaves: Sequence[Any]
     is_cut: Sequence[bool]
     build: Callable[[list[Any]], Any]
     samples: int
-    tree: TreeSpec | None = None
+    tree: Form | None = None
     whole: Any = None
+    uncut: Sequence[Any] | None = None
 
     @classmethod
     def of(cls, batch: Any, samples: int, part: Part) -> Portion:
@@ -53,18 +49,19 @@ class Portion:
         Raises:
             DataError: Nothing in the batch is that long, or cannot be cut.
         """
-        leaves, tree = tree_flatten(batch, is_leaf=moves_itself)
-        is_cut = [_is_cut(leaf, samples) for leaf in leaves]
-        if not any(is_cut):
+        leaves, tree = flatten(batch, samples)
+        is_own = [_is_own(leaf, samples) for leaf in leaves]
+        if not any(is_own):
             raise DataError(
-                f"policy='exact' splits each batch of {samples} samples along the first dimension of its "
-                f"tensors, and no tensor in this {type(batch).__name__} is {samples} long; let collate_fn "
-                "return tensors of the batch's length, in tuples, lists or dicts"
+                f"a batch of {samples} samples is cut along the first dimension of its tensors, and nothing "
+                f"in this {type(batch).__name__} is {samples} long; let collate_fn return tensors, arrays or "
+                "lists of the batch's length, in tuples, lists, dicts or dataclasses"
             )
-        cut = [
-            leaf[part.start : part.stop] if own else leaf for leaf, own in zip(leaves, is_cut, strict=True)
+        own = [
+            cut(leaf, part.start, part.samples) if is_one else leaf
+            for leaf, is_one in zip(leaves, is_own, strict=True)
         ]
-        return cls(cut, is_cut, partial(tree_unflatten, treespec=tree), part.samples, tree, batch)
+        return cls(own, is_own, partial(unflatten, form=tree), part.samples, tree, batch, leaves)
 
     @classmethod
     def gathered(cls, parts: Sequence[Tensor], pack: Callable[[list[Tensor]], Any]) -> Portion:
@@ -73,12 +70,12 @@ class Portion:
 
     def first(self, samples: int) -> list[Any]:
         """The leaves of the whole batch's first samples; where it was gathered, the portion's own."""
-        leaves = self.leaves if self.tree is None else tree_leaves(self.whole, is_leaf=moves_itself)
+        leaves = self.leaves if self.uncut is None else self.uncut
         return [leaf[:samples] if own else leaf for leaf, own in zip(leaves, self.is_cut, strict=True)]
 
     def on(self, leaves: Sequence[Any]) -> Portion:
         """The same portion elsewhere."""
-        return replace(self, leaves=leaves, whole=None)
+        return replace(self, leaves=leaves, whole=None, uncut=None)
 
     def rows(self, start: int, stop: int) -> Any:
         """A batch of its samples [start, stop), in the same memory."""
@@ -87,19 +84,19 @@ class Portion:
         )
 
 
-def taken_apart(payload: Any) -> tuple[Sequence[Any], TreeSpec | None, Callable[[list[Any]], Any]]:
+def taken_apart(payload: Any) -> tuple[Sequence[Any], Form | None, Callable[[list[Any]], Any]]:
     """The leaves of a batch or a portion, its form, and what makes such a one of leaves elsewhere."""
     if isinstance(payload, Portion):
         return payload.leaves, payload.tree, payload.on
-    leaves, tree = tree_flatten(payload, is_leaf=moves_itself)
-    return leaves, tree, partial(tree_unflatten, treespec=tree)
+    leaves, tree = flatten(payload)
+    return leaves, tree, partial(unflatten, form=tree)
 
 
-def _is_cut(leaf: object, samples: int) -> bool:
-    if not isinstance(leaf, Tensor | np.ndarray) or leaf.ndim == 0 or leaf.shape[0] != samples:
-        return False
-    if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_nested):
-        raise DataError(
-            f"policy='exact' cannot split a tensor of layout {leaf.layout}: let collate_fn make it dense"
-        )
-    return True
+def _is_own(leaf: Any, samples: int) -> bool:
+    try:
+        is_own = is_cut(leaf, samples)
+    except Uncuttable as error:
+        raise DataError(f"a batch of {samples} samples cannot be cut: {error}") from None
+    if is_own and isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_nested):
+        raise DataError(f"a tensor of layout {leaf.layout} cannot be cut: let collate_fn make it dense")
+    return is_own

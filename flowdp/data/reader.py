@@ -13,13 +13,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from flowdp.data.order import KEPT_BATCHES, NOTHING_TRAINED, AllEpochs, Order
 from flowdp.data.portion import Portion
 from flowdp.data.processes import GRACE_S, Processes, begin
 from flowdp.data.source import Batch, Source
+from flowdp.data.trees import tree_map
 from flowdp.device.cores import set_own_threads
 from flowdp.errors import DataError, ProtocolError
 from flowdp.machine.position import Position

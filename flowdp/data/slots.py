@@ -11,10 +11,9 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_leaves
 
-from flowdp.data.portion import moves_itself
 from flowdp.data.source import Batch
+from flowdp.data.trees import Form, moves_itself, tensors_of
 from flowdp.device.streams import QUIET, Event, Lane
 
 __all__ = [
@@ -51,10 +50,10 @@ def first_rows(rows: int, memory: Tensor) -> Tensor:
     return memory[:rows] if memory.dim() else memory
 
 
-def keep_for_compute(leaves: Iterable[object], lane: Lane) -> None:
+def keep_for_compute(tensors: Iterable[Tensor | None], lane: Lane) -> None:
     """Tell the allocator that memory of the copy stream is read by `compute`, for when it is freed."""
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
+    for leaf in tensors:
+        if leaf is not None and leaf.is_cuda and leaf.layout is torch.strided:
             leaf.record_stream(lane.compute)  # type: ignore[arg-type]
 
 
@@ -78,7 +77,7 @@ def own_memory(leaf: Any, lane: Lane) -> Any:
             moved = own.to(lane.device)
     else:
         return leaf
-    keep_for_compute(tree_leaves(moved), lane)
+    keep_for_compute(tensors_of(moved), lane)
     return moved
 
 
@@ -121,11 +120,11 @@ class Layout:
         forms: One per leaf.
     """
 
-    tree: TreeSpec | None
+    tree: Form | None
     forms: tuple[_Form | None, ...]
 
     @classmethod
-    def of(cls, leaves: Sequence[object], tree: TreeSpec | None) -> Layout:
+    def of(cls, leaves: Sequence[object], tree: Form | None) -> Layout:
         """The layout of a full batch that is there."""
         return cls(tree, tuple(_Form.of(leaf) if is_plain(leaf) else None for leaf in leaves))
 
@@ -135,7 +134,7 @@ class Layout:
         gathered = (torch.empty((rows, *t.shape[1:]), dtype=t.dtype, device="meta") for t in tensors)
         return cls(None, tuple(map(_Form.of, gathered)))
 
-    def holds(self, leaves: Sequence[object], tree: TreeSpec | None) -> bool:
+    def holds(self, leaves: Sequence[object], tree: Form | None) -> bool:
         """Whether a batch is one of these, or a shorter one."""
         return tree == self.tree and all(
             form is None or form.holds(leaf) for form, leaf in zip(self.forms, leaves, strict=True)

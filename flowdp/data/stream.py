@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from flowdp.data.order import NOTHING_TRAINED
 from flowdp.data.processes import begin
 from flowdp.data.reader import LoaderSource
 from flowdp.data.source import Batch
+from flowdp.data.trees import batch_length
 from flowdp.errors import CheckpointError, DataError
 from flowdp.machine.position import Position
 
@@ -172,10 +171,10 @@ class Measured:
     def __call__(self, item: Any) -> tuple[int, Batch]:
         """(samples, batch) of an item."""
         batch = self._convert(item)
-        for leaf in tree_leaves(batch):
-            if isinstance(leaf, Tensor) and leaf.dim() > 0:
-                return len(leaf), batch
-        raise TypeError(
-            "with batch_size=None an item is a batch, and the length of its first tensor is the number of "
-            f"its samples; there is no tensor with a dimension in this {type(batch).__name__}"
-        )
+        samples = batch_length(batch)
+        if samples is None:
+            raise TypeError(
+                "with batch_size=None an item is a batch, and the length of its first tensor is the number "
+                f"of its samples; there is no tensor with a dimension in this {type(batch).__name__}"
+            )
+        return samples, batch

@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from flowdp.data.dataset import Collate
 from flowdp.data.evaluation import open_evaluation
-from flowdp.data.portion import moves_itself
 from flowdp.data.source import Batch
 from flowdp.data.tensor_source import TensorSource
+from flowdp.data.trees import moves_itself, tree_map
 from flowdp.device.streams import Lane
 from flowdp.device.transfer import move
 from flowdp.engine.context import CurrentWorker, current_worker
@@ -266,7 +265,7 @@ class Evaluator:
         worker.samples = samples = self._source.samples_in(number, batch)
         worker.sink = sink
         try:
-            own_batch = tree_map(lambda leaf: _on_device(leaf, replica.lane), payload, is_leaf=moves_itself)
+            own_batch = tree_map(lambda leaf: _on_device(leaf, replica.lane), payload)
             with _precision(replica):
                 if self._eval_step is None:
                     self._record_loss(replica, own_batch, worker, sink)

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import KeyPath
 
 from flowdp.errors import FlowdpError, OptionError
 
@@ -47,10 +46,13 @@ RETURN = "return"
 """Names the outputs in a mapping of dims, as in `__annotations__`."""
 
 
+KeyPath = tuple[Any, ...]
+"""See `Form.key_paths`."""
+
+
 def output_name(path: KeyPath) -> str:
     """Name of an output within what a module returns: "loss", "1", "heads.0"; "" where it is all there is."""
-    keys = (getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path)
-    return ".".join(str(key) for key in keys)
+    return ".".join(map(str, path))
 
 
 class Callee:

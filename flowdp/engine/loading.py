@@ -7,14 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
-
+from flowdp.data.portion import Portion
 from flowdp.data.slots import own_memory
+from flowdp.data.trees import batch_length, tensors_of, tree_map
 from flowdp.device.streams import Lane
-from flowdp.engine.scatter import Arguments, batch_length
 from flowdp.engine.windows import Piece, Window
 from flowdp.errors import DataError
+from flowdp.messages import Part
 from flowdp.threads.inbox import LISTEN_S
 
 __all__ = ["Epoch", "WindowLoader", "interleaved", "samples_of"]
@@ -172,12 +171,14 @@ class WindowLoader:
 
     def _shards(self, batch: Any) -> list[Piece]:
         samples = samples_of(batch)
-        arguments = Arguments((batch,))
+        sizes = self._cut(samples)
+        if max(sizes) == samples:  # whole: it need not be one that can be cut
+            return [self._piece(rank, batch, size) for rank, size in enumerate(sizes) if size]
+        portion = Portion.of(batch, samples, Part(0, samples))
         pieces, start = [], 0
-        for rank, size in enumerate(self._cut(samples)):
+        for rank, size in enumerate(sizes):
             if size:
-                part = arguments.part(start, size, None)
-                pieces.append(self._piece(rank, part.args[0], size))
+                pieces.append(self._piece(rank, portion.rows(start, start + size), size))
             start += size
         return pieces
 
@@ -193,8 +194,8 @@ class WindowLoader:
         def arrive() -> None:
             stream = lane.current()
             stream.wait_event(copied)
-            for leaf in tree_leaves(there):
-                if isinstance(leaf, Tensor) and leaf.is_cuda:
+            for leaf in tensors_of(there):
+                if leaf.is_cuda:
                     leaf.record_stream(stream)  # type: ignore[arg-type]
 
         return Piece(rank, there, samples, arrive)

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from flowdp.data.slots import keep_for_compute
+from flowdp.data.trees import tensors_of
 from flowdp.device.cores import set_own_threads
 from flowdp.device.modes import caller_modes, unhooked
 from flowdp.device.streams import Lane
@@ -246,7 +246,7 @@ class Peers:
         """
         lane = self._lanes[rank]
         if rank and lane.is_async and lane.device == self.devices[0]:
-            keep_for_compute(tree_leaves(tree), lane)
+            keep_for_compute(tensors_of(tree), lane)
 
     def close(self) -> None:
         """End the threads."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flowdp.data.trees import field_names, field_of
 from flowdp.errors import OptionError
 
 __all__ = ["Inputs", "InputsOption", "LossContext", "LossFunction", "Recipe", "Taps", "Traces"]
@@ -44,9 +45,9 @@ class Inputs:
     """Which fields of a batch the module is called with; the rest are targets.
 
     Args:
-        fields: Keys of a mapping or positions of a sequence, in the order of the module's arguments, or one
-            of them; or a function of the batch that returns the arguments. None: a tensor goes whole, of a
-            sequence the first, of a mapping by name what `forward` has parameters for.
+        fields: Keys of a mapping, attributes of a dataclass or positions of a sequence, in the order of the
+            module's arguments, or one of them; or a function of the batch that returns the arguments. None: a
+            tensor goes whole, of a sequence the first, of others by name what `forward` has parameters for.
         module: The model.
 
     Raises:
@@ -84,18 +85,15 @@ class Inputs:
         if self._function is not None:
             made = self._function(batch)
             return (made if isinstance(made, tuple) else (made,)), {}
-        if isinstance(batch, Mapping):
-            there: list[Any] = list(batch)
-        else:
-            there = list(range(len(batch))) if isinstance(batch, (tuple, list)) else []
+        there = field_names(batch)
         if self._fields is not None:
             missing = [field for field in self._fields if field not in there]
             if missing:
                 raise OptionError(f"inputs names {missing}, and the fields of the batch are {there}")
-            return tuple(batch[field] for field in self._fields), {}
-        if not isinstance(batch, Mapping):
+            return tuple(field_of(batch, field) for field in self._fields), {}
+        if isinstance(batch, tuple | list) or not there:
             return (batch[0] if there else batch,), {}
-        named = {field: batch[field] for field in self._parameters if field in batch}
+        named = {field: field_of(batch, field) for field in self._parameters if field in there}
         if not named:
             raise OptionError(
                 f"which fields of the batch does the model take? Its forward has the parameters "

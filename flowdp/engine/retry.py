@@ -89,7 +89,7 @@ class Retry:
             if before == samples // replica.least:
                 why = why if replica.least == 1 else "two samples, the least for BatchNorm, have no room"
             else:
-                why = f"the batch cannot be cut, for no tensor in it is {samples} samples long"
+                why = f"the batch cannot be cut, for nothing in it is {samples} samples long"
             raise self._place.out_of_memory(error, why)
         log.warning(
             "rank %d on %s ran out of memory %s: forward and backward take %d samples at a time instead of "

@@ -1,7 +1,7 @@
 """Taking a call apart over the devices, and its outputs together again.
 
-Arguments and outputs are pytrees. What has the batch's length along its dim is cut; everything else goes
-whole.
+Arguments and outputs are trees (`flowdp.data.trees`). What has the batch's length along its dim is cut;
+everything else goes whole.
 """
 
 from __future__ import annotations
@@ -11,21 +11,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.nn.utils.rnn import PackedSequence
 
+from flowdp.data.trees import (
+    Form,
+    Uncuttable,
+    batch_length,
+    column,
+    concatenated,
+    cut,
+    described,
+    flatten,
+    is_cut,
+    unflatten,
+    walk,
+)
 from flowdp.device.transfer import move
 from flowdp.engine.layout import Callee, Layout, Reduction, WeightFunction
 from flowdp.errors import FlowdpError
 
-__all__ = ["Arguments", "Handed", "Joining", "Outputs", "Part", "Returned", "batch_length", "join"]
-
-
-def batch_length(tree: Any) -> int | None:
-    """Samples of a batch: the length of its first tensor that has one; None without any."""
-    leaves, _ = tree_flatten(tree)
-    return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0), None)
+__all__ = ["Arguments", "Handed", "Joining", "Outputs", "Part", "Returned", "join"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +109,7 @@ class Arguments:
             ones; None: not at all.
 
     Attributes:
-        samples: Length of the batch; None without a tensor that has a length.
+        samples: Length of the batch; None without a tensor, array or list of texts that has a length.
         dim: Of the tensor that has this length; 0 without.
         wanting: Tensors that ask for a gradient, in order.
     """
@@ -112,28 +120,50 @@ class Arguments:
         kwargs: dict[str, Any] | None = None,
         dims: int | Sequence[int | None] | None = 0,
     ) -> None:
-        self._leaves, self._spec = tree_flatten((args, kwargs or {}))
-        of_leaves = self._of_leaves(dims) if isinstance(dims, Sequence) else [dims] * len(self._leaves)
-        lengths = (
-            (leaf.shape[dim], dim)
-            for leaf, dim in zip(self._leaves, of_leaves, strict=True)
-            if dim is not None and isinstance(leaf, Tensor) and leaf.dim() > dim
-        )
-        self.samples: int | None
-        self.samples, self.dim = next(lengths, (None, 0))
+        # A dict is never taken for a column, as a tuple of two lists of texts might be.
+        named: dict[Any, Any] = {**dict(enumerate(args)), **(kwargs or {})}
+        self._positional = len(args)
+        of_arguments = list(dims) if isinstance(dims, Sequence) else [dims] * len(named)
+        self.samples, self.dim = _length(named, of_arguments)
+        self._leaves, self._form = flatten(named, self.samples, with_sizes=True)
+        of_leaves = [
+            dim
+            for dim, argument in zip(of_arguments, self._form.children, strict=True)
+            for _ in range(argument.leaves)
+        ]
+        self._refused: tuple[int, Uncuttable] | None = None
         self._cuts = [
-            dim if dim is not None and self._is_cut(leaf, dim) else None
-            for leaf, dim in zip(self._leaves, of_leaves, strict=True)
+            dim if dim is not None and self._is_cut(place, dim) else None
+            for place, dim in enumerate(of_leaves)
         ]
         asking: list[tuple[Tensor, int | None]] = []
         if torch.is_grad_enabled():
             asking = [
-                (leaf, cut)
-                for leaf, cut in zip(self._leaves, self._cuts, strict=True)
+                (leaf, dim)
+                for leaf, dim in zip(self._leaves, self._cuts, strict=True)
                 if isinstance(leaf, Tensor) and leaf.requires_grad
             ]
         self.wanting = [leaf for leaf, _ in asking]
-        self._wanting_cuts = [cut for _, cut in asking]
+        self._wanting_cuts = [dim for _, dim in asking]
+
+    def check(self) -> None:
+        """Look whether the batch can be cut.
+
+        Raises:
+            FlowdpError: An argument holds samples, and cannot be cut.
+        """
+        if self._refused is not None:
+            place, why = self._refused
+            raise FlowdpError(f"argument {self.names[place]}: {why}")
+
+    @property
+    def names(self) -> list[str]:
+        """How each leaf is called, for messages: `0['x']`."""
+        return [path.removeprefix("[").replace("]", "", 1) for path in self._form.paths()]
+
+    def __str__(self) -> str:
+        named = zip(self.names, self._leaves, strict=True)
+        return ", ".join(f"{name}: {described(leaf)}" for name, leaf in named) or "no arguments"
 
     def part(self, start: int, samples: int, device: torch.device | None) -> Part:
         """What a device is called with.
@@ -148,23 +178,24 @@ class Arguments:
         """
         own: list[Any] = []
         handed: list[Handed] = []
-        for leaf, cut in zip(self._leaves, self._cuts, strict=True):
+        for leaf, dim in zip(self._leaves, self._cuts, strict=True):
             if not isinstance(leaf, Tensor):
-                own.append(leaf)
+                own.append(leaf if dim is None else cut(leaf, start, samples, dim))
                 continue
             # Without the caller's graph: the device has one of its own, which begins behind the copy. By
             # `data`, not `detach`, or a write to one part would count as one to all of them.
-            memory = _piece(leaf.data, cut, start, samples)
+            memory = _piece(leaf.data, dim, start, samples)
             given = memory if device is None else move(memory, device)
             begin = None
             if self.wanting and leaf.requires_grad:
                 begin = given.requires_grad_()
                 given = _Begin.apply(begin)  # type: ignore[no-untyped-call]
             version = None if given.is_inference() else given._version
-            handed.append(Handed(leaf, memory, given, version, begin, cut is not None))
+            handed.append(Handed(leaf, memory, given, version, begin, dim is not None))
             own.append(given)
-        args, kwargs = tree_unflatten(own, self._spec)
-        return Part(args, kwargs, handed)
+        named = unflatten(own, self._form)
+        args = tuple(named.pop(place) for place in range(self._positional))
+        return Part(args, named, handed)
 
     def piece(self, place: int, tensor: Tensor, start: int, samples: int) -> Tensor:
         """The part of a tensor like one in `wanting`, in the caller's graph.
@@ -187,34 +218,42 @@ class Arguments:
             samples: Of each part.
         """
         joined: list[Tensor | None] = []
-        for leaf, cut, *column in zip(self.wanting, self._wanting_cuts, *pieces, strict=True):
-            there = [None if piece is None else move(piece, leaf.device) for piece in column]
+        for leaf, dim, *parts in zip(self.wanting, self._wanting_cuts, *pieces, strict=True):
+            there = [None if piece is None else move(piece, leaf.device) for piece in parts]
             known = [piece for piece in there if piece is not None]
             if not known:
                 joined.append(None)
-            elif cut is not None:
-                sizes = [(*leaf.shape[:cut], count, *leaf.shape[cut + 1 :]) for count in samples]
+            elif dim is not None:
+                sizes = [(*leaf.shape[:dim], count, *leaf.shape[dim + 1 :]) for count in samples]
                 filled = [
                     leaf.new_zeros(size) if piece is None else piece
                     for piece, size in zip(there, sizes, strict=True)
                 ]
-                joined.append(torch.cat(filled, cut))
+                joined.append(torch.cat(filled, dim))
             else:
                 joined.append(torch.stack(known).sum(0))
         return joined
 
-    def _is_cut(self, leaf: object, dim: int) -> bool:
-        return isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] == self.samples
-
-    def _of_leaves(self, dims: Sequence[int | None]) -> list[int | None]:
-        of_arguments = [argument for group in self._spec.children() for argument in group.children()]
-        return [
-            dim for dim, argument in zip(dims, of_arguments, strict=True) for _ in range(argument.num_leaves)
-        ]
+    def _is_cut(self, place: int, dim: int) -> bool:
+        try:
+            return is_cut(self._leaves[place], self.samples, dim)
+        except Uncuttable as why:
+            self._refused = self._refused or (place, why)
+            return False
 
 
-def _piece(tensor: Tensor, cut: int | None, start: int, samples: int) -> Tensor:
-    return tensor if cut is None else tensor.narrow(cut, start, samples)
+def _length(named: Mapping[Any, Any], dims: Sequence[int | None]) -> tuple[int | None, int]:
+    """Samples of a batch, and along which dim the tensor lies that says so."""
+    given = [(value, dim) for value, dim in zip(named.values(), dims, strict=True) if dim is not None]
+    for value, dim in given:
+        for leaf in walk(value):
+            if isinstance(leaf, Tensor) and leaf.dim() > dim:
+                return leaf.shape[dim], dim
+    return batch_length({place: value for place, (value, _) in enumerate(given)}), 0
+
+
+def _piece(tensor: Tensor, dim: int | None, start: int, samples: int) -> Tensor:
+    return tensor if dim is None else tensor.narrow(dim, start, samples)
 
 
 class Returned:
@@ -237,14 +276,16 @@ class Returned:
         where: torch.device,
         weights: Mapping[WeightFunction, Tensor] | None = None,
     ) -> None:
-        named, self.spec = tree_flatten_with_path(tree)
+        leaves, self.form = flatten(tree)
         self.weights = weights or {}
-        self.paths = [path for path, _ in named]
         self.samples = samples
         self.where = where
-        self.names = [keystr(path) for path, _ in named]
-        self.tensors = [leaf for _, leaf in named if isinstance(leaf, Tensor)]
-        self.leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for _, leaf in named]
+        self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def name(self, place: int) -> str:
+        """How a leaf is called, for messages: `['loss']`."""
+        return list(self.form.paths())[place]
 
 
 class Outputs:
@@ -256,22 +297,24 @@ class Outputs:
         form: The tree, and which of the tensors are one number; equal for outputs of one kind.
     """
 
-    def __init__(self, parts: Sequence[Returned], seams: Sequence[_Seam], tensors: list[Tensor]) -> None:
+    def __init__(
+        self, parts: Sequence[Returned], leaves: list[Any], seams: Sequence[_Seam], tensors: list[Tensor]
+    ) -> None:
         self.tensors = tensors
-        self.form = (parts[0].spec, tuple(tensor.dim() == 0 for tensor in tensors))
+        self.form = (parts[0].form, tuple(tensor.dim() == 0 for tensor in tensors))
         self.differentiable = [
             any(piece.requires_grad for piece in column)
             for column in zip(*(part.tensors for part in parts), strict=True)
         ]
-        self._spec: TreeSpec = parts[0].spec
-        self._leaves = parts[0].leaves
+        self._tree: Form = parts[0].form
+        self._leaves = leaves
         self._seams = seams
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
         """What a module returns, with these for its tensors."""
         rest = iter(tensors)
         leaves = [next(rest) if leaf is _TENSOR else leaf for leaf in self._leaves]
-        return tree_unflatten(leaves, self._spec)
+        return unflatten(leaves, self._tree)
 
     def part(self, gradients: Sequence[Tensor | None], place: int) -> list[Tensor | None]:
         """What of the gradients of `tensors` belongs to a part."""
@@ -292,15 +335,15 @@ class Apart(Outputs):
     def __init__(self, parts: Sequence[Returned], pieces: Sequence[Sequence[Tensor]]) -> None:
         self.tensors = [tensor for own in pieces for tensor in own]
         self.differentiable = [tensor.requires_grad for part in parts for tensor in part.tensors]
-        self.form = (parts[0].spec, tuple(tensor.dim() == 0 for tensor in pieces[0]))
-        self._parts = [(part.leaves, part.spec, len(part.tensors)) for part in parts]
+        self.form = (parts[0].form, tuple(tensor.dim() == 0 for tensor in pieces[0]))
+        self._parts = [(part.leaves, part.form, len(part.tensors)) for part in parts]
 
     def tree(self, tensors: Sequence[Tensor]) -> list[Any]:
         """What each module returned, with these for the tensors of all."""
         rest = iter(tensors)
         return [
-            tree_unflatten([next(rest) if leaf is _TENSOR else leaf for leaf in leaves], spec)
-            for leaves, spec, _ in self._parts
+            unflatten([next(rest) if leaf is _TENSOR else leaf for leaf in leaves], form)
+            for leaves, form, _ in self._parts
         ]
 
     def part(self, gradients: Sequence[Tensor | None], place: int) -> list[Tensor | None]:
@@ -358,8 +401,8 @@ def join(
     """Put the outputs of all parts together.
 
     Tensors are concatenated along their dim, where their length is the part's samples or a multiple of it; a
-    number in a tensor is reduced, by default to the mean weighted by samples; everything else must be the
-    same in all parts.
+    number in a tensor is reduced, by default to the mean weighted by samples. Arrays, and lists without
+    tensors, are concatenated where each is as long as its part; everything else must be the same in all.
 
     Args:
         parts: What the modules returned, in the order of the samples.
@@ -373,27 +416,29 @@ def join(
     layout = layout or _PLAIN
     first = parts[0]
     for part in parts[1:]:
-        if part.spec != first.spec:
+        if part.form != first.form:
             raise FlowdpError(
-                f"the outputs cannot be gathered: {first.where} returned {first.spec}, "
-                f"{part.where} {part.spec}"
+                f"the outputs cannot be gathered: {first.where} returned {first.form}, "
+                f"{part.where} {part.form}"
             )
+    samples = [part.samples for part in parts]
+    paths = list(first.form.key_paths())
     seams: list[_Seam] = []
     tensors: list[Tensor] = []
-    for place, name in enumerate(first.names):
-        leaves = [part.leaves[place] for part in parts]
-        if any(leaf is not _TENSOR for leaf in leaves):
-            _check_same(name, leaves)
+    leaves: list[Any] = []
+    for place, path in enumerate(paths):
+        row = [part.leaves[place] for part in parts]
+        if any(leaf is not _TENSOR for leaf in row):
+            leaves.append(_merged(first, place, row, samples))
             continue
-        column = [piece[len(seams)] for piece in pieces]
-        path = first.paths[place]
-        if len(parts) > 1 and all(piece.dim() == 0 for piece in column):
-            seams.append(_number(name, layout.reduction(path), column[0], parts))
+        leaves.append(_TENSOR)
+        own = [piece[len(seams)] for piece in pieces]
+        if len(parts) > 1 and all(piece.dim() == 0 for piece in own):
+            seams.append(_number(first, place, layout.reduction(path), own[0], parts))
         else:
-            along = layout.output_dim(path, dim)
-            seams.append(_seam(name, column, [part.samples for part in parts], along))
-        tensors.append(seams[-1].join(column))
-    return Outputs(parts, seams, tensors)
+            seams.append(_seam(first, place, own, samples, layout.output_dim(path, dim)))
+        tensors.append(seams[-1].join(own))
+    return Outputs(parts, leaves, seams, tensors)
 
 
 _PLAIN = Layout()
@@ -477,14 +522,17 @@ class _WeightedMean(_Seam):
         return (gradient * share).to(gradient.dtype)
 
 
-def _number(name: str, reduction: Reduction, like: Tensor, parts: Sequence[Returned]) -> _Seam:
+def _number(
+    output: Returned, place: int, reduction: Reduction, like: Tensor, parts: Sequence[Returned]
+) -> _Seam:
     is_float = like.is_floating_point() or like.is_complex()
     if reduction == "sum" and like.dtype != torch.bool:
         return _Sum()
     if not is_float:
         raise FlowdpError(
-            f"output{name} cannot be gathered: it is one number of {like.dtype} from each device, of which "
-            f"there is no mean; return a float, or one number for each sample, or say reduce='sum' in setup()"
+            f"output{output.name(place)} cannot be gathered: it is one number of {like.dtype} from each "
+            f"device, of which there is no mean; return a float, or one number for each sample, or say "
+            f"reduce='sum' in setup()"
         )
     whole = sum(part.samples for part in parts) or 1
     by_samples = [part.samples / whole for part in parts]
@@ -492,8 +540,8 @@ def _number(name: str, reduction: Reduction, like: Tensor, parts: Sequence[Retur
         return _Mean(by_samples)
     if any(reduction not in part.weights for part in parts):
         raise FlowdpError(
-            f"output{name} cannot be gathered: its weight is {_signature(reduction)}, and the call has no "
-            f"such arguments"
+            f"output{output.name(place)} cannot be gathered: its weight is {_signature(reduction)}, and the "
+            f"call has no such arguments"
         )
     weights = torch.stack([part.weights[reduction] for part in parts])
     total = weights.sum()
@@ -505,7 +553,7 @@ def _signature(function: WeightFunction) -> str:
     return f"a function of {', '.join(inspect.signature(function).parameters)}"
 
 
-def _seam(name: str, pieces: Sequence[Tensor], samples: Sequence[int], dim: int) -> _Seam:
+def _seam(output: Returned, place: int, pieces: Sequence[Tensor], samples: Sequence[int], dim: int) -> _Seam:
     first = pieces[0]
     if len(pieces) == 1:
         return _Rows((samples[0],), 0)
@@ -516,9 +564,9 @@ def _seam(name: str, pieces: Sequence[Tensor], samples: Sequence[int], dim: int)
         if times and all(length == times * count for length, count in zip(lengths, samples, strict=True)):
             return _Rows(lengths, dim)
     raise FlowdpError(
-        f"output{name} cannot be gathered: for {list(samples)} samples the devices returned shapes "
-        f"{[tuple(piece.shape) for piece in pieces]}; dim {dim} must be the samples' or a multiple of it, "
-        f"and the rest equal, or it must be one number, which is averaged"
+        f"output{output.name(place)} cannot be gathered: for {list(samples)} samples the devices returned "
+        f"shapes {[tuple(piece.shape) for piece in pieces]}; dim {dim} must be the samples' or a multiple of "
+        f"it, and the rest equal, or it must be one number, which is averaged"
     )
 
 
@@ -526,18 +574,36 @@ def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
     return (*shape[:dim], *shape[dim + 1 :])
 
 
-def _check_same(name: str, leaves: Sequence[Any]) -> None:
+def _merged(output: Returned, place: int, leaves: Sequence[Any], samples: Sequence[int]) -> Any:
+    """One leaf of several that are no tensors."""
     first = leaves[0]
+    if len(leaves) == 1 or isinstance(first, torch.device):  # that of a cache, for instance
+        return first
+    if isinstance(first, PackedSequence):
+        raise FlowdpError(
+            f"output{output.name(place)} cannot be gathered: it is a PackedSequence; return the padded tensor"
+        )
+    is_rows = all(isinstance(leaf, np.ndarray) for leaf in leaves) or all(map(column, leaves))
+    if is_rows and all(is_cut(leaf, count) for leaf, count in zip(leaves, samples, strict=True)):
+        return concatenated(leaves)
     if not all(_is_same(leaf, first) for leaf in leaves[1:]):
         raise FlowdpError(
-            f"output{name} cannot be gathered: it is no tensor, and differs between the devices: "
-            f"{leaves!r:.200}; return tensors in tuples, lists, dicts, or classes that torch knows as pytrees"
+            f"output{output.name(place)} cannot be gathered: it is no tensor, and differs between the "
+            f"devices: {leaves!r:.200}; return tensors, or lists and arrays with one entry for each sample, "
+            f"in tuples, lists, dicts, dataclasses, or classes that torch knows as pytrees"
         )
+    return first
 
 
 def _is_same(leaf: Any, first: Any) -> bool:
+    if leaf is first:
+        return True
+    if type(leaf) is not type(first):
+        return False
+    if column(leaf):
+        return len(leaf) == len(first) and all(map(_is_same, leaf, first))
     try:
-        return leaf is first or (type(leaf) is type(first) and bool(leaf == first))
+        return bool(leaf == first)
     except Exception:  # an array, or a class that holds tensors, has no one answer
         return False
 

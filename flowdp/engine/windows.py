@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from flowdp.data.trees import field_of, tree_map
 from flowdp.device.transfer import carry, move
 from flowdp.engine.peers import Peers
 from flowdp.engine.recipe import LossContext, Recipe, Traces
@@ -82,7 +82,7 @@ class Window:
     def __getitem__(self, field: Any) -> Any:
         for piece in self.pieces:
             piece.arrive()
-        fields = [piece.batch[field] for piece in self.pieces]
+        fields = [field_of(piece.batch, field) for piece in self.pieces]
         return _join(fields, [piece.samples for piece in self.pieces], self._home)
 
 
@@ -213,8 +213,12 @@ def _train(
             raise FlowdpError("the loss depends on no parameter of the model: compute it from the context")
         part = loss * (piece.samples / samples)
         (part if recipe.scale is None else recipe.scale(part)).backward()
-    kept = tree_map_only(Tensor, Tensor.detach, (output, traces))
+    kept = tree_map(_detached, [output, traces])
     return _Answer(piece.samples, move(loss.detach(), home or loss.device), *kept)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _forward(module: nn.Module, batch: Any, recipe: Recipe) -> tuple[Any, Traces]:

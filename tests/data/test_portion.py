@@ -19,13 +19,15 @@ ROWS = torch.arange(12).reshape(6, 2)
 
 
 def test_tensors_as_long_as_the_batch_are_cut_and_the_rest_goes_whole() -> None:
-    table, packed = torch.ones(4), pack_sequence([torch.ones(2)] * 6)
+    table, rows_of_text = torch.ones(4), list("abcdef")
     batch = {
         "x": ROWS,
         "more": [np.arange(6), "text", 3],
         "table": table,
         "one": torch.tensor(6),
-        "seq": packed,
+        "texts": rows_of_text,
+        "ids": (7, 8, 9, 10, 11, 12),
+        "words": [["a", "b"], ["c"], [], ["d"], ["e"], ["f", "g"]],
     }
     portion = Portion.of(batch, 6, Part(2, 5))
     rows = portion.rows(1, 3)
@@ -35,7 +37,9 @@ def test_tensors_as_long_as_the_batch_are_cut_and_the_rest_goes_whole() -> None:
     assert rows["more"][0].tolist() == [3, 4]
     assert rows["more"][1:] == ["text", 3]
     assert rows["table"] is table
-    assert rows["seq"] is packed
+    assert rows["texts"] == ["d", "e"]
+    assert rows["ids"] == (10, 11)
+    assert rows["words"] == [["d"], ["e"]]
     assert rows["one"] == 6
     assert portion.whole is batch
 
@@ -52,15 +56,44 @@ def test_a_batch_keeps_its_form(batch: Any) -> None:
     assert type(Portion.of(batch, 6, Part(0, 3)).rows(0, 2)) is type(batch)
 
 
-@pytest.mark.parametrize("batch", [["a"] * 6, torch.ones(5, 6), {"n": 6}, []])
+@pytest.mark.parametrize("batch", [["a"] * 5, torch.ones(5, 6), {"n": 6}, []])
 def test_nothing_to_cut(batch: Any) -> None:
-    with pytest.raises(DataError, match=f"no tensor in this {type(batch).__name__} is 6 long"):
+    with pytest.raises(DataError, match=f"nothing in this {type(batch).__name__} is 6 long"):
         Portion.of(batch, 6, Part(0, 3))
 
 
 def test_a_sparse_tensor_is_not_cut() -> None:
-    with pytest.raises(DataError, match=r"cannot split a tensor of layout torch\.sparse_coo"):
+    with pytest.raises(DataError, match=r"a tensor of layout torch\.sparse_coo cannot be cut"):
         Portion.of((ROWS, ROWS.to_sparse()), 6, Part(0, 3))
+
+
+class Opaque:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def to(self, device: object) -> Opaque:
+        return self
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (pack_sequence([torch.ones(2)] * 6), "PackedSequence holds its samples time step by time step"),
+        (
+            Opaque(ROWS),
+            r"class Opaque holds a tensor that is as long as the batch \(6\).*register_pytree_node",
+        ),
+        (Opaque({"deep": [ROWS]}), "class Opaque holds a tensor"),
+    ],
+)
+def test_samples_that_cannot_be_cut_are_refused_beside_those_that_can(other: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Portion.of((ROWS, other), 6, Part(0, 3))
+
+
+def test_an_object_without_samples_goes_whole() -> None:
+    table = Opaque(torch.ones(4))
+    assert Portion.of((ROWS, table), 6, Part(0, 3)).rows(0, 2)[1] is table
 
 
 def test_what_was_gathered_is_cut_everywhere() -> None:

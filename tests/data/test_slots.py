@@ -7,20 +7,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
-from flowdp.data.portion import moves_itself
 from flowdp.data.slots import Layout, first_rows, is_plain, own_memory, poison
+from flowdp.data.trees import flatten
 from flowdp.device.streams import HostLane
 from tests.data.cards import CardLane
 
 
 def layout(batch: Any) -> Layout:
-    return Layout.of(*tree_flatten(batch, is_leaf=moves_itself))
+    return Layout.of(*flatten(batch))
 
 
 def holds(full: Any, batch: Any) -> bool:
-    return layout(full).holds(*tree_flatten(batch, is_leaf=moves_itself))
+    return layout(full).holds(*flatten(batch))
 
 
 FULL = {

@@ -177,5 +177,5 @@ def test_what_is_as_long_as_its_batch_is_joined() -> None:
 def test_what_cannot_be_joined() -> None:
     with pytest.raises(TypeError, match="differ in structure"):
         joined([{"x": torch.ones(2)}, {"y": torch.ones(2)}], [2, 2])
-    with pytest.raises(ValueError, match=r"as long as the batch \(2 samples\)"):
-        joined([["a", "b"], ["c", "d"]], [2, 2])
+    with pytest.raises(ValueError, match=r"as long as the batch \(3 samples\)"):
+        joined([["a", "b"], ["a", "b"]], [3, 3])

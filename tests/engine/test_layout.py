@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils._pytree import tree_flatten_with_path
 
 import flowdp
 from flowdp import CadenceOptions, DataParallel, FlowdpError, OptionError
+from flowdp.data.trees import flatten
 from flowdp.engine.layout import Callee, Layout, output_name
 from tests.loops import assert_equal, gradients, mlp, numbers
 
@@ -332,11 +333,13 @@ def test_a_function_without_a_signature_has_positions() -> None:
 
 
 def test_outputs_have_names() -> None:
-    named, _ = tree_flatten_with_path({"loss": 1, "heads": [2, (3,)]})
-    assert [output_name(path) for path, _ in named] == ["loss", "heads.0", "heads.1.0"]
+    x = torch.ones(2)
+    _, form = flatten({"loss": x, "heads": [x, (x,)], "more": UserDict(rows=x)})
+    named = [output_name(path) for path in form.key_paths()]
+    assert named == ["loss", "heads.0", "heads.1.0", "more.rows"]
 
     def count(labels: Tensor) -> int:
         return len(labels)
 
     layout = Layout(reduce={"loss": "sum", "heads.0": count})
-    assert [layout.reduction(path) for path, _ in named] == ["sum", count, "mean"]
+    assert [layout.reduction(path) for path in form.key_paths()] == ["sum", count, "mean", "mean"]

@@ -185,7 +185,7 @@ def own_step(worker: Any, batch: Any) -> None:
         ({"train_step": own_step}, "cannot be done in pieces"),
         (
             {"loss": no_cut, "collate_fn": lambda items: {"n": len(items)}},
-            "no tensor in it is 4 samples long",
+            "nothing in it is 4 samples long",
         ),
     ],
     ids=["optimizer", "train_step", "no tensors"],

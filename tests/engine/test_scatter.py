@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import register_dataclass
 
 from flowdp.engine.scatter import Arguments, Outputs, Returned, batch_length, join
@@ -32,6 +33,13 @@ class Plain:
     """One that it does not know."""
 
     ids: Tensor
+
+
+class Opaque:
+    """A class of which nothing is known."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
 
 
 class Named(NamedTuple):
@@ -152,9 +160,9 @@ def test_one_part_stays_as_it_is() -> None:
     found = tree_of(outputs)
     assert found["any"].shape == (7, 2)
     assert found["count"].item() == 3
-    assert found["plain"] is tree["plain"]
+    assert found["plain"].ids.tolist() == [1.0]
     gradient = torch.ones(7, 2)
-    assert outputs.part([gradient, None], 0) == [gradient, None]
+    assert outputs.part([gradient, None, None], 0) == [gradient, None, None]
 
 
 def test_each_part_gets_its_piece_of_the_gradient() -> None:
@@ -191,7 +199,12 @@ def test_which_outputs_ask_for_a_gradient() -> None:
         ((torch.ones(2), 1), (torch.ones(1), 2), r"output\[1\] .*differs between the devices: \[1, 2\]"),
         ((1,), (True,), "differs between the devices"),
         (np.ones(2), np.ones(2), "it is no tensor, and differs"),
-        (Plain(torch.ones(2)), Plain(torch.ones(1)), "classes that torch knows as pytrees"),
+        (Opaque(torch.ones(2)), Opaque(torch.ones(1)), "classes that torch knows as pytrees"),
+        (
+            pack_sequence([torch.ones(2)] * 2),
+            pack_sequence([torch.ones(2)]),
+            "PackedSequence; return the padded",
+        ),
         ({"loss": 0.5}, {"loss": 0.25}, r"output\['loss'\]"),
         (torch.ones(2), 1.0, r"differs between the devices: \[a tensor, 1.0\]"),
         (1.0, torch.ones(2), "it is no tensor, and differs"),

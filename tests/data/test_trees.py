@@ -1,0 +1,370 @@
+"""Batches, arguments and outputs in the containers that people use are taken apart and built again."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
+from dataclasses import InitVar, dataclass, field
+from functools import cached_property
+from types import MappingProxyType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node
+
+from flowdp.data.trees import (
+    Uncuttable,
+    batch_length,
+    concatenated,
+    cut,
+    described,
+    field_names,
+    field_of,
+    flatten,
+    is_cut,
+    leaves_of,
+    tensors_of,
+    tree_map,
+    unflatten,
+)
+
+X = torch.arange(8.0).reshape(4, 2)
+Y = torch.arange(4)
+
+
+@dataclass
+class Plain:
+    x: Tensor
+    y: Tensor
+    name: str = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Tensor
+    y: Tensor
+
+
+@dataclass
+class Derived:
+    x: Tensor
+    scale: InitVar[float]
+    total: Tensor = field(init=False)
+
+    def __post_init__(self, scale: float) -> None:
+        self.total = self.x.sum(1) * scale
+        self.note = "set beside the fields"
+
+    @cached_property
+    def twice(self) -> Tensor:
+        return self.x * 2
+
+
+class Encoding(UserDict[str, Any]):
+    """As transformers' BatchEncoding: another constructor, items as attributes, `to`."""
+
+    def __init__(self, data: dict[str, Any], encodings: list[str]) -> None:
+        super().__init__(data)
+        self._encodings = encodings
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def to(self, device: object) -> Encoding:
+        raise AssertionError("its tensors are moved one by one")
+
+
+@dataclass
+class Output(OrderedDict[str, Any]):
+    """As transformers' ModelOutput, but not registered: items that are attributes, too."""
+
+    logits: Tensor
+    loss: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("logits", "loss"):
+            if getattr(self, name) is not None:
+                self[name] = getattr(self, name)
+
+
+class Sub(dict[str, Any]):
+    pass
+
+
+class Rows(list[Any]):
+    pass
+
+
+class Attrs:
+    """As `attrs` makes them."""
+
+    __slots__ = ("x", "y")
+    __attrs_attrs__ = (SimpleNamespace(name="x"), SimpleNamespace(name="y"))
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+def tree_cut(tree: Any, start: int, samples: int, length: int = 4) -> Any:
+    """What a device is given."""
+    leaves, form = flatten(tree, length)
+    return unflatten([cut(leaf, start, samples) if is_cut(leaf, length) else leaf for leaf in leaves], form)
+
+
+CONTAINERS = [
+    Plain(X, Y),
+    Frozen(X, Y),
+    Encoding({"x": X, "y": Y}, list("abcd")),
+    Sub(x=X, y=Y),
+    SimpleNamespace(x=X, y=Y),
+    Attrs(X, Y),
+    Pair(X, Y),
+    OrderedDict(x=X, y=Y),
+    defaultdict(list, x=X, y=Y),
+    MappingProxyType({"x": X, "y": Y}),
+    {"x": X, "y": Y},
+]
+
+
+@pytest.mark.parametrize("batch", CONTAINERS, ids=lambda batch: type(batch).__name__)
+def test_what_batches_come_in_is_cut_and_stays_what_it_is(batch: Any) -> None:
+    part = tree_cut(batch, 1, 2)
+    assert type(part) is type(batch)
+    assert field_of(part, "x").tolist() == X[1:3].tolist()
+    assert field_of(part, "y").tolist() == [1, 2]
+    assert field_of(batch, "y").tolist() == [0, 1, 2, 3], "the batch itself is left alone"
+    assert {"x", "y"} <= set(field_names(batch))
+    assert batch_length(batch) == 4
+    assert flatten(part)[1] == flatten(batch)[1]
+
+
+@pytest.mark.parametrize(
+    "batch", [[X, Y], (X, Y), deque([X, Y]), Rows([X, Y])], ids=lambda b: type(b).__name__
+)
+def test_sequences(batch: Any) -> None:
+    part = tree_cut(batch, 1, 2)
+    assert type(part) is type(batch)
+    assert part[1].tolist() == [1, 2]
+
+
+def test_what_an_object_computed_of_its_fields_is_cut_with_them() -> None:
+    batch = Derived(X, 3.0)
+    batch.twice.add_(0.5)
+    part = tree_cut(batch, 1, 2)
+    assert part.total.tolist() == [15.0, 27.0]
+    assert part.twice.tolist() == (X[1:3] * 2 + 0.5).tolist()
+    assert part.note == "set beside the fields"
+
+
+def test_items_that_are_attributes_too_stay_one_thing() -> None:
+    part = tree_cut(Output(X), 1, 2)
+    assert part.logits is part["logits"]
+    assert part.logits.tolist() == X[1:3].tolist()
+    assert part.loss is None
+    assert len(leaves_of(Output(X))) == 2
+    assert tree_cut(Encoding({"x": X}, list("abcd")), 1, 2)._encodings == ["b", "c"]
+
+
+def test_a_library_that_registers_its_class_has_its_way() -> None:
+    class Own(dict[str, Any]):
+        pass
+
+    built: list[str] = []
+
+    def build(values: Any, keys: Any) -> Own:
+        built.append("its own way")
+        return Own(zip(keys, values, strict=True))
+
+    register_pytree_node(Own, lambda own: (list(own.values()), list(own)), build)
+    try:
+        assert tree_cut(Own(x=X), 1, 2)["x"].tolist() == X[1:3].tolist()
+        assert built == ["its own way"]
+        assert list(flatten(Own(x=X))[1].paths()) == ["['x']"]
+    finally:
+        del SUPPORTED_NODES[Own]
+
+
+def test_nothing_is_registered_with_torch() -> None:
+    before = set(SUPPORTED_NODES)
+    for batch in CONTAINERS:
+        tree_map(lambda leaf: leaf, batch)
+    assert set(SUPPORTED_NODES) == before
+
+
+def test_a_cache_of_transformers_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its class is known by the module that it comes from: a stand-in, for the package need not be here."""
+    name = "transformers.cache_utils"
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+
+    class Layer:
+        __module__ = name
+
+        def __init__(self, keys: Tensor) -> None:
+            self.keys, self.device = keys, keys.device
+
+    class Cache:
+        __module__ = name
+
+        def __init__(self, *layers: Layer) -> None:
+            self.layers = list(layers)
+
+    part = tree_cut(Cache(Layer(X), Layer(X + 1)), 1, 2)
+    assert [layer.keys.tolist() for layer in part.layers] == [X[1:3].tolist(), (X[1:3] + 1).tolist()]
+
+
+def test_classes_made_anew_in_each_call_have_one_form() -> None:
+    def named(x: Any) -> Any:
+        return namedtuple("Out", "x")(x)
+
+    def record(x: Any) -> Any:
+        @dataclass
+        class Out:
+            x: Any
+
+        return Out(x)
+
+    assert flatten(record(X))[1] == flatten(record(Y))[1]
+    assert type(record(X)) is not type(record(Y))
+    assert flatten(record(X))[1] != flatten(Plain(X, Y))[1]
+    assert flatten(named(X))[1] == flatten(named(Y))[1]
+
+
+# ---------------------------------------------------------------- columns
+@pytest.mark.parametrize(
+    ("tree", "wanted"),
+    [
+        ((X, list("abcd")), ["b", "c"]),
+        ((X, tuple("abcd")), ("b", "c")),
+        ((X, [5, 6, 7, 8]), [6, 7]),
+        ((X, (5, 6, 7, 8)), (6, 7)),
+        ((X, [["a"], ["b", "c"], ["d", "e", "f", "g"], []]), [["b", "c"], ["d", "e", "f", "g"]]),
+        ((X, np.array(list("abcd"))), np.array(["b", "c"])),
+        ((X, [{"id": 1}, {"id": 2}, {"id": 3}, {"id": 4}]), [{"id": 2}, {"id": 3}]),
+        ((X, list("abc")), list("abc")),
+        ((X, "text"), "text"),
+        ((X, torch.Size([1, 2, 3, 4])), torch.Size([1, 2, 3, 4])),
+        ((X, {"ids": [5, 6, 7, 8], "meta": [1]}), {"ids": [6, 7], "meta": [1]}),
+        ((X, (["a", "b", "c", "d"], [5, 6, 7, 8])), (["b", "c"], [6, 7])),
+    ],
+)
+def test_lists_as_long_as_the_batch_are_cut_like_tensors(tree: Any, wanted: Any) -> None:
+    part = tree_cut(tree, 1, 2)[1]
+    assert type(part) is type(wanted)
+    assert np.array_equal(part, wanted) if isinstance(part, np.ndarray) else part == wanted
+
+
+def test_the_fields_of_a_batch_of_two_samples() -> None:
+    assert tree_cut((["a", "b"], [1, 2]), 0, 1, length=2) == (["a"], [1])
+    assert tree_cut({"boxes": [[1, 2], [3, 4]], "x": X[:2]}, 0, 1, length=2)["boxes"] == [[1, 2]]
+
+
+def test_a_size_is_no_column_in_a_call() -> None:
+    leaves, _ = flatten(
+        {0: X, "size": (1, 2, 3, 4), "ids": [1, 2, 3, 4], "names": tuple("abcd")}, 4, with_sizes=True
+    )
+    assert [leaf for leaf in leaves if is_cut(leaf, 4)][1:] == [[1, 2, 3, 4], tuple("abcd")]
+
+
+def test_a_list_of_tensors_is_a_container() -> None:
+    assert len(leaves_of([X, X, X, X])) == 4
+    assert len(flatten([X, "a", X, Y], 4)[0]) == 4
+
+
+def test_a_configuration_stays_one_object() -> None:
+    config = SimpleNamespace(width=3, names=["a", "b"])
+    assert tree_cut((X, config), 1, 2)[1] is config
+
+
+# ---------------------------------------------------------------- the length, and what cannot be cut
+@pytest.mark.parametrize(
+    ("tree", "length"),
+    [
+        (({"ids": list("abc")}, X), 4),
+        ((np.ones((3, 2)), ["a"]), 3),
+        ((torch.tensor(1.0), ["a", "b"]), 2),
+        ((["a"], np.ones(3)), 3),
+        (([1, 2], ("a", "b"), "text", None, 5, []), None),
+        ((pack_sequence([X, X]),), None),
+    ],
+)
+def test_the_length_of_a_batch(tree: Any, length: int | None) -> None:
+    assert batch_length(tree) == length
+
+
+class Opaque:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def to(self, device: object) -> Opaque:
+        return self
+
+    def __len__(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize("leaf", [Opaque(X), Opaque([{"a": X}]), Opaque(None), pack_sequence([X])])
+def test_an_object_that_holds_samples_and_is_not_known_is_refused(leaf: Any) -> None:
+    with pytest.raises(Uncuttable):
+        is_cut(leaf, 4)
+    assert not is_cut(leaf, None), "where nothing is cut, it may go whole"
+
+
+@pytest.mark.parametrize(
+    "leaf", [nn.Linear(4, 4), torch.Generator(), len, Opaque, None, 4, "four", object(), {1, 2}]
+)
+def test_what_holds_no_samples_goes_whole(leaf: Any) -> None:
+    assert not is_cut(leaf, 4)
+
+
+def test_an_object_that_holds_itself() -> None:
+    node = SimpleNamespace(x=X)
+    node.self = node
+    with pytest.raises(Uncuttable, match="SimpleNamespace holds a tensor"):
+        tree_cut(node, 1, 2)
+
+
+# ---------------------------------------------------------------- forms
+def test_paths_are_written_as_in_python() -> None:
+    tree = {"a": [X, Plain(X, Y)], "b": Pair(X, (Y, "text")), "c": Encoding({"k": X}, [])}
+    assert list(flatten(tree)[1].paths()) == [
+        *("['a'][0]", "['a'][1].x", "['a'][1].y", "['a'][1].name"),
+        *("['b'].x", "['b'].y[0]", "['b'].y[1]"),
+        *("['c'].data['k']", "['c']._encodings"),
+    ]
+    assert str(flatten({"a": [X, 1]})[1]) == "dict('a': list(*, *))"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [((X,), [X]), ({"a": X}, {"b": X}), ((X,), (X, X)), (Plain(X, Y), Pair(X, Y)), (X, (X,)), ((X,), X)],
+)
+def test_other_forms_differ(one: Any, other: Any) -> None:
+    assert flatten(one)[1] != flatten(other)[1]
+
+
+def test_all_tensors_of_a_tree() -> None:
+    packed, hidden = pack_sequence([X, X]), torch.ones(1)
+    found = list(tensors_of([X, {"p": packed}, Opaque([hidden]), "text"]))
+    assert [id(tensor) for tensor in found] == [id(X), id(packed.data), id(packed.batch_sizes), id(hidden)]
+
+
+def test_leaves_one_behind_the_other() -> None:
+    assert concatenated([Y[:1], Y[2:]]).tolist() == [0, 2, 3]
+    assert concatenated([np.ones(1), np.zeros(2)]).tolist() == [1, 0, 0]
+    assert concatenated([["a"], ["b", "c"]]) == ["a", "b", "c"]
+    assert concatenated([("a",), ("b",)]) == ("a", "b")
+
+
+def test_leaves_in_a_few_words() -> None:
+    shown = [described(leaf) for leaf in (X, np.ones(3), ["a"], "text", None, 3, Opaque(X), "long" * 20)]
+    assert shown == ["tensor (4, 2)", "array (3,)", "list of 1", "'text'", "None", "3", "Opaque", "str"]
