@@ -21,13 +21,14 @@ from flowdp.device.streams import open_lanes
 from flowdp.device.topology import resolve_devices
 from flowdp.device.transfer import move
 from flowdp.engine.alias import AliasModule
+from flowdp.engine.gather import Joining
 from flowdp.engine.layout import Callee, DimOption, JoinFunction, Layout, ReduceOption, SplitFunction
 from flowdp.engine.live import check_free
 from flowdp.engine.loading import Epoch
 from flowdp.engine.pacing import Alone, Pacing
 from flowdp.engine.peers import Peers, ReplicaFactory
 from flowdp.engine.recipe import Inputs, InputsOption, LossFunction, Recipe, Taps
-from flowdp.engine.scatter import Arguments, Joining, Part
+from flowdp.engine.scatter import Arguments, Part
 from flowdp.engine.setup import (
     OptimizerOption,
     check_cadence,

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.device.transfer import carry, move
+from flowdp.engine.gather import Joining, Outputs, Returned
 from flowdp.engine.higher_order import RankGraph, differentiate, retains_graph
 from flowdp.engine.peers import Peers
-from flowdp.engine.scatter import Arguments, Handed, Joining, Outputs, Part, Returned
+from flowdp.engine.scatter import Arguments, Handed, Part
 from flowdp.errors import FlowdpError
 
 __all__ = [

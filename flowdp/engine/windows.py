@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from flowdp.data.trees import field_of, tree_map
 from flowdp.device.transfer import carry, move
+from flowdp.engine.gather import Returned, join
 from flowdp.engine.peers import Peers
 from flowdp.engine.recipe import LossContext, Recipe, Traces
-from flowdp.engine.scatter import Arguments, Part, Returned, join
+from flowdp.engine.scatter import Arguments, Part
 from flowdp.engine.sharded import Gradients, Shard, accumulate, call_sharded, take_gradients
 from flowdp.errors import FlowdpError
 
