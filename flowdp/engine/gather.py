@@ -1,7 +1,7 @@
 """Putting the outputs of a call together that several devices did.
 
-Outputs are trees (`flowdp.data.trees`). Tensors are joined along their dim, numbers are reduced, and everything
-else is the same on all devices, or has an entry for each sample.
+Outputs are trees (`flowdp.data.trees`). Tensors are joined along their dim, numbers are reduced, and all else
+is the same on all devices, or has an entry for each sample.
 """
 
 from __future__ import annotations
