@@ -189,6 +189,9 @@ class DataParallel(AliasModule):
         self._stepping = Stepping(module, self._peers, self._pacing, averages=self._averages)
         self._stepping.use(optimizers)
 
+    def __repr__(self) -> str:
+        return f"<DataParallel of {type(self.module).__name__} on {', '.join(map(str, self.devices))}>"
+
     # ------------------------------------------------------------------ what it is
     @property
     def replicas(self) -> tuple[nn.Module, ...]:

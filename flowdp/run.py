@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import nn
 
+from flowdp.engine.interrupts import hearing_interrupts
 from flowdp.engine.launch import Engine
 from flowdp.engine.pauses import Pauses
 from flowdp.errors import FlowdpError, OptionError
@@ -69,6 +70,10 @@ class Run:
         self._polled = 0
         self.devices = tuple(replica.device for replica in engine.replicas)
 
+    def __repr__(self) -> str:
+        devices = ", ".join(map(str, self.devices))
+        return f"<Run on {devices}: {self.status()}>"
+
     # ------------------------------------------------------------------ reading
     @property
     def world_size(self) -> int:
@@ -122,8 +127,13 @@ class Run:
         engine = self._engine
         forgiven = sorted(engine.failures.forgiven.items())
         left = [f"rank {rank} left: {format_text(error)}" for rank, error in forgiven]
-        complaints = () if self._observer is None else self._observer.complaints
-        return (*left, *engine.saver.problems, *complaints)
+        smaller = [
+            f"rank {rank} ran out of memory, and takes its steps in {one.pieces} pieces"
+            for rank, one in enumerate(engine.progress())
+            if one.pieces > 1
+        ]
+        told = () if self._observer is None else self._observer.complaints
+        return (*left, *engine.records.problems, *smaller, *engine.saver.problems, *told)
 
     def dump(self, events: int = 50) -> str:
         """What every rank is doing, the stacks of all threads, and the last events: of a run that hangs, say.
@@ -131,7 +141,10 @@ class Run:
         Args:
             events: How many.
         """
-        return self._engine.report(str(self.status()), events)
+        report = self._engine.report(str(self.status()), events)
+        if self._observer is None or not self._observer.inside:
+            return report
+        return f"{report}\n\n{self._observer.inside} is here:\n{self._observer.stack.rstrip()}"
 
     def save_story(self, path: str | PathLike[str]) -> None:
         """Write the events that are kept, the last few thousand, for `python -m flowdp.sim --replay`.
@@ -151,7 +164,8 @@ class Run:
         """The records of the run, from the first one, as they come.
 
         Every iterator sees all of them (of rounds, the last 4,096). It ends with the run, after `stop()` too,
-        and raises the run's failure. Ctrl-C in it ends the run after its round, as in `join()`.
+        and raises the run's failure. Ctrl-C in it, or in the body of the loop over it, ends the run after its
+        round, as in `join()`; a `break` does not.
 
         Args:
             every: "epoch"; "round"; or n: the record of the round in which each further n steps of all
@@ -196,12 +210,19 @@ class Run:
         """Stand still for the length of a `with` block, which is entered when all workers do.
 
         The devices are the caller's meanwhile: what it enqueues on its current stream comes before the next
-        step.
+        step. In a run that is over it is entered at once.
+
+        Raises:
+            FlowdpError: The run has failed: its workers may be anywhere.
+            OptionError: The caller is a thread of the run.
         """
         self._check_caller("paused")
         wish = self._pauses.enter()
         try:
-            self._engine.records.wait_for_pause(wish)
+            with self._engine.records.reader():
+                self._engine.records.wait_for_pause(wish)
+            if self.error is not None:
+                self._raise_failure()
             yield
         finally:
             for replica in self._engine.replicas:
@@ -238,16 +259,18 @@ class Run:
     def snapshot(self) -> TrainedState:
         """What the run has made so far, of the end of this round; training goes on meanwhile.
 
-        Of a run that has ended it is the run's answer.
+        After the run has ended, returns its final state. In a callback, training has gone on since what it
+        was called for: `on_checkpoint` has the weights of that very moment.
 
         Raises:
             FlowdpError: The run has failed.
-            OptionError: The caller is a thread of the run.
+            OptionError: The caller is a worker or another thread that the run waits for.
         """
-        self._check_caller("snapshot")
+        if not self._is_called_back():
+            self._check_caller("snapshot")
         standing = self._engine.snapshot()
         if standing is None:
-            return self.join()
+            return self._final() if self._is_called_back() else self.join()
         kept = standing.read()
         rates = kept["ranks"][0]["learning_rate"]
         return TrainedState.of(
@@ -259,6 +282,14 @@ class Run:
             interrupted=True,
             stood=self._engine.stood(standing.position, learning_rate=rates, orders=standing.orders),
         )
+
+    def _final(self) -> TrainedState:
+        """The answer of a run that ends, on the observer's thread: join() would wait for that one."""
+        state = None if self.error is not None else self.answer()
+        if state is None:
+            assert self.error is not None
+            raise self.error
+        return state
 
     # ------------------------------------------------------------------ ending
     def join(self, timeout: float | None = None) -> TrainedState:
@@ -279,11 +310,17 @@ class Run:
         with self._engine.records.reader():
             try:
                 if not self._engine.wait(timeout):
-                    raise TimeoutError(f"the run goes on after {timeout} s: {self.status()}")
+                    raise TimeoutError(self._unfinished(timeout))
             except KeyboardInterrupt:
                 self._interrupt()
                 raise
         return self._collect()
+
+    def _unfinished(self, timeout: float | None) -> str:
+        inside = "" if self._observer is None else self._observer.inside
+        if self.done and inside:
+            return f"the run is over, and {inside} has not returned after {timeout} s: {self.status()}"
+        return f"the run goes on after {timeout} s: {self.status()}"
 
     def __enter__(self) -> Run:
         self._inside.enter_context(self._engine.records.reader())
@@ -386,11 +423,18 @@ class Run:
         )
 
     def _guarded(self, records: Callable[[], Iterator[R]]) -> Iterator[R]:
-        with self._engine.records.reader():
+        with self._engine.records.reader(), hearing_interrupts() as interrupts:
+            before = None
             try:
-                yield from records()
+                for record in records():
+                    before = interrupts()
+                    yield record
             except KeyboardInterrupt:
                 self._interrupt()
+                raise
+            except GeneratorExit:  # the loop was left
+                if before is not None and interrupts() > before:
+                    self._interrupt()
                 raise
         self._collect()
 

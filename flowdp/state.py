@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from flowdp.engine.build import Optimizers
 from flowdp.engine.resume import Stood
+from flowdp.policy.formats import format_metric
 from flowdp.policy.tally import EpochMetrics
 
 __all__ = ["Status", "TrainedState", "alone", "on_cpu", "optimizer_state"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainedState:
     """What a run has made.
 
@@ -48,6 +49,14 @@ class TrainedState:
             **rest,
         )
 
+    def __repr__(self) -> str:
+        last = f", loss {format_metric(self.history[-1].loss)}" if self.history else ""
+        end = ", interrupted" if self.interrupted else ""
+        return (
+            f"<TrainedState: {len(self.state_dict)} tensors, {self.epochs_done} epochs, step "
+            f"{self.global_step:,}{last}{end}>"
+        )
+
     def load_into(self, module: nn.Module) -> nn.Module:
         """Copy the parameters and buffers into a module of the same structure, and return it."""
         module.load_state_dict(self.state_dict)
@@ -67,8 +76,9 @@ class Status:
         throttled: Why a rank has no batches, per rank; None for one that has. Shape (world_size,).
         pieces: Into how many a micro-batch is cut, per rank, because its device ran out of memory; 1 where it
             is whole. Shape (world_size,).
-        problems: What went wrong without ending the run: callbacks that raised, checkpoints that could not be
-            written, ranks that left.
+        problems: What went wrong without ending the run: replicas that had NaN or infinite numbers, ranks
+            that left or ran out of memory, callbacks that raised or do not return, a checkpoint or a story
+            that could not be written, a standstill at the start or while paused.
     """
 
     life: str

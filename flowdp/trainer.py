@@ -268,6 +268,11 @@ class Trainer:
         self._first_source: Source | None = self._open()
         self._batches = self._first_source.batches
 
+    def __repr__(self) -> str:
+        model = type(self.model).__name__ if isinstance(self.model, nn.Module) else "a model factory"
+        devices = ", ".join(map(str, self.devices))
+        return f"<Trainer of {model} on {devices}, policy={self.policy!r}>"
+
     @property
     def total_steps(self) -> int:
         """Steps of all devices together: what a schedule of the whole run is made for.
@@ -301,7 +306,6 @@ class Trainer:
             CheckpointError: There is nothing to go on from, or this run cannot.
             CollectiveError: backend="nccl" was asked for and does not work here; the message says why.
             DataError: The dataset's worker processes could not be started.
-            OSError: The story's file cannot be written.
 
         Threads:
             The model and optimizer factories, and the dataset's worker processes, run in the calling thread.
@@ -327,7 +331,8 @@ class Trainer:
         self.upkeep.check_source(source)
         config = self._config(source, replicas, resumed)
         engine = open_engine(self.story, config, replicas, source, self.tuning, self.backend, care=care)
-        observer = Observer(engine.records, [*self._bar(start), *self.upkeep.callbacks], engine.fail)
+        told = [*self._bar(start), *self.upkeep.callbacks]
+        observer = Observer(engine.records, told, engine.fail, self.upkeep.stall_timeout)
         if self.handle_sigterm:
             care.sigterm = SigtermStop(partial(engine.request, Requested("stop")))
         engine.close_observer = observer.close

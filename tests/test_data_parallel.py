@@ -886,6 +886,12 @@ def test_no_edge_is_missing(card: Card, kind: str) -> None:
     assert_equal(values(model), values(twin))
 
 
+def test_at_the_end_of_a_cell_it_is_one_short_line() -> None:
+    model = nn.Sequential(nn.Linear(4, 1))
+    with flowdp.setup(model, torch.optim.SGD(model.parameters(), 0.1), devices=2) as dp:
+        assert repr(dp) == "<DataParallel of Sequential on cpu, cpu>"
+
+
 # ---------------------------------------------------------------- arguments
 JUNK: list[Any] = [3, 3.5, -1, 0, True, "x", "", object(), [], {}, [3], ["x"], math.nan, b"x", torch.ones(3)]
 

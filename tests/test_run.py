@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import signal
 import sys
 import threading
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from flowdp import (
     CadenceOptions,
+    Callback,
     EpochMetrics,
     OptionError,
     Run,
@@ -387,6 +390,194 @@ def test_ctrl_c_ends_the_run_and_keeps_what_it_has_made(policy: str, where: str)
     assert state.global_step == len(steps.seen) >= 30
     assert torch.equal(model.weight, state.state_dict["weight"])
     assert runs[0].join() is state
+
+
+@pytest.mark.parametrize("every", ["epoch", "round", 5])
+def test_ctrl_c_in_the_body_of_the_loop_does_the_same(every: Any) -> None:
+    model = nn.Linear(1, 1)
+    run = trainer(model=model, epochs=10**6).start()
+
+    def watch() -> None:
+        for _ in run.metrics(every):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        watch()
+    state = run.state
+    assert state is not None
+    assert state.interrupted
+    assert torch.equal(model.weight, state.state_dict["weight"])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_loop_that_is_left_otherwise_lets_the_run_go_on() -> None:
+    run = trainer(epochs=10**6).start()
+    interrupts = 0
+    for number, _ in enumerate(run.metrics()):
+        if number == 2:
+            break
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            interrupts += 1  # the loop goes on, as its author wants
+
+    def fail() -> None:
+        for _ in run.metrics():
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert interrupts == 2
+    assert not run.done
+    run.stop()
+    run.join()
+
+
+# ---------------------------------------------------------------- a run that has failed
+def test_a_pause_of_a_run_that_has_failed_raises_its_failure() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        raise ValueError("boom")
+
+    run = trainer(loss).start()
+    with run._engine.records.reader():
+        assert run._engine.records.wait(timeout_s=WAIT_S)
+    entered = []
+    with pytest.raises(StepError, match="boom") as caught, run.paused():
+        entered.append(True)
+    assert not entered
+    with pytest.raises(StepError) as again:
+        run.join()
+    assert again.value is caught.value
+
+
+def test_a_pause_of_a_run_that_is_over_is_entered() -> None:
+    run = trainer().start()
+    run.join()
+    with run.paused():
+        assert run.status().life == "done"
+
+
+def test_replicas_that_were_left_out_of_a_mean_are_among_the_problems() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        worker = current_worker()
+        bad = worker.rank == 1 and worker.local_step in (2, 6)
+        return mse(model, batch) * (math.nan if bad else 1.0)
+
+    run = trainer(loss, policy="sync").start()
+    run.join()
+    [problem] = run.status().problems
+    assert problem.startswith("rank 1 on cpu had NaN or infinite numbers: it was left out of the mean")
+    assert problem.endswith(" (2 times)")
+
+
+def test_a_device_that_takes_smaller_pieces_is_among_the_problems() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if current_worker().rank == 1 and len(batch) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return mse(model, batch)
+
+    run = trainer(loss, policy="sync").start()
+    run.join()
+    assert run.status().problems == ("rank 1 ran out of memory, and takes its steps in 2 pieces",)
+
+
+# ---------------------------------------------------------------- callbacks that see the model
+class Weights(Callback):
+    """Takes the averaged weights where it is asked to."""
+
+    def __init__(self, *methods: str) -> None:
+        self.run: Any = None
+        self.seen: list[TrainedState] = []
+        for method in methods:
+            setattr(self, method, self.take)
+
+    def on_train_start(self, run: Any) -> None:
+        self.run = run
+
+    def take(self, _: object) -> None:
+        self.seen.append(self.run.snapshot())
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "exact"])
+def test_a_callback_has_the_averaged_weights(policy: str) -> None:
+    kept = Weights("on_epoch_end")
+    run = trainer(policy=policy, callbacks=[kept]).start()
+    state = run.join()
+    assert not run.status().problems
+    assert [one.epochs_done for one in kept.seen] == sorted(one.epochs_done for one in kept.seen)
+    assert len(kept.seen) == 3
+    last = kept.seen[-1]
+    assert last.global_step == state.global_step
+    assert torch.equal(last.state_dict["weight"], state.state_dict["weight"])
+    assert all(one.epochs_done >= number for number, one in enumerate(kept.seen, 1))
+
+
+def test_a_snapshot_under_way_is_of_its_moment() -> None:
+    steps = Steps()
+    kept, go_on = Weights(), threading.Event()
+    kept.on_epoch_end = lambda metrics: kept.take(metrics) or go_on.set()  # type: ignore[method-assign]
+    run = trainer(steps, callbacks=[kept], epochs=10**6).start()
+    assert go_on.wait(WAIT_S)
+    steps.wait_for_more(30)
+    run.stop()
+    state = run.join()
+    assert kept.seen[0].global_step < state.global_step
+    assert not torch.equal(kept.seen[0].state_dict["weight"], state.state_dict["weight"])
+
+
+def test_a_callback_asks_a_run_that_has_failed_in_vain() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        raise ValueError("boom")
+
+    kept = Weights("on_exception")
+    run = trainer(loss, callbacks=[kept]).start()
+    with pytest.raises(StepError):
+        run.join()
+    assert not kept.seen
+    assert any("StepError" in problem for problem in run.status().problems)
+
+
+def test_a_callback_that_hangs_is_named() -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Board(Callback):
+        def on_epoch_end(self, metrics: EpochMetrics) -> None:
+            inside.set()
+            go_on.wait(WAIT_S)
+
+    run = trainer(callbacks=[Board()], epochs=1, stall_timeout=0.01).start()
+    assert inside.wait(WAIT_S)
+    try:
+        run._engine.records.wait(over=True, timeout_s=WAIT_S)
+        with pytest.raises(
+            TimeoutError, match=r"the run is over, and Board.on_epoch_end has not returned after 0.1 s"
+        ):
+            run.join(timeout=0.1)
+        assert "Board.on_epoch_end is here:\n" in run.dump()
+        assert "go_on.wait(WAIT_S)" in run.dump()
+        [problem] = run.status().problems
+        assert problem.startswith("Board.on_epoch_end has not returned for ")
+    finally:
+        go_on.set()
+    run.join()
+    assert not run.status().problems
+
+
+# ---------------------------------------------------------------- at the end of a notebook's cell
+def test_one_short_line_each() -> None:
+    job = trainer(model=nn.Sequential(nn.Linear(1, 1)))
+    assert repr(job) == "<Trainer of Sequential on cpu, cpu, policy='cadence'>"
+    assert (
+        repr(trainer(model=lambda: nn.Linear(1, 1)))
+        == "<Trainer of a model factory on cpu, cpu, policy='cadence'>"
+    )
+    run = job.start()
+    state = run.join()
+    assert repr(run) == f"<Run on cpu, cpu: {run.status()}>"
+    assert re.fullmatch(r"<TrainedState: 2 tensors, 3 epochs, step 90, loss \d\.\d+>", repr(state))
+    run = trainer(epochs=10**6).start()
+    run.stop()
+    assert repr(run.join()).endswith(", interrupted>")
 
 
 # ---------------------------------------------------------------- the block

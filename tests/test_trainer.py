@@ -293,7 +293,10 @@ ONE_MODULE = nn.Linear(1, 1)
         ({"optimizer": lambda params: 3}, "returned int, not a torch optimizer"),
         ({"scheduler": lambda opt: 3, "scheduler_unit": "step"}, "returned 3, not a torch scheduler"),
         ({"scheduler": lambda opt: ReduceLROnPlateau(opt), "scheduler_unit": "step"}, "must be 'epoch'"),
-        ({"story": "/nowhere/run.jsonl"}, "cannot be written to '/nowhere/run.jsonl': .*; give another path"),
+        (
+            {"story": "/nowhere/run.jsonl"},
+            r"story cannot be written to '/nowhere/run.jsonl' \(.*\); give another path",
+        ),
         ({"story": "/"}, "cannot be written to '/'"),
     ],
 )

@@ -34,16 +34,34 @@ class Processes:
 
     def __init__(self, iterator: Any) -> None:
         self._iterator = iterator
+        self._is_waiting = False
         self._results = iterator._data_queue
         iterator._data_queue = self
         if iterator._worker_pids_set:
             torch._C._remove_worker_pids(id(iterator))
             iterator._worker_pids_set = False
 
+    @property
+    def awaited(self) -> str:
+        """The process whose batch is the next one, in words; "" while nobody waits for it.
+
+        Threads:
+            Any.
+        """
+        iterator = self._iterator
+        # Each task is given to a process in advance, and the results are taken in the order of the tasks.
+        owner = iterator._task_info.get(iterator._rcvd_idx)
+        if not self._is_waiting or owner is None:
+            return ""
+        number = owner[0]
+        return f"DataLoader worker {number} (process {iterator._workers[number].pid})"
+
     def get(self, timeout: float) -> Any:
         """What torch calls for the next result; `queue.Empty` makes it look for dead processes."""
         processes = {process.sentinel: process for process in self._iterator._workers}
+        self._is_waiting = True
         ready = connection.wait([self._results._reader, *processes], timeout)
+        self._is_waiting = False
         if self._results._reader not in ready:
             raise queue.Empty
         try:

@@ -111,6 +111,12 @@ class LoaderSource(Source):
         """The reader thread; see `Source.threads`."""
         return [] if self._thread is None else [self._thread]
 
+    def waits_for(self) -> str:
+        """The worker process that is to deliver the next batch; see `Source.waits_for`."""
+        process = "" if self._processes is None else self._processes.awaited
+        epoch, batch = self._reading
+        return f"waiting for {process} to read batch {batch} of epoch {epoch}" if process else ""
+
     def take(self, rank: int, epoch: int, batch: int, part: Part | None = None) -> Batch | None:
         """Hand a batch over, or None and a `wake` later; see `Source.take`."""
         key = (epoch, batch)

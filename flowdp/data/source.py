@@ -90,6 +90,14 @@ class Source(ABC):
         """
         return []
 
+    def waits_for(self) -> str:
+        """What the thread that reads waits for, in words: a worker process; "" where it waits for none.
+
+        Threads:
+            Any.
+        """
+        return ""
+
     @abstractmethod
     def start(self, *, wake: Callable[[int, int, int], None], failed: Callable[[DataError], None]) -> None:
         """Begin to read. Call it once, before any other thread of the run exists.

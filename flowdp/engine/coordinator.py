@@ -190,6 +190,7 @@ class CoordinatorShell:
         error = self._witness.stall_error(self._watch.still_ms / 1e3)
         if verdict == "warn":
             log.warning("%s", error)
+            self._records.complain(str(error).partition("\n\n")[0].replace("\n ", ";"), "stalled")
         else:
             self.inbox.post(Failed(self._failures.add(error)))
 
@@ -207,7 +208,9 @@ class CoordinatorShell:
             case Save():
                 self._saver.save(command, self._records.epochs)
             case Quarantined():
-                log.warning("%s", self._witness.quarantined(command))
+                text = self._witness.quarantined(command)
+                log.warning("%s", text)
+                self._records.complain(text, ("quarantined", command.rank))
             case RoundEnded():
                 self._records.add(command)
                 if command.reason:

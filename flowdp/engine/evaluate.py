@@ -206,6 +206,10 @@ class Evaluator:
         """The threads that read; see `Source.threads`."""
         return self._source.threads()
 
+    def waits_for(self) -> str:
+        """What the reader waits for; see `Source.waits_for`."""
+        return self._source.waits_for()
+
     def close(self) -> bool:
         """End what was started; see `Source.close`."""
         return self._source.close()

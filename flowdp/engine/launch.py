@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,10 @@ from flowdp.engine.failures import Failures
 from flowdp.engine.records import Records
 from flowdp.engine.replica import Replica
 from flowdp.engine.resume import Stood
+from flowdp.engine.story_file import StoryFile
 from flowdp.engine.witness import Progress, Witness
 from flowdp.engine.worker import Mail, Worker
-from flowdp.errors import CollectiveError, DataError, FlowdpError, OptionError
+from flowdp.errors import CollectiveError, DataError, FlowdpError
 from flowdp.machine.coordinator import Coordinator, RunConfig
 from flowdp.machine.position import Position
 from flowdp.machine.story import Story
@@ -151,6 +152,7 @@ class Engine:
             self.threads,
             self.story.tail,
             steps_at_gate=config.policy == "exact",
+            readers=self._readers,
         )
         self._report: Callable[[str, int], str] = witness.report
         timeout_s = self.care.stall_timeout_s
@@ -324,6 +326,11 @@ class Engine:
         writer = [] if self.saver.thread is None else [self.saver.thread]
         return [*self._threads, self._coordinator, *readers, *writer]
 
+    def _readers(self) -> list[str]:
+        evaluator = self.care.evaluator
+        waits = [self._source.waits_for(), "" if evaluator is None else evaluator.waits_for()]
+        return [doing for doing in waits if doing]
+
     def report(self, headline: str, events: int) -> str:
         """What the ranks and threads are doing, and the last events, as text of many lines."""
         return self._report(headline, events)
@@ -382,20 +389,15 @@ def open_engine(story: Path | None, *parts: Any, care: Care) -> Engine:
         care: As of `Engine`.
 
     Raises:
-        OptionError: The file cannot be opened.
-        OSError: It cannot be written.
+        OptionError: The file cannot be opened, or takes no line.
     """
     if story is None:
         return Engine(*parts, care=care)
+    file = StoryFile(story)
     try:
-        file = story.open("w", encoding="utf-8", buffering=1)
-    except OSError as error:
-        raise OptionError(
-            f"the story cannot be written to {str(story)!r}: {error}; give another path"
-        ) from error
-    try:
-        return Engine(*parts, care=care, sink=file.write, closing=file.close)
-    except OSError:  # of the first line, on a full disk; so there is nothing more to write either
-        with suppress(OSError):
-            file.close()
+        engine = Engine(*parts, care=care, sink=file.write, closing=file.close)
+    except BaseException:
+        file.close()
         raise
+    file.complain = engine.records.complain
+    return engine

@@ -123,6 +123,7 @@ class Records:
         self._rounds: deque[RoundEnded] = deque(maxlen=KEPT_ROUNDS)
         self._round_count = 0
         self._feed: Feed | None = None
+        self._problems: dict[object, tuple[str, int]] = {}  # the first text, and how often
         self._changed = threading.Condition()  # guards everything here
 
     def feed(self, *, rounds: bool) -> Feed:
@@ -145,6 +146,25 @@ class Records:
             self._changed.notify_all()
         if self._feed is not None:
             self._feed.put(record)
+
+    def complain(self, text: str, about: object = None) -> None:
+        """Note something that went wrong without ending the run.
+
+        Args:
+            text: In words.
+            about: Of what is about the same, the first text is kept and the others are counted; None: of the
+                same text.
+        """
+        with self._changed:
+            first, times = self._problems.get(about or text, (text, 0))
+            self._problems[about or text] = first, times + 1
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What went wrong without ending the run, in words."""
+        with self._changed:
+            known = list(self._problems.values())
+        return tuple(text + (f" ({times} times)" if times > 1 else "") for text, times in known)
 
     def pause(self, is_paused: bool) -> None:
         """Note that all workers stand still, or move again."""

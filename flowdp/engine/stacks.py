@@ -64,7 +64,7 @@ def describe_rank(
     elif duty is not None:
         doing = duty
     elif awaited is not None:
-        doing = f"waits for batch {awaited[1]} of epoch {awaited[0]}"
+        doing = f"waiting for data: batch {awaited[1]} of epoch {awaited[0]}"
     elif step is not None:
         doing = f"in a step (epoch {step[0]}, batch {step[1]})"
     else:
@@ -73,7 +73,11 @@ def describe_rank(
 
 
 def describe_run(
-    headline: str, ranks: Sequence[str], stacks: Mapping[str, str], events: Sequence[str]
+    headline: str,
+    ranks: Sequence[str],
+    stacks: Mapping[str, str],
+    events: Sequence[str],
+    readers: Sequence[str] = (),
 ) -> str:
     """All that is known of a run at one moment, as text of many lines.
 
@@ -82,8 +86,10 @@ def describe_run(
         ranks: What each rank is doing. Shape (world_size,).
         stacks: Python stack of each thread by its name.
         events: The last events of the coordinator, oldest first.
+        readers: What the readers of datasets wait for.
     """
     parts = [headline, *(f"  rank {rank}: {doing}" for rank, doing in enumerate(ranks))]
+    parts += [f"  reader: {doing}" for doing in readers]
     parts += [f"\n{name} is here:\n{stack.rstrip()}" for name, stack in stacks.items()]
     if events:
         parts += ["\nThe last events:", *(f"  {event}" for event in events)]
@@ -91,7 +97,11 @@ def describe_run(
 
 
 def stall_error(
-    still_s: float, ranks: Sequence[str], stacks: Mapping[str, str], events: Sequence[str]
+    still_s: float,
+    ranks: Sequence[str],
+    stacks: Mapping[str, str],
+    events: Sequence[str],
+    readers: Sequence[str] = (),
 ) -> StallError:
     """The error of a run that does not move; the arguments are those of `describe_run`.
 
@@ -100,12 +110,13 @@ def stall_error(
         ranks: What each rank is doing. Shape (world_size,).
         stacks: Python stack of each thread by its name.
         events: The last events of the coordinator, oldest first.
+        readers: What the readers of datasets wait for.
     """
     headline = (
         f"nothing has moved for {still_s:.1f} s; where a step or a read of the dataset may take that long, "
         "give a larger stall_timeout, or None"
     )
-    return StallError(describe_run(headline, ranks, stacks, events), ranks=ranks, stacks=stacks)
+    return StallError(describe_run(headline, ranks, stacks, events, readers), ranks=ranks, stacks=stacks)
 
 
 def _at_gate(waiting: Waiting) -> str:

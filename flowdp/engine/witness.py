@@ -45,6 +45,7 @@ class Witness:
         threads: Gives all threads of the run, the readers of its datasets included.
         tail: The last so many events of the coordinator, as text.
         steps_at_gate: The optimizers step there, all alike ("exact").
+        readers: Gives what the readers of the datasets wait for, in words.
 
     Threads:
         Any. What it sees of several ranks is of moments close to each other, not of one.
@@ -59,6 +60,7 @@ class Witness:
         tail: Callable[[int], list[str]],
         *,
         steps_at_gate: bool = False,
+        readers: Callable[[], list[str]] = list,
     ) -> None:
         self._workers = workers
         self._gate = gate
@@ -66,6 +68,7 @@ class Witness:
         self._threads = threads
         self._tail = tail
         self._steps_at_gate = steps_at_gate
+        self._readers = readers
 
     def progress(self) -> list[int]:
         """Counters of all that moves between two rounds. Shape (2 x world_size,).
@@ -117,14 +120,18 @@ class Witness:
 
     def report(self, headline: str, events: int = EVENTS) -> str:
         """All that is known at this moment: ranks, stacks, the last events."""
-        return describe_run(headline, self.ranks(), stacks(self._threads()), self._tail(events))
+        return describe_run(
+            headline, self.ranks(), stacks(self._threads()), self._tail(events), self._readers()
+        )
 
     def stall_error(self, seconds: float) -> StallError:
         """The error of a run in which nothing has moved for so long."""
-        return stall_error(seconds, self.ranks(), stacks(self._threads()), self._tail(EVENTS))
+        return stall_error(
+            seconds, self.ranks(), stacks(self._threads()), self._tail(EVENTS), self._readers()
+        )
 
     def quarantined(self, command: Quarantined) -> str:
-        """What to say of a replica that had left the numbers."""
+        """A replica had NaN or infinite numbers: which, and since which batch."""
         device = self._workers[command.rank].current.device
         text = (
             f"rank {command.rank} on {device} had NaN or infinite numbers: it was left out of the mean, and "

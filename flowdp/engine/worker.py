@@ -367,7 +367,9 @@ class Worker:
 
     def _await_evaluation(self) -> bool:
         """Wait for a note; False where it was an order to leave."""
+        doing, self.duty = self.duty, f"{self.duty}, waiting for data"
         self._read(self.inbox.get())
+        self.duty = doing
         return not self.machine.leaves
 
     def _moved(self) -> None:

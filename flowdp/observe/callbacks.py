@@ -22,16 +22,16 @@ class Callback:
 
     ::
 
-        class Stopwatch(flowdp.Callback):
+        class Keep(flowdp.Callback):
             def on_train_start(self, run):
                 self.run = run
 
             def on_epoch_end(self, metrics):
-                print(metrics.epoch_ms)
+                torch.save(self.run.snapshot().state_dict, "weights.pt")
                 if metrics.loss < 0.1:
                     self.run.stop()
 
-        flowdp.Trainer(..., callbacks=[Stopwatch()])
+        flowdp.Trainer(..., callbacks=[Keep()])
 
     All callbacks of a run are called on one thread of its own, one after another, in the order in which they
     are listed; training goes on meanwhile. One that is slow sees everything later, but of the rounds that
@@ -41,8 +41,9 @@ class Callback:
     other callbacks. It ends the run only where the class says `ends_run = True`.
 
     Threads:
-        The observer's. There the run's `join()`, `metrics()` and `paused()` raise; `stop()`, `pause()`,
-        `set_lr()`, `checkpoint()` and `status()` do not wait and may be called.
+        The observer's. There the run's `join()`, `metrics()` and `paused()` raise. `snapshot()` gives the
+        averaged weights: those of the end of the round under way, for training goes on meanwhile. `stop()`,
+        `pause()`, `set_lr()`, `checkpoint()` and `status()` do not wait.
 
     Attributes:
         ends_run: What a method raises ends the run: `join()` raises a FlowdpError with it as its cause.

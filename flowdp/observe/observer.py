@@ -46,20 +46,28 @@ class Observer:
         callbacks: In the order in which they are called.
         fail: Ends the run by an error; called where a callback that `ends_run` has raised, also when the run
             is over.
+        patience_s: How long one call may take before it is told; None: as long as it likes.
 
     Threads:
         Made and started by the thread that starts the run; what reads it may be any.
     """
 
     def __init__(
-        self, records: Records, callbacks: Sequence[Callback], fail: Callable[[FlowdpError], object]
+        self,
+        records: Records,
+        callbacks: Sequence[Callback],
+        fail: Callable[[FlowdpError], object],
+        patience_s: float | None = None,
     ) -> None:
         self._fail = fail
         self._hooks = {name: [one for one in callbacks if _overrides(one, name)] for name in METHODS}
         self._feed = records.feed(rounds=bool(self._hooks["on_round"])) if any(self._hooks.values()) else None
         self._error: Callable[[], BaseException | None] = lambda: None
         self._thread: threading.Thread | None = None
+        self._patience_s = patience_s
         self._inside = ""
+        self._since_s = math.inf  # it is inside
+        self._is_warned = False  # of the call that it is inside
         self._complaints: dict[tuple[int, str], _Complaint] = {}
         self._is_left_behind = False
 
@@ -102,6 +110,9 @@ class Observer:
             now = time.monotonic()
             if self._error() is not None:
                 end = min(end, now + GRACE_S)
+            if not self._is_warned and self.late:
+                self._is_warned = True
+                log.warning("%s, and the run waits for it; it is here:\n%s", self.late, self.stack)
             if now >= end:
                 self._leave_behind()
                 return False
@@ -123,15 +134,25 @@ class Observer:
         return self._inside
 
     @property
+    def late(self) -> str:
+        """The call that has taken longer than it may, in words; "" where none has."""
+        inside, seconds = self._inside, time.monotonic() - self._since_s
+        is_late = bool(inside) and self._patience_s is not None and seconds > self._patience_s
+        return f"{inside} has not returned for {seconds:.1f} s" if is_late else ""
+
+    @property
     def stack(self) -> str:
         """Where the thread is, as a Python stack; "" without one that runs."""
         return "".join(stacks([self._thread]).values()) if self._thread is not None else ""
 
     @property
     def complaints(self) -> tuple[str, ...]:
-        """What callbacks have raised, one line for each of their methods."""
+        """Problems of the callbacks, a line each: methods that raised, lost records, a call that hangs."""
         known = list(self._complaints.values())
-        return tuple(one.text + (f" ({one.times} times)" if one.times > 1 else "") for one in known)
+        raised = [one.text + (f" ({one.times} times)" if one.times > 1 else "") for one in known]
+        lost = 0 if self._feed is None else self._feed.dropped
+        slow = [f"callbacks were slower than the run: {lost} records went by unseen"] if lost else []
+        return (*raised, *slow, *([late] if (late := self.late) else []))
 
     def _observe(self, run: object, state: Callable[[], object]) -> None:
         """The body of the thread."""
@@ -157,7 +178,9 @@ class Observer:
 
     def _call(self, method: str, argument: Any) -> None:
         for callback in self._hooks[method]:
+            self._since_s = time.monotonic()
             self._inside = f"{type(callback).__name__}.{method}"
+            self._is_warned = False
             try:
                 getattr(callback, method)(argument)
             except BaseException as error:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import re
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -73,7 +76,7 @@ def test_each_rank_is_told_in_words() -> None:
     assert seen.ranks() == [
         "has left",
         "in a step (epoch 2, batch 7)",
-        "waits for batch 8 of epoch 2",
+        "waiting for data: batch 8 of epoch 2",
         "puts down its state",
         "idle: at its lead limit",
         "idle",
@@ -181,3 +184,51 @@ def test_the_stack_of_a_run_that_hangs_is_that_of_the_users_line() -> None:
     assert "in a step (epoch 0, batch" in text
     assert "flowdp-coordinator is here:" in text
     assert "StartEpoch" in text
+
+
+class Hangs(torch.utils.data.Dataset[Tensor]):
+    """A dataset of which one sample never comes, until it is let go."""
+
+    def __init__(self, sample: int, opened: Any) -> None:
+        self.sample, self.opened = sample, opened
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == self.sample:
+            self.opened.wait(WAIT_S)
+        return torch.ones(1)
+
+
+def stalled(**options: Any) -> flowdp.StallError:
+    run = flowdp.Trainer(
+        nn.Linear(1, 1), lambda p: torch.optim.SGD(p, 1e-3), lambda model, batch: model(batch).mean(),
+        epochs=1, devices=2, policy="sync", stall_timeout=0.2, progress=False, **options,
+    ).start()  # fmt: skip
+    with pytest.raises(flowdp.StallError) as caught:
+        run.join()
+    return caught.value
+
+
+def test_a_stall_names_the_process_that_does_not_deliver() -> None:
+    opened = multiprocessing.get_context("fork").Event()
+    loader = torch.utils.data.DataLoader(
+        Hangs(31, opened), 2, num_workers=2, multiprocessing_context="fork", prefetch_factor=1
+    )
+    error = stalled(dataset=loader)
+    assert "waiting for data: batch " in " ".join(error.ranks)
+    found = re.search(
+        r"reader: waiting for DataLoader worker (\d) \(process (\d+)\) to read batch 15 of epoch 0",
+        str(error),
+    )
+    assert found is not None
+    assert found[1] == "1"  # batches go to the two in turns
+    assert int(found[2]) != os.getpid()
+
+
+def test_a_stall_in_an_evaluation_says_that_it_waits_for_data() -> None:
+    opened = threading.Event()
+    error = stalled(dataset=torch.ones(8, 1), batch_size=2, eval_dataset=Hangs(5, opened))
+    opened.set()
+    assert "evaluates after epoch 0, waiting for data" in error.ranks

@@ -1,0 +1,71 @@
+"""The file of a run's story: a disk that is full ends the file, and not the run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from flowdp.errors import OptionError
+
+__all__ = ["StoryFile"]
+
+log = logging.getLogger("flowdp")
+
+
+class StoryFile:
+    """Takes the lines of a story until it is closed, or one cannot be written.
+
+    Args:
+        path: Of the file; an older one is replaced.
+
+    Attributes:
+        complain: Called once with the reason, where a line cannot be written.
+
+    Threads:
+        Any, one at a time.
+
+    Raises:
+        OptionError: It cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._is_begun = False
+        self.complain: Callable[[str], object] = lambda _: None
+        try:
+            self._file = path.open("w", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise OptionError(self._cannot(error) + "; give another path") from error
+
+    def write(self, line: str) -> None:
+        """Write a line; after one that could not be written, nothing.
+
+        Raises:
+            OptionError: The very first line cannot be written: there is no room for a story at all.
+        """
+        if self._file.closed:
+            return
+        try:
+            self._file.write(line)
+        except OSError as error:
+            self._drop()
+            if not self._is_begun:
+                raise OptionError(self._cannot(error) + "; give another path") from error
+            text = self._cannot(error) + "; it ends there, and the run goes on"
+            log.error("%s", text)
+            self.complain(text)
+        self._is_begun = True
+
+    def close(self) -> None:
+        """Close the file."""
+        if not self._file.closed:
+            self._drop()
+
+    def _drop(self) -> None:
+        with suppress(OSError):  # of the line that is still in its buffer
+            self._file.close()
+
+    def _cannot(self, error: OSError) -> str:
+        return f"story cannot be written to {str(self.path)!r} ({error})"
