@@ -333,7 +333,7 @@ class DataParallel(AliasModule):
 
     # ------------------------------------------------------------------ windows
     def epoch(self, loader: Iterable[Any], epoch: int | None = None) -> Epoch:
-        """Go through a loader once, in windows; batches are read and copied to their devices ahead.
+        """Go through a loader once, in windows.
 
         ::
 

@@ -44,6 +44,9 @@ KEPT_EPOCHS = 3
 # What a sampler drew cannot be drawn again, so of short epochs enough are kept for all batches in flight.
 KEPT_BATCHES = 4096
 
+_DRAWING = threading.RLock()
+"""Held while a sampler is iterated: two runs may have the same one."""
+
 
 def epoch_order(samples: int, seed: int, epoch: int) -> Tensor:
     """The shuffled indices of an epoch, a function of (seed, epoch) alone.
@@ -239,10 +242,11 @@ class SamplerOrder(Order):
     def _iterate(self, epoch: int) -> Tensor:
         name = type(self._sampler).__name__
         try:
-            set_epoch = self._told()
-            if set_epoch is not None:
-                set_epoch(epoch)
-            drawn = list(self._sampler)
+            with _DRAWING:
+                set_epoch = self._told()
+                if set_epoch is not None:
+                    set_epoch(epoch)
+                drawn = list(self._sampler)
             order = self._joined(epoch, drawn)
         except Exception as error:
             raise DataError(

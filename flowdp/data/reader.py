@@ -1,7 +1,9 @@
 """Reading a dataset: one thread, one torch DataLoader, all devices.
 
 `Reader` is the source of map-style datasets. Two threads that read one dataset that seeks and reads a
-file get wrong samples without an error, so `__getitem__` is never called by two at once.
+file get wrong samples without an error, and two datasets may share such a file: the parts of a split, the
+same one in two runs. So all reading of this process takes turns (`READING`), batch by batch, and no dataset's
+code is ever run by two of flowdp's threads at once. What worker processes read needs no turn.
 """
 
 from __future__ import annotations
@@ -25,12 +27,17 @@ from flowdp.errors import DataError, ProtocolError
 from flowdp.machine.position import Position
 from flowdp.messages import Part
 from flowdp.policy.formats import format_error, format_indices
+from flowdp.threads.turns import Turns
 
-__all__ = ["LoaderSource", "Reader"]
+__all__ = ["NOTHING", "READING", "LoaderSource", "Reader"]
 
 _Key = tuple[int, int]  # (epoch, batch): its order is the order of reading
 
-_NOTHING = object()
+NOTHING = object()
+"""An iterator's answer at its end."""
+
+READING = Turns()
+"""Taken around every call of a dataset's own code, and never while a reader waits for room or for ranks."""
 
 
 class LoaderSource(Source):
@@ -196,6 +203,7 @@ class LoaderSource(Source):
             self._left.clear()
             self._waiting.clear()
             self._changed.notify()
+        READING.look()
         if self._thread is None:
             return True
         if self._thread.ident is None:
@@ -208,6 +216,9 @@ class LoaderSource(Source):
             # Whoever is left is inside the dataset's code, and torch would wait 5 s for each.
             self._processes.terminate()
         self._thread.join(GRACE_S)
+        READING.take_away(
+            self._thread
+        )  # from one that is still inside the dataset's code: runs to come read, too
         return not self._thread.is_alive()
 
     def _comes(self, key: _Key) -> bool:
@@ -228,6 +239,17 @@ class LoaderSource(Source):
     def _begin(self) -> Iterator[Batch] | None:
         """The loader's iterator, made on the thread that its worker processes are started by."""
         return iter(self._loader)
+
+    def _in_turn(self, read: Callable[[], Any]) -> Any:
+        """Call the dataset's own code, when no other reader of this process does; on the reader thread."""
+        if self._loader.num_workers > 0:
+            return read()
+        if not READING.begin(lambda: self._closing):
+            raise ProtocolError("the source was closed while it waited for its turn to read")
+        try:
+            return read()
+        finally:
+            READING.end()
 
     @abstractmethod
     def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[_Key, Any]]:
@@ -391,7 +413,7 @@ class Reader(LoaderSource):
             if not self._may_read(key[0]):
                 return
             self._reading = key
-            payload = next(iterator, _NOTHING)
-            if payload is _NOTHING:
+            payload = self._in_turn(partial(next, iterator, NOTHING))
+            if payload is NOTHING:
                 raise self._plan.error or RuntimeError("the DataLoader ended before its batch sampler")
             yield key, payload

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from flowdp.data.order import NOTHING_TRAINED
 from flowdp.data.processes import begin
-from flowdp.data.reader import LoaderSource
+from flowdp.data.reader import NOTHING, LoaderSource
 from flowdp.data.source import Batch
 from flowdp.data.trees import batch_length
 from flowdp.errors import CheckpointError, DataError
@@ -124,7 +124,8 @@ class StreamReader(LoaderSource):
             if not self._may_read(epoch):
                 return
             self._reading = (epoch, 0)
-            for read in self._iterate(epoch) if iterator is None else iterator:
+            current = self._in_turn(partial(self._iterate, epoch)) if iterator is None else iterator
+            while (read := self._in_turn(partial(next, current, NOTHING))) is not NOTHING:
                 yield self._reading, read
                 self._reading = (epoch, self._reading[1] + 1)
             iterator = None

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+
 from flowdp.data.portion import Portion
 from flowdp.data.slots import own_memory
 from flowdp.data.trees import batch_length, tensors_of, tree_map
@@ -16,7 +18,7 @@ from flowdp.errors import DataError
 from flowdp.messages import Part
 from flowdp.threads.inbox import LISTEN_S
 
-__all__ = ["Epoch", "WindowLoader", "interleaved", "samples_of"]
+__all__ = ["Epoch", "WindowLoader", "Windows", "interleaved", "may_read_ahead", "samples_of"]
 
 Deal = Callable[[], Sequence[int] | None]
 """Asks how many whole batches each rank takes in the next window; None: one batch, cut by the ratios."""
@@ -75,19 +77,37 @@ class Epoch:
     def __iter__(self) -> Iterator[Window]:
         """The windows; what the loader raises is raised here."""
         if len(self._lanes) == 1 and not self._lanes[0].is_async:
-            # Nothing to copy and nobody else to serve: a thread would only cost.
+            # Nothing to copy and no other device: a thread would only cost.
             for batch in self._loader:
                 yield Window([Piece(0, batch, samples_of(batch))], self._lanes[0].device)
             return
-        reader = WindowLoader(self._loader, self._lanes, self._deal, self._cut, self._due)
+        windows = Windows(self._loader, self._lanes, self._deal, self._cut, self._due)
+        if not may_read_ahead(self._loader):
+            while (window := windows.read()) is not None:
+                yield window
+            return
+        reader = WindowLoader(windows)
         try:
             yield from reader
         finally:
             reader.close()
 
 
-class WindowLoader:
-    """Reads a loader in a thread of its own, one window ahead of the one that is in use.
+def may_read_ahead(loader: object) -> bool:
+    """Whether a thread may ask for batches while the user's thread does anything else.
+
+    Two threads that read one file through a dataset get wrong samples without an error, and the loop around
+    an epoch may read the same files, to evaluate, say. So a dataset's own code runs in the user's thread, as
+    it does without flowdp, or in worker processes.
+    """
+    if not isinstance(loader, DataLoader):
+        return isinstance(loader, (list, tuple))
+    is_plain = type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate
+    return loader.num_workers > 0 or is_plain
+
+
+class Windows:
+    """The windows of a loader, each read when it is asked for.
 
     Args:
         loader: Any iterable of batches. Its iterator is made here, by the calling thread, as worker processes
@@ -97,7 +117,8 @@ class WindowLoader:
         cut: Samples per rank of a batch, where batches are cut.
         due: Ranks that get a batch of the next window in any case.
 
-    Threads: iterate it and `close` it in the thread that made it.
+    Attributes:
+        is_left: Set it to have a window that is being read end with the batch under way.
     """
 
     def __init__(
@@ -108,55 +129,19 @@ class WindowLoader:
         self._deal = deal
         self._cut = cut
         self._due = due
-        self._ready: SimpleQueue[Window | BaseException | None] = SimpleQueue()
-        self._wanted = threading.Semaphore(2)  # windows: one in use, one that lies ready
-        self._closing = False
-        self._thread = threading.Thread(target=self._read, name="flowdp-loader", daemon=True)
-        self._thread.start()
+        self.is_left = False
 
-    def __iter__(self) -> Iterator[Window]:
-        """The windows; each is the caller's until he asks for the next.
+    def read(self) -> Window | None:
+        """The next window; None at the end.
 
         Raises:
             BaseException: What the loader raised.
             DataError: It gave a batch without samples.
         """
-        while True:
-            window = self._next()
-            if window is None:
-                return
-            if isinstance(window, BaseException):
-                raise window
-            yield window
-            self._wanted.release()
+        pieces = self._pieces()
+        return Window(pieces, self._lanes[0].device) if pieces else None
 
-    def close(self) -> None:
-        """Stop reading, and wait for the batch that is being read."""
-        self._closing = True
-        self._wanted.release()
-        self._thread.join()
-
-    def _next(self) -> Window | BaseException | None:
-        while True:
-            try:
-                return self._ready.get(timeout=LISTEN_S)
-            except Empty:
-                pass
-
-    def _read(self) -> None:
-        try:
-            while True:
-                self._wanted.acquire()
-                if self._closing:
-                    return
-                pieces = self._window()
-                self._ready.put(Window(pieces, self._lanes[0].device) if pieces else None)
-                if not pieces:
-                    return
-        except BaseException as error:
-            self._ready.put(error)
-
-    def _window(self) -> list[Piece]:
+    def _pieces(self) -> list[Piece]:
         counts = self._deal()
         if counts is None:
             batch = next(self._batches, _END)
@@ -164,7 +149,7 @@ class WindowLoader:
         pieces = []
         for rank in interleaved(counts, self._due()):
             batch = next(self._batches, _END)
-            if batch is _END or self._closing:
+            if batch is _END or self.is_left:
                 break
             pieces.append(self._piece(rank, batch, samples_of(batch)))
         return pieces
@@ -199,6 +184,66 @@ class WindowLoader:
                     leaf.record_stream(stream)  # type: ignore[arg-type]
 
         return Piece(rank, there, samples, arrive)
+
+
+class WindowLoader:
+    """Reads windows in a thread of its own, one ahead of the one that is in use.
+
+    Args:
+        windows: What it reads.
+
+    Threads: iterate it and `close` it in the thread that made it.
+    """
+
+    def __init__(self, windows: Windows) -> None:
+        self._windows = windows
+        self._ready: SimpleQueue[Window | BaseException | None] = SimpleQueue()
+        self._wanted = threading.Semaphore(2)  # windows: one in use, one that lies ready
+        self._closing = False
+        self._thread = threading.Thread(target=self._read, name="flowdp-loader", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Window]:
+        """The windows; each is the caller's until he asks for the next.
+
+        Raises:
+            BaseException: What the loader raised.
+            DataError: It gave a batch without samples.
+        """
+        while True:
+            window = self._next()
+            if window is None:
+                return
+            if isinstance(window, BaseException):
+                raise window
+            yield window
+            self._wanted.release()
+
+    def close(self) -> None:
+        """Stop reading, and wait for the batch that is being read."""
+        self._closing = self._windows.is_left = True
+        self._wanted.release()
+        self._thread.join()
+
+    def _next(self) -> Window | BaseException | None:
+        while True:
+            try:
+                return self._ready.get(timeout=LISTEN_S)
+            except Empty:
+                pass
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._wanted.acquire()
+                if self._closing:
+                    return
+                window = self._windows.read()
+                self._ready.put(window)
+                if window is None:
+                    return
+        except BaseException as error:
+            self._ready.put(error)
 
 
 _END = object()

@@ -9,17 +9,21 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, random_split
 
 from flowdp.data.dataset import open_source
+from flowdp.data.evaluation import open_evaluation
 from flowdp.data.order import EpochOrder
 from flowdp.data.portion import Portion
 from flowdp.data.reader import Reader
+from flowdp.data.source import Source
 from flowdp.errors import DataError, ProtocolError
 from flowdp.machine.position import OpenEpoch, Position
 from flowdp.messages import Part
@@ -809,3 +813,134 @@ def test_an_error_without_a_text_reaches_the_ranks(runs):
     error = run.failed.get(timeout=10)
     assert isinstance(error.__cause__, Mute)
     assert str(error).endswith("failed: Mute: (no text: its __str__ raised ValueError)")
+
+
+# ---------------------------------------------------------------- several readers of one file
+class FileData(Dataset[Any]):
+    """Sample i is the number i, read from a file whose one handle all readers share: seek, then read.
+
+    The first thread that reads waits between the two for another one to come, as long as `patience_s`.
+    """
+
+    def __init__(self, path: Path, samples: int = 24, patience_s: float = 0.3) -> None:
+        path.write_bytes(np.arange(samples).tobytes())
+        self.samples, self.patience_s = samples, patience_s
+        self.file = path.open("rb", buffering=0)
+        self.first: threading.Thread | None = None
+        self.is_joined = threading.Event()
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> int:
+        self.file.seek(8 * index)
+        me = threading.current_thread()
+        if self.first is None:
+            self.first = me
+            self.is_joined.wait(self.patience_s)
+        elif me is not self.first:
+            self.is_joined.set()
+        return int.from_bytes(self.file.read(8), "little")
+
+
+class FileStream(IterableDataset[Any]):
+    """The same in its own order."""
+
+    def __init__(self, data: FileData) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[int]:
+        return (self.data[index] for index in range(len(self.data)))
+
+
+@pytest.fixture
+def file_data(tmp_path: Path) -> Iterator[FileData]:
+    data = FileData(tmp_path / "numbers")
+    yield data
+    data.file.close()
+
+
+def opened(dataset: Any, *, is_evaluation: bool = False) -> Source:
+    if is_evaluation:
+        return open_evaluation(dataset, batch_size=4, collate_fn=None, num_workers=None, world_size=1)
+    shuffle = None if isinstance(dataset, IterableDataset) else True
+    options = {"batch_size": 4, "shuffle": shuffle, "seed": 0, "drop_last": None, "collate_fn": None}
+    return open_source(dataset, **options, num_workers=None, epochs=1)  # type: ignore[arg-type]
+
+
+def read_all(sources: Sequence[Source], samples: int) -> list[list[int]]:
+    """What each source reads in an epoch, all at once."""
+    read: list[list[int]] = [[] for _ in sources]
+    woken: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in sources]
+    for source, notes in zip(sources, woken, strict=True):
+        source.start(wake=lambda *key, notes=notes: notes.put(key), failed=notes.put)
+
+    def rank_of(number: int) -> None:
+        for batch in range(samples // 4):
+            while (payload := sources[number].take(0, 0, batch)) is None:
+                assert woken[number].get(timeout=10) == (0, 0, batch)
+            read[number] += payload.tolist()
+
+    in_threads(len(sources), rank_of)
+    assert all(source.close() for source in sources)
+    return read
+
+
+def test_a_training_and_an_evaluation_read_one_file(file_data: FileData) -> None:
+    train, rest = random_split(file_data, [12, 12])
+    first, second = read_all([opened(train), opened(rest, is_evaluation=True)], 12)
+    assert sorted(first) == sorted(train.indices)
+    assert second == list(rest.indices)
+
+
+@pytest.mark.parametrize("kind", [lambda data: data, FileStream, lambda data: DataLoader(data, batch_size=4)])
+def test_two_runs_read_one_file(file_data: FileData, kind: Any) -> None:
+    dataset = kind(file_data)
+    if isinstance(dataset, DataLoader):
+        options = dict.fromkeys(("batch_size", "shuffle", "drop_last", "collate_fn", "num_workers"))
+        sources = [open_source(dataset, **options, seed=0, epochs=1) for _ in range(2)]  # type: ignore[arg-type]
+    else:
+        sources = [opened(dataset) for _ in range(2)]
+    for read in read_all(sources, 24):
+        assert sorted(read) == list(range(24))
+
+
+class Hanging(Counted):
+    """Hangs in its first sample until it is told to go on."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.is_inside, self.goes_on = threading.Event(), threading.Event()
+
+    def __getitem__(self, index: int) -> int:
+        self.is_inside.set()
+        assert self.goes_on.wait(20)
+        return index
+
+
+def test_a_reader_that_has_no_room_holds_no_other_up(runs: Any) -> None:
+    full = runs(Counted(), ahead=1)
+    full.take(0, 0, 0)  # the next ones lie there, and nobody takes them
+    other = runs(Counted(16))
+    assert other.take(0, 0, 0).shape == other.take(0, 0, 1).shape == (8,)
+
+
+def test_a_reader_that_is_left_inside_a_dataset_holds_no_later_run_up(runs: Any) -> None:
+    hanging = Hanging()
+    run = runs(hanging)
+    assert hanging.is_inside.wait(10)
+    waiting = runs(Counted())
+    assert waiting.close()  # it waits for its turn, and gives that up
+    assert not run.close()
+    later = runs(Counted(8))
+    assert later.take(0, 0, 0).shape == (8,)
+    hanging.goes_on.set()
+    run.reader.threads()[0].join(10)
+
+
+def test_processes_need_no_turn(runs: Any) -> None:
+    hanging = Hanging()
+    runs(hanging)
+    assert hanging.is_inside.wait(10)
+    assert runs(Counted(), num_workers=1).take(0, 0, 0).shape == (8,)
+    hanging.goes_on.set()

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from flowdp.device.streams import CudaLane, HostLane
-from flowdp.engine.loading import Epoch, WindowLoader, interleaved, samples_of
+from flowdp.engine.loading import Epoch, WindowLoader, Windows, interleaved, may_read_ahead, samples_of
 from flowdp.errors import DataError
 from flowdp.policy.shares import shard_sizes
 from tests.data.cards import Card
@@ -28,6 +28,10 @@ def halves(samples: int) -> Sequence[int]:
 
 def epoch(loader: Any, counts: Sequence[int] | None = None, lanes: Any = LANES) -> Epoch:
     return Epoch(loader, lanes, lambda: counts, halves)
+
+
+def read_ahead(loader: Any, counts: Sequence[int] | None = None, lanes: Any = LANES) -> WindowLoader:
+    return WindowLoader(Windows(loader, lanes, lambda: counts, halves))
 
 
 def data(*sizes: int) -> list[tuple[Tensor, Tensor]]:
@@ -172,10 +176,12 @@ class Loader:
 
 
 def test_what_the_loader_raises_comes_after_the_windows_before_it() -> None:
-    windows = iter(epoch(Loader(data(*[2] * 9), fail_at=5), (1, 1)))
-    assert [next(windows).samples for _ in range(2)] == [4, 4]
-    with pytest.raises(OSError, match="disk"):
-        next(windows)
+    reader = read_ahead(Loader(data(*[2] * 9), fail_at=5), (1, 1))
+    for windows in (iter(reader), iter(epoch(Loader(data(*[2] * 9), fail_at=5), (1, 1)))):
+        assert [next(windows).samples for _ in range(2)] == [4, 4]
+        with pytest.raises(OSError, match="disk"):
+            next(windows)
+    reader.close()
 
 
 @pytest.mark.parametrize("lanes", [LANES, LANES[:1]])
@@ -188,12 +194,13 @@ def test_a_batch_without_samples_is_an_error(lanes: Any) -> None:
 
 def test_one_window_is_read_ahead_and_no_more() -> None:
     loader = Loader(data(*[2] * 20))
-    windows = iter(epoch(loader, (1, 1)))
+    reader = read_ahead(loader, (1, 1))
+    windows = iter(reader)
     next(windows)
     loader.until(lambda: loader.asked == 4)
     next(windows)
     loader.until(lambda: loader.asked == 6)
-    windows.close()  # type: ignore[attr-defined]
+    reader.close()
     assert loader.asked == 6, "two windows: the one in use, and the one that lies ready"
     assert loader.threads == {threading.main_thread().name}, "worker processes are started by the caller"
 
@@ -202,17 +209,47 @@ def test_an_epoch_that_is_left_ends_its_thread() -> None:
     def readers() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name == "flowdp-loader"]
 
-    loader = Loader(data(*[2] * 20))
+    loader = data(*[2] * 20)
     for _ in epoch(loader, (1, 1)):
         assert readers()
         break
     assert not readers()
     windows = iter(epoch(loader))
     next(windows)
+    assert readers()
     with pytest.raises(KeyError):
         windows.throw(KeyError)  # type: ignore[attr-defined]
     assert not readers()
     assert ids_of(epoch(Loader(data(2)))) == [[0, 1]], "and the next one goes its way"
+
+
+@pytest.mark.parametrize("counts", [None, (1, 2)])
+def test_the_code_of_a_dataset_runs_in_the_thread_of_the_loop(counts: Any) -> None:
+    """The loop may read the same files beside it, to evaluate, say."""
+    threads = set()
+
+    class Here(Dataset[int]):
+        def __len__(self) -> int:
+            return 11
+
+        def __getitem__(self, index: int) -> int:
+            threads.add(threading.current_thread())
+            return index
+
+    loader = DataLoader(Here(), batch_size=3, collate_fn=collate)
+    assert sorted(flat(ids_of(epoch(loader, counts)))) == list(range(11))
+    assert ids_of(epoch(iter(data(2, 1)), None)) == [[0, 1], [2]]  # whose code a generator runs is not known
+    assert threads == {threading.main_thread()}
+
+
+def test_what_a_thread_may_read_ahead() -> None:
+    tensors = TensorDataset(torch.arange(4), torch.arange(4))
+    assert may_read_ahead(data(2, 2))
+    assert may_read_ahead(DataLoader(tensors))
+    assert may_read_ahead(DataLoader(Stream(), num_workers=1))
+    assert not may_read_ahead(DataLoader(Stream()))
+    assert not may_read_ahead(DataLoader(tensors, collate_fn=lambda samples: samples))
+    assert not may_read_ahead(iter(data(2)))
 
 
 def test_epochs_inside_one_another() -> None:
@@ -238,7 +275,7 @@ def test_a_batch_is_used_after_its_copy(is_deaf: bool) -> None:
     user = card.Stream()
     if is_deaf:
         card.deaf.add(user)
-    reader = WindowLoader(data(4, 4, 4), lanes, lambda: None, halves)
+    reader = read_ahead(data(4, 4, 4), lanes=lanes)
     with card.stream(user):
         for window in reader:
             for piece in window.pieces:
