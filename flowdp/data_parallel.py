@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flowdp.data.trees import tree_map
-from flowdp.device.cores import pool_sizes
+from flowdp.device.cores import open_pools
 from flowdp.device.process import ProcessTuning, as_tuning, tuned_process
 from flowdp.device.streams import open_lanes
 from flowdp.device.topology import resolve_devices
@@ -179,8 +179,9 @@ class DataParallel(AliasModule):
         with ExitStack() as stack:
             if self.world_size > 1:
                 stack.enter_context(tuned_process(tuning))
-                threads = pool_sizes(devices, tuning)
-                self._peers = Peers(module, replica, self._lanes, threads)
+                # Shares follow measured speed, too, so the order of sums is free.
+                pools = open_pools(devices, tuning, adapts=True)
+                self._peers = Peers(module, replica, self._lanes, pools)
                 stack.callback(self._peers.close)
             self._close = weakref.finalize(self, stack.pop_all().close)
         self._alone = Alone()  # where there are no peers

@@ -16,7 +16,7 @@ from flowdp.collective.base import BLOCK
 from flowdp.collective.local import SMALL
 from flowdp.collective.reduction import Op, flat_view, reduce_all
 from flowdp.collective.structure import check_alike, check_apart, structure
-from flowdp.device.cores import pool_sizes, set_own_threads
+from flowdp.device.cores import open_pools, set_own_threads
 from flowdp.device.modes import caller_modes
 from flowdp.device.process import ProcessTuning, tuned_process
 from flowdp.device.topology import resolve_devices
@@ -67,7 +67,7 @@ class Ddp:
             if len(models) > 1:
                 if self._kinds == {"cpu"}:
                     stack.enter_context(tuned_process(ProcessTuning()))
-                threads = pool_sizes(devices, ProcessTuning())
+                threads = [pool.size for pool in open_pools(devices, ProcessTuning())]
                 names = [f"flowdp-ddp-{rank}" for rank in range(len(models))]
                 self._crew = Crew(names, partial(_around, self.devices, threads))
                 stack.callback(self._crew.close)

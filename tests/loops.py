@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flowdp.device.streams import HostLane, Lane
 from flowdp.engine.peers import Peers
+from flowdp.policy.pool_size import PoolSize
 
 CPU = torch.device("cpu")
 WAIT_S = 20.0
@@ -34,7 +35,7 @@ def peers_of(
     lanes: Sequence[Lane] | None = None,
 ) -> Iterator[Peers]:
     """Peers on CPU devices, or on those of the lanes; closed at the end."""
-    made = Peers(module, factory, lanes or [HostLane(CPU) for _ in range(count)], [1] * count)
+    made = Peers(module, factory, lanes or [HostLane(CPU) for _ in range(count)], [PoolSize(1)] * count)
     try:
         yield made
     finally:

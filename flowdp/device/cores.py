@@ -16,28 +16,36 @@ from pathlib import Path, PurePosixPath
 import torch
 
 from flowdp.device.process import ProcessTuning, pause_openmp
+from flowdp.policy.pool_size import PoolSize
 
-__all__ = ["cpu_quota", "pool_sizes", "set_own_threads", "thread_budget", "threads_per_rank", "usable_cores"]
+__all__ = ["cpu_quota", "open_pools", "set_own_threads", "thread_budget", "threads_per_rank", "usable_cores"]
 
 _turn = threading.Lock()
 
 
-def pool_sizes(devices: Sequence[torch.device], tuning: ProcessTuning) -> list[int]:
-    """Size of each rank's OpenMP pool: its share of the budget; all the caller's without `tuning.openmp`.
+def open_pools(
+    devices: Sequence[torch.device], tuning: ProcessTuning, *, adapts: bool = False
+) -> list[PoolSize]:
+    """Choosers of the size of each rank's OpenMP pool.
+
+    The size decides the order of sums, and so the bits of a result.
 
     Args:
         devices: One per rank.
-        tuning: Of the run.
+        tuning: Of the run. Without `openmp` each rank has as many threads as the caller.
+        adapts: Whether nothing is promised about bits, so that sizes may follow measured speed. With
+            `torch.use_deterministic_algorithms` they never do.
 
     Returns:
-        At least 1 each. Shape (world_size,).
+        One per rank; without a choice the size is the rank's share of the budget. Shape (world_size,).
 
     Threads:
         The user's.
     """
-    if tuning.openmp:
-        return threads_per_rank(devices, thread_budget())
-    return [torch.get_num_threads()] * len(devices)
+    if not tuning.openmp:
+        return [PoolSize(torch.get_num_threads(), adapts=False) for _ in devices]
+    adapts = adapts and not torch.are_deterministic_algorithms_enabled()
+    return [PoolSize(share, adapts=adapts) for share in threads_per_rank(devices, thread_budget())]
 
 
 def thread_budget() -> int:

@@ -14,8 +14,8 @@ switch_interval  the interpreter changes threads every 0.5 ms,   the end of the 
                  not every 5 ms, while a run lives                         with Python beside
 ===============  ==============================================  ========================  ==================
 
-A pool that has as many threads as there are cores spins at each barrier. Where other programs compete for
-those cores it is the slower way, and `openmp=False` the faster.
+A pool that has as many threads as there are cores spins at each barrier, which is fast until other programs
+compete for those cores. `flowdp.policy.pool_size` then finds fewer threads faster.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from flowdp.collective.base import Collective
 from flowdp.collective.snapshot import Snapshots
 from flowdp.data.feed import open_feeds
 from flowdp.data.source import Source
-from flowdp.device.cores import pool_sizes
+from flowdp.device.cores import open_pools
 from flowdp.device.process import ProcessTuning, tuned_process
 from flowdp.engine import live
 from flowdp.engine.backends import open_collective
@@ -35,6 +35,7 @@ from flowdp.machine.position import Position
 from flowdp.machine.story import Story
 from flowdp.messages import BatchReady, DataEnded, Fact, Failed, Requested
 from flowdp.options import Backend
+from flowdp.policy.pool_size import PoolSize
 from flowdp.policy.stall import StallWatch
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
@@ -134,10 +135,11 @@ class Engine:
         for lane, feed in zip(lanes, self._feeds, strict=True):
             self._settings.callback(lane.drain)
             self._settings.callback(feed.close)
-        threads = pool_sizes([lane.device for lane in lanes], self._tuning)
+        # Where the bits do not depend on measured speed, they shall not depend on the size of a pool either.
+        adapts = config.policy in ("cadence", "async")
+        pools = open_pools([lane.device for lane in lanes], self._tuning, adapts=adapts)
         self.workers = [
-            self._worker(rank, gate, collective, snapshots, threads[rank])
-            for rank in range(config.world_size)
+            self._worker(rank, gate, collective, snapshots, pools[rank]) for rank in range(config.world_size)
         ]
         self._threads = [
             threading.Thread(target=worker.run, name=f"flowdp-worker-{worker.rank}", daemon=True)
@@ -181,7 +183,7 @@ class Engine:
         )
 
     def _worker(
-        self, rank: int, gate: Gate, collective: Collective, snapshots: Snapshots | None, threads: int
+        self, rank: int, gate: Gate, collective: Collective, snapshots: Snapshots | None, pool: PoolSize
     ) -> Worker:
         return Worker(
             rank,
@@ -194,7 +196,7 @@ class Engine:
             self._inboxes[rank],
             self._inbox.post,
             self.failures,
-            threads,
+            pool,
             self.care.on_nan,
             replicas=self.replicas,
             saver=self.saver,

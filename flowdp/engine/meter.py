@@ -82,6 +82,7 @@ class Meter(ABC):
 
     Attributes:
         bad: The first step whose loss was found not to be finite, until somebody sets it to None.
+        step_ms: What the last step took, without waiting for data; 0 where only the device knows.
 
     Threads:
         The worker's own.
@@ -91,6 +92,7 @@ class Meter(ABC):
         self._sums = Sums()
         self._open: list[tuple[str, float, float]] = []  # what the step under way has recorded
         self.bad: Step | None = None
+        self.step_ms = 0.0
 
     @abstractmethod
     def begin(self, start_s: float) -> None:
@@ -195,7 +197,7 @@ class HostMeter(Meter):
             self._count_recorded()
         sums.samples += samples
         sums.steps += 1
-        spent_ms = (perf_counter() - self._start_s) * 1e3
+        spent_ms = self.step_ms = (perf_counter() - self._start_s) * 1e3
         sums.busy_ms += spent_ms
         if self._waited_s:
             sums.data_ms += self._waited_s * 1e3

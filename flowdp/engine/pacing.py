@@ -88,7 +88,7 @@ class Pacing:
     """Shares by measured speed, from step to step.
 
     Args:
-        peers: The ranks; their stopwatches are read.
+        peers: The ranks; their stopwatches are read, and their pools told.
         options: Of the windows, and the speed hint.
         windows: Whether there are windows; else every batch is cut.
 
@@ -109,6 +109,7 @@ class Pacing:
         self._norms = plain_layers(peers.modules[0])
         self._has_told = False
         self._watches = peers.watches
+        self._pools = peers.pools
         self._summing = peers.summing
         self._samples = [0] * world_size  # since the last step
         self._batches = [0] * world_size
@@ -191,6 +192,9 @@ class Pacing:
         took_ms = [watch.take_ms() for watch in self._watches]
         sync_ms = self._summing.take_ms()
         self.balance.update(samples, took_ms)
+        for pool, ms, count in zip(self._pools, took_ms, samples, strict=True):
+            if not pool.is_fixed:
+                pool.worked(ms, count)
         if self.cadence is not None and any(batches):
             pace = [ms / count if count else 0.0 for ms, count in zip(took_ms, batches, strict=True)]
             self.cadence.measured(pace, batches, sync_ms, None)

@@ -27,6 +27,7 @@ from flowdp.engine.stopwatch import Stopwatch
 from flowdp.engine.tables import Tables
 from flowdp.errors import OptionError
 from flowdp.policy.formats import format_error
+from flowdp.policy.pool_size import PoolSize
 from flowdp.threads.crew import Crew
 
 __all__ = ["Peers", "ReplicaFactory"]
@@ -45,13 +46,14 @@ class Peers:
         factory: Makes a replica for a device; None: copies of the module.
         lanes: One per rank. On CUDA the first device's work is done by the calling thread on its current
             stream, as in a loop without replicas.
-        threads: OpenMP threads of each rank's own thread. Shape (world_size,).
+        pools: Choose the size of the OpenMP pool of each rank's own thread. Shape (world_size,).
 
     Attributes:
         modules: One per rank.
         devices: One per rank.
         watches: One per rank: how long its jobs took on the device.
         summing: How long the sums of gradients took.
+        pools: As given; told by whoever reads the watches.
 
     Raises:
         OptionError: The module cannot be copied, or the replicas differ.
@@ -60,12 +62,17 @@ class Peers:
     """
 
     def __init__(
-        self, module: nn.Module, factory: ReplicaFactory | None, lanes: Sequence[Lane], threads: Sequence[int]
+        self,
+        module: nn.Module,
+        factory: ReplicaFactory | None,
+        lanes: Sequence[Lane],
+        pools: Sequence[PoolSize],
     ) -> None:
         self.devices = tuple(lane.device for lane in lanes)
         self.watches = tuple(Stopwatch(lane) for lane in lanes)
         self.summing = Stopwatch(lanes[0])
         self._lanes = tuple(lanes)
+        self.pools = tuple(pools)
         replicas = [_replica(module, factory, lane) for lane in lanes[1:]]
         self.modules = (module, *replicas)
         self._tables = [Tables(peer) for peer in self.modules]
@@ -81,7 +88,7 @@ class Peers:
         self._done = [(lane.event(), lanes[0].event()) for lane in lanes]
         own_thread = not lanes[0].is_async
         names = [f"flowdp-peer-{rank}" if rank or own_thread else None for rank in range(len(lanes))]
-        self._crew = Crew(names, partial(_around, self._lanes, threads))
+        self._crew = Crew(names, partial(_around, self._lanes, self.pools))
 
     def trained(self, rank: int) -> list[Tensor]:
         """The parameters that require grad on rank 0, as they are on a rank."""
@@ -254,6 +261,8 @@ class Peers:
 
     def _do(self, rank: int, job: Callable[[], T], modes: Modes) -> T:
         try:
+            if not self.pools[rank].is_fixed:
+                set_own_threads(self.pools[rank].size)
             with unhooked(), modes(), self.watches[rank].running():
                 return job()
         except Exception as error:
@@ -263,11 +272,11 @@ class Peers:
 
 
 @contextmanager
-def _around(lanes: Sequence[Lane], threads: Sequence[int], rank: int) -> Iterator[None]:
+def _around(lanes: Sequence[Lane], pools: Sequence[PoolSize], rank: int) -> Iterator[None]:
     """Where the thread of a rank lives."""
     with ExitStack() as stack:
         if lanes[rank].device.type == "cpu":
-            set_own_threads(threads[rank])
+            set_own_threads(pools[rank].size)
         if rank:
             # Copies between the first device and this one are put on streams of both.
             stack.enter_context(lanes[0].on(lanes[0].aside(rank)))

@@ -59,6 +59,7 @@ from flowdp.messages import (
     WorkerReady,
 )
 from flowdp.options import OnNan
+from flowdp.policy.pool_size import PoolSize
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
 
@@ -81,7 +82,7 @@ class Worker:
         inbox: Of this thread.
         post: Puts a fact into the coordinator's inbox.
         failures: Takes what goes wrong.
-        threads: Size of this thread's OpenMP pool.
+        pool: Chooses the size of this thread's OpenMP pool.
         on_nan: What becomes of a replica that has left the numbers.
         replicas: Of all ranks: one that has left the numbers becomes what another one is.
         saver: Takes what this rank puts down for a checkpoint.
@@ -110,7 +111,7 @@ class Worker:
         inbox: Inbox[Mail],
         post: Callable[[Fact], None],
         failures: Failures,
-        threads: int,
+        pool: PoolSize,
         on_nan: OnNan = "quarantine",
         *,
         replicas: Sequence[Replica] = (),
@@ -148,7 +149,7 @@ class Worker:
         self._snapshots = snapshots
         self._post = post
         self._failures = failures
-        self._threads = threads
+        self._pool = pool
         self._fed = 0  # the machine's plans that the feed knows
         self._is_fit = False
 
@@ -166,7 +167,7 @@ class Worker:
         error: str | None = None
         is_alone = False
         try:
-            set_own_threads(self._threads)
+            set_own_threads(self._pool.size)
             context.bind(self.current)
             # Backward runs in this thread, not in autograd's one per device: no wake-up on the way, ranks
             # that share a device do not queue there, and a hook finds the thread's own state.
@@ -257,6 +258,8 @@ class Worker:
         self._feed.release()
         loss = replica.step(intake.factor)
         meter.end(loss, intake.samples, step)
+        if not self._pool.is_fixed:
+            set_own_threads(self._pool.worked(meter.step_ms, intake.samples))
         if meter.bad is not None:
             self._numbers.left(meter.bad, "the loss is")
         self.machine.trained(intake.samples)

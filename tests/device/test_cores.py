@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -15,13 +16,15 @@ from flowdp import Ddp, Trainer, setup
 from flowdp.device import cores
 from flowdp.device.cores import (
     cpu_quota,
-    pool_sizes,
+    open_pools,
     set_own_threads,
     thread_budget,
     threads_per_rank,
     usable_cores,
 )
 from flowdp.device.process import ProcessTuning
+from flowdp.options import Policy
+from flowdp.policy import pool_size
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -33,6 +36,13 @@ def three_threads() -> Iterator[None]:
     torch.set_num_threads(3)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def in_thread(work: Callable[[], object]) -> object:
@@ -83,12 +93,19 @@ class TestBudget:
     def test_cpu_ranks_share_it(self, devices: list[torch.device], budget: int, threads: list[int]) -> None:
         assert threads_per_rank(devices, budget) == threads
 
-    def test_without_tuning_each_rank_has_as_many_as_the_caller(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_what_a_pool_may_do(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def pools(*, openmp: bool = True, adapts: bool = True) -> list[tuple[int, bool]]:
+            made = open_pools([CPU, CARD], ProcessTuning(openmp=openmp), adapts=adapts)
+            return [(pool.size, pool.is_fixed) for pool in made]
+
         machine(monkeypatch, 2, None)
-        assert pool_sizes([CPU, CPU], ProcessTuning(openmp=False)) == [3, 3]
-        assert pool_sizes([CPU, CPU], ProcessTuning()) == [1, 1]
+        assert pools() == [(1, False), (1, True)]
+        assert pools(adapts=False) == [(2, True), (1, True)]
+        assert pools(openmp=False) == [(3, True), (3, True)]
+
+    @pytest.mark.usefixtures("deterministic")
+    def test_deterministic_algorithms_leave_no_choice(self) -> None:
+        assert open_pools([CPU], ProcessTuning(), adapts=True)[0].is_fixed
 
 
 class TestOwnThreads:
@@ -218,13 +235,16 @@ def test_a_system_without_control_groups(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path) is None
 
 
-# What the rule is for: the number that torch sees inside the user's code.
+# What the rules are for: the number that torch sees inside the user's code.
+enough = pytest.mark.skipif(usable_cores() < 3, reason="with so few cores the number is not the user's")
+
+
 class Model(nn.Linear):
-    """Notes how many threads its forward has."""
+    """Notes how many threads each forward has; replicas note it in the same list."""
 
     def __init__(self) -> None:
         super().__init__(2, 1)
-        self.seen: set[int] = set()
+        self.seen: list[int] = []
 
     def __deepcopy__(self, memo: dict[int, object]) -> Model:
         other = Model()
@@ -232,54 +252,86 @@ class Model(nn.Linear):
         return other
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.add(torch.get_num_threads())
+        self.seen.append(torch.get_num_threads())
         return super().forward(x)
 
 
-def train(devices: int) -> set[int]:
+def train(devices: int, policy: Policy = "sync") -> list[int]:
     model = Model()
     Trainer(
         model,
         lambda params: torch.optim.SGD(params, 0.1),
         lambda module, batch: module(batch).square().mean(),
-        dataset=torch.ones(16, 2),
+        dataset=torch.ones(32, 2),
         batch_size=4,
         epochs=1,
         devices=devices,
-        policy="sync",
+        policy=policy,
     ).fit()
     return model.seen
 
 
-def call(devices: int) -> set[int]:
+def call(devices: int) -> list[int]:
     model = Model()
-    dp = setup(model, torch.optim.SGD(model.parameters(), 0.1), devices=devices)
-    dp(torch.ones(16, 2)).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    dp = setup(model, optimizer, devices=devices)
+    for _ in range(4):
+        dp(torch.ones(16, 2)).sum().backward()
+        optimizer.step()
     dp.close()
     return model.seen
 
 
-def by_hand(devices: int) -> set[int]:
+def by_hand(devices: int) -> list[int]:
     models = [Model() for _ in range(devices)]
     with Ddp.wrap(models) as ddp:
         ddp.parallel(lambda _, model: model(torch.ones(16, 2)))
-    return set.union(*(model.seen for model in models))
+    return [seen for model in models for seen in model.seen]
 
 
-@pytest.mark.skipif(usable_cores() < 3, reason="with so few cores the number is not the user's")
+@enough
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("door", [train, call, by_hand])
 @pytest.mark.parametrize(("choice", "share"), [(1, 1), (3, 1), (usable_cores(), usable_cores() // 2)])
-def test_workers_share_the_users_number(door: Callable[[int], set[int]], choice: int, share: int) -> None:
+def test_workers_share_the_users_number(door: Callable[[int], list[int]], choice: int, share: int) -> None:
     torch.set_num_threads(choice)
-    assert door(2) == {share}
+    assert set(door(2)) == {share}
     assert (torch.get_num_threads(), in_thread(torch.get_num_threads)) == (choice, choice)
 
 
-@pytest.mark.skipif(usable_cores() < 3, reason="with so few cores the number is not the user's")
-@pytest.mark.parametrize("choice", [1, 3])
-def test_one_worker_has_the_users_number(choice: int) -> None:
-    torch.set_num_threads(choice)
-    assert train(1) == {choice}
+@pytest.fixture
+def climbing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step finds that more threads are faster."""
+    for name, value in {"BLOCK_MS": 0.0, "BLOCKS": 1, "GAIN": math.inf, "SLOW": math.inf}.items():
+        monkeypatch.setattr(pool_size, name, value)
+
+
+@enough
+@pytest.mark.usefixtures("climbing")
+class TestChoice:
+    @pytest.mark.parametrize(
+        ("policy", "sizes"),
+        [("cadence", [1, 2, 3]), ("async", [1, 2, 3]), ("sync", [3, 3, 3]), ("exact", [3, 3, 3])],
+    )
+    def test_a_worker_follows_it_where_no_bits_are_promised(self, policy: Policy, sizes: list[int]) -> None:
+        seen = train(1, policy)
+        assert seen[:3] == sizes
+        assert set(seen[3:]) == {3}
+        assert (torch.get_num_threads(), in_thread(torch.get_num_threads)) == (3, 3)
+
+    def test_nothing_is_chosen_within_one_thread(self) -> None:
+        torch.set_num_threads(1)
+        assert set(train(1, "cadence")) == {1}
+
+    def test_a_replica_of_setup_follows_it(self) -> None:
+        torch.set_num_threads(usable_cores())
+        seen = call(2)
+        most = min(8, usable_cores() // 2)  # doubled in each of four calls
+        assert (seen[:2], seen[-2:]) == ([1, 1], [most, most])
+
+    @pytest.mark.usefixtures("deterministic")
+    def test_deterministic_algorithms_keep_one_size(self) -> None:
+        assert set(train(1, "cadence")) == {3}
 
 
 def test_omp_num_threads_is_the_users_number() -> None:

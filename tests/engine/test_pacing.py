@@ -14,6 +14,7 @@ from flowdp.engine import pacing
 from flowdp.engine.loading import Epoch
 from flowdp.engine.pacing import Alone, Pacing
 from flowdp.options import CadenceOptions
+from flowdp.policy.pool_size import PoolSize
 from tests.loops import CPU
 
 
@@ -44,7 +45,12 @@ def paced(
     world_size: int = 2, *, windows: bool = False, model: nn.Module | None = None, **options: Any
 ) -> tuple[Pacing, tuple[Watch, ...], Watch]:
     watches, summing = tuple(Watch() for _ in range(world_size)), Watch()
-    peers = SimpleNamespace(modules=[model or nn.Identity()] * world_size, watches=watches, summing=summing)
+    peers = SimpleNamespace(
+        modules=[model or nn.Identity()] * world_size,
+        watches=watches,
+        summing=summing,
+        pools=[PoolSize(1)] * world_size,
+    )
     return Pacing(peers, CadenceOptions(**options), windows=windows), watches, summing  # type: ignore[arg-type]
 
 

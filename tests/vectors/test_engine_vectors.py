@@ -42,6 +42,7 @@ from flowdp.messages import (
     StepsDone,
     SyncNow,
 )
+from flowdp.policy.pool_size import PoolSize
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
 
@@ -224,7 +225,7 @@ class Rank:
         [feed] = open_feeds(source, [lane])
         self.worker = Worker(
             0, replica, source, feed, gate, self.mean, self.snapshots,
-            self.inbox, self.facts.post, Failures(), 1,
+            self.inbox, self.facts.post, Failures(), PoolSize(1),
         )  # fmt: skip
         self.thread = threading.Thread(target=self.worker.run)
 
