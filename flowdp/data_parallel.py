@@ -31,6 +31,7 @@ from flowdp.engine.recipe import Inputs, InputsOption, LossFunction, Recipe, Tap
 from flowdp.engine.scatter import Arguments, Part
 from flowdp.engine.setup import (
     OptimizerOption,
+    check_batch_norm,
     check_cadence,
     check_loss,
     check_model,
@@ -122,6 +123,7 @@ def setup(
     chosen = resolve_devices(devices)
     recipe = Recipe(Inputs(inputs, model), Taps(tags, model), check_loss(loss_fn))
     options, windows = check_cadence(cadence, chosen)
+    check_batch_norm(model, chosen, windows=windows)
     layout = Layout(dim, split, join, reduce)
     layout.check_names(model)
     tuning = as_tuning(tune_process)

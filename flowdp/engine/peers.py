@@ -8,6 +8,7 @@ changed in the user's module since. So only the user's optimizer steps, and what
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -17,6 +18,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from flowdp.collective.batch_norm import SharedStatistics
+from flowdp.collective.local_group import group_lanes
+from flowdp.collective.process_group import ProcessGroup
 from flowdp.data.slots import keep_for_compute
 from flowdp.data.trees import tensors_of
 from flowdp.device.cores import set_own_threads
@@ -78,6 +82,13 @@ class Peers:
         self._tables = [Tables(peer) for peer in self.modules]
         for table, device in zip(self._tables[1:], self.devices[1:], strict=True):
             table.check_like(self._tables[0], device)
+        self._norms = [SharedStatistics(peer) for peer in self.modules]
+        for norm, device in zip(self._norms, self.devices, strict=True):
+            if len(norm) != len(self._norms[0]):
+                raise OptionError(
+                    f"the replica for {device} has {len(norm)} SyncBatchNorm layers and the model has "
+                    f"{len(self._norms[0])}; replica(device) must convert it as the model is"
+                )
         self._now: list[_State] = []
         self._sources: list[Tensor] = []
         self._sent: list[list[_State]] = [[] for _ in lanes]
@@ -184,12 +195,19 @@ class Peers:
         """The calling thread's grad, autocast and inference modes, for `each`."""
         return caller_modes(self._kinds)
 
-    def each(self, jobs: Sequence[Callable[[], T] | None], modes: Modes | None = None) -> list[T | None]:
+    def each(
+        self,
+        jobs: Sequence[Callable[[], T] | None],
+        modes: Modes | None = None,
+        parts: Sequence[Sequence[object]] = (),
+    ) -> list[T | None]:
         """Run a job on every rank at once.
 
         Args:
             jobs: One per rank; None: nothing to do there.
             modes: In which they run; None: the caller's.
+            parts: Of each rank, in one batch: ranks that have one take the statistics of SyncBatchNorm
+                together. Empty: nobody does.
 
         Raises:
             BaseException: What the first of them raised, with a note that names rank and device.
@@ -207,13 +225,18 @@ class Peers:
             lane.compute.wait_event(self._asked[0])
             home.aside(rank).wait_event(self._asked[0])
         entered = modes or self.modes()
+        groups = self._groups(parts)
         try:
             return self._crew.run(
                 [
-                    None if job is None else partial(self._do, rank, job, entered)
+                    None if job is None else partial(self._do, rank, job, entered, groups.get(rank))
                     for rank, job in enumerate(jobs)
                 ]
             )
+        except BaseException:
+            for group in groups.values():  # a job that never began is waited for, else
+                group.abort("the call was given up")
+            raise
         finally:  # after an error, too: the replicas may be reading what the caller now changes
             for rank, lane in enumerate(others, 1):
                 computed, carried = self._done[rank]
@@ -259,11 +282,19 @@ class Peers:
         """End the threads."""
         self._crew.close()
 
-    def _do(self, rank: int, job: Callable[[], T], modes: Modes) -> T:
+    def _groups(self, parts: Sequence[Sequence[object]]) -> dict[int, ProcessGroup]:
+        """A group of the ranks that have a part, by rank, for one forward or backward."""
+        ranks = [rank for rank, own in enumerate(parts) if own]
+        if not self._norms[0] or len(ranks) < 2:
+            return {}
+        lanes = [self._lanes[rank] for rank in ranks]
+        return dict(zip(ranks, group_lanes(lanes, threading.TIMEOUT_MAX), strict=True))
+
+    def _do(self, rank: int, job: Callable[[], T], modes: Modes, group: ProcessGroup | None) -> T:
         try:
             if not self.pools[rank].is_fixed:
                 set_own_threads(self.pools[rank].size)
-            with unhooked(), modes(), self.watches[rank].running():
+            with unhooked(), modes(), self.watches[rank].running(), self._norms[rank].among(group):
                 return job()
         except Exception as error:
             if rank or len(self.modules) > 1:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from flowdp.collective.batch_norm import SharedStatistics
 from flowdp.device.topology import devices as find_devices
 from flowdp.engine.recipe import LossFunction
 from flowdp.errors import OptionError
@@ -16,6 +17,7 @@ from flowdp.options import CadenceOptions
 
 __all__ = [
     "OptimizerOption",
+    "check_batch_norm",
     "check_cadence",
     "check_loss",
     "check_model",
@@ -87,6 +89,26 @@ def check_cadence(option: object, devices: Sequence[torch.device]) -> tuple[Cade
         names = {info.device: info.name for info in find_devices(probe=False).devices}
         return options, len({names.get(device, device.type) for device in devices}) > 1
     return options, option is not False and options.windows and len(devices) > 1
+
+
+def check_batch_norm(model: nn.Module, devices: Sequence[torch.device], *, windows: bool) -> None:
+    """Layers of SyncBatchNorm that can be synchronised, or none.
+
+    Raises:
+        OptionError: The devices are of several kinds, or work through batches of their own.
+    """
+    if len(devices) == 1 or not SharedStatistics(model):
+        return
+    if windows:
+        raise OptionError(
+            "SyncBatchNorm takes the statistics of one batch from all devices, and in windows each device "
+            "works through batches of its own: give setup(..., cadence=False), which cuts each batch"
+        )
+    if len({device.type for device in devices}) > 1:
+        raise OptionError(
+            f"SyncBatchNorm is synchronised among CPU devices or among CUDA devices, not among "
+            f"{', '.join(map(str, devices))}: give devices of one kind, or use GroupNorm"
+        )
 
 
 def check_optimizers(option: OptimizerOption, model: nn.Module) -> tuple[Optimizer, ...]:

@@ -201,7 +201,7 @@ class _Call:
 
     def forward(self) -> Outputs:
         pieces: dict[int, list[Tensor]] = {}
-        for found in self._peers.each(self._jobs(self._forward), self._modes):
+        for found in self._peers.each(self._jobs(self._forward), self._modes, self._places):
             pieces.update(found or {})
         self._count_writes()
         places = range(len(self._shards))
@@ -216,7 +216,8 @@ class _Call:
         sync = self._sync or not demand.accumulates
         do = partial(self._backward, joined, gradients, demand, keep)
         with self._peers.backward(leaves=not sync and bool(self._places[0])):
-            found = self._peers.each(self._jobs(do, with_left=self._sync and demand.accumulates))
+            jobs = self._jobs(do, with_left=self._sync and demand.accumulates)
+            found = self._peers.each(jobs, parts=self._places)
         of_parts: dict[int, Gradients] = {}
         of_parameters: list[Gradients] = []
         for answer in found:

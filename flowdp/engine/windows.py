@@ -168,7 +168,7 @@ def run_window(
             for rank, own in enumerate(of_rank)
         ]
         with peers.backward(leaves=not sync and bool(of_rank[0])):
-            done = peers.each(jobs)
+            done = peers.each(jobs, parts=of_rank)
         if sync and torch.is_grad_enabled():
             with peers.summing.running():
                 accumulate(peers.trained(0), [answer[1] for answer in done[1:] if answer is not None])

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
+from flowdp.errors import CollectiveAborted
 from flowdp.policy.formats import format_error
 from flowdp.threads.inbox import LISTEN_S
 
@@ -64,8 +65,8 @@ class Crew:
             What they return, None for no job. Shape (places,).
 
         Raises:
-            BaseException: The error of the first thread that failed, in order, when all have ended; those of
-                others are told in its notes.
+            BaseException: The error of the first thread that failed, in order, when all have ended, but one
+                that another's failure has caused; those of others are told in its notes.
             RuntimeError: The crew is closed, or one of its jobs asks.
         """
         with self._own_turn():
@@ -159,6 +160,7 @@ class _Job(Generic[T]):
 
 def _raise_first(jobs: Sequence[_Job[Any]]) -> None:
     errors = [job.error for job in jobs if job.error is not None]
+    errors.sort(key=lambda error: isinstance(error, CollectiveAborted))
     if not errors:
         return
     for other in errors[1:]:

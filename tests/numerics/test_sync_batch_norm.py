@@ -1,0 +1,215 @@
+"""A converted model on several devices is the model with BatchNorm on one, in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import flowdp
+from flowdp import FlowdpError, OptionError, data_parallel
+from flowdp.device.streams import CudaLane
+from tests.fakes import FakeCuda
+from tests.loops import assert_equal, gradients, numbers
+
+STEPS = 8
+SIZES = (22, 9, 3, 2)
+TOLERANCE = 1e-10
+convert = nn.SyncBatchNorm.convert_sync_batchnorm
+
+
+class Network(nn.Module):
+    """Images to three numbers; one norm is called twice, one has no momentum, one no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, padding=1)
+        self.early = nn.BatchNorm2d(4)
+        self.again = nn.Conv2d(4, 4, 1)
+        self.late = nn.BatchNorm1d(4, momentum=None)
+        self.bare = nn.BatchNorm1d(4, affine=False)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.early(self.conv(x)).relu()
+        x = self.early(self.again(x)).tanh().mean((2, 3))
+        return self.out(self.bare(self.late(x)))
+
+
+class Recomputed(Network):
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return found
+
+
+def network(kind: type[Network] = Network) -> Any:
+    torch.manual_seed(2)
+    return kind().double()
+
+
+def batches(count: int = STEPS) -> Iterator[tuple[Tensor, Tensor]]:
+    for number in range(count):
+        x = numbers(SIZES[number % len(SIZES)], 2, 3, 3, seed=number) + 5
+        yield x, (x.mean((1, 2, 3)) > 5).long()
+
+
+def train(call: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    seen = []
+    for x, y in batches():
+        x.requires_grad_()
+        loss = F.cross_entropy(call(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert x.grad is not None
+        seen += [loss.detach(), x.grad]
+    return seen
+
+
+def momentum(params: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(params, 0.05, momentum=0.9)
+
+
+def check_equal(model: nn.Module, twin: nn.Module) -> None:
+    mine, theirs = model.state_dict(), twin.state_dict()
+    assert mine.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(mine[name], tensor, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
+
+
+@pytest.fixture
+def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda | None]:
+    """CPU devices as they are, and as CUDA devices would run, on fake streams."""
+    if getattr(request, "param", "cpu") == "cpu":
+        yield None
+        return
+    cuda = FakeCuda()
+    monkeypatch.setattr(data_parallel, "open_lanes", lambda devices: [CudaLane(d, cuda) for d in devices])
+    yield cuda
+    assert not cuda.races
+
+
+BOTH = pytest.mark.parametrize("lanes", ["cpu", "streams"], indirect=True)
+
+
+# ---------------------------------------------------------------- setup
+@BOTH
+@pytest.mark.parametrize("buffers", ["broadcast", "average"])
+@pytest.mark.parametrize(("count", "fast"), [(1, 1), (2, 6), (4, 1)])
+def test_a_loop_of_ones_own(lanes: FakeCuda | None, buffers: Any, count: int, fast: float) -> None:
+    twin = network()
+    model = convert(network())
+    optimizer = momentum(model.parameters())
+    cadence = flowdp.CadenceOptions(max_anchor=0, speed_hint=(0, fast)) if count > 1 else False
+    with (
+        nullcontext() if lanes is None else lanes.stream(lanes.default),
+        flowdp.setup(model, optimizer, devices=["cpu"] * count, cadence=cadence, buffers=buffers) as dp,
+    ):
+        assert_equal(train(dp, optimizer), train(twin, momentum(twin.parameters())))
+        with torch.no_grad():  # statistics follow without gradients, too
+            assert_equal([dp(numbers(5, 2, 3, 3))], [twin(numbers(5, 2, 3, 3))])
+        dp.eval()
+        twin.eval()
+        assert_equal([dp(numbers(5, 2, 3, 3))], [twin(numbers(5, 2, 3, 3))])
+    check_equal(model, twin)
+    assert type(model.early) is nn.SyncBatchNorm
+    assert "forward" not in model.early.__dict__
+
+
+def test_what_is_recomputed_in_backward_meets_again() -> None:
+    model, twin = convert(network(Recomputed)), network(Recomputed)
+    with flowdp.setup(model, momentum, devices=["cpu"] * 2) as dp:
+        x, y = next(batches())
+        for call in (dp, twin):
+            F.cross_entropy(call(x), y).backward()
+    assert_equal(gradients(model), gradients(twin))
+
+
+def test_a_loader_whose_batches_are_cut() -> None:
+    model, twin = convert(network()), network()
+    by_hand = momentum(twin.parameters())
+
+    def loss(context: Any) -> Tensor:
+        return F.cross_entropy(context.output, context.batch[1])
+
+    with flowdp.setup(model, momentum, devices=["cpu"] * 3, loss_fn=loss, cadence=False) as dp:
+        for window in dp.epoch(list(batches())):
+            dp.forward_batch(window)
+            dp.step()
+    for x, y in batches():
+        F.cross_entropy(twin(x), y).backward()
+        by_hand.step()
+        by_hand.zero_grad()
+    check_equal(model, twin)
+
+
+def test_several_backwards_for_one_step() -> None:
+    model, twin = convert(network()), network()
+    with flowdp.setup(model, momentum, devices=["cpu"] * 2) as dp:
+        with dp.no_sync():
+            for x, y in batches(3):
+                F.cross_entropy(dp(x), y).backward()
+                F.cross_entropy(twin(x), y).backward()
+        with torch.no_grad():
+            before = [p.detach() - 0.05 * p.grad for p in twin.parameters() if p.grad is not None]
+        dp.step()
+    assert_equal(list(model.parameters()), before)
+
+
+def test_a_rank_that_fails_is_the_error_that_is_seen() -> None:
+    class Fragile(Network):
+        def forward(self, x: Tensor) -> Tensor:
+            if (x == 1000).any():
+                raise KeyError("a thousand")
+            return super().forward(x)
+
+    model, twin = convert(network(Fragile)), network()
+    x, y = next(batches())
+    bad = x.clone()
+    bad[-1] = 1000.0
+    with flowdp.setup(model, momentum, devices=["cpu"] * 3) as dp:
+        for _ in range(2):
+            with pytest.raises(KeyError, match="a thousand") as found:
+                dp(bad)
+            assert any("rank 2" in note for note in found.value.__notes__)
+        F.cross_entropy(dp(x), y).backward()  # and the next call is as if nothing had been
+        F.cross_entropy(twin(x), y).backward()
+    assert_equal(gradients(model), gradients(twin))
+
+
+def test_devices_that_call_different_layers_are_told() -> None:
+    class Choosing(Network):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if (x > 0).all() else super().forward(x)
+
+    x = numbers(4, 2, 3, 3).abs() + 1
+    x[-1] = -1.0
+    with flowdp.setup(convert(network(Choosing)), momentum, devices=["cpu"] * 2) as dp:
+        with pytest.raises(FlowdpError, match=r"'early' \(SyncBatchNorm\)") as found:
+            dp(x)
+        assert any("the same SyncBatchNorm layers" in note for note in found.value.__notes__)
+
+
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    x, _ = next(batches())
+    with flowdp.setup(convert(network()), momentum, devices=["cpu"] * 2) as dp:
+        x.requires_grad_()
+        with pytest.raises(FlowdpError, match="a gradient of a gradient"):
+            torch.autograd.grad(dp(x).square().sum(), x, create_graph=True)
+
+
+def test_what_cannot_be_synchronised_is_said_before_a_thread_starts() -> None:
+    model = convert(network())
+    with pytest.raises(OptionError, match=r"in windows each device .* cadence=False"):
+        flowdp.setup(model, momentum, devices=["cpu"] * 2, cadence=True)
+    with pytest.raises(OptionError, match=r"replica for cpu has 0 SyncBatchNorm layers and the model has 3"):
+        flowdp.setup(model, momentum, replica=lambda _: network(), devices=["cpu"] * 2)
+    with pytest.raises(OptionError, match=r"replica for cpu has 3 SyncBatchNorm layers and the model has 0"):
+        flowdp.setup(network(), momentum, replica=lambda _: copy.deepcopy(model), devices=["cpu"] * 2)
