@@ -54,7 +54,7 @@ def main() -> None:
     start = time.perf_counter()
     with trainer.start() as run:
         for epoch in run.metrics():
-            print(f"\r{epoch}", flush=True)
+            print(epoch, flush=True)
         state = run.join()
     seconds = time.perf_counter() - start
     report(state, seconds, slow.free_run(model, train, batch_size), accuracy(model, test))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from flowdp.checks import check_flag
 from flowdp.data.trees import tree_map
 from flowdp.device.cores import open_pools
 from flowdp.device.process import ProcessTuning, as_tuning, tuned_process
@@ -44,6 +45,7 @@ from flowdp.engine.sharded import call_sharded, cut, parts_of
 from flowdp.engine.stepping import Stepping
 from flowdp.engine.windows import Window, WindowResult, run_window
 from flowdp.errors import FlowdpError, OptionError
+from flowdp.observe.banner import tell_devices
 from flowdp.options import Buffers, CadenceOptions, one_of
 from flowdp.policy.el_che import ElChe
 
@@ -69,6 +71,7 @@ def setup(
     join: JoinFunction | None = None,
     reduce: ReduceOption = "mean",
     tune_process: bool | ProcessTuning = True,
+    progress: bool = True,
 ) -> DataParallel:
     """Spread a module over devices, for a training loop that stays as it is.
 
@@ -112,6 +115,7 @@ def setup(
             mean weighted by a function of the part's arguments, which it takes by name:
             `lambda labels: (labels[:, 1:] != -100).sum()`. Or a mapping from an output's name to these.
         tune_process: Process-wide settings while this lives (see `ProcessTuning`); False leaves all alone.
+        progress: False leaves out the line on stderr that names the devices, once in a process.
 
     Raises:
         OptionError: An argument is wrong. No thread has been started then.
@@ -127,7 +131,10 @@ def setup(
     layout = Layout(dim, split, join, reduce)
     layout.check_names(model)
     tuning = as_tuning(tune_process)
+    check_flag("progress", progress)
     check_free(chosen)
+    if progress:
+        tell_devices(chosen)
     model.to(chosen[0]).train()
     optimizers = check_optimizers(optimizer, model)
     return DataParallel(

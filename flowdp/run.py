@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -59,15 +59,17 @@ class Run:
         module: nn.Module | None,
         observer: Observer | None = None,
         restores_best: bool = False,
+        aside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._engine = engine
         self._module = module
         self._observer = observer
         self._restores_best = restores_best
+        self._aside = aside
         self._pauses = Pauses(engine.request)
         self._ending = _Ending()
         self._inside = ExitStack()
-        self._polled = 0
+        self._polled = engine.records.before
         self.devices = tuple(replica.device for replica in engine.replicas)
 
     def __repr__(self) -> str:
@@ -82,7 +84,7 @@ class Run:
 
     @property
     def history(self) -> tuple[EpochMetrics, ...]:
-        """The records of the epochs that are complete."""
+        """The records of the epochs that are complete, those of before a resume included."""
         return tuple(self._engine.records.epochs)
 
     @property
@@ -161,7 +163,7 @@ class Run:
     @overload
     def metrics(self, every: Literal["round"] | int) -> Iterator[RoundEnded]: ...
     def metrics(self, every: Literal["epoch", "round"] | int = "epoch") -> Iterator[Any]:
-        """The records of the run, from the first one, as they come.
+        """The records of the run, from its first one, as they come; `history` has those of before a resume.
 
         Every iterator sees all of them (of rounds, the last 4,096). It ends with the run, after `stop()` too,
         and raises the run's failure. Ctrl-C in it, or in the body of the loop over it, ends the run after its
@@ -428,7 +430,8 @@ class Run:
             try:
                 for record in records():
                     before = interrupts()
-                    yield record
+                    with self._aside():  # for what the loop prints
+                        yield record
             except KeyboardInterrupt:
                 self._interrupt()
                 raise

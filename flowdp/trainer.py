@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from os import PathLike
 from typing import Any, Literal
@@ -27,7 +28,6 @@ from flowdp.checks import (
 from flowdp.data.dataset import dataset_length, loader_order, open_source
 from flowdp.data.source import Source
 from flowdp.device.process import ProcessTuning, as_tuning
-from flowdp.device.topology import devices as find_devices
 from flowdp.device.topology import resolve_devices
 from flowdp.engine.assembly import Parts, build_replicas
 from flowdp.engine.build import ModelOption, OptimizerOption, all_of
@@ -48,6 +48,7 @@ from flowdp.errors import OptionError
 from flowdp.machine.coordinator import RunConfig
 from flowdp.machine.position import Position
 from flowdp.messages import Requested
+from flowdp.observe.banner import tell_devices
 from flowdp.observe.bar import ProgressBar, wants_progress
 from flowdp.observe.callbacks import Callback
 from flowdp.observe.observer import Observer
@@ -154,7 +155,9 @@ class Trainer:
         on_nan: "quarantine": a replica with NaN or infinite numbers is left out of the mean and goes on from
             the others. "raise": it ends the run.
         handle_sigterm: SIGTERM stops the run as `stop()` does; a second one ends the process.
-        progress: True for a progress bar (needs tqdm), "auto" for one where there is a terminal or notebook.
+        progress: True for a progress bar (needs tqdm), "auto" for one where there is a terminal or notebook;
+            it steps aside for what is printed in a loop over `run.metrics()` or in a callback. False also
+            leaves out the line on stderr that names the devices.
         story: File that the coordinator's events are written to, for `python -m flowdp.sim --replay`.
         tune_process: Process-wide settings while a run lives (see `ProcessTuning`); False leaves all alone.
 
@@ -239,7 +242,7 @@ class Trainer:
         self.upkeep.check(train_step, policy, len(self.devices))
         self.handle_sigterm = check_flag("handle_sigterm", handle_sigterm)
         self.story = check_story(story)
-        self.progress = wants_progress(progress)
+        self.progress, self.tells = wants_progress(progress), progress is not False
         self.tuning = as_tuning(tune_process)
         self.sizes = plan_sizes(
             dataset, batch_size, global_batch_size, gradient_accumulation_steps, policy, len(self.devices)
@@ -314,7 +317,8 @@ class Trainer:
         """
         if self.handle_sigterm:
             check_sigterm()
-        log.info("%s", find_devices(probe=False))
+        if self.tells:
+            tell_devices(self.devices)
         check_free(self.devices)
         store, resumed = self.upkeep.begin()
         replicas = build_replicas(self._parts, self.devices)
@@ -333,7 +337,8 @@ class Trainer:
         self.upkeep.check_source(source)
         config = self._config(source, replicas, resumed)
         engine = open_engine(self.story, config, replicas, source, self.tuning, self.backend, care=care)
-        told = [*self._bar(start), *self.upkeep.callbacks]
+        bar = self._bar(start)
+        told = self.upkeep.callbacks if bar is None else (bar, *self.upkeep.callbacks)
         observer = Observer(engine.records, told, engine.fail, self.upkeep.stall_timeout)
         if self.handle_sigterm:
             care.sigterm = SigtermStop(partial(engine.request, Requested("stop")))
@@ -341,13 +346,14 @@ class Trainer:
         engine.saver.orders = partial(orders, source)
         engine.start()
         module = self.model if isinstance(self.model, nn.Module) else None
-        run = Run(engine, module, observer, restores_best=self.upkeep.restores_best)
+        aside = nullcontext if bar is None else bar.aside
+        run = Run(engine, module, observer, restores_best=self.upkeep.restores_best, aside=aside)
         observer.start(run, lambda: engine.failures.first, run.answer)
         return run
 
-    def _bar(self, start: Position | None) -> list[Callback]:
+    def _bar(self, start: Position | None) -> ProgressBar | None:
         begun = 0 if start is None else start.global_step
-        return [ProgressBar(self._known_steps(), self._batches, begun)] if self.progress else []
+        return ProgressBar(self._known_steps(), self._batches, begun) if self.progress else None
 
     def _config(self, source: Source, replicas: Sequence[Replica], resumed: Resumed | None) -> RunConfig:
         return RunConfig(

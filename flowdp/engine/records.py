@@ -105,6 +105,7 @@ class Records:
 
     Attributes:
         epochs: All epoch records, in order.
+        before: Of these, those that were complete before.
         finish: How the run ended; None before, and where a failure of flowdp's own ended it.
         is_ended: The run is over, or a failure is known though some thread may not have left yet.
         is_over: Every thread has left.
@@ -113,6 +114,7 @@ class Records:
 
     def __init__(self, history: Sequence[EpochMetrics] = ()) -> None:
         self.epochs = list(history)
+        self.before = len(self.epochs)
         self.finish: Finish | None = None
         self.is_ended = False
         self.is_over = False
@@ -232,8 +234,8 @@ class Records:
             return self._changed.wait_for(lambda: self._is_heard or self._readers > 0, timeout_s)
 
     def epoch_records(self) -> Iterator[EpochMetrics]:
-        """All epoch records from the first; ends with the run."""
-        seen = 0
+        """The epoch records of this run, from its first; ends with it."""
+        seen = self.before
         while True:
             with self._changed:
                 self._await(partial(self._has_more_epochs, seen))

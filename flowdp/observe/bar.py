@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from flowdp.errors import OptionError
 from flowdp.machine.commands import RoundEnded
 from flowdp.observe.callbacks import Callback
+from flowdp.policy.tally import EpochMetrics
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -38,6 +42,8 @@ def _is_watched() -> bool:
 class ProgressBar(Callback):
     """Draws where the run is: epoch, loss, samples per second, shares.
 
+    It steps aside for the callbacks that are called after it, and for `aside` blocks.
+
     Args:
         total_steps: Steps of all ranks in the run; None where nobody knows.
         batches: Steps of all ranks in an epoch; None where nobody knows.
@@ -48,25 +54,79 @@ class ProgressBar(Callback):
         self._total_steps = total_steps
         self._start = start
         self._epochs = "" if total_steps is None or batches is None else f"/{-(-total_steps // batches)}"
+        self._lock = threading.Lock()  # serialises everything below, and what is drawn
         self._bar: tqdm[NoReturn] | None = None
+        self._inside = 0  # blocks for which it steps aside
+        self._is_over = False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave the terminal's line to what is printed in this block.
+
+        Threads:
+            Any. The observer's does not wait for the block: it goes on, and draws nothing.
+        """
+        with self._lock:
+            self._inside += 1
+            if self._bar is not None:
+                self._bar.clear()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if self._is_over:
+                    self._close()
+                elif self._bar is not None and not self._inside:
+                    self._bar.refresh()
 
     def on_train_start(self, run: Any) -> None:  # noqa: ARG002
         """Draw it, empty."""
         from tqdm.auto import tqdm  # an extra, and slow to import: only for those who draw
 
-        self._bar = tqdm(total=self._total_steps, initial=self._start, unit="step", dynamic_ncols=True)
+        with self._lock:
+            # With a fixed `miniters` tqdm's monitor thread never draws it by itself.
+            self._bar = tqdm(
+                total=self._total_steps, initial=self._start, unit="step", dynamic_ncols=True, miniters=1
+            )
+            if self._inside:
+                self._bar.clear()
 
     def on_round(self, record: RoundEnded) -> None:
         """Move it to the end of this round; tqdm draws it ten times a second at most."""
-        if self._bar is not None:
+        with self._lock:
+            if self._bar is None:
+                return
             self._bar.set_description(f"epoch {record.epoch + 1}{self._epochs}", refresh=False)
             self._bar.set_postfix(_postfix(record), refresh=False)
-            self._bar.update(record.global_step - self._bar.n)
+            if self._inside:
+                self._bar.n = record.global_step
+            else:
+                self._bar.update(record.global_step - self._bar.n)
+
+    def on_epoch_end(self, metrics: EpochMetrics) -> None:  # noqa: ARG002
+        """Leave the line to the callbacks that are called next; a round draws it again."""
+        self._clear()
+
+    def on_checkpoint(self, checkpoint: Any) -> None:  # noqa: ARG002
+        """See `on_epoch_end`."""
+        self._clear()
 
     def on_train_end(self, state: Any) -> None:  # noqa: ARG002
         """Leave the last drawing where it is."""
-        if self._bar is not None:
+        with self._lock:
+            self._is_over = True
+            self._close()
+
+    def _clear(self) -> None:
+        with self._lock:
+            if self._bar is not None and not self._inside:
+                self._bar.clear()
+
+    def _close(self) -> None:
+        if self._bar is not None and not self._inside:
             self._bar.close()
+            self._bar = None
 
 
 def _postfix(record: RoundEnded) -> dict[str, str]:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import pty
+import re
+import struct
 import sys
+import termios
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -13,10 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flowdp import OptionError, StepError, Trainer, current_worker
+from flowdp import Callback, EpochMetrics, OptionError, StepError, Trainer, current_worker
 from flowdp.machine.commands import RoundEnded
-from flowdp.observe import bar
+from flowdp.observe import banner, bar
 from flowdp.observe.bar import ProgressBar, wants_progress
+from flowdp.policy.tally import Tally
 
 
 class Terminal(io.StringIO):
@@ -99,6 +108,7 @@ def test_it_is_drawn_and_ends_before_join_does(progress: Any, monkeypatch: pytes
 
 
 def test_it_is_not_drawn_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_with("auto")  # the devices are named once
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     run_with("auto")
@@ -154,3 +164,161 @@ def test_one_that_could_not_be_drawn_stays_away() -> None:
     progress = ProgressBar(50, 25)  # on_train_start has raised
     progress.on_round(round_record(35))
     progress.on_train_end(None)
+
+
+# ---------------------------------------------------------------- on a terminal
+class Screen:
+    """A terminal's screen: what is left to see of all that was written."""
+
+    def __init__(self, columns: int) -> None:
+        self.columns = columns
+        self.lines = [""]
+        self.row = self.column = 0
+
+    def take(self, text: str) -> None:
+        for part in re.findall(r"\x1b\[\d*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", text):
+            if part == "\r":
+                self.column = 0
+            elif part == "\n":
+                self.row += 1
+                if self.row == len(self.lines):
+                    self.lines.append("")
+            elif part == "\x1b[A":
+                self.row -= 1
+            elif part == "\x1b[K":
+                self.lines[self.row] = self.lines[self.row][: self.column]
+            else:
+                assert not part.startswith("\x1b"), part
+                self.write(part)
+
+    def write(self, part: str) -> None:
+        line = self.lines[self.row].ljust(self.column)
+        self.lines[self.row] = line[: self.column] + part + line[self.column + len(part) :]
+        self.column += len(part)
+        assert self.column <= self.columns, f"{part!r} is wrapped"
+
+
+@contextmanager
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A pseudo terminal for stdout and stderr; at the end the list has the lines that are to be seen."""
+    outside, inside = pty.openpty()
+    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 120, 0, 0))
+    written: list[bytes] = []
+
+    def drain() -> None:
+        with suppress(OSError):  # EIO, once nobody has the other end
+            while chunk := os.read(outside, 1 << 16):
+                written.append(chunk)
+
+    reader = threading.Thread(target=drain)
+    reader.start()
+    seen: list[str] = []
+    try:
+        with os.fdopen(inside, "w", buffering=1) as stream, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stream)
+            patch.setattr(sys, "stderr", stream)
+            patch.setattr(banner, "_told", set())
+            yield seen
+    finally:
+        reader.join(10.0)
+        os.close(outside)
+    screen = Screen(120)
+    screen.take(b"".join(written).decode())
+    seen += [line.rstrip() for line in screen.lines]
+
+
+BAR = r"epoch 3/3: 100%\|█+\| 90/90 \[.*, loss=.*, samples/s=.*, share=.*\]"
+
+
+def small(**options: Any) -> Trainer:
+    return Trainer(
+        nn.Linear(1, 1),
+        lambda params: torch.optim.SGD(params, 0.1),
+        lambda model, batch: F.mse_loss(model(batch), batch),
+        dataset=torch.ones(60, 1),
+        batch_size=2,
+        devices=2,
+        policy="sync",
+        **{"epochs": 3, **options},
+    )
+
+
+def check(seen: list[str], *printed: str) -> None:
+    bar = [line for line in seen if "%|" in line]
+    assert [re.fullmatch(BAR, line) is not None for line in bar] == [True]
+    assert [line for line in seen if line not in (*bar, "")] == list(printed)
+
+
+def test_what_a_loop_prints_comes_out_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = []
+    with terminal(monkeypatch) as seen:
+        run = small().start()
+        for epoch in run.metrics():
+            printed.append(str(epoch))
+            print(epoch)
+        print(run.join().global_step, "steps")
+    assert seen[0].startswith("flowdp: training on 2 x cpu | ")
+    check(seen[1:], *printed, "90 steps")
+    assert len(printed) == 3
+
+
+def test_what_a_callback_prints_comes_out_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Prints(Callback):
+        def on_epoch_end(self, metrics: EpochMetrics) -> None:
+            print("after epoch", metrics.epoch)
+
+        def on_checkpoint(self, checkpoint: Any) -> None:
+            print("checkpoint", checkpoint.version)
+
+    with terminal(monkeypatch) as seen:
+        small(callbacks=[Prints()]).fit()
+    # Writing a checkpoint takes its time: the next epoch's end may be told first.
+    check(
+        sorted(seen[1:]),
+        *sorted(line for n in range(3) for line in (f"after epoch {n}", f"checkpoint {n + 1}")),
+    )
+
+
+def test_a_resumed_run_prints_no_old_epoch_as_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = small(epochs=2).fit()
+    printed = []
+    with terminal(monkeypatch) as seen:
+        run = small(resume=before).start()
+        for epoch in run.metrics():
+            printed.append(str(epoch))
+            print(epoch)
+        assert [epoch.epoch for epoch in run.poll_metrics()] == [2]
+    assert [epoch.epoch for epoch in run.history] == [0, 1, 2]
+    assert len(printed) == 1
+    assert seen[0].startswith("flowdp: training on 2 x cpu | ")
+    check(seen[1:], *printed)
+
+
+def test_a_block_that_outlives_the_run_closes_the_bar() -> None:
+    stream = Terminal()
+    progress = ProgressBar(50, 25)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", stream)
+        progress.on_train_start(None)
+        with progress.aside():
+            drawn = stream.getvalue()
+            progress.on_round(round_record(35))
+            progress.on_epoch_end(Tally(0, 1).result(1.0, 1, 1, None))
+            progress.on_train_end(None)
+            assert stream.getvalue() == drawn
+    assert "epoch 2/2:  70%" in stream.getvalue()
+    assert stream.getvalue().endswith("\n")
+
+
+def test_one_that_begins_inside_of_a_block_waits_for_its_end() -> None:
+    stream = Terminal()
+    progress = ProgressBar(50, 25)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", stream)
+        with progress.aside():
+            progress.on_train_start(None)
+            screen = Screen(200)
+            screen.take(stream.getvalue())
+            assert "".join(screen.lines).strip() == ""
+        assert "0/50" in stream.getvalue()
+        progress.on_train_end(None)

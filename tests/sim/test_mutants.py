@@ -5,8 +5,10 @@ A mutant that survives means that a rule or a kind of trouble is missing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -888,6 +890,16 @@ def test_every_rule_finds_a_mutant() -> None:
     """A rule that no planted bug breaks has not been shown to work."""
     expected = {f"S{number}" for number in range(1, 25)} | {f"L{number}" for number in range(1, 8)}
     assert expected <= {planted.rule for planted in MUTANTS.values()}
+
+
+def test_the_failing_seed_of_the_page_fails_so(monkeypatch: Patch) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/testing.md").read_text(encoding="utf-8")
+    [(seed, said)] = re.findall(r"^seed (\d+): (.*)$", page, re.MULTILINE)
+    [planted] = re.findall(r"with the mutant `(\w+)`", page)
+    play(draw(int(seed)))
+    with pytest.raises(Violation) as caught:
+        play(draw(int(seed)), MUTANTS[planted].plant(monkeypatch))
+    assert str(caught.value) == said
 
 
 def test_a_short_timeout_that_doubles_is_no_bug(monkeypatch: Patch) -> None:

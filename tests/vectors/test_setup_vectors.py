@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 import flowdp
 from tests.vectors.book import ALL, Vector
@@ -95,3 +96,28 @@ def test_the_first_measurement_is_taken_whole(spread: Setup, monkeypatch: pytest
     dp = spread([0.5, 0.5])
     take_steps(dp, (vector["input"]["first_measurement_rank0"], 0), 1, monkeypatch)
     assert dp.throughput == pytest.approx((1000 * vector["expected"]["ema_rank0"], 0))
+
+
+@pytest.mark.parametrize("name", ["LR-006", "LR-008"])
+def test_the_learning_rate_is_the_schedulers(name: str, spread: Setup) -> None:
+    vector: Vector = ALL[name]
+    expected = vector["expected"]
+    dp = spread([0.5, 0.5])
+    [optimizer] = dp.optimizers
+    scheduled = vector["setup"]["scheduler"] is not None
+    for group in optimizer.param_groups:
+        group["lr"] = 1.0 if scheduled else vector["setup"]["initial_lr"]
+    scheduler = LambdaLR(optimizer, lambda step: 0.1 * step) if scheduled else None
+    rates, steps = [], []
+    for _ in range(vector["input"]["steps"]):
+        dp(torch.ones(4, 1)).mean().backward()
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        steps.append(dp.training_step)
+    if scheduled:
+        assert rates == pytest.approx(expected["lr_after_each"])
+        assert steps == expected["training_step_after_each"]
+    else:
+        assert (rates, steps) == ([expected["lr"]], [expected["training_step"]])
