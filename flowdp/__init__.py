@@ -40,6 +40,7 @@ from flowdp.errors import (
     OutOfDeviceMemory,
     ProtocolError,
     StallError,
+    StateError,
     StepError,
 )
 from flowdp.machine.commands import RoundEnded
@@ -95,5 +96,6 @@ __all__ = [  # noqa: RUF022 - in the order in which a reader meets them
     "CollectiveTimeout",
     "StallError",
     "CheckpointError",
+    "StateError",
     "ProtocolError",
 ]

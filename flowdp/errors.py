@@ -12,6 +12,7 @@ FlowdpError
     CollectiveTimeout        the devices do not get on with it
   StallError                 nothing has moved for a long time  .ranks .stacks
   CheckpointError            a checkpoint cannot be used        .path .version
+  StateError                 the model does not take the state  .state
   ProtocolError              a bug of flowdp                   .story
 ```
 
@@ -26,6 +27,7 @@ What a user writes::
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 __all__ = [
     "CheckpointError",
@@ -39,6 +41,7 @@ __all__ = [
     "OutOfDeviceMemory",
     "ProtocolError",
     "StallError",
+    "StateError",
     "StepError",
 ]
 
@@ -156,6 +159,18 @@ class CheckpointError(FlowdpError):
         super().__init__(message)
         self.path = path
         self.version = version
+
+
+class StateError(FlowdpError):
+    """The run has ended well, but the user's model does not take its weights; `__cause__` says why.
+
+    Attributes:
+        state: What the run has made, a `TrainedState`.
+    """
+
+    def __init__(self, message: str, *, state: Any) -> None:
+        super().__init__(message)
+        self.state = state
 
 
 class ProtocolError(FlowdpError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import nn
 from flowdp.engine.interrupts import hearing_interrupts
 from flowdp.engine.launch import Engine
 from flowdp.engine.pauses import Pauses
-from flowdp.errors import FlowdpError, OptionError
+from flowdp.errors import FlowdpError, OptionError, StateError
 from flowdp.machine.commands import RoundEnded
 from flowdp.messages import Requested
 from flowdp.observe.observer import Observer
@@ -37,6 +37,7 @@ class _Ending:
 
     state: TrainedState | None = None
     is_filled: bool = False
+    misfit: StateError | None = None  # the user's module does not take the state
     is_interrupted: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -102,7 +103,7 @@ class Run:
         """What the run has made; None while it goes on, and after a failure."""
         if not self._engine.records.is_over or self.error is not None:
             return None
-        return self.answer() if self._is_called_back() else self._collect()
+        return self.answer() if self._is_called_back() else self._fill()
 
     def status(self) -> Status:
         """Where the run stands; asks no thread."""
@@ -272,7 +273,11 @@ class Run:
             self._check_caller("snapshot")
         standing = self._engine.snapshot()
         if standing is None:
-            return self._final() if self._is_called_back() else self.join()
+            if self._is_called_back():
+                return self._final()
+            with suppress(StateError):  # of interest to those who want the module filled
+                self.join()
+            return self._fill()
         kept = standing.read()
         rates = kept["ranks"][0]["learning_rate"]
         return TrainedState.of(
@@ -307,6 +312,7 @@ class Run:
             TimeoutError: The time is up; the run goes on, or a callback has not returned.
             FlowdpError: The run failed: the first failure, the others as notes.
             OptionError: The caller is a thread of the run.
+            StateError: The run ended well, but the model does not take its weights; the error has the state.
         """
         self._check_caller("join")
         with self._engine.records.reader():
@@ -348,7 +354,7 @@ class Run:
         self._engine.records.wait()
         self._join_threads()
         if self.error is None:
-            self._collect()
+            self._fill()
         else:
             self._let_go()
 
@@ -360,13 +366,23 @@ class Run:
             raise FlowdpError("the run ended without an answer: " + self.dump())
 
     def _collect(self) -> TrainedState:
-        """Read the replicas, once, and fill the user's module, in the user's thread."""
+        """The state, with the user's module filled from it."""
+        state = self._fill()
+        if self._ending.misfit is not None:
+            raise self._ending.misfit
+        return state
+
+    def _fill(self) -> TrainedState:
+        """Read the replicas and fill the user's module, once, in the user's thread."""
         self._join_threads()
         self._raise_failure()  # a callback may have failed behind the end
         with self._ending.lock:
             state = self._answer()
             if self._module is not None and not self._ending.is_filled:
-                state.load_into(self._module)
+                try:
+                    state.load_into(self._module)
+                except Exception as error:
+                    self._ending.misfit = _misfit(state, error)
                 self._ending.is_filled = True  # a Ctrl-C before leaves it to the next one who asks
             self._engine.let_go()
             return state
@@ -447,3 +463,15 @@ class Run:
     def _check_caller(self, what: str) -> None:
         if self._engine.is_own_thread() or self._is_called_back():
             raise OptionError(f"{what}() would wait for the thread that calls it: it is one of the run's own")
+
+
+def _misfit(state: TrainedState, error: Exception) -> StateError:
+    why = " ".join(format_error(error).split())
+    misfit = StateError(
+        f"the run has ended well, but the model does not take its weights ({why}). They are in the `state` "
+        f"of this error and of the run. A parameter or buffer that is registered in forward belongs in "
+        f"__init__",
+        state=state,
+    )
+    misfit.__cause__ = error
+    return misfit

@@ -22,6 +22,7 @@ from flowdp import (
     EpochMetrics,
     OptionError,
     Run,
+    StateError,
     StepError,
     TrainedState,
     Trainer,
@@ -703,3 +704,86 @@ def test_a_state_is_plain_and_small() -> None:
     fresh[0].weight.detach().zero_()
     assert state.state_dict["0.weight"].any()
     torch.optim.Adam(fresh.parameters()).load_state_dict(dict(state.optimizer_state))
+
+
+# ---------------------------------------------------------------- a model that changes while it is trained
+class Registers(nn.Linear):
+    """Registers something in forward `number` of each replica."""
+
+    def __init__(self, kind: str, number: int = 1) -> None:
+        super().__init__(1, 1)
+        self.kind, self.number, self.calls = kind, number, 0
+        self.register_buffer("late_none", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.number:
+            if self.kind == "parameter":
+                self.late = nn.Parameter(torch.ones(1))
+            elif self.kind == "none":
+                self.late_none = torch.ones(1)
+            else:
+                self.register_buffer("late", torch.ones(1), persistent=self.kind == "buffer")
+        return super().forward(x)
+
+
+def own_step(worker: Any, batch: Any) -> None:
+    loss = mse(worker.model, batch)
+    worker.backward(loss)
+    worker.step(worker.optimizers[0])
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"policy": "exact"}, {"loss": None, "train_step": own_step}])
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [("parameter", "parameter 'late'"), ("buffer", "buffer 'late'"), ("none", "buffer 'late_none'")],
+)
+def test_what_is_registered_in_the_first_forward_is_an_error_of_the_first_step(
+    kind: str, named: str, options: dict[str, Any], devices: int
+) -> None:
+    with pytest.raises(StepError, match=f"{named} was registered in the first step") as raised:
+        trainer(model=Registers(kind), devices=devices, **options).fit()
+    assert raised.value.step == 0
+    assert ("persistent=False" in str(raised.value)) == (kind != "parameter")
+
+
+def test_caches_and_models_that_were_called_before_are_trained() -> None:
+    trainer(model=Registers("cache")).fit()
+    called = Registers("buffer")
+    called(torch.ones(1, 1))
+    state = trainer(model=called).fit()
+    assert state.state_dict.keys() == called.state_dict().keys() >= {"late"}
+    torch.testing.assert_close(called.weight.detach(), state.state_dict["weight"])
+
+
+class Refuses(nn.Linear):
+    """Takes no weights."""
+
+    def load_state_dict(self, *_: Any, **__: Any) -> Any:
+        raise KeyError("never")
+
+
+@pytest.mark.parametrize("model", [Registers("parameter", 4), Registers("buffer", 4), Refuses(1, 1)])
+def test_a_finished_run_is_not_lost_with_a_model_that_does_not_take_it(model: nn.Module) -> None:
+    run = trainer(model=model).start()
+    with pytest.raises(StateError, match="the run has ended well, but the model does not take") as raised:
+        run.join()
+    state = raised.value.state
+    assert isinstance(state, TrainedState)
+    assert state.epochs_done == 3
+    assert isinstance(raised.value.__cause__, (RuntimeError, KeyError))
+    assert run.state is run.snapshot() is state
+    assert run.status().life == "done"
+    assert run.error is None
+    for ask in (run.join, lambda: list(run.metrics())):
+        with pytest.raises(StateError) as again:
+            ask()
+        assert again.value is raised.value
+
+
+def test_the_state_of_an_interrupted_run_is_not_lost_either() -> None:
+    with pytest.raises(ZeroDivisionError), trainer(model=Refuses(1, 1), **ENDLESS).start() as run:
+        raise ZeroDivisionError
+    assert run.state is not None
+    assert run.state.interrupted

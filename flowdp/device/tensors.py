@@ -169,6 +169,8 @@ class FlatReplica(FlatTensors):
         self.rank = rank
         frozen = [] if may_thaw else [one for one in module.named_parameters() if not one[1].requires_grad]
         self._frozen = dict(frozen)
+        self._module = module
+        self._registered = _registered(module)
         self._places: list[_Place] = []
         self._views: list[Tensor] = []
         self._moved: list[int] = []
@@ -310,6 +312,21 @@ class FlatReplica(FlatTensors):
             total += flat.memory[: flat.split].view(torch.int64).sum()  # tensors start on 64 bytes
         return total
 
+    def check_registered(self) -> None:
+        """Check that the module has registered nothing since it was flattened, caches left alone.
+
+        Raises:
+            ValueError: It has: that is in no optimizer, and in no mean.
+        """
+        for name, kind in _registered(self._module).items():
+            if name not in self._registered:
+                raise ValueError(
+                    f"{kind} {name!r} was registered in the first step, after optimizers and replicas were "
+                    f"made: it would be neither trained nor averaged. Register it in __init__, or call the "
+                    f"model once before the Trainer gets it"
+                    + ("" if kind == "parameter" else "; what is a mere cache, with persistent=False")
+                )
+
     def _thawed(self) -> str:
         name = next(name for name, parameter in self._frozen.items() if parameter.requires_grad)
         return (
@@ -356,6 +373,16 @@ def _places(module: nn.Module) -> Iterator[_Place]:
                 strides = torch.empty_like(tensor, device="meta").stride()
                 spec = _Spec(name, kind, tuple(tensor.shape), strides, dtype)
                 yield _Place(spec, table, key)
+
+
+def _registered(module: nn.Module) -> dict[str, str]:
+    """Name -> kind of all that the module's state holds: parameters, and buffers that are no caches."""
+    found = {name: "parameter" for name, _ in module.named_parameters()}
+    for prefix, owner in module.named_modules():
+        for key, buffer in owner._buffers.items():
+            if buffer is not None and key not in owner._non_persistent_buffers_set:
+                found[f"{prefix}.{key}" if prefix else key] = "buffer"
+    return found
 
 
 def _memory_key(tensor: Tensor) -> object:

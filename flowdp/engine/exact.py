@@ -64,7 +64,7 @@ class ExactReplica(Replica):
             loss = self._forward(batch.rows(start, stop), worker)
             self._backward(self._weighted(loss, worker.samples, samples))
         if not self._has_stepped:
-            self._check_gradients()
+            self._check_first()
 
     def forwards(self, batch: Any, samples: int) -> int:  # noqa: ARG002 - a part can always be cut
         """See `Replica.forwards`."""
@@ -134,7 +134,6 @@ class ExactReplica(Replica):
     def _check_gradients(self) -> None:
         if not self.gradients.is_touched:
             raise ValueError(NOT_OURS)
-        self._has_stepped = True
 
     def _unpack(self, result: object, worker: CurrentWorker) -> Tensor:
         if isinstance(result, Mapping) and "weight" in result:

@@ -160,7 +160,7 @@ class Replica:
         else:
             self._add_pieces(batch, worker, share)
         if not self._has_stepped:
-            self._check_gradients()
+            self._check_first()
 
     def step(self, factor: float = 1.0) -> Tensor | None:
         """Clip and step the optimizer by what the micro-batches have left.
@@ -282,11 +282,16 @@ class Replica:
         scaler.step(self._optimizer)
         scaler.update()
 
+    def _check_first(self) -> None:
+        """Check once what would otherwise be wrong without an error."""
+        self._check_gradients()
+        self.flat.check_registered()
+        self._has_stepped = True
+
     def _check_gradients(self) -> None:
-        """Once: a loss that was computed on another model, the user's own, would train nothing, silently."""
+        """A loss that was computed on another model, the user's own, would train nothing."""
         if all(parameter.grad is None for parameter in self._trained):
             raise ValueError(NOT_OURS)
-        self._has_stepped = True
 
     def _unpack(self, result: object, worker: CurrentWorker) -> Tensor:
         scalars: object = {}

@@ -55,6 +55,8 @@ class OwnStepReplica(Replica):
         else:
             with torch.autocast(self.device.type, dtype=self._autocast):
                 result = self._train_step(worker, batch)
+        if not self._has_stepped:
+            self._check_first()
         if result is None:
             return
         if not isinstance(result, Mapping):
@@ -103,6 +105,9 @@ class OwnStepReplica(Replica):
                 scaler.step(optimizer)
                 self._has_scaled = True
         optimizer.zero_grad(set_to_none=True)
+
+    def _check_gradients(self) -> None:
+        """A call may step some optimizers only, and has cleared their gradients."""
 
     def _update_scale(self) -> None:
         if self._scaler is not None and self._has_scaled:

@@ -228,6 +228,31 @@ def checkpoint_disk_full() -> None:
 
 
 @example
+def late_parameter() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not hasattr(self, "scale"):
+                self.scale = nn.Parameter(torch.ones(1))
+            return super().forward(x) * self.scale
+
+    trainer(model=Scaled(4, 1), devices=1).fit()
+
+
+@example
+def state_error() -> None:
+    class Cached(nn.Linear):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls == 5:
+                self.register_buffer("table", torch.ones(2))
+            return super().forward(x)
+
+    trainer(model=Cached(4, 1)).fit()
+
+
+@example
 def every_replica_bad() -> None:
     written = threading.Event()
 
