@@ -22,12 +22,14 @@ from flowdp.device.streams import open_lanes
 from flowdp.device.topology import resolve_devices
 from flowdp.device.transfer import move
 from flowdp.engine.alias import AliasModule
+from flowdp.engine.evaluate import evaluating
 from flowdp.engine.gather import Joining
 from flowdp.engine.layout import Callee, DimOption, JoinFunction, Layout, ReduceOption, SplitFunction
 from flowdp.engine.live import check_free
 from flowdp.engine.loading import Epoch
 from flowdp.engine.pacing import Alone, Pacing
 from flowdp.engine.peers import Peers, ReplicaFactory
+from flowdp.engine.predict import batches_of, predict
 from flowdp.engine.recipe import Inputs, InputsOption, LossFunction, Recipe, Taps
 from flowdp.engine.scatter import Arguments, Part
 from flowdp.engine.setup import (
@@ -56,7 +58,7 @@ log = logging.getLogger("flowdp")
 
 def setup(
     model: nn.Module,
-    optimizer: OptimizerOption,
+    optimizer: OptimizerOption = None,
     *,
     replica: ReplicaFactory | None = None,
     devices: Literal["auto"] | int | Sequence[torch.device | str | int] = "auto",
@@ -88,8 +90,9 @@ def setup(
     are sent what the step changed. Gradients are summed onto `model` before `backward` returns.
 
     Args:
-        model: Moved to the first device and set to training mode.
+        model: Moved to the first device and, with an optimizer, set to training mode.
         optimizer: Of the model's parameters, or several; or a factory that gets those that require grad.
+            None: the model is used as it is, for inference or as a frozen part.
         replica: Makes the model for another device, `replica(device)`; its values are replaced. None: the
             model is copied.
         devices: "auto", how many, or a list of devices; a device may repeat. One device: no threads.
@@ -120,7 +123,7 @@ def setup(
     Raises:
         OptionError: An argument is wrong. No thread has been started then.
     """
-    check_model(model)
+    check_model(model, optimizer)
     check_replica(replica)
     check_norm(max_grad_norm)
     one_of("buffers", buffers, Buffers)
@@ -135,7 +138,9 @@ def setup(
     check_free(chosen)
     if progress:
         tell_devices(chosen)
-    model.to(chosen[0]).train()
+    model.to(chosen[0])
+    if optimizer is not None:
+        model.train()
     optimizers = check_optimizers(optimizer, model)
     return DataParallel(
         model, optimizers, chosen, replica, recipe, options, windows, buffers, max_grad_norm, layout, tuning
@@ -145,9 +150,10 @@ def setup(
 class DataParallel(AliasModule):
     """A module on several devices; made by `setup`.
 
-    It stands for the module: its `state_dict`, `parameters()` and modes are the module's own. Called like the
-    module, it cuts tensors of the batch's length among the devices, sends everything else whole, and joins
-    the outputs on the first device. With one device it calls the module, and does nothing else.
+    It stands for the module: its `state_dict`, `parameters()`, modes and attributes are the module's own, and
+    the module's methods are reached by `call`, or by `module`. Called like the module, it cuts tensors of the
+    batch's length among the devices, sends everything else whole, and joins the outputs on the first device.
+    With one device it calls the module, and does nothing else.
 
     Attributes:
         module: The user's.
@@ -197,7 +203,8 @@ class DataParallel(AliasModule):
         self._is_on_host = devices[0].type == "cpu"
         self._pacing = self._alone if self._peers is None else Pacing(self._peers, options, windows=windows)
         self._stepping = Stepping(module, self._peers, self._pacing, averages=self._averages)
-        self._stepping.use(optimizers)
+        self._stepping.use(optimizers or None)
+        self._seal()
 
     def __repr__(self) -> str:
         return f"<DataParallel of {type(self.module).__name__} on {', '.join(map(str, self.devices))}>"
@@ -280,6 +287,34 @@ class DataParallel(AliasModule):
             function, lambda module, part: _bound(function, module)(*part.args, **part.kwargs), args, kwargs
         )
 
+    def predict(self, data: Any, batch_size: int | None = None) -> Any:
+        """The module's outputs for all samples of a dataset: in evaluation mode, without gradients.
+
+        ::
+
+            scores = dp.predict(loader)
+
+        Args:
+            data: A loader or another iterable of batches, of which the module gets the fields that `inputs`
+                says; a map-style dataset, tensor or array, which is cut into batches.
+            batch_size: Samples of a batch, for a dataset, tensor or array. None: one batch of all.
+
+        Returns:
+            What the module returns, joined over the batches in their order as over devices, on the CPU.
+
+        Raises:
+            OptionError: `data` is something else, or `batch_size` does not go with it.
+            DataError: There is no batch, or one without samples.
+            FlowdpError: The outputs cannot be joined.
+        """
+        layout = self._layout
+        batches = batches_of(data, batch_size, layout.dim if isinstance(layout.dim, int) else 0)
+        with evaluating(self.module):
+            outputs = predict(self, batches, self._recipe.inputs, layout, self._callee("forward"))
+        if self.optimizers and isinstance(self._pacing, Pacing):
+            self._pacing.discard()  # nothing of it is part of a step
+        return outputs
+
     def _call_alone(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self._is_on_host:
             args, kwargs = tree_map(self._bring_home, [args, kwargs])
@@ -338,6 +373,8 @@ class DataParallel(AliasModule):
 
     def _did(self, samples: Sequence[int], batches: Sequence[int] | None = None) -> None:
         self._pacing.did(samples, batches)
+        if not self.optimizers:
+            self._pacing.step()  # no other moment tells when to look at the speed
         if self._peers is not None and self._averages:
             self._peers.keep_buffers(samples)
 
@@ -402,7 +439,7 @@ class DataParallel(AliasModule):
             scaler: Of the losses' gradients; it decides whether the optimizers step.
 
         Raises:
-            FlowdpError: No parameter has a gradient.
+            FlowdpError: There is no optimizer, or no parameter has a gradient.
         """
         self._stepping.step(scaler, self.max_grad_norm)
         self.zero_grad()
@@ -438,7 +475,7 @@ class DataParallel(AliasModule):
         self._recipe = replace(self._recipe, loss=check_loss(loss_fn))
 
     def set_optimizer(self, optimizer: OptimizerOption) -> None:
-        """Replace the optimizers: one, several, or a factory of them."""
+        """Replace the optimizers: one, several, a factory of them, or None."""
         self._stepping.use(optimizer)
 
     def sync_params(self) -> None:
@@ -468,10 +505,19 @@ class DataParallel(AliasModule):
     def __reduce__(self) -> Any:
         raise TypeError("a DataParallel cannot be copied or pickled, for it has threads: take its `module`")
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         if self._peers is None:
-            return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+            return super()._apply(fn, *args, **kwargs)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            if all(fn(tensor) is tensor for tensor in (*self.module.parameters(), *self.module.buffers())):
+                return self  # `cpu()` of one that is there
         raise FlowdpError("setup() has replicated the module as it is: convert or move it before setup()")
+
+    def _instead(self, method: str) -> str:
+        return (
+            f"`.call({method!r}, ...)` runs it on all devices, each with its part of the arguments, and "
+            f"`.module.{method}(...)` on the first device alone"
+        )
 
 
 def _call_module(module: nn.Module, part: Part) -> Any:

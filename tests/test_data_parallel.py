@@ -487,7 +487,10 @@ def test_it_is_not_converted_afterwards(setup: Setup) -> None:
     with pytest.raises(FlowdpError, match="before setup"):
         dp.float()
     with pytest.raises(FlowdpError, match="before setup"):
-        nn.Sequential(dp).to("cpu")
+        nn.Sequential(dp).to(torch.float16)
+    assert dp.cpu() is dp
+    assert nn.Sequential(dp).double().to("cpu")[0] is dp
+    assert dp.module[0].weight.dtype == torch.float64  # type: ignore[index]
 
 
 def test_it_is_not_copied(setup: Setup) -> None:

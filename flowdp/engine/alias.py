@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,8 @@ class AliasModule(nn.Module):
     """Wraps a module and shares its parameters, buffers and submodules under their own names.
 
     `state_dict`, `named_parameters` and the like show what the module itself would, without a prefix, also
-    where the wrapper is a part of a larger module; `train()` and `eval()` reach the module.
+    where the wrapper is a part of a larger module; `train()` and `eval()` reach the module. Other attributes
+    are the module's, to read and to set, but for its methods: they would run the module without the wrapper.
 
     Args:
         module: What it stands for.
@@ -34,6 +36,36 @@ class AliasModule(nn.Module):
         self._buffers = module._buffers
         self._modules = module._modules
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
+
+    def _seal(self) -> None:
+        """From here on, attributes that are not this object's own are set on the module."""
+        self.__dict__["_is_sealed"] = True
+
+    def _instead(self, method: str) -> str:
+        """Advice for one who wants to call a method of the module."""
+        return f"`.module.{method}(...)` calls it on the module itself"
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("module")  # missing while a copy is being made
+            if module is None or (name.startswith("__") and name.endswith("__")):
+                raise
+        value = getattr(module, name)
+        if inspect.ismethod(value) and value.__self__ is module:
+            raise AttributeError(
+                f"{name!r} is a method of {type(module).__name__}, for which {type(self).__name__} does not "
+                f"stand: {self._instead(name)}"
+            )
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_own = "_is_sealed" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name)
+        if is_own:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
 
     @property
     def training(self) -> bool:

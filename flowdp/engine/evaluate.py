@@ -31,7 +31,7 @@ from flowdp.engine.replica import Replica
 from flowdp.errors import DataError, OptionError
 from flowdp.policy.formats import format_indices
 
-__all__ = ["EvalStep", "EvalSums", "Evaluator", "check_evaluation"]
+__all__ = ["EvalStep", "EvalSums", "Evaluator", "check_evaluation", "evaluating"]
 
 EvalStep = Callable[[nn.Module, Any], Mapping[str, Any]]
 """The user's own: (model, batch) -> means over the batch, or metrics that it has updated, by name."""
@@ -172,7 +172,7 @@ class Evaluator:
             self._inside.add(rank)
         sink, samples = worker.sink, worker.samples
         try:
-            with _evaluating(replica.module), _own_generator(replica.device), torch.no_grad():
+            with evaluating(replica.module), _own_generator(replica.device), torch.no_grad():
                 while (taken := self._take(rank, number, wait)) is not None:
                     self._evaluate(number, *taken, replica, worker, rows, own)
                     moved()
@@ -409,7 +409,7 @@ def _precision(replica: Replica) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def evaluating(module: nn.Module) -> Iterator[None]:
     """Evaluation mode; then each submodule has its own mode again."""
     modes = [(part, part.training) for part in module.modules()]
     try:

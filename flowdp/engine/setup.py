@@ -27,19 +27,22 @@ __all__ = [
     "set_epoch",
 ]
 
-OptimizerOption = Optimizer | Sequence[Optimizer] | Callable[[list[nn.Parameter]], Any]
+OptimizerOption = Optimizer | Sequence[Optimizer] | Callable[[list[nn.Parameter]], Any] | None
 
 
-def check_model(model: object) -> None:
-    """Something to train.
+def check_model(model: object, optimizer: object) -> None:
+    """A module, with something to train where an optimizer is given.
 
     Raises:
         OptionError: It is no module, or has nothing to train.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(f"model must be a torch.nn.Module, not {model!r}; a factory goes to replica=")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise OptionError("the model has no parameter that requires grad: there is nothing to train")
+    if optimizer is not None and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise OptionError(
+            "the model has no parameter that requires grad: there is nothing to train; give optimizer=None "
+            "to use it as it is"
+        )
 
 
 def check_replica(replica: object) -> None:
@@ -112,11 +115,13 @@ def check_batch_norm(model: nn.Module, devices: Sequence[torch.device], *, windo
 
 
 def check_optimizers(option: OptimizerOption, model: nn.Module) -> tuple[Optimizer, ...]:
-    """The optimizers that were given, or that a factory makes.
+    """The optimizers that were given, or that a factory makes; none for None.
 
     Raises:
-        OptionError: They are none, or of another model.
+        OptionError: They are no optimizers, or of another model.
     """
+    if option is None:
+        return ()
     made: Any = option
     if not isinstance(option, (Optimizer, Sequence)) and callable(option):
         made = option([parameter for parameter in model.parameters() if parameter.requires_grad])
@@ -130,7 +135,7 @@ def check_optimizers(option: OptimizerOption, model: nn.Module) -> tuple[Optimiz
                 "the optimizer holds no parameter of the model; make it from model.parameters()"
             )
     if not optimizers:
-        raise OptionError("setup needs at least one optimizer")
+        raise OptionError("optimizer must name at least one optimizer, or be None")
     return optimizers
 
 

@@ -71,8 +71,10 @@ class Stepping:
             max_norm: 2-norm to which the gradients are clipped.
 
         Raises:
-            FlowdpError: No parameter has a gradient.
+            FlowdpError: There is no optimizer, or no parameter has a gradient.
         """
+        if not self.optimizers:
+            raise FlowdpError("step() has no optimizer: give one to setup() or set_optimizer()")
         self.collect()
         if all(parameter.grad is None for parameter in self._module.parameters()):
             raise FlowdpError("step() found no gradients: call backward() on a loss of the outputs first")
@@ -96,6 +98,8 @@ class Stepping:
 
     def set_lr(self, lr: float) -> None:
         """Scale the learning rates of all groups of all optimizers so that the very first has `lr`."""
+        if not self.optimizers:
+            raise FlowdpError("set_lr() has no optimizer: give one to setup() or set_optimizer()")
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         first = groups[0]["lr"]
         for group in groups:

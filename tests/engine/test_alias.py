@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flowdp.engine.alias import AliasModule
 from tests.loops import mlp
@@ -96,3 +99,75 @@ def test_the_mode_is_the_modules_own() -> None:
     assert alias.training
     nn.Sequential(alias).eval()
     assert not module[0].training
+
+
+# ---------------------------------------------------------------- attributes
+class Model(nn.Module):
+    kind = "a model"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.temperature = 1.0
+        self.act = torch.tanh
+
+    @property
+    def width(self) -> int:
+        return self.inner.in_features
+
+    def decode(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out
+
+    @staticmethod
+    def helper() -> str:
+        return "static"
+
+
+class Sealed(AliasModule):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.own = 1
+        self._seal()
+
+
+def test_attributes_are_the_modules() -> None:
+    alias = Sealed(Model())
+    assert (alias.kind, alias.temperature, alias.width, alias.helper()) == ("a model", 1.0, 2, "static")
+    assert alias.act is torch.tanh
+    assert alias.inner is alias.module.inner
+    assert not hasattr(alias, "no_such_name")
+    with pytest.raises(AttributeError, match="'Model' object has no attribute 'no_such_name'"):
+        _ = alias.no_such_name
+
+
+def test_what_is_set_is_set_on_the_module() -> None:
+    alias = Sealed(Model())
+    alias.temperature = 2.0
+    alias.new = 3
+    alias.own = 4
+    alias.inner = nn.Linear(2, 2, bias=False)
+    assert (alias.module.temperature, alias.module.new, alias.new) == (2.0, 3, 3)
+    assert "own" not in alias.module.__dict__
+    assert alias.own == 4
+    assert alias.module.inner.bias is None
+    alias.training = False
+    assert not alias.module.training
+
+
+def test_a_method_says_how_it_is_called() -> None:
+    alias = Sealed(Model())
+    with pytest.raises(AttributeError, match=r"'decode' is a method of Model.*`\.module\.decode\(\.\.\.\)`"):
+        alias.decode(torch.ones(1, 2))
+    assert not hasattr(alias, "decode")
+    assert len(list(alias.parameters())) == 2, "those of nn.Module work"
+
+
+def test_a_copy_that_is_being_made_has_no_module_yet() -> None:
+    bare = AliasModule.__new__(AliasModule)
+    assert not hasattr(bare, "anything")
+    assert not hasattr(Sealed(Model()), "__deepcopy__")
+    twin = copy.deepcopy(Sealed(Model()))
+    twin.temperature = 5.0
+    assert twin.module.temperature == 5.0
+    assert twin.inner is twin.module.inner

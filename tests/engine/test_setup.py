@@ -24,12 +24,14 @@ from tests.loops import CPU, mlp
 
 
 def test_a_model_has_something_to_train() -> None:
-    check_model(mlp())
+    optimizer = SGD(mlp().parameters(), 0.1)
+    check_model(mlp(), optimizer)
     with pytest.raises(OptionError, match="replica="):
-        check_model(mlp)
+        check_model(mlp, None)
     for model in (nn.Tanh(), mlp().requires_grad_(False)):
-        with pytest.raises(OptionError, match="nothing to train"):
-            check_model(model)
+        with pytest.raises(OptionError, match=r"nothing to train; give optimizer=None"):
+            check_model(model, optimizer)
+        check_model(model, None)
 
 
 def test_a_loss_is_callable() -> None:
