@@ -3,9 +3,11 @@
     python examples/demo.py                       # Fashion-MNIST where it is found, else digits
     python examples/demo.py --data DIR            # the folder of Fashion-MNIST's IDX files
     python examples/demo.py --policy async
+    python examples/demo.py --busy 8              # beside so many programs that want the cores, too
 
 It ends with a table: who did how much, and what it cost to keep two replicas one model. The yardstick, 100 %,
-are the same two devices on the same data without averaging, each as fast as it can.
+are the same two devices on the same data without averaging, each as fast as it can. It is measured in turns
+with the training, so that both see the same machine, whatever else that does.
 """
 
 from __future__ import annotations
@@ -13,8 +15,12 @@ from __future__ import annotations
 import argparse
 import copy
 import gzip
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +31,7 @@ from torch import Tensor, nn
 import flowdp
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
-YARDSTICK_S = 4.0
+TURN_S, YARDSTICK_S = 1.0, 0.5
 Data = tuple[Tensor, Tensor]
 
 
@@ -38,6 +44,7 @@ def main() -> None:
     batch_size = options.batch_size or (64 if is_large else 16)
     model = cnn(train[0].shape[-1])
     slow = Slowdown(model, train, batch_size, options.slowdown)
+    yardstick = Yardstick(model, train, batch_size, slow)
     print(f"{name}: {len(train[1]):,} images, two CPU devices, one {options.slowdown} times slower")
 
     trainer = flowdp.Trainer(
@@ -51,13 +58,14 @@ def main() -> None:
         policy=options.policy,
         progress=True,
     )
-    start = time.perf_counter()
-    with trainer.start() as run:
+    with busy_loops(options.busy), trainer.start() as run:
+        turns = threading.Thread(target=yardstick.take_turns, args=(run,))
+        turns.start()
         for epoch in run.metrics():
             print(epoch, flush=True)
         state = run.join()
-    seconds = time.perf_counter() - start
-    report(state, seconds, slow.free_run(model, train, batch_size), accuracy(model, test))
+        turns.join()
+    report(state, yardstick, accuracy(model, test))
 
 
 def arguments() -> argparse.Namespace:
@@ -69,6 +77,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, help="default: 64 on Fashion-MNIST, 16 on digits")
     parser.add_argument("--policy", default="cadence", choices=["sync", "cadence", "async"])
     parser.add_argument("--slowdown", type=float, default=2.5, help="how many times slower device 1 is")
+    parser.add_argument("--busy", type=int, default=0, help="busy loops beside it, in processes of their own")
     return parser.parse_args()
 
 
@@ -120,6 +129,18 @@ def cross_entropy(model: nn.Module, batch: Data) -> Tensor:
     return F.cross_entropy(logits, batch[1])
 
 
+@contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    """Other programs, each of which takes what it can get of one core."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
 class Slowdown:
     """Makes rank 1 slower: each of its steps also waits, as long as a step would take `factor` - 1 times."""
 
@@ -135,15 +156,38 @@ class Slowdown:
             time.sleep(self.wait_s)
         return cross_entropy(model, batch)
 
-    def free_run(self, model: nn.Module, data: Data, batch_size: int) -> float:
-        """Samples per second of both devices together when nobody averages."""
-        devices = [Steps(model, data, batch_size, self, rank) for rank in (0, 1)]
-        threads = [threading.Thread(target=device.run_for, args=(YARDSTICK_S,)) for device in devices]
+
+class Yardstick:
+    """Both devices when nobody averages, while the training is paused.
+
+    Attributes:
+        training_s: Seconds in which the run was not paused.
+        samples_per_s: Of both devices together.
+    """
+
+    def __init__(self, model: nn.Module, data: Data, batch_size: int, slow: Slowdown) -> None:
+        self.devices = [Steps(model, data, batch_size, slow, rank) for rank in (0, 1)]
+        self.training_s = 0.0
+
+    def take_turns(self, run: flowdp.Run) -> None:
+        while not run.done:
+            start = time.perf_counter()
+            with suppress(TimeoutError):
+                run.join(timeout=TURN_S)
+            with run.paused():
+                self.training_s += time.perf_counter() - start
+                self.measure()
+
+    def measure(self) -> None:
+        threads = [threading.Thread(target=device.run_for, args=(YARDSTICK_S,)) for device in self.devices]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return sum(device.samples_per_s for device in devices)
+
+    @property
+    def samples_per_s(self) -> float:
+        return sum(device.samples / device.seconds for device in self.devices)
 
 
 class Steps:
@@ -156,7 +200,8 @@ class Steps:
         self.batch_size = batch_size
         self.slow = slow
         self.rank = rank
-        self.samples_per_s = 0.0
+        self.samples = 0
+        self.seconds = 0.0
 
     def run(self, steps: int) -> float:
         start = time.perf_counter()
@@ -171,11 +216,11 @@ class Steps:
 
     def run_for(self, seconds: float) -> None:
         torch.set_num_threads(1)  # for this thread
-        start, steps = time.perf_counter(), 0
-        while time.perf_counter() - start < seconds:
-            self.run(10)
-            steps += 10
-        self.samples_per_s = steps * self.batch_size / (time.perf_counter() - start)
+        spent = 0.0
+        while spent < seconds:
+            spent += self.run(10)
+            self.samples += 10 * self.batch_size
+        self.seconds += spent
 
 
 @torch.no_grad()
@@ -185,26 +230,26 @@ def accuracy(model: nn.Module, test: Data) -> float:
     return float(sum(hits)) / len(test[1])
 
 
-def report(state: flowdp.TrainedState, seconds: float, yardstick: float, test_accuracy: float) -> None:
+def report(state: flowdp.TrainedState, yardstick: Yardstick, test_accuracy: float) -> None:
     history = state.history
     samples = [sum(epoch.per_rank[rank].samples for epoch in history) for rank in (0, 1)]
-    wall_s = sum(epoch.epoch_ms for epoch in history) / 1e3
-    print(f"\n{'device':<10}{'share':>8}{'samples/s':>12}{'in steps':>10}{'waiting':>10}{'averaging':>11}")
+    wall_s = yardstick.training_s
+    print(f"\n{'device':<10}{'share':>8}{'samples/s':>12}{'in steps':>10}{'averaging':>11}{'waiting':>10}")
     for rank in (0, 1):
         parts = [epoch.per_rank[rank] for epoch in history]
-        spent = [sum(getattr(part, name) for part in parts) for name in ("busy_ms", "wait_ms", "sync_ms")]
-        busy, wait, sync = (ms / 1e3 / wall_s for ms in spent)
+        busy, sync = (sum(getattr(part, name) for part in parts) / 1e3 for name in ("busy_ms", "sync_ms"))
         print(
             f"{'cpu' + (' slow' if rank else ''):<10}{samples[rank] / sum(samples):>8.1%}"
-            f"{samples[rank] / wall_s:>12,.0f}{busy:>10.1%}{wait:>10.1%}{sync:>11.1%}"
+            f"{samples[rank] / wall_s:>12,.0f}{busy / wall_s:>10.1%}{sync / wall_s:>11.1%}"
+            f"{1 - (busy + sync) / wall_s:>10.1%}"
         )
     together = sum(samples) / wall_s
     rounds = sum(epoch.rounds for epoch in history)
     print(f"\ntogether        {together:>10,.0f} samples/s, {state.global_step:,} steps in {rounds:,} rounds")
-    print(f"no averaging    {yardstick:>10,.0f} samples/s (100 %)")
-    print(f"efficiency      {together / yardstick:>10.1%}")
+    print(f"no averaging    {yardstick.samples_per_s:>10,.0f} samples/s (100 %)")
+    print(f"efficiency      {together / yardstick.samples_per_s:>10.1%}")
     print(f"test accuracy   {test_accuracy:>10.2%}")
-    print(f"time            {seconds:>9.1f} s")
+    print(f"time            {wall_s:>9.1f} s")
 
 
 if __name__ == "__main__":
