@@ -23,6 +23,7 @@ from flowdp.device.topology import resolve_devices
 from flowdp.device.transfer import move
 from flowdp.engine.alias import AliasModule
 from flowdp.engine.evaluate import evaluating
+from flowdp.engine.first_call import Call, Schedule, check_call
 from flowdp.engine.gather import Joining
 from flowdp.engine.layout import Callee, DimOption, JoinFunction, Layout, ReduceOption, SplitFunction
 from flowdp.engine.live import check_free
@@ -72,6 +73,7 @@ def setup(
     split: SplitFunction | None = None,
     join: JoinFunction | None = None,
     reduce: ReduceOption = "mean",
+    check: bool = True,
     tune_process: bool | ProcessTuning = True,
     progress: bool = True,
 ) -> DataParallel:
@@ -117,6 +119,9 @@ def setup(
         reduce: What becomes of one number from each device: "mean", weighted by samples; "sum"; or the
             mean weighted by a function of the part's arguments, which it takes by name:
             `lambda labels: (labels[:, 1:] != -100).sum()`. Or a mapping from an output's name to these.
+        check: Whether the first call that is cut, and some later ones, are compared with the module on the
+            whole batch, on the first device, without gradients; nothing of that stays. A difference is an
+            error that says what to do.
         tune_process: Process-wide settings while this lives (see `ProcessTuning`); False leaves all alone.
         progress: False leaves out the line on stderr that names the devices, once in a process.
 
@@ -133,6 +138,7 @@ def setup(
     check_batch_norm(model, chosen, windows=windows)
     layout = Layout(dim, split, join, reduce)
     layout.check_names(model)
+    check_flag("check", check)
     tuning = as_tuning(tune_process)
     check_flag("progress", progress)
     check_free(chosen)
@@ -143,7 +149,18 @@ def setup(
         model.train()
     optimizers = check_optimizers(optimizer, model)
     return DataParallel(
-        model, optimizers, chosen, replica, recipe, options, windows, buffers, max_grad_norm, layout, tuning
+        model,
+        optimizers,
+        chosen,
+        replica,
+        recipe,
+        options,
+        windows,
+        buffers,
+        max_grad_norm,
+        layout,
+        check,
+        tuning,
     )
 
 
@@ -176,6 +193,7 @@ class DataParallel(AliasModule):
         buffers: Buffers,
         max_grad_norm: float | None,
         layout: Layout,
+        check: bool,
         tuning: ProcessTuning,
     ) -> None:
         super().__init__(module)
@@ -184,7 +202,8 @@ class DataParallel(AliasModule):
         self.max_grad_norm = max_grad_norm
         self._recipe = recipe
         self._layout = layout
-        self._callees: dict[Any, Callee] = {}
+        self._schedules: dict[Any, Schedule] = {}
+        self._checks = check
         self._averages = buffers == "average"
         self._is_syncing = True
         self._has_warned = False  # of a call that the first device does alone
@@ -310,7 +329,7 @@ class DataParallel(AliasModule):
         layout = self._layout
         batches = batches_of(data, batch_size, layout.dim if isinstance(layout.dim, int) else 0)
         with evaluating(self.module):
-            outputs = predict(self, batches, self._recipe.inputs, layout, self._callee("forward"))
+            outputs = predict(self, batches, self._recipe.inputs, layout, self._schedule("forward").callee)
         if self.optimizers and isinstance(self._pacing, Pacing):
             self._pacing.discard()  # nothing of it is part of a step
         return outputs
@@ -329,7 +348,8 @@ class DataParallel(AliasModule):
         kwargs: Any,
     ) -> Any:
         assert self._peers is not None
-        layout, callee = self._layout, self._callee(function)
+        layout, schedule = self._layout, self._schedule(function)
+        callee = schedule.callee
         arguments = Arguments(args, kwargs, layout.dims(callee, args, kwargs))
         sizes = self._pacing.cut(arguments.samples) if arguments.samples else (0,) * self.world_size
         if arguments.samples is None and not self._has_warned:
@@ -341,32 +361,41 @@ class DataParallel(AliasModule):
                 arguments,
                 self.devices[0],
             )
-        shards, own = cut(arguments, sizes), tuple(size for size in sizes if size)
+        own = tuple(size for size in sizes if size)
         is_cut = len(own) > 1
+        if is_cut and layout.split is None:
+            arguments.check()
+        is_checked = is_cut and self._checks
+        if is_checked and schedule.is_due():
+            self._check(schedule, Call(callee, run, args, kwargs, own, layout, self.devices[0]))
+        shards = cut(arguments, sizes)
         if is_cut and layout.split is not None:
             shards = parts_of(layout.apart(args, kwargs, own), shards)
-        elif is_cut:
-            arguments.check()
         is_apart = is_cut and layout.join is not None
         joining = Joining(layout, callee, arguments.dim, is_apart=is_apart)
         outputs = call_sharded(self._peers, shards, run, joining, sync=self._is_syncing)
+        if is_checked and not schedule.has_seen(joining.form):
+            self._check(schedule, Call(callee, run, args, kwargs, own, layout, self.devices[0]))
         self._did(sizes)
         if is_apart:
             assert layout.join is not None
             return layout.join(outputs, own)
         return outputs
 
-    def _callee(self, function: str | Callable[..., Any]) -> Callee:
-        """The parameters of a function, looked at once."""
+    def _check(self, schedule: Schedule, call: Call) -> None:
+        assert self._peers is not None
+        if not self._peers.at_home(partial(check_call, self.module, call)):
+            schedule.give_up()
+
+    def _schedule(self, function: str | Callable[..., Any]) -> Schedule:
         # A lambda is another object in every call, and its code is not.
         key = function if isinstance(function, str) else getattr(function, "__code__", type(function))
-        callee = self._callees.get(key)
-        if callee is None:
-            callee = (
-                Callee(getattr(self.module, function)) if isinstance(function, str) else Callee(function, 1)
-            )
-            self._callees[key] = callee
-        return callee
+        known = self._schedules.get(key)
+        if known is None:
+            called = getattr(self.module, function) if isinstance(function, str) else function
+            callee = Callee(called, skip=0 if isinstance(function, str) else 1)
+            known = self._schedules[key] = Schedule(callee)
+        return known
 
     def _bring_home(self, leaf: Any) -> Any:
         return move(leaf, self.devices[0]) if isinstance(leaf, Tensor) else leaf

@@ -68,7 +68,7 @@ class Callee:
     """
 
     def __init__(self, function: Callable[..., Any], skip: int = 0) -> None:
-        self.name = getattr(function, "__name__", type(function).__name__)
+        self.name = getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
         self.positional: tuple[str, ...] = ()
         self.parameters: tuple[str, ...] | None = None  # None: any name goes
         try:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from math import nan
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,21 @@ class Peers:
         own_thread = not lanes[0].is_async
         names = [f"flowdp-peer-{rank}" if rank or own_thread else None for rank in range(len(lanes))]
         self._crew = Crew(names, partial(_around, self._lanes, self.pools))
+
+    def at_home(self, job: Callable[[], T]) -> T:
+        """Run a job where the first rank's work is done, outside its stopwatch, in the caller's modes.
+
+        Raises:
+            BaseException: What it raised.
+        """
+        modes = self.modes()
+
+        def do() -> T:
+            with unhooked(), modes():
+                return job()
+
+        (done, *_) = self._crew.run([do, *[None] * (len(self.modules) - 1)])
+        return cast(T, done)
 
     def trained(self, rank: int) -> list[Tensor]:
         """The parameters that require grad on rank 0, as they are on a rank."""

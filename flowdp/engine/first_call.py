@@ -1,0 +1,411 @@
+"""A check of calls that are cut: do the parts of a batch give what the whole batch gives?
+
+The module is run on the whole batch and on its parts, all on the first device, and the outputs are compared.
+So models whose dim 0 is time, losses that are no mean by samples, and modules that look across the batch are
+an error before they have trained anything; and where another way to cut gives the same as the whole batch,
+the error says which.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowdp.data.trees import flatten, tensors_of
+from flowdp.engine.comparison import Difference, compare, is_close
+from flowdp.engine.gather import Joining, Returned
+from flowdp.engine.layout import RETURN, Callee, Layout, output_name
+from flowdp.engine.retry import without_frames
+from flowdp.engine.scatter import Arguments, Part
+from flowdp.engine.trial import Trials
+from flowdp.errors import FlowdpError
+
+__all__ = ["Call", "Schedule", "check_call"]
+
+log = logging.getLogger("flowdp")
+
+OTHER_SEED = 20_417
+
+WAYS = (
+    (False, True, True),
+    (False, False, True),
+    (True, True, True),
+    (True, False, True),
+    (True, False, False),
+)
+"""(is_eval, is_wide, is_still) of trials, in the order in which they are tried until one works."""
+
+Run = Callable[[nn.Module, Part], Any]
+
+
+class Schedule:
+    """Which calls of a function are checked: the first, and the first whose outputs have a new form.
+
+    Where an output is one number, the second, fourth, eighth call, and so on, are checked, too: a mean over
+    tokens is one over samples until a batch is padded.
+
+    Attributes:
+        callee: The function.
+    """
+
+    def __init__(self, callee: Callee) -> None:
+        self.callee = callee
+        self._calls = 0
+        self._due = 1  # counted like the calls; 0: none
+        self._form: Any = None
+        self._known: list[Any] = []
+        self._is_over = False
+
+    def give_up(self) -> None:
+        """Check no more: the function cannot be tried."""
+        self._is_over = True
+
+    def is_due(self) -> bool:
+        """Count a call that is cut; whether it is to be checked."""
+        self._calls += 1
+        return self._calls == self._due and not self._is_over
+
+    def has_seen(self, form: tuple[Any, tuple[bool, ...]] | None) -> bool:
+        """Note the form of a call's outputs; whether it was checked just now, or one like it before."""
+        is_checked = self._calls == self._due
+        if self._is_over or (form == self._form and not is_checked):
+            return True
+        is_known = form in self._known
+        if not is_known:
+            self._known.append(form)
+        self._form = form
+        if is_checked or not is_known:
+            self._due = 2 * self._calls if any(any(numbers) for _, numbers in self._known) else 0
+        return is_checked or is_known
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call, and how it is cut.
+
+    Attributes:
+        callee: The function.
+        run: Calls it, of a module, with a part.
+        args: Of the whole batch.
+        kwargs: By name.
+        sizes: Samples of each part; at least two, none empty.
+        layout: Of the batch.
+        device: Where it is tried.
+    """
+
+    callee: Callee
+    run: Run
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    sizes: tuple[int, ...]
+    layout: Layout
+    device: torch.device
+
+    @property
+    def arguments(self) -> Arguments:
+        """As they are cut."""
+        dims = self.layout.dims(self.callee, self.args, self.kwargs)
+        return Arguments(self.args, self.kwargs, dims)
+
+    @property
+    def named(self) -> list[tuple[str | int, Any]]:
+        """The arguments, with their names."""
+        names = self.callee.names(self.args, self.kwargs)
+        return list(zip(names, (*self.args, *self.kwargs.values()), strict=True))
+
+    def whole(self) -> Part:
+        """All of it."""
+        return self.arguments.part(0, sum(self.sizes), self.device)
+
+    def parts(self) -> list[Part]:
+        """The parts."""
+        if self.layout.split is not None:
+            made = self.layout.apart(self.args, self.kwargs, self.sizes)
+            cuts = [(Arguments(*part, None), 0, size) for part, size in zip(made, self.sizes, strict=True)]
+        else:
+            arguments = self.arguments
+            cuts = [(arguments, sum(self.sizes[:p]), size) for p, size in enumerate(self.sizes)]
+        return [arguments.part(start, size, self.device) for arguments, start, size in cuts]
+
+    def fewer(self) -> Call | None:
+        """The same with half the samples; None where no two are left."""
+        sizes = tuple(size // 2 for size in self.sizes if size > 1)
+        if len(sizes) < 2:
+            if sum(self.sizes) <= 2:
+                return None
+            sizes = (1, 1)
+        part = self.arguments.part(0, sum(sizes), None)
+        return replace(self, args=part.args, kwargs=part.kwargs, sizes=sizes)
+
+    def how(self) -> str:
+        """How it is cut, for messages."""
+        pieces = f"{sum(self.sizes)} samples as {' + '.join(map(str, self.sizes))}"
+        if self.layout.split is not None:
+            return f"{pieces}, by split"
+        dim = self.arguments.dim
+        for name, value in self.named:
+            for leaf in tensors_of(value):
+                if leaf.dim() > dim and leaf.shape[dim] == sum(self.sizes):
+                    shown = repr(name) if isinstance(name, str) else f"argument {name}"
+                    return f"{pieces}, along dim {dim} of {shown} of shape {tuple(leaf.shape)}"
+        return pieces
+
+
+def check_call(module: nn.Module, call: Call) -> bool:
+    """Check that the parts of a call give what all of it gives.
+
+    Where the device has no memory for the whole batch, half of it is tried.
+
+    Returns:
+        Whether it could be checked; else the log says why not.
+
+    Raises:
+        FlowdpError: They do not; it says what differs, how the call was cut, and what to do.
+
+    Threads: one; no other may use the module meanwhile.
+    """
+    with torch.no_grad():
+        while True:
+            try:
+                return _can_check(module, call)
+            except torch.OutOfMemoryError as no_room:
+                without_frames(no_room)
+            fewer = call.fewer()
+            if fewer is None:
+                _unchecked(call, "the first device has no memory for two samples beside what it holds")
+                return False
+            call = fewer
+
+
+@dataclass
+class _Trouble:
+    """What is wrong with the parts."""
+
+    text: str
+    differences: Sequence[Difference] = ()
+    cause: Exception | None = None
+    returned: Sequence[Returned] = ()
+
+
+def _can_check(module: nn.Module, call: Call) -> bool:
+    failure: Exception | None = None
+    is_random = False
+    # First in its own modes, but for dropout and batch norms: what it returns may depend on them. A module
+    # whose draws cannot be held is tried in eval mode.
+    for is_eval, is_wide, is_still in WAYS:
+        if is_random and not is_eval:
+            continue
+        trials = Trials(module, call.device, is_eval=is_eval, is_wide=is_wide, is_still=is_still)
+        try:
+            whole = _run(trials, call, call.whole())
+        except torch.OutOfMemoryError:
+            if is_wide:
+                continue
+            raise
+        except Exception as error:
+            failure = failure or error
+            continue
+        found = _trouble(trials, call, whole)
+        if found is None:
+            return True
+        again = _run(trials, call, call.whole(), OTHER_SEED)
+        if not compare(whole, again, trials.epsilon):
+            raise _error(trials, call, whole, found) from found.cause
+        is_random = True
+    if is_random:
+        _unchecked(call, "it gives something else each time, by random numbers that cannot be held")
+    elif failure is not None:
+        _unchecked(call, f"with the whole batch it raises {type(failure).__name__}: {failure}")
+    return False
+
+
+def _run(trials: Trials, call: Call, part: Part, seed: int | None = None) -> Any:
+    def run(module: nn.Module, given: Any) -> Any:
+        args, kwargs = given
+        return call.run(module, Part(args, kwargs, []))
+
+    return trials.run(run, (part.args, part.kwargs), seed=seed)
+
+
+def _unchecked(call: Call, why: str) -> None:
+    log.warning(
+        "it could not be checked that %s gives the same when the batch is cut: %s",
+        call.callee.name,
+        why,
+    )
+
+
+def _trouble(trials: Trials, call: Call, whole: Any) -> _Trouble | None:
+    """What is wrong with the parts of a call; None if nothing is."""
+    returned: list[Returned] = []
+    joining = Joining(call.layout, call.callee, call.arguments.dim, is_apart=call.layout.join is not None)
+    for place, (part, size) in enumerate(zip(call.parts(), call.sizes, strict=True)):
+        weights = joining.weigh(part)
+        try:
+            tree = _run(trials, call, part)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            text = f"part {place + 1} raises {type(error).__name__}: {error}"
+            return _Trouble(text, cause=error)
+        returned.append(Returned(tree, size, call.device, weights))
+    try:
+        outputs = joining.join(returned, [part.tensors for part in returned])
+        joined = outputs.tree(outputs.tensors)
+        if call.layout.join is not None:
+            joined = call.layout.join(joined, call.sizes)
+    except FlowdpError as error:
+        return _Trouble(str(error), returned=returned)
+    found = compare(whole, joined, trials.epsilon)
+    if not found:
+        return None
+    return _Trouble("; ".join(one.text for one in found[:3]), found, returned=returned)
+
+
+def _error(trials: Trials, call: Call, whole: Any, found: _Trouble) -> FlowdpError:
+    advice = _other_dims(trials, call, whole) or _other_reduction(trials, call, whole, found)
+    return FlowdpError(
+        f"{call.callee.name} gives another result when the batch is cut: {found.text} ({call.how()}). "
+        f"{advice or _general_advice(call, found)} (check=False in setup() leaves this check out.)"
+    )
+
+
+def _general_advice(call: Call, found: _Trouble) -> str:
+    squeezed = [
+        one
+        for one in found.differences
+        if one.mine is not None and one.other is not None and one.mine.dim() > 0 and one.other.dim() == 0
+    ]
+    if squeezed:
+        return (
+            "From a part of one sample comes one number, where a row is wanted: squeeze() drops the batch, "
+            "too; name the dim, squeeze(-1)."
+        )
+    if found.differences and all(one.is_number for one in found.differences):
+        return (
+            "A number of each part counts by its samples. If it is a mean over something else, say what: "
+            "reduce=lambda labels: (labels != -100).sum(), with arguments of forward; if it is a sum, "
+            "reduce='sum'. If it looks across the batch, as a contrastive loss does, return a row for each "
+            "sample, and compute it outside, of the joined output."
+        )
+    if call.layout.dim != 0 or call.layout.split is not None:
+        return (
+            "An output without a dim for the samples is joined by join= in setup(); where dim= is a mapping, "
+            "the outputs' dims are under 'return'. If the module looks across the batch, return a row for "
+            "each sample, and compute the rest outside, of the joined output."
+        )
+    return (
+        "Is dim 0 the batch? Recurrent and attention layers take time first unless batch_first=True; dim= in "
+        "setup() says where the samples are, and None that an argument goes whole. If the module looks "
+        "across the batch, return a row for each sample, and compute the rest outside, of the joined output."
+    )
+
+
+# ---------------------------------------------------------------------- what would give the same
+def _other_dims(trials: Trials, call: Call, whole: Any) -> str | None:
+    """A dim along which the parts give what the whole batch gives."""
+    layout = call.layout
+    if layout.split is not None or layout.join is not None or not call.named:
+        return None
+    tensors = [leaf for _, value in call.named for leaf in tensors_of(value)]
+    first = next((leaf for leaf in tensors if leaf.dim() > 0), None)
+    if first is None:
+        return None
+    for dim in range(min(first.dim(), 3)):
+        samples = first.shape[dim]
+        if samples < 2 or (dim, layout.dim) == (call.arguments.dim, 0):
+            continue
+        option = _dims_for(call, whole, dim, samples)
+        half = samples // 2
+        other = replace(call, sizes=(samples - half, half), layout=replace(layout, dim=option))
+        if other.arguments.samples == samples and _trouble(trials, other, whole) is None:
+            shown = dim if _is_one(option, dim) else option
+            return (
+                f"Cut along dim {dim} it gives the same: say dim={shown!r} in setup(), or batch_first=True "
+                f"in the layers."
+            )
+    return None
+
+
+def _is_one(option: dict[str | int, Any], dim: int) -> bool:
+    return all(own == dim for own in option.values() if own is not None)
+
+
+def _dims_for(call: Call, whole: Any, dim: int, samples: int) -> dict[str | int, Any]:
+    option: dict[str | int, Any] = {}
+    for name, value in call.named:
+        shapes = [leaf.shape for leaf in tensors_of(value) if leaf.dim() > 0]
+        fits = [own for own in (dim, 0) if shapes and all(_has(shape, own, samples) for shape in shapes)]
+        if shapes:
+            option[name] = fits[0] if fits else None
+    outputs: dict[str, int] = {}
+    for name, leaf in _named_tensors(whole):
+        if leaf.dim() > 0 and not _has(leaf.shape, dim, samples):
+            outputs[name] = 0
+        elif leaf.dim() > 0:
+            outputs[name] = dim
+    is_mixed = len(set(outputs.values())) > 1
+    return {**option, RETURN: outputs if is_mixed else dim}
+
+
+def _has(shape: Sequence[int], dim: int, samples: int) -> bool:
+    return len(shape) > dim and shape[dim] == samples
+
+
+def _other_reduction(trials: Trials, call: Call, whole: Any, found: _Trouble) -> str | None:
+    """What becomes of the numbers of the parts, so that it is that of the whole batch."""
+    if not found.differences or not all(one.is_number for one in found.differences):
+        return None
+    names = [name for name, _ in _named_tensors(whole)]
+    chosen: dict[str, str] = {}
+    for one in found.differences:
+        name = output_name(one.path)
+        assert one.mine is not None
+        values = torch.stack([part.tensors[names.index(name)].double() for part in found.returned])
+        mine = one.mine.double()
+        fits = (
+            text
+            for text, weights in _weights(call)
+            if is_close(
+                mine,
+                values.sum() if weights is None else values @ weights / weights.sum(),
+                trials.epsilon,
+            )
+        )
+        option = next(fits, None)
+        if option is None:
+            return None
+        chosen[name] = option
+    is_only = sum(leaf.dim() == 0 for _, leaf in _named_tensors(whole)) == 1
+    options = ", ".join(f"{name!r}: {option}" for name, option in chosen.items())
+    shown = next(iter(chosen.values())) if is_only else f"{{{options}}}"
+    return f"With reduce={shown} in setup() it gives the same."
+
+
+def _weights(call: Call) -> Iterator[tuple[str, Tensor | None]]:
+    """Candidates for `reduce`: its text, and the weight of each part; None: a sum."""
+    yield "'sum'", None
+    parts = [
+        dict(zip(call.callee.names(part.args, part.kwargs), (*part.args, *part.kwargs.values()), strict=True))
+        for part in call.parts()
+    ]
+    for condition in ("!= -100", "!= 0"):
+        for name, value in call.named:
+            if not isinstance(name, str) or not isinstance(value, Tensor) or value.is_floating_point():
+                continue
+            for rows in ("[:, 1:]", "") if value.dim() > 1 else ("",):
+                own = [part[name][:, 1:] if rows else part[name] for part in parts]
+                unlike = -100 if "100" in condition else 0
+                weights = torch.stack([(tensor != unlike).sum() for tensor in own]).double()
+                yield f"lambda {name}: ({name}{rows} {condition}).sum()", weights
+
+
+def _named_tensors(tree: Any) -> list[tuple[str, Tensor]]:
+    leaves, form = flatten(tree)
+    named = zip(form.key_paths(), leaves, strict=True)
+    return [(output_name(path), leaf) for path, leaf in named if isinstance(leaf, Tensor)]

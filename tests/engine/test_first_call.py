@@ -1,0 +1,394 @@
+"""What a module gives for parts of a batch is compared with what it gives for all of it, before it counts."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import flowdp
+from flowdp import DataParallel, FlowdpError, OptionError
+from flowdp.engine import first_call
+from flowdp.engine.first_call import Call, Schedule, check_call
+from flowdp.engine.layout import Callee, Layout
+from tests.engine.test_layout import Tagger, WordModel, padded
+from tests.loops import CPU, assert_equal, gradients, mlp, numbers
+
+
+@pytest.fixture
+def setup() -> Iterator[Any]:
+    """`flowdp.setup` on two devices, closed at the end."""
+    made: list[DataParallel] = []
+
+    def setup(model: nn.Module, **options: Any) -> DataParallel:
+        options = {"devices": ["cpu"] * 2, "cadence": False} | options
+        made.append(flowdp.setup(model, SGD(model.parameters(), 0.1), **options))
+        return made[-1]
+
+    yield setup
+    for dp in made:
+        dp.close()
+
+
+# ---------------------------------------------------------------- time before the batch
+@pytest.mark.parametrize("samples", [4, 6])
+def test_an_lstm_whose_dim_0_is_time(setup: Any, samples: int) -> None:
+    model = nn.LSTM(3, 5, 2)
+    x = torch.randn(
+        4, samples, 3
+    )  # of four steps: the states of two layers would be joined, of more would not
+    with pytest.raises(
+        FlowdpError, match=r"LSTM.forward .* as 2 \+ 2, along dim 0 of 'input'.*say dim=1 in setup"
+    ):
+        setup(model)(x)
+    assert_equal([setup(model, dim=1)(x)[0]], [model(x)[0]])
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+def test_a_transformer_whose_dim_0_is_time(setup: Any) -> None:
+    model = nn.Transformer(8, 2, 1, 1, 16)
+    source, target = torch.randn(4, 6, 8), torch.randn(4, 6, 8)
+    with pytest.raises(
+        FlowdpError, match=r"output differs by up to .* say dim=1 in setup\(\), or batch_first=True"
+    ):
+        setup(model)(source, target)
+    ahead = torch.triu(torch.ones(4, 4, dtype=torch.bool), 1)
+    padding = torch.zeros(6, 4, dtype=torch.bool)
+    with pytest.raises(
+        FlowdpError, match=r"dim=\{'src': 1, 'tgt': 1, 'tgt_mask': None, 'src_key_padding_mask': 0,"
+    ):
+        setup(model)(source, target, tgt_mask=ahead, src_key_padding_mask=padding)
+
+
+def test_outputs_of_unlike_dims_are_named(setup: Any) -> None:
+    x = torch.randn(4, 6, 8)
+    with pytest.raises(FlowdpError, match=r"'return': \{'0': 1, '1': 0\}"):
+        setup(nn.MultiheadAttention(8, 2))(x, x, x)
+    dims = {"query": 1, "key": 1, "value": 1, "return": {"0": 1, "1": 0}}
+    setup(nn.MultiheadAttention(8, 2), dim=dims)(x, x, x)
+
+
+def test_an_output_that_needs_a_join(setup: Any) -> None:
+    data, hidden = torch.arange(24).reshape(4, 6) % 11, (torch.zeros(2, 6, 5), torch.zeros(2, 6, 5))
+    with pytest.raises(FlowdpError, match=r"output\[0\].*is joined by join="):
+        setup(WordModel(), dim=1)(data, hidden)
+    with pytest.raises(FlowdpError, match="Is dim 0 the batch"):
+        setup(WordModel())(data, hidden)
+
+    def wrong(outputs: Any, sizes: Any) -> Any:
+        return torch.cat([out for out, _ in outputs]), outputs[0][1]
+
+    with pytest.raises(FlowdpError, match=r"output\[0\] differs"):
+        setup(WordModel(), dim=1, join=wrong)(data, hidden)
+
+
+# ---------------------------------------------------------------- numbers
+@pytest.mark.parametrize("kind", ["float64", "float32", "bfloat16", "autocast"])
+def test_a_padded_language_model_with_its_loss_inside(setup: Any, kind: str) -> None:
+    torch.manual_seed(1)
+    model = Tagger()
+    if kind != "autocast":
+        model.to(getattr(torch, kind))
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+        with pytest.raises(
+            FlowdpError, match=r"output\['loss'\] is .* for the whole batch.*6 samples as 3 \+ 3"
+        ) as told:
+            setup(model)(**padded())
+        assert "reduce=lambda labels: (labels[:, 1:] != -100).sum()" in str(told.value)
+        setup(model, reduce=lambda labels: (labels[:, 1:] != -100).sum())(**padded())
+
+
+def test_sums(setup: Any) -> None:
+    with pytest.raises(FlowdpError, match=r"With reduce='sum' in setup\(\) it gives the same"):
+        setup(Tagger("sum"))(**padded())
+    with pytest.raises(FlowdpError, match="reduce='sum'"):
+        setup(Tagger())(**padded(), num_items_in_batch=20)
+    setup(Tagger("sum"), reduce="sum")(**padded())
+
+
+def test_several_numbers_are_named(setup: Any) -> None:
+    class Two(Tagger):
+        def forward(self, **inputs: Any) -> Any:
+            return {**super().forward(**inputs), "aux": self.head.weight.sum() * len(inputs["input_ids"])}
+
+    with pytest.raises(FlowdpError, match=r"reduce=\{'loss': lambda labels: .*, 'aux': 'sum'\}"):
+        setup(Two())(**padded())
+
+
+def test_a_batch_without_padding_tells_nothing_and_a_later_one_does(setup: Any) -> None:
+    model = Tagger()
+    dp = setup(model)
+    full = padded()
+    full["labels"] = full["input_ids"]
+    dp(**full)["loss"].backward()
+    before = gradients(model)
+    with pytest.raises(FlowdpError, match="reduce=lambda labels"):
+        dp(**padded())
+    assert_equal(gradients(model), before)
+
+
+class Contrastive(nn.Module):
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__()
+        self.inner, self.reduction = mlp(), reduction
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        likeness = self.inner(x) @ self.inner(y).t()
+        return F.cross_entropy(likeness, torch.arange(len(x)), reduction=self.reduction)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "message"), [("mean", "as a contrastive loss does"), ("none", "looks across")]
+)
+def test_what_looks_across_the_batch(setup: Any, reduction: str, message: str) -> None:
+    with pytest.raises(FlowdpError, match=message):
+        setup(Contrastive(reduction))(numbers(8, 6), numbers(8, 6, seed=1))
+
+
+def test_a_loss_that_training_mode_alone_returns(setup: Any) -> None:
+    class Trained(Tagger):
+        def forward(self, **inputs: Any) -> Any:
+            outputs = super().forward(**inputs)
+            return outputs["loss"] if self.training else outputs["logits"]
+
+    model = Trained()
+    with pytest.raises(FlowdpError, match="reduce=lambda labels"):
+        setup(model)(**padded())
+    dp = setup(model)
+    dp.eval()
+    dp(**padded())
+    dp.train()  # outputs of another form are checked, too
+    with pytest.raises(FlowdpError, match="reduce=lambda labels"):
+        dp(**padded())
+
+
+# ---------------------------------------------------------------- shapes
+class Squeezed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).squeeze()
+
+
+def test_a_squeeze_with_one_sample_a_device(setup: Any) -> None:
+    with pytest.raises(
+        FlowdpError, match=r"\(2,\) for the whole batch, and \(\) for its parts .*squeeze\(-1\)"
+    ):
+        setup(Squeezed())(numbers(2, 6))
+    dp = setup(Squeezed())
+    for samples in (8, 8, 6):
+        assert dp(numbers(samples, 6)).shape == (samples,)
+    with pytest.raises(FlowdpError, match=r"squeeze\(-1\)"):
+        dp(numbers(2, 6))
+
+
+def test_what_is_no_tensor(setup: Any) -> None:
+    class Counting(nn.Linear):
+        def forward(self, input: Tensor) -> Any:
+            return super().forward(input), len(input)
+
+    with pytest.raises(FlowdpError, match=r"output\[1\] is 8 for the whole batch, and 4 for its parts"):
+        setup(Counting(6, 2))(torch.randn(8, 6))
+
+
+def test_parts_that_raise_where_the_whole_batch_does_not(setup: Any) -> None:
+    class Fixed(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            if len(input) < 8:
+                raise ValueError("eight at a time")
+            return super().forward(input)
+
+    with pytest.raises(
+        FlowdpError, match=r"part 1 raises ValueError: eight at a time .*8 samples as 4"
+    ) as told:
+        setup(Fixed(6, 2))(torch.randn(8, 6))
+    assert isinstance(told.value.__cause__, ValueError)
+
+
+# ---------------------------------------------------------------- what passes, and leaves no trace
+class Variational(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(6, 4), nn.Linear(2, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        mean, log_variance = self.encode(x).chunk(2, dim=1)
+        z = mean + torch.randn_like(mean) * torch.exp(0.5 * log_variance)
+        return self.decode(z), mean, log_variance
+
+
+class Everything(nn.Module):
+    """Drops, normalises, counts its calls, and draws numbers in three ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.ReLU(True), nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        self.loose = nn.BatchNorm1d(4, track_running_stats=False)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out = self.loose(self.layers(x.clone()))
+        return F.dropout(out, 0.2, self.training) * random.random()
+
+
+@pytest.mark.parametrize("make", [Variational, Everything])
+@pytest.mark.parametrize("casts", [False, True])
+def test_modules_that_draw_pass(setup: Any, make: Any, casts: bool) -> None:
+    dp = setup(make())
+    with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+        for _ in range(2):
+            dp(torch.randn(8, 6))
+
+
+def test_a_run_with_the_check_has_the_bits_of_one_without(setup: Any) -> None:
+    def state(check: bool) -> Any:
+        torch.manual_seed(1)
+        random.seed(1)
+        model = Everything()
+        dp = setup(model, check=check)
+        # A part of one sample has nothing to drop its numbers from in another order.
+        for _ in range(3):
+            dp(torch.randn(8, 6)).square().mean().backward()
+            dp.optimizers[0].step()
+            dp.optimizers[0].zero_grad()
+        return dict(model.named_buffers()), model.calls, torch.random.get_rng_state(), random.getstate()
+
+    checked, plain = state(True), state(False)
+    assert checked[0]["layers.2.num_batches_tracked"] == plain[0]["layers.2.num_batches_tracked"] == 3
+    assert checked[1] == plain[1] == 3
+    assert checked[3] == plain[3] or checked[3][0] == plain[3][0]
+
+
+def test_check_false_compares_nothing(setup: Any) -> None:
+    assert setup(Squeezed(), check=False)(numbers(2, 6)).shape == ()
+    with pytest.raises(OptionError, match="check must be True or False"):
+        setup(mlp(), check=1)
+
+
+def test_one_device_and_one_sample_are_not_checked(setup: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flowdp.data_parallel, "check_call", None)
+    setup(Squeezed(), devices=["cpu"])(numbers(2, 6))
+    setup(Squeezed())(numbers(1, 6))
+
+
+# ---------------------------------------------------------------- when it cannot be checked
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_a_module_that_cannot_take_the_whole_batch_is_told_once(
+    setup: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Small(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            assert len(input) <= 4, "four at most"
+            return super().forward(input).sum()
+
+    dp = setup(Small(6, 2))
+    for _ in range(4):
+        dp(torch.randn(8, 6))
+    (told,) = warnings_of(caplog)
+    assert "could not be checked" in told
+    assert "with the whole batch it raises AssertionError: four at most" in told
+
+
+def test_numbers_drawn_for_each_sample_in_python(setup: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Noisy(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(torch.stack([row * random.random() for row in input]))
+
+    setup(Noisy(6, 2))(torch.randn(8, 6))
+    (told,) = warnings_of(caplog)
+    assert "random numbers" in told
+
+
+@pytest.mark.parametrize(("room", "tried", "is_checked"), [(4, [8, 8, 4, 4, 2, 2], True), (1, [], False)])
+def test_a_device_without_room_for_the_whole_batch(
+    caplog: pytest.LogCaptureFixture, room: int, tried: list[int], is_checked: bool
+) -> None:
+    seen: list[int] = []
+
+    class Large(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            seen.append(len(input))
+            if len(input) > room:
+                raise torch.OutOfMemoryError("no room")
+            return super().forward(input)
+
+    model = Large(6, 2)
+    assert check_call(model, call(model, torch.randn(9, 6), (5, 4))) is is_checked
+    assert warnings_of(caplog) == [] if is_checked else ["memory for two samples" in warnings_of(caplog)[0]]
+    assert 4 in seen or not is_checked
+    assert tried[-1:] == seen[-1:] or not is_checked
+
+
+def call(model: nn.Module, x: Any, sizes: tuple[int, ...]) -> Call:
+    def run(module: nn.Module, part: Any) -> Any:
+        return module(*part.args, **part.kwargs)
+
+    return Call(Callee(model.forward), run, (x,), {}, sizes, Layout(), CPU)
+
+
+# ---------------------------------------------------------------- which calls
+def form(*numbers: bool) -> Any:
+    return "tree", numbers
+
+
+def due(schedule: Schedule, forms: list[Any]) -> list[int]:
+    """Which of so many calls are checked, before or after; counted from 1."""
+    found = []
+    for number, seen in enumerate(forms, 1):
+        is_before = schedule.is_due()
+        if is_before | (not schedule.has_seen(seen)):
+            found.append(number)
+    return found
+
+
+def test_numbers_are_checked_at_growing_distances_and_rows_once() -> None:
+    schedule = Schedule(Callee(mlp().forward))
+    assert due(schedule, [form(True)] * 40) == [1, 2, 4, 8, 16, 32]
+    assert due(Schedule(Callee(mlp().forward)), [form(False)] * 40) == [1]
+
+
+def test_outputs_of_a_new_form_are_checked() -> None:
+    schedule = Schedule(Callee(mlp().forward))
+    rows, number = form(False), form(True)
+    assert due(schedule, [rows, rows, rows, number, rows, number, rows, rows]) == [1, 4, 8]
+    schedule.give_up()
+    assert due(schedule, [form(True, True)] * 20) == []
+
+
+def test_methods_have_a_schedule_each(setup: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+    monkeypatch.setattr(
+        flowdp.data_parallel,
+        "check_call",
+        lambda module, call: checked.append(call.callee.name) or first_call.check_call(module, call),
+    )
+    dp = setup(Contrastive("none"))
+    x = numbers(8, 6)
+    for _ in range(3):
+        dp.call(lambda module, x: module.inner(x), x)
+        dp.call("inner", x)
+    assert len(checked) == 2
+
+
+def test_gradients_are_those_of_one_device_behind_a_check(setup: Any) -> None:
+    model = mlp()
+    twin = copy.deepcopy(model)
+    dp = setup(model)
+    for call in (dp, twin):
+        x = numbers(8, 6).requires_grad_()
+        call(x * 2).sin().sum().backward()
+    assert_equal(gradients(model), gradients(twin))
