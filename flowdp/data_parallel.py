@@ -510,8 +510,8 @@ class DataParallel(AliasModule):
     def sync_params(self) -> None:
         """Send all parameters and buffers anew before the next forward.
 
-        Needed only after writing to `parameter.data` between two forwards: other writes are noticed, if torch
-        counts them (not those of a fused optimizer that this does not know).
+        Needed on CUDA alone, after writes that torch does not count: to `parameter.data`, or by a fused
+        optimizer that this does not know. CPU devices share the memory of the parameters.
         """
         if self._peers is not None:
             self._peers.forget()

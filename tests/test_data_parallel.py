@@ -395,6 +395,114 @@ def test_whatever_writes_to_the_model_reaches_all(setup: Setup) -> None:
     like()
 
 
+@pytest.mark.parametrize("how", ["data", "no_grad", "data replaced", "fused", "swapped"])
+def test_loops_that_write_the_weights_by_hand(setup: Setup, how: str) -> None:
+    model = mlp()
+    twin = copy.deepcopy(model)
+    dp = setup(model, lambda parameters: SGD(parameters, 0.1) if how != "fused" else SGD(parameters[:1], 0.1))
+    for call, net in ((dp, model), (twin, twin)):
+        own = AdamW(list(net.parameters())[1:], 0.1, fused=True)  # setup knows nothing of it
+        average = [torch.zeros_like(parameter) for parameter in net.parameters()]
+        for step in range(5):
+            loss_of(call, seed=step).backward()
+            if how == "fused":
+                own.step()
+            for parameter, mean in zip(net.parameters(), average, strict=True):
+                if how == "data":
+                    parameter.data.add_(parameter.grad, alpha=-0.1)
+                elif how == "no_grad":
+                    with torch.no_grad():
+                        parameter -= 0.1 * parameter.grad
+                elif how == "data replaced":
+                    parameter.data = parameter.data - 0.1 * parameter.grad
+                elif how == "swapped":
+                    mean.lerp_(parameter.data, 0.5)
+                    kept = parameter.data.clone()
+                    parameter.data.copy_(mean)
+                    mean.copy_(kept)
+            net.zero_grad()
+    assert_equal(values(model), values(twin))
+
+
+def test_a_target_network_follows_by_polyaks_average(setup: Setup) -> None:
+    found = []
+    for is_ours in (True, False):
+        model, target = mlp(), mlp()
+        optimizer = SGD(model.parameters(), 0.1)
+        call: Any = setup(model, optimizer) if is_ours else model
+        goal: Any = setup(target, SGD(target.parameters(), 0.1)) if is_ours else target
+        for step in range(6):
+            x, _ = batch(seed=step)
+            with torch.no_grad():
+                wanted = goal(x + 1)
+            F.mse_loss(call(x), wanted).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for slow, fast in zip(target.parameters(), model.parameters(), strict=True):
+                slow.data.copy_(0.9 * slow.data + 0.1 * fast.data)
+        found.append(values(model) + values(target))
+    assert_equal(*found)
+
+
+class Scheduled(nn.Module):
+    """What it computes depends on plain attributes, which the loop and its own forward change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop = mlp(), nn.Dropout(0.0)
+        self.temperature, self.calls = 1.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.drop(self.inner(x)) / self.temperature + 0.01 * self.calls
+        return out
+
+
+def test_schedules_of_plain_attributes_are_followed(setup: Setup) -> None:
+    model = Scheduled()
+    twin = copy.deepcopy(model)
+    dp = setup(model)
+    for call, net in ((dp, model), (twin, twin)):
+        for step in range(4):
+            net.temperature = 1 + step / 4
+            net.drop.p = 0.0 if step < 3 else 1.0  # which drops all
+            if step < 3:
+                loss_of(call, seed=step).backward()
+            else:
+                assert call(batch()[0]).std() == 0
+    assert_equal(gradients(model), gradients(twin))
+    assert model.calls == twin.calls
+
+
+def test_a_wasserstein_gan_with_a_penalty(setup: Setup) -> None:
+    found = []
+    for is_ours in (True, False):
+        critic, generator = critic_net(1), mlp()
+        own, other = SGD(critic.parameters(), 0.1), SGD(generator.parameters(), 0.1)
+        judge: Any = setup(critic, own) if is_ours else critic
+        make: Any = setup(generator, other) if is_ours else generator
+        for step in range(3):
+            real, fake = numbers(6, 3, seed=step), make(numbers(6, 6, seed=step))
+            between = (0.3 * real + 0.7 * fake.detach()).requires_grad_()
+            scores = judge(between * 1)
+            (slope,) = torch.autograd.grad(scores.sum(), between, create_graph=True)
+            penalty = (slope.norm(2, dim=1) - 1).square().mean()
+            (judge(fake.detach()).mean() - judge(real).mean() + 10 * penalty).backward()
+            own.step()
+            own.zero_grad()
+            (-judge(make(numbers(6, 6, seed=step)))).mean().backward()
+            other.step()
+            own.zero_grad()
+            other.zero_grad()
+        found.append(values(critic) + values(generator))
+    assert_equal(*found)
+
+
+def critic_net(outputs: int) -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(3, 8), nn.Softplus(), nn.Linear(8, outputs)).double()
+
+
 def test_modes_and_frozen_parts_are_followed(setup: Setup) -> None:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)).double()

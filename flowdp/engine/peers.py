@@ -2,7 +2,8 @@
 
 Rank 0 is the user's own module. The others are kept like it: before a replica computes, it is sent what has
 changed in the user's module since. So only the user's optimizer steps, and whatever else writes to the module
-(weight clipping, `load_state_dict`, an average of weights) reaches all devices.
+(weight clipping, `load_state_dict`, an average of weights) reaches all devices. Replicas on the CPU use the
+memory of the user's parameters.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ from flowdp.device.cores import set_own_threads
 from flowdp.device.modes import caller_modes, unhooked
 from flowdp.device.streams import Lane
 from flowdp.device.transfer import carry, copied
+from flowdp.engine.attributes import Attributes
+from flowdp.engine.sharing import Sharing
 from flowdp.engine.stopwatch import Stopwatch
 from flowdp.engine.tables import Tables
+from flowdp.engine.unseen import Unseen
 from flowdp.errors import OptionError
 from flowdp.policy.formats import format_error
 from flowdp.policy.pool_size import PoolSize
@@ -89,7 +93,16 @@ class Peers:
                     f"the replica for {device} has {len(norm)} SyncBatchNorm layers and the model has "
                     f"{len(self._norms[0])}; replica(device) must convert it as the model is"
                 )
+        self._sharings = [
+            Sharing(table, self._tables[0]) if rank and not lane.is_async and not lanes[0].is_async else None
+            for rank, (table, lane) in enumerate(zip(self._tables, lanes, strict=True))
+        ]
+        self._attributes = Attributes([table.modules for table in self._tables])
+        self._unseen = Unseen(lanes[0]) if lanes[0].is_async else None
+        self._kept = [False] * len(lanes)  # whose buffers are their own until the user's change
+        self._ran: set[int] = set()
         self._now: list[_State] = []
+        self._due: list[list[int]] = []  # per rank, the tensors that it has to be sent
         self._sources: list[Tensor] = []
         self._sent: list[list[_State]] = [[] for _ in lanes]
         self._left_in: int | None = None  # the backward that left gradients at all ranks
@@ -137,28 +150,67 @@ class Peers:
         """
         self._crew.settle()
         self._tables[0].check_as_it_was()
+        self._attributes.look()
+        self._attributes.send()
+        self._ran.clear()
         for mine, *theirs in zip(*(table.modules for table in self._tables), strict=True):
             for other in theirs:
                 if other.training is not mine.training:
                     other.training = mine.training
                     self.forget()  # an average of weights may have been swapped in, by way of `.data`
         self._now = [_state(tensor) for tensor in self._tables[0].tensors]
+        if self._unseen is not None and self._unseen.look([now[:2] for now in self._now]):
+            self._sent = [[] for _ in self._lanes]
         self._sources = [now[0].detach() for now in self._now]
         # What the first rank's forward writes to, while the others are still reading, is copied before.
-        known = list({id(sent): sent for sent in self._sent[1:]}.values())
         first = len(self._now) - len(self._tables[0].buffers)
-        changed = [
-            i
-            for i in range(first, len(self._now))
-            if any(not sent or _differs(self._now[i], sent[i]) for sent in known)
+        places = range(len(self._now))
+        self._due = [
+            [i for i in places if self._is_due(rank, i)] if rank else [] for rank in range(len(self.modules))
         ]
+        changed = sorted(
+            {
+                i
+                for due, sharing in zip(self._due, self._sharings, strict=True)
+                for i in due
+                if i >= first or (sharing is not None and not sharing.has(i))
+            }
+        )
         with torch.no_grad():
             for i, copy_of in zip(changed, copied([self._sources[i] for i in changed]), strict=True):
                 self._sources[i] = copy_of
 
+    def note(self) -> None:
+        """Look at the modules as a call has left them; behind its forward.
+
+        Raises:
+            FlowdpError: The forward did to the module what the replicas cannot follow.
+        """
+        self._attributes.note(self._ran)
+        for rank in self._ran:
+            if (sharing := self._sharings[rank]) is not None:
+                sharing.settle()
+
+    def count_writes(self, rank: int) -> None:
+        """Let torch find in a rank's graph the user's writes to parameters since the forward."""
+        if (sharing := self._sharings[rank]) is not None:
+            sharing.count_writes()
+
+    def _is_due(self, rank: int, index: int) -> bool:
+        """Whether a replica has to be sent a tensor."""
+        sent, sharing = self._sent[rank], self._sharings[rank]
+        if not sent or _differs(self._now[index], sent[index]):
+            return True
+        if self._unseen is not None or (sharing is not None and sharing.has(index)):
+            return False
+        # Always, where the host has it: to compare takes longer than to copy, and a write to `.data` is seen.
+        return not (self._kept[rank] and index >= len(self._tables[0].parameters))
+
     def forget(self) -> None:
         """Send everything anew: something may have written to the user's module and left no trace."""
         self._sent = [[] for _ in self._lanes]
+        if self._unseen is not None:
+            self._unseen.forget()
 
     def keep_buffers(self, samples: Sequence[int]) -> None:
         """Leave ranks the buffers that their last call made: count the user's, as they are, as sent.
@@ -171,6 +223,7 @@ class Peers:
             if rank and count:
                 sent = self._sent[rank]
                 self._sent[rank] = [*sent[: len(sent) - len(buffers)], *buffers]
+                self._kept[rank] = True
 
     def has_left(self, rank: int) -> bool:
         """Whether a replica has gradients of backwards without a sum."""
@@ -194,7 +247,11 @@ class Peers:
         if leaves:
             self._left_in = task
         try:
+            if self._attributes.is_live:  # a checkpoint in the module calls its parts again
+                self._attributes.look()
             yield
+            if self._attributes.is_live:
+                self._attributes.note(set(range(len(self.modules))))
         except BaseException:
             self._is_spoilt = True
             raise
@@ -263,26 +320,33 @@ class Peers:
 
     def receive(self, rank: int) -> None:
         """Bring what `follow` saw to a replica; part of its job, before it computes."""
+        self._ran.add(rank)
         if rank == 0:
             return
-        before = self._sent[rank]
-        changed = [i for i, now in enumerate(self._now) if not before or _differs(now, before[i])]
-        if not changed:
-            return
-        sources = [self._sources[i] for i in changed]
-        mine = self._tables[rank]
+        before, sharing, mine = self._sent[rank], self._sharings[rank], self._tables[rank]
         tensors = mine.tensors
-        for i in changed:
+        changed: list[int] = []
+        for i in self._due[rank]:
             now = self._now[i]
             if not before or _is_elsewhere(now, before[i]):
                 tensors[i] = mine.fit(i, now[0])
+                if sharing is not None and sharing.has(i):
+                    sharing.attach(i)
             if tensors[i].requires_grad is not now[3]:
                 tensors[i].requires_grad_(now[3])
-        targets = [tensors[i] for i in changed]
-        # A buffer that an inference made anew can be written in another one alone.
-        with torch.inference_mode(any(target.is_inference() for target in targets)), torch.no_grad():
-            torch._foreach_copy_(targets, carry(sources, self.devices[rank]))
+            if sharing is None or not sharing.has(i):
+                changed.append(i)
+        if changed:
+            targets = [tensors[i] for i in changed]
+            sources = carry([self._sources[i] for i in changed], self.devices[rank])
+            # A buffer that an inference made anew can be written in another one alone.
+            with torch.inference_mode(any(target.is_inference() for target in targets)), torch.no_grad():
+                torch._foreach_copy_(targets, sources)
         self._sent[rank] = self._now
+        self._kept[rank] = False
+        if sharing is not None:
+            versions = [now[1] for now in self._now[: len(mine.parameters)]]
+            sharing.begin(versions, is_training=self.modules[0].training)
 
     def hold(self, rank: int, tree: Any) -> None:
         """Tell the allocator that a rank reads the caller's tensors, where it does so on the same device.

@@ -203,6 +203,7 @@ class _Call:
         pieces: dict[int, list[Tensor]] = {}
         for found in self._peers.each(self._jobs(self._forward), self._modes, self._places):
             pieces.update(found or {})
+        self._peers.note()
         self._count_writes()
         places = range(len(self._shards))
         with torch.no_grad():
@@ -324,6 +325,7 @@ class _Call:
         Hooks on the user's parameters are held back: the caller's graph runs them on the sums. And torch is
         told of writes since the call to memory on which the graph may depend.
         """
+        self._peers.count_writes(rank)
         versions = self._versions
         written = [
             one.given

@@ -33,7 +33,7 @@ class Tables:
         self._forms = [_form(part) for part in self.modules]
         self._parameters: list[_Place] = []
         self._buffers: list[_Place] = []
-        self._names: list[str] = []
+        self.names: list[str] = []
         self._empty: list[_Place] = []  # of parameters, as the next
         self._tied: list[tuple[_Place, int]] = []  # and the number of the first place
         seen: dict[Tensor, int] = {}
@@ -52,9 +52,9 @@ class Tables:
                         continue
                     if is_lazy(tensor):
                         raise OptionError(f"{name!r} has no shape yet: call the model once before setup()")
-                    seen[tensor] = len(self._names)
+                    seen[tensor] = len(self.names)
                     places.append((table, key))
-                    self._names.append(name)
+                    self.names.append(name)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -86,7 +86,7 @@ class Tables:
         if mine.shape != like.shape or mine.dtype != like.dtype:
             if index < len(self._parameters):
                 raise FlowdpError(
-                    f"the model has changed since setup(): {self._names[index]!r} is "
+                    f"the model has changed since setup(): {self.names[index]!r} is "
                     f"{_text(_shape(like))} now, and {_text(_shape(mine))} on {mine.device}; "
                     f"call setup() again"
                 )
@@ -124,7 +124,7 @@ class Tables:
             OptionError: It does not; the message names what differs.
         """
         mine, theirs = (
-            {name: _shape(tensor) for name, tensor in zip(table._names, table.tensors, strict=True)}
+            {name: _shape(tensor) for name, tensor in zip(table.names, table.tensors, strict=True)}
             for table in (self, first)
         )
         for name in [*theirs, *mine]:
@@ -133,7 +133,7 @@ class Tables:
                     f"the replica for {device} differs from the model: {name!r} is {_text(mine.get(name))} "
                     f"there and {_text(theirs.get(name))} here; replica(device) must build the same model"
                 )
-        if self._names != first._names:
+        if self.names != first.names:
             raise OptionError(
                 f"the replica for {device} has the model's tensors in another order: replica(device) must "
                 f"register submodules in the same order"

@@ -169,6 +169,7 @@ def run_window(
         ]
         with peers.backward(leaves=not sync and bool(of_rank[0])):
             done = peers.each(jobs, parts=of_rank)
+            peers.note()
         if sync and torch.is_grad_enabled():
             with peers.summing.running():
                 accumulate(peers.trained(0), [answer[1] for answer in done[1:] if answer is not None])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.device.streams import CudaLane, HostLane
+from flowdp.engine import unseen
 from flowdp.engine.peers import Peers
 from flowdp.errors import FlowdpError, OptionError
 from tests.fakes import FakeCuda
@@ -26,11 +27,18 @@ def bring(peers: Peers, *ranks: int) -> None:
     peers.each(
         [partial(peers.receive, rank) if rank in wanted else None for rank in range(len(peers.modules))]
     )
+    peers.note()
 
 
 def is_like(peers: Peers, rank: int = 1) -> bool:
     mine, other = peers.modules[0].state_dict(), peers.modules[rank].state_dict()
     return all(torch.equal(mine[key], other[key]) for key in mine)
+
+
+def cards(count: int = 2) -> list[CudaLane]:
+    """Ranks that share no memory, though it is the CPU's."""
+    cuda = FakeCuda()
+    return [CudaLane(CPU, cuda) for _ in range(count)]
 
 
 class Copied:
@@ -86,7 +94,7 @@ def sgd_step(module: nn.Module) -> None:
 def test_what_has_changed_is_sent_and_nothing_else(write: str, copied: Copied) -> None:
     module = mlp()
     change, tensors = WRITES[write]
-    with peers_of(module) as peers:
+    with peers_of(module, lanes=cards()) as peers:
         bring(peers)
         assert copied.take() == [4]
         bring(peers)
@@ -100,7 +108,7 @@ def test_what_has_changed_is_sent_and_nothing_else(write: str, copied: Copied) -
 
 def test_a_rank_that_had_no_part_is_sent_all_that_it_has_missed() -> None:
     module = mlp()
-    with peers_of(module, 3) as peers:
+    with peers_of(module, 3, lanes=cards(3)) as peers:
         bring(peers)
         for _ in range(2):
             sgd_step(module)
@@ -111,17 +119,33 @@ def test_a_rank_that_had_no_part_is_sent_all_that_it_has_missed() -> None:
         assert is_like(peers, 2)
 
 
-def test_a_write_that_leaves_no_trace_is_sent_after_forget_or_a_change_of_mode() -> None:
-    module = mlp()
-    with peers_of(module) as peers:
-        bring(peers)
-        for notice in (peers.forget, module.eval, module.train):
-            module[0].weight.data.add_(1.0)  # type: ignore[operator]
-            bring(peers)
-            assert not is_like(peers), "or the test shows nothing"
-            notice()
+@pytest.mark.parametrize("lanes", [cards, lambda: None], ids=["cards", "host"])
+def test_a_write_that_torch_does_not_count_reaches_the_next_call(lanes: Callable[[], Any]) -> None:
+    module: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with peers_of(module, lanes=lanes()) as peers:
+        for _ in range(12):
             bring(peers)
             assert is_like(peers)
+            module[0].weight.data.add_(1.0)
+            module[1].running_mean.data.add_(1.0)
+
+
+def test_a_late_write_that_torch_does_not_count_is_refused_but_for_what_tells_of_it() -> None:
+    module: Any = mlp()
+    with peers_of(module, lanes=cards()) as peers:
+        for _ in range(unseen.FIRST + 3):
+            bring(peers)
+        for notice in (peers.forget, module.eval, module.train):
+            module[0].weight.data.add_(1.0)
+            notice()
+            for _ in range(3):
+                bring(peers)
+            assert is_like(peers)
+        module[0].weight.data.add_(1.0)
+        bring(peers)  # asks
+        with pytest.raises(FlowdpError, match="sync_params"):
+            bring(peers)
+        bring(peers)
 
 
 class Moving(nn.Module):
