@@ -493,7 +493,9 @@ def test_a_card_and_the_cpu_together(first: str) -> None:
 
 def test_ranks_of_one_card_tell_the_allocator_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[Any] = []
-    monkeypatch.setattr("flowdp.engine.peers.keep_for_compute", lambda *told: held.append(told))
+    monkeypatch.setattr(
+        "flowdp.engine.peers.keep_for_compute", lambda tensors, lane: held.append((list(tensors), lane))
+    )
     cuda = FakeCuda()
     x = numbers(2)
     for first in (CPU, torch.device("cpu", 0)):  # another card, for its name is another
