@@ -212,7 +212,7 @@ def test_a_checkpoint_has_nowhere_to_go_without_a_folder(witness: Witness) -> No
     run.join(WAIT_S)
 
 
-@pytest.mark.parametrize("call", ["join", "snapshot", "metrics"])
+@pytest.mark.parametrize("call", ["join", "metrics"])
 def test_a_callback_cannot_wait_for_the_run(witness: Witness, call: str) -> None:
     class Waits(flowdp.Callback):
         def on_train_start(self, run: flowdp.Run) -> None:

@@ -96,8 +96,12 @@ def test_batches_that_a_hurried_rank_left_are_not_forgotten(
 def test_more_epochs_than_before(tmp_path: Path, witness: Witness, policy: str, devices: int) -> None:
     first = trainer(witness, policy, 2, checkpoint=tmp_path, epochs=1).fit()
     run = trainer(witness, policy, devices, checkpoint=tmp_path, resume=True, epochs=3).start()
-    assert [record.epoch for record in run.metrics()] == [0, 1, 2]  # those from before are there
+    assert [record.epoch for record in run.metrics()] == [
+        1,
+        2,
+    ]  # its own; those from before are in the history
     state = run.join()
+    assert [record.epoch for record in state.history] == [0, 1, 2]
     check(witness, state, 3)
     assert state.history[0] == first.history[0]
     assert state.global_step == 3 * first.global_step
