@@ -75,10 +75,14 @@ class Part:
     Attributes:
         start: The first.
         stop: The first that is not.
+        ranks: Those that have a part of the batch, where they make each forward together; else none.
+        forwards: And as many of each; 0: by the size of a micro-batch.
     """
 
     start: int
     stop: int
+    ranks: tuple[int, ...] = ()
+    forwards: int = 0
 
     @property
     def samples(self) -> int:

@@ -368,6 +368,7 @@ class Trainer:
             window=self.sizes.window,
             samples=source.samples,
             least=replicas[0].least,
+            forwards=self.sizes.parts if replicas[0].meets else None,
             groups=self.sizes.groups,
             duties=self.upkeep.duties(resumed, inside=source.can_resume_inside),
             on_failure=self.upkeep.on_failure,

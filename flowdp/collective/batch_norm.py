@@ -8,6 +8,7 @@ the incoming gradient that mean and variance pass back. Torch's own forward need
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,11 +20,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flowdp.collective.base import arithmetic
+from flowdp.collective.local_group import group_lanes
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.collective.reduction import flat_view
+from flowdp.device.streams import Lane
 from flowdp.errors import CollectiveError, FlowdpError, OptionError
 
-__all__ = ["SharedStatistics", "has_synchronised", "least_part", "plain_layers"]
+__all__ = ["SharedStatistics", "WindowGroups", "check_synchronised", "least_part", "plain_layers"]
 
 
 def plain_layers(module: nn.Module) -> list[_BatchNorm]:
@@ -44,15 +47,40 @@ def least_part(layers: Sequence[_BatchNorm]) -> int:
     return 2 if any(_takes_statistics(layer) for layer in layers) else 1
 
 
-def has_synchronised(module: nn.Module) -> bool:
-    """Whether the module was converted by `SyncBatchNorm.convert_sync_batchnorm`."""
-    return any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules())
+def check_synchronised(models: Sequence[nn.Module], policy: str, devices: Sequence[torch.device]) -> None:
+    """Check that the layers of SyncBatchNorm, if there are any, can be synchronised over the ranks.
+
+    Args:
+        models: One per rank.
+        policy: Who waits for whom; "exact" where all have parts of one batch.
+        devices: One per rank.
+
+    Raises:
+        OptionError: They cannot.
+    """
+    counts = [len(SharedStatistics(model)) for model in models]
+    if len(models) == 1 or not any(counts):
+        return
+    if len(set(counts)) > 1:
+        raise OptionError(
+            f"the models of the ranks have {counts} SyncBatchNorm layers: convert all of them, or none"
+        )
+    if policy != "exact":
+        raise OptionError(
+            f"SyncBatchNorm takes the statistics of one batch from all devices, and under policy={policy!r} "
+            "each device trains batches of its own: use policy='exact', or leave the model unconverted"
+        )
+    if len({device.type for device in devices}) > 1:
+        raise OptionError(
+            f"SyncBatchNorm is synchronised among CPU devices or among CUDA devices, not among "
+            f"{', '.join(map(str, devices))}: give devices of one kind, or use GroupNorm"
+        )
 
 
 class SharedStatistics:
     """The SyncBatchNorm layers of one rank's module.
 
-    The module is torch's, untouched, but for the time within `patched`.
+    The module is torch's, untouched, but for the time within `among`.
 
     Args:
         module: The rank's.
@@ -97,21 +125,10 @@ class SharedStatistics:
         return len(self._layers)
 
     @contextmanager
-    def patched(self) -> Iterator[None]:
-        """Let the layers take the statistics of all ranks; afterwards they have torch's forward again."""
-        for name, layer in self._layers.items():
-            layer.__dict__["forward"] = partial(_forward, layer, name, self)
-        try:
-            yield
-        finally:
-            for layer in self._layers.values():
-                del layer.__dict__["forward"]
-
-    @contextmanager
     def among(self, group: ProcessGroup | None, weight: float = 1.0) -> Iterator[None]:
-        """Forward and backward of the module, with the ranks of a group that is this rank's until the end.
+        """Take the statistics of all ranks of a group, in forward and backward of the module.
 
-        Who fails lets the others go, and who ends is not waited for.
+        Outside, the layers have torch's own forward.
 
         Args:
             group: Of those that do the same at this moment; None: nobody is met.
@@ -121,15 +138,62 @@ class SharedStatistics:
             yield
             return
         self.group, self.weight = group, weight
+        for name, layer in self._layers.items():
+            layer.__dict__["forward"] = partial(_forward, layer, name, self)
         try:
-            with self.patched():
-                yield
-        except BaseException as error:
-            group.abort(f"{type(error).__name__} beside SyncBatchNorm")
-            raise
+            yield
         finally:
+            for layer in self._layers.values():
+                del layer.__dict__["forward"]
             self.group = None
-            group.close()
+
+
+class WindowGroups:
+    """Groups of the ranks that have a part of the same window: one a window, made by the first to come.
+
+    Args:
+        lanes: One per rank.
+
+    Threads:
+        `taking_part`, `leave`: each rank's own.
+    """
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self._lanes = tuple(lanes)
+        self._lock = threading.Lock()
+        self._open: dict[int, dict[int, ProcessGroup]] = {}  # by window, those that are not taken
+        self._taken: dict[int, ProcessGroup] = {}  # by rank
+        self._gone: set[int] = set()
+
+    @contextmanager
+    def taking_part(self, rank: int, window: int, ranks: Sequence[int]) -> Iterator[ProcessGroup | None]:
+        """The group of a rank while it trains its part; None where no other rank has one.
+
+        A rank whose part ends well is not waited for; one that fails leaves when its error is known.
+        """
+        if len(ranks) < 2:
+            yield None
+            return
+        with self._lock:
+            if window not in self._open:
+                groups = group_lanes([self._lanes[one] for one in ranks], threading.TIMEOUT_MAX)
+                self._open[window] = dict(zip(ranks, groups, strict=True))
+                for one in self._gone.intersection(ranks):
+                    self._open[window][one].close()
+            group = self._taken[rank] = self._open[window].pop(rank)
+            if not self._open[window]:
+                del self._open[window]
+        yield group
+        group.close()
+        del self._taken[rank]
+
+    def leave(self, rank: int) -> None:
+        """A rank comes no more: those that wait for it are told."""
+        with self._lock:
+            self._gone.add(rank)
+            waiting = [groups[rank] for groups in self._open.values() if rank in groups]
+            for group in (*waiting, *filter(None, [self._taken.get(rank)])):
+                group.close()
 
 
 def _takes_statistics(layer: _BatchNorm) -> bool:

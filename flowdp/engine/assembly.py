@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flowdp.collective.batch_norm import plain_layers
+from flowdp.collective.batch_norm import WindowGroups, check_synchronised, plain_layers
 from flowdp.device.gradients import Touched
 from flowdp.device.streams import Lane, open_lanes
 from flowdp.device.tensors import FlatReplica
@@ -78,22 +78,26 @@ def build_replicas(parts: Parts, devices: Sequence[torch.device]) -> list[Replic
     """
     lanes = open_lanes(devices)
     modules = build_models(parts.model, lanes)
+    check_synchronised(modules, parts.policy, devices)
     flats = equal_start(modules, lanes)
     if parts.policy == "exact" and plain_layers(modules[0]):
         log.warning(
             "policy='exact': BatchNorm takes its statistics from each micro-batch, not from the window of %d "
-            "samples, so this run is not that of one device; with GroupNorm or LayerNorm it is",
+            "samples, so this run is not that of one device; with GroupNorm or LayerNorm it is, and "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) takes them from all devices",
             parts.sizes.window,
         )
-    touched = Touched(len(lanes))
-    replicas = [_replica(parts, *one, touched) for one in zip(modules, flats, lanes, strict=True)]
+    touched, groups = Touched(len(lanes)), WindowGroups(lanes)
+    replicas = [_replica(parts, *one, touched, groups) for one in zip(modules, flats, lanes, strict=True)]
     seed_devices(devices, parts.seed)
     if lanes[0].is_async and (advice := slow_optimizer(all_of(replicas[0].optimizers)[0])):
         log.info("%s", advice)
     return replicas
 
 
-def _replica(parts: Parts, module: nn.Module, flat: FlatReplica, lane: Lane, touched: Touched) -> Replica:
+def _replica(
+    parts: Parts, module: nn.Module, flat: FlatReplica, lane: Lane, touched: Touched, groups: WindowGroups
+) -> Replica:
     source = parts.model if isinstance(parts.model, nn.Module) else None
     with lane.on(lane.compute):
         optimizers = build_optimizers(parts.optimizer, module, source)
@@ -108,5 +112,5 @@ def _replica(parts: Parts, module: nn.Module, flat: FlatReplica, lane: Lane, tou
         loss = loss_function(parts.loss, lane.device)
         if parts.policy == "exact":
             size = parts.sizes.parts[flat.rank]
-            return ExactReplica(size, touched, module, flat, optimizers, loss, *rest)
+            return ExactReplica(size, touched, groups, module, flat, optimizers, loss, *rest)
         return Replica(module, flat, optimizers, loss, *rest)

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowdp.collective.batch_norm import SharedStatistics, WindowGroups
 from flowdp.data.portion import Portion
 from flowdp.device.gradients import FlatGradients, Touched
 from flowdp.device.streams import QUIET
 from flowdp.engine.context import CurrentWorker
 from flowdp.engine.replica import NOT_OURS, Replica, cuts
-from flowdp.messages import Outcome
+from flowdp.messages import Outcome, Part
 
 __all__ = ["ExactReplica"]
 
@@ -33,14 +34,20 @@ class ExactReplica(Replica):
     Args:
         size: Samples of a micro-batch, at most.
         touched: What the ranks tell each other.
+        groups: Of the ranks that have a part of a window, for SyncBatchNorm.
         replica: As of `Replica`.
 
     Raises:
         OptionError: See `FlatGradients`.
     """
 
-    def __init__(self, size: int, touched: Touched, *replica: Any) -> None:
+    def __init__(self, size: int, touched: Touched, groups: WindowGroups, *replica: Any) -> None:
         super().__init__(*replica)
+        self._groups = groups
+        self._norms = SharedStatistics(self.module)
+        self.meets = bool(self._norms)
+        # What ran out of memory on one rank cannot be done again without the others.
+        self.can_repeat = not self.meets
         self.gradients = self.averaged = FlatGradients(self.flat, self.module, touched)
         # An overflow of a scaled loss is the scaler's: it finds it in the mean, and leaves the step out.
         self.watched = self.gradients if self._scaler is None else None
@@ -58,17 +65,27 @@ class ExactReplica(Replica):
     def add(self, batch: Portion, worker: CurrentWorker, share: float = 1.0) -> None:  # noqa: ARG002 - the only one
         """Forward and backward of this rank's part, in micro-batches; see `Replica.add`."""
         samples = batch.samples
-        for start, stop in cuts(samples, self.forwards(batch, samples)):
-            worker.samples = stop - start
-            self._named = None
-            loss = self._forward(batch.rows(start, stop), worker)
-            self._backward(self._weighted(loss, worker.samples, samples))
+        part = self.part or Part(0, samples)
+        with (
+            self._groups.taking_part(self.flat.rank, worker.global_step, part.ranks) as group,
+            # Its gradients are those of the mean over its samples.
+            self._norms.among(group, samples),
+        ):
+            for start, stop in cuts(samples, part.forwards or self.forwards(batch, samples)):
+                worker.samples = stop - start
+                self._named = None
+                loss = self._forward(batch.rows(start, stop), worker)
+                self._backward(self._weighted(loss, worker.samples, samples))
         if not self._has_stepped:
             self._check_first()
 
     def forwards(self, batch: Any, samples: int) -> int:  # noqa: ARG002 - a part can always be cut
         """See `Replica.forwards`."""
         return max(1, min(samples // self.least, -(-samples // self._size) * self.pieces))
+
+    def leave(self) -> None:
+        """The rank comes no more; ranks that wait for it in a SyncBatchNorm are told."""
+        self._groups.leave(self.flat.rank)
 
     def undo(self) -> None:
         """Forget forward and backward of the part; see `Replica.undo`."""

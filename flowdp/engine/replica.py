@@ -70,6 +70,8 @@ class Replica:
         watched: What of it must stay finite; None: nothing.
         pieces: Into how many a micro-batch is cut at least, because the device has run out of memory.
         least: Samples that a forward must have.
+        meets: Whether forwards and backwards are made together with the other ranks (SyncBatchNorm in exact).
+        part: Of the step, where all ranks share one (exact).
         has_state: Whether a forward changes what `mark` notes.
         can_repeat: Whether forward and backward of a step can be done once more.
         steps: What a `train_step` may ask; None with a loss.
@@ -82,6 +84,8 @@ class Replica:
     watched: FlatTensors | None
     can_repeat = True
     steps: Steps | None = None
+    meets = False
+    part: Part | None = None
 
     def __init__(
         self,
@@ -197,6 +201,9 @@ class Replica:
     def checksum(self) -> Callable[[], int] | None:
         """See `ExactReplica.checksum`: elsewhere the replicas are not compared."""
         return None
+
+    def leave(self) -> None:
+        """See `ExactReplica.leave`."""
 
     @torch.no_grad()
     def adopt(self, donor: Replica) -> None:

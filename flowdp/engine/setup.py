@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flowdp.collective.batch_norm import SharedStatistics
+from flowdp.collective.batch_norm import SharedStatistics, check_synchronised
 from flowdp.device.topology import devices as find_devices
 from flowdp.engine.recipe import LossFunction
 from flowdp.errors import OptionError
@@ -100,18 +100,12 @@ def check_batch_norm(model: nn.Module, devices: Sequence[torch.device], *, windo
     Raises:
         OptionError: The devices are of several kinds, or work through batches of their own.
     """
-    if len(devices) == 1 or not SharedStatistics(model):
-        return
-    if windows:
+    if windows and len(devices) > 1 and SharedStatistics(model):
         raise OptionError(
             "SyncBatchNorm takes the statistics of one batch from all devices, and in windows each device "
             "works through batches of its own: give setup(..., cadence=False), which cuts each batch"
         )
-    if len({device.type for device in devices}) > 1:
-        raise OptionError(
-            f"SyncBatchNorm is synchronised among CPU devices or among CUDA devices, not among "
-            f"{', '.join(map(str, devices))}: give devices of one kind, or use GroupNorm"
-        )
+    check_synchronised([model] * len(devices), "exact", devices)
 
 
 def check_optimizers(option: OptimizerOption, model: nn.Module) -> tuple[Optimizer, ...]:

@@ -184,6 +184,7 @@ class Worker:
             take = self._failures.hold if is_alone else self._failures.add
             error = take(explained, self.rank)
         finally:
+            self.replica.leave()
             self.has_left = True
             self._post(Exiting(self.rank, error, is_alone, self.machine.untold))
 
@@ -243,6 +244,7 @@ class Worker:
                 return
             if is_first:
                 meter.begin(start_s)
+                replica.part = step.part
                 replica.learning_rate.advance(step.position, step.epoch, step.metric)
                 current.epoch, current.global_step = step.epoch, step.position
                 current.lr = replica.learning_rate.value
@@ -254,6 +256,11 @@ class Worker:
                 continue
             except torch.OutOfMemoryError as error:
                 full = without_frames(error)
+            except CollectiveAborted:
+                if self._failures.first is None:
+                    raise
+                self._await_leave()  # another rank has failed before it came to a SyncBatchNorm
+                return
             self._retry.run(intake.micros, full)
         self._feed.release()
         loss = replica.step(intake.factor)

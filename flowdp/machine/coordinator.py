@@ -77,6 +77,7 @@ class RunConfig:
         window: Samples that make one step of the run (exact).
         samples: Samples of an epoch (exact): its last window has what remains.
         least: Samples of a rank's part of a window (exact), where it has any.
+        forwards: Samples of a micro-batch of each rank, where all ranks make each forward together (exact).
         groups: Batches that make one step of each rank; None: one each. With `max_steps` all are equal: how
             many steps an epoch has would depend on the speeds. Shape (world_size,).
         duties: What is done while all ranks stand still.
@@ -95,6 +96,7 @@ class RunConfig:
     window: int | None = None
     samples: int | None = None
     least: int = 1
+    forwards: Sequence[int] | None = None
     groups: Sequence[int] | None = None
     duties: Duties = field(default_factory=Duties)
     on_failure: OnFailure = "raise"
@@ -389,6 +391,7 @@ class Coordinator:
                 config.ratios,
                 config.cadence.speed_hint,
                 config.least,
+                config.forwards,
             )
         one_step = config.policy == "sync" or (config.policy == "cadence" and not config.cadence.windows)
         if config.world_size == 1 or one_step:

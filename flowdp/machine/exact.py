@@ -44,6 +44,8 @@ class ExactRounds(PlannedRounds):
         ratios: Fixed shares; None: by measured speed. Shape (world_size,).
         speed_hint: (slow rank, how many times faster the others are), until measured.
         least: Samples of a rank's part of a window, where it has any.
+        forwards: Samples of a micro-batch of each rank, where all ranks make each forward together; None:
+            each makes its own. Shape (world_size,).
     """
 
     def __init__(
@@ -55,12 +57,14 @@ class ExactRounds(PlannedRounds):
         ratios: Sequence[float] | None = None,
         speed_hint: tuple[int, float] | None = None,
         least: int = 1,
+        forwards: Sequence[int] | None = None,
     ) -> None:
         super().__init__(epochs, None, world_size)
         self._window = window
         self._samples = samples
         self._ratios = ratios
         self._least = least
+        self._forwards = forwards
         first = weights_from([0.0] * world_size, speed_hint)
         self._balance = ThroughputBalance(first, calibration=CALIBRATION, interval=INTERVAL, floor=FLOOR)
         self._blocks_held = 0
@@ -94,8 +98,20 @@ class ExactRounds(PlannedRounds):
         return [split[size] for size in sizes]
 
     def _split(self, samples: int) -> tuple[Part, ...]:
-        bounds = accumulate(part_sizes(samples, self.ratios, self._least), initial=0)
-        return tuple(Part(start, stop) for start, stop in pairwise(bounds))
+        count, sizes = 0, part_sizes(samples, self.ratios, self._least)
+        if self._forwards is not None:
+            count, sizes = self._equally_many(samples, self._forwards)
+        ranks = tuple(rank for rank, size in enumerate(sizes) if size) if count else ()
+        bounds = accumulate(sizes, initial=0)
+        return tuple(Part(start, stop, ranks, count) for start, stop in pairwise(bounds))
+
+    def _equally_many(self, samples: int, most: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+        """The fewest forwards of all ranks in which no micro-batch is too large, and the parts for them."""
+        for count in range(1, samples + 1):
+            sizes = part_sizes(samples, self.ratios, self._least * count)
+            if all(size <= count * limit for size, limit in zip(sizes, most, strict=True)):
+                break
+        return count, sizes
 
     def _wants_comparison(self, ledger: Ledger) -> bool:
         return ledger.remaining == 0

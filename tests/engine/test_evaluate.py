@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from flowdp.collective.batch_norm import WindowGroups
 from flowdp.device.gradients import Touched
 from flowdp.device.streams import CudaLane, HostLane, Lane
 from flowdp.device.tensors import FlatReplica
@@ -64,7 +65,7 @@ def replica(
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     rest = [optimizer], loss_function(loss, CPU), LearningRate([optimizer]), HostLane(CPU)
     if options.pop("exact", False):
-        return ExactReplica(3, Touched(1), module, FlatReplica(module), *rest)
+        return ExactReplica(3, Touched(1), WindowGroups([]), module, FlatReplica(module), *rest)
     return Replica(module, FlatReplica(module), *rest, **options)
 
 

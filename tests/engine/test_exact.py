@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flowdp.collective.batch_norm import WindowGroups
 from flowdp.data.portion import Portion
 from flowdp.device.gradients import Touched
 from flowdp.device.streams import HostLane
@@ -36,7 +37,9 @@ def replica(
     optimizer = torch.optim.SGD(module.parameters(), 0.01)
     rate, lane = LearningRate([optimizer]), HostLane(CPU)
     rest = options.get("precision", "32"), options.get("max_grad_norm")
-    own = ExactReplica(size, Touched(1), module, FlatReplica(module), [optimizer], loss, rate, lane, *rest)
+    own = ExactReplica(
+        size, Touched(1), WindowGroups([]), module, FlatReplica(module), [optimizer], loss, rate, lane, *rest
+    )
     return own, CurrentWorker(0, CPU, module, samples=7, sink=lambda *_: None)
 
 

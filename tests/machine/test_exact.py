@@ -254,3 +254,23 @@ def test_a_round_in_progress_is_never_hurried() -> None:
 def test_one_device_takes_whole_windows() -> None:
     armed = drained(rounds(5, world_size=1), (1.0,))
     assert all(sizes(block) == [64] for block in armed)
+
+
+@pytest.mark.parametrize(
+    ("window", "ratios", "most", "wanted"),
+    [
+        (64, (1, 1), (32, 32), [(1, 32), (1, 32)]),
+        (64, (3, 1), (32, 32), [(2, 48), (2, 16)]),
+        (64, (30, 1), (32, 32), [(2, 62), (2, 2)]),
+        (64, (30, 1), (8, 8), [(7, 56), (7, 8)]),
+        (64, (1, 1), (32, 8), [(4, 32), (4, 32)]),
+        (1, (1, 1), (8, 8), [(1, 1), (1, 0)]),
+    ],
+)
+def test_all_ranks_make_equally_many_forwards(window, ratios, most, wanted) -> None:
+    machine = rounds(1, window=window, ratios=ratios, forwards=most)
+    [block] = decide(machine)
+    assert [(order.parts[0].forwards, order.parts[0].samples) for order in block] == wanted
+    assert {order.parts[0].ranks for order in block} == {
+        tuple(r for r, (_, size) in enumerate(wanted) if size)
+    }

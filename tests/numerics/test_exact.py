@@ -492,6 +492,76 @@ def test_no_device_gets_a_single_sample_for_batch_norm(options: dict[str, Any]) 
     assert 3 in seen
 
 
+def normed() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.BatchNorm1d(16, momentum=None), nn.Linear(16, 2)
+    ).double()
+
+
+@pytest.mark.usefixtures("kept_replicas")
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_batch_norm_over_all_devices(devices: int) -> None:
+    """The parts of the windows are of unequal sizes, and of the last one a rank has none."""
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(normed())
+    run = exact(model, momentum, devices, batch_size=WINDOW, max_grad_norm=1.0)
+    wanted = plain(normed(), momentum, clip=1.0)
+    assert apart(model, wanted) < 1e-10
+    assert [type(layer) for layer in model].count(nn.SyncBatchNorm) == 2
+    assert all("forward" not in layer.__dict__ for layer in model)
+    check_equal(run)
+
+
+@pytest.mark.usefixtures("kept_replicas")
+@pytest.mark.parametrize("ratios", [(7, 3), (1, 30), None])
+def test_all_devices_make_equally_many_forwards_where_batch_norm_is_over_all(ratios: Any) -> None:
+    counts: Counter[tuple[int, int]] = Counter()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        worker = current_worker()
+        assert worker.samples <= 4
+        counts[worker.global_step, worker.rank] += 1
+        return mse(model, batch)
+
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(normed())
+    check_equal(exact(model, momentum, 2, loss, epochs=1, partition_ratios=ratios))
+    for step in {step for step, _ in counts}:
+        assert len({count for (other, _), count in counts.items() if other == step}) == 1
+
+
+def test_a_rank_that_fails_beside_synchronised_batch_norm_is_the_error() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        worker = current_worker()
+        if worker.rank == 1 and worker.global_step == 4:
+            raise KeyError("mine")
+        return mse(model, batch)
+
+    with pytest.raises(flowdp.StepError, match="rank 1 .* KeyError: 'mine'") as found:
+        exact(nn.SyncBatchNorm.convert_sync_batchnorm(normed()), momentum, 3, loss)
+    assert not [note for note in getattr(found.value, "__notes__", []) if "Then" in note]
+
+
+def test_a_rank_that_leaves_a_layer_out_is_told() -> None:
+    def loss(model: Any, batch: Any) -> Tensor:
+        x = batch[0]
+        for layer in model if current_worker().rank == 0 else [model[0], *model[2:]]:
+            x = layer(x)
+        return F.mse_loss(x, batch[1])
+
+    with pytest.raises(flowdp.StepError, match=r"calls differ: .*'1' \(SyncBatchNorm\)"):
+        exact(nn.SyncBatchNorm.convert_sync_batchnorm(normed()), momentum, 2, loss)
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_where_no_batch_is_shared_a_converted_model_is_refused(policy: Any) -> None:
+    trainer = flowdp.Trainer(
+        nn.SyncBatchNorm.convert_sync_batchnorm(normed()), momentum, mse, dataset=(X, Y), batch_size=4, epochs=1,
+        devices=["cpu"] * 2, policy=policy, progress=False,
+    )  # fmt: skip
+    with pytest.raises(OptionError, match=rf"under policy='{policy}' each device trains batches of its own"):
+        trainer.start()
+
+
 class Lines(Dataset[Any]):
     """Its batches hold no tensor."""
 
