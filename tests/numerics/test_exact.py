@@ -536,7 +536,7 @@ def test_a_rank_that_fails_beside_synchronised_batch_norm_is_the_error() -> None
             raise KeyError("mine")
         return mse(model, batch)
 
-    with pytest.raises(flowdp.StepError, match="rank 1 .* KeyError: 'mine'") as found:
+    with pytest.raises(flowdp.StepError, match=r"rank 1 .* KeyError: 'mine'") as found:
         exact(nn.SyncBatchNorm.convert_sync_batchnorm(normed()), momentum, 3, loss)
     assert not [note for note in getattr(found.value, "__notes__", []) if "Then" in note]
 
@@ -555,8 +555,8 @@ def test_a_rank_that_leaves_a_layer_out_is_told() -> None:
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 def test_where_no_batch_is_shared_a_converted_model_is_refused(policy: Any) -> None:
     trainer = flowdp.Trainer(
-        nn.SyncBatchNorm.convert_sync_batchnorm(normed()), momentum, mse, dataset=(X, Y), batch_size=4, epochs=1,
-        devices=["cpu"] * 2, policy=policy, progress=False,
+        nn.SyncBatchNorm.convert_sync_batchnorm(normed()), momentum, mse, dataset=(X, Y), batch_size=4,
+        epochs=1, devices=["cpu"] * 2, policy=policy, progress=False,
     )  # fmt: skip
     with pytest.raises(OptionError, match=rf"under policy='{policy}' each device trains batches of its own"):
         trainer.start()
