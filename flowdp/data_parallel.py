@@ -46,7 +46,7 @@ from flowdp.engine.setup import (
 )
 from flowdp.engine.sharded import call_sharded, cut, parts_of
 from flowdp.engine.stepping import Stepping
-from flowdp.engine.windows import Window, WindowResult, run_window
+from flowdp.engine.windows import Window, WindowResult, run_window, window_call
 from flowdp.errors import FlowdpError, OptionError
 from flowdp.observe.banner import tell_devices
 from flowdp.options import Buffers, CadenceOptions, one_of
@@ -392,8 +392,11 @@ class DataParallel(AliasModule):
         key = function if isinstance(function, str) else getattr(function, "__code__", type(function))
         known = self._schedules.get(key)
         if known is None:
-            called = getattr(self.module, function) if isinstance(function, str) else function
-            callee = Callee(called, skip=0 if isinstance(function, str) else 1)
+            if isinstance(function, str):
+                callee = Callee(getattr(self.module, function, self.module.forward))
+                callee.name = f"{type(self.module).__name__}.{function}"
+            else:
+                callee = Callee(function, skip=1)
             known = self._schedules[key] = Schedule(callee)
         return known
 
@@ -456,6 +459,11 @@ class DataParallel(AliasModule):
         if scaler is not None:
             scaler.scale(torch.zeros((), device=self.devices[0]))  # makes its scale, once, in this thread
             recipe = replace(recipe, scale=scaler.scale)
+        if batch.whole is not None and self._checks:
+            schedule = self._schedule("forward_batch")
+            if schedule.is_due():
+                self._check(schedule, window_call(batch, recipe, self.devices[0]))
+            schedule.has_seen((None, (recipe.loss is not None,)))
         result = run_window((self.module, *self.replicas), batch, recipe, self._peers, sync=self._is_syncing)
         self._did(*batch.per_rank(self.world_size))
         return result

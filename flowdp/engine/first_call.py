@@ -96,6 +96,7 @@ class Call:
         sizes: Samples of each part; at least two, none empty.
         layout: Of the batch.
         device: Where it is tried.
+        advice: What to do about a difference; None: what is found by other trials.
     """
 
     callee: Callee
@@ -105,6 +106,7 @@ class Call:
     sizes: tuple[int, ...]
     layout: Layout
     device: torch.device
+    advice: str | None = None
 
     @property
     def arguments(self) -> Arguments:
@@ -268,7 +270,7 @@ def _trouble(trials: Trials, call: Call, whole: Any) -> _Trouble | None:
 
 
 def _error(trials: Trials, call: Call, whole: Any, found: _Trouble) -> FlowdpError:
-    advice = _other_dims(trials, call, whole) or _other_reduction(trials, call, whole, found)
+    advice = call.advice or _other_dims(trials, call, whole) or _other_reduction(trials, call, whole, found)
     return FlowdpError(
         f"{call.callee.name} gives another result when the batch is cut: {found.text} ({call.how()}). "
         f"{advice or _general_advice(call, found)} (check=False in setup() leaves this check out.)"

@@ -138,21 +138,23 @@ class Windows:
             BaseException: What the loader raised.
             DataError: It gave a batch without samples.
         """
-        pieces = self._pieces()
-        return Window(pieces, self._lanes[0].device) if pieces else None
+        pieces, whole = self._pieces()
+        return Window(pieces, self._lanes[0].device, whole) if pieces else None
 
-    def _pieces(self) -> list[Piece]:
+    def _pieces(self) -> tuple[list[Piece], Any]:
+        """The pieces of a window, and the batch that was cut into them, if one was."""
         counts = self._deal()
         if counts is None:
             batch = next(self._batches, _END)
-            return [] if batch is _END else self._shards(batch)
+            shards = [] if batch is _END else self._shards(batch)
+            return shards, batch if len(shards) > 1 else None
         pieces = []
         for rank in interleaved(counts, self._due()):
             batch = next(self._batches, _END)
             if batch is _END or self.is_left:
                 break
             pieces.append(self._piece(rank, batch, samples_of(batch)))
-        return pieces
+        return pieces, None
 
     def _shards(self, batch: Any) -> list[Piece]:
         samples = samples_of(batch)

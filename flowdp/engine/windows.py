@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from flowdp.data.trees import field_of, tree_map
 from flowdp.device.transfer import carry, move
+from flowdp.engine.first_call import Call
 from flowdp.engine.gather import Returned, join
+from flowdp.engine.layout import Callee, Layout
 from flowdp.engine.peers import Peers
 from flowdp.engine.recipe import LossContext, Recipe, Traces
 from flowdp.engine.scatter import Arguments, Part
@@ -28,7 +30,15 @@ __all__ = [
     "Window",
     "WindowResult",
     "run_window",
+    "window_call",
 ]
+
+
+ADVICE = (
+    "A part of a batch counts by its samples, which lie along dim 0. Where a loss is a mean over something "
+    "else, or a sum, leave loss_fn out and compute it of result.output; where the samples lie elsewhere, "
+    "call the module in a loop over the loader: for such calls setup() has dim=, split=, join= and reduce=."
+)
 
 
 def _nothing() -> None:
@@ -61,14 +71,17 @@ class Window:
     Args:
         pieces: In order.
         home: The first device.
+        whole: The batch that was cut into the pieces; None where each is a batch of its own.
 
     Attributes:
         pieces: As given.
+        whole: As given.
         samples: Of all of them.
     """
 
-    def __init__(self, pieces: Sequence[Piece], home: torch.device) -> None:
+    def __init__(self, pieces: Sequence[Piece], home: torch.device, whole: Any = None) -> None:
         self.pieces = tuple(pieces)
+        self.whole = whole
         self.samples = sum(piece.samples for piece in pieces)
         self._home = home
 
@@ -129,6 +142,27 @@ class WindowResult:
     def tags(self) -> dict[str, Any]:
         """What each of the tagged submodules returned in its last call."""
         return _last(self.traces)
+
+
+def window_call(window: Window, recipe: Recipe, home: torch.device) -> Call:
+    """The work on a batch that was cut for a window, as `check_call` takes it.
+
+    Args:
+        window: Has a `whole`.
+        recipe: What is done with it.
+        home: The first device.
+    """
+
+    def run(module: nn.Module, part: Part) -> Any:
+        output, traces = _forward(module, part.args[0], recipe)
+        if recipe.loss is None:
+            return output
+        return {"loss": recipe.loss(LossContext(output, part.args[0], _last(traces), traces)).squeeze()}
+
+    sizes = tuple(piece.samples for piece in window.pieces)
+    callee = Callee(run)
+    callee.name = "the loss of a window" if recipe.loss else "the module"
+    return Call(callee, run, (window.whole,), {}, sizes, Layout(), home, ADVICE)
 
 
 def run_window(
