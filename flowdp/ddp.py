@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -13,12 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.collective.base import BLOCK
+from flowdp.collective.batch_norm import SharedStatistics, check_synchronised, taking_part
 from flowdp.collective.local import SMALL
+from flowdp.collective.local_group import group_lanes
+from flowdp.collective.process_group import ProcessGroup
 from flowdp.collective.reduction import Op, flat_view, reduce_all
 from flowdp.collective.structure import check_alike, check_apart, structure
 from flowdp.device.cores import open_pools, set_own_threads
 from flowdp.device.modes import caller_modes
 from flowdp.device.process import ProcessTuning, tuned_process
+from flowdp.device.streams import open_lanes
 from flowdp.device.topology import resolve_devices
 from flowdp.device.transfer import carry
 from flowdp.errors import OptionError
@@ -73,6 +78,8 @@ class Ddp:
                 stack.callback(self._crew.close)
             self._close = weakref.finalize(self, stack.pop_all().close)
             self._close.atexit = False  # a job that hangs would hold up the end of the process
+        self._norms = [SharedStatistics(model) for model in models]
+        self._lanes = open_lanes(devices) if self._norms[0] and len(models) > 1 else []
 
     @classmethod
     def wrap(
@@ -96,6 +103,7 @@ class Ddp:
         check_alike([structure(model) for model in models])
         check_apart(models)
         places = [_device_of(rank, model) for rank, model in enumerate(models)]
+        check_synchronised(models, "exact", places if devices is None else resolve_devices(devices))
         if devices is not None:
             places = list(resolve_devices(devices))
             for model, place in zip(models, places, strict=True):
@@ -136,12 +144,19 @@ class Ddp:
             batch_counts: One per rank: samples, or `ElChe.batch_counts`.
 
         Raises:
-            OptionError: As many counts as not, a negative one, or all 0; a gradient is sparse.
+            OptionError: As many counts as not, a negative one, or all 0; a gradient is sparse; or the counts
+                differ and the models have SyncBatchNorm.
         """
         counts = [float(count) for count in batch_counts]
         if len(counts) != len(self.models):
             raise OptionError(f"{len(self.models)} models need as many batch_counts, not {len(counts)}")
         total = sum(counts)
+        if self._lanes and len(set(counts)) > 1:
+            raise OptionError(
+                "with SyncBatchNorm each loss counts the same in the gradients of the other replicas, which "
+                "cannot be weighted afterwards: multiply each loss by its share, count * replicas / sum of "
+                "counts, and call all_reduce_gradients()"
+            )
         if not all(count >= 0 for count in counts) or not 0 < total < float("inf"):
             raise OptionError(f"batch_counts must be 0 or more, and one of them more, not {batch_counts!r}")
         self._reduce("sum", [count / total for count in counts])
@@ -150,6 +165,9 @@ class Ddp:
         """Call `fn(rank, model, *its element of each of args)` for every replica at once, each in a thread.
 
         The threads take over the caller's grad, inference and autocast modes and, on CUDA, its streams.
+
+        SyncBatchNorm takes the statistics of all replicas, whose forwards and backwards must run in here, on
+        all of them; each replica's loss counts the same.
 
         Returns:
             What the calls return. Shape (world_size,).
@@ -173,13 +191,21 @@ class Ddp:
         if self._crew is None:
             return [calls[0]()]
         modes = caller_modes(self._kinds)
+        groups: Sequence[ProcessGroup | None] = [None] * len(calls)
+        if self._lanes:
+            groups = group_lanes(self._lanes, threading.TIMEOUT_MAX)
         streams = [torch.cuda.current_stream(d) if d.type == "cuda" else None for d in self.devices]
-        return self._crew.run(
-            [
-                partial(self._call, rank, call, modes, stream)
-                for rank, (call, stream) in enumerate(zip(calls, streams, strict=True))
-            ]
-        )
+        try:
+            return self._crew.run(
+                [
+                    partial(self._call, rank, call, modes, stream, group)
+                    for rank, (call, stream, group) in enumerate(zip(calls, streams, groups, strict=True))
+                ]
+            )
+        except BaseException:
+            for group in filter(None, groups):  # a job that never began is waited for, else
+                group.abort("the call was given up")
+            raise
 
     def close(self) -> None:
         """End the threads; a second time does nothing."""
@@ -199,9 +225,10 @@ class Ddp:
         call: Callable[[], Any],
         modes: Callable[[], AbstractContextManager[None]],
         stream: torch.cuda.Stream | None,
+        group: ProcessGroup | None,
     ) -> Any:
         try:
-            with modes(), torch.cuda.stream(stream):  # None: nothing
+            with modes(), torch.cuda.stream(stream), taking_part(self._norms[rank], group):  # None: nothing
                 return call()
         except Exception as error:
             error.add_note(f"flowdp: on rank {rank}, {self.devices[rank]}")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowdp.collective.batch_norm import SharedStatistics
 from flowdp.collective.buckets import BUCKET_BYTES, broadcast_all
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.collective.structure import check_alike, check_apart, structure
@@ -71,6 +72,7 @@ class DistributedDataParallel(AliasModule):
         self._is_due = True  # the last forward was averaged: the next takes rank 0's buffers
         is_automatic = strategy != "none"
         self.sync_parameters()
+        self._norms, self._norm_group = self._open_norms()
         self._synchronizer = GradientSynchronizer(
             module.named_parameters(),
             group,
@@ -87,7 +89,19 @@ class DistributedDataParallel(AliasModule):
             if self._broadcast_buffers and self._is_due:
                 broadcast_all(self.process_group, list(self.module.buffers()), 0, self._bucket_bytes)
             self._is_due = self._is_syncing
-        return self.module(*args, **kwargs)
+        with self._norms.among(self._norm_group, keeps=True):
+            return self.module(*args, **kwargs)
+
+    def _open_norms(self) -> tuple[SharedStatistics, ProcessGroup | None]:
+        """The layers of SyncBatchNorm, and the group for their statistics: backward averages meanwhile."""
+        group = self.process_group
+        if group.backend != "local":  # torch synchronises its own layers over its processes
+            return SharedStatistics(nn.Identity()), None
+        norms = SharedStatistics(self.module)
+        counts = group.all_gather_object(len(norms))
+        if len(set(counts)) > 1:
+            raise OptionError(f"the ranks have {counts} SyncBatchNorm layers: convert all models, or none")
+        return norms, group.twin() if norms and group.size > 1 else None
 
     def sync_parameters(self) -> None:
         """Take rank 0's parameters and buffers. Every rank calls it.

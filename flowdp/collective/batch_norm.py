@@ -26,7 +26,14 @@ from flowdp.collective.reduction import flat_view
 from flowdp.device.streams import Lane
 from flowdp.errors import CollectiveError, FlowdpError, OptionError
 
-__all__ = ["SharedStatistics", "WindowGroups", "check_synchronised", "least_part", "plain_layers"]
+__all__ = [
+    "SharedStatistics",
+    "WindowGroups",
+    "check_synchronised",
+    "least_part",
+    "plain_layers",
+    "taking_part",
+]
 
 
 def plain_layers(module: nn.Module) -> list[_BatchNorm]:
@@ -125,7 +132,9 @@ class SharedStatistics:
         return len(self._layers)
 
     @contextmanager
-    def among(self, group: ProcessGroup | None, weight: float = 1.0) -> Iterator[None]:
+    def among(
+        self, group: ProcessGroup | None, weight: float = 1.0, *, keeps: bool = False
+    ) -> Iterator[None]:
         """Take the statistics of all ranks of a group, in forward and backward of the module.
 
         Outside, the layers have torch's own forward.
@@ -133,6 +142,7 @@ class SharedStatistics:
         Args:
             group: Of those that do the same at this moment; None: nobody is met.
             weight: As the attribute.
+            keeps: A backward afterwards is with the same group.
         """
         if group is None or not self._layers:
             yield
@@ -145,7 +155,23 @@ class SharedStatistics:
         finally:
             for layer in self._layers.values():
                 del layer.__dict__["forward"]
-            self.group = None
+            self.group = group if keeps else None
+
+
+@contextmanager
+def taking_part(shared: SharedStatistics, group: ProcessGroup | None) -> Iterator[None]:
+    """Around a rank's job, with a group for it alone: the others do not wait for one that fails or ends."""
+    if group is None:
+        yield
+        return
+    try:
+        with shared.among(group):
+            yield
+    except BaseException as error:
+        group.abort(f"{type(error).__name__} beside SyncBatchNorm")
+        raise
+    finally:
+        group.close()
 
 
 class WindowGroups:

@@ -103,6 +103,14 @@ class _Table:
         self._counts = [0] * self.size
         self._gone: dict[int, str] = {}
         self._error: tuple[type[CollectiveError], str] | None = None
+        self._twins: list[_Table] = []
+
+    def twin(self) -> _Table:
+        """Another table for the same ranks, which ends with this one."""
+        made = _Table(self.lanes, self._timeout)
+        with self._changed:
+            self._twins.append(made)
+        return made
 
     def put(self, rank: int, what: str, given: Any, plan: Plan) -> _Call:
         """Put down what a rank gives for its next call; does not wait.
@@ -185,12 +193,18 @@ class _Table:
         with self._changed:
             self._error = self._error or (kind, reason)
             self._changed.notify_all()
+            twins = list(self._twins)
+        for twin in twins:
+            twin.fail(kind, reason)
 
     def leave(self, rank: int) -> None:
         """A rank comes no more: calls that it has not made can never be complete."""
         with self._changed:
             self._gone[rank] = f"rank {rank} has closed its group"
             self._changed.notify_all()
+            twins = list(self._twins)
+        for twin in twins:
+            twin.leave(rank)
 
     def _open(self, call: _Call, jobs: list[Job]) -> None:
         call.jobs, call.left = jobs[::-1], len(jobs)  # taken from the end
@@ -253,6 +267,10 @@ class _LocalGroup(ProcessGroup):
 
     def barrier(self) -> None:
         self._call("barrier", None, _nothing)
+
+    def twin(self) -> ProcessGroup:
+        made = self._table.twin() if self.rank == 0 else None
+        return _LocalGroup(self.all_gather_object(made)[0], self.rank)
 
     def abort(self, reason: str) -> None:
         self._table.fail(CollectiveAborted, f"rank {self.rank} gave up: {reason}")

@@ -146,6 +146,13 @@ class ProcessGroup(ABC):
     def barrier(self) -> None:
         """Return when every rank has called this."""
 
+    def twin(self) -> ProcessGroup:
+        """A group of the same ranks whose calls have an order of their own. Every rank calls it.
+
+        What ends this group ends it, too.
+        """
+        return self
+
     def abort(self, reason: str) -> None:  # noqa: B027 - torch's ranks and one alone have nobody to tell
         """Let the others' calls, this one and all later ones, raise `CollectiveAborted` at once.
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from flowdp.collective.batch_norm import SharedStatistics
+from flowdp.collective.batch_norm import SharedStatistics, taking_part
 from flowdp.collective.local_group import group_lanes
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.data.slots import keep_for_compute
@@ -369,26 +369,11 @@ class Peers:
         lanes = [self._lanes[rank] for rank in ranks]
         return dict(zip(ranks, group_lanes(lanes, threading.TIMEOUT_MAX), strict=True))
 
-    @contextmanager
-    def _together(self, rank: int, group: ProcessGroup | None) -> Iterator[None]:
-        """Around a job with SyncBatchNorm: the others do not wait for a rank that fails or ends."""
-        if group is None:
-            yield
-            return
-        try:
-            with self._norms[rank].among(group):
-                yield
-        except BaseException as error:
-            group.abort(f"{type(error).__name__} beside SyncBatchNorm")
-            raise
-        finally:
-            group.close()
-
     def _do(self, rank: int, job: Callable[[], T], modes: Modes, group: ProcessGroup | None) -> T:
         try:
             if not self.pools[rank].is_fixed:
                 set_own_threads(self.pools[rank].size)
-            with unhooked(), modes(), self.watches[rank].running(), self._together(rank, group):
+            with unhooked(), modes(), self.watches[rank].running(), taking_part(self._norms[rank], group):
                 return job()
         except Exception as error:
             if rank or len(self.modules) > 1:

@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import flowdp
 from flowdp import FlowdpError, OptionError, data_parallel
 from flowdp.device.streams import CudaLane
+from tests.collective.fake_world import in_threads
 from tests.fakes import FakeCuda
-from tests.loops import assert_equal, gradients, numbers
+from tests.loops import WAIT_S, assert_equal, gradients, numbers
 
 STEPS = 8
 SIZES = (22, 9, 3, 2)
@@ -213,3 +214,99 @@ def test_what_cannot_be_synchronised_is_said_before_a_thread_starts() -> None:
         flowdp.setup(model, momentum, replica=lambda _: network(), devices=["cpu"] * 2)
     with pytest.raises(OptionError, match=r"replica for cpu has 3 SyncBatchNorm layers and the model has 0"):
         flowdp.setup(network(), momentum, replica=lambda _: copy.deepcopy(model), devices=["cpu"] * 2)
+
+
+# ---------------------------------------------------------------- by hand
+def part(rank: int, step: int, size: int = 7) -> tuple[Tensor, Tensor]:
+    x = numbers(size, 2, 3, 3, seed=10 * step + rank) + rank
+    return x, (x.mean((1, 2, 3)) > 0.5).long()
+
+
+def by_hand(world_size: int) -> nn.Module:
+    """BatchNorm on one device, of the same samples."""
+    twin = network()
+    optimizer = momentum(twin.parameters())
+    for step in range(STEPS):
+        x, y = (
+            torch.cat(column)
+            for column in zip(*(part(rank, step) for rank in range(world_size)), strict=True)
+        )
+        F.cross_entropy(twin(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return twin
+
+
+def test_replicas_that_the_user_averages() -> None:
+    models = [convert(network()) for _ in range(3)]
+    optimizers = [momentum(model.parameters()) for model in models]
+
+    def backward(rank: int, model: nn.Module, given: tuple[Tensor, Tensor]) -> None:
+        F.cross_entropy(model(given[0]), given[1]).backward()
+
+    with flowdp.Ddp.wrap(models) as ddp:
+        for step in range(STEPS):
+            ddp.parallel(backward, [part(rank, step) for rank in range(3)])
+            ddp.all_reduce_gradients()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        with pytest.raises(OptionError, match="multiply each loss by its share"):
+            ddp.weighted_all_reduce_gradients([7, 7, 6])
+        outs = ddp.parallel(lambda rank, model, given: model(given[0]), [part(rank, 0) for rank in range(3)])
+        with pytest.raises(FlowdpError, match="inside of the function for `parallel`"):
+            outs[0].sum().backward()
+        with pytest.raises(KeyError, match="mine"):
+            ddp.parallel(lambda rank, model: model(part(rank, 0)[0]) if rank < 2 else {}["mine"])
+    for model in models:
+        check_equal_parameters(model, by_hand(3))
+
+
+def check_equal_parameters(model: nn.Module, twin: nn.Module) -> None:
+    assert_equal(list(model.parameters()), list(twin.parameters()))
+
+
+@pytest.mark.parametrize("strategy", ["overlapped", "synchronous"])
+def test_ranks_that_wrap_their_own_module(strategy: Any) -> None:
+    groups = flowdp.local_groups(["cpu"] * 2, timeout=WAIT_S)
+
+    def train_rank(rank: int) -> nn.Module:
+        model = flowdp.DistributedDataParallel(
+            convert(network()), groups[rank], strategy=strategy, bucket_bytes=64
+        )
+        optimizer = momentum(model.parameters())
+        for step in range(STEPS):
+            x, y = part(rank, step)
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.module
+
+    for model in in_threads(range(2), train_rank):
+        check_equal(model, by_hand(2))
+        assert "forward" not in model.early.__dict__
+
+
+def test_a_rank_that_closes_its_group_lets_the_others_go() -> None:
+    groups = flowdp.local_groups(["cpu"] * 2, timeout=WAIT_S)
+
+    def look(rank: int) -> None:
+        model = flowdp.DistributedDataParallel(convert(network()), groups[rank], broadcast_buffers=False)
+        if rank:
+            groups[rank].close()
+        else:
+            model(part(rank, 0)[0])
+
+    found = in_threads(range(2), look)
+    assert "does not come to the forward of 'early'" in str(found[0])
+
+
+def test_ranks_of_which_one_is_converted() -> None:
+    groups = flowdp.local_groups(["cpu"] * 2, timeout=WAIT_S)
+
+    def wrap(rank: int) -> None:
+        flowdp.DistributedDataParallel(convert(network()) if rank else network(), groups[rank])
+
+    assert all(
+        "the ranks have [0, 3] SyncBatchNorm layers" in str(error) for error in in_threads(range(2), wrap)
+    )
