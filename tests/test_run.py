@@ -787,3 +787,19 @@ def test_the_state_of_an_interrupted_run_is_not_lost_either() -> None:
         raise ZeroDivisionError
     assert run.state is not None
     assert run.state.interrupted
+
+
+# ---------------------------------------------------------------- a device that is slow once
+def test_one_long_step_does_not_end_the_work_of_a_device() -> None:
+    """Epochs so short that a device as slow as that one step could end none in time."""
+    hiccups, computes = iter([0.3]), threading.Event()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        worker = current_worker()
+        is_hiccup = worker is not None and (worker.rank, worker.epoch) == (1, 4)
+        computes.wait(next(hiccups, 0.002) if is_hiccup else 0.002)
+        return mse(model, batch)
+
+    run = trainer(loss, policy="cadence", batch_size=6, epochs=24, cadence=CadenceOptions()).start()
+    steps = [metrics.per_rank[1].steps for metrics in run.metrics()]
+    assert sum(steps[6:]) > 0, steps

@@ -138,6 +138,9 @@ class Cadence:
         # The first averaging also builds what all later ones find there: its time would stretch the rounds.
         sync_ms, self._sync_ms = min(sync_ms, self._sync_ms), sync_ms
         sync_ms = sync_ms if self.el_che.is_calibrated else 0.0
+        # An epoch's last round may be short, and to its time a mean is dear that is cheap to a whole round's.
+        if max(wall_ms) < self.round_ms:
+            sync_ms *= max(wall_ms) / self.round_ms
         self.el_che.report_timing(wall_ms, steps, sync_ms, hold=hold)
         if self.action is GuardAction.TIGHTEN:
             self.el_che.nudge_anchor_down(0.5)

@@ -6,7 +6,7 @@
 | S2 | every rank sees the same outcomes in the same order, and their steps and samples are the true ones |
 | S3 | no order goes to a rank that has left |
 | S4 | a step is credited once, by a round that was held; `global_step` never falls |
-| S5 | anchor and quotas stay in their range |
+| S5 | anchor and quotas stay in their range, and no round is longer than averaging costs |
 | S6 | the lead over the slowest rank that can still move stays within its limit |
 | S7 | epochs are reported once, in order, with full counts; one that `max_steps` cut, by a longer run again |
 | S8 | a stale snapshot never enters a mean, its weight is true, and its mean is applied to it alone |
@@ -37,6 +37,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -321,6 +322,15 @@ class Rules:
         most = 200 if options.max_anchor is None else max(1, options.max_anchor)
         if not 1 <= record.anchor <= max(most, options.anchor):
             raise Violation("S5", f"anchor {record.anchor} of {options}")
+        if self.scenario.is_steady and record.anchor > max(options.anchor, self._dear_anchor):
+            raise Violation("S5", f"anchor {record.anchor}, where averaging asks for {self._dear_anchor}")
+
+    @property
+    def _dear_anchor(self) -> int:
+        """Steps in a round of which averaging takes no more than its target, whichever rank was measured."""
+        scenario = self.scenario
+        step_ms = min(scenario.ms_per_step) * scenario.config.cadence.overhead_target
+        return math.ceil(1.01 * scenario.sync_ms / step_ms)
 
     def ended(self, event: EpochEnded) -> None:
         """An epoch is complete."""

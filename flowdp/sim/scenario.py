@@ -160,6 +160,14 @@ class Scenario:
         return whole * (1 + self.noise) * slowed * (STALL if self.stall else 1.0)
 
     @property
+    def is_steady(self) -> bool:
+        """Whether all ranks are as fast as ever, and rounds as long as the cadence wants them."""
+        config = self.config
+        changes = (self.noise, self.stall, self.slow_from, self.disturbance, self.crashes, config.start)
+        limits = (config.ratios, config.cadence.max_batch_diff is not None)
+        return config.policy == "cadence" and config.batches is not None and not any((*changes, *limits))
+
+    @property
     def stands(self) -> bool:
         """Whether all ranks may stand still for some duty."""
         is_wanted = any(wish.request.what in ("checkpoint", "snapshot") for wish in self.wishes)

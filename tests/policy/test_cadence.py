@@ -84,6 +84,15 @@ def test_dear_averaging_makes_rounds_longer() -> None:
     assert max(cadence.quotas) == 200
 
 
+def test_a_short_round_at_the_end_of_an_epoch_makes_no_round_longer() -> None:
+    cadence = Cadence(2, CadenceOptions())
+    measured(cadence, (20.0, 20.0), sync_ms=4.0)
+    for _ in range(4):
+        measured(cadence, (20.0, 20.0), sync_ms=4.0)  # 2 % of a round of 10 steps
+        measured(cadence, (20.0, 0.0), sync_ms=4.0, steps=(1, 0))  # 20 % of the only step
+    assert cadence.anchor == 10
+
+
 def test_the_largest_anchor_is_the_users() -> None:
     cadence = Cadence(2, CadenceOptions(max_anchor=15))
     measured(cadence, (10.0, 10.0), sync_ms=500.0)

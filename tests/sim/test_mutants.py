@@ -351,6 +351,19 @@ def a_slow_rank_gets_no_quota(patch: Patch) -> None:
     patch.setattr(Cadence, "quotas", property(starving))
 
 
+SHORT_LAST_ROUNDS = Scenario(
+    seed=0,
+    config=RunConfig(world_size=2, batches=61, epochs=4, policy="cadence"),
+    ms_per_step=(20.0, 20.0),
+    sync_ms=4.0,
+)
+
+
+@mutant("S5", SHORT_LAST_ROUNDS)
+def a_short_round_stretches_all_others(patch: Patch) -> None:
+    patch.setattr(Cadence, "round_ms", 0.0)
+
+
 @mutant("S6", 1000)
 def a_lead_has_no_limit(patch: Patch) -> None:
     fit = Cadence._fit
