@@ -48,6 +48,17 @@ def _join(thread: threading.Thread, deadline: float) -> None:
         return
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _one_compute_thread() -> None:
+    """Let the plain loops of tests compute with one thread, and so all runs that they start.
+
+    Their tensors are small: more threads wait for each other, and on busy cores they spin doing so.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def thread_police() -> Iterator[None]:
     """Fail a test that leaves a thread behind."""
