@@ -56,7 +56,7 @@ class Attributes:
         is_live: Whether forwards have been seen to change any.
 
     Raises:
-        OptionError: A plain tensor requires grad.
+        OptionError: A plain tensor requires grad, or a parameter of a module that is not registered.
 
     Threads: the user's, while no rank is at work.
     """
@@ -78,12 +78,21 @@ class Attributes:
             self._note(place)
 
     def _check_leaves(self) -> None:
+        registered = {id(tensor) for tensor in _tensors(self._modules)}
         for place, module in enumerate(self._modules):
             for key, value in vars(module).items():
-                if isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
+                if key in _OWN:
+                    continue
+                for part in _listed(value):
+                    hidden = part.parameters() if isinstance(part, nn.Module) else (part,)
+                    if not any(tensor.requires_grad and id(tensor) not in registered for tensor in hidden):
+                        continue
+                    found, remedy = "a tensor that requires grad and is no parameter", "an nn.Parameter"
+                    if isinstance(part, nn.Module):
+                        found, remedy = "a module that is not registered", "a submodule, or an nn.ModuleList"
                     raise OptionError(
-                        f"model: {self._name(place, key)} is a tensor that requires grad and no parameter, "
-                        "so the replicas' gradients of it would be lost: make it an nn.Parameter"
+                        f"model: {self._name(place, key)} holds {found}, so the replicas' gradients of it "
+                        f"would be lost: make it {remedy}"
                     )
 
     def look(self) -> None:
@@ -349,6 +358,19 @@ def _walk(value: Any) -> Iterator[Any]:
             todo.append(part.__self__)
         elif not isinstance(part, (*_ATOMS, Tensor)):
             todo += _entries(part) or []
+
+
+def _listed(value: Any) -> Iterator[nn.Module | Tensor]:
+    """Modules and leaves of a graph among the entries of plain containers."""
+    todo = [value]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, nn.Module) or (isinstance(part, Tensor) and part.is_leaf):
+            yield part
+        elif type(part) in (list, tuple):
+            todo += part
+        elif type(part) is dict:
+            todo += part.values()
 
 
 def _is_filled(cell: Any) -> bool:

@@ -248,5 +248,15 @@ def test_cycles_are_no_trouble() -> None:
 def test_a_tensor_that_requires_grad_and_is_no_parameter_is_refused_before() -> None:
     net = Net()
     net.mask.requires_grad_()
-    with pytest.raises(OptionError, match=r"'mask' of Net is a tensor that requires grad.*nn.Parameter"):
+    with pytest.raises(OptionError, match=r"'mask' of Net holds a tensor that requires grad.*nn.Parameter"):
         Attributes([list(net.modules())])
+
+
+def test_layers_in_a_plain_list_are_refused_before() -> None:
+    net = Net()
+    net.more = [{"layers": (nn.Linear(2, 2),)}]
+    with pytest.raises(OptionError, match=r"'more' of Net holds a module that is not registered.*ModuleList"):
+        Attributes([list(net.modules())])
+    net.more[0]["layers"][0].requires_grad_(False)  # a teacher, kept out of the state_dict
+    net.same = [*net.children()]
+    Attributes([list(net.modules())])
