@@ -389,7 +389,8 @@ class DataParallel(AliasModule):
 
     def _schedule(self, function: str | Callable[..., Any]) -> Schedule:
         # A lambda is another object in every call, and its code is not.
-        key = function if isinstance(function, str) else getattr(function, "__code__", type(function))
+        own = function.func if isinstance(function, partial) else function
+        key = own if isinstance(own, str) else getattr(own, "__code__", type(own))
         known = self._schedules.get(key)
         if known is None:
             if isinstance(function, str):

@@ -266,6 +266,27 @@ def every_replica_bad() -> None:
 
 
 @example
+def another_result() -> None:
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(13, 6), nn.Linear(6, 13)
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            logits = self.head(self.embed(input_ids))
+            # Its mean is over the labels that are not -100, and of those each device has another number.
+            return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+    torch.manual_seed(0)
+    model = Tagger()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.randint(0, 13, (6, 8))
+    labels = ids.masked_fill(torch.arange(8) >= torch.tensor([8, 7, 6, 5, 3, 2])[:, None], -100)
+    with flowdp.setup(model, optimizer, devices=["cpu", "cpu"], cadence=False, progress=False) as dp:
+        dp(ids, labels=labels)
+
+
+@example
 def quarantine() -> None:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         return nn.functional.mse_loss(model(batch[0]), batch[1]) * (float("nan") if is_at(2) else 1)

@@ -6,6 +6,7 @@ import copy
 import logging
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -315,6 +316,18 @@ def test_generators_go_on_as_if_there_were_no_check(setup: Any) -> None:
     assert states(True) == states(False)
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_the_check_runs_in_every_mode(setup: Any, mode: Any) -> None:
+    model = Everything()
+    with mode():
+        dp = setup(model)
+        for _ in range(2):
+            dp(torch.randn(8, 6))
+        with pytest.raises(FlowdpError, match="say dim=1"):
+            setup(nn.LSTM(3, 5).bfloat16())(torch.randn(4, 6, 3).bfloat16())
+    assert not any(tensor.is_inference() for tensor in model.state_dict().values())
+
+
 def test_check_false_compares_nothing(setup: Any) -> None:
     assert setup(Squeezed(), check=False)(numbers(2, 6)).shape == ()
     with pytest.raises(OptionError, match="check must be True or False"):
@@ -417,6 +430,7 @@ def test_outputs_of_a_new_form_are_checked() -> None:
     schedule = Schedule(Callee(mlp().forward))
     rows, number = form(False), form(True)
     assert due(schedule, [rows, rows, rows, number, rows, number, rows, rows]) == [1, 4, 8]
+    assert len(due(Schedule(Callee(mlp().forward)), [(place, (False,)) for place in range(40)])) == 16
     schedule.give_up()
     assert due(schedule, [form(True, True)] * 20) == []
 
@@ -428,12 +442,17 @@ def test_methods_have_a_schedule_each(setup: Any, monkeypatch: pytest.MonkeyPatc
         "check_call",
         lambda module, call: checked.append(call.callee.name) or first_call.check_call(module, call),
     )
+
+    def twice(module: Any, x: Tensor, n: int) -> Tensor:
+        return module.inner(x) * n
+
     dp = setup(Contrastive("none"))
     x = numbers(8, 6)
     for _ in range(3):
         dp.call(lambda module, x: module.inner(x), x)
         dp.call("inner", x)
-    assert len(checked) == 2
+        dp.call(partial(twice, n=3), x)
+    assert len(checked) == 3
 
 
 def test_gradients_are_those_of_one_device_behind_a_check(setup: Any) -> None:
