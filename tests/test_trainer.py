@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, random_split
 
 from flowdp import (
     CadenceOptions,
@@ -591,3 +591,47 @@ def test_the_story_of_a_run_that_failed_replays(tmp_path: Path) -> None:
     assert result.error is None
     assert result.coordinator is not None
     assert "boom" in str(result.coordinator.error)
+
+
+# ---------------------------------------------------------------- datasets that share a file
+class Shared(Dataset[Any]):
+    """Sample i is (i, what the file has at i), by one handle: seek, then read.
+
+    In read number `waits_at` a thread waits between the two until another one reads, for a while.
+    """
+
+    def __init__(self, path: Path, samples: int, waits_at: int) -> None:
+        path.write_bytes(bytes(range(samples)))
+        self.samples, self.waits_at, self.reads = samples, waits_at, 0
+        self.file = path.open("rb", buffering=0)
+        self.reader: threading.Thread | None = None
+        self.other_reads = threading.Event()
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[float, float]:
+        self.file.seek(index)
+        self.reads += 1
+        if self.reads == self.waits_at:
+            self.reader = threading.current_thread()
+            self.other_reads.wait(0.3)
+        elif self.reader not in (None, threading.current_thread()):
+            self.other_reads.set()
+        return float(index), float(self.file.read(1)[0])
+
+
+def test_an_evaluation_and_the_reading_ahead_share_a_file(tmp_path: Path) -> None:
+    """While epoch 0 is evaluated, its reader is in epoch 1."""
+    shared = Shared(tmp_path / "samples", 32, waits_at=25)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        index, value = batch
+        record_scalar("wrong", (index != value).double().sum())
+        return model(value.float().unsqueeze(1)).square().mean()
+
+    train, rest = random_split(shared, [24, 8])
+    epochs = list(trainer(loss=loss, dataset=train, eval_dataset=rest).start().metrics())
+    assert [metrics.scalars["wrong"] for metrics in epochs] == [0.0, 0.0]
+    assert [metrics.eval["wrong"] for metrics in epochs] == [0.0, 0.0]
+    shared.file.close()
