@@ -42,6 +42,7 @@ from flowdp.engine.setup import (
     check_norm,
     check_optimizers,
     check_replica,
+    kept_after_errors,
     set_epoch,
 )
 from flowdp.engine.sharded import call_sharded, cut, parts_of
@@ -126,7 +127,7 @@ def setup(
         progress: False leaves out the line on stderr that names the devices, once in a process.
 
     Raises:
-        OptionError: An argument is wrong. No thread has been started then.
+        OptionError: An argument is wrong. No thread has been started then, and the model is as it was.
     """
     check_model(model, optimizer)
     check_replica(replica)
@@ -144,24 +145,25 @@ def setup(
     check_free(chosen)
     if progress:
         tell_devices(chosen)
-    model.to(chosen[0])
-    if optimizer is not None:
-        model.train()
-    optimizers = check_optimizers(optimizer, model)
-    return DataParallel(
-        model,
-        optimizers,
-        chosen,
-        replica,
-        recipe,
-        options,
-        windows,
-        buffers,
-        max_grad_norm,
-        layout,
-        check,
-        tuning,
-    )
+    with kept_after_errors(model):
+        model.to(chosen[0])
+        if optimizer is not None:
+            model.train()
+        optimizers = check_optimizers(optimizer, model)
+        return DataParallel(
+            model,
+            optimizers,
+            chosen,
+            replica,
+            recipe,
+            options,
+            windows,
+            buffers,
+            max_grad_norm,
+            layout,
+            check,
+            tuning,
+        )
 
 
 class DataParallel(AliasModule):

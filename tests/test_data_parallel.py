@@ -694,6 +694,19 @@ def test_what_is_wrong_is_said_before_a_thread_starts(options: dict[str, Any], m
     assert threading.enumerate() == before
 
 
+@pytest.mark.parametrize("wrong", ["optimizer", "replica"])
+def test_a_setup_that_fails_leaves_the_model_alone(wrong: str) -> None:
+    model = mlp().eval()
+    with pytest.raises(OptionError):
+        flowdp.setup(
+            model,
+            SGD((mlp() if wrong == "optimizer" else model).parameters(), 0.1),
+            devices=["cpu"] * 2,
+            replica=(lambda device: nn.Linear(2, 2)) if wrong == "replica" else None,
+        )
+    assert not any(part.training for part in model.modules())
+
+
 # ---------------------------------------------------------------- its life
 def test_it_closes_twice_and_the_model_goes_on(setup: Setup, count: int) -> None:
     model = mlp()
@@ -877,6 +890,34 @@ def test_windows_beside_calls_and_no_sync(setup: Setup) -> None:
     dp.step()
     with torch.no_grad():
         assert_equal([dp(batch()[0])], [model(batch()[0])])
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_see_the_sum_of_a_window(setup: Setup, register: str, count: int) -> None:
+    model = mlp()
+    twin = copy.deepcopy(model)
+    dp = setup(model, cadence=False, loss_fn=cross_entropy)
+    seen: dict[nn.Module, list[Tensor]] = {model: [], twin: []}
+    for net, found in seen.items():
+        for parameter in net.parameters():
+            own = partial(_clamped, found) if register == "register_hook" else partial(_noted, found)
+            getattr(parameter, register)(own)
+    for window in dp.epoch([batch(9, seed) for seed in range(2)]):
+        dp.forward_batch(window)
+        F.cross_entropy(twin(window[0]), window[1]).backward()
+    assert_equal(gradients(model), gradients(twin))
+    by_shape = [sorted(found, key=lambda g: tuple(g.shape)) for found in seen.values()]
+    assert_equal(*by_shape)
+
+
+def _clamped(seen: list[Tensor], gradient: Tensor) -> Tensor:
+    seen.append(gradient.clone())
+    return gradient.clamp(-0.01, 0.01)
+
+
+def _noted(seen: list[Tensor], parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    seen.append(parameter.grad.clone())
 
 
 def test_a_scaler_over_windows(setup: Setup) -> None:

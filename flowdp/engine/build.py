@@ -205,6 +205,12 @@ def slow_optimizer(optimizer: Optimizer) -> str | None:
 
 
 def _copy(model: nn.Module) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise OptionError(
+                f"model: parameter {name!r} has hooks (register_hook), which the devices' copies would not "
+                "have: register them in a factory, model=make_model"
+            )
     try:
         twin = copy.deepcopy(model)
     except Exception as error:
@@ -247,6 +253,11 @@ def _frozen(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def _rebuild(optimizer: Optimizer, module: nn.Module, source: nn.Module) -> Optimizer:
+    if _own_hooks(optimizer):
+        raise OptionError(
+            f"optimizer: the {type(optimizer).__name__} has step hooks, which those of the replicas would "
+            "not have: register them in a factory, optimizer=lambda params: ..."
+        )
     twins = dict(zip(source.parameters(), module.parameters(), strict=True))
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
@@ -268,3 +279,10 @@ def _rebuild(optimizer: Optimizer, module: nn.Module, source: nn.Module) -> Opti
     if optimizer.state:
         twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     return twin
+
+
+def _own_hooks(optimizer: Optimizer) -> list[Any]:
+    """The user's hooks on an optimizer's steps, without those that `setup` has left there."""
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    modules = (getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks)
+    return [hook for hook, name in zip(hooks, modules, strict=True) if not name.startswith("flowdp.")]

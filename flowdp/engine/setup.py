@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ __all__ = [
     "check_norm",
     "check_optimizers",
     "check_replica",
+    "kept_after_errors",
     "set_epoch",
 ]
 
@@ -106,6 +108,34 @@ def check_batch_norm(model: nn.Module, devices: Sequence[torch.device], *, windo
             "works through batches of its own: give setup(..., cadence=False), which cuts each batch"
         )
     check_synchronised([model] * len(devices), "exact", devices)
+
+
+@contextmanager
+def kept_after_errors(model: nn.Module) -> Iterator[None]:
+    """Give a model back as it was, if an error ends this: devices, modes, gradients and flags."""
+    parts = list(model.modules())
+    modes = [part.training for part in parts]
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (table, dict(table)) for part in parts for table in (part._parameters, part._buffers)
+    ]
+    tensors = [(tensor, tensor.data, tensor.requires_grad) for tensor in model.parameters()]
+    gradients = [(tensor, tensor.grad, tensor.grad.data) for tensor, *_ in tensors if tensor.grad is not None]
+    try:
+        yield
+    except BaseException:
+        for part, mode in zip(parts, modes, strict=True):
+            part.training = mode
+        for table, before in tables:
+            table.clear()
+            table.update(before)
+        for tensor, data, requires_grad in tensors:
+            tensor.grad = None  # it would have to be like the data
+            tensor.data = data
+            tensor.requires_grad_(requires_grad)
+        for tensor, gradient, data in gradients:
+            gradient.data = data
+            tensor.grad = gradient
+        raise
 
 
 def check_optimizers(option: OptimizerOption, model: nn.Module) -> tuple[Optimizer, ...]:

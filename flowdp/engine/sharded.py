@@ -33,8 +33,10 @@ __all__ = [
     "call_sharded",
     "collect_gradients",
     "cut",
+    "has_hooks",
     "parts_of",
     "take_gradients",
+    "without_hooks",
 ]
 
 Run = Callable[[nn.Module, Part], Any]
@@ -335,7 +337,7 @@ class _Call:
             if id(one.whole) in versions and one.whole._version != versions[id(one.whole)]
         ]
         torch.autograd.graph.increment_version(written)
-        with _without_hooks(self._parameters[0] if rank == 0 else []):
+        with without_hooks(self._parameters[rank]):
             yield
 
     def _count_writes(self) -> None:
@@ -542,9 +544,9 @@ def _columns(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list
 
 
 @contextmanager
-def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Hold back the hooks of tensors."""
-    held = [(hooks, dict(hooks)) for tensor in tensors if (hooks := tensor._backward_hooks)]
+def without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Hold back the hooks of tensors, in a part of a sum on which they shall run."""
+    held = [(hooks, dict(hooks)) for hooks in _hooks_of(tensors)]
     for hooks, _ in held:
         hooks.clear()
     try:
@@ -552,3 +554,15 @@ def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for hooks, before in held:
             hooks.update(before)
+
+
+def has_hooks(tensors: Sequence[Tensor]) -> bool:
+    """Whether any of the tensors has hooks that run in a backward."""
+    return any(True for _ in _hooks_of(tensors))
+
+
+def _hooks_of(tensors: Sequence[Tensor]) -> Iterator[dict[Any, Any]]:
+    for tensor in tensors:
+        for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks):
+            if hooks:
+                yield hooks

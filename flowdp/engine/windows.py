@@ -22,7 +22,15 @@ from flowdp.engine.layout import Callee, Layout
 from flowdp.engine.peers import Peers
 from flowdp.engine.recipe import LossContext, Recipe, Traces
 from flowdp.engine.scatter import Arguments, Part
-from flowdp.engine.sharded import Gradients, Shard, accumulate, call_sharded, take_gradients
+from flowdp.engine.sharded import (
+    Gradients,
+    Shard,
+    accumulate,
+    call_sharded,
+    has_hooks,
+    take_gradients,
+    without_hooks,
+)
 from flowdp.errors import FlowdpError
 
 __all__ = [
@@ -206,7 +214,8 @@ def run_window(
             peers.note()
         if sync and torch.is_grad_enabled():
             with peers.summing.running():
-                accumulate(peers.trained(0), [answer[1] for answer in done[1:] if answer is not None])
+                ranks = [answer[1] for answer in done if answer is not None and answer[1]]
+                accumulate(peers.trained(0), ranks)
     answers = {rank: iter(answer[0]) for rank, answer in enumerate(done) if answer is not None}
     return _result([next(answers[piece.rank]) for piece in window.pieces], window.samples)
 
@@ -227,10 +236,18 @@ def _train_all(
     """A rank's job."""
     peers.receive(rank)
     home = peers.devices[0]
-    answers = [_train(peers.modules[rank], piece, samples, recipe, home) for piece in pieces]
-    if rank == 0 or not sync or not torch.is_grad_enabled():
-        return answers, []
-    return answers, carry(take_gradients(peers.trained(rank)), home)
+    parameters = peers.trained(rank)
+    is_summed = sync and torch.is_grad_enabled()
+    if rank == 0 and not (is_summed and has_hooks(parameters)):
+        return [_train(peers.modules[0], piece, samples, recipe, home) for piece in pieces], []
+    # Hooks run once, on the sum of all ranks.
+    before = take_gradients(parameters) if rank == 0 else []
+    with without_hooks(parameters):
+        answers = [_train(peers.modules[rank], piece, samples, recipe, home) for piece in pieces]
+    own = take_gradients(parameters) if is_summed else []
+    for parameter, gradient in zip(parameters, before, strict=bool(before)):
+        parameter.grad = gradient
+    return answers, carry(own, home)
 
 
 def _train(

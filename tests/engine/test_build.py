@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import flowdp
 from flowdp.device.streams import HostLane
 from flowdp.engine.build import (
     build_models,
@@ -225,6 +226,28 @@ def test_an_instance_needs_its_model() -> None:
     model = net()
     with pytest.raises(OptionError, match="with a model factory, give an optimizer factory"):
         build_optimizers(torch.optim.SGD(model.parameters(), 0.1), model, None)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_parameters_that_a_copy_would_lose_are_refused(register: str) -> None:
+    model = nn.Linear(2, 2)
+    handle = getattr(model.bias, register)(lambda tensor: None)
+    with pytest.raises(OptionError, match=r"parameter 'bias' has hooks.*model=make_model"):
+        build_models(model, [HostLane(torch.device("cpu"))])
+    handle.remove()
+    build_models(model, [HostLane(torch.device("cpu"))])
+
+
+@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
+def test_hooks_on_steps_that_a_rebuilt_optimizer_would_lose_are_refused(register: str) -> None:
+    model, twin = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with flowdp.setup(model, optimizer, devices=["cpu"] * 2):
+        pass
+    build_optimizers(optimizer, twin, model)  # those that setup has left there are its own
+    getattr(optimizer, register)(lambda *_: None)
+    with pytest.raises(OptionError, match=r"SGD has step hooks.*lambda params"):
+        build_optimizers(optimizer, twin, model)
 
 
 def test_an_optimizer_that_cannot_be_rebuilt() -> None:

@@ -384,6 +384,20 @@ def test_hooks_see_the_sum_once(world: World) -> None:
     assert len(world.module[0].weight._backward_hooks) == 1
 
 
+def test_hooks_that_a_constructor_registers_run_on_the_sum_alone() -> None:
+    def make() -> nn.Module:
+        net = mlp()
+        net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))  # type: ignore[operator]
+        return net
+
+    with peers_of(make(), factory=lambda device: make()) as peers:
+        world = World(peers)
+        world.twin = make()
+        for call in (world, world.twin):
+            loss_of(call(numbers(5, 6))).backward()
+        world.check()
+
+
 def test_modes_of_the_caller(world: World) -> None:
     x = numbers(5, 6)
     with torch.no_grad():
