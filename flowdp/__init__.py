@@ -48,7 +48,7 @@ from flowdp.observe.callbacks import Callback, EarlyStopping
 from flowdp.options import CadenceOptions, CheckpointOptions
 from flowdp.policy.el_che import ElChe
 from flowdp.policy.tally import EpochMetrics, RankMetrics
-from flowdp.run import Run
+from flowdp.run import Run, runs
 from flowdp.sim.plan import Prediction, simulate
 from flowdp.state import Status, TrainedState
 from flowdp.trainer import Trainer
@@ -61,6 +61,7 @@ __all__ = [  # noqa: RUF022 - in the order in which a reader meets them
     "EarlyStopping",
     "ProcessTuning",
     "Run",
+    "runs",
     "Status",
     "TrainedState",
     "Checkpoint",

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import nn
 
+from flowdp.engine import live
 from flowdp.engine.interrupts import hearing_interrupts
 from flowdp.engine.launch import Engine
 from flowdp.engine.pauses import Pauses
@@ -26,7 +27,7 @@ from flowdp.policy.formats import format_error, format_text
 from flowdp.policy.tally import EpochMetrics
 from flowdp.state import Status, TrainedState, alone, optimizer_state
 
-__all__ = ["Run"]
+__all__ = ["Run", "runs"]
 
 R = TypeVar("R", EpochMetrics, RoundEnded)
 
@@ -475,3 +476,19 @@ def _misfit(state: TrainedState, error: Exception) -> StateError:
     )
     misfit.__cause__ = error
     return misfit
+
+
+def runs() -> tuple[Run, ...]:
+    """The live runs of this process, the oldest first: those that train, are paused, or are just ending.
+
+    A way to a run without its handle, in a notebook whose cell was run twice, say::
+
+        for run in flowdp.runs():
+            run.stop()
+            run.join()
+
+    Threads:
+        Any. A forked child has none.
+    """
+    handles = [engine.handle for engine in live.runs()]
+    return tuple(handle for handle in handles if handle is not None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from os import PathLike
 from typing import Any, Literal
@@ -40,6 +40,7 @@ from flowdp.engine.learning_rate import LrLambda, SchedulerOption, check_schedul
 from flowdp.engine.live import check_free
 from flowdp.engine.replica import LossOption, Replica
 from flowdp.engine.resume import Resumed
+from flowdp.engine.shield import interrupts_held
 from flowdp.engine.signals import SigtermStop, check_sigterm
 from flowdp.engine.sizes import plan_sizes
 from flowdp.engine.store import Store
@@ -312,15 +313,25 @@ class Trainer:
             CollectiveError: backend="nccl" was asked for and does not work here; the message says why.
             DataError: The dataset's worker processes could not be started.
 
+        All or nothing: an error or a Ctrl-C leaves no thread, and the trainer can be started again.
+
         Threads:
             The model and optimizer factories, and the dataset's worker processes, run in the calling thread.
         """
+        undo = ExitStack()
+        try:
+            return self._start(undo)
+        except BaseException:
+            undo.close()
+            raise
+
+    def _start(self, undo: ExitStack) -> Run:
         if self.handle_sigterm:
             check_sigterm()
         if self.tells:
             tell_devices(self.devices)
         check_free(self.devices)
-        store, resumed = self.upkeep.begin()
+        store, resumed = self.upkeep.begin(undo)
         replicas = build_replicas(self._parts, self.devices)
         care = self._care(store, replicas[0])
         # The source that was opened to check the arguments serves the first run, from the beginning.
@@ -336,19 +347,23 @@ class Trainer:
             log.info("going on from %s: step %d", resumed, start.global_step)
         self.upkeep.check_source(source)
         config = self._config(source, replicas, resumed)
-        engine = open_engine(self.story, config, replicas, source, self.tuning, self.backend, care=care)
         bar = self._bar(start)
         told = self.upkeep.callbacks if bar is None else (bar, *self.upkeep.callbacks)
-        observer = Observer(engine.records, told, engine.fail, self.upkeep.stall_timeout)
-        if self.handle_sigterm:
-            care.sigterm = SigtermStop(partial(engine.request, Requested("stop")))
-        engine.close_observer = observer.close
-        engine.saver.orders = partial(orders, source)
-        engine.start()
-        module = self.model if isinstance(self.model, nn.Module) else None
         aside = nullcontext if bar is None else bar.aside
-        run = Run(engine, module, observer, restores_best=self.upkeep.restores_best, aside=aside)
-        observer.start(run, lambda: engine.failures.first, run.answer)
+        module = self.model if isinstance(self.model, nn.Module) else None
+        with interrupts_held() as held:
+            engine = open_engine(self.story, config, replicas, source, self.tuning, self.backend, care=care)
+            undo.callback(engine.take_back)
+            observer = Observer(engine.records, told, engine.fail, self.upkeep.stall_timeout)
+            if self.handle_sigterm:
+                care.sigterm = SigtermStop(partial(engine.request, Requested("stop")))
+            engine.close_observer = observer.close
+            engine.saver.orders = partial(orders, source)
+            run = Run(engine, module, observer, restores_best=self.upkeep.restores_best, aside=aside)
+            engine.start()
+            observer.start(run, lambda: engine.failures.first, run.answer, engine.latch.wait)
+            held.release()
+            engine.begin(run)
         return run
 
     def _bar(self, start: Position | None) -> ProgressBar | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -20,6 +21,7 @@ from flowdp.engine.care import Care
 from flowdp.engine.checkpoint import Checkpoint
 from flowdp.engine.evaluate import EvalStep, Evaluator, check_evaluation
 from flowdp.engine.resume import Resumed, find
+from flowdp.engine.shield import interrupts_held
 from flowdp.engine.store import Store
 from flowdp.errors import OptionError
 from flowdp.machine.standstill import Duties, SavePlan
@@ -119,14 +121,21 @@ class Upkeep:
             inside=inside,
         )
 
-    def begin(self) -> tuple[Store | None, Resumed | None]:
-        """The folder of the checkpoints, and what the run goes on from.
+    def begin(self, undo: ExitStack) -> tuple[Store | None, Resumed | None]:
+        """The folder of the checkpoints, taken for this run, and what the run goes on from.
+
+        Args:
+            undo: Takes what gives the folder back.
 
         Raises:
             CheckpointError: There is nothing to go on from, or it cannot be read.
             OptionError: The folder is that of another run.
         """
         store = Store(self.checkpoint) if isinstance(self.checkpoint, CheckpointOptions) else None
+        if store is not None:
+            undo.callback(store.give_back)
+            with interrupts_held():
+                store.take()
         if not isinstance(self.resume, TrainedState):
             return store, find(self.resume, store)
         find(False, store)  # its folder, too, must be its own

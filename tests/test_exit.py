@@ -243,3 +243,74 @@ def test_sys_exit_in_the_block() -> None:
     assert code == 7
     assert printed.startswith("at exit: stopped (True, ")
     assert errors == ""
+
+
+CHILDREN = {
+    "fork": """
+            child = os.fork()
+            if child == 0:
+                sys.exit(len(flowdp.runs()))
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    """,
+    "multiprocessing": """
+            import multiprocessing
+            child = multiprocessing.get_context("fork").Process(target=print, daemon=True)
+            child.start()
+            child.join()
+            code = child.exitcode
+    """,
+}
+
+
+@pytest.mark.parametrize("way", CHILDREN)
+def test_a_forked_child_of_a_process_with_a_run_can_exit(way: str, tmp_path: Path) -> None:
+    code, printed, errors = run_script(
+        f"""
+        import warnings
+        warnings.simplefilter("ignore")  # newer Pythons warn of a fork beside threads
+        parent = os.getpid()
+        def ending():
+            return "parent" if os.getpid() == parent else "child"
+        class Notes(flowdp.Callback):
+            def on_epoch_end(self, metrics):
+                pass
+        model = torch.nn.Linear(1, 1)
+        net = flowdp.setup(model, torch.optim.SGD(model.parameters(), 1e-3), devices=2)
+        net(torch.ones(4, 1))
+        run = endless(checkpoint={str(tmp_path)!r}, callbacks=[Notes()], handle_sigterm=True).start()
+        try:
+{CHILDREN[way]}
+        finally:
+            if os.getpid() == parent:
+                print("exit", code, run.done, flush=True)
+                run.stop()
+                run.join()
+        """
+    )
+    assert "exit 0 False\n" in printed, errors
+    assert printed.endswith("at exit: parent\n")
+    assert (code, errors) == (0, "")
+
+
+def test_a_process_without_room_for_a_thread_ends_by_itself() -> None:
+    code, printed, errors = run_script(
+        """
+        import resource
+        def ending():
+            return [thread.name for thread in threading.enumerate() if thread.name.startswith("flowdp-")]
+        never_started = trainer(handle_sigterm=True)
+        handler = signal.getsignal(signal.SIGTERM)
+        threading.stack_size(1 << 30)
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[0])
+        room = pages * resource.getpagesize() + (5 << 29)  # for two of the threads
+        resource.setrlimit(resource.RLIMIT_AS, (room, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        try:
+            never_started.start()
+        finally:
+            assert signal.getsignal(signal.SIGTERM) is handler
+        """
+    )
+    assert printed == "at exit: []\n"
+    assert errors.rstrip().endswith("RuntimeError: can't start new thread")
+    assert code == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 import signal
@@ -27,6 +28,7 @@ from flowdp import (
     TrainedState,
     Trainer,
     current_worker,
+    runs,
 )
 from flowdp.device.streams import HostLane
 from flowdp.engine import live
@@ -803,3 +805,19 @@ def test_one_long_step_does_not_end_the_work_of_a_device() -> None:
     run = trainer(loss, policy="cadence", batch_size=6, epochs=24, cadence=CadenceOptions()).start()
     steps = [metrics.per_rank[1].steps for metrics in run.metrics()]
     assert sum(steps[6:]) > 0, steps
+
+
+# ---------------------------------------------------------------- the runs of this process
+def test_a_run_whose_handle_is_lost_is_found_and_stopped() -> None:
+    assert runs() == ()
+    first, second = (trainer(**ENDLESS).start() for _ in range(2))
+    assert runs() == (first, second)
+    first.stop()
+    first.join()
+    assert runs() == (second,)
+    del second
+    gc.collect()
+    (found,) = runs()
+    found.stop()
+    assert found.join().interrupted
+    assert runs() == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def test_nothing_asked_for_is_nothing_done(tmp_path: Path) -> None:
     assert kept.duties(None).save is None
     assert kept.duties(None).eval_every is None
     assert not any(kept.duties(None).halts(epoch) for epoch in range(5))
-    assert kept.begin() == (None, None)
+    assert kept.begin(ExitStack()) == (None, None)
     assert not kept.care(None, {}).has_listeners
     assert list(tmp_path.iterdir()) == []
 
@@ -103,7 +104,7 @@ def test_early_stopping_becomes_the_monitor() -> None:
 
 def test_a_state_begins_at_its_epoch() -> None:
     model = torch.nn.Linear(2, 1)
-    store, resumed = upkeep(resume=trained(model)).begin()
+    store, resumed = upkeep(resume=trained(model)).begin(ExitStack())
     assert store is None
     assert isinstance(resumed, Resumed)
     assert (resumed.position.done, resumed.position.global_step) == (0, 0)
@@ -115,13 +116,13 @@ def test_the_checkpoints_of_another_run_are_not_written_over(tmp_path: Path, res
     (tmp_path / "step-000000000007-1.pt").write_bytes(b"of days")
     state = trained(torch.nn.Linear(2, 1)) if resume else False
     with pytest.raises(OptionError, match="holds checkpoints of another run"):
-        upkeep(checkpoint=tmp_path, resume=state).begin()
+        upkeep(checkpoint=tmp_path, resume=state).begin(ExitStack())
 
 
 def test_nothing_is_begun_anew_where_no_checkpoint_can_be_read(tmp_path: Path) -> None:
     (tmp_path / "step-000000000007-1.pt").write_bytes(b"torn")
     with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
-        upkeep(checkpoint=tmp_path, resume=True).begin()
-    store, resumed = upkeep(checkpoint=tmp_path / "new", resume=True).begin()
+        upkeep(checkpoint=tmp_path, resume=True).begin(ExitStack())
+    store, resumed = upkeep(checkpoint=tmp_path / "new", resume=True).begin(ExitStack())
     assert store is not None
     assert resumed is None

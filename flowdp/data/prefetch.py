@@ -233,7 +233,7 @@ class PrefetchFeed(Feed):
         with self._changed:
             self._closing = True
             self._changed.notify()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.ident is not None:
             self._thread.join(_GRACE_S)
             if self._thread.is_alive():
                 return False

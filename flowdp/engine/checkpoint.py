@@ -299,10 +299,15 @@ class Saver:
             self._desk.is_closed = True
             self._desk.parts.clear()
             self._changed.notify_all()
-        if self._thread is None:
+        if self._thread is None or self._thread.ident is None:
             return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def give_back(self) -> None:
+        """Let another run have the folder: this one writes no more."""
+        if self._store is not None:
+            self._store.give_back()
 
     def let_go(self) -> None:
         """Drop what was put down, but for the best model, who was asked and told, of a run that is over."""

@@ -279,6 +279,7 @@ class CoordinatorShell:
         except BaseException as error:
             self._failures.add(error)
         finally:
+            self._saver.give_back()
             self._conclude(over=True)
 
     def _leave(self) -> None:

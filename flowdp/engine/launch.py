@@ -26,6 +26,7 @@ from flowdp.engine.failures import Failures
 from flowdp.engine.records import Records
 from flowdp.engine.replica import Replica
 from flowdp.engine.resume import Stood
+from flowdp.engine.shield import interrupts_held
 from flowdp.engine.story_file import StoryFile
 from flowdp.engine.witness import Progress, Witness
 from flowdp.engine.worker import Mail, Worker
@@ -33,12 +34,13 @@ from flowdp.errors import CollectiveError, DataError, FlowdpError
 from flowdp.machine.coordinator import Coordinator, RunConfig
 from flowdp.machine.position import Position
 from flowdp.machine.story import Story
-from flowdp.messages import BatchReady, DataEnded, Fact, Failed, Requested
+from flowdp.messages import Abort, BatchReady, DataEnded, Fact, Failed, Requested
 from flowdp.options import Backend
 from flowdp.policy.pool_size import PoolSize
 from flowdp.policy.stall import StallWatch
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
+from flowdp.threads.latch import Latch
 
 __all__ = ["Engine", "open_engine"]
 
@@ -72,6 +74,9 @@ class Engine:
         care: As given.
         replicas: As given; the run's own until it is over, and none once it has let go of them.
         story: What the coordinator was told.
+        handle: The user's way to the run, while it lives.
+        begun_s: When it began, by `time.monotonic`.
+        latch: Where all that a start has made waits for `begin`.
     """
 
     def __init__(
@@ -107,6 +112,9 @@ class Engine:
         self._progress: list[Progress] = []
         self._asked = 0
         self._asked_snapshots = 0
+        self.handle: Any = None
+        self.begun_s = 0.0
+        self.latch = Latch()
         self.close_observer: Callable[[float | None], bool] = lambda _: True
         self._asking = threading.Lock()  # numbers the wishes in the order in which the inbox has them
         self._inbox: Inbox[Fact] = Inbox(COORDINATOR_INBOX, "the coordinator")
@@ -206,33 +214,67 @@ class Engine:
         )
 
     def start(self) -> None:
-        """Start all threads; returns at once.
+        """Start all threads; they wait for `begin`. After an error, or without that, `take_back` ends them.
 
         Raises:
             DataError: The dataset's worker processes could not be started.
             DeviceError: The dataset could not be brought to a device.
+            RuntimeError: There is no room for another thread.
 
         Threads:
             The user's; it gives its OpenMP pool back.
         """
         self._settings.enter_context(tuned_process(self._tuning))
-        try:
-            if self.care.evaluator is not None:
-                self.care.evaluator.start(wake=self._wake_evaluation, failed=self._data_failed)
-            self._source.on_end(self._data_ended)
-            self._source.start(wake=self._wake, failed=self._data_failed)
-            for feed, inbox in zip(self._feeds, self._inboxes, strict=True):
-                feed.start(partial(_notify, inbox))
-        except BaseException:
-            self._source.close()
-            if self.care.evaluator is not None:
-                self.care.evaluator.close()
-            self._settings.close()
-            raise
-        live.add(self)
+        if self.care.evaluator is not None:
+            self.care.evaluator.start(wake=self._wake_evaluation, failed=self._data_failed)
+        self._source.on_end(self._data_ended)
+        self._source.start(wake=self._wake, failed=self._data_failed)
+        for feed, inbox in zip(self._feeds, self._inboxes, strict=True):
+            feed.start(partial(_notify, inbox))
         self.saver.start()
-        for thread in (*self._threads, self._coordinator):  # last: it may join the others at once
+        for thread in (*self._threads, self._coordinator):
             thread.start()
+
+    def begin(self, handle: object) -> None:
+        """Let the run begin: its coordinator plans the first round.
+
+        Args:
+            handle: The user's way to it, kept while it lives.
+        """
+        self.handle = handle
+        self.begun_s = time.monotonic()
+        live.add(self)
+        self.latch.open()
+
+    def take_back(self) -> None:
+        """Undo `start`, however far it came, and leave no thread. A run that has begun is stopped.
+
+        Threads:
+            The one that started it.
+        """
+        with interrupts_held():
+            if not self.latch.shut():
+                self.request(Requested("stop"))
+                self.records.wait(over=True)
+                self.join()
+                self.join_callbacks()
+                self.close()
+                return
+            self.handle = None
+            live.remove(self)
+            with ExitStack() as undo:  # from the last to the first, whatever one of them raises
+                undo.callback(self.close_observer, None)
+                undo.callback(self.records.end, None, over=True)
+                undo.callback(self._settings.close)
+                undo.callback(self._source.close)
+                if self.care.evaluator is not None:
+                    undo.callback(self.care.evaluator.close)
+                undo.callback(self.saver.close)
+                for thread in (*self._threads, self._coordinator):
+                    if thread.ident is not None:
+                        undo.callback(thread.join)
+                for inbox in self._inboxes:
+                    undo.callback(inbox.post, Abort("the start was taken back"))
 
     def request(self, wish: Requested) -> int:
         """Tell the coordinator what the user wants; returns at once, with the number of the wish."""
@@ -338,7 +380,11 @@ class Engine:
         return self._report(headline, events)
 
     def _run(self, shell: CoordinatorShell) -> None:
-        shell.run()
+        try:
+            if self.latch.wait():
+                shell.run()
+        finally:
+            self.handle = None
 
     def _wake(self, rank: int, epoch: int, batch: int) -> None:
         self._feeds[rank].wake(epoch, batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from flowdp.engine.replica import Replica
 from flowdp.errors import OptionError
 from flowdp.messages import Requested
 
-__all__ = ["Live", "add", "check_free"]
+__all__ = ["Live", "add", "check_free", "remove", "runs"]
 
 EXIT_GRACE_S = 5.0
 """How long the end of the process waits for a run that was told to stop."""
@@ -46,6 +47,16 @@ _live: weakref.WeakSet[Any] = weakref.WeakSet()
 def add(run: Live) -> None:
     """Note a run that is about to start its threads; forgotten when nobody holds it."""
     _live.add(run)
+
+
+def remove(run: Live) -> None:
+    """Forget a run whose start was taken back."""
+    _live.discard(run)
+
+
+def runs() -> list[Any]:
+    """The runs that are not over, from the oldest."""
+    return sorted((run for run in list(_live) if not run.records.is_over), key=lambda run: run.begun_s)
 
 
 def check_free(devices: Sequence[torch.device]) -> None:
@@ -113,3 +124,5 @@ def _exit_interrupted() -> None:
 
 
 atexit.register(_end_of_process)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_live.clear)  # their threads are the parent's: none of them ever ends

@@ -62,21 +62,25 @@ class SigtermStop:
 
     def __init__(self, request_stop: Callable[[], object]) -> None:
         check_sigterm()
-        earlier = signal.getsignal(signal.SIGTERM)
-        if not isinstance(earlier, _Handler):
-            signal.signal(signal.SIGTERM, _Handler(earlier))
         self._request_stop = request_stop
         self._words: SimpleQueue[bool] = SimpleQueue()
         self._thread = threading.Thread(target=self._wait, name="flowdp-sigterm", daemon=True)
-        self._thread.start()
-        _open.append(self)
+        try:
+            self._thread.start()
+            _open.append(self)
+            earlier = signal.getsignal(signal.SIGTERM)
+            if not isinstance(earlier, _Handler):
+                signal.signal(signal.SIGTERM, _Handler(earlier))
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Hear no SIGTERM any more. May be called again, for the main thread to put the handler back."""
         with suppress(ValueError):  # it may have heard one
             _open.remove(self)
         self._words.put(False)
-        if threading.current_thread() is not self._thread:
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
         _restore()
 

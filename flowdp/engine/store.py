@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowdp.engine.checkpoint_file import UNFINISHED, plain, read, remove, write
+from flowdp.engine.folder_lock import FolderLock
 from flowdp.errors import CheckpointError
 from flowdp.options import CheckpointOptions
 from flowdp.policy.monitor import Monitor
@@ -40,7 +41,7 @@ class Store:
     Raises:
         CheckpointError: The folder cannot be made or read.
 
-    Threads: one at a time. Two processes must not write into one folder.
+    Threads: one at a time. A run that writes into the folder takes it first.
     """
 
     def __init__(self, options: CheckpointOptions) -> None:
@@ -51,8 +52,25 @@ class Store:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise self._lost(error) from error
+        self._lock = FolderLock(self._folder)
         self._is_swept = False
         self._refused: set[Path] = set()  # none to go on from, so none of those that stay
+
+    def take(self) -> None:
+        """Take the folder for a run.
+
+        Raises:
+            OptionError: Another live run writes there.
+        """
+        self._lock.take()
+
+    def give_back(self) -> None:
+        """Let another run have the folder; a second time does nothing.
+
+        Threads:
+            Any.
+        """
+        self._lock.give_back()
 
     def paths(self) -> list[Path]:
         """The checkpoints that are there, newest first; `best.pt` is not among them."""

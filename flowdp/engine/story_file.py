@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -35,7 +36,9 @@ class StoryFile:
         self._is_begun = False
         self.complain: Callable[[str], object] = lambda _: None
         try:
-            self._file = path.open("w", encoding="utf-8", buffering=1)
+            self._file = open(  # noqa: SIM115 - the run closes it
+                path, "w", encoding="utf-8", buffering=1, opener=_open_at_once
+            )
         except OSError as error:
             raise OptionError(self._cannot(error) + "; give another path") from error
 
@@ -69,3 +72,8 @@ class StoryFile:
 
     def _cannot(self, error: OSError) -> str:
         return f"story cannot be written to {str(self.path)!r} ({error})"
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file; a pipe that nobody reads is an error and not waited for."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)

@@ -72,7 +72,11 @@ class Observer:
         self._is_left_behind = False
 
     def start(
-        self, run: object, error: Callable[[], BaseException | None], state: Callable[[], object]
+        self,
+        run: object,
+        error: Callable[[], BaseException | None],
+        state: Callable[[], object],
+        begins: Callable[[], bool] = lambda: True,
     ) -> None:
         """Start the thread, where there is anything to call.
 
@@ -81,12 +85,13 @@ class Observer:
             error: The run's first failure; None while there is none.
             state: Gives what `on_train_end` gets after a run without a failure. Called once, on the thread,
                 when the run is over; it must not wait for the observer.
+            begins: Waits until the run begins; False where its start was taken back, so nothing is called.
         """
         if self._feed is None:
             return
         self._error = error
         self._thread = threading.Thread(
-            target=self._observe, args=(run, state), name="flowdp-observer", daemon=True
+            target=self._observe, args=(run, state, begins), name="flowdp-observer", daemon=True
         )
         self._thread.start()
 
@@ -154,8 +159,10 @@ class Observer:
         slow = [f"callbacks were slower than the run: {lost} records went by unseen"] if lost else []
         return (*raised, *slow, *([late] if (late := self.late) else []))
 
-    def _observe(self, run: object, state: Callable[[], object]) -> None:
+    def _observe(self, run: object, state: Callable[[], object], begins: Callable[[], bool]) -> None:
         """The body of the thread."""
+        if not begins():
+            return
         assert self._feed is not None
         self._call("on_train_start", run)
         while waiting := deque(self._feed.take()):

@@ -48,9 +48,13 @@ class Crew:
             for place, (name, box) in enumerate(zip(names, self._boxes, strict=True))
             if box is not None
         ]
-        for thread in self._threads:
-            thread.start()
         self._close = weakref.finalize(self, _dismiss, self._boxes)
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self.close()
+            raise
 
     def run(self, jobs: Sequence[Callable[[], T] | None]) -> list[T | None]:
         """Do all jobs at once and wait for them.
@@ -119,7 +123,7 @@ class Crew:
         """End the threads when their jobs are done, and wait for them; a second time does nothing."""
         self._close()
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            if thread.ident is not None and thread is not threading.current_thread():
                 thread.join()
 
 

@@ -81,3 +81,9 @@ def test_lines_are_written_until_it_is_closed(tmp_path: Path) -> None:
     file.write("two\n")
     file.close()
     assert file.path.read_text() == "one\n"
+
+
+def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OptionError, match="give another path"):
+        StoryFile(tmp_path / "pipe")

@@ -1,0 +1,163 @@
+"""A Ctrl-C at every line of `Trainer.start()`: nothing is left behind, and the same trainer starts again.
+
+::
+
+    python -m bench.reliability.interrupts                    every line once, for each policy
+    python -m bench.reliability.interrupts --every 10         every tenth
+
+The signal is a real one, raised in front of a line of flowdp's code on the way through `start()`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+import flowdp
+
+__all__ = ["Place", "interrupt", "make", "places"]
+
+ROOT = str(Path(flowdp.__file__).parent)
+
+Place = tuple[int, str]
+"""The how-many-th line of a start, and where that is."""
+
+
+class _Ones(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(1)
+
+
+class _Listener(flowdp.Callback):
+    def on_epoch_end(self, metrics: flowdp.EpochMetrics) -> None:
+        """Have the run start the thread of its callbacks."""
+
+
+def make(folder: Path, **options: Any) -> flowdp.Trainer:
+    """A trainer whose runs have threads of all kinds, a folder, a story and SIGTERM's handler."""
+    given: dict[str, Any] = {
+        "model": torch.nn.Linear(1, 1), "optimizer": lambda params: torch.optim.SGD(params, 1e-3),
+        "loss": lambda model, batch: (model(batch) - batch).square().mean(), "dataset": _Ones(),
+        "batch_size": 2, "epochs": 1, "devices": 2, "policy": "sync", "eval_dataset": _Ones(),
+        "checkpoint": folder, "resume": True, "story": folder / "story.jsonl", "callbacks": [_Listener()],
+        "handle_sigterm": True, "progress": False,
+    } | options  # fmt: skip
+    return flowdp.Trainer(**given)
+
+
+@contextmanager
+def _traced(each: Callable[[FrameType], None]) -> Iterator[None]:
+    """Call a function in front of each line of flowdp that this thread comes to."""
+
+    def local(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            each(frame)
+        return local
+
+    def enter(frame: FrameType, *_: Any) -> Any:
+        return local if frame.f_code.co_filename.startswith(ROOT) else None
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def places(trainer: flowdp.Trainer) -> list[Place]:
+    """Each line on the way through a start, once, in the order of their first time."""
+    seen: dict[str, int] = {}
+    count = 0
+
+    def each(frame: FrameType) -> None:
+        nonlocal count
+        count += 1
+        seen.setdefault(f"{frame.f_code.co_filename[len(ROOT) + 1 :]}:{frame.f_lineno}", count)
+
+    with _traced(each):
+        run = trainer.start()
+    run.stop()
+    run.join()
+    return [(number, where) for where, number in seen.items()]
+
+
+def interrupt(trainer: flowdp.Trainer, place: Place) -> list[str]:
+    """Start, with a Ctrl-C at a place; returns what is wrong afterwards.
+
+    Threads:
+        The main one.
+    """
+    before, count = _process(), 0
+
+    def each(_: FrameType) -> None:
+        nonlocal count
+        count += 1
+        if count == place[0]:
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+
+    wrong = []
+    with suppress(KeyboardInterrupt), _traced(each):
+        trainer.start()
+        wrong.append("start() returned")
+    if _process() != before:
+        wrong.append(f"the process was {before}, and is {_process()}")
+    for run in flowdp.runs():
+        wrong.append("a run is alive")
+        run.stop()
+        run.join()
+    try:
+        run = trainer.start()
+        run.stop()
+        run.join()
+    except Exception as error:
+        wrong.append(f"it does not start again: {type(error).__name__}: {error}")
+    return [f"a Ctrl-C at {place[1]}: {text}" for text in wrong]
+
+
+def _process() -> tuple[Any, ...]:
+    """What a start changes in the process."""
+    return (
+        sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("flowdp-")),
+        signal.getsignal(signal.SIGTERM),
+        signal.getsignal(signal.SIGINT),
+        sys.getswitchinterval(),
+        torch.get_num_threads(),
+    )
+
+
+def main() -> int:
+    """Sweep over the lines and print what is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="every N-th line")
+    every = parser.parse_args().every
+    failed = tried = 0
+    for policy in ("sync", "cadence", "async", "exact"):
+        with tempfile.TemporaryDirectory() as name:
+            trainer = make(Path(name), policy=policy, epochs=10**6)
+            for place in places(trainer)[::every]:
+                tried += 1
+                for wrong in interrupt(trainer, place):
+                    failed += 1
+                    print(f"{policy}: {wrong}")
+    print(f"{tried} interrupts, {failed} faults")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""The sweep finds what a start leaves behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import flowdp
+from bench.reliability.interrupts import interrupt, make, places
+
+
+@pytest.fixture
+def left() -> Iterator[list[threading.Event]]:
+    """Ends the threads that a planted fault leaves."""
+    made: list[threading.Event] = []
+    yield made
+    for event in made:
+        event.set()
+
+
+def test_a_start_that_leaves_a_thread_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: list[threading.Event]
+) -> None:
+    trainer = make(tmp_path)
+    *_, last = places(trainer)
+    start = trainer._start
+
+    def leaves(undo: object) -> flowdp.Run:
+        left.append(threading.Event())
+        threading.Thread(target=left[-1].wait, name="flowdp-left").start()
+        return start(undo)  # type: ignore[arg-type]
+
+    assert interrupt(trainer, last) == []
+    monkeypatch.setattr(trainer, "_start", leaves)
+    assert "flowdp-left" in " ".join(interrupt(trainer, last))

@@ -1,0 +1,139 @@
+"""A folder belongs to one live run, of this process or another, and to none that is dead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flowdp
+from flowdp import OptionError
+from flowdp.engine.folder_lock import NAME, FolderLock
+
+ROOT = Path(__file__).resolve().parents[2]
+
+HOLDER = """
+import os, sys, time, warnings
+from pathlib import Path
+from flowdp.engine.folder_lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+lock.take()
+warnings.simplefilter("ignore")
+child = os.fork()
+if child == 0:
+    os.close(1)
+    sys.stdin.read()  # outlives its parent, as a process of a DataLoader may
+    os._exit(0)
+print(child, flush=True)
+time.sleep(60)
+"""
+
+
+def trainer(folder: Path, **options: Any) -> flowdp.Trainer:
+    given: dict[str, Any] = {
+        "dataset": torch.ones(40, 1), "batch_size": 2, "epochs": None, "max_steps": 10**9, "devices": 2,
+        "checkpoint": folder, "resume": True,
+        "loss": lambda model, batch: (model(batch) - batch).square().mean(),
+    } | options  # fmt: skip
+    return flowdp.Trainer(torch.nn.Linear(1, 1), lambda params: torch.optim.SGD(params, 1e-3), **given)
+
+
+def test_a_cell_that_is_run_twice(tmp_path: Path) -> None:
+    first = trainer(tmp_path).start()
+    try:
+        again = trainer(tmp_path)
+        said = (
+            rf"checkpoint='{tmp_path}': a live run of this process writes there, since 20.*flowdp\.runs\(\)"
+        )
+        with pytest.raises(OptionError, match=said):
+            again.start()
+        with pytest.raises(OptionError, match="a live run"):
+            trainer(tmp_path, resume=False).start()
+        assert flowdp.runs() == (first,)
+    finally:
+        first.stop()
+        first.join()
+    run = again.start()
+    run.stop()
+    run.join()
+    assert NAME not in os.listdir(tmp_path)
+
+
+def test_through_a_link_it_is_the_same_folder(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    held = FolderLock(tmp_path / "a")
+    held.take()
+    with pytest.raises(OptionError):
+        FolderLock(tmp_path / "b").take()
+    held.give_back()
+    held.give_back()
+    other = FolderLock(tmp_path / "b")
+    other.take()
+    other.give_back()
+
+
+def test_a_killed_process_holds_nothing_though_its_child_lives(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        mine = FolderLock(tmp_path)
+        try:
+            with pytest.raises(OptionError, match=rf"a live run of process {process.pid} on .* since 20"):
+                mine.take()
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait(30)
+        os.kill(child, 0)  # it is there
+        mine.take()
+        mine.give_back()
+
+
+def test_a_pipe_in_the_place_of_the_lock(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / NAME)
+    with pytest.raises(OptionError, match="no plain file; remove it"):
+        FolderLock(tmp_path).take()
+
+
+def test_a_link_in_the_place_of_the_lock(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    (tmp_path / NAME).symlink_to(tmp_path / "mine.txt")
+    lock = FolderLock(tmp_path)
+    lock.take()
+    lock.give_back()
+    assert "cannot be locked" in caplog.text
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def test_a_folder_that_was_removed_and_made_again(tmp_path: Path) -> None:
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    first.take()
+    (tmp_path / NAME).unlink()
+    second.take()
+    first.give_back()
+    with pytest.raises(OptionError):
+        first.take()  # the file of the second one is still there
+    second.give_back()
+
+
+def test_a_run_that_fails_gives_its_folder_back(tmp_path: Path) -> None:
+    def fails(model: Any, batch: Any) -> Any:
+        raise ValueError("boom")
+
+    with pytest.raises(flowdp.StepError):
+        trainer(tmp_path, loss=fails).fit()
+    lock = FolderLock(tmp_path)
+    lock.take()
+    lock.give_back()

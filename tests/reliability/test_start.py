@@ -1,0 +1,127 @@
+"""A start is all or nothing: whatever ends it, what it had begun is taken back."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flowdp
+from bench.reliability.interrupts import interrupt, make, places
+from flowdp.engine.launch import Engine
+from flowdp.threads.crew import Crew
+
+SAMPLED = 6
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("flowdp-")]
+
+
+def settings() -> tuple[Any, ...]:
+    return signal.getsignal(signal.SIGTERM), sys.getswitchinterval(), torch.get_num_threads()
+
+
+def test_a_ctrl_c_anywhere_in_start(tmp_path: Path) -> None:
+    trainer = make(tmp_path, epochs=10**6)
+    lines = places(trainer)
+    assert len(lines) > 500
+    # Most lines build what nothing holds yet; `python -m bench.reliability.interrupts` takes them all.
+    late = [place for place in lines if place[1].startswith(("engine/launch.py", "trainer.py"))][-14:]
+    chosen = [*lines[:: len(lines) // SAMPLED], *late]
+    assert [fault for place in chosen for fault in interrupt(trainer, place)] == []
+
+
+class NoRoom:
+    """Lets so many threads start; from then on there is no room for another."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+        self.left = room
+        start = threading.Thread.start
+
+        def refuse(thread: threading.Thread) -> None:
+            if thread.name.startswith("flowdp-"):
+                self.left -= 1
+                if self.left < 0:
+                    raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+def test_no_room_for_the_next_thread(tmp_path: Path) -> None:
+    before = settings()
+    trainer = make(tmp_path, epochs=10**6)
+    refused, run = 0, None
+    while run is None:
+        with pytest.MonkeyPatch.context() as patch:
+            NoRoom(patch, room=refused)
+            with suppress(RuntimeError):
+                run = trainer.start()
+        if run is None:
+            refused += 1
+            assert threads() == []
+            assert (
+                signal.getsignal(signal.SIGTERM),
+                sys.getswitchinterval(),
+                torch.get_num_threads(),
+            ) == before
+            assert flowdp.runs() == ()
+    run.stop()
+    run.join()
+    assert refused >= 6  # SIGTERM, reader, writer, two workers, coordinator, callbacks
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), ZeroDivisionError("a bug of the factory")])
+def test_an_error_in_a_factory(tmp_path: Path, error: Exception) -> None:
+    made: list[nn.Module] = []
+
+    def model() -> nn.Module:
+        if len(made) == 1:
+            made.append(nn.Identity())
+            raise error
+        made.append(nn.Linear(1, 1))
+        return made[-1]
+
+    trainer = make(tmp_path, model=model)
+    with pytest.raises(type(error)):
+        trainer.start()
+    assert threads() == []
+    trainer.fit()  # its folder is free
+
+
+def test_a_crew_is_whole_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    NoRoom(monkeypatch, room=2)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Crew(["flowdp-a", "flowdp-b", "flowdp-c"])
+    assert threads() == []
+
+
+def test_callbacks_of_a_start_that_is_taken_back_are_not_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+
+    class Told(flowdp.Callback):
+        def on_train_start(self, run: Any) -> None:
+            called.append("start")
+
+        def on_train_end(self, state: Any) -> None:
+            called.append("end")
+
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError
+
+    trainer = make(tmp_path, callbacks=[Told()])
+    monkeypatch.setattr(Engine, "begin", fails)
+    with pytest.raises(ZeroDivisionError):
+        trainer.start()
+    assert threads() == []
+    assert called == []
