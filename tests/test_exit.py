@@ -275,7 +275,7 @@ def test_a_forked_child_of_a_process_with_a_run_can_exit(way: str, tmp_path: Pat
             def on_epoch_end(self, metrics):
                 pass
         model = torch.nn.Linear(1, 1)
-        net = flowdp.setup(model, torch.optim.SGD(model.parameters(), 1e-3), devices=2)
+        net = flowdp.setup(model, torch.optim.SGD(model.parameters(), 1e-3), devices=2, progress=False)
         net(torch.ones(4, 1))
         run = endless(checkpoint={str(tmp_path)!r}, callbacks=[Notes()], handle_sigterm=True).start()
         try:
