@@ -40,6 +40,7 @@ __all__ = [
     "check_step",
     "check_story",
     "check_words",
+    "fixed_ratios",
 ]
 
 
@@ -214,6 +215,15 @@ def check_ratios(ratios: object, policy: Policy, world_size: int) -> tuple[float
             "partition_ratios cannot be kept under policy='sync', where every device takes one step of each "
             "round: use policy='cadence'"
         )
+    return fixed_ratios(ratios, world_size)
+
+
+def fixed_ratios(ratios: object, world_size: int) -> tuple[float, ...]:
+    """Fixed shares of the work, summing to 1.
+
+    Raises:
+        OptionError: They are no numbers, one for each device.
+    """
     numbers = list(ratios) if isinstance(ratios, Sequence) else []
     if not numbers or not all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in numbers):
         raise OptionError(f"partition_ratios must be numbers, one for each device, not {ratios!r}")

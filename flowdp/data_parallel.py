@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flowdp.checks import check_flag
+from flowdp.checks import check_flag, fixed_ratios
 from flowdp.data.trees import tree_map
 from flowdp.device.cores import open_pools
 from flowdp.device.process import ProcessTuning, as_tuning, tuned_process
@@ -70,6 +70,7 @@ def setup(
     tags: Sequence[str] = (),
     buffers: Buffers = "broadcast",
     max_grad_norm: float | None = None,
+    partition_ratios: Sequence[float] | None = None,
     dim: DimOption = 0,
     split: SplitFunction | None = None,
     join: JoinFunction | None = None,
@@ -110,6 +111,8 @@ def setup(
         buffers: "broadcast": those of the first device are everybody's before each forward; "average": the
             weighted mean of all devices' is taken at each step.
         max_grad_norm: `step()` clips the summed gradients to this 2-norm.
+        partition_ratios: Fixed shares of each batch, one per device; None: by measured speed. With them CPU
+            devices repeat a run bit for bit from the same `torch.manual_seed`, dropout included.
         dim: Where the samples lie in the arguments and outputs of a call: one dim for all tensors, or a
             mapping from `forward`'s parameters (or positions) to dims, with None for what goes whole, 0 for
             what it does not name, and under "return" the outputs', by name or position where they differ.
@@ -135,7 +138,8 @@ def setup(
     one_of("buffers", buffers, Buffers)
     chosen = resolve_devices(devices)
     recipe = Recipe(Inputs(inputs, model), Taps(tags, model), check_loss(loss_fn))
-    options, windows = check_cadence(cadence, chosen)
+    ratios = None if partition_ratios is None else fixed_ratios(partition_ratios, len(chosen))
+    options, windows = check_cadence(cadence, chosen, ratios)
     check_batch_norm(model, chosen, windows=windows)
     layout = Layout(dim, split, join, reduce)
     layout.check_names(model)
@@ -160,6 +164,7 @@ def setup(
             windows,
             buffers,
             max_grad_norm,
+            ratios,
             layout,
             check,
             tuning,
@@ -194,6 +199,7 @@ class DataParallel(AliasModule):
         windows: bool,
         buffers: Buffers,
         max_grad_norm: float | None,
+        ratios: tuple[float, ...] | None,
         layout: Layout,
         check: bool,
         tuning: ProcessTuning,
@@ -215,14 +221,18 @@ class DataParallel(AliasModule):
         with ExitStack() as stack:
             if self.world_size > 1:
                 stack.enter_context(tuned_process(tuning))
-                # Shares follow measured speed, too, so the order of sums is free.
-                pools = open_pools(devices, tuning, adapts=True)
-                self._peers = Peers(module, replica, self._lanes, pools)
+                # Where shares follow measured speed, too, the order of sums is free.
+                pools = open_pools(devices, tuning, adapts=ratios is None)
+                self._peers = Peers(module, replica, self._lanes, pools, repeats=ratios is not None)
                 stack.callback(self._peers.close)
             self._close = weakref.finalize(self, stack.pop_all().close)
         self._alone = Alone()  # where there are no peers
         self._is_on_host = devices[0].type == "cpu"
-        self._pacing = self._alone if self._peers is None else Pacing(self._peers, options, windows=windows)
+        self._pacing = (
+            self._alone
+            if self._peers is None
+            else (Pacing(self._peers, options, windows=windows, ratios=ratios))
+        )
         self._stepping = Stepping(module, self._peers, self._pacing, averages=self._averages)
         self._stepping.use(optimizers or None)
         self._seal()

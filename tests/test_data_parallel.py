@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._pytree import register_dataclass
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import flowdp
@@ -522,6 +523,54 @@ def test_modes_and_frozen_parts_are_followed(setup: Setup) -> None:
     assert_equal([dp(batch()[0])], [model(batch()[0])])
     assert dp.train() is dp
     assert all(part.training for part in model.modules())
+
+
+@two
+def test_fixed_shares_repeat_a_run_bit_for_bit(setup: Setup) -> None:
+    def run(seed: int) -> list[Tensor]:
+        model = nn.Sequential(mlp(), nn.Dropout(0.5), nn.Linear(3, 3), nn.RReLU()).double()
+        torch.manual_seed(seed)
+        dp = setup(model, cadence=None, partition_ratios=(3, 1))
+        for step in range(12):
+            loss_of(dp, 40, step).backward()
+            dp.step()
+            assert dp.shard_sizes == (30, 10)
+        assert dp.chunk_ratios == (0.75, 0.25)
+        return [torch.rand(1), *values(model[0])]
+
+    first, again, other = run(5), run(5), run(6)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, again, strict=True))
+    assert not torch.equal(first[1], other[1])
+
+
+@two
+def test_fixed_shares_and_dropout_that_is_computed_again(setup: Setup) -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(lambda x: F.dropout(self.inner(x)), x, use_reentrant=False)
+
+    dp = setup(Again(), cadence=None, partition_ratios=(1, 1), check=False)
+    loss = loss_of(dp)
+    with pytest.raises(FlowdpError, match="draws random numbers in a backward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"partition_ratios": (1,)}, "1 ratios for 2 devices"),
+        ({"partition_ratios": (1, 0)}, "must be positive"),
+        ({"partition_ratios": "12"}, "partition_ratios must be numbers"),
+        ({"partition_ratios": (1, 1), "cadence": True}, "cadence=True sizes the work by measured speed"),
+    ],
+)
+def test_shares_that_cannot_be(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(OptionError, match=match):
+        flowdp.setup(mlp(), partial(SGD, lr=0.1), devices=["cpu"] * 2, **options)
 
 
 @pytest.mark.parametrize("samples", [2, 3, 5])

@@ -91,6 +91,7 @@ class Pacing:
         peers: The ranks; their stopwatches are read, and their pools told.
         options: Of the windows, and the speed hint.
         windows: Whether there are windows; else every batch is cut.
+        ratios: Fixed shares, summing to 1; None: by measured speed. Shape (world_size,).
 
     Attributes:
         balance: Ratios for cutting a batch, and the throughput.
@@ -101,9 +102,17 @@ class Pacing:
         each.
     """
 
-    def __init__(self, peers: Peers, options: CadenceOptions, *, windows: bool) -> None:
+    def __init__(
+        self,
+        peers: Peers,
+        options: CadenceOptions,
+        *,
+        windows: bool,
+        ratios: tuple[float, ...] | None = None,
+    ) -> None:
         world_size = len(peers.modules)
         self.balance = ThroughputBalance(weights_from([0.0] * world_size, options.speed_hint))
+        self._ratios = ratios
         self.cadence = Cadence(world_size, options) if windows else None
         self.shard_sizes: tuple[int, ...] = (0,) * world_size
         self._norms = plain_layers(peers.modules[0])
@@ -119,7 +128,7 @@ class Pacing:
     @property
     def ratios(self) -> tuple[float, ...]:
         """Fraction of a batch per rank. Shape (world_size,)."""
-        return self.balance.ratios
+        return self.balance.ratios if self._ratios is None else self._ratios
 
     @property
     def throughput(self) -> tuple[float, ...]:
@@ -128,7 +137,7 @@ class Pacing:
 
     def cut(self, samples: int) -> tuple[int, ...]:
         """Samples per rank of a batch. Shape (world_size,)."""
-        return shard_sizes(samples, self.balance.ratios, least_part(self._norms))
+        return shard_sizes(samples, self.ratios, least_part(self._norms))
 
     def quotas(self) -> tuple[int, ...] | None:
         """Whole batches per rank of a window; None where batches are cut. Shape (world_size,)."""

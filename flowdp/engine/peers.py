@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from math import nan
 from typing import Any, TypeVar, cast
@@ -25,6 +25,7 @@ from flowdp.collective.process_group import ProcessGroup
 from flowdp.data.slots import keep_for_compute
 from flowdp.data.trees import tensors_of
 from flowdp.device.cores import set_own_threads
+from flowdp.device.draws import OwnDraws, draw_seed
 from flowdp.device.modes import caller_modes, unhooked
 from flowdp.device.streams import Lane
 from flowdp.device.transfer import carry, copied
@@ -55,6 +56,7 @@ class Peers:
         lanes: One per rank. On CUDA the first device's work is done by the calling thread on its current
             stream, as in a loop without replicas.
         pools: Choose the size of the OpenMP pool of each rank's own thread. Shape (world_size,).
+        repeats: Whether what CPU ranks draw follows from the calling thread's generator.
 
     Attributes:
         modules: One per rank.
@@ -75,12 +77,15 @@ class Peers:
         factory: ReplicaFactory | None,
         lanes: Sequence[Lane],
         pools: Sequence[PoolSize],
+        *,
+        repeats: bool = False,
     ) -> None:
         self.devices = tuple(lane.device for lane in lanes)
         self.watches = tuple(Stopwatch(lane) for lane in lanes)
         self.summing = Stopwatch(lanes[0])
         self._lanes = tuple(lanes)
         self.pools = tuple(pools)
+        self._repeats = repeats
         replicas = [_replica(module, factory, lane) for lane in lanes[1:]]
         self.modules = (module, *replicas)
         self._tables = [Tables(peer) for peer in self.modules]
@@ -298,10 +303,12 @@ class Peers:
             home.aside(rank).wait_event(self._asked[0])
         entered = modes or self.modes()
         groups = self._groups(parts)
+        is_forward = self._repeats and torch._C._current_graph_task_id() == -1
+        seed = draw_seed() if is_forward else None
         try:
             return self._crew.run(
                 [
-                    None if job is None else partial(self._do, rank, job, entered, groups.get(rank))
+                    None if job is None else partial(self._do, rank, job, entered, groups.get(rank), seed)
                     for rank, job in enumerate(jobs)
                 ]
             )
@@ -369,11 +376,23 @@ class Peers:
         lanes = [self._lanes[rank] for rank in ranks]
         return dict(zip(ranks, group_lanes(lanes, threading.TIMEOUT_MAX), strict=True))
 
-    def _do(self, rank: int, job: Callable[[], T], modes: Modes, group: ProcessGroup | None) -> T:
+    def _draws(self, rank: int, seed: int | None) -> AbstractContextManager[object]:
+        is_own = self._repeats and not self._lanes[rank].is_async
+        return OwnDraws(seed, rank) if is_own else nullcontext()
+
+    def _do(
+        self, rank: int, job: Callable[[], T], modes: Modes, group: ProcessGroup | None, seed: int | None
+    ) -> T:
         try:
             if not self.pools[rank].is_fixed:
                 set_own_threads(self.pools[rank].size)
-            with unhooked(), modes(), self.watches[rank].running(), taking_part(self._norms[rank], group):
+            with (
+                unhooked(),
+                modes(),
+                self.watches[rank].running(),
+                taking_part(self._norms[rank], group),
+                self._draws(rank, seed),
+            ):
                 return job()
         except Exception as error:
             if rank or len(self.modules) > 1:

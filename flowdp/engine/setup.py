@@ -79,12 +79,26 @@ def check_loss(loss_fn: object) -> LossFunction | None:
     return loss_fn
 
 
-def check_cadence(option: object, devices: Sequence[torch.device]) -> tuple[CadenceOptions, bool]:
+def check_cadence(
+    option: object, devices: Sequence[torch.device], ratios: Sequence[float] | None = None
+) -> tuple[CadenceOptions, bool]:
     """The options of a cadence, and whether there are windows.
 
+    Args:
+        option: As the user gave it.
+        devices: One per rank.
+        ratios: Fixed shares, which cut each batch; None: by measured speed.
+
     Raises:
-        OptionError: It is no cadence.
+        OptionError: It is no cadence, or does not go with fixed shares.
     """
+    if ratios is not None:
+        if option is not None and option is not False:
+            raise OptionError(
+                f"cadence={option!r} sizes the work by measured speed, and partition_ratios fixes it: leave "
+                "one of them out"
+            )
+        option = False
     if option is not None and not isinstance(option, (bool, CadenceOptions)):
         raise OptionError(f"cadence must be None, True, False or a CadenceOptions, not {option!r}")
     options = option if isinstance(option, CadenceOptions) else CadenceOptions()

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flowdp.device.draws import OwnDraws, draw_seed
+from flowdp.errors import FlowdpError
+
+X = torch.ones(4, 6)
+HEADS = torch.ones(1, 2, 4, 8)
+DRAWS: dict[str, Callable[[], Tensor]] = {
+    "dropout": lambda: F.dropout(X),
+    "feature dropout": lambda: F.dropout1d(X),
+    "alpha dropout": lambda: F.alpha_dropout(X, 0.5, True),
+    "rrelu": lambda: F.rrelu(-X, training=True),
+    "attention": lambda: F.scaled_dot_product_attention(HEADS, HEADS, HEADS, dropout_p=0.5),
+    "rand": lambda: torch.rand(9),
+    "randn": lambda: torch.randn(3, 3, dtype=torch.float64),
+    "randint": lambda: torch.randint(100, (9,)),
+    "randperm": lambda: torch.randperm(50),
+    "rand_like": lambda: torch.rand_like(X),
+    "randn_like": lambda: torch.randn_like(X),
+    "randint_like": lambda: torch.randint_like(X, 100),
+    "normal": lambda: torch.normal(0.0, 1.0, (9,)),
+    "multinomial": lambda: torch.multinomial(X, 3),
+    "bernoulli": lambda: torch.bernoulli(X / 2),
+    "gumbel": lambda: F.gumbel_softmax(X),
+    "gamma": lambda: torch.distributions.Gamma(X, X).sample(),
+    "in place": lambda: torch.empty(9).exponential_(),
+    "layer": lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.5)(X[None]),
+}
+
+
+def drawn(draw: Callable[[], Tensor], seed: int, rank: int) -> Tensor:
+    with OwnDraws(seed, rank):
+        return draw()
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_rank_draws_from_its_own_generator(name: str) -> None:
+    draw = DRAWS[name]
+    before = torch.get_rng_state()
+    first = drawn(draw, 7, 0)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(3)  # what others draw is of no account
+    assert torch.equal(drawn(draw, 7, 0), first)
+    assert not torch.equal(drawn(draw, 7, 1), first)
+    assert not torch.equal(drawn(draw, 8, 0), first)
+
+
+def test_a_generator_of_the_users_own_stays() -> None:
+    mine = torch.Generator().manual_seed(3)
+    wanted = torch.rand(4, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(drawn(lambda: torch.rand(4, generator=mine), 7, 0), wanted)
+
+
+def test_in_a_backward_nothing_is_drawn() -> None:
+    with OwnDraws(None, 0):
+        assert (X * 2).sum() == 48
+        with pytest.raises(FlowdpError, match=r"bernoulli_.* in a backward"):
+            F.dropout(X)
+
+
+def test_seeds_follow_torchs_own() -> None:
+    torch.manual_seed(5)
+    first = [draw_seed(), draw_seed()]
+    assert first[0] != first[1]
+    torch.manual_seed(5)
+    assert [draw_seed(), draw_seed()] == first
