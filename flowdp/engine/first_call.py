@@ -215,8 +215,10 @@ def _can_check(module: nn.Module, call: Call) -> bool:
         except Exception as error:
             failure = failure or error
             continue
+        written = trials.written
         found = _trouble(trials, call, whole)
         if found is None:
+            _tell_written(trials, call, written)
             return True
         again = _run(trials, call, call.whole(), OTHER_SEED)
         if not compare(whole, again, trials.epsilon):
@@ -235,6 +237,24 @@ def _run(trials: Trials, call: Call, part: Part, seed: int | None = None) -> Any
         return call.run(module, Part(args, kwargs, []))
 
     return trials.run(run, (part.args, part.kwargs), seed=seed)
+
+
+def _tell_written(trials: Trials, call: Call, written: dict[str, Tensor]) -> None:
+    """Log which buffers hold something of the batch: that of one part is no more than its own."""
+    of_part = trials.written  # by the last one
+    differing = [
+        name
+        for name, value in written.items()
+        if name not in of_part or compare(value, of_part[name], trials.epsilon)
+    ]
+    if differing:
+        log.warning(
+            "%s writes to the buffers %s what it makes of the batch, and each device has a part of it: with "
+            "buffers='broadcast' the first device's part alone counts, with 'average' the mean of all; where "
+            "that is wrong, return it, and write it to the buffer in the loop",
+            call.callee.name,
+            ", ".join(map(repr, differing)),
+        )
 
 
 def _unchecked(call: Call, why: str) -> None:

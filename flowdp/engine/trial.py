@@ -61,6 +61,7 @@ class Trials:
 
     Attributes:
         epsilon: The coarsest rounding of the floats that operations gave: that of bfloat16, for instance.
+        written: The buffers that the last run wrote to, by name, as it left them.
 
     Threads: one; nothing else may use the module meanwhile.
     """
@@ -69,6 +70,7 @@ class Trials:
         self, module: nn.Module, device: torch.device, *, is_eval: bool, is_wide: bool, is_still: bool
     ) -> None:
         self.epsilon = 0.0
+        self.written: dict[str, Tensor] = {}
         self._module = module
         self._device = device
         self._is_eval = is_eval
@@ -100,6 +102,7 @@ class Trials:
                 if still is not None:
                     stack.enter_context(still)
                 output = call(self._module, given)
+            self.written = self._state.written(self._module)
         finally:
             self._state.put_back()
         made = [_epsilon(leaf) for leaf in tensors_of(output)]
@@ -155,9 +158,19 @@ class _State:
             for tensor in own
             if torch._debug_has_internal_overlap(tensor) != 1
         ]
+        values_of = {id(kept.tensor): kept.value for kept in self._kept if kept.value is not None}
+        self._before = {name: values_of.get(id(buffer), buffer) for name, buffer in module.named_buffers()}
         # Parameters are copied when an operation is about to write to them.
         self._parameters = [_Kept(parameter) for parameter in module.parameters()]
         self._by_storage = {_storage(kept.alias): kept for kept in self._parameters}
+
+    def written(self, module: nn.Module) -> dict[str, Tensor]:
+        """The buffers with other values than they had."""
+        return {
+            name: buffer.clone()
+            for name, buffer in module.named_buffers()
+            if not _is_equal(buffer, self._before.get(name, buffer))
+        }
 
     def before_write(self, tensor: Tensor) -> None:
         kept = self._by_storage.get(_storage(tensor))
@@ -307,6 +320,10 @@ def _is_coarse(is_wide: bool, still: _Still | None) -> bool:
     precision = _precision()
     is_exact = precision == "highest" or (is_wide and precision is not None)
     return not is_exact or still is None or still.has_convolved
+
+
+def _is_equal(mine: Tensor, other: Tensor) -> bool:
+    return mine is other or torch.equal(mine.to(other.dtype), other)
 
 
 def _is_narrow(tensor: Tensor) -> bool:

@@ -340,11 +340,38 @@ def test_one_device_and_one_sample_are_not_checked(setup: Any, monkeypatch: pyte
     setup(Squeezed())(numbers(1, 6))
 
 
-# ---------------------------------------------------------------- when it cannot be checked
+# ---------------------------------------------------------------- buffers
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
+class Queue(nn.Module):
+    """Keeps its last outputs, as momentum contrast does, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.register_buffer("queue", torch.zeros(8, 3).double())
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        self.queue = torch.cat([out.detach(), self.queue])[:8]
+        self.calls += 1
+        return out
+
+
+def test_buffers_that_hold_something_of_the_batch_are_named_once(
+    setup: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    dp = setup(Queue())
+    for _ in range(3):
+        dp(numbers(8, 6))
+    (told,) = warnings_of(caplog)
+    assert "Queue.forward writes to the buffers 'queue' what it makes of the batch" in told
+
+
+# ---------------------------------------------------------------- when it cannot be checked
 def test_a_module_that_cannot_take_the_whole_batch_is_told_once(
     setup: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
