@@ -246,6 +246,7 @@ class SyncAck:
         drift: ||replica - mean|| / ||mean|| in the last round; None where not measured.
         checksum: Of the bits of the replica's parameters after the step of the last round, where its outcome
             compares; else None.
+        norm: 2-norm of the averaged parameters in the last round; None where the drift is not measured.
     """
 
     rank: int
@@ -255,6 +256,7 @@ class SyncAck:
     wait_ms: float = 0.0
     drift: float | None = None
     checksum: int | None = None
+    norm: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,11 +286,13 @@ class Averaged:
         round: The round.
         sync_ms: Time it took.
         drifts: ||snapshot - mean|| / ||mean|| per rank, or empty.
+        norm: ||mean||; None where not measured.
     """
 
     round: int
     sync_ms: float
     drifts: tuple[float, ...] = ()
+    norm: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

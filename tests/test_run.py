@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -482,6 +483,69 @@ def test_a_device_that_takes_smaller_pieces_is_among_the_problems() -> None:
     run = trainer(loss, policy="sync").start()
     run.join()
     assert run.status().problems == ("rank 1 ran out of memory, and takes its steps in 2 pieces",)
+
+
+# ---------------------------------------------------------------- norms and shares
+@pytest.mark.parametrize("policy", [*POLICIES, "exact"])
+@pytest.mark.parametrize("precision", ["32", "fp16"])
+def test_records_carry_the_norm_of_the_gradients_that_are_clipped(
+    policy: str, precision: str, lanes: str
+) -> None:
+    """The gradient of the mean of `weight * x` is the mean of x, whatever was trained before."""
+    if precision == "fp16" and lanes != "cpu":
+        pytest.skip("the scaler of a card asks the card")
+    data = torch.tensor([[3.0], [3.0], [3.0], [3.0], [5.0], [5.0], [5.0], [5.0]])
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).sum() / len(batch)
+
+    run = trainer(
+        loss, model=nn.Linear(1, 1, bias=False), dataset=data, batch_size=4 if policy != "exact" else 2,
+        shuffle=False, max_grad_norm=0.1, policy=policy, epochs=2,
+    ).start()  # fmt: skip
+    rounds = [record for record in run.metrics("round") if record.grad_norm is not None]
+    for epoch in run.join().history:
+        assert epoch.grad_norm == pytest.approx(4.0, rel=1e-3)
+        assert epoch.grad_norm_max == pytest.approx(5.0, rel=1e-3)
+    assert max(record.grad_norm_max or 0.0 for record in rounds) == pytest.approx(5.0, rel=1e-3)
+    assert all(3.0 - 1e-2 <= (record.grad_norm or 0.0) <= (record.grad_norm_max or 0.0) for record in rounds)
+
+
+def test_without_clipping_there_is_no_norm() -> None:
+    run = trainer(policy="sync").start()
+    assert {record.grad_norm for record in run.metrics("round")} == {None}
+    assert run.join().history[0].grad_norm is None
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_the_norm_of_the_averaged_parameters_stands_beside_the_drift(policy: str, lanes: str) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 7.0)
+    run = trainer(model=model, optimizer=lambda p: torch.optim.SGD(p, 0.0), policy=policy).start()
+    records = [record for record in run.metrics("round") if record.drift is not None]
+    run.join()
+    assert records
+    assert {record.param_norm for record in records} == {7.0}
+
+
+@pytest.mark.parametrize("policy", ["cadence", "exact"])
+def test_shares_that_change_are_told_and_logged(policy: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "flowdp")
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        end = time.perf_counter() + (0.004 if current_worker().rank == 1 else 0.0005) * len(batch)
+        while time.perf_counter() < end:  # a device that is eight times slower
+            pass
+        return mse(model, batch)
+
+    extra = {"global_batch_size": 20} if policy == "exact" else {"batch_size": 1}
+    run = trainer(loss, policy=policy, **extra).start()
+    told = [record.share for record in run.metrics("round") if record.share]
+    run.join()
+    assert told
+    assert all(len(share) == 2 and sum(share) == pytest.approx(1.0) for share in told)
+    assert told[-1][0] > 0.5 > told[-1][1]
+    assert sum("the shares are" in record.getMessage() for record in caplog.records) == len(told)
 
 
 # ---------------------------------------------------------------- callbacks that see the model

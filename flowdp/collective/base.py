@@ -52,10 +52,12 @@ class Averaging:
         sync_ms: Time spent averaging.
         drift: ||replica - mean|| / ||mean|| before the mean was taken; None where not measured, and for a
             rank that gave nothing: it may hold no numbers at all.
+        norm: ||mean||, the 2-norm of the averaged parameters; None where the drift is not measured.
     """
 
     sync_ms: float
     drift: float | None
+    norm: float | None = None
 
 
 NOTHING = Averaging(0.0, None)

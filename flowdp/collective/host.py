@@ -7,6 +7,7 @@ averaged, and each copies its own up again. CPU ranks take part with the memory 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -100,7 +101,7 @@ class HostMean:
                 raise ProtocolError(f"rank {rank} read round {outcome.round} more than {ROUNDS} rounds late")
             copies.up[1].synchronize()
             copied_ms = sum(start.elapsed_time(end) for start, end in (copies.down, copies.up))
-            return Averaging(averaging.sync_ms + copied_ms, averaging.drift)
+            return replace(averaging, sync_ms=averaging.sync_ms + copied_ms)
 
         return read
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from math import sqrt
 from time import perf_counter
 
 import torch
@@ -80,12 +81,13 @@ class MemoryMean:
             self._squares[rank] = self._reduce(rank, outcome, alone=False)
             sync_ms, reducers = (perf_counter() - start) * 1e3, outcome.members
             self._meet(rank)
-        drift = None
+        drift = norm = None
         if outcome.drift and outcome.samples[rank]:
             rows = [row.tolist() for reducer in reducers if (row := self._squares[reducer]) is not None]
             own = outcome.members.index(rank)
-            drift = relative_drift(sum(row[own] for row in rows), sum(row[-1] for row in rows))
-        return Averaging(sync_ms, drift)
+            mean_square = sum(row[-1] for row in rows)
+            drift, norm = relative_drift(sum(row[own] for row in rows), mean_square), sqrt(mean_square)
+        return Averaging(sync_ms, drift, norm)
 
     def _reduce(self, rank: int, outcome: Outcome, *, alone: bool) -> Tensor | None:
         members = outcome.members
@@ -199,6 +201,7 @@ class DeviceMean(StreamedMean):
             far=[at for at, member in enumerate(members) if self._lanes[member].device != here],
         )
 
-    def _drift(self, rank: int, outcome: Outcome, rows: Sequence[Sequence[float]]) -> float:
+    def _drift(self, rank: int, outcome: Outcome, rows: Sequence[Sequence[float]]) -> tuple[float, float]:
         own, last = outcome.members.index(rank), len(outcome.members)
-        return relative_drift(sum(row[own] for row in rows), sum(row[last] for row in rows))
+        mean_square = sum(row[last] for row in rows)
+        return relative_drift(sum(row[own] for row in rows), mean_square), sqrt(mean_square)

@@ -19,6 +19,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +278,12 @@ class NcclMean(StreamedMean):
     def _launched(self, outcome: Outcome, start: Sequence[Event], done: Sequence[Event]) -> None:
         self._watchdog.launched(outcome.round, start[0], done)  # all begin when the last step is done
 
-    def _drift(self, rank: int, outcome: Outcome, rows: Sequence[Sequence[float]]) -> float:  # noqa: ARG002
+    def _drift(
+        self,
+        rank: int,  # noqa: ARG002
+        outcome: Outcome,  # noqa: ARG002
+        rows: Sequence[Sequence[float]],
+    ) -> tuple[float, float]:
         weight, square, mean_square = rows[0]
         away = square / weight - mean_square
-        return relative_drift(0.0 if away < 0.0 else away, mean_square)
+        return relative_drift(0.0 if away < 0.0 else away, mean_square), sqrt(mean_square)

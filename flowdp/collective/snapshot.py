@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
+from math import sqrt
 
 import torch
 from torch import Tensor
@@ -123,6 +124,7 @@ class Snapshots:
             end.record(lane.comm)
         end.synchronize()
         *distances, mean_square = row.tolist()
+        self.norm = sqrt(mean_square)
         drifts = [0.0] * len(samples)
         for member, square in zip(members, distances, strict=True):
             drifts[member] = relative_drift(square, mean_square)

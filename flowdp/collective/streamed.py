@@ -147,8 +147,8 @@ class StreamedMean(ABC):
         """The round is on the comm streams, between these marks of its workers."""
 
     @abstractmethod
-    def _drift(self, rank: int, outcome: Outcome, rows: Sequence[Sequence[float]]) -> float:
-        """The drift of a rank, from what the workers have reported, in order."""
+    def _drift(self, rank: int, outcome: Outcome, rows: Sequence[Sequence[float]]) -> tuple[float, float]:
+        """The drift of a rank and the norm of the mean, from what the workers have reported, in order."""
 
     def _read(self, rank: int, outcome: Outcome, slot: _Slot, writers: Sequence[int]) -> Averaging:
         if slot.outcome is not outcome:
@@ -156,10 +156,10 @@ class StreamedMean(ABC):
         for writer in writers:
             slot.done[writer].synchronize()
         sync_ms = max(slot.start[writer].elapsed_time(slot.done[writer]) for writer in writers)
-        drift = None
+        drift = norm = None
         if outcome.drift and outcome.samples[rank]:
             for reporter in slot.reporters:
                 slot.told[reporter].synchronize()
             rows = [slot.rows[reporter].tolist() for reporter in slot.reporters]
-            drift = self._drift(rank, outcome, rows)
-        return Averaging(sync_ms, drift)
+            drift, norm = self._drift(rank, outcome, rows)
+        return Averaging(sync_ms, drift, norm)

@@ -152,8 +152,8 @@ class FlatGradients(FlatTensors):
             for part in self._parts:
                 part.div_(self.weight)
 
-    def clip(self, max_norm: float) -> None:
-        """Scale the gradients down to this 2-norm where theirs is larger.
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients down to this 2-norm where theirs is larger; returns theirs. Shape [].
 
         Streams:
             On the current one; nothing is read back.
@@ -162,6 +162,7 @@ class FlatGradients(FlatTensors):
         coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for part in self._parts:
             part.mul_(coefficient)
+        return norm
 
     def norm(self) -> Tensor:
         """The 2-norm of all gradients, in float64, so that it is the same on cards that add in another order.

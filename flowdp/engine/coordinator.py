@@ -213,6 +213,9 @@ class CoordinatorShell:
                 self._records.complain(text, ("quarantined", command.rank))
             case RoundEnded():
                 self._records.add(command)
+                if command.share:
+                    shares = " ".join(f"{100 * share:.0f} %" for share in command.share)
+                    log.info("round %d: the shares are %s from now on", command.round, shares)
                 if command.reason:
                     log.debug("round %d: %s", command.round, command.reason)
             case EpochEnded():
@@ -254,7 +257,7 @@ class CoordinatorShell:
         while (job := self._jobs.get()) is not None:
             try:
                 sync_ms, drifts = snapshots.average(job.round, job.samples)
-                self.inbox.post(Averaged(job.round, sync_ms, drifts))
+                self.inbox.post(Averaged(job.round, sync_ms, drifts, snapshots.norm))
             except BaseException as cause:
                 error = CollectiveError(
                     f"averaging the snapshots of round {job.round} failed: {format_error(cause)}"

@@ -8,7 +8,7 @@ but for the one bound that it needs anyway: the host may be `STEPS_AHEAD` steps 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
@@ -39,13 +39,13 @@ def open_meter(lane: Lane) -> Meter:
 class _Page:
     """Numbers of one order, on the device and, behind it, on the host.
 
-    Losses fill it from the front, sums of scalars from the back.
+    Losses and norms of gradients fill it from the front, sums of scalars from the back.
     """
 
     device: Tensor
     cells: tuple[Tensor, ...]
     host: Tensor
-    losses: list[tuple[int, Step]] = field(default_factory=list)  # samples of each, and its step
+    losses: list[tuple[int, Step | None]] = field(default_factory=list)  # samples, step; a norm: 0, None
     scalars: dict[str, tuple[int, float]] = field(default_factory=dict)  # name -> (cell, sum of weights)
 
     @property
@@ -93,13 +93,13 @@ class DeviceMeter(Meter):
         if self._saved_scalars:
             self._saved.copy_(self._page.device)
 
-    def end(self, loss: Tensor | None, samples: int, step: Step) -> None:
+    def end(self, loss: Tensor | None, samples: int, step: Step, norms: Sequence[Tensor] = ()) -> None:
         """See `Meter.end`."""
         sums = self._sums
         if loss is not None:
-            page = self._page_with_room()
-            page.cells[len(page.losses)].copy_(loss)
-            page.losses.append((samples, step))
+            self._keep(loss, samples, step)
+        for norm in norms:
+            self._keep(norm, 0, None)
         if self._open:
             self._count_recorded()
         if self._full:
@@ -179,8 +179,12 @@ class DeviceMeter(Meter):
         self._rounds += 1
         self._flights.append(_Flight(land, resumed))
 
-    def stepped(self) -> None:
+    def stepped(self, norms: Sequence[Tensor] = ()) -> None:
         """See `Meter.stepped`."""
+        for norm in norms:
+            self._keep(norm, 0, None)
+        if self._full:
+            self._hand_over_full()
         sums, last, end = self._sums, self._last, self._mark()
         self._last = end
 
@@ -228,6 +232,12 @@ class DeviceMeter(Meter):
             flight.land()
             landed = flight.passed
 
+    def _keep(self, number: Tensor, samples: int, step: Step | None) -> None:
+        """Leave a loss, or without a step a norm, in the page."""
+        page = self._page_with_room()
+        page.cells[len(page.losses)].copy_(number)
+        page.losses.append((samples, step))
+
     def _page_with_room(self) -> _Page:
         """The page of this order, with a free cell."""
         if self._page.is_full:
@@ -254,7 +264,9 @@ class DeviceMeter(Meter):
         def land() -> None:
             numbers = page.host.tolist()
             for loss, (samples, step) in zip(numbers, page.losses, strict=False):
-                if isfinite(loss):
+                if step is None:
+                    sums.norm(loss)
+                elif isfinite(loss):
                     sums.loss += loss * samples
                     sums.losses += samples
                 else:

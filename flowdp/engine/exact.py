@@ -115,7 +115,7 @@ class ExactReplica(Replica):
         if self._scaler is not None:
             self._scaler.unscale_(self._optimizer)
         if self._max_grad_norm is not None:
-            self.gradients.clip(self._max_grad_norm)
+            self._grad_norms.append(self.gradients.clip(self._max_grad_norm))
         if self._scaler is None:
             self._optimizer.step()
         else:

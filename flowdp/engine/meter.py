@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from time import perf_counter
@@ -13,7 +13,7 @@ from torch import Tensor
 from flowdp.collective.base import Averaging, Reading
 from flowdp.machine.worker import Done, Step
 from flowdp.messages import Work
-from flowdp.policy.tally import pace_ms
+from flowdp.policy.tally import NO_NORMS, pace_ms
 
 __all__ = ["HostMeter", "Meter", "Report", "Sums"]
 
@@ -40,6 +40,7 @@ class Sums:
     Attributes:
         losses: Samples that `loss` is summed over: of losses that were finite.
         longest_ms: Of one step, with its wait for data.
+        norms: See `Work.norms`.
     """
 
     steps: int = 0
@@ -52,6 +53,13 @@ class Sums:
     losses: int = 0
     scalars: dict[str, list[float]] = field(default_factory=dict)
     averaging: Averaging | None = None
+    norms: tuple[float, float, int] = NO_NORMS
+
+    def norm(self, value: float) -> None:
+        """Count the norm of a step's gradients; one that is not finite is a scaled loss that overflowed."""
+        if isfinite(value):
+            total, largest, count = self.norms
+            self.norms = total + value, max(largest, value), count + 1
 
     def scalar(self, name: str, total: float, weight: float) -> None:
         """Add to a weighted sum."""
@@ -71,6 +79,7 @@ class Sums:
             losses=(self.loss, self.losses),
             scalars={name: (total, weight) for name, (total, weight) in self.scalars.items()},
             lr=lr,
+            norms=self.norms,
         )
         return Report(work, self.wait_ms, self.averaging)
 
@@ -103,13 +112,14 @@ class Meter(ABC):
         """
 
     @abstractmethod
-    def end(self, loss: Tensor | None, samples: int, step: Step) -> None:
+    def end(self, loss: Tensor | None, samples: int, step: Step, norms: Sequence[Tensor] = ()) -> None:
         """The step is on the device.
 
         Args:
             loss: Mean over its samples, detached. Shape []. None where it has none.
             samples: How many.
             step: Which.
+            norms: 2-norms of its gradients, where they were clipped. Shape [] each.
         """
 
     def discard(self) -> None:
@@ -140,8 +150,12 @@ class Meter(ABC):
         """
 
     @abstractmethod
-    def stepped(self) -> None:
-        """The step behind the mean is on the device (exact): that was work, too."""
+    def stepped(self, norms: Sequence[Tensor] = ()) -> None:
+        """The step behind the mean is on the device (exact): that was work, too.
+
+        Args:
+            norms: See `end`.
+        """
 
     @abstractmethod
     def close(self, done: Done, lr: float, post: Callable[[Report], None]) -> None:
@@ -183,9 +197,11 @@ class HostMeter(Meter):
         if self._open:
             self._count_recorded()
 
-    def end(self, loss: Tensor | None, samples: int, step: Step) -> None:
+    def end(self, loss: Tensor | None, samples: int, step: Step, norms: Sequence[Tensor] = ()) -> None:
         """See `Meter.end`."""
         sums = self._sums
+        for norm in norms:
+            sums.norm(norm.item())
         if loss is not None:
             value = loss.item()
             if isfinite(value):
@@ -222,8 +238,10 @@ class HostMeter(Meter):
         self._sums.wait_ms += max(0.0, (now_s - self._start_s) * 1e3 - averaging.sync_ms)
         self._start_s = now_s
 
-    def stepped(self) -> None:
+    def stepped(self, norms: Sequence[Tensor] = ()) -> None:
         """See `Meter.stepped`."""
+        for norm in norms:
+            self._sums.norm(norm.item())
         self._sums.busy_ms += (perf_counter() - self._start_s) * 1e3
 
     def close(self, done: Done, lr: float, post: Callable[[Report], None]) -> None:

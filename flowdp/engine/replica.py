@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any
 
@@ -114,6 +114,7 @@ class Replica:
         self._scaler = torch.amp.GradScaler(self.device.type) if precision == "fp16" else None
         self._max_grad_norm = max_grad_norm
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._grad_norms: list[Tensor] = []  # of the gradients, before they were clipped
         self._has_stepped = False
         self._value: Tensor | None = None  # of the loss, over the micro-batches of the step so far
         self._has_buffers = flat.has_buffers
@@ -188,6 +189,13 @@ class Replica:
             self._scaled_step(self._scaler)
         self._optimizer.zero_grad(set_to_none=True)
         return self._take_value()
+
+    def take_norms(self) -> Sequence[Tensor]:
+        """The 2-norms of the gradients that were clipped since the last call, before that. Shape [] each."""
+        if not self._grad_norms:
+            return ()
+        norms, self._grad_norms = self._grad_norms, []
+        return norms
 
     def forwards(self, batch: Any, samples: int) -> int:
         """Of how many forwards a micro-batch of so many samples is made."""
@@ -279,7 +287,7 @@ class Replica:
 
     def _clip(self) -> None:
         if self._max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._trained, self._max_grad_norm)
+            self._grad_norms.append(nn.utils.clip_grad_norm_(self._trained, self._max_grad_norm))
 
     def _scaled_step(self, scaler: torch.amp.GradScaler) -> None:
         """Step, unless a gradient overflowed; the scale follows."""

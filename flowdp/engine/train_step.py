@@ -98,7 +98,7 @@ class OwnStepReplica(Replica):
                 scaler.unscale_(optimizer)
             if self._max_grad_norm is not None:
                 own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-                nn.utils.clip_grad_norm_(own, self._max_grad_norm)
+                self._grad_norms.append(nn.utils.clip_grad_norm_(own, self._max_grad_norm))
             if scaler is None:
                 optimizer.step()
             else:

@@ -264,7 +264,7 @@ class Worker:
             self._retry.run(intake.micros, full)
         self._feed.release()
         loss = replica.step(intake.factor)
-        meter.end(loss, intake.samples, step)
+        meter.end(loss, intake.samples, step, replica.take_norms())
         if not self._pool.is_fixed:
             set_own_threads(self._pool.worked(meter.step_ms, intake.samples))
         if meter.bad is not None:
@@ -336,6 +336,7 @@ class Worker:
                     report.wait_ms,
                     None if self.rank in outcome.bad else mean.drift,
                     None if checksum is None else checksum(),
+                    mean.norm,
                 )
             )
 
@@ -357,7 +358,7 @@ class Worker:
             self._set_lr(outcome.lr, arrival.global_step)
         if any(outcome.samples):
             replica.meet(outcome)
-            self._meter.stepped()
+            self._meter.stepped(replica.take_norms())
         self.current.lr = replica.learning_rate.value
 
     def _set_lr(self, lr: float, position: int) -> None:

@@ -108,6 +108,12 @@ class RoundEnded:
         anchor: Steps of the slowest rank that the cadence aimed at.
         drift: Largest over the ranks; None where not measured.
         reason: What the guard or the gate had to say; "" for an ordinary round.
+        grad_norm: Mean over the steps of the 2-norm of the gradients before they were clipped; None without
+            `max_grad_norm`.
+        grad_norm_max: The largest of them.
+        param_norm: 2-norm of the averaged parameters; None where the drift is not measured.
+        share: Fractions of the work in the rounds to come, where the speeds measured in this one have changed
+            them; else empty. Shape (world_size,).
     """
 
     round: int
@@ -126,6 +132,10 @@ class RoundEnded:
     anchor: int
     drift: float | None = None
     reason: str = ""
+    grad_norm: float | None = None
+    grad_norm_max: float | None = None
+    param_norm: float | None = None
+    share: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

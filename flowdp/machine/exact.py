@@ -130,6 +130,9 @@ class ExactRounds(PlannedRounds):
         self._blocks_held += 1
         return ""
 
+    def _shares(self) -> Sequence[float]:
+        return self.ratios
+
     def _settle(self, block: Block, now_ms: float) -> list[Command]:
         records = super()._settle(block, now_ms)
         if block.acks[0].outcome.compare:

@@ -17,7 +17,7 @@ from flowdp.machine.block import Block
 from flowdp.machine.commands import Command, Hurry, Send
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.position import Position
-from flowdp.machine.report import round_ended, why
+from flowdp.machine.report import rebalanced, round_ended, why
 from flowdp.messages import DataEnded, Fact, StartEpoch, SyncAck, SyncNow, Work
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.drift import DriftReport
@@ -77,6 +77,7 @@ class PlannedRounds:
         self._pace_ms = [0.0] * world_size
         self._sync_ms = 0.0
         self._hurried = -1
+        self._told_share: tuple[float, ...] = (1.0 / world_size,) * world_size
 
     @property
     def is_idle(self) -> bool:
@@ -320,7 +321,10 @@ class PlannedRounds:
         self.bad = {rank: works[rank].bad for rank in outcome.bad}
         drifts = tuple(ack.drift for ack in block.acks.values() if ack.drift is not None)
         drift = DriftReport(drifts).max_drift if drifts else None
+        norm = next((ack.norm for ack in block.acks.values() if ack.norm is not None), None)
         reason = self._measure(works, drifts) or why(outcome)
+        share = rebalanced(self._told_share, self._shares())
+        self._told_share = share or self._told_share
         self.epochs.close_round(block.epoch, self._sync_ms * rounds, drift, rounds)
         if outcome.voids:
             self._void()
@@ -342,6 +346,8 @@ class PlannedRounds:
             anchor=self.anchor,
             drift=drift,
             reason=reason,
+            param_norm=norm,
+            share=share,
         )
         return [record]
 
@@ -355,6 +361,12 @@ class PlannedRounds:
             return ""
         paces = [work.pace_ms if rank in self._present else 0.0 for rank, work in enumerate(works)]
         return self.cadence.measured(paces, [work.steps for work in works], self._sync_ms, drifts or None)
+
+    def _shares(self) -> Sequence[float]:
+        """Weights of the ranks in the rounds to come; all equal where every rank takes one step."""
+        if self.cadence is not None and self.cadence.el_che.is_calibrated:
+            return self.cadence.quotas
+        return self._told_share
 
     def _void(self) -> None:
         """Take back what lies armed behind an outcome that voids it."""

@@ -7,8 +7,12 @@ from collections.abc import Sequence
 
 from flowdp.machine.commands import RoundEnded
 from flowdp.messages import Outcome, Work
+from flowdp.policy.tally import joined_norms, mean_and_largest
 
-__all__ = ["mean_loss", "round_ended", "why"]
+__all__ = ["mean_loss", "rebalanced", "round_ended", "why"]
+
+MOVED = 0.02
+"""By how much a share must have changed to be told: quotas are whole steps, and tremble by one."""
 
 
 def mean_loss(works: Sequence[Work]) -> float:
@@ -33,12 +37,16 @@ def round_ended(
     anchor: int,
     drift: float | None,
     reason: str,
+    param_norm: float | None = None,
+    share: Sequence[float] = (),
 ) -> RoundEnded:
     """The record of a round, or of the rounds of one order together.
 
     `works` is what each rank has reported since the record before, shape (world_size, reports); the rest are
     fields of `RoundEnded`.
     """
+    norms = joined_norms(work.norms for theirs in works for work in theirs)
+    grad_norm, grad_norm_max = mean_and_largest(norms)
     return RoundEnded(
         round=round,
         rounds=rounds,
@@ -56,7 +64,19 @@ def round_ended(
         anchor=anchor,
         drift=drift,
         reason=reason,
+        grad_norm=grad_norm,
+        grad_norm_max=grad_norm_max,
+        param_norm=param_norm,
+        share=tuple(share),
     )
+
+
+def rebalanced(told: Sequence[float], weights: Sequence[float]) -> tuple[float, ...]:
+    """The shares that these weights mean, where they differ from those that were told last; else empty."""
+    whole = math.fsum(weights)
+    shares = tuple(weight / whole for weight in weights) if whole else ()
+    moved = [abs(one - two) for one, two in zip(told, shares, strict=False)]
+    return shares if max(moved, default=0.0) >= MOVED else ()
 
 
 def why(outcome: Outcome) -> str:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.commands import Average, Command, Hurry, RoundAbandoned, RoundEnded, Send
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.position import Position
 from flowdp.machine.ranks import AHEAD, RankState
-from flowdp.machine.report import round_ended, why
+from flowdp.machine.report import rebalanced, round_ended, why
 from flowdp.machine.snapshot_round import Blocking, SnapshotRound
 from flowdp.messages import (
     Averaged,
@@ -84,6 +85,7 @@ class SnapshotRounds:
         self._timeout_ms = SNAPSHOT_TIMEOUT_MS
         self._met_dealt = 0  # batches dealt until the last blocking round: nothing since, nothing to meet for
         self._round_start_ms = math.nan
+        self._told_share: tuple[float, ...] = (1.0 / world_size,) * world_size
 
     @property
     def is_idle(self) -> bool:
@@ -313,7 +315,10 @@ class SnapshotRounds:
         drift = DriftReport(averaged.drifts).max_drift if averaged.drifts else None
         self._round = None
         samples = round_.samples(self.world_size)
-        return [self._record(round_.number, steps, samples, averaged.sync_ms, drift, reason, now_ms)]
+        record = self._record(round_.number, steps, samples, averaged.sync_ms, drift, reason, now_ms)
+        share = rebalanced(self._told_share, self.cadence.quotas)
+        self._told_share = share or self._told_share
+        return [replace(record, param_norm=averaged.norm, share=share)]
 
     def _take_ack(self, ack: SyncAck, now_ms: float) -> list[Command]:
         blocking = self._blocking

@@ -6,13 +6,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flowdp.policy.drift import DriftReport
 from flowdp.policy.formats import format_duration, format_metric
 
-__all__ = ["EpochMetrics", "RankMetrics", "RankSums", "Tally", "Work", "evaluation_means", "pace_ms"]
+__all__ = [
+    "NO_NORMS",
+    "EpochMetrics",
+    "RankMetrics",
+    "RankSums",
+    "Tally",
+    "Work",
+    "evaluation_means",
+    "joined_norms",
+    "mean_and_largest",
+    "pace_ms",
+]
+
+
+NO_NORMS = (0.0, 0.0, 0)
+"""No gradients were clipped."""
+
+
+def joined_norms(parts: Iterable[tuple[float, float, int]]) -> tuple[float, float, int]:
+    """Sum, largest and number of the norms of several parts."""
+    total, largest, count = NO_NORMS
+    for part in parts:
+        total, largest, count = total + part[0], max(largest, part[1]), count + part[2]
+    return total, largest, count
+
+
+def mean_and_largest(norms: tuple[float, float, int]) -> tuple[float | None, float | None]:
+    """Of so many norms; None where there are none."""
+    total, largest, count = norms
+    return (total / count, largest) if count else (None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +59,7 @@ class Work:
         scalars: Name -> (weighted sum, sum of weights), from `record_scalar`.
         lr: Learning rate of the first group at the last step.
         bad: (epoch, batch) of the first step that left the numbers, NaN or infinite; None while none has.
+        norms: Sum, largest and number of the 2-norms of its steps' gradients, where they were clipped.
     """
 
     epoch: int
@@ -42,6 +72,7 @@ class Work:
     scalars: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     lr: float = 0.0
     bad: tuple[int, int] | None = None
+    norms: tuple[float, float, int] = NO_NORMS
 
 
 def pace_ms(total_ms: float, longest_ms: float, steps: int) -> float:
@@ -109,6 +140,9 @@ class EpochMetrics:
         efficiency: Fraction of the devices' time that was spent in steps, at most 1.
         global_step: Steps of all ranks in the run so far.
         eval: Means of the evaluation, empty without one.
+        grad_norm: Mean over the steps of the 2-norm of the gradients before they were clipped; None without
+            `max_grad_norm`.
+        grad_norm_max: The largest of them.
     """
 
     epoch: int
@@ -127,6 +161,8 @@ class EpochMetrics:
     efficiency: float
     global_step: int
     eval: Mapping[str, float] = field(default_factory=dict)
+    grad_norm: float | None = None
+    grad_norm_max: float | None = None
 
     def __str__(self) -> str:
         number = f"epoch {self.epoch + 1}"
@@ -159,6 +195,7 @@ class RankSums:
         losses: Sum of loss x samples, and the samples it was summed over.
         scalars: Name -> (weighted sum, sum of weights).
         lr: Learning rate of the first group at its last step.
+        norms: See `Work.norms`.
     """
 
     steps: int = 0
@@ -170,6 +207,7 @@ class RankSums:
     losses: tuple[float, int] = (0.0, 0)
     scalars: dict[str, tuple[float, float]] = field(default_factory=dict)
     lr: float = 0.0
+    norms: tuple[float, float, int] = NO_NORMS
 
 
 class Tally:
@@ -216,6 +254,7 @@ class Tally:
                 losses=work.losses,
                 scalars=dict(work.scalars),
                 lr=work.lr,
+                norms=work.norms,
             ),
         )
 
@@ -232,6 +271,7 @@ class Tally:
         for name, (total, weight) in done.scalars.items():
             known = sums.scalars.get(name, (0.0, 0.0))
             sums.scalars[name] = (known[0] + total, known[1] + weight)
+        sums.norms = joined_norms((sums.norms, done.norms))
         if done.steps:
             sums.lr = done.lr
 
@@ -261,6 +301,7 @@ class Tally:
         ranks = self.ranks
         samples = [sums.samples for sums in ranks]
         busy_ms = sum(sums.busy_ms for sums in ranks)
+        grad_norm, grad_norm_max = mean_and_largest(joined_norms(sums.norms for sums in ranks))
         return EpochMetrics(
             epoch=self._epoch,
             epochs=epochs,
@@ -277,6 +318,8 @@ class Tally:
             divergence=self.divergence,
             efficiency=min(1.0, busy_ms / (len(ranks) * epoch_ms)) if epoch_ms > 0.0 else 0.0,
             global_step=global_step,
+            grad_norm=grad_norm,
+            grad_norm_max=grad_norm_max,
         )
 
 

@@ -495,7 +495,7 @@ def test_drift_of_replicas_that_are_equal_is_not_below_zero(world):
     assert {result.drift for result in results} == {results[0].drift}
     assert 0.0 <= results[0].drift < 1e-3
     # What rounding may make of equal replicas.
-    assert world.mean._drift(0, world.outcomes[0], [[0.5, 0.4999, 1.0]]) == 0.0
+    assert world.mean._drift(0, world.outcomes[0], [[0.5, 0.4999, 1.0]]) == (0.0, 1.0)
 
 
 def test_drift_of_a_diverged_replica_is_not_a_number(world):

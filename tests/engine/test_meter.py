@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from time import perf_counter
 
 import pytest
@@ -11,7 +12,7 @@ from flowdp.collective.base import Averaging
 from flowdp.device.streams import CudaLane
 from flowdp.engine import meter as module
 from flowdp.engine.device_meter import DeviceMeter
-from flowdp.engine.meter import HostMeter, Meter, Report
+from flowdp.engine.meter import HostMeter, Meter, Report, Sums
 from flowdp.machine.worker import Done, Step
 from tests.fakes import FakeCuda
 
@@ -181,3 +182,10 @@ def test_a_look_finds_nothing_in_finite_losses(meter: Meter) -> None:
     meter.look()
     assert meter.bad is None
     assert closed(meter, 2).work.losses == (4.0 * (1.0 + torch.tensor(3e38).item()), 8)
+
+
+def test_norms_of_gradients_are_summed_but_those_of_a_scaled_loss_that_overflowed() -> None:
+    sums = Sums()
+    for value in (3.0, math.inf, 5.0, math.nan):
+        sums.norm(value)
+    assert sums.norms == (8.0, 5.0, 2)

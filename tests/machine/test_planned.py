@@ -175,6 +175,7 @@ def test_the_record_of_a_round() -> None:
         sync_ms=1.0,
         anchor=10,
         drift=0.01,
+        share=(2 / 3, 1 / 3),
     )
 
 

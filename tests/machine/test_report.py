@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from flowdp.machine.report import mean_loss, round_ended, why
+from flowdp.machine.report import mean_loss, rebalanced, round_ended, why
 from flowdp.messages import Outcome, Work
 
 
@@ -57,3 +57,10 @@ def test_reports_of_a_rank_are_added_up() -> None:
 )
 def test_why(fields: dict[str, object], said: str) -> None:
     assert why(Outcome(0, 2, (0, 1), (1, 1), (8, 8), **fields)) == said  # type: ignore[arg-type]
+
+
+def test_shares_are_told_when_they_have_moved() -> None:
+    assert rebalanced((0.5, 0.5), (10, 10)) == ()
+    assert rebalanced((0.5, 0.5), (51, 50)) == ()
+    assert rebalanced((0.5, 0.5), (30, 10)) == (0.75, 0.25)
+    assert rebalanced((0.75, 0.25), (30, 0)) == (1.0, 0.0)

@@ -168,3 +168,14 @@ def test_numbers_of_an_evaluation_that_are_none():
     assert evaluation_means([(0, 1, (("a", inf),)), (1, 1, (("a", 1.0),))]) == {"a": inf}
     assert math.isnan(evaluation_means([(0, 1, (("a", inf),)), (1, 1, (("a", -inf),))])["a"])
     assert math.isnan(evaluation_means([(0, 0, (("a", 1.0),))])["a"])
+
+
+def test_norms_of_gradients_are_summed_over_orders_and_ranks() -> None:
+    tally = Tally(0, 2)
+    tally.add(0, Work(0, 2, 8, norms=(3.0, 2.0, 2)))
+    tally.add(0, Work(0, 1, 4, norms=(5.0, 5.0, 1)))
+    tally.add(1, Work(0, 1, 4))
+    result = tally.result(1.0, 1, 4, None)
+    assert (result.grad_norm, result.grad_norm_max) == (8.0 / 3, 5.0)
+    nothing = Tally(0, 1).result(1.0, 1, 0, None)
+    assert (nothing.grad_norm, nothing.grad_norm_max) == (None, None)
