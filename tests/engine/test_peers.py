@@ -577,3 +577,16 @@ def test_after_an_error_the_caller_comes_after_the_ranks_all_the_same() -> None:
                 peers.each([None, job])
             module[0].bias.add_(1.0)  # type: ignore[operator]
     assert not cuda.races
+
+
+def test_a_job_at_home_is_done_where_rank_0_works_and_is_not_timed() -> None:
+    with peers_of(mlp()) as peers, torch.no_grad():
+        (worker, _) = peers.each([threading.current_thread, None])
+        for watch in peers.watches:
+            watch.discard()
+        done = peers.at_home(lambda: (threading.current_thread(), torch.is_grad_enabled()))
+        assert done == (worker, False)
+        peers.watches[0].lap()
+        assert peers.watches[0].take_ms() == 0.0
+        with pytest.raises(ValueError, match="no"):
+            peers.at_home(lambda: int("no"))
