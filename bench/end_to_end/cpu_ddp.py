@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 import flowdp
 from bench.harness import compare, options, report
 from bench.models import MODELS, Batch, classify, images
-from flowdp.device.process import keep_freed_memory, pause_openmp
+from flowdp.device.openmp import pause_openmp
+from flowdp.device.process import keep_freed_memory
 from flowdp.options import Policy
 
 WORLD_SIZE = 2

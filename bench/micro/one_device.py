@@ -21,7 +21,8 @@ import flowdp
 from bench.harness import Comparison, compare, options, report
 from bench.models import MODELS, Batch, classify, images
 from flowdp.data.dataset import TensorSource
-from flowdp.device.process import keep_freed_memory, pause_openmp
+from flowdp.device.openmp import pause_openmp
+from flowdp.device.process import keep_freed_memory
 from flowdp.engine.replica import Replica
 
 WARM_UP = 20

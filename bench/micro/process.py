@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from bench.harness import Comparison, compare, options, report, step_ms
 from flowdp.device.cores import usable_cores
-from flowdp.device.process import SWITCH_INTERVAL_S, keep_freed_memory, pause_openmp
+from flowdp.device.openmp import pause_openmp
+from flowdp.device.process import SWITCH_INTERVAL_S, keep_freed_memory
 
 Measured = tuple[float, float]  # ms per step, page faults per step
 

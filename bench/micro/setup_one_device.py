@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import flowdp
 from bench.harness import Comparison, compare, options, report
 from bench.models import MODELS, Batch, classify, images
-from flowdp.device.process import keep_freed_memory, pause_openmp
+from flowdp.device.openmp import pause_openmp
+from flowdp.device.process import keep_freed_memory
 
 WARM_UP = 20
 SAMPLES = 4_096

@@ -39,7 +39,7 @@ from flowdp.data.slots import (
 )
 from flowdp.data.source import Batch, Source
 from flowdp.data.tensor_source import TensorSource
-from flowdp.device.cores import set_own_threads
+from flowdp.device.openmp import set_own_threads
 from flowdp.device.streams import Lane
 from flowdp.errors import ProtocolError
 from flowdp.messages import Part

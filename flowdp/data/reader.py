@@ -22,7 +22,7 @@ from flowdp.data.portion import Portion
 from flowdp.data.processes import GRACE_S, Processes, begin
 from flowdp.data.source import Batch, Source
 from flowdp.data.trees import tree_map
-from flowdp.device.cores import set_own_threads
+from flowdp.device.openmp import set_own_threads
 from flowdp.errors import DataError, ProtocolError
 from flowdp.machine.position import Position
 from flowdp.messages import Part

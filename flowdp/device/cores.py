@@ -9,18 +9,15 @@ CPUQuota).
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 import torch
 
-from flowdp.device.process import ProcessTuning, pause_openmp
+from flowdp.device.process import ProcessTuning
 from flowdp.policy.pool_size import PoolSize
 
-__all__ = ["cpu_quota", "open_pools", "set_own_threads", "thread_budget", "threads_per_rank", "usable_cores"]
-
-_turn = threading.Lock()
+__all__ = ["cpu_quota", "open_pools", "thread_budget", "threads_per_rank", "usable_cores"]
 
 
 def open_pools(
@@ -72,40 +69,6 @@ def threads_per_rank(devices: Sequence[torch.device], budget: int) -> list[int]:
     """
     workers = sum(device.type == "cpu" for device in devices)
     return [max(1, budget // workers) if device.type == "cpu" else 1 for device in devices]
-
-
-def set_own_threads(count: int) -> None:
-    """Size the OpenMP pool of the calling thread, and of no other.
-
-    `torch.set_num_threads` also sets the number that threads get which start later, the user's among them;
-    that number is put back.
-
-    Args:
-        count: Threads, the calling one included. With 1 the pool is given back.
-    """
-    if torch.get_num_threads() == count:
-        return
-    known, changed = threading.Event(), threading.Event()
-
-    def keep() -> None:
-        common = torch.get_num_threads()  # what torch gives to a thread that starts now
-        known.set()
-        changed.wait()
-        torch.set_num_threads(common)
-
-    keeper = threading.Thread(target=keep, name="flowdp-threads", daemon=True)
-    with _turn:  # or the number that is put back could be another rank's
-        try:
-            keeper.start()
-        except RuntimeError:  # no thread can be started, so none gets this number
-            torch.set_num_threads(count)
-        else:
-            known.wait()
-            torch.set_num_threads(count)
-            changed.set()
-            keeper.join()
-    if count == 1:
-        pause_openmp()  # idle threads would count against the other ranks' pools
 
 
 def usable_cores() -> int:

@@ -7,7 +7,7 @@ the platform lacks it. `python -m bench.micro.process` measures the gains; these
 setting          what is done, and when                          way back                  gain
 ===============  ==============================================  ========================  ==================
 openmp           the starting thread's OpenMP pool ends, at      its next parallel region  small MLP 3.0 x,
-                 every start                                     builds it again           machine quiet
+                 every start; barriers sleep in a crowd          builds it again           machine quiet
 malloc           glibc keeps freed blocks up to 32 MiB, and up   none in this process      small CNN 1.35 x
                  to 256 MiB of free heap, once per process
 switch_interval  the interpreter changes threads every 0.5 ms,   the end of the last run   small MLP 1-20 x,
@@ -15,7 +15,8 @@ switch_interval  the interpreter changes threads every 0.5 ms,   the end of the 
 ===============  ==============================================  ========================  ==================
 
 A pool that has as many threads as there are cores spins at each barrier, which is fast until other programs
-compete for those cores. `flowdp.policy.pool_size` then finds fewer threads faster.
+compete for those cores: then barriers sleep instead (`flowdp.device.openmp`), and fewer threads may be found
+to be faster (`flowdp.policy.pool_size`).
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
 
+from flowdp.device.openmp import barriers, pause_openmp
 from flowdp.errors import OptionError
 
 __all__ = [
@@ -60,7 +61,8 @@ class ProcessTuning:
 
     Attributes:
         openmp: Give the starting thread's OpenMP pool back before the workers build theirs, each of which has
-            its share of `torch.get_num_threads()`. False: each has all of that number, and the pool stays.
+            its share of `torch.get_num_threads()`, and let them sleep at their barriers while the machine has
+            more to do than cores. False: each has all of that number, the pool stays, and barriers spin.
         malloc: Let glibc keep big freed blocks. It lasts until the process ends.
         switch_interval: Let the interpreter switch between threads every 0.5 ms.
     """
@@ -106,41 +108,13 @@ def tuned_process(tuning: ProcessTuning) -> Iterator[None]:
     with ExitStack() as stack:
         if tuning.openmp:
             pause_openmp()
+            if torch.get_num_threads() > 1:
+                barriers.hold()
+                stack.callback(barriers.release)
         if tuning.switch_interval:
             _switch_interval.hold()
             stack.callback(_switch_interval.release)
         yield
-
-
-@cache
-def _openmp_runtime() -> ctypes.CDLL | None:
-    """The OpenMP runtime that torch computes with, reached through torch's own library.
-
-    Other packages bring runtimes of their own (scikit-learn does); a symbol looked up in torch's library
-    is found among what that library was linked to.
-    """
-    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
-        file = Path(torch.__file__).parent / "lib" / name
-        if file.is_file():
-            runtime = ctypes.CDLL(str(file))
-            return runtime if hasattr(runtime, "omp_pause_resource_all") else None
-    return None
-
-
-def pause_openmp() -> bool:
-    """Give the calling thread's OpenMP pool back; its next parallel region builds it again.
-
-    A pool lives as long as its thread. While the pool of a thread that merely waits is alive, the workers'
-    pools count as too many, and every parallel region of theirs pays for it.
-
-    Returns:
-        Whether it is given back; False where the runtime cannot (before OpenMP 5.0).
-
-    Threads:
-        The owner of the pool.
-    """
-    runtime = _openmp_runtime()
-    return runtime is not None and runtime.omp_pause_resource_all(1) == 0  # 1: omp_pause_soft
 
 
 @cache

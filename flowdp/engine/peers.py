@@ -24,9 +24,9 @@ from flowdp.collective.local_group import group_lanes
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.data.slots import keep_for_compute
 from flowdp.data.trees import tensors_of
-from flowdp.device.cores import set_own_threads
 from flowdp.device.draws import OwnDraws, draw_seed
 from flowdp.device.modes import caller_modes, unhooked
+from flowdp.device.openmp import set_own_threads
 from flowdp.device.streams import Lane
 from flowdp.device.transfer import carry, copied
 from flowdp.engine.attributes import Attributes

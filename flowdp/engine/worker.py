@@ -18,7 +18,7 @@ from flowdp.collective.base import Averaging, Collective
 from flowdp.collective.snapshot import Snapshots
 from flowdp.data.feed import Feed
 from flowdp.data.source import Source
-from flowdp.device.cores import set_own_threads
+from flowdp.device.openmp import set_own_threads
 from flowdp.engine import context, meter
 from flowdp.engine.checkpoint import Saver
 from flowdp.engine.device_meter import open_meter

@@ -14,14 +14,7 @@ from torch import Tensor, nn
 
 from flowdp import Ddp, Trainer, setup
 from flowdp.device import cores
-from flowdp.device.cores import (
-    cpu_quota,
-    open_pools,
-    set_own_threads,
-    thread_budget,
-    threads_per_rank,
-    usable_cores,
-)
+from flowdp.device.cores import cpu_quota, open_pools, thread_budget, threads_per_rank, usable_cores
 from flowdp.device.process import ProcessTuning
 from flowdp.options import Policy
 from flowdp.policy import pool_size
@@ -106,47 +99,6 @@ class TestBudget:
     @pytest.mark.usefixtures("deterministic")
     def test_deterministic_algorithms_leave_no_choice(self) -> None:
         assert open_pools([CPU], ProcessTuning(), adapts=True)[0].is_fixed
-
-
-class TestOwnThreads:
-    def test_no_other_thread_has_the_number(self) -> None:
-        def work() -> tuple[int, int, object]:
-            set_own_threads(1)
-            return torch.get_num_threads(), threading.active_count(), in_thread(torch.get_num_threads)
-
-        count = threading.active_count()
-        assert in_thread(work) == (1, count + 1, 3)
-        assert (torch.get_num_threads(), in_thread(torch.get_num_threads)) == (3, 3)
-
-    def test_several_at_once(self) -> None:
-        start = threading.Barrier(8)
-        seen: list[tuple[int, int]] = []
-
-        def work(count: int) -> None:
-            start.wait(30)
-            set_own_threads(count)
-            seen.append((count, torch.get_num_threads()))
-
-        threads = [threading.Thread(target=work, args=(1 + place % 4,)) for place in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        assert len(seen) == 8
-        assert all(wanted == had for wanted, had in seen)
-        assert in_thread(torch.get_num_threads) == 3
-
-    def test_where_no_thread_can_start(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse(_: threading.Thread) -> None:
-            raise RuntimeError("can't start new thread")
-
-        def work() -> int:
-            with monkeypatch.context() as patch:
-                patch.setattr(threading.Thread, "start", refuse)
-                set_own_threads(2)
-            return torch.get_num_threads()
-
-        assert in_thread(work) == 2
 
 
 # Lines as the kernel writes them, without the mounts that are no control groups.
@@ -336,7 +288,7 @@ class TestChoice:
 
 def test_omp_num_threads_is_the_users_number() -> None:
     child = subprocess.run(
-        [sys.executable, "-c", "import torch; from flowdp.device.cores import *; print(thread_budget())"],
+        [sys.executable, "-c", "from flowdp.device.cores import *; print(thread_budget())"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

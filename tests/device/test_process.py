@@ -15,7 +15,6 @@ from flowdp.device.process import (
     ProcessTuning,
     as_tuning,
     keep_freed_memory,
-    pause_openmp,
     tuned_process,
 )
 from flowdp.errors import OptionError
@@ -72,39 +71,6 @@ class TestOptions:
     def test_anything_else_is_an_option_error(self, wrong: object) -> None:
         with pytest.raises(OptionError, match="tune_process must be True, False or a ProcessTuning"):
             as_tuning(wrong)  # type: ignore[arg-type]
-
-
-@linux
-class TestOpenMP:
-    def test_the_pool_ends_and_comes_back(self) -> None:
-        def work() -> tuple[bool, bool]:
-            bare = threads_now()
-            build_pool()
-            with_pool = threads_now()
-            assert with_pool >= bare + 2
-            paused = pause_openmp() and settled(with_pool - 2)
-            build_pool()
-            return paused, threads_now() == with_pool
-
-        assert in_thread(work) == (True, True)
-
-    def test_every_start_gives_the_pool_back(self) -> None:
-        def work() -> list[bool]:
-            ended = []
-            for tuning in (POOL, POOL, NONE):
-                build_pool()
-                with_pool = threads_now()
-                with tuned_process(tuning):
-                    ended.append(settled(with_pool - 2))
-            return ended
-
-        assert in_thread(work) == [True, True, False]
-
-    def test_a_runtime_without_the_symbol_is_no_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(process, "_openmp_runtime", lambda: None)
-        assert pause_openmp() is False
-        with tuned_process(POOL):
-            pass
 
 
 FAULTS = """
