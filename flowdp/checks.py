@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flowdp.engine.build import several_optimizers
+from flowdp.engine.build import check_closure, several_optimizers
 from flowdp.errors import OptionError
 from flowdp.options import (
     Backend,
@@ -109,6 +109,8 @@ def check_step(
             raise OptionError("loss is a criterion with parameters to train: make it a part of the model")
         if isinstance(optimizer, Mapping | Sequence) and len(optimizer) > 1:
             raise OptionError(several_optimizers(len(optimizer)))
+        if isinstance(optimizer, Optimizer):
+            check_closure(optimizer)
         return
     if loss is not None:
         raise OptionError("loss and train_step both say what a step is: give one of them")

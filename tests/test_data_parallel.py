@@ -12,6 +12,8 @@ import subprocess
 import sys
 import textwrap
 import threading
+import traceback
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -686,8 +688,8 @@ def test_the_models_own_error_names_rank_and_device_and_the_next_call_works(
     with pytest.raises(KeyError, match="samples") as caught:
         dp(broken)
     rank = 0 if 0 in bad else 1
-    assert caught.value.__notes__[0] == f"flowdp: on rank {rank}, cpu"
-    assert len(caught.value.__notes__) == len(bad)
+    assert caught.value.__notes__[1] == f"flowdp: on rank {rank}, cpu"
+    assert len(caught.value.__notes__) == 1 + len(bad)
     for call in (dp, twin):
         F.cross_entropy(call(x), y).backward()
     assert_equal(gradients(model), gradients(twin))
@@ -1122,3 +1124,107 @@ def test_what_was_taken_without_a_look(name: str, value: object) -> None:
     model = nn.Linear(4, 1)
     with pytest.raises(OptionError, match=name):
         flowdp.setup(model, torch.optim.SGD(model.parameters(), 0.1), devices=1, **{name: value})
+
+
+# ---------------------------------------------------------------- what fails, and what says so
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, mask: Tensor, *, names: list[str], flag: int) -> Tensor:
+        raise ValueError("no such word")
+
+
+@two
+def test_a_failure_in_a_part_says_how_the_call_was_cut_and_appears_once(setup: Setup) -> None:
+    dp = setup(Failing(), cadence=False)
+    with pytest.raises(ValueError, match="no such word") as caught:
+        dp(torch.ones(16, 3), torch.ones(3, 3), names=["a"] * 16, flag=2)
+    assert "".join(traceback.format_exception(caught.value)).count("no such word") == 2, (
+        "in the code, and once"
+    )
+    first, where, other = caught.value.__notes__
+    assert first == (
+        "flowdp: called with rows 0-8 of argument 0 'x' (tensor (16, 3) -> tensor (8, 3)), argument 'names' "
+        "(list of 16 -> list of 8) and the whole of argument 1 'mask' (tensor (3, 3)), argument 'flag' (2)"
+    )
+    assert where == "flowdp: on rank 0, cpu"
+    assert other.startswith("at the same time: the same; flowdp: called with rows 8-16 of argument 0 'x'")
+    assert other.endswith("flowdp: on rank 1, cpu")
+
+
+def test_an_optimizer_with_a_closure(setup: Setup) -> None:
+    losses = []
+    for prepare in (setup, lambda model, _: model):
+        model = mlp()
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+        call = prepare(model, optimizer)
+
+        def closure(call: Any = call, optimizer: Optimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(call)
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        losses.append(closure().detach())
+        if isinstance(call, DataParallel):
+            assert call.training_step == 3
+            with pytest.raises(FlowdpError, match=r"LBFGS needs a closure: call optimizer\.step\(closure\)"):
+                call.step()
+    assert_equal(losses[:1], losses[1:])
+
+
+@two
+def test_reentrant_checkpoints_are_refused_in_one_sentence(setup: Setup) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = mlp(), nn.Linear(3, 3).double()
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.head, self.inner(x), use_reentrant=True)
+
+    dp = setup(Checkpointed())
+    with pytest.raises(FlowdpError, match="needs use_reentrant=False") as caught:
+        dp(numbers(9, 6)).sum().backward()
+    assert "".join(traceback.format_exception(caught.value)).count("needs use_reentrant=False") == 1
+
+
+class Stubborn(nn.Module):
+    """Keeps a part frozen in its mode, by a `train` without a result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double()
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        self.inner.eval()
+
+    def forward(self, x: Tensor) -> Any:
+        assert not self.inner.training
+        return self.inner(x)
+
+
+def test_a_train_of_the_models_own(setup: Setup) -> None:
+    dp = setup(Stubborn())
+    assert dp.train() is dp
+    dp(numbers(9, 6)).sum().backward()
+    dp.predict(numbers(9, 6))
+    assert [part.training for part in dp.module.modules()] == [True, False, False, False]
+    assert all(not part.training for replica in dp.replicas for part in replica.inner.modules())  # type: ignore[operator, union-attr]
+
+
+def test_scripted_modules_are_refused(setup: Setup) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(mlp())
+    for model, whose in (
+        (scripted, "it was made"),
+        (nn.Sequential(nn.Linear(6, 6), scripted), "its part '1' was"),
+    ):
+        with pytest.raises(OptionError, match=f"model: {whose}.* give the module that it was made from"):
+            setup(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -314,3 +315,43 @@ def test_a_process_without_room_for_a_thread_ends_by_itself() -> None:
     assert printed == "at exit: []\n"
     assert errors.rstrip().endswith("RuntimeError: can't start new thread")
     assert code == 1
+
+
+FORKED = """
+import os, sys, warnings
+warnings.simplefilter("ignore")  # newer Pythons warn of a fork beside threads
+import torch
+import flowdp
+
+dp = flowdp.setup(torch.nn.Linear(3, 1), devices=["cpu", "cpu"], progress=False)
+dp(torch.ones(4, 3))
+child = os.fork()
+if not child:
+    try:
+        dp(torch.ones(4, 3))
+    except RuntimeError as error:
+        print("child:", error, flush=True)
+    sys.exit(3)
+_, status = os.waitpid(child, 0)
+print("child ended with", os.waitstatus_to_exitcode(status))
+print(tuple(dp(torch.ones(4, 3)).shape))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_process_is_told_and_ends() -> None:
+    """Its threads are in the other process: it would wait for them for ever."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told, ended, shape = done.stdout.splitlines()
+    assert told.startswith(
+        "child: the threads of the devices are in the process that this one was forked from"
+    )
+    assert (ended, shape) == ("child ended with 3", "(4, 1)")

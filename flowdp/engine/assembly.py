@@ -20,6 +20,7 @@ from flowdp.engine.build import (
     all_of,
     build_models,
     build_optimizers,
+    check_closure,
     equal_start,
     seed_devices,
     several_optimizers,
@@ -103,6 +104,8 @@ def _replica(
         optimizers = build_optimizers(parts.optimizer, module, source)
         if parts.train_step is None and len(optimizers) > 1:
             raise OptionError(several_optimizers(len(optimizers)))
+        if parts.train_step is None:
+            check_closure(all_of(optimizers)[0])
         rate = LearningRate(all_of(optimizers), *parts.schedule)
         width = parts.sizes.widths[flat.rank]
         rest = rate, lane, parts.precision, parts.max_grad_norm, width

@@ -29,7 +29,10 @@ __all__ = [
     "all_of",
     "build_models",
     "build_optimizers",
+    "check_closure",
+    "check_not_scripted",
     "equal_start",
+    "needs_closure",
     "seed_devices",
     "several_optimizers",
     "slow_optimizer",
@@ -65,13 +68,35 @@ def build_models(model: ModelOption, lanes: Sequence[Lane]) -> list[nn.Module]:
 def _build_model(
     model: ModelOption, device: torch.device, rank: int, modules: Sequence[nn.Module]
 ) -> nn.Module:
-    module = _copy(model) if isinstance(model, nn.Module) else _call_factory(model, device, rank)
+    if isinstance(model, nn.Module):
+        check_not_scripted(model)
+        module = _copy(model)
+    else:
+        module = _call_factory(model, device, rank)
+        check_not_scripted(module)
     if any(module is other for other in modules):
         raise OptionError(
             f"the model factory returned the same module for rank {rank} and an earlier rank: it must "
             f"build a new one at every call"
         )
-    return module.to(device).train()
+    module.to(device)
+    module.train()  # which some write anew, without a result
+    return module
+
+
+def check_not_scripted(model: nn.Module) -> None:
+    """A module of Python's.
+
+    Raises:
+        OptionError: It, or a part of it, was made by torch.jit.
+    """
+    for name, part in model.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise OptionError(
+                f"model: {f'its part {name!r}' if name else 'it'} was made by torch.jit.script or trace, and "
+                "cannot be copied for training: give the module that it was made from, and script the "
+                "trained one"
+            )
 
 
 def equal_start(modules: Sequence[nn.Module], lanes: Sequence[Lane]) -> list[FlatReplica]:
@@ -176,6 +201,26 @@ def several_optimizers(count: int) -> str:
         f"the optimizer option gives {count} optimizers, and with a loss one takes the step: give a "
         "train_step, which says when each of them steps"
     )
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether an optimizer steps by a function that computes the loss again, as LBFGS does."""
+    given = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return given is not None and given.default is given.empty
+
+
+def check_closure(optimizer: Optimizer) -> None:
+    """An optimizer that steps without a closure.
+
+    Raises:
+        OptionError: It needs one.
+    """
+    if needs_closure(optimizer):
+        raise OptionError(
+            f"optimizer: {type(optimizer).__name__} computes the loss several times in a step, by a closure, "
+            "and with a loss there is one forward a step: give train_step=, a function of (worker, batch) "
+            "that calls worker.optimizers[0].step(closure)"
+        )
 
 
 def seed_devices(devices: Sequence[torch.device], seed: int) -> None:

@@ -147,6 +147,11 @@ class Joining:
         self._is_apart = is_apart
         self.form: tuple[Any, ...] | None = None
 
+    @property
+    def positional(self) -> tuple[str, ...]:
+        """Names of the arguments that may be given by position, where they are known."""
+        return () if self._callee is None else self._callee.positional
+
     def weigh(self, part: Part) -> dict[WeightFunction, Tensor]:
         """The weights of a part, on its device; before a module is called that may write to its inputs."""
         if self._callee is None:

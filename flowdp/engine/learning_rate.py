@@ -12,17 +12,33 @@ import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from flowdp.errors import CheckpointError, OptionError
 from flowdp.options import SchedulerUnit
 
 __all__ = ["LearningRate", "LrLambda", "SchedulerOption", "check_schedule"]
 
-SchedulerOption = LRScheduler | Callable[[Optimizer], LRScheduler]
+
+class Scheduler(Protocol):
+    """Sets the rates of an optimizer: one of torch's, of timm's, or another with these methods."""
+
+    optimizer: Any
+
+    def step(self, *args: Any) -> Any:
+        """Set the next rates. One of timm's is told the number of the epoch."""
+
+    def state_dict(self) -> Any:
+        """What it needs to go on."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Go on from there."""
+
+
+SchedulerOption = Scheduler | Callable[[Optimizer], Scheduler]
 LrLambda = Callable[[int], float]
 
 
@@ -47,14 +63,17 @@ def check_schedule(
             f"scheduler needs scheduler_unit='step' or 'epoch' (given {unit!r}): a wrong guess would be a "
             f"silently wrong schedule"
         )
-    if isinstance(scheduler, LRScheduler):
+    if _is_scheduler(scheduler):
         if scheduler.optimizer is not optimizer:
             raise OptionError(
                 "a scheduler instance must be made for the optimizer instance that is given beside it; with "
                 "an optimizer factory give a scheduler factory: scheduler=lambda optimizer: ..."
             )
     elif not callable(scheduler):
-        raise OptionError(f"scheduler must be a torch scheduler or a factory of one, not {scheduler!r}")
+        raise OptionError(
+            f"scheduler must be a torch scheduler or a factory of one, not {scheduler!r}; one of another "
+            "class needs optimizer, step, state_dict and load_state_dict"
+        )
     _check_unit(scheduler, unit)
 
 
@@ -99,7 +118,7 @@ class LearningRate:
     @property
     def waits_for_metric(self) -> bool:
         """Whether the scheduler needs the loss of the epoch before."""
-        return any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in self._schedulers)
+        return any(map(_watches, self._schedulers))
 
     def advance(self, position: int, epoch: int, metric: float | None = None) -> None:
         """Set the rates for a step.
@@ -186,7 +205,12 @@ class LearningRate:
         while self._count < count:
             self._count += 1
             for scheduler in self._schedulers:
-                if not isinstance(scheduler, ReduceLROnPlateau):
+                if _is_of_timm(scheduler):
+                    if self._unit == "step":
+                        scheduler.step_update(self._count)
+                    elif metric is not None or not _watches(scheduler):
+                        scheduler.step(self._count, metric)
+                elif not _watches(scheduler):
                     scheduler.step()
                 elif metric is not None:
                     scheduler.step(metric)
@@ -212,22 +236,50 @@ def _listed(kinds: Sequence[str]) -> str:
 
 
 def _check_unit(scheduler: object, unit: SchedulerUnit | None) -> None:
-    if isinstance(scheduler, ReduceLROnPlateau) and unit != "epoch":
+    if _watches(scheduler) and unit != "epoch":
         raise OptionError("ReduceLROnPlateau watches the loss of an epoch: scheduler_unit must be 'epoch'")
+    if not _is_of_timm(scheduler):
+        return
+    is_of_epochs = getattr(scheduler, "t_in_epochs", unit == "epoch")
+    if is_of_epochs is not (unit == "epoch"):  # it would leave the rates alone, and say nothing
+        raise OptionError(
+            f"scheduler_unit={unit!r} does not go with a {type(scheduler).__name__} of timm with "
+            f"t_in_epochs={is_of_epochs}: say scheduler_unit={'epoch' if is_of_epochs else 'step'!r}"
+        )
 
 
-def _twin(scheduler: SchedulerOption, optimizer: Optimizer) -> LRScheduler:
+def _is_scheduler(given: object) -> TypeGuard[Scheduler]:
+    wanted = ("optimizer", "step", "state_dict", "load_state_dict")
+    return not isinstance(given, type) and all(hasattr(given, name) for name in wanted)
+
+
+def _is_of_timm(scheduler: object) -> bool:
+    return hasattr(scheduler, "step_update")
+
+
+def _watches(scheduler: object) -> bool:
+    """Whether a scheduler needs the loss of the epoch before."""
+    return isinstance(
+        getattr(scheduler, "lr_scheduler", scheduler), ReduceLROnPlateau
+    )  # timm's has one inside
+
+
+def _twin(scheduler: SchedulerOption, optimizer: Optimizer) -> Any:
     """The user's scheduler, for another optimizer."""
-    if isinstance(scheduler, LRScheduler):
+    if _is_scheduler(scheduler):
         # Nested schedulers share the optimizer: the memo gives all of them the new one.
         twin = copy.deepcopy(scheduler, {id(scheduler.optimizer): optimizer})
         # What torch notes at an optimizer to warn about schedulers that are stepped first. A rank that had no
         # batch yet steps its scheduler first, rightly.
         _mark_step_as_called(optimizer)
         return twin
+    assert callable(scheduler)
     made = scheduler(optimizer)
-    if not isinstance(made, LRScheduler):
-        raise OptionError(f"the scheduler factory returned {made!r}, not a torch scheduler")
+    if not _is_scheduler(made):
+        raise OptionError(
+            f"the scheduler factory returned {made!r}, not a torch scheduler, nor another with optimizer, "
+            "step, state_dict and load_state_dict"
+        )
     if made.optimizer is not optimizer:
         raise OptionError("the scheduler factory must use the optimizer that it is given")
     _mark_step_as_called(optimizer)

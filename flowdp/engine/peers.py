@@ -362,7 +362,7 @@ class Peers:
         """
         lane = self._lanes[rank]
         if rank and lane.is_async and lane.device == self.devices[0]:
-            keep_for_compute(tensors_of(tree), lane)
+            keep_for_compute(list(tensors_of(tree)), lane)
 
     def close(self) -> None:
         """End the threads."""

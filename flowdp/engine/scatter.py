@@ -28,6 +28,9 @@ from flowdp.errors import FlowdpError
 
 __all__ = ["Arguments", "Handed", "Part"]
 
+SHOWN = 6
+"""Arguments that a message lists, of those that are cut and of those that are not."""
+
 
 @dataclass(frozen=True, slots=True)
 class Handed:
@@ -153,6 +156,30 @@ class Arguments:
     def names(self) -> list[str]:
         """How each leaf is called, for messages: `0['x']`."""
         return [path.removeprefix("[").replace("]", "", 1) for path in self._form.paths()]
+
+    def in_words(self, start: int, samples: int, positional: Sequence[str] = ()) -> str:
+        """The part of each argument that a device is called with, for a note on an error.
+
+        Args:
+            start: Its first sample.
+            samples: How many it has.
+            positional: Names of the parameters that may be given by position.
+        """
+        parts: list[str] = []
+        whole: list[str] = []
+        for (place, *inside), leaf, dim in zip(self._form.key_paths(), self._leaves, self._cuts, strict=True):
+            name = f"argument {place!r}"
+            if isinstance(place, int) and place < len(positional):
+                name += f" {positional[place]!r}"
+            name += "".join(f"[{key!r}]" for key in inside)
+            if dim is None or samples == self.samples:
+                whole.append(f"{name} ({described(leaf)})")
+            else:
+                own = described(cut(leaf, start, samples, dim))
+                parts.append(f"{name} ({described(leaf)} -> {own})")
+        shown = [f"rows {start}-{start + samples} of " + ", ".join(parts[:SHOWN])] if parts else []
+        shown += ["the whole of " + ", ".join(whole[:SHOWN])] if whole else []
+        return " and ".join(shown) or "no arguments"
 
     def __str__(self) -> str:
         named = zip(self.names, self._leaves, strict=True)

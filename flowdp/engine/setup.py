@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from flowdp.collective.batch_norm import SharedStatistics, check_synchronised
 from flowdp.device.topology import devices as find_devices
+from flowdp.engine.build import check_not_scripted
 from flowdp.engine.recipe import LossFunction
 from flowdp.errors import OptionError
 from flowdp.options import CadenceOptions
@@ -40,6 +41,7 @@ def check_model(model: object, optimizer: object) -> None:
     """
     if not isinstance(model, nn.Module):
         raise OptionError(f"model must be a torch.nn.Module, not {model!r}; a factory goes to replica=")
+    check_not_scripted(model)
     if optimizer is not None and not any(parameter.requires_grad for parameter in model.parameters()):
         raise OptionError(
             "the model has no parameter that requires grad: there is nothing to train; give optimizer=None "

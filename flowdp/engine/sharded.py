@@ -382,7 +382,13 @@ class _Call:
             part = shard.arguments.part(shard.start, shard.samples, device)
             peers.hold(rank, (part.args, part.kwargs))
             weights = self._joining.weigh(part)
-            returned = Returned(self._run(peers.modules[rank], part), shard.samples, device)
+            try:
+                output = self._run(peers.modules[rank], part)
+            except Exception as error:
+                given = shard.arguments.in_words(shard.start, shard.samples, self._joining.positional)
+                error.add_note(f"flowdp: called with {given}")
+                raise
+            returned = Returned(output, shard.samples, device)
             returned.weights = {name: move(weight, peers.devices[0]) for name, weight in weights.items()}
             self._parts[place], self._returned[place] = part, returned
             bring_back(part, peers.devices[0])
@@ -414,7 +420,7 @@ class _Call:
         found: Gradients = [None] * len(asked)
         outputs, seeds = _columns(roots)
         keep = keep or self._is_shared
-        with self._walking(rank):
+        with self._walking(rank), _reentrant_refused():
             if not roots or not leaves:
                 pass
             elif rank == 0 or not demand.accumulates:
@@ -463,6 +469,19 @@ def bring_back(part: Part, home: torch.device) -> None:
         if one.is_written and one.is_copy and one.whole.device == home:
             with torch.no_grad():
                 one.memory.copy_(one.given.detach(), non_blocking=True)
+
+
+@contextmanager
+def _reentrant_refused() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "use_reentrant=True" not in str(error):
+            raise
+        raise FlowdpError(
+            "torch.utils.checkpoint inside a model of setup() needs use_reentrant=False: with True it starts "
+            "a backward of its own, which cannot be told where to end"
+        ) from None
 
 
 def take_gradients(tensors: Sequence[Tensor]) -> Gradients:

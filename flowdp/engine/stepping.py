@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flowdp.engine.buffers import average_buffers
+from flowdp.engine.build import needs_closure
 from flowdp.engine.pacing import Alone, Pacing
 from flowdp.engine.peers import Peers
 from flowdp.engine.setup import OptimizerOption, check_optimizers
@@ -71,10 +72,16 @@ class Stepping:
             max_norm: 2-norm to which the gradients are clipped.
 
         Raises:
-            FlowdpError: There is no optimizer, or no parameter has a gradient.
+            FlowdpError: There is no optimizer, one needs a closure, or no parameter has a gradient.
         """
         if not self.optimizers:
             raise FlowdpError("step() has no optimizer: give one to setup() or set_optimizer()")
+        for optimizer in self.optimizers:
+            if needs_closure(optimizer):
+                raise FlowdpError(
+                    f"{type(optimizer).__name__} needs a closure: call optimizer.step(closure) instead of "
+                    "step()"
+                )
         self.collect()
         if all(parameter.grad is None for parameter in self._module.parameters()):
             raise FlowdpError("step() found no gradients: call backward() on a loss of the outputs first")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flowdp.engine.build import all_of
+from flowdp.engine.build import all_of, needs_closure
 from flowdp.engine.context import CurrentWorker
 from flowdp.engine.replica import Replica
 
@@ -91,6 +91,11 @@ class OwnStepReplica(Replica):
         if not any(optimizer is own for own in self._own):
             raise ValueError(
                 "worker.step takes one of worker.optimizers: the replica's own, not the one given"
+            )
+        if needs_closure(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} needs a closure: call optimizer.step(closure) instead of "
+                "worker.step(optimizer)"
             )
         scaler = self._scaler
         with torch.autocast(self.device.type, enabled=False):

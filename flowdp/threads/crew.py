@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,7 @@ class Crew:
         names: Sequence[str | None],
         around: Callable[[int], AbstractContextManager[Any]] | None = None,
     ) -> None:
+        self._pid = os.getpid()
         self._boxes = [None if name is None else _Box() for name in names]
         self._running: list[_Job[Any]] = []
         self._turn = threading.Lock()  # one call of `run` at a time
@@ -71,11 +73,16 @@ class Crew:
         Raises:
             BaseException: The error of the first thread that failed, in order, when all have ended, but one
                 that another's failure has caused; those of others are told in its notes.
-            RuntimeError: The crew is closed, or one of its jobs asks.
+            RuntimeError: The crew is closed, one of its jobs asks, or a process that was forked since.
         """
         with self._own_turn():
             if not self._close.alive:
                 raise RuntimeError("the threads have been closed")
+            if os.getpid() != self._pid:
+                raise RuntimeError(
+                    "the threads of the devices are in the process that this one was forked from: call them "
+                    "there, or make them here"
+                )
             self._settle()
             handed = [None if do is None else _Job(do) for do in jobs]
             given = [(box, job) for box, job in zip(self._boxes, handed, strict=True) if job is not None]
@@ -167,8 +174,13 @@ def _raise_first(jobs: Sequence[_Job[Any]]) -> None:
     errors.sort(key=lambda error: isinstance(error, CollectiveAborted))
     if not errors:
         return
+    said = {format_error(errors[0])}
     for other in errors[1:]:
-        errors[0].add_note(f"at the same time: {format_error(other)}")
+        words = format_error(other)
+        if words in said:  # told once; the notes say where it was
+            words = "; ".join(["the same", *getattr(other, "__notes__", ())])
+        said.add(words)
+        errors[0].add_note(f"at the same time: {words}")
     try:
         raise errors[0]
     finally:

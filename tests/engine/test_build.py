@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,9 @@ from flowdp.device.streams import HostLane
 from flowdp.engine.build import (
     build_models,
     build_optimizers,
+    check_closure,
     equal_start,
+    needs_closure,
     seed_devices,
     slow_optimizer,
 )
@@ -309,3 +312,33 @@ def test_recurrent_layers_get_their_chunk_back(monkeypatch: pytest.MonkeyPatch) 
     flattened.clear()  # torch does so on its way, too
     equal_start(modules, TWO)
     assert flattened == [id(module[0]) for module in modules]
+
+
+# ---------------------------------------------------------------- what is refused
+def test_a_train_without_a_result() -> None:
+    class Silent(nn.Linear):
+        def train(self, mode: bool = True) -> Any:
+            super().train(mode)
+
+    assert [type(model) for model in build_models(lambda: Silent(2, 1), TWO)] == [Silent, Silent]
+
+
+def test_scripted_modules_are_refused() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(nn.Linear(2, 1))
+    for model in (scripted, lambda: nn.Sequential(scripted)):
+        with pytest.raises(OptionError, match=r"torch\.jit\.script or trace.* give the module"):
+            build_models(model, ONE)
+
+
+def test_which_optimizers_need_a_closure() -> None:
+    parameters = [nn.Parameter(torch.ones(1))]
+    assert needs_closure(torch.optim.LBFGS(parameters))
+    for optimizer in (torch.optim.SGD(parameters, 0.1), torch.optim.AdamW(parameters)):
+        assert not needs_closure(optimizer)
+        check_closure(optimizer)
+    with pytest.raises(
+        OptionError, match=r"optimizer: LBFGS computes the loss several times.*give train_step="
+    ):
+        check_closure(torch.optim.LBFGS(parameters))

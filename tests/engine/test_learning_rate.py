@@ -380,3 +380,86 @@ def test_a_function_of_the_step_and_the_scale_of_the_world(devices: int) -> None
     steps = curve(devices, "sync", lr_lambda=lambda step: 1 / (1 + step), lr_scale_ratio=ratio)
     for _, _, position, rate in steps:
         assert rate == pytest.approx(0.1 * (1 + ratio * (devices - 1)) / (1 + position))
+
+
+# ---------------------------------------------------------------- schedulers that are not torch's
+class Cosine:
+    """As those of timm: told the number of the epoch, or of the update, and silent about the other."""
+
+    def __init__(self, optimizer: Optimizer, t_initial: int, *, t_in_epochs: bool = True) -> None:
+        self.optimizer = optimizer
+        self.t_in_epochs = t_in_epochs
+        self.t_initial = t_initial
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"t_initial": self.t_initial}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.t_initial = state_dict["t_initial"]
+
+    def step(self, epoch: int, metric: float | None = None) -> None:
+        if self.t_in_epochs:
+            self._set(epoch)
+
+    def step_update(self, num_updates: int, metric: float | None = None) -> None:
+        if not self.t_in_epochs:
+            self._set(num_updates)
+
+    def _set(self, t: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.1 * (1 - t / self.t_initial)
+
+
+class Halving:
+    """The least that a scheduler is."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+        self.optimizer.param_groups[0]["lr"] /= 2
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps = state_dict["steps"]
+
+
+def rates_of(scheduler: Any, unit: Any, positions: list[tuple[int, int]]) -> list[float]:
+    rate = LearningRate([sgd()], scheduler, unit)
+    found = []
+    for position, epoch in positions:
+        rate.advance(position, epoch)
+        found.append(rate.value)
+    again = LearningRate([sgd()], scheduler, unit)
+    again.load_state_dict(rate.state_dict())
+    assert again.value == rate.value
+    return found
+
+
+def test_schedulers_of_timm_and_others_of_the_users_own() -> None:
+    steps = [(0, 0), (1, 0), (2, 1), (4, 2)]
+    epochs = rates_of(lambda opt: Cosine(opt, 4), "epoch", steps)
+    assert epochs == pytest.approx([0.1, 0.1, 0.075, 0.05])
+    updates = rates_of(lambda opt: Cosine(opt, 4, t_in_epochs=False), "step", steps)
+    assert updates == pytest.approx([0.1, 0.075, 0.05, 0.0])
+    assert rates_of(Halving, "step", steps) == pytest.approx([0.1, 0.05, 0.025, 0.00625])
+
+
+def test_an_instance_is_copied_for_each_optimizer() -> None:
+    optimizer = sgd()
+    scheduler = Cosine(optimizer, 4)
+    check_schedule(scheduler, "epoch", None, optimizer)
+    rate = LearningRate([sgd()], scheduler, "epoch")
+    rate.advance(3, 2)
+    assert rate.value == pytest.approx(0.05)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize(("unit", "right"), [("step", "epoch"), ("epoch", "step")])
+def test_a_unit_that_a_scheduler_of_timm_would_pass_over_in_silence(unit: Any, right: str) -> None:
+    with pytest.raises(OptionError, match=f"t_in_epochs={right == 'epoch'}: say scheduler_unit='{right}'"):
+        LearningRate([sgd()], lambda opt: Cosine(opt, 4, t_in_epochs=right == "epoch"), unit)

@@ -329,7 +329,10 @@ def test_an_error_names_rank_and_device() -> None:
             assert caught.value.__notes__ == [f"flowdp: on rank {rank}, cpu"]
         with pytest.raises(KeyError) as caught:
             peers.each([fail, fail])
-        assert caught.value.__notes__ == ["flowdp: on rank 0, cpu", "at the same time: KeyError: 'mine'"]
+        assert caught.value.__notes__ == [
+            "flowdp: on rank 0, cpu",
+            "at the same time: the same; flowdp: on rank 1, cpu",
+        ]
 
 
 def test_work_is_timed_for_each_rank() -> None:

@@ -395,3 +395,53 @@ def test_several_optimizers_of_a_factory_need_a_step() -> None:
     )  # fmt: skip
     with pytest.raises(OptionError, match="gives 2 optimizers, and with a loss one takes the step"):
         trainer.start()
+
+
+def lbfgs(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(params, max_iter=3)
+
+
+def worst(model: nn.Module) -> float:
+    with torch.no_grad():
+        return float(model(REAL).square().mean())
+
+
+def test_an_optimizer_with_a_closure_has_a_step_of_its_own() -> None:
+    model = nn.Linear(3, 1)
+    options: dict[str, Any] = {
+        "dataset": REAL,
+        "batch_size": 12,
+        "epochs": 1,
+        "devices": ["cpu", "cpu"],
+        "progress": False,
+    }
+
+    def step(worker: CurrentWorker, batch: Tensor) -> dict[str, Any]:
+        (optimizer,) = worker.optimizers
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = worker.model(batch).square().mean()
+            worker.backward(loss)
+            return loss
+
+        return {"loss": optimizer.step(closure)}
+
+    before = worst(model)
+    flowdp.Trainer(model, lbfgs, train_step=step, **options).fit()
+    assert worst(model) < before / 2
+
+    def wrong(worker: CurrentWorker, batch: Tensor) -> None:
+        worker.backward(worker.model(batch).square().mean())
+        worker.step(worker.optimizers[0])
+
+    with pytest.raises(StepError, match=r"LBFGS needs a closure: call optimizer\.step\(closure\)"):
+        flowdp.Trainer(model, lbfgs, train_step=wrong, **options).fit()
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    with pytest.raises(OptionError, match=r"optimizer: LBFGS .*give train_step="):
+        flowdp.Trainer(model, lbfgs(model.parameters()), loss, **options)
+    with pytest.raises(OptionError, match=r"optimizer: LBFGS .*give train_step="):
+        flowdp.Trainer(model, lbfgs, loss, **options).start()
