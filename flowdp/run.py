@@ -255,7 +255,10 @@ class Run:
         if self.done:
             return
         if not self._engine.config.duties.inside:
-            raise OptionError("an IterableDataset is resumed at an epoch's end alone: use run.snapshot()")
+            raise OptionError(
+                "an IterableDataset, or a sampler without a seed, is resumed at an epoch's end alone: use "
+                "run.snapshot()"
+            )
         if not self._engine.saver.writes:
             raise OptionError("there is nowhere to write a checkpoint: give Trainer(checkpoint='a folder')")
         self._engine.request(Requested("checkpoint"))

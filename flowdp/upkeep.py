@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from flowdp.options import CheckpointOptions, OnFailure, OnNan, Policy
 from flowdp.state import TrainedState
 
 __all__ = ["Upkeep"]
+
+log = logging.getLogger("flowdp")
 
 
 @dataclass
@@ -93,11 +96,28 @@ class Upkeep:
             OptionError: It cannot.
         """
         save = self.checkpoint
-        if isinstance(save, CheckpointOptions) and save.unit != "epoch" and not source.can_resume_inside:
+        if not isinstance(save, CheckpointOptions):
+            return
+        if save.unit != "epoch" and not source.can_resume_inside:
             raise OptionError(
                 f"checkpoint.unit={save.unit!r} would write checkpoints inside an epoch of an "
                 "IterableDataset, from which nothing can go on: use unit='epoch'"
             )
+        if source.unseeded is None:
+            return
+        advice = "give it a generator with a seed, or `set_epoch`"
+        if save.unit != "epoch":
+            raise OptionError(
+                f"checkpoint.unit={save.unit!r} would write checkpoints inside an epoch of the sampler "
+                f"{source.unseeded}, which draws another order each time, so that nothing could go on from "
+                f"there: {advice}, or use unit='epoch'"
+            )
+        log.warning(
+            "the sampler %s draws another order each time, so checkpoints are written at the ends of epochs "
+            "alone, and a run that is stopped inside an epoch begins that one anew; %s, and it goes on there",
+            source.unseeded,
+            advice,
+        )
 
     def duties(self, resumed: Resumed | None, *, inside: bool = True) -> Duties:
         """What the ranks do while all stand still.

@@ -104,6 +104,11 @@ class Order(ABC):
     def begin_at(self, epoch: int) -> None:  # noqa: B027 - whoever can draw any epoch has nothing to do
         """Earlier epochs than this one will not be asked for. Call it before anything is."""
 
+    @property
+    def unseeded(self) -> str | None:
+        """The sampler that draws another order each time, so that no epoch can be entered; None: all can."""
+        return None
+
     def checksum(self, epoch: int) -> int | None:  # noqa: ARG002 - what can be drawn again needs none
         """Of the batches that a sampler has drawn for an epoch, as long as any of them can be under way.
 
@@ -210,16 +215,22 @@ class SamplerOrder(Order):
         """See `Order.checksum`."""
         return self._checksums.get(epoch)
 
+    @property
+    def unseeded(self) -> str | None:
+        """See `Order.unseeded`; of samplers that have a `generator`, as torch's, and no `set_epoch`."""
+        sampler = getattr(self._sampler, "sampler", self._sampler)
+        is_unseeded = self._told() is None and getattr(sampler, "generator", self) is None
+        return type(sampler).__name__ if is_unseeded else None
+
     def check_repeats(self) -> None:
         """Check that the sampler may draw an epoch again that it drew before, in another process.
 
         Raises:
             CheckpointError: It draws by a generator that nobody has seeded.
         """
-        sampler = getattr(self._sampler, "sampler", self._sampler)
-        if self._told() is None and getattr(sampler, "generator", self) is None:
+        if self.unseeded is not None:
             raise CheckpointError(
-                f"a part is trained of an epoch of the sampler {type(sampler).__name__}, which draws "
+                f"a part is trained of an epoch of the sampler {self.unseeded}, which draws "
                 "another order each time: give it a generator with a seed, or `set_epoch`, or go on from a "
                 "checkpoint at an epoch's end"
             )

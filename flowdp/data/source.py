@@ -25,6 +25,7 @@ class Source(ABC):
         batches: Batches of an epoch; None: each is as long as `on_end` says.
         samples: Samples dealt in an epoch, without a dropped tail; None where that is not known before.
         can_resume_inside: Whether a run can be resumed in the middle of an epoch.
+        unseeded: The sampler that draws another order each time, so that it cannot; None otherwise.
         keeps: What was taken is kept until `settle`, so that it can be taken again when its rank is lost.
     """
 
@@ -36,6 +37,7 @@ class Source(ABC):
         self.batch_size: int | None = None
         self.batches: int | None = None
         self.samples: int | None = None
+        self.unseeded = None if order is None else order.unseeded
         self._ended: Callable[[int, int], None] | None = None
         if order is not None:
             self._order = order

@@ -105,6 +105,7 @@ class Engine:
             evaluates=care.evaluator is not None,
         )
         self._source = source
+        self._is_numbered = source.can_resume_inside
         self._read_by: Callable[[], list[threading.Thread]] = source.threads
         self._tuning = tuning
         self._settings = ExitStack()
@@ -337,7 +338,7 @@ class Engine:
 
     def stood(self, position: Position, **kept: Any) -> Stood | None:
         """For one who goes on from a TrainedState; None where nobody can from inside an epoch."""
-        return Stood(position, self.care.fingerprint, **kept) if self.config.duties.inside else None
+        return Stood(position, self.care.fingerprint, **kept) if self._is_numbered else None
 
     def let_go(self) -> None:
         """Drop replicas, optimizers and all else that holds memory of a device, of a run that is over.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
@@ -63,6 +63,7 @@ class Resumed:
         fingerprint: Of the run; None: nobody knows.
         orders: Checksums of what a sampler drew for the open epochs; None: nobody knows.
         path: The file; None where there is none.
+        older: Files before it in the folder, to go on from where its order of samples cannot be had again.
         stood: Where in its epochs it stood, if `position` is but the first one's beginning.
     """
 
@@ -76,6 +77,7 @@ class Resumed:
     orders: Mapping[int, int] | None = None
     path: Path | None = None
     stood: Stood | None = None
+    older: Iterator[Resumed] = field(default_factory=lambda: iter(()))
 
     @classmethod
     def of(
@@ -117,6 +119,9 @@ class Resumed:
     ) -> tuple[Resumed, Source]:
         """Open the dataset where the run goes on, and say where that is.
 
+        Where a sampler draws another order than that of an open epoch, the files before are tried, those of
+        the ends of epochs among them; the log says which was left out, and why.
+
         A TrainedState may be used for anything: where the epoch in which it stood has other batches in this
         run, that begins anew, and the log says so; where the run begins with another learning rate or other
         schedulers, these are its own. Of a file the same batches and schedulers are demanded.
@@ -144,7 +149,12 @@ class Resumed:
             resumed.check_orders(source)
         except CheckpointError as error:
             if resumed is given:
-                raise
+                older = next(self.older, None)
+                if older is None:
+                    raise
+                log.warning("%s; %s is taken", error, older)
+                older = replace(older, older=self.older)
+                return older.enter(fingerprint, epochs, max_steps, learning_rate, open_source)
             log.warning(ANEW, error)
             return given, open_source(given.position)
         return resumed, source
@@ -274,23 +284,45 @@ def find(resume: bool | str | PathLike[str], store: Store | None) -> Resumed | N
         CheckpointError: There is none, or it cannot be read.
         OptionError: The run would write into the folder of another one.
     """
-    if resume is True and store is not None:
-        found = _newest(store)
-    elif isinstance(resume, bool):
-        found = None
+    folder = store if resume is True else None
+    if isinstance(resume, bool):
+        found = None if folder is None else _newest(folder)
     else:
         path = Path(resume)
-        found = _newest(Store(CheckpointOptions(path))) if path.is_dir() else (path, read(path))
+        folder = Store(CheckpointOptions(path)) if path.is_dir() else None
+        found = (path, read(path)) if folder is None else _newest(folder)
         if found is None:
             raise CheckpointError(f"the folder {str(path)!r} holds no checkpoint", path=str(path))
     if store is not None:
         _check_own(store, None if found is None else found[0])
-    if found is None:
-        return None
-    path, state = found
+    return None if found is None else _resumed(*found, store, folder)
+
+
+def _older(path: Path, store: Store | None, folder: Store) -> Iterator[Resumed]:
+    """The files before this one, from the newest, as far as they can be read."""
+    there = folder.paths()
+    for older in there[there.index(path) + 1 :] if path in there else []:
+        try:
+            state = read(older)
+        except CheckpointError as error:
+            log.warning("%s; the one before it is taken", error)
+            continue
+        yield _resumed(older, state, store, None)
+
+
+def _resumed(path: Path, state: Mapping[str, Any], store: Store | None, folder: Store | None) -> Resumed:
+    """What a file holds.
+
+    Args:
+        path: Of the file.
+        state: As it was read.
+        store: The folder of the run; it follows what is found.
+        folder: Where the files before it lie; None: this one was asked for.
+    """
     if store is not None:
         store.follow(state)
     return Resumed(
+        older=iter(()) if folder is None else _older(path, store, folder),
         position=state["position"],
         model=state["model"],
         buffers=state["buffers"],

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler
 
-from flowdp import CheckpointError, EpochMetrics
+from flowdp import CheckpointError, CheckpointOptions, EpochMetrics, OptionError
 from flowdp.engine.checkpoint_file import read
 from tests.numerics.conftest import Witness
 from tests.reliability.small import SAMPLES, stop_at, trainer
@@ -54,7 +54,7 @@ def test_a_generator_that_has_moved_on_is_refused_and_a_fresh_one_goes_on(
     with pytest.raises(
         CheckpointError, match=rf"in epoch {named}, .* another order .* fresh sampler"
     ) as error:
-        run(witness, policy, tmp_path, loader, resume=True).start()
+        run(witness, policy, tmp_path, loader, resume=newest).start()
     assert error.value.path == str(newest)
     assert error.value.version == read(newest)["version"]
     assert len(witness.steps) == before  # nothing was trained of it
@@ -104,7 +104,7 @@ def test_a_sampler_that_is_told_its_epoch_may_be_the_same_or_another(
     loader = told()
     stop_at(witness, 15, run(witness, "sync", tmp_path, loader))
     with pytest.raises(CheckpointError, match="in epoch 1, "):
-        run(witness, "sync", tmp_path, told(seed=1), resume=True).start()
+        run(witness, "sync", tmp_path, told(seed=1), resume=max(tmp_path.glob("step-*.pt"))).start()
     check(witness, run(witness, "sync", tmp_path, loader, resume=True).fit(), range(SAMPLES))
 
 
@@ -123,3 +123,34 @@ def test_at_an_epochs_end_the_order_is_free(tmp_path: Path, witness: Witness) ->
     loader = seeded()
     run(witness, "sync", tmp_path, loader, epochs=1).fit()
     check(witness, run(witness, "sync", tmp_path, loader, resume=True).fit(), CHOSEN)
+
+
+def test_a_sampler_without_a_seed_is_kept_at_the_ends_of_epochs(
+    tmp_path: Path, witness: Witness, caplog: pytest.LogCaptureFixture
+) -> None:
+    stop_at(witness, 10, run(witness, "sync", tmp_path, unseeded()))
+    assert "SubsetRandomSampler draws another order each time, so checkpoints are written" in caplog.text
+    [only] = tmp_path.glob("step-*.pt")
+    assert read(only)["position"].open == ()
+    state = run(witness, "sync", tmp_path, unseeded(), resume=True).fit()
+    assert [sum(part.samples for part in record.per_rank) for record in state.history] == [len(CHOSEN)] * 3
+
+
+def test_checkpoints_inside_its_epochs_are_refused_at_the_start(tmp_path: Path, witness: Witness) -> None:
+    options = CheckpointOptions(tmp_path, every=2, unit="step")
+    with pytest.raises(OptionError, match=r"unit='step' .* SubsetRandomSampler, .* or use unit='epoch'"):
+        trainer(witness, "sync", 2, dataset=unseeded(), batch_size=None, checkpoint=options).start()
+
+
+def test_the_newest_file_that_can_be_taken_is_taken(
+    tmp_path: Path, witness: Witness, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = seeded()
+    stop_at(witness, 10, run(witness, "sync", tmp_path, loader))
+    end, inside = sorted(tmp_path.glob("step-*.pt"))
+    assert read(inside)["position"].open
+    again = run(witness, "sync", tmp_path, loader, resume=True).start()  # its generator has moved on
+    state = again.join()
+    assert f"{str(inside)!r}: in epoch 1" in caplog.text
+    assert f"checkpoint {str(end)!r} is taken" in caplog.text
+    assert [sum(part.samples for part in record.per_rank) for record in state.history] == [len(CHOSEN)] * 3
