@@ -98,8 +98,11 @@ class Attributes:
     def look(self) -> None:
         """Find the changes since the last look or note: the loop has made them."""
         for place, is_strict in self._changes().items():
+            value = vars(self._modules[place[0]]).get(place[1])
+            # A call of the module itself, beside the ranks, changes its forward's containers, too.
+            is_forwards = place in self._by_forward and not isinstance(value, Tensor)
             for due in self._due[1:]:
-                due[place] = is_strict
+                due[place] = is_strict and not is_forwards
 
     def send(self) -> None:
         """Bring the changes to the replicas.
@@ -215,10 +218,11 @@ class Attributes:
         value, old = source[key], target.get(key)
         if old is value:  # a factory's replicas may have it in common
             return
-        if isinstance(value, Tensor) and (place, key) in self._by_forward:
+        if isinstance(value, Tensor) and value.dim() > 0 and (place, key) in self._by_forward:
             raise FlowdpError(
                 f"{self._name(place, key)} is a tensor that forward sets, for its own part of the batch on "
-                "each device, and the loop has set it, too: give it to the call as an argument and return it"
+                "each device, and it has been set outside, too: give it to the call as an argument and "
+                "return it; or, if that was a call of the module itself, call what setup() returned"
             )
         for name in _HOOKS if key in _HOOKS else (key,):
             made = self._copied(source[name], rank, place, name)

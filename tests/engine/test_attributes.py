@@ -183,6 +183,23 @@ def test_a_tensor_of_the_forwards_that_the_loop_sets_is_refused() -> None:
         ranks.call(0, 1, 2)
 
 
+def test_a_call_of_the_module_itself_is_no_error() -> None:
+    """As for an evaluation: it sets the losses and traces that forward keeps."""
+    ranks = Ranks(2)
+    weight = torch.ones(1, requires_grad=True)
+
+    def keep(net: Any) -> None:
+        net.state = torch.tensor(3.0) if net is ranks.nets[0] else torch.tensor(4.0)
+        net.config.by_name["loss"] = 2 * weight
+        net.names.append(2 * weight)
+
+    for _ in range(2):
+        ranks.call(0, 1, do=keep)
+        keep(ranks.nets[0])
+    ranks.call(0, 1)
+    assert ranks.nets[1].state == 3
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a module": (lambda: [nn.Linear(2, 2)], "with a Linear"),
     "a closure": (lambda: (lambda layer: lambda x: layer(x))(nn.Linear(2, 2)), "with a Linear"),
