@@ -257,6 +257,7 @@ class Trainer:
             policy=policy,
             sizes=self.sizes,
             seed=seed,
+            repeats=self.partition_ratios is not None,
             precision=precision,
             max_grad_norm=max_grad_norm,
             schedule=(scheduler, scheduler_unit, lr_lambda, lr_factor(lr_scale_ratio, len(self.devices))),

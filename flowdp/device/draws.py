@@ -33,16 +33,16 @@ class OwnDraws(TorchDispatchMode):
     Args:
         seed: From `draw_seed`, the same for all ranks of a call; None: nothing may be drawn, for it is a
             backward.
-        rank: The rank.
+        place: The rank, and what else the numbers depend on.
 
     Threads: the one that enters it.
     """
 
-    def __init__(self, seed: int | None, rank: int) -> None:
+    def __init__(self, seed: int | None, *place: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._generator: torch.Generator | None = None
         if seed is not None:
-            state = np.random.SeedSequence(seed, spawn_key=(rank,)).generate_state(1, np.uint64)
+            state = np.random.SeedSequence(seed, spawn_key=place).generate_state(1, np.uint64)
             self._generator = torch.Generator().manual_seed(int(state[0]) >> 1)
 
     def __torch_dispatch__(
@@ -52,7 +52,7 @@ class OwnDraws(TorchDispatchMode):
         given = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or given.get("generator") is not None:
             return func(*args, **given)
-        if self._generator is None:
+        if self._generator is None or torch._C._current_graph_task_id() != -1:
             raise FlowdpError(
                 f"{func} draws random numbers in a backward, as torch.utils.checkpoint does when it computes "
                 "a forward again; with partition_ratios they would be others than in the forward: take the "

@@ -54,6 +54,7 @@ class Parts:
         precision: Of forward and loss.
         max_grad_norm: Of the gradients; None: not clipped.
         schedule: As `LearningRate` takes it, behind the optimizers.
+        repeats: Whether CPU ranks draw by the seed, too: the shares are fixed, so all else repeats (exact).
     """
 
     model: ModelOption
@@ -66,6 +67,7 @@ class Parts:
     precision: Precision
     max_grad_norm: float | None
     schedule: tuple[Any, ...]
+    repeats: bool = False
 
 
 def build_replicas(parts: Parts, devices: Sequence[torch.device]) -> list[Replica]:
@@ -115,5 +117,15 @@ def _replica(
         loss = loss_function(parts.loss, lane.device)
         if parts.policy == "exact":
             size = parts.sizes.parts[flat.rank]
-            return ExactReplica(size, touched, groups, module, flat, optimizers, loss, *rest)
+            return ExactReplica(
+                size,
+                touched,
+                groups,
+                parts.seed if parts.repeats else None,
+                module,
+                flat,
+                optimizers,
+                loss,
+                *rest,
+            )
         return Replica(module, flat, optimizers, loss, *rest)

@@ -9,6 +9,7 @@ counts for that; the weights are averaged with the gradients, which are divided 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from flowdp.collective.batch_norm import SharedStatistics, WindowGroups
 from flowdp.data.portion import Portion
+from flowdp.device.draws import OwnDraws
 from flowdp.device.gradients import FlatGradients, Touched
 from flowdp.device.streams import QUIET
 from flowdp.engine.context import CurrentWorker
@@ -35,14 +37,18 @@ class ExactReplica(Replica):
         size: Samples of a micro-batch, at most.
         touched: What the ranks tell each other.
         groups: Of the ranks that have a part of a window, for SyncBatchNorm.
+        seed: Of what this rank draws, where that repeats; None: from torch's own generator.
         replica: As of `Replica`.
 
     Raises:
         OptionError: See `FlatGradients`.
     """
 
-    def __init__(self, size: int, touched: Touched, groups: WindowGroups, *replica: Any) -> None:
+    def __init__(
+        self, size: int, touched: Touched, groups: WindowGroups, seed: int | None, *replica: Any
+    ) -> None:
         super().__init__(*replica)
+        self._seed = seed if self.device.type == "cpu" else None  # a card has a generator of its own
         self._groups = groups
         self._norms = SharedStatistics(self.module)
         self.meets = bool(self._norms)
@@ -70,6 +76,8 @@ class ExactReplica(Replica):
             self._groups.taking_part(self.flat.rank, worker.global_step, part.ranks) as group,
             # Its gradients are those of the mean over its samples.
             self._norms.among(group, samples),
+            # By the window, so that a run that goes on from a checkpoint draws as one that did not end.
+            nullcontext() if self._seed is None else OwnDraws(self._seed, self.flat.rank, worker.global_step),
         ):
             for start, stop in cuts(samples, part.forwards or self.forwards(batch, samples)):
                 worker.samples = stop - start

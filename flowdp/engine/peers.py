@@ -377,7 +377,7 @@ class Peers:
         return dict(zip(ranks, group_lanes(lanes, threading.TIMEOUT_MAX), strict=True))
 
     def _draws(self, rank: int, seed: int | None) -> AbstractContextManager[object]:
-        is_own = self._repeats and not self._lanes[rank].is_async
+        is_own = self._repeats and self.devices[rank].type == "cpu"
         return OwnDraws(seed, rank) if is_own else nullcontext()
 
     def _do(

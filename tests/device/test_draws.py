@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from flowdp.device.draws import OwnDraws, draw_seed
 from flowdp.errors import FlowdpError
@@ -63,6 +64,14 @@ def test_in_a_backward_nothing_is_drawn() -> None:
         assert (X * 2).sum() == 48
         with pytest.raises(FlowdpError, match=r"bernoulli_.* in a backward"):
             F.dropout(X)
+
+
+def test_what_is_computed_again_in_a_backward_is_refused() -> None:
+    x = torch.ones(4, 6, requires_grad=True)
+    with OwnDraws(7, 0):
+        loss = checkpoint(F.dropout, x, use_reentrant=False).sum()
+        with pytest.raises(FlowdpError, match=r"bernoulli_.* in a backward"):
+            loss.backward()
 
 
 def test_seeds_follow_torchs_own() -> None:

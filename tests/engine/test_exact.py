@@ -38,8 +38,18 @@ def replica(
     rate, lane = LearningRate([optimizer]), HostLane(CPU)
     rest = options.get("precision", "32"), options.get("max_grad_norm")
     own = ExactReplica(
-        size, Touched(1), WindowGroups([]), module, FlatReplica(module), [optimizer], loss, rate, lane, *rest
-    )
+        size,
+        Touched(1),
+        WindowGroups([]),
+        None,
+        module,
+        FlatReplica(module),
+        [optimizer],
+        loss,
+        rate,
+        lane,
+        *rest,
+    )  # fmt: skip
     return own, CurrentWorker(0, CPU, module, samples=7, sink=lambda *_: None)
 
 

@@ -562,6 +562,19 @@ def test_where_no_batch_is_shared_a_converted_model_is_refused(policy: Any) -> N
         trainer.start()
 
 
+def test_with_fixed_shares_dropout_repeats_and_follows_the_seed() -> None:
+    def run(seed: int) -> nn.Module:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(5, 16), nn.Dropout(0.5), nn.Linear(16, 2)).double()
+        exact(model, momentum, 3, epochs=1, seed=seed)
+        torch.rand(7)  # the process's own generator is of no account
+        return model
+
+    first, again, other = run(3), run(3), run(4)
+    assert apart(first, again) == 0
+    assert apart(first, other) > 0
+
+
 class Lines(Dataset[Any]):
     """Its batches hold no tensor."""
 
