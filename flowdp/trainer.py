@@ -130,7 +130,8 @@ class Trainer:
         gradient_accumulation_steps: Batches of a step of one device, each with a forward and a backward of
             its own; an epoch's last step may have fewer. Each counts for its samples.
         precision: "32"; "bf16" or "fp16" for autocast, "fp16" with a gradient scaler per replica.
-        scheduler: Factory of a torch scheduler, or an instance made for the optimizer instance.
+        scheduler: Factory of a scheduler, or an instance made for the optimizer instance: one of torch's, of
+            timm's, or of another class with `optimizer`, `step`, `state_dict` and `load_state_dict`.
         scheduler_unit: What the scheduler counts, "step" (of all devices) or "epoch".
         lr_lambda: Factor on the learning rate as a function of the global step, in place of a scheduler.
         lr_scale_ratio: Multiplies the learning rate by 1 + ratio * (devices - 1).
