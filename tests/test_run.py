@@ -487,13 +487,9 @@ def test_a_device_that_takes_smaller_pieces_is_among_the_problems() -> None:
 
 # ---------------------------------------------------------------- norms and shares
 @pytest.mark.parametrize("policy", [*POLICIES, "exact"])
-@pytest.mark.parametrize("precision", ["32", "fp16"])
-def test_records_carry_the_norm_of_the_gradients_that_are_clipped(
-    policy: str, precision: str, lanes: str
-) -> None:
+def test_records_carry_the_norm_of_the_gradients_that_are_clipped(policy: str, lanes: str) -> None:
     """The gradient of the mean of `weight * x` is the mean of x, whatever was trained before."""
-    if precision == "fp16" and lanes != "cpu":
-        pytest.skip("the scaler of a card asks the card")
+
     data = torch.tensor([[3.0], [3.0], [3.0], [3.0], [5.0], [5.0], [5.0], [5.0]])
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
