@@ -576,7 +576,7 @@ def test_with_fixed_shares_dropout_repeats_and_follows_the_seed() -> None:
 
 
 class Lines(Dataset[Any]):
-    """Its batches hold no tensor."""
+    """Texts."""
 
     def __len__(self) -> int:
         return 40
@@ -586,10 +586,8 @@ class Lines(Dataset[Any]):
 
 
 def test_batches_that_cannot_be_cut() -> None:
-    with pytest.raises(
-        flowdp.DataError, match="no tensor in this list is 20 long; let collate_fn return tensors"
-    ):
-        exact(net(), momentum, 2, dataset=Lines())
+    with pytest.raises(flowdp.DataError, match=r"nothing in this str is 20 long; let collate_fn return"):
+        exact(net(), momentum, 2, dataset=Lines(), collate_fn="\n".join)
 
 
 @pytest.mark.parametrize(
