@@ -76,6 +76,17 @@ class Attributes:
         self._hooks_seen = [dict(hooks) for hooks in self._hooks]
         for place in range(len(self._modules)):
             self._note(place)
+        for due, modules in zip(self._due[1:], ranks[1:], strict=True):
+            due.update(dict.fromkeys(self._other_numbers(modules), True))
+
+    def _other_numbers(self, modules: Sequence[nn.Module]) -> Iterator[_Place]:
+        """The numbers in which a replica differs from the start: its factory may know older ones."""
+        for place, (mine, theirs) in enumerate(zip(self._modules, modules, strict=True)):
+            for key, value in vars(mine).items():
+                other = vars(theirs).get(key)
+                numbers = isinstance(value, (bool, int, float)) and isinstance(other, (bool, int, float))
+                if numbers and key not in _OWN and other != value:
+                    yield place, key
 
     def _check_leaves(self) -> None:
         registered = {id(tensor) for tensor in _tensors(self._modules)}

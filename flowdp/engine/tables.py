@@ -138,6 +138,11 @@ class Tables:
                 f"the replica for {device} has the model's tensors in another order: replica(device) must "
                 f"register submodules in the same order"
             )
+        if len(self.modules) != len(first.modules):
+            raise OptionError(
+                f"the replica for {device} has {len(self.modules)} modules and the model has "
+                f"{len(first.modules)}; replica(device) must build the same model"
+            )
         for tensor in self.tensors:
             if tensor.device != device:
                 raise OptionError(f"the replica for {device} has a tensor on {tensor.device}")

@@ -99,6 +99,17 @@ def test_what_the_loop_sets_is_the_same_on_all_ranks(what: str) -> None:
     assert not ranks.attributes.is_live
 
 
+def test_numbers_that_a_factory_does_not_know_are_replaced() -> None:
+    nets: list[Any] = [Net(), Net()]
+    nets[0].inner.rate, nets[0].temperature = 0.7, 2.0
+    nets[1].function = double
+    attributes = Attributes([list(net.modules()) for net in nets])
+    attributes.look()
+    attributes.send()
+    assert (nets[1].inner.rate, nets[1].temperature) == (0.7, 2.0)
+    assert nets[1].function is double
+
+
 def test_a_hook_that_is_removed_is_removed_everywhere() -> None:
     ranks = Ranks()
     handle = ranks.nets[0].inner.register_forward_hook(lambda m, args, kw, out: out + 1, with_kwargs=True)

@@ -99,5 +99,7 @@ def test_parameters_without_a_shape_are_refused() -> None:
 
 def test_a_replica_keeps_the_same() -> None:
     Tables(mlp()).check_like(Tables(mlp()), CPU)
+    with pytest.raises(OptionError, match="has 5 modules and the model has 4"):
+        Tables(mlp().append(nn.ReLU())).check_like(Tables(mlp()), CPU)
     with pytest.raises(OptionError, match=r"'0.weight' is torch.float32"):
         Tables(mlp().float()).check_like(Tables(mlp()), CPU)
