@@ -49,17 +49,20 @@ def build_pool() -> None:
     torch.ones(1 << 20).add_(1)
 
 
-def threads_now() -> int:
-    return len(os.listdir("/proc/self/task"))
+class New:
+    """Threads of this process that were not there before; others may still be on their way out."""
 
+    def __init__(self) -> None:
+        self.before = set(os.listdir("/proc/self/task"))
 
-def settled(count: int) -> bool:
-    """Whether the process comes to have `count` threads: the kernel lists a joined one a moment longer."""
-    end_s = time.monotonic() + 20
-    while threads_now() != count:
-        if time.monotonic() > end_s:
-            return False
-    return True
+    def __call__(self) -> int:
+        return len(set(os.listdir("/proc/self/task")) - self.before)
+
+    def become(self, count: int) -> bool:
+        end_s = time.monotonic() + 20
+        while self() != count and time.monotonic() < end_s:
+            pass
+        return self() == count
 
 
 class TestOwnThreads:
@@ -108,24 +111,28 @@ class TestOwnThreads:
 class TestPools:
     def test_the_pool_ends_and_comes_back(self) -> None:
         def work() -> tuple[bool, bool]:
-            bare = threads_now()
+            new = New()
             build_pool()
-            with_pool = threads_now()
-            assert with_pool >= bare + 2
-            paused = pause_openmp() and settled(with_pool - 2)
+            assert new() == 2
+            paused = pause_openmp() and new.become(0)
             build_pool()
-            return paused, threads_now() == with_pool
+            return paused, new() == 2
 
         assert in_thread(work) == (True, True)
 
     def test_every_start_gives_the_pool_back(self) -> None:
         def work() -> list[bool]:
             ended = []
-            for tuning in (POOL, POOL, NONE):
+            for tuning in (POOL, POOL):
+                new = New()
                 build_pool()
-                with_pool = threads_now()
+                assert new() == 2
                 with tuned_process(tuning):
-                    ended.append(settled(with_pool - 2))
+                    ended.append(new.become(0))
+            new = New()
+            build_pool()
+            with tuned_process(NONE):
+                ended.append(new() == 0)
             return ended
 
         assert in_thread(work) == [True, True, False]
@@ -158,29 +165,29 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 @linux
 class TestBarriers:
     def test_one_more_pool_counts_while_there_is_a_crowd(self, machine: Machine) -> None:
-        own, bare = Barriers(), threads_now()
+        own, new = Barriers(), New()
         own.hold()
-        assert threads_now() == bare + 1 + CORES  # by the first look, before anything computes
+        assert new() == 1 + CORES  # by the first look, before anything computes
         machine.running = CORES
-        assert settled(bare + 1)
+        assert new.become(1)
         machine.running = CORES + 1
-        assert settled(bare + 1 + CORES)
+        assert new.become(1 + CORES)
         own.release()
-        assert settled(bare)
+        assert new.become(0)
         assert (torch.get_num_threads(), in_thread(torch.get_num_threads)) == (3, 3)
 
     def test_the_last_of_several_runs_ends_it(self, machine: Machine) -> None:
-        own, bare = Barriers(), threads_now()
+        own, new = Barriers(), New()
         own.hold()
         own.hold()
         own.release()
-        assert threads_now() == bare + 1 + CORES
+        assert new() == 1 + CORES
         in_thread(own.release)  # a run may end in another thread
-        assert settled(bare)
+        assert new.become(0)
         own.hold()
-        assert threads_now() == bare + 1 + CORES
+        assert new() == 1 + CORES
         own.release()
-        assert settled(bare)
+        assert new.become(0)
 
     def test_a_run_holds_it_if_its_pools_have_barriers(self, machine: Machine) -> None:
         def held(tuning: ProcessTuning) -> bool:
@@ -197,17 +204,17 @@ class TestBarriers:
         def refuse(_: threading.Thread) -> None:
             raise RuntimeError("can't start new thread")
 
-        own, bare = Barriers(), threads_now()
+        own, new = Barriers(), New()
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
             own.hold()
         own.release()
-        assert threads_now() == bare
+        assert new() == 0
 
     def test_a_system_that_does_not_tell(self, unknown: None) -> None:
-        own, bare = Barriers(), threads_now()
+        own, new = Barriers(), New()
         own.hold()
-        assert threads_now() == bare
+        assert new() == 0
         own.release()
 
     def test_this_thread_wants_to_run(self) -> None:
