@@ -285,6 +285,8 @@ class Saver:
         Threads:
             The coordinator.
         """
+        if self._store is not None:
+            self._store.end()
         with self._changed:
             self._desk.is_over = True
             self._changed.notify_all()

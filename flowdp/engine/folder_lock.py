@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import stat
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +31,7 @@ FLAGS = os.O_RDWR | os.O_CREAT
 for _flag in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK"):  # no link is followed, no pipe waited for
     FLAGS |= getattr(os, _flag, 0)
 HOLDER_BYTES = 4096
+LAST_FILE_S = 60.0
 
 log = logging.getLogger("flowdp")
 
@@ -41,7 +43,7 @@ class FolderLock:
         folder: It is there.
 
     Threads:
-        `take`: the one that starts the run. `give_back`: any.
+        `take`: the one that starts the run. `end`, `give_back`: any.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,9 +51,11 @@ class FolderLock:
         self._path = folder / NAME
         self._handle: int | None = None
         self._is_mine = False
+        self._is_ending = False
+        self._is_free = threading.Event()
 
     def take(self) -> None:
-        """Take the folder.
+        """Take the folder; waits for a run of this process that has ended and writes its last file.
 
         Raises:
             OptionError: Another run holds it, of this process or of another one.
@@ -69,6 +73,8 @@ class FolderLock:
     def _is_taken(self) -> bool:
         """Open and lock the file; False where its holder has just removed it."""
         _open.add(self)
+        self._is_free.clear()
+        self._is_ending = False
         try:
             self._handle = os.open(self._path, FLAGS, 0o666)
             if not stat.S_ISREG(os.fstat(self._handle).st_mode):
@@ -76,6 +82,9 @@ class FolderLock:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             assert self._handle is not None
+            ending = [lock for lock in list(_open) if lock._is_ending and lock.holds(self._handle)]
+            if ending and ending[0]._is_free.wait(LAST_FILE_S):
+                return False
             raise OptionError(self._refusal(os.read(self._handle, HOLDER_BYTES))) from None
         except OSError as error:
             log.warning(
@@ -116,17 +125,31 @@ class FolderLock:
             "stop it first, or give another folder"
         )
 
+    def holds(self, handle: int) -> bool:
+        """Whether an open file is the one that is locked here."""
+        own = self._handle
+        try:
+            return own is not None and os.path.samestat(os.fstat(own), os.fstat(handle))
+        except OSError:  # given back at this moment
+            return True
+
+    def end(self) -> None:
+        """The run has ended, and gives the folder back once its last file is written."""
+        self._is_ending = True
+
     def give_back(self) -> None:
         """Let another run have the folder; a second time does nothing."""
-        _open.discard(self)
         handle, self._handle = self._handle, None
         if handle is None:
+            _open.discard(self)
             return
         if self._is_mine and self._is_there(handle):
             with suppress(OSError):
                 self._path.unlink()  # while it is locked, so it is no other run's
         self._is_mine = False
         os.close(handle)
+        _open.discard(self)  # last: who finds it here may wait for it
+        self._is_free.set()
 
 
 _open: set[FolderLock] = set()

@@ -64,6 +64,10 @@ class Store:
         """
         self._lock.take()
 
+    def end(self) -> None:
+        """The run has ended, and gives the folder back once its last file is written."""
+        self._lock.end()
+
     def give_back(self) -> None:
         """Let another run have the folder; a second time does nothing.
 

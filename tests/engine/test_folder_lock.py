@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +138,17 @@ def test_a_run_that_fails_gives_its_folder_back(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
     lock.take()
     lock.give_back()
+
+
+def test_the_last_file_of_a_run_that_has_ended_is_waited_for(tmp_path: Path) -> None:
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    first.take()
+    first.end()
+    writing = threading.Timer(0.05, first.give_back)
+    writing.start()
+    second.take()
+    assert writing.finished.is_set() or first._handle is None
+    writing.join()
+    with pytest.raises(OptionError):
+        first.take()
+    second.give_back()
