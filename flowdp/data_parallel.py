@@ -97,8 +97,8 @@ def setup(
         model: Moved to the first device and, with an optimizer, set to training mode.
         optimizer: Of the model's parameters, or several; or a factory that gets those that require grad.
             None: the model is used as it is, for inference or as a frozen part.
-        replica: Makes the model for another device, `replica(device)`; its tensors and numbers are replaced. None: the
-            model is copied.
+        replica: Makes the model for another device, `replica(device)`; its tensors and numbers are replaced.
+            None: the model is copied.
         devices: "auto", how many, or a list of devices; a device may repeat. One device: no threads.
         cadence: Whether `epoch` yields windows of whole batches, by each device's speed, instead of single
             batches to cut. None: where the devices have different names. A record says how, and may carry a
