@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 
 import flowdp.device.process as process
 from flowdp.device.process import (
@@ -45,20 +44,6 @@ def in_thread(work: Callable[[], object]) -> object:
     thread.start()
     thread.join(timeout=30)
     return results[0]
-
-
-def build_pool() -> None:
-    torch.set_num_threads(3)
-    torch.ones(1 << 20).add_(1)
-
-
-def threads_now() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-def settled(count: int) -> bool:
-    """Whether the process has `count` threads: the kernel lists a joined thread a moment longer."""
-    return any(threads_now() == count for _ in range(10_000))
 
 
 class TestOptions:
