@@ -12,6 +12,7 @@ bounded by what stands in the file.
 
 from __future__ import annotations
 
+import os
 import pickletools
 import zipfile
 from collections.abc import Callable, Sequence
@@ -78,17 +79,17 @@ class _Node:
 _Value = _Atom | _Node
 
 
-def check_archive(file: BufferedReader, size: int) -> None:
+def check_archive(file: BufferedReader) -> None:
     """Check that nothing in a torch archive takes more memory than the file tells.
 
     Args:
         file: The archive.
-        size: Bytes of the file.
 
     Raises:
         ValueError: Something does; or is none of what flowdp writes.
         RuntimeError: It is no torch archive.
     """
+    size = file.seek(0, os.SEEK_END)
     file.seek(0)
     reader: Any = torch._C.PyTorchFileReader(file)
     records = reader.get_all_records()

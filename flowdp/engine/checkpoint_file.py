@@ -149,8 +149,8 @@ def read(path: str | Path) -> dict[str, Any]:
     """
     try:
         with _opened(Path(path)) as file:
-            size = _check_bytes(file)
-            check_archive(file, size)
+            _check_bytes(file)
+            check_archive(file)
             file.seek(0)
             state = torch.load(file, weights_only=True, map_location="cpu")
         return _checked(state)
@@ -177,8 +177,8 @@ def _opened(path: Path) -> BufferedReader:
     return file
 
 
-def _check_bytes(file: BufferedIOBase) -> int:
-    """Compare the checksum, before anything is parsed; gives the bytes of the file."""
+def _check_bytes(file: BufferedIOBase) -> None:
+    """Compare the checksum, before anything is parsed."""
     size = file.seek(0, os.SEEK_END)
     if size == 0:
         raise _UnusableError("the file is empty; use an older one")
@@ -200,7 +200,6 @@ def _check_bytes(file: BufferedIOBase) -> int:
         raise _UnusableError(
             f"it has format {number}, and this flowdp reads {FORMAT}: use the one that wrote it"
         )
-    return size
 
 
 def _digest(file: BufferedIOBase, length: int) -> bytes:

@@ -28,7 +28,7 @@ KINDS = [
 
 
 def check(data: bytes) -> None:
-    check_archive(io.BufferedReader(io.BytesIO(data)), len(data))  # type: ignore[arg-type]
+    check_archive(io.BufferedReader(io.BytesIO(data)))  # type: ignore[arg-type]
 
 
 class Call:
