@@ -105,10 +105,10 @@ def setup(
             `speed_hint` (with max_anchor=0: without windows).
         loss_fn: Loss of one batch, for `forward_batch`, which then runs backward, too.
         inputs: Fields of a batch that the model takes, in order: keys of a mapping or positions of a
-            sequence; or a function of the batch. None: a tensor goes whole, of a sequence the first, of a
-            mapping what `forward` has parameters for.
+            sequence; or a function of the batch. None: a tensor goes whole, the first field of a sequence,
+            the fields of a mapping that are named like parameters of `forward`.
         tags: Submodules whose outputs are captured for `loss_fn` and the result of `forward_batch`.
-        buffers: "broadcast": those of the first device are everybody's before each forward; "average": the
+        buffers: "broadcast": all devices get those of the first one before each forward; "average": the
             weighted mean of all devices' is taken at each step.
         max_grad_norm: `step()` clips the summed gradients to this 2-norm.
         partition_ratios: Fixed shares of each batch, one per device; None: by measured speed. With them CPU
@@ -120,7 +120,7 @@ def setup(
             many samples. `dim` says how many samples there are.
         join: Joins the outputs instead: `join(outputs, sizes)`. It and `split` may ask for gradients; they
             are not called for a batch that one device does alone.
-        reduce: What becomes of one number from each device: "mean", weighted by samples; "sum"; or the
+        reduce: The reduction of one number from each device: "mean", weighted by samples; "sum"; or the
             mean weighted by a function of the part's arguments, which it takes by name:
             `lambda labels: (labels[:, 1:] != -100).sum()`. Or a mapping from an output's name to these.
         check: Whether the first call that is cut, and some later ones, are compared with the module on the
@@ -180,9 +180,9 @@ class DataParallel(AliasModule):
     With one device it calls the module, and does nothing else.
 
     Attributes:
-        module: The user's.
+        module: The user's module.
         devices: One per rank.
-        world_size: How many.
+        world_size: Number of devices.
         max_grad_norm: `step()` clips to it; None: not at all.
 
     Threads: one at a time, of the user's.
@@ -248,7 +248,7 @@ class DataParallel(AliasModule):
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """What `step` steps: the user's own. The replicas are sent the result."""
+        """The user's optimizers, which `step` steps; the replicas are sent the result."""
         return self._stepping.optimizers
 
     @property
@@ -263,7 +263,7 @@ class DataParallel(AliasModule):
 
     @property
     def cadence(self) -> ElChe | None:
-        """What sizes the windows; None where batches are cut."""
+        """The cadence that sizes the windows; None where batches are cut."""
         return None if self._pacing.cadence is None else self._pacing.cadence.el_che
 
     @property
@@ -368,7 +368,7 @@ class DataParallel(AliasModule):
             self._has_warned = True
             log.warning(
                 "nothing in a call can be cut (%s), so %s does such calls alone, and the other devices "
-                "nothing; give tensors or arrays whose first dimension is the batch, in tuples, dicts or "
+                "do nothing; give tensors or arrays whose first dimension is the batch, in tuples, dicts or "
                 "dataclasses",
                 arguments,
                 self.devices[0],

@@ -279,7 +279,7 @@ class Run:
         if standing is None:
             if self._is_called_back():
                 return self._final()
-            with suppress(StateError):  # of interest to those who want the module filled
+            with suppress(StateError):  # of interest only where the module is to be filled
                 self.join()
             return self._fill()
         kept = standing.read()

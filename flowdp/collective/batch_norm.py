@@ -1,4 +1,4 @@
-"""BatchNorm where several ranks have parts of one batch: what a part needs, and statistics of the whole.
+"""BatchNorm over several ranks with parts of one batch: the least size of a part, statistics of the whole.
 
 Plain BatchNorm normalises each rank's part by itself. The layers that torch's own
 `SyncBatchNorm.convert_sync_batchnorm(model)` makes are synchronised here over ranks that are threads of this
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def plain_layers(module: nn.Module) -> list[_BatchNorm]:
-    """The BatchNorm layers that see the part of one rank alone; InstanceNorm is none."""
+    """The BatchNorm layers that normalise each rank's part by itself; InstanceNorm is not one."""
     return [
         layer
         for layer in module.modules()
@@ -59,7 +59,7 @@ def check_synchronised(models: Sequence[nn.Module], policy: str, devices: Sequen
 
     Args:
         models: One per rank.
-        policy: Who waits for whom; "exact" where all have parts of one batch.
+        policy: That of the run; under "exact" all ranks have parts of one batch.
         devices: One per rank.
 
     Raises:
@@ -124,11 +124,11 @@ class SharedStatistics:
             self._layers[name] = layer
 
     def __bool__(self) -> bool:
-        """Whether there are layers."""
+        """Whether the module has such layers."""
         return bool(self._layers)
 
     def __len__(self) -> int:
-        """How many layers."""
+        """The number of layers."""
         return len(self._layers)
 
     @contextmanager
@@ -140,7 +140,7 @@ class SharedStatistics:
         Outside, the layers have torch's own forward.
 
         Args:
-            group: Of those that do the same at this moment; None: nobody is met.
+            group: Of the ranks that do the same at this moment; None: no rank is met.
             weight: As the attribute.
             keeps: A backward afterwards is with the same group.
         """
@@ -214,7 +214,7 @@ class WindowGroups:
         del self._taken[rank]
 
     def leave(self, rank: int) -> None:
-        """A rank comes no more: those that wait for it are told."""
+        """A rank makes no more calls: the ranks that wait for it get an error."""
         with self._lock:
             self._gone.add(rank)
             waiting = [groups[rank] for groups in self._open.values() if rank in groups]

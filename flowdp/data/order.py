@@ -45,7 +45,7 @@ KEPT_EPOCHS = 3
 KEPT_BATCHES = 4096
 
 _DRAWING = threading.RLock()
-"""Held while a sampler is iterated: two runs may have the same one."""
+"""Held while a sampler is iterated, which two runs may share."""
 
 
 def epoch_order(samples: int, seed: int, epoch: int) -> Tensor:

@@ -43,7 +43,7 @@ class Processes:
 
     @property
     def awaited(self) -> str:
-        """The process whose batch is the next one, in words; "" while nobody waits for it.
+        """The process that makes the next batch, in words; "" while the reader does not wait for it.
 
         Threads:
             Any.

@@ -93,7 +93,7 @@ class Source(ABC):
         return []
 
     def waits_for(self) -> str:
-        """What the thread that reads waits for, in words: a worker process; "" where it waits for none.
+        """The worker process for which the reading thread waits, in words; "" where it waits for none.
 
         Threads:
             Any.

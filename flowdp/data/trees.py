@@ -37,7 +37,6 @@ __all__ = [
     "field_of",
     "flatten",
     "is_cut",
-    "leaves_of",
     "moves_itself",
     "tensors_of",
     "tree_map",
@@ -54,7 +53,7 @@ class Uncuttable(TypeError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Form:
-    """How leaves make a tree; for one leaf alone, all fields are None.
+    """The structure of a tree; for one leaf alone, all fields are None.
 
     Two forms are equal where one would build of the other's leaves what the other builds. Classes made by the
     same definition count as one, for a class that a function makes is another one in each call.
@@ -94,7 +93,7 @@ class Form:
 
     @property
     def leaves(self) -> int:
-        """How many."""
+        """The number of leaves."""
         return 1 if self.cls is None else sum(child.leaves for child in self.children)
 
     def key_paths(self, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -109,7 +108,7 @@ class Form:
             yield from child.key_paths(before if is_inside else (*before, key))
 
     def paths(self, before: str = "") -> Iterator[str]:
-        """How to reach each leaf from the root, as Python: `[0].ids['x']`."""
+        """The path to each leaf from the root, as Python: `[0].ids['x']`."""
         if self.cls is None:
             yield before
             return
@@ -153,11 +152,6 @@ def _build(leaves: Iterator[Any], form: Form) -> Any:
     return form.build([_build(leaves, child) for child in form.children])
 
 
-def leaves_of(tree: Any) -> list[Any]:
-    """The leaves of a tree; a list or tuple without tensors is one."""
-    return flatten(tree)[0]
-
-
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     """The same tree with other leaves; a list or tuple without tensors is one leaf."""
     leaves, form = flatten(tree)
@@ -185,7 +179,7 @@ def batch_length(tree: Any) -> int | None:
 
 # ---------------------------------------------------------------- leaves
 def moves_itself(leaf: object) -> bool:
-    """Whether a leaf that is no tensor is moved as one: by its own `to`."""
+    """Whether a leaf that is not a tensor is moved by its own `to`."""
     return hasattr(leaf, "to")
 
 
@@ -227,7 +221,7 @@ def is_cut(leaf: Any, samples: int | None, dim: int = 0) -> bool:
 
 
 def cut(leaf: Any, start: int, samples: int, dim: int = 0) -> Any:
-    """Some consecutive samples of a leaf, in the same memory where it is a tensor or array."""
+    """Consecutive samples of a leaf, in the same memory where it is a tensor or array."""
     if isinstance(leaf, Tensor):
         return leaf.narrow(dim, start, samples)
     rows = slice(start, start + samples)

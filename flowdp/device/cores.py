@@ -1,4 +1,4 @@
-"""How many threads may compute: the user's choice, within what the machine grants this process.
+"""The number of threads that may compute: the user's choice, within the limits of this process.
 
 The user's choice is `torch.get_num_threads()`, which follows OMP_NUM_THREADS and `torch.set_num_threads`, and
 is the number of physical cores without either. The machine grants the cores of the affinity mask, and no more

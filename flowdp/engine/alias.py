@@ -42,7 +42,7 @@ class AliasModule(nn.Module):
         self.__dict__["_is_sealed"] = True
 
     def _instead(self, method: str) -> str:
-        """Advice for one who wants to call a method of the module."""
+        """Advice for calling a method of the module."""
         return f"`.module.{method}(...)` calls it on the module itself"
 
     def __getattr__(self, name: str) -> Any:

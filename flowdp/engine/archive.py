@@ -59,7 +59,7 @@ _MARK = object()
 
 @dataclass(slots=True)
 class _Node:
-    """What an opcode makes of more than a number or a string.
+    """A value on the pickle's stack that is more than a number or a string.
 
     Attributes:
         kind: "list", "dict", "tuple", "tensor", "storage", or the name of a class or function.
@@ -129,7 +129,7 @@ class _Walk:
 
     def pop(self) -> Any:
         if not self._stack or self._stack[-1] is _MARK:
-            raise ValueError("its pickle takes more than there is")
+            raise ValueError("its pickle takes more values than it has made")
         return self._stack.pop()
 
     def pop_to_mark(self) -> list[Any]:
@@ -138,7 +138,7 @@ class _Walk:
         while start >= 0 and stack[start] is not _MARK:
             start -= 1
         if start < 0:
-            raise ValueError("its pickle takes more than there is")
+            raise ValueError("its pickle takes more values than it has made")
         items = stack[start + 1 :]
         del stack[start:]
         return items
@@ -185,7 +185,7 @@ class _Walk:
     def call(self) -> None:
         arguments, function = self.pop(), self.pop()
         if not isinstance(arguments, _Node) or not isinstance(function, _Node):
-            raise ValueError("its pickle calls what is no function")
+            raise ValueError("its pickle calls a value that is not a function")
         if function.kind in REBUILD:
             _check_tensor(arguments.parts)
             self.push(_Node("tensor", depth=1))
@@ -198,7 +198,7 @@ class _Walk:
         top = self.pop()
         self.push(top)
         if not isinstance(top, _Node) or top.kind != kind:
-            raise ValueError(f"its pickle puts items into what is no {kind}")
+            raise ValueError(f"its pickle puts items into a value that is not a {kind}")
         return top
 
     def _grow(self, node: _Node, items: Sequence[_Value]) -> None:
@@ -213,7 +213,7 @@ def _is_length(value: object) -> bool:
 
 
 def _itemsize(dtype: object) -> int:
-    """Of a dtype that has no class of storages."""
+    """A storage of a dtype that has no storage class."""
     found = vars(torch).get(dtype.kind.partition(" ")[2]) if isinstance(dtype, _Node) else None
     if not isinstance(found, torch.dtype):
         raise ValueError("a tensor of it has no dtype")

@@ -43,7 +43,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 _ATOMS = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, nn.Module, nn.Parameter)
 
 _Place = tuple[int, str]
-"""Which module, and the attribute's name."""
+"""The module's place, and the attribute's name."""
 
 
 class Attributes:
@@ -278,7 +278,7 @@ class Attributes:
         return twins
 
     def _device(self, rank: int, device: torch.device) -> torch.device:
-        """Where a replica has a tensor that the user's module has on a device."""
+        """The replica's device for a tensor of the user's module."""
         pairs = zip(_tensors(self._modules), _tensors(self._ranks[rank]), strict=False)
         return next((theirs.device for mine, theirs in pairs if mine.device == device), device)
 
@@ -315,7 +315,7 @@ def _is_flat(value: Any) -> bool:
 
 
 def _seal(value: Any) -> Any:
-    """Something that compares equal as long as the contents of a value are the same."""
+    """A value that compares equal as long as the contents are the same."""
     return _sealed(value, [ENTRIES], {id(value)})
 
 

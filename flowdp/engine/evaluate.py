@@ -43,7 +43,7 @@ _Row = tuple[int, float | Tensor, str, float | Tensor]  # batch, weight, name, m
 
 
 def check_evaluation(eval_dataset: object, eval_step: object, eval_every: object, train_step: object) -> None:
-    """What is evaluated, how, and when.
+    """Check the options of the evaluation.
 
     Raises:
         OptionError: Something of it is wrong, missing, or has no use.
@@ -207,7 +207,7 @@ class Evaluator:
         return self._source.threads()
 
     def waits_for(self) -> str:
-        """What the reader waits for; see `Source.waits_for`."""
+        """The worker process for which the reader waits; see `Source.waits_for`."""
         return self._source.waits_for()
 
     def close(self) -> bool:

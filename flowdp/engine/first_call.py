@@ -1,4 +1,4 @@
-"""A check of calls that are cut: do the parts of a batch give what the whole batch gives?
+"""Check of calls that are cut: the parts of a batch must give the outputs of the whole batch.
 
 The module is run on the whole batch and on its parts, all on the first device, and the outputs are compared.
 So models whose dim 0 is time, losses that are no mean by samples, and modules that look across the batch are
@@ -113,7 +113,7 @@ class Call:
 
     @property
     def arguments(self) -> Arguments:
-        """As they are cut."""
+        """The arguments, with the dims along which they are cut."""
         dims = self.layout.dims(self.callee, self.args, self.kwargs)
         return Arguments(self.args, self.kwargs, dims)
 
@@ -124,11 +124,11 @@ class Call:
         return list(zip(names, (*self.args, *self.kwargs.values()), strict=True))
 
     def whole(self) -> Part:
-        """All of it."""
+        """The whole batch, as one part."""
         return self.arguments.part(0, sum(self.sizes), self.device)
 
     def parts(self) -> list[Part]:
-        """The parts."""
+        """The parts of the batch."""
         if self.layout.split is not None:
             made = self.layout.apart(self.args, self.kwargs, self.sizes)
             cuts = [(Arguments(*part, None), 0, size) for part, size in zip(made, self.sizes, strict=True)]
@@ -138,7 +138,7 @@ class Call:
         return [arguments.part(start, size, self.device) for arguments, start, size in cuts]
 
     def fewer(self) -> Call | None:
-        """The same with half the samples; None where no two are left."""
+        """The same call with half the samples; None where fewer than two are left."""
         sizes = tuple(size // 2 for size in self.sizes if size > 1)
         if len(sizes) < 2:
             if sum(self.sizes) <= 2:
@@ -148,7 +148,7 @@ class Call:
         return replace(self, args=part.args, kwargs=part.kwargs, sizes=sizes)
 
     def how(self) -> str:
-        """How it is cut, for messages."""
+        """The cut in words, for messages."""
         pieces = f"{sum(self.sizes)} samples as {' + '.join(map(str, self.sizes))}"
         if self.layout.split is not None:
             return f"{pieces}, by split"
@@ -162,7 +162,7 @@ class Call:
 
 
 def check_call(module: nn.Module, call: Call) -> bool:
-    """Check that the parts of a call give what all of it gives.
+    """Check that the parts of a call give the outputs of the whole call.
 
     Where the device has no memory for the whole batch, half of it is tried.
 
@@ -189,7 +189,7 @@ def check_call(module: nn.Module, call: Call) -> bool:
 
 @dataclass
 class _Trouble:
-    """What is wrong with the parts."""
+    """A difference or failure of the parts."""
 
     text: str
     differences: Sequence[Difference] = ()
@@ -225,7 +225,7 @@ def _can_check(module: nn.Module, call: Call) -> bool:
             raise _error(trials, call, whole, found) from found.cause
         is_random = True
     if is_random:
-        _unchecked(call, "it gives something else each time, by random numbers that cannot be held")
+        _unchecked(call, "its outputs differ from call to call, by random numbers that cannot be fixed")
     elif failure is not None:
         _unchecked(call, f"with the whole batch it raises {type(failure).__name__}: {failure}")
     return False
@@ -249,9 +249,9 @@ def _tell_written(trials: Trials, call: Call, written: dict[str, Tensor]) -> Non
     ]
     if differing:
         log.warning(
-            "%s writes to the buffers %s what it makes of the batch, and each device has a part of it: with "
-            "buffers='broadcast' the first device's part alone counts, with 'average' the mean of all; where "
-            "that is wrong, return it, and write it to the buffer in the loop",
+            "%s writes values of the batch to the buffers %s, and each device has only a part of the "
+            "batch: with buffers='broadcast' the first device's part alone counts, with 'average' the mean "
+            "of all; where that is wrong, return the values, and write them to the buffer in the loop",
             call.callee.name,
             ", ".join(map(repr, differing)),
         )
@@ -266,7 +266,7 @@ def _unchecked(call: Call, why: str) -> None:
 
 
 def _trouble(trials: Trials, call: Call, whole: Any) -> _Trouble | None:
-    """What is wrong with the parts of a call; None if nothing is."""
+    """The difference or failure of the parts of a call; None without one."""
     returned: list[Returned] = []
     joining = Joining(call.layout, call.callee, call.arguments.dim, is_apart=call.layout.join is not None)
     for place, (part, size) in enumerate(zip(call.parts(), call.sizes, strict=True)):
@@ -313,27 +313,28 @@ def _general_advice(call: Call, found: _Trouble) -> str:
         )
     if found.differences and all(one.is_number for one in found.differences):
         return (
-            "A number of each part counts by its samples. If it is a mean over something else, say what: "
-            "reduce=lambda labels: (labels != -100).sum(), with arguments of forward; if it is a sum, "
-            "reduce='sum'. If it looks across the batch, as a contrastive loss does, return a row for each "
-            "sample, and compute it outside, of the joined output."
+            "The number of each part is weighted by its samples. If it is a mean over something else, say "
+            "over what: reduce=lambda labels: (labels != -100).sum(), with arguments of forward; if it is a "
+            "sum, reduce='sum'. If it looks across the batch, as a contrastive loss does, return a row for "
+            "each sample, and compute it outside, from the joined output."
         )
     if call.layout.dim != 0 or call.layout.split is not None:
         return (
             "An output without a dim for the samples is joined by join= in setup(); where dim= is a mapping, "
             "the outputs' dims are under 'return'. If the module looks across the batch, return a row for "
-            "each sample, and compute the rest outside, of the joined output."
+            "each sample, and compute the rest outside, from the joined output."
         )
     return (
         "Is dim 0 the batch? Recurrent and attention layers take time first unless batch_first=True; dim= in "
         "setup() says where the samples are, and None that an argument goes whole. If the module looks "
-        "across the batch, return a row for each sample, and compute the rest outside, of the joined output."
+        "across the batch, return a row for each sample, and compute the rest outside, from the joined "
+        "output."
     )
 
 
 # ---------------------------------------------------------------------- what would give the same
 def _other_dims(trials: Trials, call: Call, whole: Any) -> str | None:
-    """A dim along which the parts give what the whole batch gives."""
+    """A `dim` with which the parts give the outputs of the whole batch, as advice."""
     layout = call.layout
     if layout.split is not None or layout.join is not None or not call.named:
         return None
@@ -383,7 +384,7 @@ def _has(shape: Sequence[int], dim: int, samples: int) -> bool:
 
 
 def _other_reduction(trials: Trials, call: Call, whole: Any, found: _Trouble) -> str | None:
-    """What becomes of the numbers of the parts, so that it is that of the whole batch."""
+    """A `reduce` with which the numbers of the parts give that of the whole batch, as advice."""
     if not found.differences or not all(one.is_number for one in found.differences):
         return None
     names = [name for name, _ in _named_tensors(whole)]

@@ -134,7 +134,7 @@ class FolderLock:
             return True
 
     def end(self) -> None:
-        """The run has ended, and gives the folder back once its last file is written."""
+        """Note that the run has ended: it releases the folder once its last file is written."""
         self._is_ending = True
 
     def give_back(self) -> None:

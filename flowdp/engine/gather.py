@@ -1,4 +1,4 @@
-"""Putting the outputs of a call together that several devices did.
+"""Joining of the outputs of a call that several devices did.
 
 Outputs are trees (`flowdp.data.trees`). Tensors are joined along their dim, numbers are reduced, and all else
 is the same on all devices, or has an entry for each sample.
@@ -25,7 +25,7 @@ __all__ = ["Joining", "Outputs", "Returned", "join"]
 
 
 class Returned:
-    """What a module returned for its part.
+    """The outputs of a module for its part.
 
     Args:
         tree: As it came.
@@ -52,7 +52,7 @@ class Returned:
         self.leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def name(self, place: int) -> str:
-        """How a leaf is called, for messages: `['loss']`."""
+        """The name of a leaf, for messages: `['loss']`."""
         return list(self.form.paths())[place]
 
 
@@ -79,13 +79,13 @@ class Outputs:
         self._seams = seams
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
-        """What a module returns, with these for its tensors."""
+        """The outputs of a module, with these for its tensors."""
         rest = iter(tensors)
         leaves = [next(rest) if leaf is _TENSOR else leaf for leaf in self._leaves]
         return unflatten(leaves, self._tree)
 
     def part(self, gradients: Sequence[Tensor | None], place: int) -> list[Tensor | None]:
-        """What of the gradients of `tensors` belongs to a part."""
+        """The share of a part in the gradients of `tensors`."""
         return [
             None if gradient is None else seam.part(gradient, place)
             for gradient, seam in zip(gradients, self._seams, strict=True)
@@ -107,7 +107,7 @@ class Apart(Outputs):
         self._parts = [(part.leaves, part.form, len(part.tensors)) for part in parts]
 
     def tree(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """What each module returned, with these for the tensors of all."""
+        """The outputs of each module, with these for the tensors of all."""
         rest = iter(tensors)
         return [
             unflatten([next(rest) if leaf is _TENSOR else leaf for leaf in leaves], form)
@@ -121,7 +121,7 @@ class Apart(Outputs):
 
 
 class Joining:
-    """How the outputs of one call are put together.
+    """Rules by which the outputs of one call are joined.
 
     Args:
         layout: Of its outputs.
@@ -218,7 +218,7 @@ _PLAIN = Layout()
 
 
 class _Seam(Protocol):
-    """How one output tensor lies over the parts."""
+    """The layout of one output tensor over the parts."""
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor: ...
 
@@ -348,7 +348,7 @@ def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
 
 
 def _merged(output: Returned, place: int, leaves: Sequence[Any], samples: Sequence[int]) -> Any:
-    """One leaf of several that are no tensors."""
+    """One leaf made of several that are not tensors."""
     first = leaves[0]
     if len(leaves) == 1 or isinstance(first, torch.device):  # that of a cache, for instance
         return first

@@ -1,4 +1,4 @@
-"""Where the batch lies in a call's arguments and outputs: `dim`, `split`, `join` and `reduce` of `setup`."""
+"""Layout of the batch in a call's arguments and outputs: `dim`, `split`, `join`, `reduce` of `setup`."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Callee:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How calls are cut, and their outputs joined.
+    """Options by which calls are cut, and their outputs joined.
 
     Attributes:
         dim: Where the samples lie.
@@ -106,7 +106,7 @@ class Layout:
     reduce: ReduceOption = "mean"
 
     def __post_init__(self) -> None:
-        """Check the kinds."""
+        """Check the types."""
         if isinstance(self.dim, Mapping):
             for name, dim in self.dim.items():
                 _check_dim(f"dim[{name!r}]", dim, is_return=name == RETURN)
@@ -194,7 +194,7 @@ class Layout:
         return int(_by_name(given, path, 0) if isinstance(given, Mapping) else given)
 
     def reduction(self, path: KeyPath) -> Reduction:
-        """How one output is reduced, where it is one number from each part."""
+        """The reduction of one output that is one number from each part."""
         if isinstance(self.reduce, Mapping):
             found: Reduction = _by_name(self.reduce, path, "mean")
             return found

@@ -29,10 +29,10 @@ class Scheduler(Protocol):
     optimizer: Any
 
     def step(self, *args: Any) -> Any:
-        """Set the next rates. One of timm's is told the number of the epoch."""
+        """Set the next rates. A scheduler of timm's gets the number of the epoch."""
 
     def state_dict(self) -> Any:
-        """What it needs to go on."""
+        """The state with which it can go on."""
 
     def load_state_dict(self, state_dict: Any) -> Any:
         """Go on from there."""

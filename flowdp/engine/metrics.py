@@ -134,7 +134,7 @@ class Pool:
             evaluation: Which, from 0.
             batches: That this rank has evaluated.
             metrics: Those it has updated, by their names.
-            end: Batches of the evaluation; None where nobody knows, because it was cut.
+            end: Batches of the evaluation; None where it was cut, so that the number is not known.
 
         Returns:
             The values over all batches by their names, from the last rank that evaluated any; else nothing.

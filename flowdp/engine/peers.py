@@ -186,7 +186,7 @@ class Peers:
                 self._sources[i] = copy_of
 
     def note(self) -> None:
-        """Look at the modules as a call has left them; behind its forward.
+        """Note the modules as the forward of a call has left them.
 
         Raises:
             FlowdpError: The forward did to the module what the replicas cannot follow.
@@ -284,7 +284,7 @@ class Peers:
             jobs: One per rank; None: nothing to do there.
             modes: In which they run; None: the caller's.
             parts: Of each rank, in one batch: ranks that have one take the statistics of SyncBatchNorm
-                together. Empty: nobody does.
+                together. Empty: none does.
 
         Raises:
             BaseException: What the first of them raised, with a note that names rank and device.

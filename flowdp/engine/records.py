@@ -163,7 +163,7 @@ class Records:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What went wrong without ending the run, in words."""
+        """Problems that did not end the run, in words."""
         with self._changed:
             known = list(self._problems.values())
         return tuple(text + (f" ({times} times)" if times > 1 else "") for text, times in known)

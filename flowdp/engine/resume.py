@@ -311,7 +311,7 @@ def _older(path: Path, store: Store | None, folder: Store) -> Iterator[Resumed]:
 
 
 def _resumed(path: Path, state: Mapping[str, Any], store: Store | None, folder: Store | None) -> Resumed:
-    """What a file holds.
+    """The contents of a file.
 
     Args:
         path: Of the file.

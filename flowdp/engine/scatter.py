@@ -1,4 +1,4 @@
-"""Taking the arguments of a call apart over the devices.
+"""Cutting of the arguments of a call over the devices.
 
 They are trees (`flowdp.data.trees`). What has the batch's length along its dim is cut; everything else goes
 whole.
@@ -65,7 +65,7 @@ class Handed:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a module is called with.
+    """The arguments with which one device calls a module.
 
     Attributes:
         args: Positional arguments.
@@ -79,7 +79,7 @@ class Part:
 
     @property
     def wanting(self) -> list[Tensor]:
-        """Where the device's graph begins for the caller's tensors that ask for a gradient."""
+        """Leaves of the device's graph for the caller's tensors that require grad."""
         return [one.leaf for one in self.handed if one.leaf is not None]
 
 
@@ -143,7 +143,7 @@ class Arguments:
         self._wanting_cuts = [dim for _, dim in asking]
 
     def check(self) -> None:
-        """Look whether the batch can be cut.
+        """Check that the batch can be cut.
 
         Raises:
             FlowdpError: An argument holds samples, and cannot be cut.
@@ -154,7 +154,7 @@ class Arguments:
 
     @property
     def names(self) -> list[str]:
-        """How each leaf is called, for messages: `0['x']`."""
+        """The name of each leaf, for messages: `0['x']`."""
         return [path.removeprefix("[").replace("]", "", 1) for path in self._form.paths()]
 
     def in_words(self, start: int, samples: int, positional: Sequence[str] = ()) -> str:
@@ -186,7 +186,7 @@ class Arguments:
         return ", ".join(f"{name}: {described(leaf)}" for name, leaf in named) or "no arguments"
 
     def part(self, start: int, samples: int, device: torch.device | None) -> Part:
-        """What a device is called with.
+        """The arguments of one device.
 
         Args:
             start: Its first sample.

@@ -1,4 +1,4 @@
-"""What `setup` was given, checked before a thread starts."""
+"""Checks of the arguments of `setup`, before a thread starts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OptimizerOption = Optimizer | Sequence[Optimizer] | Callable[[list[nn.Parameter]
 
 
 def check_model(model: object, optimizer: object) -> None:
-    """A module, with something to train where an optimizer is given.
+    """Check that the model is a module, with parameters to train where an optimizer is given.
 
     Raises:
         OptionError: It is no module, or has nothing to train.
@@ -50,7 +50,7 @@ def check_model(model: object, optimizer: object) -> None:
 
 
 def check_replica(replica: object) -> None:
-    """A factory of replicas, or None.
+    """Check that `replica` is a factory, or None.
 
     Raises:
         OptionError: It cannot be called.
@@ -60,7 +60,7 @@ def check_replica(replica: object) -> None:
 
 
 def check_norm(max_grad_norm: object) -> None:
-    """A norm, or None.
+    """Check that the norm is a positive number, or None.
 
     Raises:
         OptionError: It is no positive number.
@@ -71,7 +71,7 @@ def check_norm(max_grad_norm: object) -> None:
 
 
 def check_loss(loss_fn: object) -> LossFunction | None:
-    """A loss function, or None.
+    """Check that `loss_fn` is a function, or None; returns it.
 
     Raises:
         OptionError: It is something else.
@@ -113,7 +113,7 @@ def check_cadence(
 
 
 def check_batch_norm(model: nn.Module, devices: Sequence[torch.device], *, windows: bool) -> None:
-    """Layers of SyncBatchNorm that can be synchronised, or none.
+    """Check that layers of SyncBatchNorm, if there are any, can be synchronised.
 
     Raises:
         OptionError: The devices are of several kinds, or work through batches of their own.

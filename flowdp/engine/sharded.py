@@ -548,7 +548,7 @@ def collect_gradients(peers: Peers) -> None:
 
 
 def _take_left(peers: Peers) -> list[Gradients]:
-    """What backwards without a sum have left at the replicas, taken away from there."""
+    """Gradients that backwards without a sum have left at the replicas, removed from there."""
     ranks = range(len(peers.modules))
     jobs = [partial(_bring_home, peers, rank) if peers.has_left(rank) else None for rank in ranks]
     return [found for found in peers.each(jobs) if found is not None] if any(jobs) else []

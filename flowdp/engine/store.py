@@ -65,7 +65,7 @@ class Store:
         self._lock.take()
 
     def end(self) -> None:
-        """The run has ended, and gives the folder back once its last file is written."""
+        """Note that the run has ended: it releases the folder once its last file is written."""
         self._lock.end()
 
     def give_back(self) -> None:

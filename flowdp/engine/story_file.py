@@ -75,5 +75,5 @@ class StoryFile:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file; a pipe that nobody reads is an error and not waited for."""
+    """Open a file; a pipe without a reader is an error and not waited for."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)

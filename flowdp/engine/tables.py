@@ -113,8 +113,8 @@ class Tables:
                 changed = [f"no buffer {key!r}" for table, key in self._buffers if table.get(key) is None]
         if changed:
             raise FlowdpError(
-                f"the model has changed since setup(): {', '.join(changed)}; the replicas are as it was, so "
-                f"call setup() again"
+                f"the model has changed since setup(): {', '.join(changed)}; the replicas are "
+                f"as it was before: make all changes first, then call setup() again"
             )
 
     def check_like(self, first: Tables, device: torch.device) -> None:

@@ -38,7 +38,7 @@ DRAWS = frozenset(
         *("random_", "randperm", "uniform", "uniform_", "_sample_dirichlet", "_standard_gamma"),
     )
 )
-"""Operations whose result is a draw."""
+"""Operations that return a random draw."""
 
 DROPS = frozenset(("dropout_p", "dropout", "p"))
 """Names of probabilities among the arguments of other operations that draw."""
@@ -132,7 +132,7 @@ class Trials:
 
 
 class _State:
-    """All that a run may change."""
+    """State that a run may change."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         parts = list(module.modules())
@@ -362,7 +362,7 @@ def _attributes(parts: Sequence[nn.Module]) -> Iterator[Any]:
 
 
 def _content(value: Any) -> Callable[[], None]:
-    """What restores a list, dict, set or deque."""
+    """A function that restores a list, dict, set or deque."""
     before = value.copy()
 
     def restore() -> None:
@@ -386,7 +386,7 @@ def _default_generators(device: torch.device) -> list[torch.Generator]:
 
 
 def _random_states(values: Sequence[Any]) -> Iterator[Callable[[], None]]:
-    """What restores the states of generators that are not torch's."""
+    """Functions that restore the states of generators that are not torch's."""
     state = random.getstate()
     yield partial(random.setstate, state)
     for own in values:

@@ -12,7 +12,7 @@ from flowdp.policy.tally import joined_norms, mean_and_largest
 __all__ = ["mean_loss", "rebalanced", "round_ended", "why"]
 
 MOVED = 0.02
-"""By how much a share must have changed to be told: quotas are whole steps, and tremble by one."""
+"""Change of a share that is reported: quotas are whole steps, and vary by one."""
 
 
 def mean_loss(works: Sequence[Work]) -> float:

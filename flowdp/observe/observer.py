@@ -46,7 +46,7 @@ class Observer:
         callbacks: In the order in which they are called.
         fail: Ends the run by an error; called where a callback that `ends_run` has raised, also when the run
             is over.
-        patience_s: How long one call may take before it is told; None: as long as it likes.
+        patience_s: Time that one call may take before it is reported; None: no limit.
 
     Threads:
         Made and started by the thread that starts the run; what reads it may be any.

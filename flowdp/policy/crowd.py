@@ -5,7 +5,7 @@ from __future__ import annotations
 __all__ = ["LOOK_S", "Crowd"]
 
 LOOK_S = 0.25
-"""How often to look."""
+"""Time between two looks."""
 
 CROWDED = 2
 """Looks in a row that must see too many: some are there for a moment in every program ..."""

@@ -1,4 +1,4 @@
-"""How many threads a worker computes with: the number that is fastest for its own steps, as they run.
+"""The number of threads of a worker: the fastest for its own steps, found while they run.
 
 More threads are not always faster. Small operations cost more to hand out than to compute; and where other
 programs want the cores, one thread of a pool is always off its core, and the others spin at the barrier for

@@ -336,7 +336,7 @@ class World:
         self.clock.after(ms, self._end_step, number, step, ms)
 
     def _slowed(self, disturbance: Disturbance, steps: int, ms: float) -> float:
-        """How many times slower the step is that the disturbed rank begins, after so many others."""
+        """Slowdown of the step that the disturbed rank begins after so many others."""
         now_ms = self.clock.now_ms
         if self._slow_until_ms is None:
             if steps < disturbance.step:

@@ -26,7 +26,6 @@ from flowdp.data.trees import (
     field_of,
     flatten,
     is_cut,
-    leaves_of,
     tensors_of,
     tree_map,
     unflatten,
@@ -171,7 +170,7 @@ def test_items_that_are_attributes_too_stay_one_thing() -> None:
     assert part.logits is part["logits"]
     assert part.logits.tolist() == X[1:3].tolist()
     assert part.loss is None
-    assert len(leaves_of(Output(X))) == 2
+    assert len(flatten(Output(X))[0]) == 2
     assert tree_cut(Encoding({"x": X}, list("abcd")), 1, 2)._encodings == ["b", "c"]
 
 
@@ -276,7 +275,7 @@ def test_a_size_is_no_column_in_a_call() -> None:
 
 
 def test_a_list_of_tensors_is_a_container() -> None:
-    assert len(leaves_of([X, X, X, X])) == 4
+    assert len(flatten([X, X, X, X])[0]) == 4
     assert len(flatten([X, "a", X, Y], 4)[0]) == 4
 
 

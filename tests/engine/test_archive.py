@@ -120,7 +120,7 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: with_pickle(b"\x80\x02" + b"](" * 300_000 + b"e" * 300_000 + b"."),
         "more than 100 containers lie within each other",
     ),
-    "an item of nothing": (lambda: with_pickle(b"\x80\x02K\x01K\x02a."), "into what is no list"),
+    "an item of nothing": (lambda: with_pickle(b"\x80\x02K\x01K\x02a."), "into a value that is not a list"),
     "an opcode of another protocol": (lambda: with_pickle(b"\x80\x04\x8f."), "the opcode EMPTY_SET"),
 }
 

@@ -368,7 +368,7 @@ def test_buffers_that_hold_something_of_the_batch_are_named_once(
     for _ in range(3):
         dp(numbers(8, 6))
     (told,) = warnings_of(caplog)
-    assert "Queue.forward writes to the buffers 'queue' what it makes of the batch" in told
+    assert "Queue.forward writes values of the batch to the buffers 'queue'" in told
 
 
 # ---------------------------------------------------------------- when it cannot be checked
