@@ -36,8 +36,10 @@ _HOOKS = (
     "_forward_hooks_always_called",
     "_forward_pre_hooks_with_kwargs",
 )
-_OWN = frozenset(vars(nn.Module())) | {"_compiled_call_impl", "_flat_weights", "_flat_weight_refs"}
-"""Attributes that torch keeps in a module."""
+_OWN = (frozenset(vars(nn.Module())) | {"_compiled_call_impl", "_flat_weights", "_flat_weight_refs"}) - {
+    "_is_full_backward_hook"
+}
+"""Attributes that torch keeps in a module, but for the kind of its backward hooks."""
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _ATOMS = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, nn.Module, nn.Parameter)

@@ -32,6 +32,12 @@ def double(x: Tensor) -> Tensor:
     return 2 * x
 
 
+def slope(net: Any) -> list[float]:
+    x = torch.ones(2, requires_grad=True)
+    (found,) = torch.autograd.grad(net.layer(x).sum(), x)
+    return list(found)
+
+
 class Net(nn.Module):
     """Attributes of many kinds, some of them bound to its own parts."""
 
@@ -81,6 +87,10 @@ SET: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
     "into an array": (lambda n: n.array.fill(4), lambda n: n.array.tolist()),
     "a function": (lambda n: setattr(n, "function", double), lambda n: n.function),
     "a hook": (lambda n: n.inner.register_forward_hook(lambda m, a, out: out + 1), lambda n: n.inner(3.0)),
+    "a backward hook": (
+        lambda n: n.layer.register_full_backward_hook(lambda m, given, came: (3 * given[0],)),
+        slope,
+    ),
 }
 
 
