@@ -385,7 +385,8 @@ class DataParallel(AliasModule):
             shards = parts_of(layout.apart(args, kwargs, own), shards)
         is_apart = is_cut and layout.join is not None
         joining = Joining(layout, callee, arguments.dim, is_apart=is_apart)
-        outputs = call_sharded(self._peers, shards, run, joining, sync=self._is_syncing)
+        looks = self._checks and torch.is_grad_enabled() and schedule.looks_at_graph()
+        outputs = call_sharded(self._peers, shards, run, joining, sync=self._is_syncing, checks=looks)
         if is_checked and not schedule.has_seen(joining.form):
             self._check(schedule, Call(callee, run, args, kwargs, own, layout, self.devices[0]))
         self._did(sizes)

@@ -59,6 +59,7 @@ class Schedule:
     def __init__(self, callee: Callee) -> None:
         self.callee = callee
         self._calls = 0
+        self._graphs = 0  # calls with gradients
         self._due = 1  # counted like the calls; 0: none
         self._form: Any = None
         self._known: list[Any] = []
@@ -72,6 +73,11 @@ class Schedule:
         """Count a call that is cut; whether it is to be checked."""
         self._calls += 1
         return self._calls == self._due and not self._is_over
+
+    def looks_at_graph(self) -> bool:
+        """Count a call with gradients; whether to look through its graph: the first, second, fourth."""
+        self._graphs += 1
+        return self._graphs & (self._graphs - 1) == 0
 
     def has_seen(self, form: tuple[Any, tuple[bool, ...]] | None) -> bool:
         """Note the form of a call's outputs; whether it was checked just now, or one like it before."""

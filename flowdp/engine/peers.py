@@ -30,6 +30,7 @@ from flowdp.device.openmp import set_own_threads
 from flowdp.device.streams import Lane
 from flowdp.device.transfer import carry, copied
 from flowdp.engine.attributes import Attributes
+from flowdp.engine.lost_gradients import check_transforms
 from flowdp.engine.sharing import Sharing
 from flowdp.engine.stopwatch import Stopwatch
 from flowdp.engine.tables import Tables
@@ -151,8 +152,9 @@ class Peers:
         """Look at the user's module as it is now: before a call, for it may have changed.
 
         Raises:
-            FlowdpError: It has other parts than it had.
+            FlowdpError: It has other parts than it had, or a derivative is asked for that would be lost.
         """
+        check_transforms()
         self._crew.settle()
         self._tables[0].check_as_it_was()
         self._attributes.look()

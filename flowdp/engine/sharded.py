@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from flowdp.device.transfer import carry, move
 from flowdp.engine.gather import Joining, Outputs, Returned
 from flowdp.engine.higher_order import RankGraph, differentiate, retains_graph
+from flowdp.engine.lost_gradients import check_leaves
 from flowdp.engine.peers import Peers
 from flowdp.engine.scatter import Arguments, Handed, Part
 from flowdp.errors import FlowdpError
@@ -88,7 +89,13 @@ def parts_of(calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], shards: Se
 
 
 def call_sharded(
-    peers: Peers, shards: Sequence[Shard], run: Run, joining: Joining | None = None, *, sync: bool = True
+    peers: Peers,
+    shards: Sequence[Shard],
+    run: Run,
+    joining: Joining | None = None,
+    *,
+    sync: bool = True,
+    checks: bool = False,
 ) -> Any:
     """Call the modules with their shards, all ranks at once, and join what they return.
 
@@ -99,18 +106,19 @@ def call_sharded(
         joining: How the outputs are joined; None: along dim 0.
         sync: Whether backward sums the gradients over the ranks; else those of the replicas stay with them,
             for the next backward that does.
+        checks: Whether to look for gradients that would be lost.
 
     Returns:
         The outputs, on the first device.
 
     Raises:
-        FlowdpError: The outputs cannot be joined.
+        FlowdpError: The outputs cannot be joined, or a derivative would be lost.
 
     Streams:
         As `Peers.each`, in forward and in backward.
     """
     peers.follow()
-    call = _Call(peers, shards, run, joining or Joining(), sync)
+    call = _Call(peers, shards, run, joining or Joining(), sync, checks)
     if not torch.is_grad_enabled():
         joined = call.forward()
         return joined.tree(joined.tensors)
@@ -178,14 +186,16 @@ class _Call:
         written: Places in `wanting()` of the tensors that the modules have written to.
     """
 
-    def __init__(self, peers: Peers, shards: Sequence[Shard], run: Run, joining: Joining, sync: bool) -> None:
+    def __init__(
+        self, peers: Peers, shards: Sequence[Shard], run: Run, joining: Joining, sync: bool, checks: bool
+    ) -> None:
         self.sources = list({id(shard.arguments): shard.arguments for shard in shards}.values())
         self.written: list[int] = []
         self._peers = peers
         self._shards = shards
         self._run: Run | None = run
         self._joining = joining
-        self._sync = sync
+        self._sync, self._checks = sync, checks
         self._modes = peers.modes()  # inside the node, autograd has switched gradients off
         ranks = range(len(peers.modules))
         self._places = [[p for p, shard in enumerate(shards) if shard.rank == rank] for rank in ranks]
@@ -390,6 +400,8 @@ class _Call:
                 raise
             returned = Returned(output, shard.samples, device)
             returned.weights = {name: move(weight, peers.devices[0]) for name, weight in weights.items()}
+            if self._checks:
+                check_leaves(returned.tensors, part.wanting, self._parameters, rank)
             self._parts[place], self._returned[place] = part, returned
             bring_back(part, peers.devices[0])
             pieces[place] = carry([tensor.detach() for tensor in returned.tensors], peers.devices[0])

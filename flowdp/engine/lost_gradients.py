@@ -1,0 +1,80 @@
+"""Derivatives that a call on several devices would lose without an error.
+
+Each device has a graph of its own, which ends at its parameters and at its part of the arguments. A tensor
+that a forward finds anywhere else (in a global, in the closure of a function that was put in the place of a
+method) lies in none of the caller's graphs, so it would get no gradient, or the first device's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flowdp.errors import FlowdpError
+
+__all__ = ["check_leaves", "check_transforms"]
+
+
+def check_leaves(
+    outputs: Sequence[Tensor], wanting: Sequence[Tensor], parameters: Sequence[Sequence[Tensor]], rank: int
+) -> None:
+    """Look whether the graph of a rank's outputs ends at tensors that the rank knows.
+
+    Args:
+        outputs: Of the rank.
+        wanting: Its arguments that ask for a gradient.
+        parameters: Of each rank; the first's are the user's, which no other may use.
+        rank: Its number.
+
+    Raises:
+        FlowdpError: It ends at another tensor that requires grad.
+    """
+    known = [*parameters[rank], *wanting]
+    ends = {id(tensor) for tensor in known}
+    seen = {tensor.grad_fn for tensor in known if tensor.grad_fn is not None}
+    todo = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor) and id(leaf) not in ends:
+            _refuse(leaf, is_users=any(leaf is tensor for tensor in parameters[0]))
+        todo += [after for after, _ in node.next_functions if after is not None]
+
+
+def _refuse(leaf: Tensor, *, is_users: bool) -> None:
+    if is_users:
+        raise FlowdpError(
+            f"a replica's forward uses a parameter of shape {tuple(leaf.shape)} of the module that was given "
+            "to setup(), so its gradient would be lost: a function that was set as an attribute or as a hook "
+            "holds a module in its closure; let it use the module that it is called with (types.MethodType, "
+            "the first argument of a hook), or give replica= to setup()"
+        )
+    raise FlowdpError(
+        f"the module's forward uses a tensor of shape {tuple(leaf.shape)} that requires grad and is neither "
+        "its parameter nor an argument of the call, so its gradient would be lost: make it a parameter of "
+        "the module, or give it as an argument; if it is not trained, requires_grad_(False)"
+    )
+
+
+def check_transforms() -> None:
+    """Look whether a derivative is asked for that does not go through several graphs.
+
+    Raises:
+        FlowdpError: Forward-mode differentiation, or a transform of torch.func, is under way.
+    """
+    what = None
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        what = "a transform of torch.func"
+    elif forward_ad._current_level >= 0:
+        what = "forward-mode differentiation"
+    if what is not None:
+        raise FlowdpError(
+            f"{what} does not go through a call that several devices do: call the module itself, .module, or "
+            "take derivatives by torch.autograd.grad(create_graph=True)"
+        )

@@ -1,0 +1,83 @@
+"""Derivatives that a call on several devices would lose are errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+import flowdp
+from flowdp.errors import FlowdpError
+
+
+class Net(nn.Module):
+    """Uses whatever it finds in `extra`."""
+
+    def __init__(self, extra: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.first = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.extra = extra
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.extra(self.first(x)))
+
+
+def setup(net: nn.Module, **options: Any) -> Any:
+    return flowdp.setup(net, devices=["cpu"] * 2, progress=False, **options)
+
+
+def test_a_trained_module_elsewhere() -> None:
+    other = nn.Linear(3, 3)
+    with setup(Net(lambda x: other(x))) as dp:
+        with torch.no_grad():
+            dp(torch.ones(4, 3))
+        with pytest.raises(FlowdpError, match=r"shape \(3(, 3)?\) that requires grad and is neither"):
+            dp(torch.ones(4, 3))
+        other.requires_grad_(False)
+        dp(torch.ones(4, 3)).sum().backward()
+    with setup(Net(lambda x: x)) as dp, pytest.raises(FlowdpError, match="neither its parameter nor"):
+        dp.call(lambda net, x: other.requires_grad_()(net(x)), torch.ones(1, 3))  # which one device does
+
+
+def test_a_replaced_forward_that_holds_the_module() -> None:
+    net = Net(lambda x: x)
+    old = net.first.forward
+    net.first.forward = lambda x: 2 * old(x)  # type: ignore[method-assign]
+    with (
+        setup(net) as dp,
+        pytest.raises(FlowdpError, match=r"a replica's forward uses a parameter .* closure"),
+    ):
+        dp(torch.ones(4, 3))
+
+
+def test_what_is_known_passes() -> None:
+    net, x = Net(torch.tanh), torch.ones(4, 3)
+    weights = {name: weight.detach().clone() * 2 for name, weight in net.named_parameters()}
+    for weight in weights.values():
+        weight.requires_grad_()
+    with setup(net) as dp:
+        slope = torch.autograd.grad(
+            torch.func.functional_call(dp, weights, (x,)).sum(), weights["layer.bias"]
+        )
+        assert slope[0].tolist() == [4.0] * 3
+        x.requires_grad_()
+        dp(x + 1).sum().backward()
+        assert x.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in forward mode
+def test_derivatives_that_go_through_no_graph() -> None:
+    x = torch.ones(4, 3)
+    with setup(Net(torch.tanh)) as dp:
+        with (
+            forward_ad.dual_level(),
+            pytest.raises(FlowdpError, match="forward-mode differentiation does not"),
+        ):
+            dp(forward_ad.make_dual(x, x))
+        with pytest.raises(FlowdpError, match=r"a transform of torch\.func does not"):
+            torch.func.grad(lambda given: dp(given).sum())(x)
+        dp(x).sum().backward()
