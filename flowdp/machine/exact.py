@@ -106,12 +106,31 @@ class ExactRounds(PlannedRounds):
         return tuple(Part(start, stop, ranks, count) for start, stop in pairwise(bounds))
 
     def _equally_many(self, samples: int, most: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-        """The fewest forwards of all ranks in which no micro-batch is too large, and the parts for them."""
+        """The fewest forwards of all ranks in which no micro-batch is too large, and the parts for them.
+
+        Where one is enough it is one, with the statistics of the whole window, whatever the ratios are.
+        """
+        if samples <= sum(most) and (sizes := self._within(samples, most)) is not None:
+            return 1, sizes
         for count in range(1, samples + 1):
             sizes = part_sizes(samples, self.ratios, self._least * count)
             if all(size <= count * limit for size, limit in zip(sizes, most, strict=True)):
                 break
         return count, sizes
+
+    def _within(self, samples: int, most: Sequence[int]) -> tuple[int, ...] | None:
+        """Parts by the ratios, but none above its limit; None where some would be too small."""
+        sizes, open_ranks = list(most), list(range(self.world_size))
+        while open_ranks:
+            full = sum(most) - sum(most[rank] for rank in open_ranks)
+            ratios = [self.ratios[rank] for rank in open_ranks]
+            parts = dict(zip(open_ranks, part_sizes(samples - full, ratios, self._least), strict=True))
+            open_ranks = [rank for rank, size in parts.items() if size <= most[rank]]
+            if len(open_ranks) == len(parts):
+                for rank, size in parts.items():
+                    sizes[rank] = size
+                break
+        return tuple(sizes) if all(size == 0 or size >= self._least for size in sizes) else None
 
     def _wants_comparison(self, ledger: Ledger) -> bool:
         return ledger.remaining == 0
