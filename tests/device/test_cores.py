@@ -4,7 +4,6 @@ import math
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,17 +17,10 @@ from flowdp.device.cores import cpu_quota, open_pools, thread_budget, threads_pe
 from flowdp.device.process import ProcessTuning
 from flowdp.options import Policy
 from flowdp.policy import pool_size
+from tests.device.fresh_thread import in_thread
 
+pytestmark = pytest.mark.usefixtures("three_threads")
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
-
-
-@pytest.fixture(autouse=True)
-def three_threads() -> Iterator[None]:
-    """The user's choice; put back, for this thread and those that start later."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -36,15 +28,6 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def in_thread(work: Callable[[], object]) -> object:
-    """The result of `work` in a thread that starts now."""
-    results: list[object] = []
-    thread = threading.Thread(target=lambda: results.append(work()))
-    thread.start()
-    thread.join(timeout=30)
-    return results[0]
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, count: int, quota: float | None) -> None:

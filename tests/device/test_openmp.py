@@ -4,7 +4,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,7 +11,9 @@ import torch
 from flowdp.device import openmp
 from flowdp.device.openmp import Barriers, barriers, pause_openmp, running_threads, set_own_threads
 from flowdp.device.process import ProcessTuning, tuned_process
+from tests.device.fresh_thread import in_thread
 
+pytestmark = pytest.mark.usefixtures("three_threads")
 NONE = ProcessTuning(openmp=False, malloc=False, switch_interval=False)
 POOL = ProcessTuning(malloc=False, switch_interval=False)
 CORES = os.cpu_count() or 1
@@ -20,28 +21,10 @@ CORES = os.cpu_count() or 1
 linux = pytest.mark.skipif(sys.platform != "linux", reason="counts threads as Linux shows them")
 
 
-@pytest.fixture(autouse=True)
-def three_threads() -> Iterator[None]:
-    """The user's choice; put back, for this thread and those that start later."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     """A system that does not tell how many threads want to run: nothing looks."""
     monkeypatch.setattr(openmp, "running_threads", lambda: None)
-
-
-def in_thread(work: Callable[[], object]) -> object:
-    """The result of `work` in a thread of its own: a fresh OpenMP pool."""
-    results: list[object] = []
-    thread = threading.Thread(target=lambda: results.append(work()))
-    thread.start()
-    thread.join(timeout=30)
-    return results[0]
 
 
 def build_pool() -> None:

@@ -3,8 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,6 +16,7 @@ from flowdp.device.process import (
     tuned_process,
 )
 from flowdp.errors import OptionError
+from tests.device.fresh_thread import in_thread
 
 NONE = ProcessTuning(openmp=False, malloc=False, switch_interval=False)
 INTERVAL = ProcessTuning(openmp=False, malloc=False)
@@ -35,15 +35,6 @@ def python_default() -> Iterator[None]:
     yield
     assert process._switch_interval._holders == 0
     sys.setswitchinterval(before)
-
-
-def in_thread(work: Callable[[], object]) -> object:
-    """The result of `work` in a thread of its own: a fresh OpenMP pool."""
-    results: list[object] = []
-    thread = threading.Thread(target=lambda: results.append(work()))
-    thread.start()
-    thread.join(timeout=30)
-    return results[0]
 
 
 class TestOptions:

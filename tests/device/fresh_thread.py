@@ -1,0 +1,15 @@
+"""Calls in a thread that has no OpenMP pool yet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+def in_thread(work: Callable[[], object]) -> object:
+    """The result of `work` in a thread of its own: a fresh OpenMP pool."""
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    thread.join(timeout=30)
+    return results[0]
