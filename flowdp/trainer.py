@@ -124,8 +124,9 @@ class Trainer:
         drop_last: Leave out an epoch's last batch where it is not full. None is False.
         collate_fn: Makes a batch of a list of samples. None is torch's.
         num_workers: Processes that read the dataset. None is 0: a thread reads, in turn with the evaluation
-            and other runs of this process, so that they may share files. It cannot know what else you read:
-            a loop of your own over the same dataset, while the run goes on, needs processes here or there.
+            and other runs of this process whose datasets reach a common object (an open file, the parts of
+            a split). It cannot know what else you read: a loop of your own over the same dataset while the
+            run goes on, or a file that two datasets share as a global, needs processes here or there.
         max_grad_norm: Clip each replica's gradients to this 2-norm; under "exact", the averaged gradient.
         gradient_accumulation_steps: Batches of a step of one device, each with a forward and a backward of
             its own; an epoch's last step may have fewer. Each counts for its samples.

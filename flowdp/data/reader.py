@@ -1,9 +1,8 @@
 """Reading a dataset: one thread, one torch DataLoader, all devices.
 
-`Reader` is the source of map-style datasets. Two threads that read one dataset that seeks and reads a
-file get wrong samples without an error, and two datasets may share such a file: the parts of a split, the
-same one in two runs. So all reading of this process takes turns (`READING`), batch by batch, and no dataset's
-code is ever run by two of flowdp's threads at once. What worker processes read needs no turn.
+`Reader` is the source of map-style datasets. Sources of this process whose datasets could share an object,
+the parts of a split for instance, read in turns (`ReadingTurns`), batch by batch. What worker processes read
+needs no turn.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from flowdp.data.order import KEPT_BATCHES, NOTHING_TRAINED, AllEpochs, Order
 from flowdp.data.portion import Portion
 from flowdp.data.processes import GRACE_S, Processes, begin
+from flowdp.data.shared import ReadingTurns
 from flowdp.data.source import Batch, Source
 from flowdp.data.trees import tree_map
 from flowdp.device.openmp import set_own_threads
@@ -27,17 +27,13 @@ from flowdp.errors import DataError, ProtocolError
 from flowdp.machine.position import Position
 from flowdp.messages import Part
 from flowdp.policy.formats import format_error, format_indices
-from flowdp.threads.turns import Turns
 
-__all__ = ["NOTHING", "READING", "LoaderSource", "Reader"]
+__all__ = ["NOTHING", "LoaderSource", "Reader"]
 
 _Key = tuple[int, int]  # (epoch, batch): its order is the order of reading
 
 NOTHING = object()
 """An iterator's answer at its end."""
-
-READING = Turns()
-"""Taken around every call of a dataset's own code, and never while a reader waits for room or for ranks."""
 
 
 class LoaderSource(Source):
@@ -81,6 +77,8 @@ class LoaderSource(Source):
         self.epochs = epochs
         self.ahead = ahead
         self._loader = loader
+        is_here = loader.num_workers == 0
+        self._turns = ReadingTurns(loader.dataset, loader.collate_fn) if is_here else None
         self._is_counted = is_counted
         self._start = start
         self._on_demand = on_demand
@@ -203,7 +201,8 @@ class LoaderSource(Source):
             self._left.clear()
             self._waiting.clear()
             self._changed.notify()
-        READING.look()
+        if self._turns is not None:
+            self._turns.look()
         if self._thread is None:
             return True
         if self._thread.ident is None:
@@ -216,9 +215,8 @@ class LoaderSource(Source):
             # Whoever is left is inside the dataset's code, and torch would wait 5 s for each.
             self._processes.terminate()
         self._thread.join(GRACE_S)
-        READING.take_away(
-            self._thread
-        )  # from one that is still inside the dataset's code: runs to come read, too
+        if self._turns is not None:  # it may still be inside the dataset's code, and runs to come read, too
+            self._turns.take_away(self._thread)
         return not self._thread.is_alive()
 
     def _comes(self, key: _Key) -> bool:
@@ -242,14 +240,14 @@ class LoaderSource(Source):
 
     def _in_turn(self, read: Callable[[], Any]) -> Any:
         """Call the dataset's own code, when no other reader of this process does; on the reader thread."""
-        if self._loader.num_workers > 0:
+        if self._turns is None:
             return read()
-        if not READING.begin(lambda: self._closing):
+        if not self._turns.begin(lambda: self._closing):
             raise ProtocolError("the source was closed while it waited for its turn to read")
         try:
             return read()
         finally:
-            READING.end()
+            self._turns.end()
 
     @abstractmethod
     def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[_Key, Any]]:

@@ -145,10 +145,18 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return made
 
 
+@pytest.fixture
+def own(machine: Machine) -> Iterator[Barriers]:
+    made = Barriers()
+    yield made
+    while made._holders:
+        made.release()
+
+
 @linux
 class TestBarriers:
-    def test_one_more_pool_counts_while_there_is_a_crowd(self, machine: Machine) -> None:
-        own, new = Barriers(), New()
+    def test_one_more_pool_counts_while_there_is_a_crowd(self, machine: Machine, own: Barriers) -> None:
+        new = New()
         own.hold()
         assert new() == 1 + CORES  # by the first look, before anything computes
         machine.running = CORES
@@ -159,8 +167,8 @@ class TestBarriers:
         assert new.become(0)
         assert (torch.get_num_threads(), in_thread(torch.get_num_threads)) == (3, 3)
 
-    def test_the_last_of_several_runs_ends_it(self, machine: Machine) -> None:
-        own, new = Barriers(), New()
+    def test_the_last_of_several_runs_ends_it(self, own: Barriers) -> None:
+        new = New()
         own.hold()
         own.hold()
         own.release()
