@@ -333,5 +333,5 @@ def test_total_steps_by_speed_are_not_known() -> None:
 
 def test_lists_cannot_be_put_together() -> None:
     options = {"dataset": Unequal(), "collate_fn": Unequal.collate, "loss": Unequal.loss}
-    with pytest.raises(flowdp.StepError, match="no tensor of the batch is as long as the batch"):
+    with pytest.raises(flowdp.StepError, match="nothing in the batch is as long as the batch"):
         train(net(), 2, "cadence", batch_size=(6, 3), **options)
