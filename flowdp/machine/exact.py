@@ -110,8 +110,9 @@ class ExactRounds(PlannedRounds):
 
         Where one is enough it is one, with the statistics of the whole window, whatever the ratios are.
         """
-        if samples <= sum(most) and (sizes := self._within(samples, most)) is not None:
-            return 1, sizes
+        at_once = self._within(samples, most) if samples <= sum(most) else None
+        if at_once is not None:
+            return 1, at_once
         for count in range(1, samples + 1):
             sizes = part_sizes(samples, self.ratios, self._least * count)
             if all(size <= count * limit for size, limit in zip(sizes, most, strict=True)):
