@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
