@@ -291,6 +291,40 @@ def test_clipping_by_hand_is_of_all(setup: Setup) -> None:
     assert_equal(gradients(model), gradients(twin))
 
 
+@pytest.mark.parametrize("way", ["optimizer", "gradients"])
+def test_gradients_that_are_zeroed_in_place_are_so_everywhere(setup: Setup, way: str) -> None:
+    model = mlp()
+    twin = copy.deepcopy(model)
+    dp = setup(model)
+    with dp.no_sync():
+        loss_of(dp).backward()
+        if way == "optimizer":
+            dp.optimizers[0].zero_grad(set_to_none=False)
+        else:
+            for parameter in model.parameters():
+                torch.mul(parameter.grad, 0.0, out=parameter.grad)  # type: ignore[arg-type]
+        loss_of(dp, seed=1).backward()
+    loss_of(dp, seed=2).backward()
+    for seed in (1, 2):
+        loss_of(twin, seed=seed).backward()
+    assert_equal(gradients(model), gradients(twin))
+
+
+def test_clipping_the_first_devices_gradients_alone_is_an_error(setup: Setup) -> None:
+    model = mlp()
+    dp = setup(model)
+    with dp.no_sync():
+        loss_of(dp).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    for take in (dp.step, dp.optimizers[0].step) if dp.is_distributed else ():
+        with pytest.raises(FlowdpError, match=r"gradient of '0.weight'.* written to .* no_sync\(\)"):
+            take()
+    dp.zero_grad()
+    loss_of(dp).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    dp.step()
+
+
 def test_a_step_without_gradients(setup: Setup) -> None:
     dp = setup(mlp())
     for _ in range(2):

@@ -35,7 +35,7 @@ from flowdp.engine.sharing import Sharing
 from flowdp.engine.stopwatch import Stopwatch
 from flowdp.engine.tables import Tables
 from flowdp.engine.unseen import Unseen
-from flowdp.errors import OptionError
+from flowdp.errors import FlowdpError, OptionError
 from flowdp.policy.formats import format_error
 from flowdp.policy.pool_size import PoolSize
 from flowdp.threads.crew import Crew
@@ -112,6 +112,9 @@ class Peers:
         self._sources: list[Tensor] = []
         self._sent: list[list[_State]] = [[] for _ in lanes]
         self._left_in: int | None = None  # the backward that left gradients at all ranks
+        self._left: dict[
+            int, tuple[int, int]
+        ] = {}  # the user's own behind it: by index, which, and its version
         self._is_spoilt = False
         self._kinds = frozenset(device.type for device in self.devices)
         self._asked = [lane.event() for lane in lanes]
@@ -156,6 +159,8 @@ class Peers:
         """
         check_transforms()
         self._crew.settle()
+        if self._left:
+            self._drop_zeroed()
         self._tables[0].check_as_it_was()
         self._attributes.look()
         self._attributes.send()
@@ -253,15 +258,52 @@ class Peers:
             self.drop_gradients()
         if leaves:
             self._left_in = task
+            if task != -1:  # the user's own gradients come at its end
+                torch.autograd.Variable._execution_engine.queue_callback(self._note_left)
         try:
             if self._attributes.is_live:  # a checkpoint in the module calls its parts again
                 self._attributes.look()
             yield
             if self._attributes.is_live:
                 self._attributes.note(set(range(len(self.modules))))
+            if leaves and task == -1:
+                self._note_left()
         except BaseException:
             self._is_spoilt = True
             raise
+
+    def check_left(self) -> None:
+        """Look whether the user's gradients have been written to while those of the replicas were left there.
+
+        Raises:
+            FlowdpError: They have, by clipping or scaling for instance.
+        """
+        for index, gradient in self._written():
+            if any(table.parameters[index].grad is not None for table in self._tables[1:]):
+                raise FlowdpError(
+                    f"the gradient of {self._tables[0].names[index]!r}, of shape {tuple(gradient.shape)}, "
+                    "has been written to (clipped or scaled) while no_sync() had left those of the other "
+                    "devices there: let the last backward be outside no_sync(), or clip by "
+                    "clip_grad_norm_() of what setup() returned"
+                )
+
+    def _note_left(self) -> None:
+        own = ((index, tensor.grad) for index, tensor in enumerate(self._tables[0].parameters))
+        self._left = {index: (id(grad), grad._version) for index, grad in own if grad is not None}
+
+    def _written(self) -> Iterator[tuple[int, Tensor]]:
+        """The user's gradients that have been written to since gradients were left, with their index."""
+        for index, (identity, version) in self._left.items():
+            grad = self._tables[0].parameters[index].grad
+            if grad is not None and id(grad) == identity and grad._version != version:
+                yield index, grad
+
+    def _drop_zeroed(self) -> None:
+        """Forget the replicas' gradients where the user has zeroed his own in place."""
+        for index, grad in self._written():
+            if grad.layout is torch.strided and not grad.any():
+                for table in self._tables[1:]:
+                    table.parameters[index].grad = None
 
     def drop_gradients(self) -> None:
         """Forget the gradients at the replicas."""
@@ -269,6 +311,7 @@ class Peers:
         for module in self.modules[1:]:
             module.zero_grad(set_to_none=True)
         self._left_in, self._is_spoilt = None, False
+        self._left = {}
 
     def modes(self) -> Modes:
         """The calling thread's grad, autocast and inference modes, for `each`."""

@@ -554,6 +554,7 @@ def _added(ranks: Sequence[Gradients]) -> Gradients:
 
 def collect_gradients(peers: Peers) -> None:
     """Add what backwards without a sum have left at the replicas to the user's module."""
+    peers.check_left()
     with peers.backward(leaves=False):
         if found := _take_left(peers):
             accumulate(peers.trained(0), found)
