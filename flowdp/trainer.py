@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import Any, Literal
@@ -163,6 +164,8 @@ class Trainer:
             leaves out the line on stderr that names the devices.
         story: File that the coordinator's events are written to, for `python -m flowdp.sim --replay`.
         tune_process: Process-wide settings while a run lives (see `ProcessTuning`); False leaves all alone.
+        check: Under "exact", compare the loss of the first micro-batch with those of its parts: one that is
+            neither a mean over samples nor names its weight is an error.
 
     Raises:
         OptionError: An argument is wrong. Nothing has been started then.
@@ -214,6 +217,7 @@ class Trainer:
         progress: bool | Literal["auto"] = "auto",
         story: str | PathLike[str] | None = None,
         tune_process: bool | ProcessTuning = True,
+        check: bool = True,
     ) -> None:
         check_words(policy, backend, precision)
         check_length(epochs, max_steps)
@@ -260,6 +264,7 @@ class Trainer:
             sizes=self.sizes,
             seed=seed,
             repeats=self.partition_ratios is not None,
+            checks=check_flag("check", check),
             precision=precision,
             max_grad_norm=max_grad_norm,
             schedule=(scheduler, scheduler_unit, lr_lambda, lr_factor(lr_scale_ratio, len(self.devices))),
@@ -335,7 +340,9 @@ class Trainer:
             tell_devices(self.devices)
         check_free(self.devices)
         store, resumed = self.upkeep.begin(undo)
-        replicas = build_replicas(self._parts, self.devices)
+        # A run that goes on has been checked, and draws as one that never ended.
+        parts = replace(self._parts, checks=self._parts.checks and resumed is None)
+        replicas = build_replicas(parts, self.devices)
         care = self._care(store, replicas[0])
         # The source that was opened to check the arguments serves the first run, from the beginning.
         first, self._first_source = self._first_source, None

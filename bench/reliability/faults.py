@@ -180,6 +180,7 @@ class Fault:
             on_failure="continue" if case.asked == "continue" else "raise",
             on_nan="raise" if case.asked == "raise" else "quarantine",
             progress=False,
+            check=False,  # faults are for steps
             tune_process=not case.waits,  # those are tried side by side, and the settings are the process's
         )
 

@@ -24,6 +24,8 @@ __all__ = ["Barriers", "barriers", "pause_openmp", "running_threads", "set_own_t
 GRAIN = 1 << 15
 """Elements that torch gives to a thread of a pool at least."""
 
+GRACE_S = 1.0
+
 _turn = threading.Lock()
 
 
@@ -112,29 +114,34 @@ class Barriers:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # several runs may start and end at once
+        # Serialises what follows. A run that is collected releases in whatever thread the collector runs,
+        # which may be in here: so the lock may be taken again, and is held over nothing that waits.
+        self._lock = threading.RLock()
         self._holders = 0
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def hold(self) -> None:
         """Look at the machine from now on; the first look is taken before this returns."""
+        running = running_threads()
+        is_told = running is not None and _openmp_runtime() is not None
+        over, ready = threading.Event(), threading.Event()
+        crowd = Crowd(os.cpu_count() or 1, running or 0)
+        thread = threading.Thread(
+            target=_watch, args=(crowd, over, ready), name="flowdp-barriers", daemon=True
+        )
         with self._lock:
             self._holders += 1
-            running = running_threads()
-            if self._holders > 1 or running is None or _openmp_runtime() is None:
+            if self._thread is not None or not is_told:
                 return
-            over, ready = threading.Event(), threading.Event()
-            crowd = Crowd(os.cpu_count() or 1, running)
-            thread = threading.Thread(
-                target=_watch, args=(crowd, over, ready), name="flowdp-barriers", daemon=True
-            )
-            try:
-                thread.start()
-            except RuntimeError:  # no thread can be started: the barriers stay as they are
-                return
-            ready.wait()
             self._over, self._thread = over, thread
+        try:
+            thread.start()
+        except RuntimeError:  # no thread can be started: the barriers stay as they are
+            with self._lock:
+                self._thread = None
+            return
+        ready.wait()
 
     def release(self) -> None:
         """Look no more, if this was the last to hold."""
@@ -145,8 +152,8 @@ class Barriers:
                 return
             self._thread = None
             self._over.set()
-        if thread is not threading.current_thread():  # a collected run may end in any thread
-            thread.join()
+        if thread is not threading.current_thread():
+            thread.join(GRACE_S)  # not for ever: the collector may run where that thread waits for this one
 
 
 def _watch(crowd: Crowd, over: threading.Event, ready: threading.Event) -> None:

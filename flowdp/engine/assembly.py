@@ -54,6 +54,7 @@ class Parts:
         precision: Of forward and loss.
         max_grad_norm: Of the gradients; None: not clipped.
         schedule: As `LearningRate` takes it, behind the optimizers.
+        checks: Whether the first rank checks its first loss (exact).
         repeats: Whether CPU ranks draw by the seed, too: the shares are fixed, so all else repeats (exact).
     """
 
@@ -68,6 +69,7 @@ class Parts:
     max_grad_norm: float | None
     schedule: tuple[Any, ...]
     repeats: bool = False
+    checks: bool = False
 
 
 def build_replicas(parts: Parts, devices: Sequence[torch.device]) -> list[Replica]:
@@ -122,6 +124,7 @@ def _replica(
                 touched,
                 groups,
                 parts.seed if parts.repeats else None,
+                parts.checks and flat.rank == 0,
                 module,
                 flat,
                 optimizers,

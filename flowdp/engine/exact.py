@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowdp.collective.batch_norm import SharedStatistics, WindowGroups
 from flowdp.data.portion import Portion
@@ -21,6 +21,7 @@ from flowdp.device.draws import OwnDraws
 from flowdp.device.gradients import FlatGradients, Touched
 from flowdp.device.streams import QUIET
 from flowdp.engine.context import CurrentWorker
+from flowdp.engine.first_loss import check_mean
 from flowdp.engine.replica import NOT_OURS, Replica, cuts
 from flowdp.messages import Outcome, Part
 
@@ -38,6 +39,7 @@ class ExactReplica(Replica):
         touched: What the ranks tell each other.
         groups: Of the ranks that have a part of a window, for SyncBatchNorm.
         seed: Of what this rank draws, where that repeats; None: from torch's own generator.
+        checks: Whether the first loss is checked; see `check_mean`.
         replica: As of `Replica`.
 
     Raises:
@@ -45,10 +47,17 @@ class ExactReplica(Replica):
     """
 
     def __init__(
-        self, size: int, touched: Touched, groups: WindowGroups, seed: int | None, *replica: Any
+        self,
+        size: int,
+        touched: Touched,
+        groups: WindowGroups,
+        seed: int | None,
+        checks: bool,
+        *replica: Any,
     ) -> None:
         super().__init__(*replica)
         self._seed = seed if self.device.type == "cpu" else None  # a card has a generator of its own
+        self._checks = checks
         self._groups = groups
         self._norms = SharedStatistics(self.module)
         self.meets = bool(self._norms)
@@ -71,6 +80,9 @@ class ExactReplica(Replica):
     def add(self, batch: Portion, worker: CurrentWorker, share: float = 1.0) -> None:  # noqa: ARG002 - the only one
         """Forward and backward of this rank's part, in micro-batches; see `Replica.add`."""
         samples = batch.samples
+        if self._checks and samples > 1:
+            self._checks = False
+            self._check_loss(batch, worker)
         part = self.part or Part(0, samples)
         with (
             self._groups.taking_part(self.flat.rank, worker.global_step, part.ranks) as group,
@@ -137,6 +149,25 @@ class ExactReplica(Replica):
         self._summed += 1
         at.copy_(self.flat.checksum(), non_blocking=True)
         return lambda: int(at)
+
+    def _check_loss(self, batch: Portion, worker: CurrentWorker) -> None:
+        samples = min(batch.samples, max(2, self._size))
+
+        def rows(start: int, stop: int) -> Any:
+            worker.samples = stop - start
+            return batch.rows(start, stop)
+
+        sink, worker.sink = worker.sink, lambda *_: None  # it is no step, and records nothing
+        try:
+            check_mean(self.module, self._under_autocast, rows, samples, self.device)
+        finally:
+            worker.sink = sink
+
+    def _under_autocast(self, module: nn.Module, batch: Any) -> Any:
+        if self._autocast is None:
+            return self._loss(module, batch)
+        with torch.autocast(self.device.type, dtype=self._autocast):
+            return self._loss(module, batch)
 
     def _clear(self) -> None:
         self.gradients.clear()

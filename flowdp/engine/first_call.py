@@ -221,10 +221,11 @@ def _can_check(module: nn.Module, call: Call) -> bool:
         except Exception as error:
             failure = failure or error
             continue
-        written = trials.written
+        written, noted = trials.written, trials.noted
         found = _trouble(trials, call, whole)
         if found is None:
             _tell_written(trials, call, written)
+            _tell_noted(trials, call, noted)
             return True
         again = _run(trials, call, call.whole(), OTHER_SEED)
         if not compare(whole, again, trials.epsilon):
@@ -251,13 +252,35 @@ def _tell_written(trials: Trials, call: Call, written: dict[str, Tensor]) -> Non
     differing = [
         name
         for name, value in written.items()
-        if name not in of_part or compare(value, of_part[name], trials.epsilon)
+        if name not in call.callee.told
+        and (name not in of_part or compare(value, of_part[name], trials.epsilon))
     ]
+    call.callee.told.update(differing)
     if differing:
         log.warning(
             "%s writes values of the batch to the buffers %s, and each device has only a part of the "
             "batch: with buffers='broadcast' the first device's part alone counts, with 'average' the mean "
             "of all; where that is wrong, return the values, and write them to the buffer in the loop",
+            call.callee.name,
+            ", ".join(map(repr, differing)),
+        )
+
+
+def _tell_noted(trials: Trials, call: Call, noted: dict[str, Any]) -> None:
+    """Log which attributes hold a result of the batch: a loop that reads one gets that of one part."""
+    of_part = trials.noted  # by the last one
+    differing = [
+        name
+        for name, value in noted.items()
+        if name not in call.callee.told
+        and (name not in of_part or compare(value, of_part[name], trials.epsilon))
+    ]
+    call.callee.told.update(differing)
+    if differing:
+        log.warning(
+            "%s keeps results of the batch in the attributes %s, and each device has only a part of the "
+            "batch: a loop that reads them, or takes their gradients, gets the first device's part; return "
+            "them",
             call.callee.name,
             ", ".join(map(repr, differing)),
         )

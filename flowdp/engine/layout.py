@@ -65,11 +65,13 @@ class Callee:
     Attributes:
         name: For messages.
         positional: Names of the parameters that may be given by position, in order.
+        told: Buffers and attributes that the log has named.
     """
 
     def __init__(self, function: Callable[..., Any], skip: int = 0) -> None:
         self.name = getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
         self.positional: tuple[str, ...] = ()
+        self.told: set[str] = set()
         self.parameters: tuple[str, ...] | None = None  # None: any name goes
         try:
             parameters = list(inspect.signature(function).parameters.values())[skip:]

@@ -7,7 +7,9 @@ method) lies in none of the caller's graphs, so it would get no gradient, or the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +37,7 @@ def check_leaves(
     known = [*parameters[rank], *wanting]
     ends = {id(tensor) for tensor in known}
     seen = {tensor.grad_fn for tensor in known if tensor.grad_fn is not None}
+    held = _references_of_a_graph()
     todo = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     while todo:
         node = todo.pop()
@@ -42,9 +45,17 @@ def check_leaves(
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor) and id(leaf) not in ends:
+        # Nothing but the graph holds a leaf that forward has made, to differentiate with respect to it.
+        if isinstance(leaf, Tensor) and id(leaf) not in ends and sys.getrefcount(leaf) > held:
             _refuse(leaf, is_users=any(leaf is tensor for tensor in parameters[0]))
         todo += [after for after, _ in node.next_functions if after is not None]
+
+
+def _references_of_a_graph() -> int:
+    """References to a leaf that only a graph and one variable hold, as this version of torch counts them."""
+    node: Any = torch.zeros(1).requires_grad_().clone().grad_fn
+    leaf = node.next_functions[0][0].variable
+    return sys.getrefcount(leaf)
 
 
 def _refuse(leaf: Tensor, *, is_users: bool) -> None:

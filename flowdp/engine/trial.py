@@ -58,25 +58,36 @@ class Trials:
             statistics alone.
         is_wide: Whether parameters and buffers of 16 bits are float32 meanwhile, and autocast is off.
         is_still: Whether draws are constants.
+        is_alone: Whether no other thread draws meanwhile; else the generators of torch, numpy and Python
+            are left as the runs leave them.
 
     Attributes:
         epsilon: The coarsest rounding of the floats that operations gave: that of bfloat16, for instance.
         written: The buffers that the last run wrote to, by name, as it left them.
+        noted: The numbers, tensors and their containers that it set as attributes, by name.
 
     Threads: one; nothing else may use the module meanwhile.
     """
 
     def __init__(
-        self, module: nn.Module, device: torch.device, *, is_eval: bool, is_wide: bool, is_still: bool
+        self,
+        module: nn.Module,
+        device: torch.device,
+        *,
+        is_eval: bool,
+        is_wide: bool,
+        is_still: bool,
+        is_alone: bool = True,
     ) -> None:
         self.epsilon = 0.0
         self.written: dict[str, Tensor] = {}
+        self.noted: dict[str, Any] = {}
         self._module = module
         self._device = device
         self._is_eval = is_eval
         self._is_wide = is_wide
         self._is_still = is_still
-        self._state = _State(module, device)
+        self._state = _State(module, device, is_alone=is_alone)
 
     @torch.no_grad()
     def run(self, call: Callable[[nn.Module, Any], Any], given: Any, *, seed: int | None = None) -> Any:
@@ -103,6 +114,7 @@ class Trials:
                     stack.enter_context(still)
                 output = call(self._module, given)
             self.written = self._state.written(self._module)
+            self.noted = self._state.noted(self._module)
         finally:
             self._state.put_back()
         made = [_epsilon(leaf) for leaf in tensors_of(output)]
@@ -134,7 +146,7 @@ class Trials:
 class _State:
     """State that a run may change."""
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, *, is_alone: bool) -> None:
         parts = list(module.modules())
         self._flags = [(part, part.training) for part in parts]
         tables = [vars(part) for part in parts]
@@ -148,8 +160,9 @@ class _State:
         values = list(_attributes(parts))
         self._containers = [_content(value) for value in values if type(value) in _WRITABLE]
         generators = [value for value in values if isinstance(value, torch.Generator)]
-        self._generators = [torch.default_generator, *_default_generators(device), *generators]
-        self._random = [*_random_states(values)]
+        common = [torch.default_generator, *_default_generators(device)] if is_alone else []
+        self._generators = [*common, *generators]
+        self._random = [*_random_states(values, is_alone=is_alone)]
         self._torch_states = [generator.get_state() for generator in self._generators]
         own = [*module.buffers(), *(value for value in values if isinstance(value, Tensor))]
         # An expanded tensor cannot be written to.
@@ -171,6 +184,18 @@ class _State:
             for name, buffer in module.named_buffers()
             if not _is_equal(buffer, self._before.get(name, buffer))
         }
+
+    def noted(self, module: nn.Module) -> dict[str, Any]:
+        """The attributes that are other objects than they were, or have other contents."""
+        found: dict[str, Any] = {}
+        then = {id(table): before for table, before in self._dicts}
+        for prefix, part in module.named_modules():
+            before = then.get(id(vars(part)), {})
+            for key, value in vars(part).items():
+                is_new = value is not before.get(key, _TABLES) or type(value) in _WRITABLE
+                if key not in _OWN and is_new and _holds_numbers(value):
+                    found[f"{prefix}.{key}" if prefix else key] = copy(value)
+        return found
 
     def before_write(self, tensor: Tensor) -> None:
         kept = self._by_storage.get(_storage(tensor))
@@ -322,6 +347,14 @@ def _is_coarse(is_wide: bool, still: _Still | None) -> bool:
     return not is_exact or still is None or still.has_convolved
 
 
+def _holds_numbers(value: Any) -> bool:
+    if isinstance(value, (list, tuple, deque)):
+        return any(map(_holds_numbers, value))
+    if isinstance(value, dict):
+        return any(map(_holds_numbers, value.values()))
+    return isinstance(value, (Tensor, int, float)) and not isinstance(value, (bool, nn.Parameter))
+
+
 def _is_equal(mine: Tensor, other: Tensor) -> bool:
     return mine is other or torch.equal(mine.to(other.dtype), other)
 
@@ -344,6 +377,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 _TABLES = frozenset(("_parameters", "_buffers", "_modules"))
+_OWN = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
 _WRITABLE = (list, dict, set, deque)
 
 
@@ -385,14 +419,15 @@ def _default_generators(device: torch.device) -> list[torch.Generator]:
     return [torch.cuda.default_generators[place]]
 
 
-def _random_states(values: Sequence[Any]) -> Iterator[Callable[[], None]]:
+def _random_states(values: Sequence[Any], *, is_alone: bool) -> Iterator[Callable[[], None]]:
     """Functions that restore the states of generators that are not torch's."""
-    state = random.getstate()
-    yield partial(random.setstate, state)
+    if is_alone:
+        yield partial(random.setstate, random.getstate())
     for own in values:
         if isinstance(own, random.Random):
             yield partial(own.setstate, own.getstate())
-    yield partial(np.random.set_state, np.random.get_state())
+    if is_alone:
+        yield partial(np.random.set_state, np.random.get_state())
     for own in values:
         if isinstance(own, np.random.Generator):
             yield partial(setattr, own.bit_generator, "state", own.bit_generator.state)

@@ -181,6 +181,28 @@ class TestBarriers:
         own.release()
         assert new.become(0)
 
+    def test_a_run_that_is_collected_while_another_one_starts(
+        self, machine: Machine, own: Barriers, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The collector may run anywhere, and what it collects lets go in the thread that it runs in."""
+        new = New()
+        own.hold()
+        collected: list[int] = []
+
+        def look() -> int:
+            if not collected:
+                collected.append(1)
+                own.release()
+            return machine.running
+
+        monkeypatch.setattr(openmp, "running_threads", look)
+        own.hold()
+        assert own._holders == 1
+        assert new() == 1 + CORES
+        with own._lock:
+            own.release()
+        assert new.become(0)
+
     def test_a_run_holds_it_if_its_pools_have_barriers(self, machine: Machine) -> None:
         def held(tuning: ProcessTuning) -> bool:
             with tuned_process(tuning):

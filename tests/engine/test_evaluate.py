@@ -65,7 +65,7 @@ def replica(
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     rest = [optimizer], loss_function(loss, CPU), LearningRate([optimizer]), HostLane(CPU)
     if options.pop("exact", False):
-        return ExactReplica(3, Touched(1), WindowGroups([]), None, module, FlatReplica(module), *rest)
+        return ExactReplica(3, Touched(1), WindowGroups([]), None, False, module, FlatReplica(module), *rest)
     return Replica(module, FlatReplica(module), *rest, **options)
 
 

@@ -42,6 +42,7 @@ def replica(
         Touched(1),
         WindowGroups([]),
         None,
+        False,
         module,
         FlatReplica(module),
         [optimizer],

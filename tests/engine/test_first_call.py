@@ -371,6 +371,37 @@ def test_buffers_that_hold_something_of_the_batch_are_named_once(
     assert "Queue.forward writes values of the batch to the buffers 'queue'" in told
 
 
+class Noting(nn.Module):
+    """Keeps an auxiliary loss, a list of features and a count, as mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.features: list[Tensor] = []
+        self.calls = 0
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        self.aux = out.square().mean()
+        self.width = out.shape[1]
+        self.features = [out.detach()]
+        self.calls += 1
+        self.seen += len(x)
+        return out.sum() / len(x)
+
+
+def test_attributes_that_hold_a_result_of_the_batch_are_named_once(
+    setup: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    dp = setup(nn.Sequential(Noting()))
+    for _ in range(4):
+        dp(numbers(8, 6))
+    (told,) = warnings_of(caplog)
+    assert "keeps results of the batch in the attributes '0.features', '0.seen', '0.aux'" in told
+    assert dp.module[0].calls == 4
+
+
 # ---------------------------------------------------------------- when it cannot be checked
 def test_a_module_that_cannot_take_the_whole_batch_is_told_once(
     setup: Any, caplog: pytest.LogCaptureFixture

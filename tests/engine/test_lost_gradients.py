@@ -54,6 +54,22 @@ def test_a_replaced_forward_that_holds_the_module() -> None:
         dp(torch.ones(4, 3))
 
 
+def test_a_leaf_that_forward_has_made_passes() -> None:
+    """A penalty on the gradient by the input, computed inside the module."""
+
+    def penalty(x: Tensor) -> Tensor:
+        own = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(own.pow(3).sum(), own, create_graph=True)
+        return x * slope.mean()
+
+    with setup(Net(penalty), check=True) as dp, torch.enable_grad():
+        for _ in range(2):
+            dp(torch.ones(4, 3)).sum().backward()
+    common = torch.ones(3, requires_grad=True)
+    with setup(Net(lambda x: x * common)) as dp, pytest.raises(FlowdpError, match="would be lost"):
+        dp(torch.ones(4, 3))
+
+
 def test_what_is_known_passes() -> None:
     net, x = Net(torch.tanh), torch.ones(4, 3)
     weights = {name: weight.detach().clone() * 2 for name, weight in net.named_parameters()}

@@ -39,6 +39,8 @@ class Witness:
         """The loss, watched."""
 
         def watched(model: nn.Module, batch: Any) -> torch.Tensor:
+            if not torch.is_grad_enabled():  # the check of the first loss
+                return loss(model, batch)
             worker = flowdp.current_worker()
             indices = tuple(int(index) for index in batch[0].flatten())
             with self._lock:

@@ -120,6 +120,7 @@ def test_what_is_no_tensor_stays_beside_its_sample(
             epochs=1,
             devices=["cpu", "cpu"],
             progress=False,
+            check=False,
             **options,
         ).start()
 

@@ -101,7 +101,7 @@ def plain(
 def exact(model: nn.Module, make: Make, devices: int, loss: Any = mse, **options: Any) -> flowdp.Run:
     given: dict[str, Any] = {
         "dataset": (X, Y), "batch_size": 4, "global_batch_size": WINDOW, "epochs": EPOCHS,
-        "partition_ratios": RATIOS[devices], "progress": False,
+        "partition_ratios": RATIOS[devices], "progress": False, "check": False,
         "tune_process": flowdp.ProcessTuning(openmp=False),
     } | options  # fmt: skip
     run = flowdp.Trainer(model, make, loss, devices=["cpu"] * devices, policy="exact", **given).start()
