@@ -7,7 +7,7 @@ the platform lacks it. `python -m bench.micro.process` measures the gains; these
 setting          what is done, and when                          way back                  gain
 ===============  ==============================================  ========================  ==================
 openmp           the starting thread's OpenMP pool ends, at      its next parallel region  small MLP 3.0 x,
-                 every start; barriers sleep in a crowd          builds it again           machine quiet
+                 every start                                     builds it again           machine quiet
 malloc           glibc keeps freed blocks up to 32 MiB, and up   none in this process      small CNN 1.35 x
                  to 256 MiB of free heap, once per process
 switch_interval  the interpreter changes threads every 0.5 ms,   the end of the last run   small MLP 1-20 x,
@@ -15,8 +15,7 @@ switch_interval  the interpreter changes threads every 0.5 ms,   the end of the 
 ===============  ==============================================  ========================  ==================
 
 A pool that has as many threads as there are cores spins at each barrier, which is fast until other programs
-compete for those cores: then barriers sleep instead (`flowdp.device.openmp`), and fewer threads may be found
-to be faster (`flowdp.policy.pool_size`).
+compete for those cores: then fewer threads may be found to be faster (`flowdp.policy.pool_size`).
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 
-import torch
-
-from flowdp.device.openmp import barriers, pause_openmp
+from flowdp.device.openmp import pause_openmp
 from flowdp.errors import OptionError
 
 __all__ = [
@@ -61,8 +58,7 @@ class ProcessTuning:
 
     Attributes:
         openmp: Give the starting thread's OpenMP pool back before the workers build theirs, each of which has
-            its share of `torch.get_num_threads()`, and let them sleep at their barriers while the machine has
-            more to do than cores. False: each has all of that number, the pool stays, and barriers spin.
+            its share of `torch.get_num_threads()`. False: each has all of that number, and the pool stays.
         malloc: Let glibc keep big freed blocks. It lasts until the process ends.
         switch_interval: Let the interpreter switch between threads every 0.5 ms.
     """
@@ -108,9 +104,6 @@ def tuned_process(tuning: ProcessTuning) -> Iterator[None]:
     with ExitStack() as stack:
         if tuning.openmp:
             pause_openmp()
-            if torch.get_num_threads() > 1:
-                barriers.hold()
-                stack.callback(barriers.release)
         if tuning.switch_interval:
             _switch_interval.hold()
             stack.callback(_switch_interval.release)

@@ -4,28 +4,20 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from flowdp.device import openmp
-from flowdp.device.openmp import Barriers, barriers, pause_openmp, running_threads, set_own_threads
+from flowdp.device.openmp import pause_openmp, set_own_threads
 from flowdp.device.process import ProcessTuning, tuned_process
 from tests.device.fresh_thread import in_thread
 
 pytestmark = pytest.mark.usefixtures("three_threads")
 NONE = ProcessTuning(openmp=False, malloc=False, switch_interval=False)
 POOL = ProcessTuning(malloc=False, switch_interval=False)
-CORES = os.cpu_count() or 1
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="counts threads as Linux shows them")
-
-
-@pytest.fixture
-def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that does not tell how many threads want to run: nothing looks."""
-    monkeypatch.setattr(openmp, "running_threads", lambda: None)
 
 
 def build_pool() -> None:
@@ -91,7 +83,6 @@ class TestOwnThreads:
 
 
 @linux
-@pytest.mark.usefixtures("unknown")
 class TestPools:
     def test_the_pool_ends_and_comes_back(self) -> None:
         def work() -> tuple[bool, bool]:
@@ -126,112 +117,3 @@ class TestPools:
         assert pause_openmp() is False
         with tuned_process(POOL):
             pass
-
-
-class Machine:
-    """Says how many threads want to run."""
-
-    def __init__(self, running: int) -> None:
-        self.running = running
-
-    def __call__(self) -> int:
-        return self.running
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    made = Machine(CORES + 1)
-    monkeypatch.setattr(openmp, "running_threads", made)
-    monkeypatch.setattr(openmp, "LOOK_S", 0.001)
-    return made
-
-
-@pytest.fixture
-def own(machine: Machine) -> Iterator[Barriers]:
-    made = Barriers()
-    yield made
-    while made._holders:
-        made.release()
-
-
-@linux
-class TestBarriers:
-    def test_one_more_pool_counts_while_there_is_a_crowd(self, machine: Machine, own: Barriers) -> None:
-        new = New()
-        own.hold()
-        assert new() == 1 + CORES  # by the first look, before anything computes
-        machine.running = CORES
-        assert new.become(1)
-        machine.running = CORES + 1
-        assert new.become(1 + CORES)
-        own.release()
-        assert new.become(0)
-        assert (torch.get_num_threads(), in_thread(torch.get_num_threads)) == (3, 3)
-
-    def test_the_last_of_several_runs_ends_it(self, own: Barriers) -> None:
-        new = New()
-        own.hold()
-        own.hold()
-        own.release()
-        assert new() == 1 + CORES
-        in_thread(own.release)  # a run may end in another thread
-        assert new.become(0)
-        own.hold()
-        assert new() == 1 + CORES
-        own.release()
-        assert new.become(0)
-
-    def test_a_run_that_is_collected_while_another_one_starts(
-        self, machine: Machine, own: Barriers, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The collector may run anywhere, and what it collects lets go in the thread that it runs in."""
-        new = New()
-        own.hold()
-        collected: list[int] = []
-
-        def look() -> int:
-            if not collected:
-                collected.append(1)
-                own.release()
-            return machine.running
-
-        monkeypatch.setattr(openmp, "running_threads", look)
-        own.hold()
-        assert own._holders == 1
-        assert new() == 1 + CORES
-        with own._lock:
-            own.release()
-        assert new.become(0)
-
-    def test_a_run_holds_it_if_its_pools_have_barriers(self, machine: Machine) -> None:
-        def held(tuning: ProcessTuning) -> bool:
-            with tuned_process(tuning):
-                return barriers._holders == 1
-
-        assert held(POOL)
-        assert not held(NONE)
-        torch.set_num_threads(1)
-        assert not held(POOL)
-        assert barriers._holders == 0
-
-    def test_where_no_thread_can_start(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse(_: threading.Thread) -> None:
-            raise RuntimeError("can't start new thread")
-
-        own, new = Barriers(), New()
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
-            own.hold()
-        own.release()
-        assert new() == 0
-
-    def test_a_system_that_does_not_tell(self, unknown: None) -> None:
-        own, new = Barriers(), New()
-        own.hold()
-        assert new() == 0
-        own.release()
-
-    def test_this_thread_wants_to_run(self) -> None:
-        running = running_threads()
-        assert running is not None
-        assert running >= 1

@@ -31,7 +31,8 @@ class Trouble:
         loss = count(model, batch)
         if worker.local_step != self.step or self.rank not in (None, worker.rank):
             return loss
-        self.indices.append(batch[0].tolist())
+        if torch.is_grad_enabled():  # else it is the check of the first loss
+            self.indices.append(batch[0].tolist())
         return loss * math.nan
 
 
