@@ -29,7 +29,7 @@ NESTED = 100
 """Containers within each other, at most."""
 
 DIMENSIONS = 64
-"""Of a tensor, at most; torch has as many."""
+"""Dimensions of a tensor, at most: torch's own limit."""
 
 STORAGES = {
     "torch BFloat16Storage": 2,

@@ -246,16 +246,20 @@ def _run(trials: Trials, call: Call, part: Part, seed: int | None = None) -> Any
     return trials.run(run, (part.args, part.kwargs), seed=seed)
 
 
+def _differing(call: Call, of_whole: dict[str, Any], of_part: dict[str, Any], epsilon: float) -> list[str]:
+    """Names of the values that differ between the whole batch and its last part; each is told once."""
+    found = [
+        name
+        for name, value in of_whole.items()
+        if name not in call.callee.told and (name not in of_part or compare(value, of_part[name], epsilon))
+    ]
+    call.callee.told.update(found)
+    return found
+
+
 def _tell_written(trials: Trials, call: Call, written: dict[str, Tensor]) -> None:
     """Log which buffers hold something of the batch: that of one part is no more than its own."""
-    of_part = trials.written  # by the last one
-    differing = [
-        name
-        for name, value in written.items()
-        if name not in call.callee.told
-        and (name not in of_part or compare(value, of_part[name], trials.epsilon))
-    ]
-    call.callee.told.update(differing)
+    differing = _differing(call, written, trials.written, trials.epsilon)
     if differing:
         log.warning(
             "%s writes values of the batch to the buffers %s, and each device has only a part of the "
@@ -268,14 +272,7 @@ def _tell_written(trials: Trials, call: Call, written: dict[str, Tensor]) -> Non
 
 def _tell_noted(trials: Trials, call: Call, noted: dict[str, Any]) -> None:
     """Log which attributes hold a result of the batch: a loop that reads one gets that of one part."""
-    of_part = trials.noted  # by the last one
-    differing = [
-        name
-        for name, value in noted.items()
-        if name not in call.callee.told
-        and (name not in of_part or compare(value, of_part[name], trials.epsilon))
-    ]
-    call.callee.told.update(differing)
+    differing = _differing(call, noted, trials.noted, trials.epsilon)
     if differing:
         log.warning(
             "%s keeps results of the batch in the attributes %s, and each device has only a part of the "

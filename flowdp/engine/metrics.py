@@ -20,7 +20,7 @@ from torch import Tensor, nn
 __all__ = ["Pool", "States", "is_metric", "named_metrics", "source_of", "updates"]
 
 States = list[tuple[int, dict[str, Any]]]
-"""Of a metric and the metrics inside it: the updates, and the states on the CPU by their names."""
+"""Updates and states (on the CPU, by name) of a metric and of each metric inside it."""
 
 
 def is_metric(value: object) -> bool:

@@ -39,7 +39,7 @@ def joined_norms(parts: Iterable[tuple[float, float, int]]) -> tuple[float, floa
 
 
 def mean_and_largest(norms: tuple[float, float, int]) -> tuple[float | None, float | None]:
-    """Of so many norms; None where there are none."""
+    """Mean and maximum of the norms; None for each without any."""
     total, largest, count = norms
     return (total / count, largest) if count else (None, None)
 
