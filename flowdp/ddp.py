@@ -23,6 +23,7 @@ from flowdp.collective.structure import check_alike, check_apart, structure
 from flowdp.device.cores import open_pools
 from flowdp.device.modes import caller_modes
 from flowdp.device.openmp import set_own_threads
+from flowdp.device.operators import make_operators
 from flowdp.device.process import ProcessTuning, tuned_process
 from flowdp.device.streams import open_lanes
 from flowdp.device.topology import resolve_devices
@@ -71,6 +72,7 @@ class Ddp:
         self._crew: Crew | None = None
         with ExitStack() as stack:
             if len(models) > 1:
+                make_operators()
                 if self._kinds == {"cpu"}:
                     stack.enter_context(tuned_process(ProcessTuning()))
                 threads = [pool.size for pool in open_pools(devices, ProcessTuning())]

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import torch
+from torch import nn
+
+import flowdp
+from flowdp.device.operators import make_operators
+
+def model():
+    return nn.Linear(2, 1)
+
+def error(model, batch):
+    return (model(batch[0]) - batch[1]).pow(2).mean()
+
+x, y = torch.ones(8, 2), torch.ones(8, 1)
+{door}
+print(make_operators.cache_info().misses)
+"""
+DOORS = {
+    "setup": """
+module = model()
+flowdp.setup(module, torch.optim.SGD(module.parameters()), devices=["cpu"] * {devices})(x)
+""",
+    "ddp": "flowdp.Ddp.wrap([model() for _ in range({devices})])",
+    "trainer": """
+flowdp.Trainer(
+    model=model(),
+    optimizer=torch.optim.SGD,
+    loss=error,
+    dataset=(x, y),
+    batch_size=2,
+    epochs=1,
+    devices=["cpu"] * {devices},
+    progress=False,
+).fit()
+""",
+}
+RACE = """
+import sys, threading, torch
+from flowdp.device.operators import make_operators
+
+make_operators()
+sys.setswitchinterval(1e-6)
+names = torch._C._dispatch_get_all_op_names()
+names = [name.partition("::")[2] for name in names if name.startswith("aten::")]
+seen, start = [[], []], threading.Barrier(2)
+
+def ask(mine):
+    start.wait()
+    for name in names:
+        packet, _, overload = name.partition(".")
+        mine.append(getattr(getattr(torch.ops.aten, packet), overload or "default"))
+
+threads = [threading.Thread(target=ask, args=(mine,)) for mine in seen]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(len(names), sum(first is second for first, second in zip(*seen, strict=True)))
+"""
+
+
+def output(program: str) -> list[str]:
+    """The words of the last line of a new process: torch makes the objects once in a process."""
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert child.returncode == 0, child.stderr
+    return child.stdout.splitlines()[-1].split()
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_door_with_two_devices_makes_them(door: str) -> None:
+    """Two threads that first use an operator at once under Python dispatch can end the process."""
+    assert output(PROGRAM.format(door=DOORS[door].format(devices=2))) == ["1"]
+
+
+def test_one_device_does_not_pay_for_it() -> None:
+    assert output(PROGRAM.format(door="\n".join(DOORS.values()).format(devices=1))) == ["0"]
+
+
+def test_afterwards_two_threads_get_the_same_objects() -> None:
+    """Without the call some 1,000 of 3,000 are others."""
+    operators, same = output(RACE)
+    assert operators == same
+    assert int(same) > 2000
