@@ -8,10 +8,12 @@ the replicas. The ranks' own forwards make the rest of the changes, each for its
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from functools import cache
 from operator import is_
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -189,7 +191,7 @@ class Attributes:
         self._flat.pop(id(content), None)
         self._contents.pop(id(content), None)
         if vars(self._modules[place]).get(key) is content:
-            changed[place, key] = isinstance(content, (list, dict, set, tuple, Tensor))
+            changed[place, key] = isinstance(content, (list, dict, set, tuple, deque, Tensor))
             self._keep(place, key, content)
 
     def _note(self, place: int) -> None:
@@ -306,7 +308,7 @@ def _has_content(value: Any) -> bool:
         return False
     if type(value) is tuple:
         return any(_has_content(entry) for entry in value)
-    return isinstance(value, (list, dict, set, Tensor, np.ndarray)) or hasattr(value, "__dict__")
+    return isinstance(value, (list, dict, set, deque, Tensor, np.ndarray)) or _state(value) is not None
 
 
 def _is_flat(value: Any) -> bool:
@@ -349,14 +351,41 @@ def _sealed(value: Any, budget: list[int], above: set[int]) -> Any:
 
 def _entries(value: Any) -> list[Any] | None:
     """The entries of a container, or of an object's own attributes; None where it has none."""
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque)):
         return list(value)
     if isinstance(value, dict):
         return [*value, *value.values()]
     if isinstance(value, (set, frozenset)):
         return sorted(value, key=id)
+    state = _state(value)
+    return None if state is None else [*state, *state.values()]
+
+
+def _state(value: Any) -> dict[Any, Any] | None:
+    """An object's own attributes, those in slots included; None where its kind can have none."""
     table = getattr(value, "__dict__", None)
-    return [*table, *table.values()] if isinstance(table, dict) else None
+    own: dict[Any, Any] | None = table if isinstance(table, dict) else None
+    kind: Any = type(value)  # mypy takes a class for not hashable
+    slots = _slots(kind)
+    if not slots:
+        return own
+    state = dict(own or {})
+    for slot in slots:
+        with suppress(AttributeError):  # nothing has been set
+            state[slot] = slot.__get__(value)
+    return state
+
+
+@cache
+def _slots(kind: type) -> tuple[MemberDescriptorType, ...]:
+    """The slots of a class and of its bases."""
+    found = [
+        own
+        for base in getattr(kind, "__mro__", ())
+        if "__slots__" in vars(base)
+        for own in vars(base).values()
+    ]
+    return tuple(own for own in found if isinstance(own, MemberDescriptorType))
 
 
 def _walk(value: Any) -> Iterator[Any]:
@@ -407,12 +436,28 @@ def _refill(old: Any, new: Any) -> bool:
     elif isinstance(old, (dict, set)):
         old.clear()
         old.update(new)
-    elif isinstance(old, (*_PLAIN, *_ATOMS, Tensor, np.ndarray, tuple)) or not hasattr(old, "__dict__"):
+    elif isinstance(old, deque) and old.maxlen == new.maxlen:
+        old.clear()
+        old.extend(new)
+    elif isinstance(old, (*_PLAIN, *_ATOMS, Tensor, np.ndarray, tuple, deque)):
         return False
     else:
-        vars(old).clear()
-        vars(old).update(vars(new))
+        before, after = _state(old), _state(new)
+        if before is None or after is None:
+            return False
+        _set_state(old, before, after)
     return True
+
+
+def _set_state(value: Any, before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:
+    """Give an object another one's attributes, past its class's own way of setting them."""
+    for name in [name for name in before if name not in after]:
+        name.__delete__(value) if isinstance(name, MemberDescriptorType) else vars(value).pop(name)
+    for name, entry in after.items():
+        if isinstance(name, MemberDescriptorType):
+            name.__set__(value, entry)
+        else:
+            vars(value)[name] = entry
 
 
 def _tensors(modules: Sequence[nn.Module]) -> Iterator[Tensor]:

@@ -6,7 +6,9 @@ import copy
 import functools
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +40,24 @@ def slope(net: Any) -> list[float]:
     return list(found)
 
 
+@dataclass(slots=True)
+class Options:
+    rate: float = 0.1
+    by_name: dict[str, int] = field(default_factory=lambda: {"a": 1})
+
+
+class Late(Options):
+    """Slots and a table; a slot is empty at first."""
+
+    __slots__ = ("__dict__", "__hidden")
+
+    def hide(self, value: object) -> None:
+        self.__hidden = value
+
+    def hidden(self) -> object:
+        return getattr(self, "_Late__hidden", None)
+
+
 class Net(nn.Module):
     """Attributes of many kinds, some of them bound to its own parts."""
 
@@ -51,6 +71,8 @@ class Net(nn.Module):
         self.state: Any = None
         self.calls = 0
         self.seen: set[int] = set()
+        self.options, self.late = Options(), Late()
+        self.losses = deque([1.0, 2.0], maxlen=2)
 
 
 class Ranks:
@@ -82,6 +104,13 @@ SET: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
     "into a set": (lambda n: n.seen.add(3), lambda n: n.seen),
     "a configuration": (lambda n: setattr(n.config, "rate", 0.7), lambda n: n.inner.config.rate),
     "deep in one": (lambda n: n.config.by_name.update(a=2), lambda n: n.config.by_name),
+    "a slot": (lambda n: setattr(n.options, "rate", 0.7), lambda n: n.options.rate),
+    "deep in a slot": (lambda n: n.options.by_name.update(a=2), lambda n: n.options.by_name),
+    "a base's slot": (lambda n: setattr(n.late, "rate", 0.7), lambda n: n.late.rate),
+    "an empty slot": (lambda n: n.late.hide(3), lambda n: n.late.hidden()),
+    "beside slots": (lambda n: setattr(n.late, "more", 3), lambda n: getattr(n.late, "more", None)),
+    "a slot less": (lambda n: delattr(n.options, "rate"), lambda n: hasattr(n.options, "rate")),
+    "into a deque": (lambda n: n.losses.append(3.0), lambda n: list(n.losses)),
     "another tensor": (lambda n: setattr(n, "mask", torch.zeros(2)), lambda n: n.mask.tolist()),
     "into a tensor": (lambda n: n.mask.zero_(), lambda n: n.mask.tolist()),
     "into an array": (lambda n: n.array.fill(4), lambda n: n.array.tolist()),
