@@ -6,7 +6,7 @@ runs have the same dropout. In this mode every random operation of a thread take
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowdp.errors import FlowdpError
 
-__all__ = ["OwnDraws", "draw_seed"]
+__all__ = ["NoRedraws", "OwnDraws", "draw_seed", "is_watched", "share_generator"]
 
 
 def draw_seed() -> int:
@@ -25,6 +25,58 @@ def draw_seed() -> int:
     So `torch.manual_seed` and `torch.set_rng_state` have their effect on what the ranks draw.
     """
     return int(torch.randint(2**62, ()))
+
+
+def share_generator(devices: Sequence[torch.device]) -> list[bool]:
+    """Whether a rank takes turns with others at its device's generator. Shape (world_size,).
+
+    Args:
+        devices: One per rank.
+    """
+    places = [torch.device("cpu") if device.type == "cpu" else device for device in devices]
+    return [places.count(place) > 1 for place in places]
+
+
+def is_watched(count: int) -> bool:
+    """Whether to look at a rank's backward of this number, from 1: at the first, and ever more rarely."""
+    return count & (count - 1) == 0
+
+
+class NoRedraws(TorchDispatchMode):
+    """While entered, a forward that a backward computes again may draw no random numbers.
+
+    `torch.utils.checkpoint` puts the generator back to where it was before the forward. Where ranks share the
+    generator, others have drawn from it in between, and the numbers are not those of the forward: the
+    gradients would be wrong.
+
+    Args:
+        device: Of the rank.
+
+    Threads: the one that enters it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, unless it is a random one of a second forward.
+
+        Raises:
+            FlowdpError: It is.
+        """
+        given = kwargs or {}
+        # Noise that a hook adds to gradients is no second forward, and drawn without a graph.
+        if _is_random(func, given) and _is_in_backward() and torch.is_grad_enabled():
+            raise FlowdpError(
+                f"{func} draws random numbers in a forward that a backward computes again, as "
+                f"torch.utils.checkpoint does; the ranks on {self._device} share one generator, so they "
+                "would be others than in the first: take the dropout out of the checkpointed part, or give "
+                "each device one rank"
+            )
+        return func(*args, **given)
 
 
 class OwnDraws(TorchDispatchMode):
@@ -50,9 +102,9 @@ class OwnDraws(TorchDispatchMode):
     ) -> Any:
         """Run an operation; a random one with the rank's generator."""
         given = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or given.get("generator") is not None:
+        if not _is_random(func, given):
             return func(*args, **given)
-        if self._generator is None or torch._C._current_graph_task_id() != -1:
+        if self._generator is None or _is_in_backward():
             raise FlowdpError(
                 f"{func} draws random numbers in a backward, as torch.utils.checkpoint does when it computes "
                 "a forward again; with partition_ratios they would be others than in the forward: take the "
@@ -65,6 +117,15 @@ class OwnDraws(TorchDispatchMode):
                 "them by another operation (torch.rand, tensor.normal_()), or leave partition_ratios out"
             )
         return seeded(*args, **{**given, "generator": self._generator})
+
+
+def _is_random(func: Any, given: Mapping[str, Any]) -> bool:
+    """Whether an operation draws from the device's generator."""
+    return torch.Tag.nondeterministic_seeded in func.tags and given.get("generator") is None
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 @cache

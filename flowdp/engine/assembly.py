@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from flowdp.collective.batch_norm import WindowGroups, check_synchronised, plain_layers
+from flowdp.device.draws import share_generator
 from flowdp.device.gradients import Touched
 from flowdp.device.streams import Lane, open_lanes
 from flowdp.device.tensors import FlatReplica
@@ -95,6 +96,9 @@ def build_replicas(parts: Parts, devices: Sequence[torch.device]) -> list[Replic
     touched, groups = Touched(len(lanes)), WindowGroups(lanes)
     replicas = [_replica(parts, *one, touched, groups) for one in zip(modules, flats, lanes, strict=True)]
     seed_devices(devices, parts.seed)
+    if not parts.repeats:
+        for replica, is_shared in zip(replicas, share_generator(devices), strict=True):
+            replica.shares_generator = is_shared
     if lanes[0].is_async and (advice := slow_optimizer(all_of(replicas[0].optimizers)[0])):
         log.info("%s", advice)
     return replicas
@@ -123,7 +127,7 @@ def _replica(
                 size,
                 touched,
                 groups,
-                parts.seed if parts.repeats else None,
+                parts.seed if parts.repeats and lane.device.type == "cpu" else None,
                 parts.checks and flat.rank == 0,
                 module,
                 flat,

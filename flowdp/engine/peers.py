@@ -24,7 +24,7 @@ from flowdp.collective.local_group import group_lanes
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.data.slots import keep_for_compute
 from flowdp.data.trees import tensors_of
-from flowdp.device.draws import OwnDraws, draw_seed
+from flowdp.device.draws import NoRedraws, OwnDraws, draw_seed, is_watched, share_generator
 from flowdp.device.modes import caller_modes, unhooked
 from flowdp.device.openmp import set_own_threads
 from flowdp.device.streams import Lane
@@ -116,6 +116,8 @@ class Peers:
             int, tuple[int, int]
         ] = {}  # the user's own behind it: by index, which, and its version
         self._is_spoilt = False
+        self._shares = [not repeats and is_shared for is_shared in share_generator(self.devices)]
+        self._backwards = [0] * len(lanes)
         self._kinds = frozenset(device.type for device in self.devices)
         self._asked = [lane.event() for lane in lanes]
         self._done = [(lane.event(), lanes[0].event()) for lane in lanes]
@@ -348,12 +350,15 @@ class Peers:
             home.aside(rank).wait_event(self._asked[0])
         entered = modes or self.modes()
         groups = self._groups(parts)
-        is_forward = self._repeats and torch._C._current_graph_task_id() == -1
-        seed = draw_seed() if is_forward else None
+        is_backward = torch._C._current_graph_task_id() != -1
+        seed = draw_seed() if self._repeats and not is_backward else None
+        draws = [self._draws(rank, seed, is_backward=is_backward) for rank in range(len(jobs))]
         try:
             return self._crew.run(
                 [
-                    None if job is None else partial(self._do, rank, job, entered, groups.get(rank), seed)
+                    None
+                    if job is None
+                    else partial(self._do, rank, job, entered, groups.get(rank), draws[rank])
                     for rank, job in enumerate(jobs)
                 ]
             )
@@ -421,12 +426,24 @@ class Peers:
         lanes = [self._lanes[rank] for rank in ranks]
         return dict(zip(ranks, group_lanes(lanes, threading.TIMEOUT_MAX), strict=True))
 
-    def _draws(self, rank: int, seed: int | None) -> AbstractContextManager[object]:
-        is_own = self._repeats and self.devices[rank].type == "cpu"
-        return OwnDraws(seed, rank) if is_own else nullcontext()
+    def watch(self, rank: int) -> AbstractContextManager[object]:
+        """For a backward of a rank: now and then, whether it draws what a forward has drawn."""
+        self._backwards[rank] += 1
+        is_due = self._shares[rank] and is_watched(self._backwards[rank])
+        return NoRedraws(self.devices[rank]) if is_due else nullcontext()
+
+    def _draws(self, rank: int, seed: int | None, *, is_backward: bool) -> AbstractContextManager[object]:
+        if self._repeats and self.devices[rank].type == "cpu":
+            return OwnDraws(seed, rank)
+        return self.watch(rank) if is_backward else nullcontext()
 
     def _do(
-        self, rank: int, job: Callable[[], T], modes: Modes, group: ProcessGroup | None, seed: int | None
+        self,
+        rank: int,
+        job: Callable[[], T],
+        modes: Modes,
+        group: ProcessGroup | None,
+        draws: AbstractContextManager[object],
     ) -> T:
         try:
             if not self.pools[rank].is_fixed:
@@ -436,7 +453,7 @@ class Peers:
                 modes(),
                 self.watches[rank].running(),
                 taking_part(self._norms[rank], group),
-                self._draws(rank, seed),
+                draws,
             ):
                 return job()
         except Exception as error:

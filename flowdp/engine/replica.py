@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flowdp.collective.batch_norm import least_part, plain_layers
 from flowdp.data.portion import Portion
+from flowdp.device.draws import NoRedraws, is_watched
 from flowdp.device.streams import Lane
 from flowdp.device.tensors import FlatReplica, FlatTensors
 from flowdp.engine.adoption import copy_state
@@ -74,6 +75,7 @@ class Replica:
         part: Of the step, where all ranks share one (exact).
         has_state: Whether a forward changes what `mark` notes.
         can_repeat: Whether forward and backward of a step can be done once more.
+        shares_generator: Whether other ranks draw from the device's generator, too.
         steps: What a `train_step` may ask; None with a loss.
 
     Threads:
@@ -115,7 +117,9 @@ class Replica:
         self._max_grad_norm = max_grad_norm
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._grad_norms: list[Tensor] = []  # of the gradients, before they were clipped
+        self.shares_generator = False
         self._has_stepped = False
+        self._backwards = 0  # counted where the generator is shared
         self._value: Tensor | None = None  # of the loss, over the micro-batches of the step so far
         self._has_buffers = flat.has_buffers
         self._generator: torch.Generator | None = None
@@ -269,12 +273,18 @@ class Replica:
         return loss
 
     def _backward(self, loss: Tensor) -> None:
-        if self._scaler is None:
-            loss.backward()
-        else:
-            self._scaler.scale(loss).backward()
+        self._differentiate(loss if self._scaler is None else self._scaler.scale(loss))
         value = loss.detach()
         self._value = value if self._value is None else self._value + value
+
+    def _differentiate(self, loss: Tensor, **options: Any) -> None:
+        if self.shares_generator:
+            self._backwards += 1
+            if is_watched(self._backwards):
+                with NoRedraws(self.device):
+                    loss.backward(**options)
+                return
+        loss.backward(**options)
 
     def _rescale(self, factor: float) -> None:
         torch._foreach_mul_([p.grad for p in self._trained if p.grad is not None], factor)

@@ -80,11 +80,11 @@ class OwnStepReplica(Replica):
         # As torch advises: backward runs in the types that forward has chosen.
         with torch.autocast(self.device.type, enabled=False):
             if self._scaler is None:
-                loss.backward(**options)
+                self._differentiate(loss, **options)
                 return
             if all(parameter.grad is None for parameter in self._trained):
                 self._update_scale()  # else what lies there would be of another scale
-            self._scaler.scale(loss).backward(**options)
+            self._differentiate(self._scaler.scale(loss), **options)
 
     def optimize(self, optimizer: Optimizer) -> None:
         """See `CurrentWorker.step`."""

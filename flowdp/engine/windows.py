@@ -7,6 +7,7 @@ by its samples in the window: the sum is the gradient of the mean over all of th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -238,12 +239,16 @@ def _train_all(
     home = peers.devices[0]
     parameters = peers.trained(rank)
     is_summed = sync and torch.is_grad_enabled()
+
+    def train(piece: Piece) -> _Answer:
+        return _train(peers.modules[rank], piece, samples, recipe, home, partial(peers.watch, rank))
+
     if rank == 0 and not (is_summed and has_hooks(parameters)):
-        return [_train(peers.modules[0], piece, samples, recipe, home) for piece in pieces], []
+        return [train(piece) for piece in pieces], []
     # Hooks run once, on the sum of all ranks.
     before = take_gradients(parameters) if rank == 0 else []
     with without_hooks(parameters):
-        answers = [_train(peers.modules[rank], piece, samples, recipe, home) for piece in pieces]
+        answers = [train(piece) for piece in pieces]
     own = take_gradients(parameters) if is_summed else []
     for parameter, gradient in zip(parameters, before, strict=bool(before)):
         parameter.grad = gradient
@@ -251,7 +256,12 @@ def _train_all(
 
 
 def _train(
-    module: nn.Module, piece: Piece, samples: int, recipe: Recipe, home: torch.device | None = None
+    module: nn.Module,
+    piece: Piece,
+    samples: int,
+    recipe: Recipe,
+    home: torch.device | None = None,
+    watch: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> _Answer:
     assert recipe.loss is not None
     piece.arrive()
@@ -265,7 +275,8 @@ def _train(
         if not loss.requires_grad:
             raise FlowdpError("the loss depends on no parameter of the model: compute it from the context")
         part = loss * (piece.samples / samples)
-        (part if recipe.scale is None else recipe.scale(part)).backward()
+        with watch():
+            (part if recipe.scale is None else recipe.scale(part)).backward()
     kept = tree_map(_detached, [output, traces])
     return _Answer(piece.samples, move(loss.detach(), home or loss.device), *kept)
 
