@@ -8,16 +8,23 @@ CPUQuota).
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 import torch
 
+from flowdp.device.openmp import barrier_ms
 from flowdp.device.process import ProcessTuning
 from flowdp.policy.pool_size import PoolSize
 
 __all__ = ["cpu_quota", "open_pools", "thread_budget", "threads_per_rank", "usable_cores"]
+
+log = logging.getLogger("flowdp")
+
+CROWDED_MS = 1.0
+"""A parallel operation that takes longer waits for threads that have no core."""
 
 
 def open_pools(
@@ -25,7 +32,8 @@ def open_pools(
 ) -> list[PoolSize]:
     """Choosers of the size of each rank's OpenMP pool.
 
-    The size decides the order of sums, and so the bits of a result.
+    The size decides the order of sums, and so the bits of a result. Where it cannot follow the speed, and the
+    machine is too busy for it, the log says so.
 
     Args:
         devices: One per rank.
@@ -42,7 +50,18 @@ def open_pools(
     if not tuning.openmp:
         return [PoolSize(torch.get_num_threads(), adapts=False) for _ in devices]
     adapts = adapts and not torch.are_deterministic_algorithms_enabled()
-    return [PoolSize(share, adapts=adapts) for share in threads_per_rank(devices, thread_budget())]
+    budget = thread_budget()
+    shares = threads_per_rank(devices, budget)
+    if not adapts and max(shares) > 1 and (wait_ms := barrier_ms(budget)) > CROWDED_MS:
+        log.warning(
+            "other programs want the cores: %d threads take %.0f ms for a parallel operation of 0.02 ms, and "
+            "a step has hundreds. So that results repeat, each CPU worker of this run keeps its %d threads; "
+            "with torch.set_num_threads(1) before the run none waits for another",
+            budget,
+            wait_ms,
+            max(shares),
+        )
+    return [PoolSize(share, adapts=adapts) for share in shares]
 
 
 def thread_budget() -> int:

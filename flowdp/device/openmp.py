@@ -12,10 +12,17 @@ import ctypes
 import threading
 from functools import cache
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
-__all__ = ["pause_openmp", "set_own_threads"]
+__all__ = ["barrier_ms", "pause_openmp", "set_own_threads"]
+
+REGIONS, LIMIT_S = 200, 0.05
+"""Parallel regions that tell how long the threads of a pool wait for each other, and seconds at most."""
+
+GRAIN = 32_768
+"""Elements below which torch does not hand work to a further thread (`at::internal::GRAIN_SIZE`)."""
 
 _turn = threading.Lock()
 
@@ -52,6 +59,29 @@ def set_own_threads(count: int) -> None:
             keeper.join()
     if count == 1:
         pause_openmp()  # idle threads would count against the other ranks' pools
+
+
+def barrier_ms(count: int) -> float:
+    """Milliseconds of a small parallel operation by so many threads, on average.
+
+    Some 0.02 where each thread has a core. More than 1 where other programs have the cores: the threads wait
+    until the scheduler brings back the last one.
+
+    Args:
+        count: Threads, of a pool that is built for it and ended.
+    """
+    own = torch.get_num_threads()
+    set_own_threads(count)
+    numbers = torch.zeros(count * GRAIN, device="cpu").add_(1)
+    start = now = perf_counter()
+    regions = 0
+    while regions < REGIONS and now - start < LIMIT_S:
+        numbers.add_(1)
+        regions += 1
+        now = perf_counter()
+    pause_openmp()
+    set_own_threads(own)
+    return (now - start) / regions * 1e3
 
 
 @cache

@@ -79,6 +79,32 @@ class TestBudget:
         assert pools(adapts=False) == [(2, True), (1, True)]
         assert pools(openmp=False) == [(3, True), (3, True)]
 
+    @pytest.mark.parametrize(
+        ("wait_ms", "devices", "options", "is_told"),
+        [
+            (5.0, [CPU, CARD], {}, True),
+            (0.02, [CPU, CARD], {}, False),
+            (5.0, [CPU, CARD], {"adapts": True}, False),
+            (5.0, [CPU, CPU], {}, False),
+            (5.0, [CARD], {}, False),
+        ],
+    )
+    def test_a_crowd_is_told_where_the_size_must_stay(
+        self,
+        wait_ms: float,
+        devices: list[torch.device],
+        options: dict[str, bool],
+        is_told: bool,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        machine(monkeypatch, 2, None)
+        monkeypatch.setattr(cores, "barrier_ms", lambda count: wait_ms * (count == 2))
+        open_pools(devices, ProcessTuning(), **options)
+        told = [record.getMessage() for record in caplog.records]
+        assert len(told) == is_told
+        assert all("2 threads take 5 ms" in line and "set_num_threads(1)" in line for line in told)
+
     @pytest.mark.usefixtures("deterministic")
     def test_deterministic_algorithms_leave_no_choice(self) -> None:
         assert open_pools([CPU], ProcessTuning(), adapts=True)[0].is_fixed

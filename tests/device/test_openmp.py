@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowdp.device import openmp
-from flowdp.device.openmp import pause_openmp, set_own_threads
+from flowdp.device.openmp import barrier_ms, pause_openmp, set_own_threads
 from flowdp.device.process import ProcessTuning, tuned_process
 from tests.device.fresh_thread import in_thread
 
@@ -84,6 +84,15 @@ class TestOwnThreads:
 
 @linux
 class TestPools:
+    @pytest.mark.parametrize("count", [2, 3])
+    def test_a_look_at_the_barriers_leaves_no_pool(self, count: int) -> None:
+        def work() -> tuple[bool, bool, int]:
+            new = New()
+            took_ms = barrier_ms(count)
+            return took_ms > 0, new.become(0), torch.get_num_threads()
+
+        assert in_thread(work) == (True, True, 3)
+
     def test_the_pool_ends_and_comes_back(self) -> None:
         def work() -> tuple[bool, bool]:
             new = New()
