@@ -27,6 +27,9 @@ LONG_MS = 1000.0
 GAIN = 0.95
 """A larger size must take less than this part of the time of the smaller one."""
 
+VAIN = 2
+"""Sizes in a row without that gain after which no larger one is tried."""
+
 SLOW = 3.0
 """So many times the usual time is trouble: a size that is tried is given up, a chosen one is doubted."""
 
@@ -41,7 +44,7 @@ PRICE = 50.0
 
 
 class PoolSize:
-    """Chooses by trying: 1, 2, 4, ... threads, as long as that is faster.
+    """Chooses by trying: 1, 2, 4, ... threads, until two sizes in a row are no faster.
 
     It begins with one thread, whose speed depends least on what else the machine does.
 
@@ -81,6 +84,7 @@ class PoolSize:
     def _search(self) -> None:
         self._is_searching = True
         self._best, self._usual = self._sizes[0], inf  # and the milliseconds of a sample with it
+        self._vain = 0
         self._cost_ms, self._cost_samples = 0.0, 0
         self._begin(self._sizes[0])
 
@@ -101,8 +105,10 @@ class PoolSize:
         took = median(self._tried[1:] or self._tried)
         if is_faster := not is_hopeless and took < GAIN * self._usual:
             self._best, self._usual = self.size, took
+        # Two threads may share a core, and four have two: a size without a gain does not end the search yet.
+        self._vain = 0 if is_faster else self._vain + 1
         larger = [size for size in self._sizes if size > self.size]
-        if is_faster and larger:
+        if larger and not is_hopeless and self._vain < VAIN:
             self._begin(larger[0])
             return
         self.size = self._best
