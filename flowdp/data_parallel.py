@@ -380,7 +380,7 @@ class DataParallel(AliasModule):
         if is_cut and layout.split is None:
             arguments.check()
         is_checked = is_cut and self._checks
-        if is_checked and schedule.is_due():
+        if is_checked and schedule.is_due(self._peers.flags):
             self._check(schedule, Call(callee, run, args, kwargs, own, layout, self.devices[0]))
         shards = cut(arguments, sizes)
         if is_cut and layout.split is not None:
@@ -475,9 +475,9 @@ class DataParallel(AliasModule):
         if scaler is not None:
             scaler.scale(torch.zeros((), device=self.devices[0]))  # makes its scale, once, in this thread
             recipe = replace(recipe, scale=scaler.scale)
-        if batch.whole is not None and self._checks:
+        if batch.whole is not None and self._checks and self._peers is not None:
             schedule = self._schedule("forward_batch")
-            if schedule.is_due():
+            if schedule.is_due(self._peers.flags):
                 self._check(schedule, window_call(batch, recipe, self.devices[0]))
             schedule.has_seen((None, (recipe.loss is not None,)))
         result = run_window((self.module, *self.replicas), batch, recipe, self._peers, sync=self._is_syncing)

@@ -140,6 +140,11 @@ class Peers:
         (done, *_) = self._crew.run([do, *[None] * (len(self.modules) - 1)])
         return cast(T, done)
 
+    @property
+    def flags(self) -> tuple[bool, ...]:
+        """Which submodules of the user's module are in training mode."""
+        return tuple(module.training for module in self._tables[0].modules)
+
     def trained(self, rank: int) -> list[Tensor]:
         """The parameters that require grad on rank 0, as they are on a rank."""
         flags = (tensor.requires_grad for tensor in self._tables[0].parameters)

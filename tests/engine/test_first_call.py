@@ -171,6 +171,38 @@ def test_a_loss_that_training_mode_alone_returns(setup: Any) -> None:
         dp(**padded())
 
 
+class Centred(nn.Module):
+    """Looks across the batch in training mode alone, by a weight that is 0 at the start."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.weight = nn.Parameter(torch.tensor(weight).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out + self.weight * (out - out.mean(0)) if self.training else out
+
+
+def test_training_is_checked_behind_a_validation(setup: Any) -> None:
+    dp = setup(Centred(1.0))
+    dp.eval()
+    dp(numbers(8, 6))
+    dp.train()
+    with pytest.raises(FlowdpError, match="looks across the batch"):
+        dp(numbers(8, 6))
+
+
+def test_a_branch_that_is_0_at_the_start_is_found_later(setup: Any) -> None:
+    model = Centred(0.0)
+    dp = setup(model)
+    dp(numbers(8, 6)).square().mean().backward()
+    dp.step()
+    assert model.weight
+    with pytest.raises(FlowdpError, match="looks across the batch"):
+        dp(numbers(8, 6))
+
+
 # ---------------------------------------------------------------- shapes
 class Squeezed(nn.Module):
     def __init__(self) -> None:
@@ -282,26 +314,29 @@ def test_modules_that_draw_pass(setup: Any, make: Any, casts: bool) -> None:
             dp(torch.randn(8, 6))
 
 
-def test_a_run_with_the_check_has_the_bits_of_one_without(setup: Any) -> None:
+@pytest.mark.parametrize("is_rows", [True, False])
+def test_a_run_with_the_check_has_the_bits_of_one_without(setup: Any, is_rows: bool) -> None:
     class Counting(nn.Sequential):
         calls = 0
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
-            return super().forward(x).mean()
+            out = super().forward(x)
+            return out if is_rows else out.mean()
 
     def state(check: bool) -> Any:
         torch.manual_seed(1)
-        model = Counting(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-        dp = setup(model, check=check)
+        model = Counting(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+        dp = setup(model, check=check, partition_ratios=(1, 1))
         for _ in range(4):
-            dp(torch.randn(8, 6)).backward()
+            # The second one is checked before the backward of the first.
+            (dp(torch.randn(8, 6)).mean() + dp(torch.randn(8, 6)).square().mean()).backward()
             dp.step()
         return [tensor.tolist() for tensor in model.state_dict().values()], model.calls
 
     checked = state(True)
     assert checked == state(False)
-    assert checked[1] == 4
+    assert checked[1] == 8
 
 
 def test_generators_go_on_as_if_there_were_no_check(setup: Any) -> None:
@@ -468,29 +503,44 @@ def form(*numbers: bool) -> Any:
     return "tree", numbers
 
 
-def due(schedule: Schedule, forms: list[Any]) -> list[int]:
+def due(schedule: Schedule, forms: list[Any], modes: object = True) -> list[int]:
     """Which of so many calls are checked, before or after; counted from 1."""
     found = []
     for number, seen in enumerate(forms, 1):
-        is_before = schedule.is_due()
+        is_before = schedule.is_due(modes)
         if is_before | (not schedule.has_seen(seen)):
             found.append(number)
     return found
 
 
-def test_numbers_are_checked_at_growing_distances_and_rows_once() -> None:
-    schedule = Schedule(Callee(mlp().forward))
-    assert due(schedule, [form(True)] * 40) == [1, 2, 4, 8, 16, 32]
-    assert due(Schedule(Callee(mlp().forward)), [form(False)] * 40) == [1]
+def test_calls_are_checked_at_growing_distances() -> None:
+    for outputs in (form(True), form(False)):
+        assert due(Schedule(Callee(mlp().forward)), [outputs] * 40) == [1, 2, 4, 8, 16, 32]
 
 
-def test_outputs_of_a_new_form_are_checked() -> None:
+def test_each_form_of_outputs_has_its_distances() -> None:
     schedule = Schedule(Callee(mlp().forward))
     rows, number = form(False), form(True)
-    assert due(schedule, [rows, rows, rows, number, rows, number, rows, rows]) == [1, 4, 8]
-    assert len(due(Schedule(Callee(mlp().forward)), [(place, (False,)) for place in range(40)])) == 16
+    assert due(schedule, [rows, rows, rows, number, number, rows, number, number]) == [1, 2, 4, 5, 6, 8]
     schedule.give_up()
     assert due(schedule, [form(True, True)] * 20) == []
+
+
+def test_each_mode_has_its_distances() -> None:
+    schedule = Schedule(Callee(mlp().forward))
+    assert due(schedule, [form(False)] * 4, modes=False) == [1, 2, 4]
+    assert due(schedule, [form(False)] * 5, modes=True) == [1, 2, 4]
+    assert due(schedule, [form(False)] * 5, modes=False) == [4]
+    schedule.give_up()
+    assert due(schedule, [form(False)] * 9, modes=False) == []
+    assert due(schedule, [form(False)] * 4, modes=True) == [3]
+
+
+def test_forms_without_end_are_checked_at_growing_distances_too() -> None:
+    checked = due(Schedule(Callee(mlp().forward)), [(place, (False,)) for place in range(200)])
+    assert checked == [*range(1, 17), 17, 18, 20, 24, 32, 48, 80, 144]
+    schedule = Schedule(Callee(mlp().forward))
+    assert sum(len(due(schedule, [form(False)], modes)) for modes in range(200)) == 24
 
 
 def test_methods_have_a_schedule_each(setup: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -510,7 +560,7 @@ def test_methods_have_a_schedule_each(setup: Any, monkeypatch: pytest.MonkeyPatc
         dp.call(lambda module, x: module.inner(x), x)
         dp.call("inner", x)
         dp.call(partial(twice, n=3), x)
-    assert len(checked) == 3
+    assert checked == ["<lambda>", "Contrastive.inner", "partial"] * 2
 
 
 def test_gradients_are_those_of_one_device_behind_a_check(setup: Any) -> None:
