@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from flowdp.checks import check_flag, fixed_ratios
 from flowdp.data.trees import tree_map
 from flowdp.device.cores import open_pools
-from flowdp.device.operators import make_operators
+from flowdp.device.dispatch import make_operators
 from flowdp.device.process import ProcessTuning, as_tuning, tuned_process
 from flowdp.device.streams import open_lanes
 from flowdp.device.topology import resolve_devices

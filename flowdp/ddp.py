@@ -21,9 +21,9 @@ from flowdp.collective.process_group import ProcessGroup
 from flowdp.collective.reduction import Op, flat_view, reduce_all
 from flowdp.collective.structure import check_alike, check_apart, structure
 from flowdp.device.cores import open_pools
+from flowdp.device.dispatch import make_operators
 from flowdp.device.modes import caller_modes
 from flowdp.device.openmp import set_own_threads
-from flowdp.device.operators import make_operators
 from flowdp.device.process import ProcessTuning, tuned_process
 from flowdp.device.streams import open_lanes
 from flowdp.device.topology import resolve_devices

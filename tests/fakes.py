@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from time import perf_counter
 from typing import Any
 
@@ -201,11 +202,15 @@ class FakeCuda:
         if tensor.numel() == 0 or tensor.layout is not torch.strided or tensor.device.type != "cpu":
             return
         start = tensor.data_ptr()
-        span = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        access = _Access(stream, stream.time, start, start + span * tensor.itemsize, what)
-        for watched in self._watched:
-            if access.start >= watched.stop or access.stop <= watched.start:
-                continue
+        span = tensor.numel()
+        if not tensor.is_contiguous():
+            span = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        stop = start + span * tensor.itemsize
+        touched = [watched for watched in self._watched if start < watched.stop and watched.start < stop]
+        if not touched:
+            return
+        access = _Access(stream, stream.time, start, stop, what)
+        for watched in touched:
             for other in watched.writes + (watched.reads if is_write else []):
                 if (
                     access.start < other.stop
@@ -243,19 +248,33 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        schema = func._schema
-        given = list(zip(schema.arguments, args, strict=False))
-        given += [(a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs]
+        roles = _roles(func)
+        if roles is None:
+            return out
         reads: list[Tensor] = []
         writes: list[Tensor] = []
-        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-        for argument, value in given:
-            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                writes += tensors
-            elif not is_view:
-                reads += tensors
-        if not is_view:
-            writes += [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-            self._cuda.access(self._cuda.current_stream(), str(func), reads, writes)
+        for place, name, is_write in roles:
+            value = args[place] if place < len(args) else kwargs.get(name)
+            (writes if is_write else reads).extend(_tensors(value))
+        writes += _tensors(out)
+        self._cuda.access(self._cuda.current_stream(), str(func), reads, writes)
         return out
+
+
+@cache
+def _roles(func: Any) -> list[tuple[int, str, bool]] | None:
+    """Place and name of the arguments that hold tensors, and whether it writes them; None for a view."""
+    schema = func._schema
+    if any(made.alias_info is not None and not made.alias_info.is_write for made in schema.returns):
+        return None
+    return [
+        (place, argument.name, argument.alias_info is not None and argument.alias_info.is_write)
+        for place, argument in enumerate(schema.arguments)
+        if "Tensor" in str(argument.type)
+    ]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

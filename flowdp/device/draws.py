@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from flowdp.device.dispatch import RankMode
 from flowdp.errors import FlowdpError
 
 __all__ = ["NoRedraws", "OwnDraws", "draw_seed", "is_watched", "share_generator"]
@@ -42,7 +42,7 @@ def is_watched(count: int) -> bool:
     return count & (count - 1) == 0
 
 
-class NoRedraws(TorchDispatchMode):
+class NoRedraws(RankMode):
     """While entered, a forward that a backward computes again may draw no random numbers.
 
     `torch.utils.checkpoint` puts the generator back to where it was before the forward. Where ranks share the
@@ -56,7 +56,7 @@ class NoRedraws(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._device = device
 
     def __torch_dispatch__(
@@ -79,7 +79,7 @@ class NoRedraws(TorchDispatchMode):
         return func(*args, **given)
 
 
-class OwnDraws(TorchDispatchMode):
+class OwnDraws(RankMode):
     """While entered, random operations on the CPU draw from a generator seeded for one job of one rank.
 
     Args:
@@ -91,7 +91,7 @@ class OwnDraws(TorchDispatchMode):
     """
 
     def __init__(self, seed: int | None, *place: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._generator: torch.Generator | None = None
         if seed is not None:
             state = np.random.SeedSequence(seed, spawn_key=place).generate_state(1, np.uint64)

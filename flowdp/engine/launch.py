@@ -16,7 +16,7 @@ from flowdp.collective.snapshot import Snapshots
 from flowdp.data.feed import open_feeds
 from flowdp.data.source import Source
 from flowdp.device.cores import open_pools
-from flowdp.device.operators import make_operators
+from flowdp.device.dispatch import make_operators
 from flowdp.device.process import ProcessTuning, tuned_process
 from flowdp.engine import live
 from flowdp.engine.backends import open_collective

@@ -2,15 +2,25 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from typing import Any
 
 import pytest
+import torch
+from torch.utils import _python_dispatch
+from torch.utils.flop_counter import FlopCounterMode
+
+from flowdp.device.dispatch import RankMode
+from flowdp.threads.crew import Crew
 
 PROGRAM = """
 import torch
 from torch import nn
 
 import flowdp
-from flowdp.device.operators import make_operators
+from flowdp.device.dispatch import make_operators
 
 def model():
     return nn.Linear(2, 1)
@@ -43,7 +53,7 @@ flowdp.Trainer(
 }
 RACE = """
 import sys, threading, torch
-from flowdp.device.operators import make_operators
+from flowdp.device.dispatch import make_operators
 
 make_operators()
 sys.setswitchinterval(1e-6)
@@ -88,3 +98,53 @@ def test_afterwards_two_threads_get_the_same_objects() -> None:
     operators, same = output(RACE)
     assert operators == same
     assert int(same) > 2000
+
+
+class Silent(RankMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def flags() -> set[bool]:
+    """The notes that torch keeps of modes, for the whole process."""
+    return {value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_")}
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_torch_forgets_modes_that_threads_have_left_in_any_order(first_out: int) -> None:
+    assert flags() == {False}
+    crew = Crew(["one", "two"])
+    with closing(crew):
+        modes = [Silent(), Silent()]
+
+        def each(rank: int, do: Callable[[Any], object]) -> None:
+            crew.run([partial(do, modes[rank]) if place == rank else None for place in range(2)])
+
+        each(0, lambda mode: mode.__enter__())
+        each(1, lambda mode: mode.__enter__())
+        assert flags() == {True}
+        each(first_out, lambda mode: mode.__exit__(None, None, None))
+        assert flags() == {True}
+        each(1 - first_out, lambda mode: mode.__exit__(None, None, None))
+    assert flags() == {False}
+
+
+def test_one_mode_in_another() -> None:
+    with Silent(), Silent():
+        with Silent():
+            assert flags() == {True}
+        assert flags() == {True}
+        assert torch.ones(2).add(1).sum() == 4
+    assert flags() == {False}
+
+
+@pytest.mark.parametrize("is_theirs_outside", [True, False])
+def test_a_mode_of_the_users_own_beside_it(is_theirs_outside: bool) -> None:
+    modes = FlopCounterMode(display=False), Silent()
+    outer, inner = modes if is_theirs_outside else reversed(modes)
+    with outer:
+        with inner:
+            torch.ones(2, 2) @ torch.ones(2, 2)
+        assert flags() == {True}
+    assert modes[0].get_total_flops() == 16
+    assert flags() == {False}
