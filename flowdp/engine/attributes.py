@@ -24,7 +24,7 @@ from flowdp.device.transfer import move
 from flowdp.errors import FlowdpError, OptionError
 from flowdp.policy.formats import format_error
 
-__all__ = ["ENTRIES", "Attributes"]
+__all__ = ["ENTRIES", "OWN", "Attributes", "seal"]
 
 ENTRIES = 1_000
 """Entries of an attribute's containers that are compared; beyond, only their number is."""
@@ -38,7 +38,7 @@ _HOOKS = (
     "_forward_hooks_always_called",
     "_forward_pre_hooks_with_kwargs",
 )
-_OWN = (frozenset(vars(nn.Module())) | {"_compiled_call_impl", "_flat_weights", "_flat_weight_refs"}) - {
+OWN = (frozenset(vars(nn.Module())) | {"_compiled_call_impl", "_flat_weights", "_flat_weight_refs"}) - {
     "_is_full_backward_hook"
 }
 """Attributes that torch keeps in a module, but for the kind of its backward hooks."""
@@ -89,14 +89,14 @@ class Attributes:
             for key, value in vars(mine).items():
                 other = vars(theirs).get(key)
                 numbers = isinstance(value, (bool, int, float)) and isinstance(other, (bool, int, float))
-                if numbers and key not in _OWN and other != value:
+                if numbers and key not in OWN and other != value:
                     yield place, key
 
     def _check_leaves(self) -> None:
         registered = {id(tensor) for tensor in _tensors(self._modules)}
         for place, module in enumerate(self._modules):
             for key, value in vars(module).items():
-                if key in _OWN:
+                if key in OWN:
                     continue
                 for part in _listed(value):
                     hidden = part.parameters() if isinstance(part, nn.Module) else (part,)
@@ -169,15 +169,15 @@ class Attributes:
                 continue
             then = dict(zip(names, values, strict=True))
             for key in [*table, *(key for key in then if key not in table)]:
-                if key not in _OWN and not _is_same(table.get(key, _GONE), then.get(key, _GONE)):
+                if key not in OWN and not _is_same(table.get(key, _GONE), then.get(key, _GONE)):
                     changed[place, key] = True
                     self._drop(place, key, then.get(key))
             self._note(place)
-        for (place, key), content, seal in list(self._flat.values()):
-            if content != seal:
+        for (place, key), content, sealed in list(self._flat.values()):
+            if content != sealed:
                 self._changed_inside(place, key, content, changed)
-        for (place, key), content, seal in list(self._contents.values()):
-            if _seal(content) != seal:
+        for (place, key), content, sealed in list(self._contents.values()):
+            if seal(content) != sealed:
                 self._changed_inside(place, key, content, changed)
         if self._hooks != self._hooks_seen:
             for number, (hooks, seen) in enumerate(zip(self._hooks, self._hooks_seen, strict=True)):
@@ -198,7 +198,7 @@ class Attributes:
         table = vars(self._modules[place])
         self._seen[place] = [*table], [*table.values()]
         for key, value in table.items():
-            if key not in _OWN and _has_content(value):
+            if key not in OWN and _has_content(value):
                 self._keep(place, key, value)
 
     def _keep(self, place: int, key: str, content: Any) -> None:
@@ -207,7 +207,7 @@ class Attributes:
         if _is_flat(content):
             self._flat[id(content)] = (place, key), content, copy.copy(content)
         else:
-            self._contents[id(content)] = (place, key), content, _seal(content)
+            self._contents[id(content)] = (place, key), content, seal(content)
 
     def _drop(self, place: int, key: str, content: Any) -> None:
         """Let go of a value that is replaced: it may be large."""
@@ -318,7 +318,7 @@ def _is_flat(value: Any) -> bool:
     return all(isinstance(entry, _PLAIN) for entry in (value.values() if isinstance(value, dict) else value))
 
 
-def _seal(value: Any) -> Any:
+def seal(value: Any) -> Any:
     """A value that compares equal as long as the contents are the same."""
     return _sealed(value, [ENTRIES], {id(value)})
 

@@ -26,7 +26,7 @@ from flowdp.device.streams import Lane
 from flowdp.device.transfer import move
 from flowdp.engine.context import CurrentWorker, current_worker
 from flowdp.engine.exact import ExactReplica
-from flowdp.engine.metrics import Pool, is_metric, named_metrics, source_of, updates
+from flowdp.engine.metrics import Pool, is_metric, named_metrics, reset, source_of, updates
 from flowdp.engine.replica import Replica
 from flowdp.errors import DataError, OptionError
 from flowdp.policy.formats import format_indices
@@ -185,7 +185,8 @@ class Evaluator:
 
     def _merged(self, number: int, own: _Metrics) -> EvalSums:
         end = self._end(number)
-        values = self._pool.put(number, own.batches, own.found, end)
+        found, own.found = own.found, {}  # from here on the pool's: another rank may still fill one
+        values = self._pool.put(number, own.batches, found, end)
         if not values or end is None:
             return ()
         return _read(
@@ -349,7 +350,7 @@ class _Metrics:
     def reset(self) -> None:
         """Reset them: they are the evaluation's own."""
         for metric in self.found.values():
-            metric.reset()
+            reset(metric)
 
 
 def _of_one_batch(name: str, metric: object) -> str:
@@ -373,6 +374,10 @@ def _one(name: object, value: object, of: str = "the mean over the batch") -> fl
         if value.numel() == 1 and not value.is_complex():
             return value.detach().reshape(()).to(torch.float64, copy=True)
         what = f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    elif isinstance(value, Mapping):
+        what = f"a dict of {', '.join(map(repr, value))}: return a metric for each number"
+    elif isinstance(value, nn.Module):
+        what = f"a {type(value).__name__}: return numbers, or metrics with states of their own"
     else:
         try:
             return float(value)  # type: ignore[arg-type]

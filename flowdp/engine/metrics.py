@@ -17,7 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Pool", "States", "is_metric", "named_metrics", "source_of", "updates"]
+from flowdp.engine.attributes import OWN, seal
+
+__all__ = ["Pool", "States", "is_metric", "named_metrics", "reset", "source_of", "updates"]
+
+_BOOKS = {
+    "_cache",
+    "_computed",
+    "_enable_grad",
+    "_forward_cache",
+    "_is_synced",
+    "_should_unsync",
+    "_to_sync",
+    "_update_count",
+}
+"""Attributes that torchmetrics keeps in every metric, beside its states."""
+
+_Beside = dict[tuple[int, str], tuple[nn.Module, Any, Any]]
+"""Attributes of a metric that are no states, by module and name: the module, the value, its seal."""
 
 States = list[tuple[int, dict[str, Any]]]
 """Updates and states (on the CPU, by name) of a metric and of each metric inside it."""
@@ -31,6 +48,14 @@ def is_metric(value: object) -> bool:
 def updates(metric: nn.Module) -> int:
     """Updates since it was reset."""
     return max((part._update_count for part in _inner(metric)), default=0)
+
+
+def reset(metric: Any) -> None:
+    """Reset a metric and each one inside it: `Metric.reset` leaves those alone."""
+    metric.reset()
+    for part in metric.modules():
+        if part is not metric and is_metric(part):
+            part.reset()
 
 
 def named_metrics(result: object) -> object:
@@ -109,15 +134,17 @@ class Pool:
         self._lock = threading.Lock()  # serialises everything below
         self._owners: dict[int, tuple[int, Any]] = {}
         self._parts: dict[int, list[_Part]] = {}
+        self._first: dict[int, _Beside] = {}  # by the metrics' ids: since its first batch of an evaluation
 
     def own(self, rank: int, name: str, metric: Any) -> None:
-        """Note that a rank updates this metric.
+        """Note that a rank updates this metric, and has done so for one batch of this evaluation.
 
         Raises:
             TypeError: Another rank does, too: it would be two threads at once.
         """
         with self._lock:
             owner, _ = self._owners.setdefault(id(metric), (rank, metric))
+            self._first[id(metric)] = _beside(part for part in metric.modules() if is_metric(part))
         if owner != rank:
             raise TypeError(
                 f"{name!r} is one {type(metric).__name__} for ranks {owner} and {rank}, which update it at "
@@ -139,13 +166,19 @@ class Pool:
         Returns:
             The values over all batches by their names, from the last rank that evaluated any; else nothing.
 
+        Raises:
+            TypeError: A metric keeps something beside its states, which cannot be merged.
+
         Streams:
             The host waits for the states.
         """
-        taken = {}
-        for name, metric in metrics.items():
-            taken[name] = (metric, _states(metric))
-            metric.reset()
+        taken = {name: (metric, _states(metric)) for name, metric in metrics.items()}
+        try:
+            for name, metric in metrics.items():
+                self._check(name, metric)
+        finally:
+            for metric in metrics.values():
+                reset(metric)
         with self._lock:
             parts = self._parts.setdefault(evaluation, [])
             parts.append(_Part(batches, taken))
@@ -160,13 +193,46 @@ class Pool:
                 _fill(metric, [states for _, states in there])
                 values.append((name, metric.compute()))
             finally:
-                metric.reset()
+                reset(metric)
         return values
+
+    def _check(self, name: str, metric: nn.Module) -> None:
+        """Check that neither updates nor a reset change anything but the states.
+
+        Raises:
+            TypeError: They do.
+        """
+        with self._lock:
+            first = self._first.pop(id(metric), {})
+        last = _beside(metric.modules())
+        reset(metric)
+        after = _beside(metric.modules())
+        for then, now in ((first, last), (last, after)):
+            for place, (part, _, sealed) in then.items():
+                if place in now and now[place][2] != sealed:
+                    raise TypeError(
+                        f"{name!r} cannot be put together from several devices: a {type(part).__name__} "
+                        f"keeps {place[1]!r} from batch to batch, and only states of add_state() are merged. "
+                        "Register it there with a dist_reduce_fx or, if this is a wrapper, return the metric "
+                        "that it wraps"
+                    )
 
 
 def _inner(metric: nn.Module) -> list[Any]:
-    # One that is composed of others has no state, and counts updates that it never forgets.
-    return [part for part in metric.modules() if is_metric(part) and part._reductions]
+    # One that is composed of others has no state, and counts updates that it never forgets. So does one that
+    # shows the states of the metric inside it as its own.
+    parts = [part for part in metric.modules() if is_metric(part) and part._reductions]
+    return list({id(part._reductions): part for part in parts}.values())
+
+
+def _beside(parts: Iterable[nn.Module]) -> _Beside:
+    found: _Beside = {}
+    for part in parts:
+        states = {*part._reductions, *_BOOKS} if is_metric(part) else set()  # type: ignore[misc]
+        for name, value in (*vars(part).items(), *part._buffers.items()):
+            if name not in OWN and name not in states:
+                found[id(part), name] = part, value, seal(value)
+    return found
 
 
 def _states(metric: Any) -> States:

@@ -19,7 +19,7 @@ from tests.vision import mend_torchvision
 
 mend_torchvision()
 torchmetrics = pytest.importorskip("torchmetrics")
-from torchmetrics import classification, regression  # noqa: E402
+from torchmetrics import aggregation, classification, regression, wrappers  # noqa: E402
 
 torch.manual_seed(5)
 X, Y = torch.randn(52, 4), torch.randint(0, 3, (52,))
@@ -82,11 +82,37 @@ class MeanOfMeans(torchmetrics.Metric):
         return self.mean
 
 
+class Nested(torchmetrics.Metric):
+    """A metric with states, and with a metric inside, which its `reset` leaves alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f1 = classification.MulticlassF1Score(3, average="macro")
+        self.kind: str | None = None
+        self.add_state("samples", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, logits: Any, labels: Any) -> None:
+        self.f1.update(logits, labels)
+        self.kind = "known with the first batch"
+        self.samples = self.samples + len(labels)
+
+    def compute(self) -> Any:
+        return self.f1.compute() + self.samples
+
+
+def doubled() -> Any:
+    base = classification.MulticlassF1Score(3, average="macro")
+    return wrappers.LambdaInputTransformer(base, transform_pred=lambda logits: logits * logits)
+
+
 METRICS: dict[str, Callable[[], Any]] = {
     "sums": lambda: classification.MulticlassF1Score(3, average="macro"),
     "lists": lambda: classification.MulticlassAUROC(3),
     "mean": MeanOfMeans,
     "composed": lambda: classification.MulticlassPrecision(3) + classification.MulticlassRecall(3),
+    "nested": Nested,
+    "transformed": doubled,
+    "composed of wrapped ones": lambda: doubled() + classification.MulticlassRecall(3),
 }
 
 
@@ -108,6 +134,64 @@ def test_the_value_is_that_of_all_samples(kind: str, ranks: int) -> None:
     for means in history:  # the second one begins anew
         assert means["metric"] == pytest.approx(expected.compute().item(), rel=1e-5)
     assert history[0]["loss"] == pytest.approx(F.cross_entropy(model(X), Y).item(), rel=1e-5)
+
+
+def test_one_metric_under_two_names() -> None:
+    model = Net(f1=classification.MulticlassF1Score(3))
+    expected = classification.MulticlassF1Score(3)
+    expected.update(model(X), Y)
+
+    def step(model: Any, batch: Any) -> Any:
+        model.f1.update(model(batch[0]), batch[1])
+        return {"f1": model.f1, "score": model.f1}
+
+    value = pytest.approx(expected.compute().item(), rel=1e-5)
+    assert evaluated(model, together(step, 2)) == [{"f1": value, "score": value}]
+
+
+def test_a_wrapper_of_as_many_metrics_as_outputs() -> None:
+    def wrapper() -> Any:
+        return wrappers.MultioutputWrapper(regression.MeanSquaredError(), 1)
+
+    expected = wrapper()
+    expected.update(X[:, :1], X[:, 1:2])
+
+    def step(model: Any, batch: Any) -> Any:
+        model.mse.update(batch[0][:, :1], batch[0][:, 1:2])
+        return {"mse": model.mse}
+
+    value = pytest.approx(expected.compute().item(), rel=1e-5)
+    assert evaluated(Net(mse=wrapper()), together(step, 2), epochs=2) == [{"mse": value}] * 2
+
+
+class WithFeatures(torchmetrics.Metric):
+    """Sums what a network makes of the samples."""
+
+    feature_network = "network"
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.network = nn.Linear(4, 1)
+        self.factor = factor
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, x: Any) -> None:
+        self.total = self.total + self.factor * self.network(x).sum()
+
+    def compute(self) -> Any:
+        return self.total
+
+
+def test_metrics_that_share_their_features() -> None:
+    model = Net(both=wrappers.FeatureShare({"one": WithFeatures(1.0), "two": WithFeatures(2.0)}))
+    total = model.both["one"].network(X).sum().item()
+
+    def step(model: Any, batch: Any) -> Any:
+        model.both.update(batch[0])
+        return model.both
+
+    for means in evaluated(model, together(step, 2), epochs=2):
+        assert means == pytest.approx({"one": total, "two": 2 * total}, rel=1e-4)
 
 
 def test_states_that_are_not_reduced_are_stacked() -> None:
@@ -272,6 +356,82 @@ def test_a_value_that_is_no_number_is_refused() -> None:
         StepError, match=r"'f1' must be one number, what its compute\(\) returns, not a tensor"
     ):
         evaluated(Net(f1=classification.MulticlassF1Score(3, average=None)), step, devices=1)
+
+
+class Beside(torchmetrics.Metric):
+    """Keeps numbers where nothing but its own methods knows of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[float] = []
+        self.add_state("samples", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, logits: Any, labels: Any) -> None:
+        self.kept.append(logits.mean().item())
+        self.samples = self.samples + len(labels)
+
+    def compute(self) -> Any:
+        return torch.tensor(sum(self.kept))
+
+
+class Forgetful(Beside):
+    def reset(self) -> None:
+        super().reset()
+        self.kept = []
+
+
+accuracy = partial(classification.MulticlassAccuracy, 3)
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "running": (lambda: wrappers.Running(accuracy()), "a Running keeps '_num_vals_seen' from batch to batch"),
+    "beside": (Beside, "a Beside keeps 'kept' from batch to batch, and only states of add_state"),
+    "forgetful": (Forgetful, "a Forgetful keeps 'kept' from batch to batch"),
+    "inside": (lambda: Beside() + accuracy(), "a Beside keeps 'kept'"),
+    "by class": (
+        lambda: wrappers.ClasswiseWrapper(accuracy(average=None)),
+        r"must be one number, what its compute\(\) returns, not a dict of 'multiclassaccuracy_0', .*: return "
+        "a metric for each number",
+    ),
+    "extremes": (
+        lambda: wrappers.MinMaxMetric(accuracy()),
+        "not a dict of 'raw', 'max', 'min': return a metric",
+    ),
+    "bootstrap": (lambda: wrappers.BootStrapper(accuracy()), "not a dict of 'mean', 'std'"),
+    "outputs": (
+        lambda: wrappers.MultitaskWrapper({"a": accuracy(), "b": accuracy()}),
+        "not a dict of 'a', 'b'",
+    ),
+    "tracker": (
+        lambda: wrappers.MetricTracker(accuracy()),
+        "one number, .*, not a MetricTracker: return numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_metric_that_cannot_be_merged_is_refused_in_its_first_evaluation(kind: str, ranks: int) -> None:
+    make, message = REFUSED[kind]
+
+    def step(model: Any, batch: Any) -> Any:
+        logits = model(batch[0])
+        if kind == "tracker":
+            model.metric.increment()
+        tasks = kind == "outputs"
+        given = (dict.fromkeys("ab", one) if tasks else one for one in (logits, batch[1]))
+        model.metric.update(*given)
+        return {"v": model.metric}
+
+    with pytest.raises(StepError, match=f"after epoch 0: TypeError: 'v' .*{message}"):
+        evaluated(Net(metric=make()), together(step, ranks), devices=ranks)
+
+
+def test_a_running_mean_of_numbers_is_refused() -> None:
+    def step(model: Any, batch: Any) -> Any:
+        model.mean.update(model(batch[0]).mean())
+        return {"mean": model.mean}
+
+    with pytest.raises(StepError, match=r"a RunningMean keeps .* return the metric that it wraps"):
+        evaluated(Net(mean=aggregation.RunningMean(2)), together(step, 2))
 
 
 def test_what_is_a_metric() -> None:
