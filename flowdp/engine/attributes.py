@@ -11,7 +11,7 @@ import copy
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from functools import cache
+from functools import cache, partial
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.device.transfer import move
+from flowdp.engine.hooks import FUNCTIONS, Twins, parts_of
 from flowdp.errors import FlowdpError, OptionError
 from flowdp.policy.formats import format_error
 
@@ -240,7 +241,12 @@ class Attributes:
                 "return it; or, if that was a call of the module itself, call what setup() returned"
             )
         for name in _HOOKS if key in _HOOKS else (key,):
-            made = self._copied(source[name], rank, place, name)
+            value, kept = source[name], target[name] if key in _HOOKS else {}
+            if kept:  # a replica has hooks of its own under the same numbers
+                value = type(value)((n, one) for n, one in value.items() if n not in kept)
+            made = self._copied(value, rank, place, name)
+            if kept:
+                made = type(made)((n, kept[n] if n in kept else made[n]) for n in source[name])
             if not _refill(target.get(name), made):
                 target[name] = made
 
@@ -250,7 +256,9 @@ class Attributes:
         if isinstance(value, list) and all(isinstance(entry, _PLAIN) for entry in value):
             return list(value)
         memo = self._twins(rank)
+        has_functions = False
         for part in _walk(value):
+            has_functions = has_functions or isinstance(part, FUNCTIONS)
             is_own = isinstance(part, nn.Module | nn.Parameter) or (
                 isinstance(part, Tensor) and part.requires_grad
             )
@@ -259,6 +267,11 @@ class Attributes:
                     f"{self._name(place, key)} has been set to something with a {type(part).__name__}, which "
                     "replicas could not be trained with: build it in before setup()"
                 )
+        contained = self._contained(rank) if has_functions else {}
+        if key in _HOOKS or isinstance(value, (*FUNCTIONS, partial)):
+            contained.pop(id(value), None)
+            memo = contained | memo
+        known = set(memo)
         try:
             made = copy.deepcopy(value, memo)
         except Exception as error:
@@ -268,7 +281,33 @@ class Attributes:
             ) from error
         if isinstance(made, Tensor):
             made = move(made, self._device(rank, made.device))
+        if has_functions:
+            memo.pop(id(memo), None)  # where deepcopy keeps the originals alive
+            twins = Twins(contained | memo)
+            twins.rebind([one for key, one in memo.items() if key not in known])
+            made = twins.fit(made)
         return made
+
+    def _contained(self, rank: int) -> dict[int, Any]:
+        """The replica's containers and objects, in the same places, by the identity of the user's."""
+        found: dict[int, Any] = {}
+        todo = [
+            (value, vars(theirs).get(key))
+            for mine, theirs in zip(self._modules, self._ranks[rank], strict=True)
+            for key, value in vars(mine).items()
+            if key not in OWN
+        ]
+        while todo:
+            mine, other = todo.pop()
+            if type(mine) is not type(other) or id(mine) in found or mine is other:
+                continue
+            entries, others = (_entries(one) if _has_content(one) else None for one in (mine, other))
+            if entries is None or others is None:
+                continue
+            found[id(mine)] = other
+            if not isinstance(mine, (set, frozenset)) and len(entries) == len(others) <= ENTRIES:
+                todo += zip(entries, others, strict=True)
+        return found
 
     def _twins(self, rank: int) -> dict[int, Any]:
         """The replica's modules, parameters and buffers by the identity of the user's, for `deepcopy`."""
@@ -398,10 +437,8 @@ def _walk(value: Any) -> Iterator[Any]:
             continue
         seen.add(id(part))
         yield part
-        if isinstance(part, FunctionType):
-            todo += [cell.cell_contents for cell in part.__closure__ or () if _is_filled(cell)]
-        elif isinstance(part, MethodType):
-            todo.append(part.__self__)
+        if isinstance(part, (FunctionType, MethodType, partial)):
+            todo += parts_of(part)
         elif not isinstance(part, (*_ATOMS, Tensor)):
             todo += _entries(part) or []
 
@@ -417,14 +454,6 @@ def _listed(value: Any) -> Iterator[nn.Module | Tensor]:
             todo += part
         elif type(part) is dict:
             todo += part.values()
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - raises where it is empty
-    except ValueError:
-        return False
-    return True
 
 
 def _refill(old: Any, new: Any) -> bool:

@@ -1,8 +1,8 @@
 """Derivatives that a call on several devices would lose without an error.
 
 Each device has a graph of its own, which ends at its parameters and at its part of the arguments. A tensor
-that a forward finds anywhere else (in a global, in the closure of a function that was put in the place of a
-method) lies in none of the caller's graphs, so it would get no gradient, or the first device's alone.
+that a forward finds anywhere else (in a global, in an object that a closure holds) lies in none of the
+caller's graphs, so it would get no gradient, or the first device's alone.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def _refuse(leaf: Tensor, *, is_users: bool) -> None:
         raise FlowdpError(
             f"a replica's forward uses a parameter of shape {tuple(leaf.shape)} of the module that was given "
             "to setup(), so its gradient would be lost: a function that was set as an attribute or as a hook "
-            "holds a module in its closure; let it use the module that it is called with (types.MethodType, "
-            "the first argument of a hook), or give replica= to setup()"
+            "finds it in a global, or in an object of the loop; let it use the module that it is called with "
+            "(types.MethodType, the first argument of a hook), or give replica= to setup()"
         )
     raise FlowdpError(
         f"the module's forward uses a tensor of shape {tuple(leaf.shape)} that requires grad and is neither "

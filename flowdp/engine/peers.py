@@ -9,6 +9,7 @@ memory of the user's parameters.
 from __future__ import annotations
 
 import copy
+import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -16,8 +17,12 @@ from functools import partial
 from math import nan
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from flowdp.collective.batch_norm import SharedStatistics, taking_part
 from flowdp.collective.local_group import group_lanes
@@ -30,6 +35,7 @@ from flowdp.device.openmp import set_own_threads
 from flowdp.device.streams import Lane
 from flowdp.device.transfer import carry, copied
 from flowdp.engine.attributes import Attributes
+from flowdp.engine.hooks import Twins
 from flowdp.engine.lost_gradients import check_transforms
 from flowdp.engine.sharing import Sharing
 from flowdp.engine.stopwatch import Stopwatch
@@ -505,20 +511,68 @@ def _replica(module: nn.Module, factory: ReplicaFactory | None, lane: Lane) -> n
     lane.adopt()
     with lane.on(lane.compute):
         if factory is not None:
-            made = factory(lane.device)
+            with _draws_of_the_caller(lane):
+                made = factory(lane.device)
             if not isinstance(made, nn.Module) or made is module:
                 raise OptionError(
                     f"replica({str(lane.device)!r}) must build a new module, not return {made!r:.80}"
                 )
+            made = made.to(lane.device)
         else:
-            try:
-                made = copy.deepcopy(module)
-            except Exception as error:
-                raise OptionError(
-                    f"the model cannot be copied for {lane.device} ({format_error(error)}); give a "
-                    f"factory: replica=lambda device: MyModel(...)"
-                ) from error
-            made.zero_grad(set_to_none=True)
-        made = made.to(lane.device)
+            made = _copy(module, lane.device)
     lane.drain()
     return made
+
+
+def _copy(module: nn.Module, device: torch.device) -> nn.Module:
+    # Each forward sets these anew, from parameters that are copied.
+    memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in _reparametrized(module)}
+    try:
+        made = copy.deepcopy(module, memo)
+    except Exception as error:
+        raise OptionError(
+            f"the model cannot be copied for {device} ({_reason(module, error)}); give a "
+            f"factory: replica=lambda device: MyModel(...)"
+        ) from error
+    made.zero_grad(set_to_none=True)
+    made = made.to(device)
+    memo.pop(id(memo), None)  # where deepcopy keeps the originals alive
+    twins = Twins(memo)
+    twins.pair(module, made)
+    twins.rebind(memo.values())
+    return made
+
+
+def _reparametrized(module: nn.Module) -> Iterator[Tensor]:
+    """The tensors that pruning and torch's old weight_norm and spectral_norm set before each forward."""
+    for part in module.modules():
+        for hook in part._forward_pre_hooks.values():
+            if isinstance(hook, (BasePruningMethod, WeightNorm, SpectralNorm)):
+                name = hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name
+                tensor = vars(part).get(name)
+                if isinstance(tensor, Tensor):
+                    yield tensor
+
+
+def _reason(module: nn.Module, error: Exception) -> str:
+    """The reason why a module cannot be copied: torch's own speaks of weight_norm in any case."""
+    known = {id(tensor) for tensor in _reparametrized(module)}
+    for name, part in module.named_modules():
+        for key, value in vars(part).items():
+            if any(one.grad_fn is not None and id(one) not in known for one in tensors_of(value)):
+                shown = repr(f"{name}.{key}" if name else key)
+                return f"its attribute {shown} holds a tensor with a graph: detach it, or set it to None"
+    return format_error(error)
+
+
+@contextmanager
+def _draws_of_the_caller(lane: Lane) -> Iterator[None]:
+    """Put generators back: a factory draws the weights of its module, and a script without it does not."""
+    cards = [lane.device] if lane.is_async and lane.device.type == "cuda" else []
+    python, arrays = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(cards):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(arrays)

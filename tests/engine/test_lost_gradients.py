@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,13 +44,13 @@ def test_a_trained_module_elsewhere() -> None:
         dp.call(lambda net, x: other.requires_grad_()(net(x)), torch.ones(1, 3))  # which one device does
 
 
-def test_a_replaced_forward_that_holds_the_module() -> None:
+def test_a_replaced_forward_that_finds_the_module_in_an_object_of_the_loop() -> None:
     net = Net(lambda x: x)
-    old = net.first.forward
-    net.first.forward = lambda x: 2 * old(x)  # type: ignore[method-assign]
+    loop = SimpleNamespace(old=net.first.forward)
+    net.first.forward = lambda x: 2 * loop.old(x)  # type: ignore[method-assign]
     with (
         setup(net) as dp,
-        pytest.raises(FlowdpError, match=r"a replica's forward uses a parameter .* closure"),
+        pytest.raises(FlowdpError, match=r"a replica's forward uses a parameter .* object of the loop"),
     ):
         dp(torch.ones(4, 3))
 

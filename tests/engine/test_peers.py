@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune, spectral_norm, weight_norm
 
 from flowdp.device.streams import CudaLane, HostLane
 from flowdp.engine import unseen
 from flowdp.engine.peers import Peers
 from flowdp.errors import FlowdpError, OptionError
 from tests.fakes import FakeCuda
-from tests.loops import CPU, WAIT_S, assert_equal, mlp, numbers, peers_of
+from tests.loops import CPU, WAIT_S, assert_equal, gradients, mlp, numbers, peers_of
 
 
 def bring(peers: Peers, *ranks: int) -> None:
@@ -401,6 +404,53 @@ def test_a_model_that_cannot_be_copied_asks_for_a_factory() -> None:
         pass
     with peers_of(module, factory=lambda device: mlp()) as peers:
         assert len(peers.modules) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("kind", [partial(prune.random_unstructured, amount=0.5), weight_norm, spectral_norm])
+def test_pruned_and_normed_layers_are_copied_before_and_after_a_forward(kind: Callable[..., Any]) -> None:
+    torch.manual_seed(3)
+    module = nn.Sequential(kind(nn.Linear(6, 4), "weight")).double().eval()
+    module(numbers(2, 6))
+    with peers_of(module) as peers:
+        sgd_step(module)
+        bring(peers)
+        x = numbers(4, 6)
+        assert torch.equal(peers.modules[1](x), module(x))
+        peers.modules[1](x).sum().backward()
+        module.zero_grad()
+        module(x).sum().backward()
+        assert_equal(gradients(peers.modules[1]), gradients(module))
+
+
+def test_a_result_with_a_graph_in_an_attribute_is_named() -> None:
+    module = mlp()
+    module[0].found = {"one": [module(numbers(2, 6))]}  # type: ignore[assignment]
+    with (
+        pytest.raises(OptionError, match=r"attribute '0\.found' holds a tensor with a graph: detach it"),
+        peers_of(module),
+    ):
+        pass
+
+
+def test_factories_draw_nothing_of_the_caller() -> None:
+    def factory(device: torch.device) -> nn.Module:
+        random.random()
+        np.random.rand()
+        return mlp()
+
+    module = mlp()
+
+    def draw() -> list[float]:
+        return [torch.rand(1).item(), random.random(), np.random.rand()]
+
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(5)
+    wanted = draw()
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(5)
+    with peers_of(module, factory=factory):
+        assert draw() == wanted
 
 
 def test_copies_begin_without_gradients_and_tied_parameters_stay_tied() -> None:
