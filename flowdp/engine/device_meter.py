@@ -45,7 +45,9 @@ class _Page:
     device: Tensor
     cells: tuple[Tensor, ...]
     host: Tensor
-    losses: list[tuple[int, Step | None]] = field(default_factory=list)  # samples, step; a norm: 0, None
+    losses: list[tuple[int, Step | None]] = field(
+        default_factory=list
+    )  # samples, step; a weight: samples, None; a norm: 0, None
     scalars: dict[str, tuple[int, float]] = field(default_factory=dict)  # name -> (cell, sum of weights)
 
     @property
@@ -79,6 +81,7 @@ class DeviceMeter(Meter):
         self._full: list[_Page] = []  # of the step under way, before the page
         self._saved = torch.zeros_like(self._page.device)  # the page's cells when the step began
         self._saved_scalars: dict[str, tuple[int, float]] = {}
+        self._weight: float | None = None  # of the loss that lands next
         self._begin = self._mark()  # of the step under way
         self._last = self._mark()  # up to here the device's time is counted
 
@@ -93,10 +96,19 @@ class DeviceMeter(Meter):
         if self._saved_scalars:
             self._saved.copy_(self._page.device)
 
-    def end(self, loss: Tensor | None, samples: int, step: Step, norms: Sequence[Tensor] = ()) -> None:
+    def end(
+        self,
+        loss: Tensor | None,
+        samples: int,
+        step: Step,
+        norms: Sequence[Tensor] = (),
+        weight: Tensor | None = None,
+    ) -> None:
         """See `Meter.end`."""
         sums = self._sums
         if loss is not None:
+            if weight is not None:
+                self._keep(weight, samples, None)
             self._keep(loss, samples, step)
         for norm in norms:
             self._keep(norm, 0, None)
@@ -233,7 +245,7 @@ class DeviceMeter(Meter):
             landed = flight.passed
 
     def _keep(self, number: Tensor, samples: int, step: Step | None) -> None:
-        """Leave a loss, or without a step a norm, in the page."""
+        """Leave a loss, or without a step its weight or a norm, in the page."""
         page = self._page_with_room()
         page.cells[len(page.losses)].copy_(number)
         page.losses.append((samples, step))
@@ -263,14 +275,18 @@ class DeviceMeter(Meter):
 
         def land() -> None:
             numbers = page.host.tolist()
-            for loss, (samples, step) in zip(numbers, page.losses, strict=False):
-                if step is None:
-                    sums.norm(loss)
-                elif isfinite(loss):
-                    sums.loss += loss * samples
-                    sums.losses += samples
+            for number, (samples, step) in zip(numbers, page.losses, strict=False):
+                if step is None and samples:
+                    self._weight = number * samples
+                elif step is None:
+                    sums.norm(number)
                 else:
-                    self.bad = self.bad or step
+                    weight, self._weight = self._weight, None
+                    if isfinite(number):
+                        sums.loss += number * samples
+                        sums.losses += samples if weight is None else weight
+                    else:
+                        self.bad = self.bad or step
             for name, (index, weight) in page.scalars.items():
                 sums.scalar(name, numbers[index], weight)
             page.losses.clear()

@@ -113,14 +113,15 @@ class ExactReplica(Replica):
         self._unnamed = 0.0
 
     def step(self, factor: float = 1.0) -> Tensor | None:  # noqa: ARG002 - the shares sum to 1
-        """The loss of the part; the optimizer steps in `meet`. See `Replica.step`."""
+        """The loss of the part; the optimizer steps in `meet`. See `Replica.step`.
+
+        Where losses name weights, it is the mean of loss x weight: the part's own weight may be 0, and the
+        record divides by that of all parts.
+        """
         self.gradients.weight.add_(self._unnamed)
         self._unnamed = 0.0
-        value = self._take_value()
-        if value is None or not self.gradients.is_weighted:
-            return value
-        tiny = torch.finfo(torch.float64).tiny  # a part may have no weight at all
-        return value / self.gradients.weight.clamp(min=tiny)
+        self.loss_weight = self.gradients.weight if self.gradients.is_weighted else None
+        return self._take_value()
 
     def meet(self, outcome: Outcome) -> None:
         """Take the step of the window; the gradients are the mean of all ranks' now.

@@ -38,7 +38,7 @@ class Sums:
     """What an order has come to so far.
 
     Attributes:
-        losses: Samples that `loss` is summed over: of losses that were finite.
+        losses: Samples, or weights that losses name, that `loss` is summed over: of losses that were finite.
         longest_ms: Of one step, with its wait for data.
         norms: See `Work.norms`.
     """
@@ -50,7 +50,7 @@ class Sums:
     wait_ms: float = 0.0
     longest_ms: float = 0.0
     loss: float = 0.0
-    losses: int = 0
+    losses: float = 0
     scalars: dict[str, list[float]] = field(default_factory=dict)
     averaging: Averaging | None = None
     norms: tuple[float, float, int] = NO_NORMS
@@ -112,14 +112,23 @@ class Meter(ABC):
         """
 
     @abstractmethod
-    def end(self, loss: Tensor | None, samples: int, step: Step, norms: Sequence[Tensor] = ()) -> None:
+    def end(
+        self,
+        loss: Tensor | None,
+        samples: int,
+        step: Step,
+        norms: Sequence[Tensor] = (),
+        weight: Tensor | None = None,
+    ) -> None:
         """The step is on the device.
 
         Args:
-            loss: Mean over its samples, detached. Shape []. None where it has none.
+            loss: Mean over its samples, detached; with a weight, of loss x weight. Shape []. None where it
+                has none.
             samples: How many.
             step: Which.
             norms: 2-norms of its gradients, where they were clipped. Shape [] each.
+            weight: Of the loss, the mean over its samples; None where it counts by samples. Shape [].
         """
 
     def discard(self) -> None:
@@ -197,7 +206,14 @@ class HostMeter(Meter):
         if self._open:
             self._count_recorded()
 
-    def end(self, loss: Tensor | None, samples: int, step: Step, norms: Sequence[Tensor] = ()) -> None:
+    def end(
+        self,
+        loss: Tensor | None,
+        samples: int,
+        step: Step,
+        norms: Sequence[Tensor] = (),
+        weight: Tensor | None = None,
+    ) -> None:
         """See `Meter.end`."""
         sums = self._sums
         for norm in norms:
@@ -206,7 +222,7 @@ class HostMeter(Meter):
             value = loss.item()
             if isfinite(value):
                 sums.loss += value * samples
-                sums.losses += samples
+                sums.losses += samples if weight is None else weight.item() * samples
             else:
                 self.bad = self.bad or step
         if self._open:

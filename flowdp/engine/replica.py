@@ -77,6 +77,7 @@ class Replica:
         can_repeat: Whether forward and backward of a step can be done once more.
         shares_generator: Whether other ranks draw from the device's generator, too.
         steps: What a `train_step` may ask; None with a loss.
+        loss_weight: Of the last step's loss, per sample, where losses name one (exact). Shape [].
 
     Threads:
         The worker of this rank, once it runs.
@@ -86,6 +87,7 @@ class Replica:
     watched: FlatTensors | None
     can_repeat = True
     steps: Steps | None = None
+    loss_weight: Tensor | None = None
     meets = False
     part: Part | None = None
 

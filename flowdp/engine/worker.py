@@ -264,7 +264,7 @@ class Worker:
             self._retry.run(intake.micros, full)
         self._feed.release()
         loss = replica.step(intake.factor)
-        meter.end(loss, intake.samples, step, replica.take_norms())
+        meter.end(loss, intake.samples, step, replica.take_norms(), replica.loss_weight)
         if not self._pool.is_fixed:
             set_own_threads(self._pool.worked(meter.step_ms, intake.samples))
         if meter.bad is not None:

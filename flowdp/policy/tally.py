@@ -55,7 +55,8 @@ class Work:
         busy_ms: Time in steps.
         data_ms: Time spent waiting for batches.
         pace_ms: Time of one step including its wait for data; 0 where nothing was measured.
-        losses: Sum of loss x samples, and the samples it was summed over.
+        losses: Sum of loss x samples, and the samples it was summed over; weights that the losses name, in
+            place of samples.
         scalars: Name -> (weighted sum, sum of weights), from `record_scalar`.
         lr: Learning rate of the first group at the last step.
         bad: (epoch, batch) of the first step that left the numbers, NaN or infinite; None while none has.
@@ -68,7 +69,7 @@ class Work:
     busy_ms: float = 0.0
     data_ms: float = 0.0
     pace_ms: float = 0.0
-    losses: tuple[float, int] = (0.0, 0)
+    losses: tuple[float, float] = (0.0, 0)
     scalars: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     lr: float = 0.0
     bad: tuple[int, int] | None = None
@@ -102,7 +103,7 @@ class RankMetrics:
         data_wait_ms: Time waiting for batches.
         wait_ms: Time waiting for other ranks.
         sync_ms: Time in averaging.
-        loss: Mean over its samples; NaN without any.
+        loss: Mean over its samples, or by the weights that its losses name; NaN without any.
         scalars: Weighted means of what it recorded.
         lr: Learning rate of the first group at its last step; 0 if it took none.
     """
@@ -125,7 +126,7 @@ class EpochMetrics:
     Attributes:
         epoch: Which, from 0.
         epochs: Epochs of the run, or None where it ends by steps.
-        loss: Mean over the samples of all ranks; NaN without any.
+        loss: Mean over the samples of all ranks, or by the weights that the losses name; NaN without any.
         scalars: Means of what the loss recorded, by its weights, over all ranks.
         per_rank: The parts of the ranks. Shape (world_size,).
         epoch_ms: Wall time of the epoch.
@@ -192,7 +193,8 @@ class RankSums:
         data_ms: Time waiting for batches.
         wait_ms: Time waiting for other ranks.
         sync_ms: Time in averaging.
-        losses: Sum of loss x samples, and the samples it was summed over.
+        losses: Sum of loss x samples, and the samples it was summed over; weights that the losses name, in
+            place of samples.
         scalars: Name -> (weighted sum, sum of weights).
         lr: Learning rate of the first group at its last step.
         norms: See `Work.norms`.
@@ -204,7 +206,7 @@ class RankSums:
     data_ms: float = 0.0
     wait_ms: float = 0.0
     sync_ms: float = 0.0
-    losses: tuple[float, int] = (0.0, 0)
+    losses: tuple[float, float] = (0.0, 0)
     scalars: dict[str, tuple[float, float]] = field(default_factory=dict)
     lr: float = 0.0
     norms: tuple[float, float, int] = NO_NORMS

@@ -122,7 +122,9 @@ def test_a_micro_batch_of_no_weight_has_no_part_in_it() -> None:
     mine.add(part(), worker)
     value = mine.step()
     assert value is not None
-    torch.testing.assert_close(value.float(), mse(mine.module, (X[3:], Y[3:])).detach())
+    assert mine.loss_weight is not None
+    assert mine.loss_weight.item() == pytest.approx(4 / 7)  # of 7 samples
+    torch.testing.assert_close((value * 7 / 4).float(), mse(mine.module, (X[3:], Y[3:])).detach())
     before = mine.module.weight.detach().clone()
     expected = torch.autograd.grad(mse(mine.module, (X[3:], Y[3:])), mine.module.weight)[0]
     mine.averaged.gather()
@@ -130,12 +132,13 @@ def test_a_micro_batch_of_no_weight_has_no_part_in_it() -> None:
     torch.testing.assert_close(mine.module.weight.detach(), before - 0.01 * expected)
 
 
-def test_a_part_without_any_weight_has_a_loss_all_the_same() -> None:
+def test_a_part_without_any_weight_counts_for_nothing() -> None:
     mine, worker = replica(lambda model, batch: {"loss": mse(model, batch) * float("nan"), "weight": 0})
     mine.add(part(), worker)
     value = mine.step()
     assert value is not None
-    assert value.item() == 0.0
+    assert mine.loss_weight is not None
+    assert (value.item(), mine.loss_weight.item()) == (0.0, 0.0)
 
 
 def test_the_clipped_norm_is_that_of_the_mean() -> None:

@@ -11,7 +11,7 @@ import torch
 from flowdp.collective.base import Averaging
 from flowdp.device.streams import CudaLane
 from flowdp.engine import meter as module
-from flowdp.engine.device_meter import DeviceMeter
+from flowdp.engine.device_meter import PAGE, DeviceMeter
 from flowdp.engine.meter import HostMeter, Meter, Report, Sums
 from flowdp.machine.worker import Done, Step
 from tests.fakes import FakeCuda
@@ -62,6 +62,21 @@ def test_losses_and_scalars_are_summed_by_samples_and_weights(meter: Meter) -> N
     assert work.losses == (9.0, 5)
     assert work.scalars == {"accuracy": (3.0, 5.0), "host": (7.0, 3.0)}
     assert (work.epoch, work.steps, work.samples, work.lr) == (3, 2, 5, 0.1)
+
+
+def test_a_loss_that_names_a_weight_counts_for_that(meter: Meter) -> None:
+    """It comes as the mean of loss x weight over its samples; a part without any counts for nothing."""
+    for number in range(PAGE + 1):  # an odd number of cells before them: a pair is split among two pages
+        meter.begin(0.0)
+        meter.end(torch.tensor(1.0), 1, STEP, [torch.tensor(2.0)] if number == 0 else ())
+    for loss, weight in ((3.0, 1.5), (0.0, 0.0)) * PAGE:
+        meter.begin(0.0)
+        meter.end(torch.tensor(loss), 4, STEP, weight=torch.tensor(weight, dtype=torch.float64))
+    meter.begin(0.0)
+    meter.end(torch.tensor(7.0), 2, STEP)
+    work = closed(meter, 3 * PAGE + 2).work
+    assert work.losses == (PAGE + 1 + 12.0 * PAGE + 14.0, PAGE + 1 + 6.0 * PAGE + 2)
+    assert work.norms == (2.0, 2.0, 1)
 
 
 def test_orders_do_not_mix(meter: Meter) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 
 import flowdp
@@ -293,14 +293,47 @@ def test_a_weight_that_is_not_the_samples() -> None:
     losses = []
     for index in windows():
         loss, _ = total(expected, (inputs[index], targets[index]))
-        losses.append((loss.item(), len(index)))
+        losses.append((loss.item(), (targets[index] >= 0).sum().item()))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     run = exact(model, momentum, 3, weighted, dataset=(inputs, targets), batch_size=1)
     assert any((targets[index] < 0).all() for index in range(SAMPLES)), "micro-batches without a token"
     assert apart(model, expected) < 1e-12
-    assert all(epoch.loss == epoch.loss for epoch in run.history)
+    for epoch, first in zip(run.history, range(0, len(losses), 11), strict=True):
+        own = losses[first : first + 11]
+        mean = sum(loss * tokens for loss, tokens in own) / sum(tokens for _, tokens in own)
+        assert epoch.loss == pytest.approx(mean, rel=1e-12)
+
+
+def test_a_rate_that_follows_a_weighted_loss_is_that_of_one_device() -> None:
+    """However many devices there are, and with parts that have no weight at all."""
+    draws = torch.Generator().manual_seed(1)
+    inputs = torch.randn(64, 6, generator=draws, dtype=torch.float64)
+    labels = torch.randint(0, 4, (64,), generator=draws)
+    labels[torch.rand(64, generator=draws) < 0.6] = -100
+
+    def loss(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"loss": F.cross_entropy(model(batch[0]), batch[1]), "weight": (batch[1] >= 0).sum()}
+
+    def plateau(optimizer: Optimizer) -> ReduceLROnPlateau:
+        return ReduceLROnPlateau(optimizer, patience=0, threshold=0.0)
+
+    found = []
+    for devices in (1, 2, 3):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 4).double()
+        run = exact(
+            model, lambda params: SGD(params, 2.0), devices, loss, dataset=(inputs, labels), epochs=12,
+            global_batch_size=16, scheduler=plateau, scheduler_unit="epoch", partition_ratios=None,
+        )  # fmt: skip
+        found.append((model, [epoch.loss for epoch in run.history], [epoch.lr for epoch in run.history]))
+    alone, losses, rates = found[0]
+    assert len(set(rates)) > 1
+    for model, others, other_rates in found[1:]:
+        assert others == pytest.approx(losses, rel=1e-12)
+        assert other_rates == rates
+        assert apart(model, alone) < 1e-12
 
 
 def test_a_weight_as_a_number() -> None:
