@@ -257,7 +257,8 @@ class SamplerOrder(Order):
                 set_epoch = self._told()
                 if set_epoch is not None:
                     set_epoch(epoch)
-                drawn = list(self._sampler)
+                # One item at a time: a sampler may fill the list that it yields anew for each batch.
+                drawn = [self._indices_of(item) for item in self._sampler]
             order = self._joined(epoch, drawn)
         except Exception as error:
             raise DataError(
@@ -279,8 +280,12 @@ class SamplerOrder(Order):
                 return set_epoch
         return None
 
+    def _indices_of(self, item: Any) -> Any:
+        """A copy of one thing that the sampler yields, as plain integers."""
+        return operator.index(item)
+
     def _joined(self, epoch: int, drawn: list[Any]) -> Tensor:  # noqa: ARG002 - all epochs are cut alike
-        return torch.tensor([operator.index(index) for index in drawn], dtype=torch.int64, device="cpu")
+        return torch.tensor(drawn, dtype=torch.int64, device="cpu")
 
     def _sum(self, epoch: int, order: Tensor) -> int:  # noqa: ARG002 - all epochs are cut alike
         return zlib.crc32(order[: self._stop].numpy().tobytes())
@@ -304,13 +309,15 @@ class BatchSamplerOrder(SamplerOrder):
         """How many samples a batch holds; draws the epoch if that is new. See `Order.samples_in`."""
         return len(self.indices(epoch, batch))
 
+    def _indices_of(self, item: Any) -> Any:
+        return [operator.index(index) for index in item]
+
     def _joined(self, epoch: int, drawn: list[Any]) -> Tensor:
-        batches = [[operator.index(index) for index in batch] for batch in drawn]
-        if not all(batches):
-            raise ValueError(f"batch {batches.index([])} has no samples")
+        if not all(drawn):
+            raise ValueError(f"batch {drawn.index([])} has no samples")
         self._stops = {kept: self._stops[kept] for kept in self._epochs}
-        self._stops[epoch] = list(itertools.accumulate(map(len, batches)))
-        return torch.tensor([index for batch in batches for index in batch], dtype=torch.int64, device="cpu")
+        self._stops[epoch] = list(itertools.accumulate(map(len, drawn)))
+        return torch.tensor([index for batch in drawn for index in batch], dtype=torch.int64, device="cpu")
 
     def _sum(self, epoch: int, order: Tensor) -> int:
         stops = np.array(self._stops[epoch], np.int64)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -321,6 +323,45 @@ def test_a_batch_sampler_makes_batches_of_any_size():
     assert order.indices(0, 1).tolist() == [10, 11]
     with pytest.raises(IndexError, match="batch 4 of an epoch of 4 batches"):
         order.samples_in(0, 4)
+
+
+class Refilled(Buckets):
+    """The batches of `Buckets`, all in one list, tensor or array."""
+
+    def __init__(self, kind: Callable[[list[int]], Any], is_cleared: bool = False) -> None:
+        super().__init__()
+        self.kind, self.is_cleared = kind, is_cleared
+
+    def __iter__(self):
+        batch = self.kind([0, 0])
+        for indices in super().__iter__():
+            batch[:] = self.kind([*indices, 0][:2])
+            yield batch
+            if self.is_cleared:
+                batch.clear()
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_cleared"), [(list, False), (list, True), (torch.tensor, False), (np.array, False)]
+)
+def test_a_batch_sampler_may_fill_one_batch_again_and_again(kind, is_cleared):
+    twin = Buckets()
+    plain = [[[*batch, 0][:2] for batch in twin] for _ in range(3)]
+    order = BatchSamplerOrder(Refilled(kind, is_cleared))
+    assert [[order.indices(epoch, batch).tolist() for batch in range(4)] for epoch in range(3)] == plain
+    assert [order.checksum(epoch) for epoch in range(3)] == [
+        checksums(BatchSamplerOrder(batches), 1)[0] for batches in plain
+    ]
+
+
+def test_a_sampler_may_fill_one_index_again_and_again():
+    class Same(Counted):
+        def __iter__(self):
+            index = torch.tensor(0)
+            for number in range(10):
+                yield index.fill_(number)
+
+    assert whole(SamplerOrder(Same(10), 3, False), 0) == list(range(10))
 
 
 def test_where_batches_end_is_kept_as_long_as_their_epoch():
