@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from flowdp.data.memory import OwnMemory
 from flowdp.data.order import KEPT_BATCHES, NOTHING_TRAINED, AllEpochs, Order
 from flowdp.data.portion import Portion
 from flowdp.data.processes import GRACE_S, Processes, begin
@@ -86,6 +87,7 @@ class LoaderSource(Source):
         self._begun = -1  # the last epoch that was waited for, on demand; the reader's own
         self._thread: threading.Thread | None = None
         self._processes: Processes | None = None
+        self._memory = OwnMemory()  # the reader's own; processes send batches in new memory
 
         # Serialises everything below; notified when the reader may have something to do.
         self._changed = threading.Condition()
@@ -274,6 +276,7 @@ class LoaderSource(Source):
         except BaseException as error:  # also a SystemExit of the dataset: whoever waits must hear of it
             self._fail(self._reading, error, wake, failed)
         finally:
+            self._memory = OwnMemory()  # the one before holds batches
             if self._processes is not None:
                 self._processes.shut_down()
 
@@ -296,7 +299,9 @@ class LoaderSource(Source):
         samples, payload = payload if self._is_counted else (0, payload)
         if payload is None:
             raise TypeError("the batch is None; the collate function must return one")
-        if self.keeps and self._processes is not None:
+        if self._processes is None:
+            payload = self._memory.own(payload, f"batch {key[1]} of epoch {key[0]}", key[0])
+        elif self.keeps:
             payload = tree_map(_unshared, payload)
         with self._changed:
             if self._closing:
@@ -411,7 +416,8 @@ class Reader(LoaderSource):
             if not self._may_read(key[0]):
                 return
             self._reading = key
-            payload = self._in_turn(partial(next, iterator, NOTHING))
-            if payload is NOTHING:
-                raise self._plan.error or RuntimeError("the DataLoader ended before its batch sampler")
+            try:
+                payload = self._in_turn(partial(next, iterator))
+            except StopIteration as stop:  # behind a sampler that failed, or the dataset's own
+                raise self._plan.error or self._describe(key, stop)  # noqa: B904 - both have their cause
             yield key, payload

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
+from flowdp.data.memory import OwnMemory
 from flowdp.data.portion import Portion
 from flowdp.data.slots import own_memory
 from flowdp.data.trees import batch_length, tensors_of, tree_map
@@ -125,6 +126,7 @@ class Windows:
         self, loader: Iterable[Any], lanes: Sequence[Lane], deal: Deal, cut: Cut, due: Due = tuple
     ) -> None:
         self._batches = iter(loader)
+        self._memory = None if may_read_ahead(loader) else OwnMemory()
         self._lanes = lanes
         self._deal = deal
         self._cut = cut
@@ -153,6 +155,8 @@ class Windows:
             batch = next(self._batches, _END)
             if batch is _END or self.is_left:
                 break
+            if self._memory is not None:  # the whole window is read before any of it is used
+                batch = self._memory.own(batch, "a batch of the loader")
             pieces.append(self._piece(rank, batch, samples_of(batch)))
         return pieces, None
 

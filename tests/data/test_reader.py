@@ -101,6 +101,11 @@ def runs() -> Iterator[Any]:
         run.close()
 
 
+def take_all(run: Run, batches: int) -> list[Any]:
+    """The first batches of the first epoch."""
+    return [run.take(0, 0, batch) for batch in range(batches)]
+
+
 def in_threads(ranks: int, body: Any) -> None:
     """Run `body(rank)` in a thread for each rank and raise what any of them raised."""
     errors: list[BaseException] = []
@@ -608,6 +613,44 @@ def test_all_ranks_that_wait_hear_of_a_failure(runs):
     assert [run.woken[rank].get(timeout=10) for rank in (0, 3)] == [(0, 0)] * 2
     with pytest.raises(DataError, match="broken"):
         cut(run, 3, 0, 3, 4)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_dataset_that_raises_stop_iteration(num_workers, runs):
+    class Ended(Counted):
+        def __getitem__(self, index: int) -> int:
+            return next(iter(())) if index == 13 else super().__getitem__(index)
+
+    run = runs(Ended(40), shuffle=False, batch_size=4, num_workers=num_workers)
+    with pytest.raises(DataError, match=r"batch 3 of epoch 0 \(samples 12.*failed: StopIteration") as e:
+        take_all(run, 4)
+    assert isinstance(e.value.__cause__, StopIteration)
+    assert e.value.indices == (12, 13, 14, 15)
+
+
+# ---------------------------------------------------------------- buffers that are filled again
+def test_a_collate_function_may_fill_one_buffer(runs):
+    buffer = torch.zeros(8, dtype=torch.int64)
+
+    def collate(samples: list[int]) -> torch.Tensor:
+        buffer[: len(samples)] = torch.tensor(samples)
+        return buffer[: len(samples)]
+
+    run = runs(Counted(), shuffle=False, collate_fn=collate, ahead=20)
+    taken = [run.take(0, epoch, batch) for epoch in range(2) for batch in range(13)]
+    assert torch.cat(taken).tolist() == [*range(SAMPLES)] * 2
+
+
+def test_a_buffer_that_is_filled_again_late_is_told_with_its_batch(runs):
+    buffer = torch.zeros(8, dtype=torch.int64)
+
+    def collate(samples: list[int]) -> torch.Tensor:
+        return torch.tensor(samples) if samples[0] < 40 else buffer.copy_(torch.tensor(samples))
+
+    run = runs(Counted(), shuffle=False, collate_fn=collate)
+    with pytest.raises(DataError, match="batch 7 of epoch 0 lies in the memory of a batch before it") as e:
+        take_all(run, 13)
+    assert e.value.epoch == 0
 
 
 # ---------------------------------------------------------------- batches that are kept

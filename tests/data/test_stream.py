@@ -391,3 +391,23 @@ def test_on_demand_it_is_iterated_when_somebody_waits():
         assert watched.waits.wait(WAIT_S)
         assert (dataset.told, dataset.yielded.item()) == (epoch, 6 * (epoch + 1))
     assert run.reader.close()
+
+
+@pytest.mark.parametrize("ring", [1, 2])
+@pytest.mark.parametrize("batch_size", [None, 1])
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.Tensor.numpy])
+def test_a_dataset_may_fill_its_buffers_again_and_again(
+    kind: Callable[[torch.Tensor], Any], batch_size: int | None, ring: int
+) -> None:
+    class Chunks(Stream):
+        def item(self, sample: int) -> Any:
+            return {"x": kind(buffers[sample % ring].fill_(sample))}
+
+    buffers = [torch.zeros(3) for _ in range(ring)]
+
+    run = Run(Chunks(10), batch_size, ahead=20).start()
+    try:
+        for epoch in range(2):
+            assert [batch["x"].flatten()[-1].item() for batch in run.epoch(epoch, 10)] == list(range(10))
+    finally:
+        assert run.reader.close()

@@ -118,6 +118,22 @@ def test_how_many_windows() -> None:
         len(epoch(iter(data(4))))
 
 
+class Refilled:
+    """Batches of two samples in one buffer."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        buffer = torch.zeros(2)
+        for number in range(8):
+            buffer.fill_(number)
+            yield buffer, buffer
+
+
+@pytest.mark.parametrize("counts", [(3, 1), None])
+def test_a_loader_may_fill_one_buffer_again_and_again(counts: Sequence[int] | None) -> None:
+    seen = flat(ids_of(epoch(Refilled(), counts)))
+    assert seen == [number // 2 for number in range(16)]
+
+
 # ---------------------------------------------------------------- loaders
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
