@@ -378,7 +378,7 @@ class DataParallel(AliasModule):
         own = tuple(size for size in sizes if size)
         is_cut = len(own) > 1
         if is_cut and layout.split is None:
-            arguments.check()
+            layout.check(callee, arguments)
         is_checked = is_cut and self._checks
         if is_checked and schedule.is_due(self._peers.flags):
             self._check(schedule, Call(callee, run, args, kwargs, own, layout, self.devices[0]))

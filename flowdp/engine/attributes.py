@@ -25,7 +25,7 @@ from flowdp.engine.hooks import FUNCTIONS, Twins, parts_of
 from flowdp.errors import FlowdpError, OptionError
 from flowdp.policy.formats import format_error
 
-__all__ = ["ENTRIES", "OWN", "Attributes", "seal"]
+__all__ = ["ENTRIES", "OWN", "Attributes", "check_leaves", "seal"]
 
 ENTRIES = 1_000
 """Entries of an attribute's containers that are compared; beyond, only their number is."""
@@ -73,7 +73,7 @@ class Attributes:
         self._due: list[dict[_Place, bool]] = [{} for _ in ranks]  # whether a copy must succeed
         self._by_forward: set[_Place] = set()
         self._doubts: set[_Place] = set()
-        self._check_leaves()
+        check_leaves(self._modules)
         self._seen: list[tuple[list[str], list[Any]]] = [([], [])] * len(self._modules)
         self._contents: dict[int, tuple[_Place, Any, Any]] = {}  # by identity: where it is, itself, its seal
         self._flat: dict[int, tuple[_Place, Any, Any]] = {}  # those that a copy is compared with: the most
@@ -92,24 +92,6 @@ class Attributes:
                 numbers = isinstance(value, (bool, int, float)) and isinstance(other, (bool, int, float))
                 if numbers and key not in OWN and other != value:
                     yield place, key
-
-    def _check_leaves(self) -> None:
-        registered = {id(tensor) for tensor in _tensors(self._modules)}
-        for place, module in enumerate(self._modules):
-            for key, value in vars(module).items():
-                if key in OWN:
-                    continue
-                for part in _listed(value):
-                    hidden = part.parameters() if isinstance(part, nn.Module) else (part,)
-                    if not any(tensor.requires_grad and id(tensor) not in registered for tensor in hidden):
-                        continue
-                    found, remedy = "a tensor that requires grad and is no parameter", "an nn.Parameter"
-                    if isinstance(part, nn.Module):
-                        found, remedy = "a module that is not registered", "a submodule, or an nn.ModuleList"
-                    raise OptionError(
-                        f"model: {self._name(place, key)} holds {found}, so the replicas' gradients of it "
-                        f"would be lost: make it {remedy}"
-                    )
 
     def look(self) -> None:
         """Find the changes since the last look or note: the loop has made them."""
@@ -326,7 +308,38 @@ class Attributes:
         return next((theirs.device for mine, theirs in pairs if mine.device == device), device)
 
     def _name(self, place: int, key: str) -> str:
-        return f"the attribute {key!r} of {type(self._modules[place]).__name__}"
+        return _named(self._modules[place], key)
+
+
+def check_leaves(modules: Sequence[nn.Module]) -> None:
+    """Check that all that is trained in a module is among its parameters.
+
+    Args:
+        modules: The module with all submodules.
+
+    Raises:
+        OptionError: A plain tensor requires grad, or a parameter of a module that is not registered.
+    """
+    registered = {id(tensor) for tensor in _tensors(modules)}
+    for module in modules:
+        for key, value in vars(module).items():
+            if key in OWN:
+                continue
+            for part in _listed(value):
+                hidden = part.parameters() if isinstance(part, nn.Module) else (part,)
+                if not any(tensor.requires_grad and id(tensor) not in registered for tensor in hidden):
+                    continue
+                found, remedy = "a tensor that requires grad and is no parameter", "an nn.Parameter"
+                if isinstance(part, nn.Module):
+                    found, remedy = "a module that is not registered", "a submodule, or an nn.ModuleList"
+                raise OptionError(
+                    f"model: {_named(module, key)} holds {found}, so the replicas' gradients of it would be "
+                    f"lost: make it {remedy}"
+                )
+
+
+def _named(module: nn.Module, key: str) -> str:
+    return f"the attribute {key!r} of {type(module).__name__}"
 
 
 class _Gone:

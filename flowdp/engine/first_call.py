@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, combinations
 from typing import Any
 
 import torch
@@ -353,7 +354,12 @@ def _trouble(trials: Trials, call: Call, whole: Any) -> _Trouble | None:
 
 
 def _error(trials: Trials, call: Call, whole: Any, found: _Trouble) -> FlowdpError:
-    advice = call.advice or _other_dims(trials, call, whole) or _other_reduction(trials, call, whole, found)
+    advice = (
+        call.advice
+        or _other_dims(trials, call, whole)
+        or _less_cut(trials, call, whole)
+        or _other_reduction(trials, call, whole, found)
+    )
     return FlowdpError(
         f"{call.callee.name} gives another result when the batch is cut: {found.text} ({call.how()}). "
         f"{advice or _general_advice(call, found)} (check=False in setup() leaves this check out.)"
@@ -414,6 +420,29 @@ def _other_dims(trials: Trials, call: Call, whole: Any) -> str | None:
             return (
                 f"Cut along dim {dim} it gives the same: say dim={shown!r} in setup(), or batch_first=True "
                 f"in the layers."
+            )
+    return None
+
+
+def _less_cut(trials: Trials, call: Call, whole: Any) -> str | None:
+    """Arguments that are no part of the batch: given whole, the parts give the outputs of the whole batch.
+
+    A mask (steps, steps) or positions (steps,) are cut where a batch has as many samples as steps.
+    """
+    layout, arguments = call.layout, call.arguments
+    if layout.split is not None or layout.join is not None:
+        return None
+    names = [name for name, _ in call.named]
+    ways = arguments.ways()
+    places = dict.fromkeys(call.callee.named(path)[0] for path, length in ways.items() if length is None)
+    for chosen in chain(combinations(places, 1), combinations(places, 2)):
+        option = layout.dims_with(names, dict.fromkeys(chosen))
+        other = replace(call, layout=replace(layout, dim=option))
+        if other.arguments.samples == arguments.samples and _trouble(trials, other, whole) is None:
+            own = " and ".join(map(repr, chosen))
+            return (
+                f"With the whole of {own} on each device it gives the same: if that is no part of the batch "
+                f"and has its length by chance, say dim={option!r} in setup()."
             )
     return None
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from flowdp.engine.scatter import Arguments, KeyPath
 from flowdp.errors import FlowdpError, OptionError
 
 __all__ = [
@@ -46,10 +47,6 @@ RETURN = "return"
 """Names the outputs in a mapping of dims, as in `__annotations__`."""
 
 
-KeyPath = tuple[Any, ...]
-"""See `Form.key_paths`."""
-
-
 def output_name(path: KeyPath) -> str:
     """Name of an output within what a module returns: "loss", "1", "heads.0"; "" where it is all there is."""
     return ".".join(map(str, path))
@@ -66,12 +63,16 @@ class Callee:
         name: For messages.
         positional: Names of the parameters that may be given by position, in order.
         told: Buffers and attributes that the log has named.
+        ways: How leaves of the arguments were given when they first had a length: see `Arguments.ways`.
+        pattern: Of the last call that was cut: see `Arguments.pattern`.
     """
 
     def __init__(self, function: Callable[..., Any], skip: int = 0) -> None:
         self.name = getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
         self.positional: tuple[str, ...] = ()
         self.told: set[str] = set()
+        self.ways: dict[KeyPath, int | None] = {}
+        self.pattern: tuple[Any, ...] = ()
         self.parameters: tuple[str, ...] | None = None  # None: any name goes
         try:
             parameters = list(inspect.signature(function).parameters.values())[skip:]
@@ -86,6 +87,12 @@ class Callee:
         """A name for each argument of a call: its parameter's, or its position where it has none."""
         known = self.positional[: len(args)]
         return [*known, *range(len(known), len(args)), *kwargs]
+
+    def named(self, path: KeyPath) -> KeyPath:
+        """The path to a leaf of the arguments, with the parameter's name in place of its position."""
+        place, *inside = path
+        is_known = isinstance(place, int) and place < len(self.positional)
+        return (self.positional[place] if is_known else place, *inside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +165,67 @@ class Layout:
             self.dim[place] if place in self.dim and place < len(args) else self.dim.get(name, 0)
             for place, name in enumerate(names)
         ]
+
+    def check(self, callee: Callee, arguments: Arguments) -> None:
+        """Check that a call can be cut, and that nothing is cut that went whole in an earlier one.
+
+        Args:
+            callee: Which remembers its calls.
+            arguments: Of the call.
+
+        Raises:
+            FlowdpError: An argument holds samples, and cannot be cut; or it has gone whole so far, and is as
+                long as this batch by chance.
+        """
+        arguments.check()
+        if arguments.sparse is not None:
+            raise FlowdpError(
+                f"{_argument(callee, arguments.sparse)} is a sparse tensor as long as the batch "
+                f"({arguments.samples}), and cannot be cut: if it is no part of the batch, "
+                f"{self._advice(callee, arguments.sparse, None)}, and it goes whole to every device; a batch "
+                "that is one graph cannot be cut at all: call the bare module (dp.module), on one device"
+            )
+        pattern = arguments.pattern
+        if pattern == callee.pattern:
+            return
+        ways = arguments.ways()
+        for path, length in ways.items():
+            before = callee.ways.get(path)
+            if length is None and before is not None and not self._is_named(callee, path[0]):
+                raise FlowdpError(
+                    f"{_argument(callee, path)} has gone whole to every device so far, with a length of "
+                    f"{before} beside batches of another, and is now as long as the batch "
+                    f"({arguments.samples}), so it would be cut. If it is no part of the batch, "
+                    f"{self._advice(callee, path, None)}; if it is, {self._advice(callee, path, 0)}"
+                )
+        callee.ways = {**ways, **callee.ways}
+        callee.pattern = pattern
+
+    def dims_with(self, names: Sequence[str | int], own: Mapping[str | int, int | None]) -> DimOption:
+        """The option `dim` that gives some arguments another dim, and leaves the rest as it is.
+
+        Args:
+            names: Of all arguments.
+            own: The dims of some, by name.
+        """
+        known: Mapping[str | int, Any] = {}
+        if isinstance(self.dim, Mapping):
+            known = self.dim
+        elif self.dim != 0:
+            known = {**dict.fromkeys(names, self.dim), RETURN: self.dim}
+        return {**known, **own}
+
+    def _advice(self, callee: Callee, path: KeyPath, dim: int | None) -> str:
+        name, *inside = callee.named(path)
+        if inside:
+            return "give it as an argument of its own, or cut the call by split="
+        if dim is not None and isinstance(self.dim, int):
+            dim = self.dim
+        names = callee.parameters or callee.positional
+        return f"say dim={self.dims_with(names, {name: dim})!r} in setup()"
+
+    def _is_named(self, callee: Callee, place: str | int) -> bool:
+        return isinstance(self.dim, Mapping) and bool(self.dim.keys() & {place, callee.named((place,))[0]})
 
     def apart(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: tuple[int, ...]
@@ -244,6 +312,12 @@ class Layout:
 
 
 _MANY = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+
+
+def _argument(callee: Callee, path: KeyPath) -> str:
+    """An argument, or what is in it, for a message."""
+    name, *inside = callee.named(path)
+    return f"{callee.name}: argument {name!r}" + "".join(f"[{key!r}]" for key in inside)
 
 
 def _by_name(given: Mapping[Any, Any], path: KeyPath, default: Any) -> Any:

@@ -6,10 +6,12 @@ whole.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +28,13 @@ from flowdp.data.trees import (
 from flowdp.device.transfer import move
 from flowdp.errors import FlowdpError
 
-__all__ = ["Arguments", "Handed", "Part"]
+__all__ = ["Arguments", "Handed", "KeyPath", "Part"]
+
+KeyPath = tuple[Any, ...]
+"""See `Form.key_paths`."""
+
+CUT = -1
+"""Stands for a leaf that is cut, among lengths."""
 
 SHOWN = 6
 """Arguments that a message lists, of those that are cut and of those that are not."""
@@ -108,6 +116,7 @@ class Arguments:
         samples: Length of the batch; None without a tensor, array or list of texts that has a length.
         dim: Of the tensor that has this length; 0 without.
         wanting: Tensors that ask for a gradient, in order.
+        sparse: Path to a sparse tensor as long as the batch, which cannot be cut; None: there is none.
     """
 
     def __init__(
@@ -122,15 +131,16 @@ class Arguments:
         of_arguments = list(dims) if isinstance(dims, Sequence) else [dims] * len(named)
         self.samples, self.dim = _length(named, of_arguments)
         self._leaves, self._form = flatten(named, self.samples, with_sizes=True)
-        of_leaves = [
+        self._dims = [
             dim
             for dim, argument in zip(of_arguments, self._form.children, strict=True)
             for _ in range(argument.leaves)
         ]
+        self.sparse: KeyPath | None = None
         self._refused: tuple[int, Uncuttable] | None = None
         self._cuts = [
             dim if dim is not None and self._is_cut(place, dim) else None
-            for place, dim in enumerate(of_leaves)
+            for place, dim in enumerate(self._dims)
         ]
         asking: list[tuple[Tensor, int | None]] = []
         if torch.is_grad_enabled():
@@ -151,6 +161,27 @@ class Arguments:
         if self._refused is not None:
             place, why = self._refused
             raise FlowdpError(f"argument {self.names[place]}: {why}")
+
+    @property
+    def pattern(self) -> tuple[Any, ...]:
+        """The names of the arguments, and how each leaf is given: equal where `ways` are."""
+        return (self._positional, *self._form.keys, *map(self._way, range(len(self._leaves))))  # type: ignore[misc]
+
+    def ways(self) -> dict[KeyPath, int | None]:
+        """How leaves are given, by the path to each: None where it is cut, else its length.
+
+        What goes whole and has no length, or that of one, is left out: it fits any batch.
+        """
+        paths = list(self._form.key_paths())
+        ways = {path: self._way(place) for place, path in enumerate(paths)}
+        # A list of another length than the batch's is a container.
+        entries = Counter(
+            path[:-1]
+            for path, leaf in zip(paths, self._leaves, strict=True)
+            if len(path) > 1 and isinstance(path[-1], int) and not isinstance(leaf, Tensor | np.ndarray)
+        )
+        lengths = {path: length for path, length in {**ways, **entries}.items() if length > 1}
+        return {**lengths, **{path: None for path, way in ways.items() if way == CUT}}
 
     @property
     def names(self) -> list[str]:
@@ -255,11 +286,25 @@ class Arguments:
         return joined
 
     def _is_cut(self, place: int, dim: int) -> bool:
+        leaf = self._leaves[place]
         try:
-            return is_cut(self._leaves[place], self.samples, dim)
+            is_own = is_cut(leaf, self.samples, dim)
         except Uncuttable as why:
             self._refused = self._refused or (place, why)
             return False
+        if is_own and isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+            self.sparse = self.sparse or list(self._form.key_paths())[place]
+            return False
+        return is_own
+
+    def _way(self, place: int) -> int:
+        """How a leaf is given: `CUT`, the length of one that goes whole, or 0 where it has none."""
+        if self._cuts[place] is not None:
+            return CUT
+        leaf, dim = self._leaves[place], self._dims[place]
+        if dim is None or not isinstance(leaf, Tensor | np.ndarray) or leaf.ndim <= dim:
+            return 0
+        return leaf.shape[dim]
 
 
 def _length(named: Mapping[Any, Any], dims: Sequence[int | None]) -> tuple[int | None, int]:

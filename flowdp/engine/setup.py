@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from flowdp.collective.batch_norm import SharedStatistics, check_synchronised
 from flowdp.device.topology import devices as find_devices
+from flowdp.engine.attributes import check_leaves
 from flowdp.engine.build import check_not_scripted
 from flowdp.engine.recipe import LossFunction
 from flowdp.errors import OptionError
@@ -34,15 +37,22 @@ OptimizerOption = Optimizer | Sequence[Optimizer] | Callable[[list[nn.Parameter]
 
 
 def check_model(model: object, optimizer: object) -> None:
-    """Check that the model is a module, with parameters to train where an optimizer is given.
+    """Check that the model is a module of parameters with shapes, some to train where an optimizer is given.
 
     Raises:
-        OptionError: It is no module, or has nothing to train.
+        OptionError: It is no module, is not complete, or has nothing to train.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(f"model must be a torch.nn.Module, not {model!r}; a factory goes to replica=")
     check_not_scripted(model)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise OptionError(
+                f"the model has parameters without a shape yet ({name!r}, of a LazyLinear or its like): call "
+                "it once on a batch before setup()"
+            )
     if optimizer is not None and not any(parameter.requires_grad for parameter in model.parameters()):
+        check_leaves(list(model.modules()))  # layers in a plain list are why there are none
         raise OptionError(
             "the model has no parameter that requires grad: there is nothing to train; give optimizer=None "
             "to use it as it is"

@@ -77,6 +77,38 @@ def test_outputs_of_unlike_dims_are_named(setup: Any) -> None:
     setup(nn.MultiheadAttention(8, 2), dim=dims)(x, x, x)
 
 
+@pytest.mark.parametrize(
+    ("names", "advice"),
+    [
+        (("mask",), r"the whole of 'mask' .* dim=\{'mask': None\} in setup"),
+        (("places",), r"dim=\{'places': None\} in setup"),
+        (("mask", "places"), r"the whole of 'mask' and 'places' .* dim=\{'mask': None, 'places': None\} in"),
+    ],
+)
+def test_masks_and_positions_as_long_as_the_batch_by_chance(
+    setup: Any, names: tuple[str, ...], advice: str
+) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.table = nn.Embedding(9, 8)
+
+        def forward(self, x: Tensor, mask: Tensor | None = None, places: Tensor | None = None) -> Tensor:
+            if places is not None:
+                x = x + self.table(places)
+            out: Tensor = self.inner(x, x, x, attn_mask=mask)[0]
+            return out
+
+    model = Attention()
+    given = {"mask": torch.ones(6, 6).triu(1).bool(), "places": torch.arange(6)}
+    kwargs = {name: given[name] for name in names}
+    x = torch.randn(6, 6, 8)
+    with pytest.raises(FlowdpError, match=advice):
+        setup(model)(x, **kwargs)
+    assert_equal([setup(model, dim=dict.fromkeys(names))(x, **kwargs)], [model(x, **kwargs)])
+
+
 def test_an_output_that_needs_a_join(setup: Any) -> None:
     data, hidden = torch.arange(24).reshape(4, 6) % 11, (torch.zeros(2, 6, 5), torch.zeros(2, 6, 5))
     with pytest.raises(FlowdpError, match=r"output\[0\].*is joined by join="):

@@ -109,6 +109,129 @@ def test_positions_and_methods(setup: Any) -> None:
     assert_equal([dp.call(lambda module, given: module.rows(given), x)], [model.rows(x)])
 
 
+# ---------------------------------------------------------------- no part of the batch
+class Scores(nn.Module):
+    """Scores of queries against candidates, which are no part of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor, candidates: Any = None, scale: Tensor | None = None) -> Tensor:
+        if isinstance(candidates, dict):
+            candidates = candidates["rows"]
+        if isinstance(candidates, list):
+            candidates = torch.tensor([[float(text)] * 6 for text in candidates], dtype=x.dtype)
+        if candidates is None:
+            return self.inner(x)
+        out = (self.inner(x) @ self.inner(candidates).T).logsumexp(1)
+        return out if scale is None else out * scale
+
+
+@pytest.mark.parametrize("lengths", [(6, 6), (5, 6)])
+@pytest.mark.parametrize("kind", ["tensor", "array", "list", "by name"])
+def test_what_has_gone_whole_is_not_cut_in_a_batch_of_its_length(
+    setup: Any, kind: str, lengths: tuple[int, int]
+) -> None:
+    def made(length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        rows = numbers(length, 6, seed=3)
+        if kind == "by name":
+            return (), {"candidates": rows}
+        return ({"tensor": rows, "array": rows.numpy(), "list": ["0.5"] * length}[kind],), {}
+
+    class Model(Scores):
+        def forward(self, x: Tensor, candidates: Any = None, scale: Tensor | None = None) -> Tensor:
+            given = torch.from_numpy(candidates) if kind == "array" else candidates
+            return super().forward(x, given, scale)
+
+    model = Model()
+    dp = setup(model)
+    x = numbers(8, 6)
+    for samples, length in zip((8, 6), lengths, strict=True):
+        args, kwargs = made(length)
+        if samples == 8:
+            assert_equal([dp(x, *args, **kwargs)], [model(x, *args, **kwargs)])
+            continue
+        for _ in range(2):
+            with pytest.raises(FlowdpError, match=rf"'candidates' .* whole .* of {lengths[0]} beside .*None"):
+                dp(x[:6], *args, **kwargs)
+    sparing = setup(model, dim={"candidates": None})
+    args, kwargs = made(6)
+    for samples in (8, 6):
+        assert_equal([sparing(x[:samples], *args, **kwargs)], [model(x[:samples], *args, **kwargs)])
+
+
+def test_the_remedies_are_whole_options(setup: Any) -> None:
+    class TimeFirst(Scores):
+        def forward(self, x: Tensor, candidates: Any = None, scale: Tensor | None = None) -> Tensor:
+            return super().forward(x.T, candidates.T, scale)[None]
+
+    dp = setup(TimeFirst(), dim=1)
+    dp(numbers(6, 8), numbers(6, 5))
+    with pytest.raises(
+        FlowdpError,
+        match=r"say dim=\{'x': 1, 'candidates': None, 'scale': 1, 'return': 1\} .* if it is, .*s': 1,",
+    ):
+        dp(numbers(6, 5), numbers(6, 5))
+
+
+def test_what_is_as_long_as_the_batch_at_times(setup: Any) -> None:
+    model = Scores()
+    x = numbers(8, 6)
+    alone = torch.tensor([2.0], dtype=x.dtype)
+
+    def weighted(module: nn.Module, x: Tensor, scale: Tensor) -> Tensor:
+        return module(x).sum(1) * (scale if len(scale) in (1, len(x)) else scale.sum())
+
+    dp = setup(model)
+    for scale in (alone, x[:, 0], alone, x[:, 0]):  # what fits any batch says nothing
+        assert_equal([dp.call(weighted, x, scale)], [weighted(model, x, scale)])
+
+    def pair(module: nn.Module, x: Tensor, other: Tensor) -> Tensor:
+        return module(x).sum(1) + (module(other).sum(1) if len(other) == len(x) else module(other).sum())
+
+    for other in (x * 2, x[:6], x * 2):  # a part of the batch at first, and so later
+        assert_equal([dp.call(pair, x, other)], [pair(model, x, other)])
+    own = setup(model, dim={"scale": 0})
+    for scale in (x[:4, 0], x[:, 0]):
+        assert_equal([own.call(weighted, x, scale)], [weighted(model, x, scale)])
+
+
+def test_what_is_inside_an_argument_has_no_dim(setup: Any) -> None:
+    dp = setup(Scores())
+    rows = {"rows": numbers(6, 6)}
+    dp(numbers(8, 6), rows)
+    with pytest.raises(FlowdpError, match=r"'candidates'\['rows'\] has gone .* an argument of its own"):
+        dp(numbers(6, 6), rows)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("kind", ["to_sparse", "to_sparse_csr"])
+def test_a_sparse_tensor_goes_whole_or_is_refused(setup: Any, kind: str) -> None:
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
+            return self.inner((adjacency @ x.T).T)
+
+    model = Graph()
+    adjacency = getattr(torch.eye(6, dtype=torch.float64) * 2, kind)()
+    with pytest.raises(
+        FlowdpError,
+        match=r"'adjacency' is a sparse .* \(6\), .*dim=\{'adjacency': None\} .* one graph .* \(dp.module\)",
+    ):
+        setup(model)(numbers(6, 6), adjacency)
+    dp = setup(model, dim={"adjacency": None})
+    for samples in (9, 6):
+        x = numbers(samples, 6)
+        assert_equal([dp(x, adjacency)], [model(x, adjacency)])
+    dp(x, adjacency).sum().backward()
+    assert all(len(gradient) for gradient in gradients(model))
+
+
+# ---------------------------------------------------------------- options
 @pytest.mark.parametrize(
     ("options", "message"),
     [

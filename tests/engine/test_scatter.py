@@ -96,3 +96,20 @@ def test_gradients_are_put_together_for_what_was_cut_and_summed_for_what_went_wh
     assert cut[:, 0].tolist() == [1, 0, 3, 3]
     assert summed.tolist() == [2, 2, 2]
     assert arguments.join_gradients([[None, None], [None, None]], [1, 3]) == [None, None]
+
+
+def test_how_leaves_are_given() -> None:
+    x, mask, one = numbers(4, 2), numbers(3, 3), numbers(1, 3)
+    arguments = Arguments((x, {"mask": mask, "one": one}), {"names": ["a", "b"], "ids": [*"abcd"], "k": 4})
+    assert arguments.ways() == {(0,): None, (1, "mask"): 3, ("names",): 2, ("ids",): None}
+    assert (
+        arguments.pattern
+        == Arguments(
+            (x + 1, {"mask": mask * 2, "one": one}), {"names": ["c", "d"], "ids": [*"abcd"], "k": 5}
+        ).pattern
+    )
+    for other in (numbers(4, 3), numbers(5, 3)):
+        more = Arguments((x, {"mask": other, "one": one}), {"names": ["a", "b"], "ids": [*"abcd"], "k": 4})
+        assert more.pattern != arguments.pattern
+    assert Arguments((x, mask), None, [0, None]).ways() == {(0,): None}
+    assert Arguments((x.to_sparse(), mask)).sparse == (0,)

@@ -35,6 +35,27 @@ def test_a_model_has_something_to_train() -> None:
         check_model(model, None)
 
 
+def test_layers_in_a_plain_list_are_named_before_the_lack_of_parameters() -> None:
+    class ForwardForward(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
+
+    model = ForwardForward()
+    with pytest.raises(OptionError, match=r"'layers' of ForwardForward holds a module .* nn\.ModuleList"):
+        check_model(model, [SGD(layer.parameters(), 0.1) for layer in model.layers])
+
+
+@pytest.mark.parametrize("layer", [lambda: nn.LazyLinear(4), lambda: nn.LazyBatchNorm1d(affine=False)])
+def test_parameters_and_buffers_without_a_shape(layer: Any) -> None:
+    model = nn.Sequential(layer(), nn.ReLU(), nn.Linear(4, 2))
+    for optimizer in (None, SGD(model.parameters(), 0.1)):
+        with pytest.raises(OptionError, match=r"without a shape yet \('0\.\w+', .* call it once on a batch"):
+            check_model(model, optimizer)
+    model(torch.ones(3, 4))
+    check_model(model, None)
+
+
 def test_a_loss_is_callable() -> None:
     assert check_loss(None) is None
     assert check_loss(max) is max
