@@ -91,10 +91,12 @@ class Trainer:
     Args:
         model: A module, which starts the run with its weights, is not touched in between, and holds the
             result at `join()`; or a factory, called once per device: `f(device)`, `f(device=...)` or `f()`.
+            Parts that are in eval mode (`model.train(); model.bn.eval()`) are trained so, on all devices; a
+            model that is in eval mode itself is trained in training mode, and the log says so.
             On several devices a parameter that is frozen at the start stays so: one that thaws is an error.
-        optimizer: A factory that gets the parameters that require grad (or the module, if it names `model`);
-            or an instance, made for the model instance and rebuilt for each replica. With a `train_step` a
-            sequence or a mapping of several.
+        optimizer: A factory that gets a replica's parameters that require grad (or the replica, if it names
+            `model`, for groups by name); or an instance, made for the model instance and rebuilt for each
+            replica. With a `train_step` a sequence or a mapping of several.
         loss: Function of (model, batch) that returns the mean loss over the batch, (loss, scalars) or a
             mapping with "loss" (under "exact" also "weight", what the loss counts for where that is not its
             samples: tokens, say); or a criterion, called as `criterion(model(x), y)`.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flowdp.collective.batch_norm import WindowGroups, check_synchronised, plain_layers
+from flowdp.collective.batch_norm import WindowGroups, check_synchronised, least_part, plain_layers
 from flowdp.device.draws import share_generator
 from flowdp.device.gradients import Touched
 from flowdp.device.streams import Lane, open_lanes
@@ -86,7 +86,7 @@ def build_replicas(parts: Parts, devices: Sequence[torch.device]) -> list[Replic
     modules = build_models(parts.model, lanes)
     check_synchronised(modules, parts.policy, devices)
     flats = equal_start(modules, lanes)
-    if parts.policy == "exact" and plain_layers(modules[0]):
+    if parts.policy == "exact" and least_part(plain_layers(modules[0])) > 1:
         log.warning(
             "policy='exact': BatchNorm takes its statistics from each micro-batch, not from the window of %d "
             "samples, so this run is not that of one device; with GroupNorm or LayerNorm it is, and "

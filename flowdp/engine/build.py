@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +20,10 @@ from torch.optim import Optimizer
 
 from flowdp.device.streams import Lane
 from flowdp.device.tensors import FlatReplica
+from flowdp.engine.modes import kept_in_eval, start_training
+from flowdp.engine.rebuild import check_factory, rebuild
 from flowdp.errors import OptionError
-from flowdp.policy.formats import format_error, format_text
+from flowdp.policy.formats import format_error
 
 __all__ = [
     "ModelOption",
@@ -38,6 +41,8 @@ __all__ = [
     "slow_optimizer",
 ]
 
+log = logging.getLogger("flowdp")
+
 ModelOption = nn.Module | Callable[..., nn.Module]
 Optimizers = Sequence[Optimizer] | Mapping[Any, Optimizer]
 """The optimizers of a replica, in the form in which the user gave them; one alone is a sequence of one."""
@@ -46,7 +51,7 @@ OptimizerOption = Optimizer | Optimizers | Callable[..., Optimizer | Optimizers]
 
 
 def build_models(model: ModelOption, lanes: Sequence[Lane]) -> list[nn.Module]:
-    """One module per device, in training mode.
+    """One module per device, in training mode; parts in eval mode of a module in training mode stay so.
 
     Args:
         model: A module, copied for every device and not touched, or a factory: called as `f(device)` if it
@@ -80,8 +85,24 @@ def _build_model(
             f"build a new one at every call"
         )
     module.to(device)
-    module.train()  # which some write anew, without a result
+    if rank == 0:
+        _tell_modes(module)
+    start_training(module)
     return module
+
+
+def _tell_modes(module: nn.Module) -> None:
+    if not module.training:
+        log.warning(
+            "the model was given in eval mode, and is trained with all of its parts in training mode; parts "
+            "that are set to eval() in a model in training mode stay there: model.train(); model.bn.eval()"
+        )
+    elif names := kept_in_eval(module):
+        log.warning(
+            "these parts of the model were given in eval mode, and are trained so, without dropout and with "
+            "the statistics that BatchNorm has: %s; call model.train() first if this is not meant",
+            ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else ""),
+        )
 
 
 def check_not_scripted(model: nn.Module) -> None:
@@ -146,13 +167,13 @@ def build_optimizers(option: OptimizerOption, module: nn.Module, source: nn.Modu
 
     Args:
         option: An instance, or a sequence or mapping of instances: each is rebuilt from its class, groups,
-            defaults and state with the replica's parameters in place of the source's. Or a factory of such,
+            state and attributes with the replica's parameters in place of the source's. Or a factory of such,
             which gets the parameters that require grad or, if it names `model`, the module.
         module: The replica.
-        source: The module that instances were made for.
+        source: The module that instances were made for; None with a model factory.
 
     Raises:
-        OptionError: It is neither, or it optimizes something else.
+        OptionError: It is neither, it optimizes something else, or looks for the source's parameters.
     """
     if isinstance(option, Optimizer | Sequence | Mapping):
         if source is None:
@@ -160,7 +181,9 @@ def build_optimizers(option: OptimizerOption, module: nn.Module, source: nn.Modu
                 "an optimizer instance belongs to the parameters of one model: with a model factory, give an "
                 "optimizer factory: optimizer=lambda params: ..."
             )
-        return _each(option, lambda one: _rebuild(one, module, source))
+        return _each(option, lambda one: rebuild(one, module, source))
+    if source is not None:
+        check_factory(option, source)
     made: Any
     if "model" in _parameters(option):
         made = option(model=module)
@@ -256,8 +279,11 @@ def _copy(model: nn.Module) -> nn.Module:
                 f"model: parameter {name!r} has hooks (register_hook), which the devices' copies would not "
                 "have: register them in a factory, model=make_model"
             )
+    memo: dict[int, Any] = {}
     try:
-        twin = copy.deepcopy(model)
+        twin = copy.deepcopy(model, memo)
+        for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+            vars(other).update(copy.deepcopy(vars(mine), memo))  # which torch leaves out
     except Exception as error:
         raise OptionError(
             f"the model cannot be copied for each device ({format_error(error)}); give a factory: "
@@ -295,39 +321,3 @@ def _parameters(function: Callable[..., object]) -> dict[str, inspect.Parameter]
 
 def _frozen(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
     return ((name, p) for name, p in module.named_parameters() if not p.requires_grad)
-
-
-def _rebuild(optimizer: Optimizer, module: nn.Module, source: nn.Module) -> Optimizer:
-    if _own_hooks(optimizer):
-        raise OptionError(
-            f"optimizer: the {type(optimizer).__name__} has step hooks, which those of the replicas would "
-            "not have: register them in a factory, optimizer=lambda params: ..."
-        )
-    twins = dict(zip(source.parameters(), module.parameters(), strict=True))
-    groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        unknown = [p for p in group["params"] if p not in twins]
-        if unknown:
-            raise OptionError(
-                f"the optimizer holds {len(unknown)} parameters that are not the model's; make it from "
-                f"model.parameters()"
-            )
-        groups.append({**group, "params": [twins[parameter] for parameter in group["params"]]})
-    try:
-        twin = type(optimizer)(groups)  # type: ignore[call-arg]
-    except TypeError as error:
-        raise OptionError(
-            f"{type(optimizer).__name__} cannot be rebuilt for each device ({format_text(error)}); give a "
-            f"factory: optimizer=lambda params: {type(optimizer).__name__}(params, ...)"
-        ) from error
-    twin.defaults = dict(optimizer.defaults)
-    if optimizer.state:
-        twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    return twin
-
-
-def _own_hooks(optimizer: Optimizer) -> list[Any]:
-    """The user's hooks on an optimizer's steps, without those that `setup` has left there."""
-    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
-    modules = (getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks)
-    return [hook for hook, name in zip(hooks, modules, strict=True) if not name.startswith("flowdp.")]

@@ -27,6 +27,7 @@ from flowdp.device.transfer import move
 from flowdp.engine.context import CurrentWorker, current_worker
 from flowdp.engine.exact import ExactReplica
 from flowdp.engine.metrics import Pool, is_metric, named_metrics, reset, source_of, updates
+from flowdp.engine.modes import put_modes
 from flowdp.engine.replica import Replica
 from flowdp.errors import DataError, OptionError
 from flowdp.policy.formats import format_indices
@@ -421,11 +422,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
         module.eval()
         yield
     finally:
-        for part, mode in modes:
-            if part.training != mode:
-                part.train(mode)  # some undo here what they did in `eval`
-        for part, mode in modes:
-            part.training = mode
+        put_modes(modes)
 
 
 @contextmanager

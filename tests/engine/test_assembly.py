@@ -95,3 +95,23 @@ def test_batch_norm_under_exact_is_not_that_of_the_window(
         any("statistics from each micro-batch, not from the window of 8" in m for m in caplog.messages)
         == warns
     )
+
+
+def test_batch_norm_that_is_frozen_takes_no_statistics(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
+    for replica in build_replicas(parts("exact", model=model), [CPU] * 2):
+        assert not replica.module[1].training
+        assert replica.least == 1
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_optimizer_factory_reads_the_marks_on_parameters(devices: int) -> None:
+    def by_mark(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [p], **getattr(p, "_optim", {})} for p in params], lr=0.5)
+
+    model = nn.Linear(2, 2)
+    model.weight._optim = {"lr": 0.0}
+    for replica in build_replicas(parts(model=model, optimizer=by_mark, devices=devices), [CPU] * devices):
+        [optimizer] = replica.optimizers
+        assert [group["lr"] for group in optimizer.param_groups] == [0.0, 1.0]

@@ -50,6 +50,44 @@ def test_an_instance_is_copied_and_left_alone() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("is_factory", [False, True])
+def test_the_log_says_once_which_modes_are_trained(
+    is_factory: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def told(make: Callable[[], nn.Module]) -> list[str]:
+        caplog.clear()
+        build_models(make if is_factory else make(), TWO)
+        return caplog.messages
+
+    def frozen() -> nn.Module:
+        model = net()
+        model[1].eval()
+        return model
+
+    assert told(net) == told(frozen) == []
+    [line] = told(lambda: net().eval())
+    assert line.startswith(
+        "the model was given in eval mode, and is trained with all of its parts in training"
+    )
+    [line] = told(lambda: nn.Sequential(net().eval(), nn.Linear(1, 1)))
+    assert "parts of the model were given in eval mode, and are trained so" in line
+    assert "'0'; call model.train() first" in line
+
+
+def test_a_copy_has_the_marks_on_parameters_and_buffers() -> None:
+    model = net()
+    model[0].weight._optim = {"lr": 0.0, "like": model[2].weight}
+    model[1].running_mean._mark = [1]
+    for replica in build_models(model, TWO):
+        assert isinstance(replica, nn.Sequential)
+        assert replica[0].weight._optim == {"lr": 0.0, "like": replica[2].weight}
+        assert replica[0].weight._optim is not model[0].weight._optim
+        assert replica[1].running_mean._mark == [1]
+    model[0].weight._optim["made"] = (n for n in range(3))
+    with pytest.raises(OptionError, match=r"cannot be copied .*generator.* give a factory"):
+        build_models(model, TWO)
+
+
 def test_forms_of_a_factory() -> None:
     seen: list[object] = []
 
@@ -249,7 +287,7 @@ def test_hooks_on_steps_that_a_rebuilt_optimizer_would_lose_are_refused(register
         pass
     build_optimizers(optimizer, twin, model)  # those that setup has left there are its own
     getattr(optimizer, register)(lambda *_: None)
-    with pytest.raises(OptionError, match=r"SGD has step hooks.*lambda params"):
+    with pytest.raises(OptionError, match=r"SGD has hooks .*lambda params"):
         build_optimizers(optimizer, twin, model)
 
 
