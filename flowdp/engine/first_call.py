@@ -9,7 +9,7 @@ the error says which.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from typing import Any
@@ -236,6 +236,7 @@ class _Trouble:
     differences: Sequence[Difference] = ()
     cause: Exception | None = None
     returned: Sequence[Returned] = ()
+    has_advice: bool = False
 
 
 def _can_check(module: nn.Module, call: Call) -> bool:
@@ -346,7 +347,8 @@ def _trouble(trials: Trials, call: Call, whole: Any) -> _Trouble | None:
         if call.layout.join is not None:
             joined = call.layout.join(joined, call.sizes)
     except FlowdpError as error:
-        return _Trouble(str(error), returned=returned)
+        # What is wrong with anything but the rows of an output, the error itself says.
+        return _Trouble(str(error), returned=returned, has_advice=not joining.has_other_rows(returned))
     found = compare(whole, joined, trials.epsilon)
     if not found:
         return None
@@ -360,13 +362,15 @@ def _error(trials: Trials, call: Call, whole: Any, found: _Trouble) -> FlowdpErr
         or _less_cut(trials, call, whole)
         or _other_reduction(trials, call, whole, found)
     )
+    if advice is None and not found.has_advice:
+        advice = _general_advice(call, whole, found)
     return FlowdpError(
         f"{call.callee.name} gives another result when the batch is cut: {found.text} ({call.how()}). "
-        f"{advice or _general_advice(call, found)} (check=False in setup() leaves this check out.)"
+        f"{f'{advice} ' if advice else ''}(check=False in setup() leaves this check out.)"
     )
 
 
-def _general_advice(call: Call, found: _Trouble) -> str:
+def _general_advice(call: Call, whole: Any, found: _Trouble) -> str:
     squeezed = [
         one
         for one in found.differences
@@ -384,18 +388,41 @@ def _general_advice(call: Call, found: _Trouble) -> str:
             "sum, reduce='sum'. If it looks across the batch, as a contrastive loss does, return a row for "
             "each sample, and compute it outside, from the joined output."
         )
+    if any(one.mine is not None and one.mine.dim() and one.mine.numel() == 1 for one in found.differences):
+        return "A loss is one number, of no dim: return loss.mean() or loss.squeeze()."
+    if found.returned and found.returned[0].form != flatten(whole)[1]:
+        return (
+            "Stack what is one tensor for each sample (torch.stack), or put the outputs of the parts "
+            "together with join= in setup()."
+        )
+    if found.differences and all(one.mine is None for one in found.differences):
+        return (
+            "What is no tensor must be the same for each part: return an entry for each sample, or compute "
+            "it outside, from the joined output."
+        )
+    across = (
+        "If the module looks across the batch, return a row for each sample, and compute the rest outside, "
+        "from the joined output."
+    )
     if call.layout.dim != 0 or call.layout.split is not None:
         return (
             "An output without a dim for the samples is joined by join= in setup(); where dim= is a mapping, "
-            "the outputs' dims are under 'return'. If the module looks across the batch, return a row for "
-            "each sample, and compute the rest outside, from the joined output."
+            f"the outputs' dims are under 'return'. {across}"
         )
-    return (
-        "Is dim 0 the batch? Recurrent and attention layers take time first unless batch_first=True; dim= in "
-        "setup() says where the samples are, and None that an argument goes whole. If the module looks "
-        "across the batch, return a row for each sample, and compute the rest outside, from the joined "
-        "output."
-    )
+    where = "dim= in setup() says where the samples are, and None that an argument goes whole"
+    tensors = [leaf for _, value in call.named for leaf in tensors_of(value) if leaf.dim() > 0]
+    if tensors and tensors[0].dim() > (1 if _is_of_tokens(tensors[0]) else 2):
+        return (
+            "Is dim 0 the batch? Recurrent and attention layers take time first unless batch_first=True; "
+            f"{where}. {across}"
+        )
+    if len(tensors) > 1:
+        return f"Is each of the arguments a part of the batch? {where}; split= cuts in another way. {across}"
+    return across
+
+
+def _is_of_tokens(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
 
 
 # ---------------------------------------------------------------------- what would give the same
@@ -404,18 +431,21 @@ def _other_dims(trials: Trials, call: Call, whole: Any) -> str | None:
     layout = call.layout
     if layout.split is not None or layout.join is not None or not call.named:
         return None
-    tensors = [leaf for _, value in call.named for leaf in tensors_of(value)]
-    first = next((leaf for leaf in tensors if leaf.dim() > 0), None)
-    if first is None:
+    tensors = [leaf for _, value in call.named for leaf in tensors_of(value) if leaf.dim() > 0]
+    if not tensors:
         return None
-    for dim in range(min(first.dim(), 3)):
-        samples = first.shape[dim]
-        if samples < 2 or (dim, layout.dim) == (call.arguments.dim, 0):
-            continue
+    places = [(dim, tensors[0].shape[dim]) for dim in range(min(tensors[0].dim(), 3))]
+    places += [(0, leaf.shape[0]) for leaf in tensors[1:]]  # where the first one goes whole
+    for dim, samples in dict.fromkeys(places):
         option = _dims_for(call, whole, dim, samples)
+        is_as_it_was = samples == call.arguments.samples and layout.dim == 0 and _is_one(option, 0)
+        if samples < 2 or is_as_it_was:
+            continue
         half = samples // 2
         other = replace(call, sizes=(samples - half, half), layout=replace(layout, dim=option))
         if other.arguments.samples == samples and _trouble(trials, other, whole) is None:
+            if dim == 0:
+                return f"With dim={_without_zeros(option)!r} in setup() it gives the same."
             shown = dim if _is_one(option, dim) else option
             return (
                 f"Cut along dim {dim} it gives the same: say dim={shown!r} in setup(), or batch_first=True "
@@ -451,25 +481,32 @@ def _is_one(option: dict[str | int, Any], dim: int) -> bool:
     return all(own == dim for own in option.values() if own is not None)
 
 
+def _without_zeros(option: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A mapping of dims without those that need not be said."""
+    dims = ((name, _without_zeros(dim) if isinstance(dim, Mapping) else dim) for name, dim in option.items())
+    return {name: dim for name, dim in dims if dim != 0}
+
+
 def _dims_for(call: Call, whole: Any, dim: int, samples: int) -> dict[str | int, Any]:
     option: dict[str | int, Any] = {}
     for name, value in call.named:
         shapes = [leaf.shape for leaf in tensors_of(value) if leaf.dim() > 0]
-        fits = [own for own in (dim, 0) if shapes and all(_has(shape, own, samples) for shape in shapes)]
         if shapes:
-            option[name] = fits[0] if fits else None
-    outputs: dict[str, int] = {}
-    for name, leaf in _named_tensors(whole):
-        if leaf.dim() > 0 and not _has(leaf.shape, dim, samples):
-            outputs[name] = 0
-        elif leaf.dim() > 0:
-            outputs[name] = dim
-    is_mixed = len(set(outputs.values())) > 1
-    return {**option, RETURN: outputs if is_mixed else dim}
+            option[name] = _common_dim(shapes, dim, samples)
+    outputs = {
+        name: _common_dim([leaf.shape], dim, samples) or 0
+        for name, leaf in _named_tensors(whole)
+        if leaf.dim() > 0
+    }
+    dims = set(outputs.values()) or {dim}
+    return {**option, RETURN: outputs if len(dims) > 1 else dims.pop()}
 
 
-def _has(shape: Sequence[int], dim: int, samples: int) -> bool:
-    return len(shape) > dim and shape[dim] == samples
+def _common_dim(shapes: Sequence[Sequence[int]], dim: int, samples: int) -> int | None:
+    """The dim along which all have so many samples; the second of states, (layers, samples, hidden), too."""
+    dims = (dim, 0, 1) if min(map(len, shapes)) > 2 else (dim, 0)
+    fits = (own for own in dims if all(len(shape) > own and shape[own] == samples for shape in shapes))
+    return next(fits, None)
 
 
 def _other_reduction(trials: Trials, call: Call, whole: Any, found: _Trouble) -> str | None:

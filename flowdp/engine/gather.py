@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from flowdp.data.trees import Form, column, concatenated, flatten, is_cut, unflatten
-from flowdp.engine.layout import Callee, Layout, Reduction, WeightFunction
+from flowdp.engine.layout import RETURN, Callee, Layout, Reduction, WeightFunction, output_name
 from flowdp.engine.scatter import Part
 from flowdp.errors import FlowdpError
 
@@ -54,6 +54,10 @@ class Returned:
     def name(self, place: int) -> str:
         """The name of a leaf, for messages: `['loss']`."""
         return list(self.form.paths())[place]
+
+    def key(self, place: int) -> str:
+        """The key of a leaf in the options of `setup`: `loss`, `1.0`."""
+        return output_name(list(self.form.key_paths())[place])
 
 
 class Outputs:
@@ -163,6 +167,22 @@ class Joining:
         made = Apart(parts, pieces) if self._is_apart else join(parts, pieces, self._layout, self._dim)
         self.form = made.form
         return made
+
+    def has_other_rows(self, parts: Sequence[Returned]) -> bool:
+        """Whether parts have unlike trees, or an output with rows that are not those of the samples."""
+        samples = [part.samples for part in parts]
+        first = parts[0]
+        if any(part.form != first.form for part in parts):
+            return True
+        paths = [
+            path for path, leaf in zip(first.form.key_paths(), first.leaves, strict=True) if leaf is _TENSOR
+        ]
+        columns = zip(*(part.tensors for part in parts), strict=False)  # a number may be no tensor
+        return any(
+            any(piece.numel() != 1 for piece in own)
+            and _lengths(own, samples, self._layout.output_dim(path, self._dim)) is None
+            for path, own in zip(paths, columns, strict=False)
+        )
 
 
 def join(
@@ -327,20 +347,38 @@ def _signature(function: WeightFunction) -> str:
 
 
 def _seam(output: Returned, place: int, pieces: Sequence[Tensor], samples: Sequence[int], dim: int) -> _Seam:
-    first = pieces[0]
     if len(pieces) == 1:
         return _Rows((samples[0],), 0)
-    like = _without(first.shape, dim)
-    if all(piece.dim() > dim and _without(piece.shape, dim) == like for piece in pieces):
-        lengths = tuple(piece.shape[dim] for piece in pieces)
-        times = lengths[0] // samples[0]
-        if times and all(length == times * count for length, count in zip(lengths, samples, strict=True)):
-            return _Rows(lengths, dim)
+    lengths = _lengths(pieces, samples, dim)
+    if lengths is not None:
+        return _Rows(lengths, dim)
     raise FlowdpError(
         f"output{output.name(place)} cannot be gathered: for {list(samples)} samples the devices returned "
         f"shapes {[tuple(piece.shape) for piece in pieces]}; dim {dim} must be the samples' or a multiple of "
         f"it, and the rest equal, or it must be one number, which is averaged"
+        f"{_remedy(output.key(place), pieces, samples)}"
     )
+
+
+def _lengths(pieces: Sequence[Tensor], samples: Sequence[int], dim: int) -> tuple[int, ...] | None:
+    """Lengths of pieces that can be joined along a dim; None where they cannot."""
+    if not all(piece.dim() > dim for piece in pieces):
+        return None
+    like = _without(pieces[0].shape, dim)
+    lengths = tuple(piece.shape[dim] for piece in pieces)
+    times = lengths[0] // samples[0]
+    fits = all(length == times * count for length, count in zip(lengths, samples, strict=True))
+    return lengths if times and fits and all(_without(piece.shape, dim) == like for piece in pieces) else None
+
+
+def _remedy(key: str, pieces: Sequence[Tensor], samples: Sequence[int]) -> str:
+    if all(piece.numel() == 1 for piece in pieces):
+        return ": return loss.mean() or loss.squeeze()"
+    for dim in range(max(piece.dim() for piece in pieces)):
+        if _lengths(pieces, samples, dim) is not None:
+            option = {RETURN: {key: dim} if key else dim}
+            return f"; if its samples lie along dim {dim}, say dim={option} in setup()"
+    return ""
 
 
 def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:

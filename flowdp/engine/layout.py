@@ -28,7 +28,7 @@ __all__ = [
 DimOption = int | Mapping[str | int, Any]
 """A dim of all tensors, or of each argument by name or position: an int, or None for "goes whole".
 
-Under "return" is the outputs': an int, or a mapping from an output's name."""
+Under "return" is the outputs': an int, or a mapping from the name of an output, or of a container of them."""
 
 SplitFunction = Callable[[tuple[Any, ...], dict[str, Any], tuple[int, ...]], Any]
 """(args, kwargs, samples of each part) -> for each part its (args, kwargs)."""
@@ -321,8 +321,14 @@ def _argument(callee: Callee, path: KeyPath) -> str:
 
 
 def _by_name(given: Mapping[Any, Any], path: KeyPath, default: Any) -> Any:
-    name = output_name(path)
-    return given.get(name, given.get(int(name), default) if name.isdecimal() else default)
+    """The entry of an output, or of the innermost container around it that has one."""
+    for length in range(len(path), -1, -1):
+        name = output_name(path[:length])
+        if name in given:
+            return given[name]
+        if name.isdecimal() and int(name) in given:
+            return given[int(name)]
+    return default
 
 
 def _check_dim(name: str, dim: object, *, is_return: bool) -> None:

@@ -280,6 +280,76 @@ def test_parts_that_raise_where_the_whole_batch_does_not(setup: Any) -> None:
     assert isinstance(told.value.__cause__, ValueError)
 
 
+class Giving(nn.Module):
+    """Gives a function of its layer's outputs."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.inner, self.function = mlp(), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.inner(x))
+
+
+@pytest.mark.parametrize(
+    ("function", "ending"),
+    [
+        (lambda out: (out, (out > 0).sum()), r"reduce='sum' in setup\(\) \([^.]*\)\."),
+        (lambda out: {"n": len(out)}, r"and 4 for its parts .* return an entry for each sample, or [^.]*\."),
+        (lambda out: out.mean().reshape(1), r"return loss.mean\(\) or loss.squeeze\(\) \([^.]*\)\."),
+        (list, r"\)\. Stack what is one tensor for each sample .* join= in setup\(\)\."),
+        (lambda out: out - out.mean(0), r"\)\. If the module looks across the batch, [^.]*\."),
+    ],
+)
+def test_advice_fits_the_difference(setup: Any, function: Any, ending: str) -> None:
+    with pytest.raises(FlowdpError, match=rf"{ending} \(check=False"):
+        setup(Giving(function))(numbers(8, 6))
+
+
+def test_a_loss_of_one_entry_and_parts_of_one_sample(setup: Any) -> None:
+    with pytest.raises(FlowdpError, match=r"\. A loss is one number, of no dim: return loss.mean\(\)"):
+        setup(Giving(lambda out: out.mean().reshape(1)))(numbers(2, 6))
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.bag = nn.Linear(4, 3), nn.EmbeddingBag(10, 4)
+
+    def forward(self, table: Tensor, places: Tensor) -> Tensor:
+        if table.is_floating_point():
+            return self.table(table[places])
+        return self.bag(table, places)
+
+
+def test_arguments_that_are_no_part_of_the_batch(setup: Any) -> None:
+    table, places = torch.randn(10, 4), torch.arange(9, 1, -1)
+    with pytest.raises(FlowdpError, match=r"With dim=\{'table': None\} in setup\(\) it gives the same"):
+        setup(Bag())(table, places)
+    assert setup(Bag(), dim={"table": None})(table, places).shape == (8, 3)
+    with pytest.raises(FlowdpError, match=r"Is each of the arguments a part of the batch.* split="):
+        setup(Bag())(torch.arange(10).repeat(2), torch.arange(0, 20, 4))
+
+
+def test_states_of_a_recurrent_layer(setup: Any) -> None:
+    model = nn.LSTM(3, 5, 2, batch_first=True).double()
+    x, states = numbers(8, 7, 3), (numbers(2, 8, 5), numbers(2, 8, 5, seed=1))
+    with pytest.raises(
+        FlowdpError, match=r"With dim=\{'return': \{'1.0': 1, '1.1': 1\}\} in setup\(\) it gives the same"
+    ):
+        setup(model)(x)
+    with pytest.raises(FlowdpError, match=r"With dim=\{'hx': 1, 'return': \{'1.0': 1, '1.1': 1\}\} in"):
+        setup(model)(x, states)
+    for inner in ({"1.0": 1, "1.1": 1}, {"1": 1}, {0: 0, 1: 1}):
+        out, (h, c) = setup(model, dim={"hx": 1, "return": inner})(x, states)
+        twin, (twin_h, twin_c) = model(x, states)
+        assert_equal([out, h, c], [twin, twin_h, twin_c])
+    with pytest.raises(
+        FlowdpError, match=r"if its samples lie along dim 1, say dim=\{'return': \{'1.0': 1\}\}"
+    ):
+        setup(model, check=False)(x)
+
+
 # ---------------------------------------------------------------- windows
 def test_batches_that_are_cut_for_windows(setup: Any) -> None:
     def loss(context: Any) -> Tensor:
