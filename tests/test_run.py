@@ -109,6 +109,9 @@ def test_a_run_to_its_end(policy: str, devices: int) -> None:
     for epoch in state.history:
         assert sum(part.samples for part in epoch.per_rank) == SAMPLES
         assert sum(part.steps for part in epoch.per_rank) == SAMPLES // 2
+        told = [record for record in run.metrics("round") if record.epoch == epoch.epoch]
+        assert epoch.rounds == sum(record.rounds for record in told)
+        assert epoch.sync_ms == pytest.approx(sum(record.rounds * record.sync_ms for record in told))
     status = run.status()
     assert (status.life, status.global_step, status.epochs_done) == ("done", 90, 3)
     assert sum(status.local_steps) == 90

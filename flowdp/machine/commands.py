@@ -94,7 +94,8 @@ class RoundEnded:
     Attributes:
         round: Number of the last of them.
         rounds: How many.
-        epoch: Epoch of their batches.
+        epoch: The epoch towards which they count: that of their batches or, where its record came before a
+            mean was there (async), the next one.
         global_step: Steps of all ranks after them.
         steps: Steps per rank. Shape (world_size,).
         samples: Samples per rank. Shape (world_size,).

@@ -268,7 +268,8 @@ class Coordinator:
 
     def _run(self, now_ms: float) -> list[Command]:
         commands: list[Command] = []
-        for metrics in self.epochs.ended(now_ms, self.rounds.anchor, self.global_step):
+        anchor, is_idle = self.rounds.anchor, self.rounds.is_idle
+        for metrics in self.epochs.ended(now_ms, anchor, self.global_step, is_idle=is_idle):
             commands += self.standstill.ended(metrics)
         self.standstill.look(now_ms, self.global_step)
         commands += self._judge_numbers()

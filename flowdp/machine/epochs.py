@@ -75,6 +75,7 @@ class Epochs:
         self._cut: list[_Open] = []  # complete ones, from the first that `max_steps` left a part out of
         self._group = 1 if groups is None else max(groups)
         self._planned = 0  # steps of the opened epochs
+        self._early: list[tuple[float, float | None, int]] = []  # rounds that count towards the next epoch
         self._ends: dict[int, int] = {}  # what `end` said of epochs that are not open yet
 
     @property
@@ -96,7 +97,11 @@ class Epochs:
         self._planned += -(-length // self._group)
         whole = self._ends.pop(self._opened, self.batches)
         ledger = Ledger(self._opened, length, self.world_size, self.groups)
-        self._open.append(_Open(ledger, Tally(self._opened, self.world_size), now_ms, whole))
+        tally = Tally(self._opened, self.world_size)
+        for early in self._early:
+            tally.close_round(*early)
+        self._early.clear()
+        self._open.append(_Open(ledger, tally, now_ms, whole))
         self._opened += 1
         return self._open[-1]
 
@@ -176,15 +181,30 @@ class Epochs:
         if work.steps or self._is_open(work.epoch):
             self._find(work.epoch).tally.add(rank, work, wait_ms=wait_ms, sync_ms=sync_ms)
 
-    def close_round(self, epoch: int, sync_ms: float, drift: float | None, rounds: int) -> None:
-        """Count rounds towards an epoch; a meeting after the last one counts towards none."""
+    def close_round(self, epoch: int, sync_ms: float, drift: float | None, rounds: int) -> int:
+        """Count rounds towards an epoch or, if it has been reported, towards the next one; returns which."""
+        epoch = max(epoch, self.done)
         if self._is_open(epoch):
             self._find(epoch).tally.close_round(sync_ms, drift, rounds)
+        else:
+            self._early.append((sync_ms, drift, rounds))
+        return epoch
 
-    def ended(self, now_ms: float, anchor: int, global_step: int) -> list[EpochMetrics]:
-        """The records of the epochs that are complete since the last call, in their order."""
+    def ended(
+        self, now_ms: float, anchor: int, global_step: int, *, is_idle: bool = True
+    ) -> list[EpochMetrics]:
+        """The records of the epochs that are complete since the last call, in their order.
+
+        Args:
+            now_ms: The time.
+            anchor: Steps of the slowest rank in a round.
+            global_step: Steps of all ranks so far.
+            is_idle: No round is out. One that is belongs to the last epoch, if none begins beside it.
+        """
         records = []
         while self._open and self._open[0].ledger.is_complete:
+            if not is_idle and len(self._open) == 1 and self.is_exhausted:
+                break
             epoch = self._open.popleft()
             metrics = epoch.tally.result(now_ms - epoch.start_ms, anchor, global_step, self.epochs)
             self.done += 1

@@ -325,7 +325,7 @@ class PlannedRounds:
         reason = self._measure(works, drifts) or why(outcome)
         share = rebalanced(self._told_share, self._shares())
         self._told_share = share or self._told_share
-        self.epochs.close_round(block.epoch, self._sync_ms * rounds, drift, rounds)
+        epoch = self.epochs.close_round(block.epoch, self._sync_ms * rounds, drift, rounds)
         if outcome.voids:
             self._void()
         wall_ms = now_ms - block.start_ms
@@ -335,7 +335,7 @@ class PlannedRounds:
             [[work] for work in works],
             round=outcome.round,
             rounds=rounds,
-            epoch=block.epoch,
+            epoch=epoch,
             global_step=self.global_step,
             steps=[work.steps for work in works],
             samples=[work.samples for work in works],

@@ -364,7 +364,7 @@ class SnapshotRounds:
         works = [state.works for state in self._ranks]
         flat = [work for theirs in works for work in theirs]
         epoch = max((work.epoch for work in flat), default=self.epochs.done)
-        self.epochs.close_round(epoch, sync_ms, drift, 1)
+        epoch = self.epochs.close_round(epoch, sync_ms, drift, 1)
         start_ms, self._round_start_ms = self._round_start_ms, now_ms
         record = round_ended(
             works,

@@ -8,7 +8,7 @@
 | S4 | a step is credited once, by a round that was held; `global_step` never falls |
 | S5 | anchor and quotas stay in their range, and no round is longer than averaging costs |
 | S6 | the lead over the slowest rank that can still move stays within its limit |
-| S7 | epochs are reported once, in order, with full counts; one that `max_steps` cut, by a longer run again |
+| S7 | epochs are reported once, in order, with full counts and all rounds; one that `max_steps` cut, twice |
 | S8 | a stale snapshot never enters a mean, its weight is true, and its mean is applied to it alone |
 | S9 | the replicas are equal at the end, and after each meeting at the gate |
 | S10 | nobody begins a step while the run is paused |
@@ -102,6 +102,8 @@ class Rules:
         self.is_paused = False
         self.finish: Finish | None = None
         self._first_epoch = memory.epochs
+        begun = config.start.open if config.start is not None else ()
+        self._rounds = Counter({one.epoch: one.rounds for one in begun})  # epoch -> averagings told
         self._here = set(range(world_size))
         self._lost: set[int] = set()  # ranks without which the run goes on
         self._reasons: list[str] = []  # why the run may end before its last step
@@ -318,6 +320,9 @@ class Rules:
         ):
             raise Violation("S4", f"{record} follows global step {self.global_step}")
         self.global_step = record.global_step
+        self._rounds[record.epoch] += record.rounds
+        if record.epoch in self.epochs:
+            raise Violation("S7", f"{record} comes after the record of its epoch")
         options = self.scenario.config.cadence
         most = 200 if options.max_anchor is None else max(1, options.max_anchor)
         if not 1 <= record.anchor <= max(most, options.anchor):
@@ -349,6 +354,8 @@ class Rules:
         samples = sum(rank.samples for rank in metrics.per_rank)
         if samples != sum(self.scenario.samples_in(metrics.epoch, batch) for batch in range(batches)):
             raise Violation("S7", f"epoch {metrics.epoch} ends after {samples} samples")
+        if metrics.rounds != (told := self._rounds[metrics.epoch]):
+            raise Violation("S7", f"epoch {metrics.epoch} has {metrics.rounds} rounds, {told} were told of")
         self.standing.ended(event)
         if self._windows is not None:
             self._windows.ended(metrics.epoch)
@@ -391,6 +398,8 @@ class Rules:
         expected = [e for e in range(self._first_epoch, epochs) if self.scenario.dealt(e)]
         if self.epochs != expected or finish.epochs_done != self._first_epoch + len(expected):
             raise Violation("S7", f"only the epochs {self.epochs} were reported, and {finish}")
+        if beyond := {epoch for epoch in +self._rounds if epoch not in self.epochs}:
+            raise Violation("S7", f"rounds of the epochs {beyond} were told, which the run does not have")
 
     def _uncredited(self, rank: int) -> int:
         return self.effect.uncredited(rank)

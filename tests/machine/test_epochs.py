@@ -147,7 +147,6 @@ def test_work_without_steps_after_an_epoch_counts_for_nothing() -> None:
     epochs.ended(1.0, 1, 4)
     # The last meeting of a run comes when all is counted.
     epochs.record(0, Work(0, 0, 0), wait_ms=5.0)
-    epochs.close_round(0, 1.0, None, 1)
     with pytest.raises(ProtocolError, match="epoch 0 is not under way"):
         epochs.record(0, Work(0, 1, 8))
 
@@ -155,11 +154,37 @@ def test_work_without_steps_after_an_epoch_counts_for_nothing() -> None:
 def test_rounds_count_towards_their_epoch() -> None:
     epochs = Epochs(4, 1, None, 2)
     dealt(epochs)
-    epochs.close_round(0, 6.0, 0.25, 3)
+    assert epochs.close_round(0, 6.0, 0.25, 3) == 0
     trained(epochs, 0, 0, (0, 2))
     trained(epochs, 0, 1, (1, 3))
     [metrics] = epochs.ended(1.0, 1, 4)
     assert (metrics.rounds, metrics.sync_ms, metrics.divergence) == (3, 6.0, 0.25)
+
+
+def test_a_round_that_is_out_belongs_to_the_last_epoch() -> None:
+    """Snapshots are averaged when the epoch of their steps is complete; the last one waits for them."""
+    epochs = Epochs(2, 2, None, 2)
+    for epoch in range(2):
+        dealt(epochs, (1, 1))
+        trained(epochs, epoch, 0, (0,))
+        trained(epochs, epoch, 1, (1,))
+        if epoch == 0:
+            assert [one.epoch for one in epochs.ended(1.0, 1, 0, is_idle=False)] == [0]  # another one follows
+            assert epochs.close_round(0, 2.0, 0.5, 1) == 1  # before it has begun
+    assert epochs.ended(3.0, 1, 2, is_idle=False) == []
+    assert epochs.close_round(1, 3.0, None, 1) == 1
+    [metrics] = epochs.ended(4.0, 1, 4, is_idle=True)
+    assert (metrics.rounds, metrics.sync_ms, metrics.divergence) == (2, 5.0, 0.5)
+
+
+def test_an_epoch_after_which_all_stand_still_has_the_rounds_until_then() -> None:
+    epochs = Epochs(2, 2, None, 2, halts=lambda epoch: epoch == 0)
+    dealt(epochs, (1, 1))
+    trained(epochs, 0, 0, (0,))
+    trained(epochs, 0, 1, (1,))
+    assert epochs.ended(1.0, 1, 0, is_idle=False) == []
+    assert epochs.close_round(0, 1.0, None, 1) == 0
+    assert [one.rounds for one in epochs.ended(2.0, 1, 2)] == [1]
 
 
 def test_an_unknown_epoch_is_a_bug() -> None:

@@ -325,7 +325,7 @@ def left_overs_are_lost(patch: Patch) -> None:
 
 @mutant("S7", 300)
 def epochs_are_reported_as_they_complete(patch: Patch) -> None:
-    def ended(self: Epochs, now_ms: float, anchor: int, global_step: int) -> list[EpochMetrics]:
+    def ended(self: Epochs, now_ms: float, anchor: int, global_step: int, **_: Any) -> list[EpochMetrics]:
         records = []
         for epoch in list(self._open):
             if epoch.ledger.is_complete:
@@ -337,6 +337,12 @@ def epochs_are_reported_as_they_complete(patch: Patch) -> None:
     patch.setattr(Epochs, "ended", ended)
     patch.setattr(Epochs, "check", lambda self: None)
     patch.setattr(Epochs, "_is_open", lambda self, number: any(e.ledger.epoch == number for e in self._open))
+
+
+@mutant("S7", 300)
+def the_last_epoch_does_not_wait_for_its_rounds(patch: Patch) -> None:
+    ended = Epochs.ended
+    patch.setattr(Epochs, "ended", lambda self, *now, is_idle: ended(self, *now))
 
 
 @mutant("S5", 50)

@@ -44,8 +44,9 @@ def record(global_step: int, steps: tuple[int, int], anchor: int = 10) -> RoundE
     return RoundEnded(0, 1, 0, global_step, steps, (0, 0), 1.0, 0.1, 1.0, zeros, zeros, zeros, 0.0, anchor)
 
 
-def epoch(number: int, steps: int, samples: int) -> EpochEnded:
+def epoch(number: int, steps: int, samples: int, rounds: int = 1) -> EpochEnded:
     tally = Tally(number, 2)
+    tally.close_round(0.0, None, rounds)
     tally.add(0, Work(number, steps, samples))
     return EpochEnded(tally.result(1.0, 1, steps, 1))
 
@@ -79,6 +80,19 @@ def phantom_step(judge: Rules) -> None:
 def planned_weight(judge: Rules) -> None:
     train(judge, 0, 3)
     judge.met(0, outcome((1, 0), (8, 0)))
+
+
+def round_of_no_epoch(judge: Rules) -> None:
+    held(judge)
+    judge.reported(record(4, (2, 2)), (2, 2))
+    judge.ended(epoch(0, 4, 27, rounds=0))
+
+
+def round_after_its_epoch(judge: Rules) -> None:
+    held(judge)
+    judge.reported(record(4, (2, 2)), (2, 2))
+    judge.ended(epoch(0, 4, 27))
+    judge.reported(record(4, (0, 0)), (2, 2))
 
 
 def late_order(judge: Rules) -> None:
@@ -242,6 +256,8 @@ BROKEN: list[tuple[str, Callable[[Rules], None]]] = [
     ("S7", skipped_epoch),
     ("S7", short_epoch),
     ("S7", missing_samples),
+    ("S7", round_of_no_epoch),
+    ("S7", round_after_its_epoch),
     ("S8", false_snapshot),
     ("S8", stale_snapshot),
     ("S8", false_weights),
@@ -276,12 +292,12 @@ def test_a_sound_run_passes() -> None:
         judge.wishes(wish)
     held(judge)
     judge.reported(record(4, (2, 2)), (2, 2))
-    judge.ended(epoch(0, 4, 27))
     told = outcome((0, 0), (0, 0), 1, lr=0.1)
     judge.met(0, told)
     judge.met(1, told)
     for _ in range(5):  # nothing waits any more: the rate was told, the pause taken back
         judge.reported(record(4, (0, 0)), (2, 2))
+    judge.ended(epoch(0, 4, 27, rounds=6))
     judge.over(Finish(None, False, 4, 1), Coordinator(judge.scenario.config))
     assert judge.finish == Finish(None, False, 4, 1)
 
@@ -313,7 +329,7 @@ ENDS: list[tuple[str, Finish]] = [
 def test_wrong_ends(rule: str, finish: Finish) -> None:
     judge = rules()
     held(judge)
-    judge.ended(epoch(0, 4, 27))
+    judge.ended(epoch(0, 4, 27, rounds=0))
     with pytest.raises(Violation) as violation:
         judge.over(finish, Coordinator(judge.scenario.config))
     assert violation.value.rule == rule
