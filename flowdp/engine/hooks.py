@@ -3,24 +3,43 @@
 `copy.deepcopy` takes a function for an atom. So a hook that is a closure over its module, or a function that
 was put in the place of a method, would work on the user's module when a replica calls it. Here such functions
 are made anew, with cells that hold the replica's objects.
+
+Other objects that hooks reach are common to all devices. Of results that are kept in one, the loop finds
+those of the device that was last, so changes in them are looked for, too.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterable, Mapping
-from functools import WRAPPER_ASSIGNMENTS, partial
+from functools import WRAPPER_ASSIGNMENTS, cache, partial
 from operator import is_not
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, MethodWrapperType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any
 from weakref import ReferenceType, ref
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
-__all__ = ["FUNCTIONS", "Twins", "parts_of"]
+__all__ = ["FUNCTIONS", "Outside", "Twins", "parts_of"]
 
 MOST_ENTRIES = 1_000
 """Entries of a container in a closure that is looked into."""
+
+MOST_OBJECTS = 500
+"""Objects outside the module that are looked at for one hook: closures may reach a whole program."""
+
+DEEPEST = 5
+"""Steps from a hook to an object: to the object of a closure, to its attribute, to a list in that one."""
 
 FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, MethodWrapperType, ReferenceType)
 """Kinds of values that a copy has in common with its original, though they may hold parts of it."""
@@ -172,3 +191,127 @@ def _contents(cell: CellType) -> list[Any]:
         return [cell.cell_contents]
     except ValueError:
         return []
+
+
+class Outside:
+    """The objects that forward hooks reach and that are no part of their module.
+
+    Args:
+        module: With its hooks.
+
+    Its length is the number of these objects.
+
+    Threads: one; nothing else may use the module meanwhile.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._held: list[tuple[str, Any]] = []
+        self._before: list[list[Any]] = []
+        hooks = [
+            (f"{_name(hook)} of {name or 'the module'!r} ({type(part).__name__})", hook)
+            for name, part in module.named_modules()
+            for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+        ]
+        if not hooks:
+            return
+        seen = _own(module)
+        for name, hook in hooks:
+            self._held += [(name, held) for held in _reached(hook, seen)]
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def note(self) -> None:
+        """Remember all contents as they are."""
+        self._before = [_inside(held) for _, held in self._held]
+
+    def changes(self) -> dict[str, list[Any]]:
+        """The tensors and numbers that are new since the note, with their containers, by the hook's name."""
+        found: dict[str, list[Any]] = {}
+        for (name, held), before in zip(self._held, self._before, strict=True):
+            now = _inside(held)
+            if len(now) != len(before) or any(map(is_not, now, before)):
+                old = set(map(id, before))
+                if new := [one for one in now if id(one) not in old and _is_result(one)]:
+                    found.setdefault(name, []).extend(new)
+        return found
+
+
+def _is_result(value: Any) -> bool:
+    if isinstance(value, _CONTAINERS):
+        return any(map(_is_result, _entries(value)))
+    return isinstance(value, (Tensor, int, float, np.ndarray, np.generic)) and not isinstance(value, bool)
+
+
+def _name(hook: Any) -> str:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+
+
+def _own(module: nn.Module) -> set[int]:
+    """The identities of a module's parts and of all that is in their attributes."""
+    seen: set[int] = set()
+    todo: list[Any] = list(module.modules())
+    for part in module.modules():
+        hooks = {id(table) for name, table in vars(part).items() if "hooks" in name}
+        todo += [value for value in vars(part).values() if id(value) not in hooks]
+    while todo and len(seen) < 100 * MOST_OBJECTS:
+        value = todo.pop()
+        if id(value) not in seen and not isinstance(value, _CLOSED):
+            seen.add(id(value))
+            todo += [] if isinstance(value, (nn.Module, FunctionType)) else _inside(value)
+    return seen
+
+
+def _reached(hook: Any, seen: set[int]) -> list[Any]:
+    """What a hook reaches: functions, containers and objects that were not seen, which are now."""
+    found: list[Any] = []
+    level = [hook]
+    for _ in range(DEEPEST):
+        level = [one for one in level if id(one) not in seen and not isinstance(one, (nn.Module, *_CLOSED))]
+        level = list({id(one): one for one in level}.values())[: MOST_OBJECTS - len(found)]
+        seen.update(map(id, level))
+        found += level
+        contents = [_inside(one) for one in level]
+        level = [one for content in contents if len(content) <= MOST_ENTRIES for one in content]
+    return found
+
+
+def _inside(value: Any) -> list[Any]:
+    """The values in a container, a function (with its globals) or an object."""
+    if isinstance(value, FunctionType):
+        names = _names(value.__code__) if str(value.__module__).partition(".")[0] not in _LIBRARIES else ()
+        return parts_of(value) + [value.__globals__[name] for name in names if name in value.__globals__]
+    if isinstance(value, (*FUNCTIONS, partial)):
+        return parts_of(value)
+    table = _table(value)
+    if table is not None:
+        return _entries(table)
+    return list(value) if type(value) is tuple and len(value) <= MOST_ENTRIES else []
+
+
+def _entries(table: Any) -> list[Any]:
+    return list(table.values() if isinstance(table, dict) else table)
+
+
+def _table(value: Any) -> Any:
+    """A container that can be written to, or an object's attributes; None: it has none."""
+    if isinstance(value, (list, dict, set, deque)):
+        return value
+    table = None if isinstance(value, (*FUNCTIONS, partial, *_CLOSED)) else getattr(value, "__dict__", None)
+    return table if isinstance(table, dict) else None
+
+
+@cache
+def _names(code: CodeType) -> tuple[str, ...]:
+    """The names that a function's code, and code inside it, looks up."""
+    inner = [name for one in code.co_consts if isinstance(one, CodeType) for name in _names(one)]
+    return tuple(dict.fromkeys([*code.co_names, *inner]))
+
+
+_LIBRARIES = frozenset(("torch", "numpy", "flowdp", *sys.stdlib_module_names))
+"""Packages whose functions keep nothing for a loop in their globals."""
+
+_CLOSED = (type(None), bool, int, float, complex, str, bytes, type, ModuleType, Tensor)
+"""Kinds of values that are not looked into."""

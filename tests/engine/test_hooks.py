@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import flowdp
+from flowdp import FlowdpError
 from flowdp.engine.hooks import Twins
 from tests.loops import assert_equal, gradients, numbers
 
@@ -213,3 +214,90 @@ def test_a_change_beside_a_function_reaches_the_replicas() -> None:
         assert replica.options["sizes"] == [1, 2]
         assert replica.options["function"]() is replica
         assert net.options["function"]() is net
+
+
+# ---------------------------------------------------------------- objects outside the module
+kept_by_name: dict[str, Any] = {}
+last: Any = None
+
+
+def into_a_global_dict(net: Any) -> None:
+    net[0].register_forward_hook(lambda module, inputs, output: kept_by_name.__setitem__("a", output))
+
+
+def into_a_global(net: Any) -> None:
+    def hook(module: nn.Module, inputs: Any) -> None:
+        global last
+        last = inputs[0]
+
+    net[0].register_forward_pre_hook(hook)
+
+
+def into_a_cell(net: Any) -> None:
+    kept: Any = 0
+
+    def hook(module: nn.Module, inputs: Any, words: Any, output: Tensor) -> None:
+        nonlocal kept
+        kept = [output, kept][:1]
+
+    net[0].register_forward_hook(hook, with_kwargs=True)
+
+
+def into_a_list(net: Any) -> None:
+    found: list[Any] = []
+    net[0].register_forward_hook(lambda module, inputs, output: found.append(output.detach()))
+
+
+class Extractor:
+    """An object of the loop with a method as hook."""
+
+    def __init__(self, net: Any) -> None:
+        self.net, self.found = net, {"all": [[None]]}
+        net[0].register_forward_hook(partial(self.save, "all"))
+
+    def save(self, key: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        self.found[key][0] = [{"output": output}]  # type: ignore[list-item]
+
+
+KEEPERS = [into_a_global_dict, into_a_global, into_a_cell, into_a_list, Extractor]
+
+
+@pytest.mark.parametrize("keep", KEEPERS)
+def test_hooks_that_keep_a_tensor_of_the_batch_in_an_object_of_the_loop_are_an_error(keep: Any) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    keep(net)
+    with (
+        flowdp.setup(net, devices=["cpu"] * 2, progress=False) as dp,
+        pytest.raises(FlowdpError, match=r"the hook .* of '0' \(Linear\) keeps a tensor of the batch"),
+    ):
+        dp(torch.randn(4, 3))
+    with flowdp.setup(net, devices=["cpu"] * 2, progress=False, check=False) as dp:
+        dp(torch.randn(4, 3))
+
+
+def test_hooks_that_keep_numbers_in_an_object_of_the_loop_are_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    norms: list[Any] = []
+    names: list[str] = []
+    net[0].register_forward_hook(lambda module, inputs, output: norms.append(output.norm().item()))
+    net[0].register_forward_hook(lambda module, inputs, output: norms.append(module.weight.norm()))
+    net[1].register_forward_hook(lambda module, inputs, output: names.append("called"))
+    with flowdp.setup(net, devices=["cpu"] * 2, progress=False) as dp:
+        for _ in range(4):
+            dp(torch.randn(4, 3))
+    told = [record.getMessage() for record in caplog.records if "changes an object" in record.getMessage()]
+    assert len(told) == 1
+    assert "<lambda> of '0' (Linear) changes an object of the loop" in told[0]
+
+
+def test_what_hooks_keep_in_the_module_or_do_not_keep_passes(caplog: pytest.LogCaptureFixture) -> None:
+    net: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    options = {"factor": 2.0, "many": [0.0] * 5_000}
+    net[0].seen = {}
+    net[0].register_forward_hook(lambda module, inputs, output: options["factor"] * output)
+    net[0].register_forward_hook(lambda module, inputs, output: module.seen.update(width=output.shape[1]))
+    with flowdp.setup(net, devices=["cpu"] * 2, progress=False) as dp:
+        dp(torch.randn(4, 3)).sum().backward()
+    assert not [record for record in caplog.records if "hook" in record.getMessage()]
