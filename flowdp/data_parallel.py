@@ -48,6 +48,7 @@ from flowdp.engine.setup import (
 )
 from flowdp.engine.sharded import call_sharded, cut, parts_of
 from flowdp.engine.stepping import Stepping
+from flowdp.engine.whole_batch import check_embeddings
 from flowdp.engine.windows import Window, WindowResult, run_window, window_call
 from flowdp.errors import FlowdpError, OptionError
 from flowdp.observe.banner import tell_devices
@@ -142,6 +143,8 @@ def setup(
     ratios = None if partition_ratios is None else fixed_ratios(partition_ratios, len(chosen))
     options, windows = check_cadence(cadence, chosen, ratios)
     check_batch_norm(model, chosen, windows=windows)
+    if len(chosen) > 1:
+        check_embeddings(model, "setup", is_shared=True)
     layout = Layout(dim, split, join, reduce)
     layout.check_names(model)
     check_flag("check", check)

@@ -35,11 +35,15 @@ class Touched:
     Args:
         world_size: Ranks.
 
+    Attributes:
+        world_size: Ranks.
+
     Threads:
         `put`: each rank's own, once a round, before the gate. `union`, `any_weighted`: any, behind it.
     """
 
     def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
         self._rows: list[list[tuple[Sequence[bool], bool]]] = [[((), False)] * world_size for _ in range(2)]
 
     def put(self, rank: int, turn: int, touched: Sequence[bool], is_weighted: bool) -> None:

@@ -32,6 +32,7 @@ from flowdp.engine.learning_rate import LearningRate
 from flowdp.engine.replica import LossOption, Replica, loss_function
 from flowdp.engine.sizes import Sizes
 from flowdp.engine.train_step import OwnStepReplica, TrainStep
+from flowdp.engine.whole_batch import check_dense, check_embeddings
 from flowdp.errors import OptionError
 from flowdp.options import Policy, Precision
 
@@ -55,7 +56,7 @@ class Parts:
         precision: Of forward and loss.
         max_grad_norm: Of the gradients; None: not clipped.
         schedule: As `LearningRate` takes it, behind the optimizers.
-        checks: Whether the first rank checks its first loss (exact).
+        checks: Whether the first rank checks its loss now and then (exact).
         repeats: Whether CPU ranks draw by the seed, too: the shares are fixed, so all else repeats (exact).
     """
 
@@ -85,6 +86,8 @@ def build_replicas(parts: Parts, devices: Sequence[torch.device]) -> list[Replic
     lanes = open_lanes(devices)
     modules = build_models(parts.model, lanes)
     check_synchronised(modules, parts.policy, devices)
+    if parts.policy == "exact":
+        check_embeddings(modules[0], "policy='exact'", is_shared=len(devices) > 1)
     flats = equal_start(modules, lanes)
     if parts.policy == "exact" and least_part(plain_layers(modules[0])) > 1:
         log.warning(
@@ -122,6 +125,7 @@ def _replica(
         assert parts.loss is not None
         loss = loss_function(parts.loss, lane.device)
         if parts.policy == "exact":
+            check_dense(all_of(optimizers)[0])
             size = parts.sizes.parts[flat.rank]
             return ExactReplica(
                 size,

@@ -17,18 +17,26 @@ from torch import Tensor, nn
 
 from flowdp.collective.batch_norm import SharedStatistics, WindowGroups
 from flowdp.data.portion import Portion
-from flowdp.device.draws import OwnDraws
+from flowdp.data.trees import tensors_of
+from flowdp.device.draws import OwnDraws, is_watched
 from flowdp.device.gradients import FlatGradients, Touched
 from flowdp.device.streams import QUIET
 from flowdp.engine.context import CurrentWorker
 from flowdp.engine.first_loss import check_mean
 from flowdp.engine.replica import NOT_OURS, Replica, cuts
+from flowdp.engine.whole_batch import Written
 from flowdp.messages import Outcome, Part
 
 __all__ = ["ExactReplica"]
 
 CHECKSUMS = 8
 """Checksums that may be on their way to the host: more than rounds can be under way on a device."""
+
+IGNORED = -100
+"""Label that torch's losses leave out by default."""
+
+LABELS = (torch.int8, torch.int16, torch.int32, torch.int64)
+"""Types of labels that can be that."""
 
 
 class ExactReplica(Replica):
@@ -39,7 +47,7 @@ class ExactReplica(Replica):
         touched: What the ranks tell each other.
         groups: Of the ranks that have a part of a window, for SyncBatchNorm.
         seed: Of what this rank draws, where that repeats; None: from torch's own generator.
-        checks: Whether the first loss is checked; see `check_mean`.
+        checks: Whether the loss is checked, in the windows 1, 2, 4, 8, ...; see `check_mean`.
         replica: As of `Replica`.
 
     Raises:
@@ -58,6 +66,8 @@ class ExactReplica(Replica):
         super().__init__(*replica)
         self._seed = seed if self.device.type == "cpu" else None  # a card has a generator of its own
         self._checks = checks
+        self._parts = 0  # that could be checked so far
+        self._is_part = touched.world_size > 1  # of a window, what it gets
         self._groups = groups
         self._norms = SharedStatistics(self.module)
         self.meets = bool(self._norms)
@@ -81,9 +91,14 @@ class ExactReplica(Replica):
         """Forward and backward of this rank's part, in micro-batches; see `Replica.add`."""
         samples = batch.samples
         if self._checks and samples > 1:
-            self._checks = False
-            self._check_loss(batch, worker)
+            self._parts += 1
+            if is_watched(self._parts):
+                self._check_loss(batch, worker)
         part = self.part or Part(0, samples)
+        pieces = part.forwards or self.forwards(batch, samples)
+        written = None
+        if not self._has_stepped and self.flat.rank == 0 and (pieces > 1 or self._is_part):
+            written = Written(self.module)
         with (
             self._groups.taking_part(self.flat.rank, worker.global_step, part.ranks) as group,
             # Its gradients are those of the mean over its samples.
@@ -91,13 +106,15 @@ class ExactReplica(Replica):
             # By the window, so that a run that goes on from a checkpoint draws as one that did not end.
             nullcontext() if self._seed is None else OwnDraws(self._seed, self.flat.rank, worker.global_step),
         ):
-            for start, stop in cuts(samples, part.forwards or self.forwards(batch, samples)):
+            for start, stop in cuts(samples, pieces):
                 worker.samples = stop - start
                 self._named = None
                 loss = self._forward(batch.rows(start, stop), worker)
                 self._backward(self._weighted(loss, worker.samples, samples))
         if not self._has_stepped:
             self._check_first()
+        if written is not None:
+            written.tell()
 
     def forwards(self, batch: Any, samples: int) -> int:  # noqa: ARG002 - a part can always be cut
         """See `Replica.forwards`."""
@@ -153,14 +170,17 @@ class ExactReplica(Replica):
 
     def _check_loss(self, batch: Portion, worker: CurrentWorker) -> None:
         samples = min(batch.samples, max(2, self._size))
+        starts = (min(start, batch.samples - samples) for start in range(0, batch.samples, samples))
+        # A mean that leaves labels out differs from one over samples only where there are such labels.
+        at = next((start for start in starts if _ignores(batch.rows(start, start + samples))), 0)
 
         def rows(start: int, stop: int) -> Any:
             worker.samples = stop - start
-            return batch.rows(start, stop)
+            return batch.rows(at + start, at + stop)
 
         sink, worker.sink = worker.sink, lambda *_: None  # it is no step, and records nothing
         try:
-            check_mean(self.module, self._under_autocast, rows, samples, self.device)
+            self._checks = check_mean(self.module, self._under_autocast, rows, samples, self.device)
         finally:
             worker.sink = sink
 
@@ -197,3 +217,8 @@ class ExactReplica(Replica):
             self._named = result["weight"]
             result = {name: value for name, value in result.items() if name != "weight"}
         return super()._unpack(result, worker)
+
+
+def _ignores(batch: Any) -> bool:
+    """Whether a label of the batch is the one that losses leave out."""
+    return any(bool((leaf == IGNORED).any()) for leaf in tensors_of(batch) if leaf.dtype in LABELS)

@@ -1,4 +1,4 @@
-"""The first loss under policy="exact" is a mean over samples, or over what it names."""
+"""The loss under policy="exact" is a mean over samples, or over what it names."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import flowdp
 from flowdp import StepError, current_worker
+from flowdp.engine.first_loss import check_mean
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(12) % 3
@@ -123,6 +124,60 @@ def test_it_leaves_no_trace() -> None:
 def test_a_run_that_goes_on_is_not_checked_again(tmp_path: Path) -> None:
     start(mean, checkpoint=tmp_path, resume=True).join()
     assert start(by_class, checkpoint=tmp_path, resume=True, epochs=2).join().global_step == 2
+
+
+@pytest.mark.parametrize("at", [5, 30, 63])
+def test_a_label_that_is_ignored_later_is_found(at: int) -> None:
+    """In the windows 1, 2, 4, 8, ..., in whichever micro-batch of the first device."""
+    inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+    labels = torch.arange(64) % 3
+    labels[at] = -100
+
+    def weighted(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"loss": mean(model, batch), "weight": (batch[1] >= 0).sum()}
+
+    given: dict[str, Any] = {
+        "dataset": (inputs, labels), "batch_size": 2, "global_batch_size": 8, "devices": ["cpu"],
+        "model": nn.Linear(4, 3),
+    }  # fmt: skip
+    assert start(weighted, **given).join().global_step == 8
+    run = start(mean, **given)
+    with pytest.raises(StepError, match="'weight'"):
+        run.join()
+    assert run.status().local_steps == (at // 8,)
+    assert start(mean, **given, check=False).join().global_step == 8
+
+
+def test_a_loss_is_looked_at_ever_more_rarely() -> None:
+    calls: list[int] = []
+
+    def counted(model: nn.Module, batch: Any) -> Tensor:
+        calls.append(len(calls))
+        return mean(model, batch)
+
+    start(counted, batch_size=1, global_batch_size=2, devices=["cpu"], model=nn.Linear(4, 3), epochs=3).join()
+    assert len(calls) == 18 * 2 + 5 * 3  # windows 1, 2, 4, 8, 16: the loss of two samples, and of each
+
+
+def test_the_rounding_of_a_small_difference_of_large_numbers_is_no_error() -> None:
+    """As of a loss at the end of a run."""
+
+    def rounded(model: nn.Module, batch: Any) -> Tensor:
+        out = model(batch[0]) * (1 + 2.0**-23 * len(batch[0]))  # as products of another shape may be
+        return F.mse_loss(out, batch[1])
+
+    module = nn.Linear(1, 1)
+    nn.init.constant_(module.weight, 1000.0)
+    x = torch.ones(6, 1)
+    y = module(x).detach() + 1e-2
+
+    def rows(start: int, stop: int) -> Any:
+        return x[start:stop], y[start:stop]
+
+    assert check_mean(module, rounded, rows, 6, x.device)
+    assert module.weight.item() == 1000.0
+    with pytest.raises(ValueError, match="is not the mean of"):
+        check_mean(module, lambda m, b: len(b[0]) * rounded(m, (b[0], b[1] + 1)), rows, 6, x.device)
 
 
 def test_no_other_policy_asks() -> None:
