@@ -30,6 +30,12 @@ __all__ = ["Trials"]
 TF32 = 2.0**-11
 """Rounding of what tensor cores make of float32."""
 
+NARROW = {
+    torch.float32: (torch.float16, torch.bfloat16),
+    torch.float64: (torch.float16, torch.bfloat16, torch.float32),
+}
+"""Floats that are widened, by the one that they become."""
+
 DRAWS = frozenset(
     (
         *("bernoulli", "bernoulli_", "binomial", "cauchy", "cauchy_", "exponential", "exponential_"),
@@ -58,6 +64,7 @@ class Trials:
             statistics alone.
         is_wide: Whether parameters and buffers of 16 bits are float32 meanwhile, and autocast is off.
         is_still: Whether draws are constants.
+        is_double: Whether all floats are float64 instead, where the module's operations take them.
         is_alone: Whether no other thread draws meanwhile; else the generators of torch, numpy and Python
             are left as the runs leave them.
 
@@ -77,6 +84,7 @@ class Trials:
         is_eval: bool,
         is_wide: bool,
         is_still: bool,
+        is_double: bool = False,
         is_alone: bool = True,
     ) -> None:
         self.epsilon = 0.0
@@ -85,7 +93,8 @@ class Trials:
         self._module = module
         self._device = device
         self._is_eval = is_eval
-        self._is_wide = is_wide
+        self._is_wide = is_wide or is_double
+        self._wide = torch.float64 if is_double else torch.float32
         self._is_still = is_still
         self._state = _State(module, device, is_alone=is_alone)
 
@@ -126,14 +135,17 @@ class Trials:
     def _own(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return copy(leaf) if type(leaf) in (list, np.ndarray) else leaf
-        return leaf.float() if self._is_wide and _is_narrow(leaf) else leaf.clone()
+        return leaf.to(self._wide, copy=True) if self._widens(leaf) else leaf.clone()
+
+    def _widens(self, tensor: Tensor) -> bool:
+        return self._is_wide and tensor.dtype in NARROW[self._wide]
 
     def _set_modes(self) -> None:
         # Put back like all else: the flags are attributes, the statistics buffers.
         if self._is_wide:
             for tensor in (*self._module.parameters(), *self._module.buffers()):
-                if _is_narrow(tensor):
-                    tensor.data = tensor.data.float()
+                if self._widens(tensor):
+                    tensor.data = tensor.data.to(self._wide)
         for part in self._module.modules():
             if self._is_eval or isinstance(part, (_BatchNorm, _DropoutNd, nn.RNNBase)):
                 part.training = False
@@ -357,10 +369,6 @@ def _holds_numbers(value: Any) -> bool:
 
 def _is_equal(mine: Tensor, other: Tensor) -> bool:
     return mine is other or torch.equal(mine.to(other.dtype), other)
-
-
-def _is_narrow(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.dtype in (torch.float16, torch.bfloat16)
 
 
 def _epsilon(leaf: object) -> float:

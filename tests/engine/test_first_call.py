@@ -556,6 +556,33 @@ def test_a_module_that_cannot_take_the_whole_batch_is_told_once(
     assert "with the whole batch it raises AssertionError: four at most" in told
 
 
+class Rounding(nn.Module):
+    """Makes much of a rounding that depends on the number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.kinds = nn.Linear(6, 3), set[torch.dtype]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        self.kinds = self.kinds | {out.dtype}
+        return out + (out / len(x) * len(x) - out) * 5e5
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_a_difference_by_rounding_is_none(setup: Any, kind: torch.dtype) -> None:
+    torch.manual_seed(1)
+    model = Rounding()
+    x = torch.randn(48, 6)
+    whole = model(x)
+    assert not torch.allclose(whole, torch.cat([model(part) for part in x.split(16)]), rtol=1e-3, atol=1e-3)
+    model.to(kind)
+    before = [tensor.clone() for tensor in model.state_dict().values()]
+    setup(model, devices=["cpu"] * 3)(x.to(kind))
+    assert model.kinds == {torch.float32, kind}
+    assert_equal(list(model.state_dict().values()), before)
+
+
 def test_numbers_drawn_for_each_sample_in_python(setup: Any, caplog: pytest.LogCaptureFixture) -> None:
     class Noisy(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
