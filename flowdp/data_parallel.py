@@ -24,7 +24,7 @@ from flowdp.device.topology import resolve_devices
 from flowdp.device.transfer import move
 from flowdp.engine.alias import AliasModule
 from flowdp.engine.evaluate import evaluating
-from flowdp.engine.first_call import Call, Schedule, check_call
+from flowdp.engine.first_call import Call, check_call
 from flowdp.engine.gather import Joining
 from flowdp.engine.layout import Callee, DimOption, JoinFunction, Layout, ReduceOption, SplitFunction
 from flowdp.engine.live import check_free
@@ -34,6 +34,7 @@ from flowdp.engine.peers import Peers, ReplicaFactory
 from flowdp.engine.predict import batches_of, predict
 from flowdp.engine.recipe import Inputs, InputsOption, LossFunction, Recipe, Taps
 from flowdp.engine.scatter import Arguments, Part
+from flowdp.engine.schedule import Schedule
 from flowdp.engine.setup import (
     OptimizerOption,
     check_batch_norm,

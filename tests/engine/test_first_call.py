@@ -18,7 +18,7 @@ from torch.optim import SGD
 import flowdp
 from flowdp import DataParallel, FlowdpError, OptionError
 from flowdp.engine import first_call
-from flowdp.engine.first_call import Call, Schedule, check_call
+from flowdp.engine.first_call import Call, check_call
 from flowdp.engine.layout import Callee, Layout
 from tests.engine.test_layout import Tagger, WordModel, padded
 from tests.loops import CPU, assert_equal, gradients, mlp, numbers
@@ -628,50 +628,6 @@ def call(model: nn.Module, x: Any, sizes: tuple[int, ...]) -> Call:
 
 
 # ---------------------------------------------------------------- which calls
-def form(*numbers: bool) -> Any:
-    return "tree", numbers
-
-
-def due(schedule: Schedule, forms: list[Any], modes: object = True) -> list[int]:
-    """Which of so many calls are checked, before or after; counted from 1."""
-    found = []
-    for number, seen in enumerate(forms, 1):
-        is_before = schedule.is_due(modes)
-        if is_before | (not schedule.has_seen(seen)):
-            found.append(number)
-    return found
-
-
-def test_calls_are_checked_at_growing_distances() -> None:
-    for outputs in (form(True), form(False)):
-        assert due(Schedule(Callee(mlp().forward)), [outputs] * 40) == [1, 2, 4, 8, 16, 32]
-
-
-def test_each_form_of_outputs_has_its_distances() -> None:
-    schedule = Schedule(Callee(mlp().forward))
-    rows, number = form(False), form(True)
-    assert due(schedule, [rows, rows, rows, number, number, rows, number, number]) == [1, 2, 4, 5, 6, 8]
-    schedule.give_up()
-    assert due(schedule, [form(True, True)] * 20) == []
-
-
-def test_each_mode_has_its_distances() -> None:
-    schedule = Schedule(Callee(mlp().forward))
-    assert due(schedule, [form(False)] * 4, modes=False) == [1, 2, 4]
-    assert due(schedule, [form(False)] * 5, modes=True) == [1, 2, 4]
-    assert due(schedule, [form(False)] * 5, modes=False) == [4]
-    schedule.give_up()
-    assert due(schedule, [form(False)] * 9, modes=False) == []
-    assert due(schedule, [form(False)] * 4, modes=True) == [3]
-
-
-def test_forms_without_end_are_checked_at_growing_distances_too() -> None:
-    checked = due(Schedule(Callee(mlp().forward)), [(place, (False,)) for place in range(200)])
-    assert checked == [*range(1, 17), 17, 18, 20, 24, 32, 48, 80, 144]
-    schedule = Schedule(Callee(mlp().forward))
-    assert sum(len(due(schedule, [form(False)], modes)) for modes in range(200)) == 24
-
-
 def test_methods_have_a_schedule_each(setup: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     checked = []
     monkeypatch.setattr(
