@@ -33,7 +33,7 @@ from flowdp.engine.pacing import Alone, Pacing
 from flowdp.engine.peers import Peers, ReplicaFactory
 from flowdp.engine.predict import batches_of, predict
 from flowdp.engine.recipe import Inputs, InputsOption, LossFunction, Recipe, Taps
-from flowdp.engine.scatter import Arguments, Part
+from flowdp.engine.scatter import Part
 from flowdp.engine.schedule import Schedule
 from flowdp.engine.setup import (
     OptimizerOption,
@@ -368,7 +368,8 @@ class DataParallel(AliasModule):
         assert self._peers is not None
         layout, schedule = self._layout, self._schedule(function)
         callee = schedule.callee
-        arguments = Arguments(args, kwargs, layout.dims(callee, args, kwargs))
+        arguments = layout.arguments(callee, args, kwargs)
+        layout = layout.of(arguments)
         sizes = self._pacing.cut(arguments.samples) if arguments.samples else (0,) * self.world_size
         if arguments.samples is None and not self._has_warned:
             self._has_warned = True

@@ -37,6 +37,7 @@ __all__ = [
     "field_of",
     "flatten",
     "is_cut",
+    "is_size",
     "moves_itself",
     "tensors_of",
     "tree_map",
@@ -199,6 +200,11 @@ def column(leaf: object) -> TypeGuard[list[Any] | tuple[Any, ...]]:
     return type(leaf) is tuple or isinstance(leaf, list)
 
 
+def is_size(leaf: object) -> bool:
+    """Whether an argument is a tuple of numbers alone, which is mostly a size."""
+    return type(leaf) is tuple and all(type(item) in (int, float) for item in leaf)
+
+
 def is_cut(leaf: Any, samples: int | None, dim: int = 0) -> bool:
     """Whether a leaf is cut: a tensor, array or column as long as the batch.
 
@@ -333,7 +339,7 @@ class _Walk:
     def _is_column(self, node: Any) -> bool:
         if self._samples is not None and (len(node) != self._samples or not node):
             return False
-        if self._with_sizes and type(node) is tuple and all(type(item) in (int, float) for item in node):
+        if self._with_sizes and is_size(node):
             return False
         return not any(isinstance(leaf, _HOLDS_SAMPLES) for leaf in walk(node))
 

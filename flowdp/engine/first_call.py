@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowdp.data.trees import flatten, tensors_of
+from flowdp.data.trees import column, flatten, tensors_of
 from flowdp.engine.comparison import Difference, compare, is_close
 from flowdp.engine.gather import Joining, Returned
 from flowdp.engine.hooks import Outside
@@ -72,8 +72,7 @@ class Call:
     @property
     def arguments(self) -> Arguments:
         """The arguments, with the dims along which they are cut."""
-        dims = self.layout.dims(self.callee, self.args, self.kwargs)
-        return Arguments(self.args, self.kwargs, dims)
+        return self.layout.arguments(self.callee, self.args, self.kwargs)
 
     @property
     def named(self) -> list[tuple[str | int, Any]]:
@@ -102,14 +101,19 @@ class Call:
             if sum(self.sizes) <= 2:
                 return None
             sizes = (1, 1)
-        part = self.arguments.part(0, sum(sizes), None)
+        arguments = self.arguments
+        if arguments.listed:
+            (args, kwargs), *_ = arguments.apart(self.args, self.kwargs, (sum(sizes),))
+            return replace(self, args=args, kwargs=kwargs, sizes=sizes)
+        part = arguments.part(0, sum(sizes), None)
         return replace(self, args=part.args, kwargs=part.kwargs, sizes=sizes)
 
     def how(self) -> str:
         """The cut in words, for messages."""
         pieces = f"{sum(self.sizes)} samples as {' + '.join(map(str, self.sizes))}"
         if self.layout.split is not None:
-            return f"{pieces}, by split"
+            is_own = getattr(self.layout.split, "__func__", None) is not Arguments.apart
+            return f"{pieces}, by {'split' if is_own else 'the entries of its lists'}"
         dim = self.arguments.dim
         for name, value in self.named:
             for leaf in tensors_of(value):
@@ -337,6 +341,13 @@ def _error(trials: Trials, call: Call, whole: Any, found: _Trouble) -> FlowdpErr
 
 
 def _general_advice(call: Call, whole: Any, found: _Trouble) -> str:
+    lists = [name for name, value in call.named if column(value) and any(map(torch.is_tensor, value))]
+    if found.cause is not None and lists and call.layout.split is None:
+        return (
+            f"The tensors in {lists[0]!r} were taken for inputs that each have the batch along a dim. If "
+            "each is a sample, stack them; or give a second list beside it, with a dict of tensors for each "
+            "sample."
+        )
     squeezed = [
         one
         for one in found.differences

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -65,6 +65,7 @@ class Callee:
         told: Buffers and attributes that the log has named.
         ways: How leaves of the arguments were given when they first had a length: see `Arguments.ways`.
         pattern: Of the last call that was cut: see `Arguments.pattern`.
+        has_entries: Whether lists among its arguments have been found to have an entry for each sample.
     """
 
     def __init__(self, function: Callable[..., Any], skip: int = 0) -> None:
@@ -73,6 +74,7 @@ class Callee:
         self.told: set[str] = set()
         self.ways: dict[KeyPath, int | None] = {}
         self.pattern: tuple[Any, ...] = ()
+        self.has_entries = False
         self.parameters: tuple[str, ...] | None = None  # None: any name goes
         try:
             parameters = list(inspect.signature(function).parameters.values())[skip:]
@@ -165,6 +167,21 @@ class Layout:
             self.dim[place] if place in self.dim and place < len(args) else self.dim.get(name, 0)
             for place, name in enumerate(names)
         ]
+
+    def arguments(self, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The arguments of a call, with the dims along which they are cut.
+
+        Lists that have once had an entry for each sample are not taken for anything else.
+        """
+        made = Arguments(args, kwargs, self.dims(callee, args, kwargs), has_entries=callee.has_entries)
+        callee.has_entries = callee.has_entries or bool(made.listed)
+        return made
+
+    def of(self, arguments: Arguments) -> Layout:
+        """The layout of one call: lists with an entry for each sample are cut as if the user did it."""
+        if self.split is None and arguments.listed:
+            return replace(self, split=arguments.apart)
+        return self
 
     def check(self, callee: Callee, arguments: Arguments) -> None:
         """Check that a call can be cut, and that nothing is cut that went whole in an earlier one.

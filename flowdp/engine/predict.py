@@ -14,7 +14,6 @@ from flowdp.data.trees import cut, tree_map
 from flowdp.engine.gather import Returned, join
 from flowdp.engine.layout import Callee, Layout
 from flowdp.engine.recipe import Inputs
-from flowdp.engine.scatter import Arguments
 from flowdp.errors import DataError, FlowdpError, OptionError
 
 __all__ = ["batches_of", "predict"]
@@ -76,7 +75,7 @@ def predict(
     dim = 0
     for batch in batches:
         args, kwargs = inputs.of(batch)
-        arguments = Arguments(args, kwargs, layout.dims(callee, args, kwargs))
+        arguments = layout.arguments(callee, args, kwargs)
         if not arguments.samples:
             raise DataError(f"a batch has no samples ({arguments})")
         weights, dim = layout.weigh(callee, args, kwargs), arguments.dim

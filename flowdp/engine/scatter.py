@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,12 @@ from torch import Tensor
 from flowdp.data.trees import (
     Uncuttable,
     batch_length,
+    column,
     cut,
     described,
     flatten,
     is_cut,
+    is_size,
     unflatten,
     walk,
 )
@@ -111,9 +114,12 @@ class Arguments:
         kwargs: By name.
         dims: Along which tensors are cut: one for all, or for each argument its own, first the positional
             ones; None: not at all.
+        has_entries: Whether lists are known to have an entry for each sample.
 
     Attributes:
         samples: Length of the batch; None without a tensor, array or list of texts that has a length.
+        listed: Names and positions of the lists that have an entry for each sample, where the batch is in
+            lists alone: images of any size, and a record for each. Else empty.
         dim: Of the tensor that has this length; 0 without.
         wanting: Tensors that ask for a gradient, in order.
         sparse: Path to a sparse tensor as long as the batch, which cannot be cut; None: there is none.
@@ -124,12 +130,23 @@ class Arguments:
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None = None,
         dims: int | Sequence[int | None] | None = 0,
+        *,
+        has_entries: bool = False,
     ) -> None:
         # A dict is never taken for a column, as a tuple of two lists of texts might be.
         named: dict[Any, Any] = {**dict(enumerate(args)), **(kwargs or {})}
         self._positional = len(args)
         of_arguments = list(dims) if isinstance(dims, Sequence) else [dims] * len(named)
         self.samples, self.dim = _length(named, of_arguments)
+        self.listed: frozenset[Any] = frozenset()
+        entries = _entries(named, of_arguments, None if has_entries else self.samples)
+        if entries is not None:
+            self.samples, self.dim = entries, 0
+            self.listed = frozenset(
+                key
+                for (key, value), dim in zip(named.items(), of_arguments, strict=True)
+                if dim is not None and column(value) and len(value) == entries and not is_size(value)
+            )
         self._leaves, self._form = flatten(named, self.samples, with_sizes=True)
         self._dims = [
             dim
@@ -161,6 +178,25 @@ class Arguments:
         if self._refused is not None:
             place, why = self._refused
             raise FlowdpError(f"argument {self.names[place]}: {why}")
+
+    def apart(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: tuple[int, ...]
+    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The entries of the lists in `listed`, for each part, beside everything else.
+
+        Args:
+            args: Positional arguments.
+            kwargs: By name.
+            sizes: Samples of each part.
+        """
+        parts = []
+        for stop, size in zip(accumulate(sizes), sizes, strict=True):
+            named = {
+                key: value[stop - size : stop] if key in self.listed else value
+                for key, value in (*enumerate(args), *kwargs.items())
+            }
+            parts.append((tuple(named.pop(place) for place in range(len(args))), named))
+        return parts  # type: ignore[return-value]
 
     @property
     def pattern(self) -> tuple[Any, ...]:
@@ -315,6 +351,43 @@ def _length(named: Mapping[Any, Any], dims: Sequence[int | None]) -> tuple[int |
             if isinstance(leaf, Tensor) and leaf.dim() > dim:
                 return leaf.shape[dim], dim
     return batch_length({place: value for place, (value, _) in enumerate(given)}), 0
+
+
+def _entries(named: Mapping[Any, Any], dims: Sequence[int | None], samples: int | None) -> int | None:
+    """Samples of a batch that is in lists alone, with an entry for each; None: it is not.
+
+    Two lists of one length, one of them of records that hold tensors of other lengths than the first tensor:
+    those could not be cut.
+
+    Args:
+        named: The arguments.
+        dims: Theirs.
+        samples: Length of the first tensor; None: lists are known to have an entry for each sample.
+    """
+    lists: list[Sequence[Any]] = []
+    for value, dim in zip(named.values(), dims, strict=True):
+        if isinstance(value, Tensor) or dim:
+            return None
+        if dim is None or not any(isinstance(leaf, Tensor) for leaf in walk(value)):
+            continue
+        if not column(value):
+            return None
+        lists.append(value)
+    if len({len(value) for value in lists}) != 1:
+        return None
+    records = [
+        record
+        for value in lists
+        if not any(isinstance(entry, Tensor) or column(entry) for entry in value)
+        for record in value
+    ]
+    is_unlike = any(
+        leaf.dim() == 0 or len(leaf) != samples
+        for record in records
+        for leaf in walk(record)
+        if isinstance(leaf, Tensor)
+    )
+    return len(lists[0]) if samples is None or (len(lists) > 1 and is_unlike) else None
 
 
 def _piece(tensor: Tensor, dim: int | None, start: int, samples: int) -> Tensor:

@@ -620,6 +620,20 @@ def test_a_device_without_room_for_the_whole_batch(
     assert (not told) if room > 1 else ("no memory for two samples" in told[0])
 
 
+def test_half_of_a_batch_of_lists() -> None:
+    images = [numbers(3, 4, size) for size in range(6)]
+    records = [{"boxes": numbers(count, 4)} for count in range(6)]
+    callee, layout = Callee(lambda images, records: 0), Layout()
+    args = (images, records)
+    arguments = layout.arguments(callee, args, {})
+    call = Call(callee, lambda *_: 0, args, {}, (4, 2), layout.of(arguments), CPU)
+    half = call.fewer()
+    assert half is not None
+    assert half.args == (images[:3], records[:3])
+    assert [len(part.args[0]) for part in half.parts()] == [2, 1]
+    assert call.how() == "6 samples as 4 + 2, by the entries of its lists"
+
+
 def call(model: nn.Module, x: Any, sizes: tuple[int, ...]) -> Call:
     def run(module: nn.Module, part: Any) -> Any:
         return module(*part.args, **part.kwargs)

@@ -231,6 +231,44 @@ def test_a_sparse_tensor_goes_whole_or_is_refused(setup: Any, kind: str) -> None
     assert all(len(gradient) for gradient in gradients(model))
 
 
+# ---------------------------------------------------------------- lists of samples
+class Detector(nn.Module):
+    """A detection model: images of unlike sizes, and a record of boxes for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 4)
+
+    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None) -> Any:
+        out = self.head(torch.stack([self.inner(image).mean((1, 2)) for image in images]))
+        if targets is None:
+            return out
+        pairs = zip(out, targets, strict=True)
+        return {
+            "loss": torch.stack([(row - one["boxes"].mean(0)).square().sum() for row, one in pairs]).mean()
+        }
+
+
+def test_a_detection_model(setup: Any) -> None:
+    model = seeded(Detector)
+    twin = copy.deepcopy(model)
+    dp = setup(model)
+    for samples, boxes in ((6, (1, 2, 3, 4, 5, 6)), (3, (3, 3, 3)), (1, (3,))):
+        images = [numbers(3, 8 + k, 9, seed=k) for k in range(samples)]
+        targets = [{"boxes": numbers(count, 4), "labels": torch.arange(count)} for count in boxes]
+        for call in (dp, twin):
+            call(images, targets)["loss"].backward()
+        assert_equal(gradients(model), gradients(twin))
+        assert sum(dp.shard_sizes) == samples
+        assert_equal([dp(images)], [twin(images)])
+
+
+def test_a_list_of_images_alone_may_be_anything(setup: Any) -> None:
+    images = [numbers(3, 8, 9) for _ in range(4)]
+    with pytest.raises(FlowdpError, match=r"tensors in 'images' were taken .* stack them; or give a second"):
+        setup(seeded(Detector))(images)
+
+
 # ---------------------------------------------------------------- options
 @pytest.mark.parametrize(
     ("options", "message"),

@@ -113,3 +113,36 @@ def test_how_leaves_are_given() -> None:
         assert more.pattern != arguments.pattern
     assert Arguments((x, mask), None, [0, None]).ways() == {(0,): None}
     assert Arguments((x.to_sparse(), mask)).sparse == (0,)
+
+
+def test_lists_with_an_entry_for_each_sample() -> None:
+    images = [numbers(3, 4, size) for size in (5, 6)]
+    records = [{"boxes": numbers(count, 4)} for count in (3, 1)]
+    arguments = Arguments((images, records), {"names": ["a", "b"], "k": 4, "size": (7, 8)})
+    assert (arguments.samples, arguments.listed) == (2, {0, 1, "names"})
+    first, second = arguments.apart((images, records), {"names": ["a", "b"], "k": 4}, (1, 1))
+    assert first == ((images[:1], records[:1]), {"names": ["a"], "k": 4})
+    assert second == ((images[1:], records[1:]), {"names": ["b"], "k": 4})
+
+
+@pytest.mark.parametrize(
+    ("args", "dims"),
+    [
+        ((numbers(2, 3), [{"boxes": numbers(4, 4)}] * 2), 0),  # a tensor has the batch
+        (([numbers(3, 2)] * 2,), 0),  # two inputs of three samples
+        (([numbers(3, 2)] * 2, [numbers(3, 2), numbers(5, 2)]), 0),
+        (([numbers(3, 2)] * 2, [{"x": numbers(3)}] * 2), 0),  # all can be cut
+        (([numbers(3, 2)] * 2, [{"x": numbers(4)}] * 3), 0),
+        (([numbers(3, 2)] * 2, {"x": numbers(4)}), 0),
+        (([numbers(3, 3)] * 2, [{"x": numbers(4, 3)}] * 2), 1),
+        (([numbers(3, 2)] * 2, [{"x": numbers(4)}] * 2), [0, None]),
+    ],
+)
+def test_lists_that_may_be_anything_else(args: Any, dims: Any) -> None:
+    assert not Arguments(args, dims=dims).listed
+
+
+def test_lists_that_are_known_to_have_an_entry_for_each_sample() -> None:
+    images = [numbers(3, 2)] * 4
+    assert Arguments((images,), has_entries=True).samples == 4
+    assert Arguments((torch.stack(images),), has_entries=True).listed == frozenset()
