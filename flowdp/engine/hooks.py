@@ -194,23 +194,30 @@ def _contents(cell: CellType) -> list[Any]:
 
 
 class Outside:
-    """The objects that forward hooks reach and that are no part of their module.
+    """The objects that hooks reach and that are no part of their module.
 
     Args:
         module: With its hooks.
+        backward: Whether those of backward are looked at; else those of forward.
 
     Its length is the number of these objects.
 
     Threads: one; nothing else may use the module meanwhile.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, backward: bool = False) -> None:
+        kinds = (
+            ("_backward_hooks", "_backward_pre_hooks")
+            if backward
+            else ("_forward_hooks", "_forward_pre_hooks")
+        )
         self._held: list[tuple[str, Any]] = []
         self._before: list[list[Any]] = []
         hooks = [
             (f"{_name(hook)} of {name or 'the module'!r} ({type(part).__name__})", hook)
             for name, part in module.named_modules()
-            for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+            for kind in kinds
+            for hook in vars(part)[kind].values()
         ]
         if not hooks:
             return

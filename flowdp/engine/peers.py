@@ -9,6 +9,7 @@ memory of the user's parameters.
 from __future__ import annotations
 
 import copy
+import logging
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,7 @@ from flowdp.device.openmp import set_own_threads
 from flowdp.device.streams import Lane
 from flowdp.device.transfer import carry, copied
 from flowdp.engine.attributes import Attributes
-from flowdp.engine.hooks import Twins
+from flowdp.engine.hooks import Outside, Twins
 from flowdp.engine.lost_gradients import check_transforms
 from flowdp.engine.sharing import Sharing
 from flowdp.engine.stopwatch import Stopwatch
@@ -47,6 +48,8 @@ from flowdp.policy.pool_size import PoolSize
 from flowdp.threads.crew import Crew
 
 __all__ = ["Peers", "ReplicaFactory"]
+
+log = logging.getLogger("flowdp")
 
 T = TypeVar("T")
 
@@ -122,6 +125,7 @@ class Peers:
             int, tuple[int, int]
         ] = {}  # the user's own behind it: by index, which, and its version
         self._is_spoilt = False
+        self._is_first_backward = len(lanes) > 1
         self._shares = [not repeats and is_shared for is_shared in share_generator(self.devices)]
         self._backwards = [0] * len(lanes)
         self._kinds = frozenset(device.type for device in self.devices)
@@ -276,7 +280,17 @@ class Peers:
         try:
             if self._attributes.is_live:  # a checkpoint in the module calls its parts again
                 self._attributes.look()
+            outside = Outside(self.modules[0], backward=True) if self._is_first_backward else None
+            if outside:
+                outside.note()
             yield
+            self._is_first_backward = False
+            if outside and (changed := outside.changes()):
+                log.warning(
+                    "the hook %s keeps results in an object of the loop: it is called once by each device, "
+                    "with gradients of its part of the batch",
+                    ", the hook ".join(changed),
+                )
             if self._attributes.is_live:
                 self._attributes.note(set(range(len(self.modules))))
             if leaves and task == -1:

@@ -301,3 +301,17 @@ def test_what_hooks_keep_in_the_module_or_do_not_keep_passes(caplog: pytest.LogC
     with flowdp.setup(net, devices=["cpu"] * 2, progress=False) as dp:
         dp(torch.randn(4, 3)).sum().backward()
     assert not [record for record in caplog.records if "hook" in record.getMessage()]
+
+
+def test_backward_hooks_that_keep_results_in_an_object_of_the_loop_are_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    found: dict[str, Any] = {}
+    net[1].register_full_backward_hook(lambda module, given, came: found.update(came=came[0]))
+    net[1].register_full_backward_hook(lambda module, given, came: None)
+    with flowdp.setup(net, devices=["cpu"] * 2, progress=False) as dp:
+        for _ in range(3):
+            dp(torch.randn(4, 3)).sum().backward()
+    (told,) = [record.getMessage() for record in caplog.records if "the hook" in record.getMessage()]
+    assert "<lambda> of '1' (Linear) keeps results in an object of the loop" in told
