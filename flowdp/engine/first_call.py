@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, combinations
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from flowdp.data.trees import column, flatten, tensors_of
 from flowdp.engine.comparison import Difference, compare, is_close
 from flowdp.engine.gather import Joining, Returned
-from flowdp.engine.hooks import Outside
+from flowdp.engine.hooks import check_hooks
 from flowdp.engine.layout import RETURN, Callee, Layout, output_name
 from flowdp.engine.retry import without_frames
 from flowdp.engine.scatter import Arguments, Part
@@ -183,7 +184,8 @@ def _can_check(module: nn.Module, call: Call) -> bool:
         if found is None or _is_rounding(module, call, found, is_eval=is_eval, is_still=is_still):
             _tell_written(trials, call, written)
             _tell_noted(trials, call, noted)
-            _check_hooks(trials, call, Outside(module))
+            runs = [partial(_run, trials, call, part) for part in (call.whole(), call.parts()[-1])]
+            check_hooks(module, runs, call.callee.told, trials.epsilon)
             return True
         again = _run(trials, call, call.whole(), OTHER_SEED)
         if not compare(whole, again, trials.epsilon):
@@ -254,38 +256,6 @@ def _tell_noted(trials: Trials, call: Call, noted: dict[str, Any]) -> None:
             "them",
             call.callee.name,
             ", ".join(map(repr, differing)),
-        )
-
-
-def _check_hooks(trials: Trials, call: Call, outside: Outside) -> None:
-    """Look whether hooks keep results of the batch outside the module: the loop would use those of one part.
-
-    Raises:
-        FlowdpError: They keep a tensor.
-    """
-    if not outside:
-        return
-    found: list[dict[str, list[Any]]] = []
-    for part in (call.whole(), call.parts()[-1]):
-        outside.note()
-        _run(trials, call, part)
-        found.append(outside.changes())
-    whole, piece = found
-    for name, kept in whole.items():
-        if compare(list(tensors_of(kept)), list(tensors_of(piece.get(name))), trials.epsilon):
-            raise FlowdpError(
-                f"the hook {name} keeps a tensor of the batch in an object of the loop, and each device has "
-                "only a part of the batch: the loop would find the part of the device that was last. Return "
-                "the tensor from forward; or, if the first device's part is enough, let the hook set an "
-                "attribute of its first argument, the layer. (check=False in setup() leaves this check out.)"
-            )
-    told = [name for name in whole if name not in call.callee.told]
-    call.callee.told.update(told)
-    if told:
-        log.warning(
-            "the hook %s changes an object of the loop: it is called once by each device, with its part of "
-            "the batch",
-            ", the hook ".join(told),
         )
 
 

@@ -10,9 +10,10 @@ those of the device that was last, so changes in them are looked for, too.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import WRAPPER_ASSIGNMENTS, cache, partial
 from operator import is_not
 from types import (
@@ -30,7 +31,13 @@ from weakref import ReferenceType, ref
 import numpy as np
 from torch import Tensor, nn
 
-__all__ = ["FUNCTIONS", "Outside", "Twins", "parts_of"]
+from flowdp.data.trees import tensors_of
+from flowdp.engine.comparison import compare
+from flowdp.errors import FlowdpError
+
+__all__ = ["FUNCTIONS", "Outside", "Twins", "check_hooks", "parts_of"]
+
+log = logging.getLogger("flowdp")
 
 MOST_ENTRIES = 1_000
 """Entries of a container in a closure that is looked into."""
@@ -242,6 +249,47 @@ class Outside:
                 if new := [one for one in now if id(one) not in old and _is_result(one)]:
                     found.setdefault(name, []).extend(new)
         return found
+
+
+def check_hooks(
+    module: nn.Module, runs: Sequence[Callable[[], object]], told: set[str], epsilon: float
+) -> None:
+    """Look whether forward hooks keep results of the batch outside the module: the loop finds a part's.
+
+    Args:
+        module: With its hooks.
+        runs: Call it with the whole batch, and with a part.
+        told: Names that the log has had; those of hooks are added.
+        epsilon: The coarsest rounding of what the module computes.
+
+    Raises:
+        FlowdpError: They keep a tensor.
+    """
+    outside = Outside(module)
+    if not outside:
+        return
+    found: list[dict[str, list[Any]]] = []
+    for run in runs:
+        outside.note()
+        run()
+        found.append(outside.changes())
+    whole, piece = found
+    for name, kept in whole.items():
+        if compare(list(tensors_of(kept)), list(tensors_of(piece.get(name))), epsilon):
+            raise FlowdpError(
+                f"the hook {name} keeps a tensor of the batch in an object of the loop, and each device has "
+                "only a part of the batch: the loop would find the part of the device that was last. Return "
+                "the tensor from forward; or, if the first device's part is enough, let the hook set an "
+                "attribute of its first argument, the layer. (check=False in setup() leaves this check out.)"
+            )
+    names = [name for name in whole if name not in told]
+    told.update(names)
+    if names:
+        log.warning(
+            "the hook %s changes an object of the loop: it is called once by each device, with its part of "
+            "the batch",
+            ", the hook ".join(names),
+        )
 
 
 def _is_result(value: Any) -> bool:
