@@ -72,6 +72,8 @@ def _copy_attributes(optimizer: Optimizer, twin: Optimizer, module: nn.Module, s
             continue
         if callable(getattr(type(optimizer), name, None)):  # a scheduler's count of steps
             continue
+        if _is_compiled_alike(value, made, memo):
+            continue
         try:
             _check_data(value, known)
             copied = copy.deepcopy(value, memo)
@@ -84,6 +86,12 @@ def _copy_attributes(optimizer: Optimizer, twin: Optimizer, module: nn.Module, s
         if isinstance(copied, Tensor) and isinstance(made, Tensor):
             copied = copied.to(made.device)
         vars(twin)[name] = copied
+
+
+def _is_compiled_alike(value: object, made: object, memo: dict[int, Any]) -> bool:
+    """Whether both are `torch.compile` of a common function, or of a method of each."""
+    mine, other = (getattr(one, "_torchdynamo_orig_callable", None) for one in (value, made))
+    return mine is not None and bool(copy.deepcopy(mine, memo) == other)
 
 
 def _parts(module: nn.Module) -> list[object]:

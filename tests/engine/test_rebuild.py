@@ -75,6 +75,30 @@ def test_torchs_own_attributes_are_kept() -> None:
     assert made._step_supports_amp_scaling
 
 
+class Compiled(torch.optim.SGD):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.double = torch.compile(double, backend="eager")
+        self.halve = torch.compile(self._halve, backend="eager")
+
+    def _halve(self, value: Tensor) -> Tensor:
+        return value / 2
+
+
+def double(value: Tensor) -> Tensor:
+    return value * 2
+
+
+def test_compiled_functions_of_the_class_are_the_replicas_own() -> None:
+    model, twin = pair()
+    optimizer = Compiled(model.parameters())
+    made: Any = rebuild(optimizer, twin, model)
+    assert made.halve._torchdynamo_orig_callable.__self__ is made
+    optimizer.double = torch.compile(lambda value: value * 3, backend="eager")
+    with pytest.raises(OptionError, match="the attribute 'double' of the Compiled cannot be copied"):
+        rebuild(optimizer, twin, model)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
