@@ -86,7 +86,10 @@ class Run:
 
     @property
     def history(self) -> tuple[EpochMetrics, ...]:
-        """The records of the epochs that are complete, those of before a resume included."""
+        """The records of the epochs so far, those of before a resume included.
+
+        The last one is of a part of its epoch where `max_steps` ended the run inside: `is_complete` is False.
+        """
         return tuple(self._engine.records.epochs)
 
     @property
@@ -118,7 +121,7 @@ class Run:
         start = self._engine.config.start
         return Status(
             life=life,
-            epochs_done=len(records.epochs),
+            epochs_done=sum(one.is_complete for one in records.epochs),
             global_step=last.global_step if last else start.global_step if start else 0,
             round=last.round if last else None,
             local_steps=tuple(rank.steps for rank in progress),

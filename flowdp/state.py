@@ -25,9 +25,10 @@ class TrainedState:
         state_dict: Parameters and buffers by the module's own names, on the CPU.
         optimizer_state: `state_dict()` of rank 0's optimizer, on the CPU; of several a list or a mapping, as
             they were given.
-        history: One record per complete epoch.
+        history: One record per epoch; where `max_steps` ended the run inside an epoch, the last one is of a
+            part of it, and has `is_complete=False`.
         global_step: Steps of all ranks.
-        epochs_done: Complete epochs.
+        epochs_done: Complete epochs; one that `max_steps` cut short is none, and `resume` goes on in it.
         interrupted: The run was stopped before its last step.
         stood: Where it stands inside an epoch, for `resume`; None where that cannot be entered.
     """

@@ -316,6 +316,9 @@ class Trainer:
     def start(self) -> Run:
         """Build the replicas and start the threads; returns while they train.
 
+        A script that ends without `join()`, by an exception or `sys.exit()` too, first trains to the run's
+        end; a run that is paused goes on then. In `with trainer.start() as run:` an exception stops the run.
+
         Raises:
             OptionError: The factories' results cannot be used, the story's file cannot be opened, or another
                 run holds one of the devices.

@@ -94,6 +94,14 @@ class Steps:
 
 
 # ---------------------------------------------------------------- reading
+def test_a_run_that_ends_inside_an_epoch() -> None:
+    run = trainer(epochs=None, max_steps=SAMPLES // 2 + 4).start()
+    state = run.join()
+    assert (state.epochs_done, run.status().epochs_done) == (1, 1)
+    assert " 1 epochs, " in repr(state)
+    assert [one.is_complete for one in run.history] == [True, False]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_a_run_to_its_end(policy: str, devices: int) -> None:

@@ -98,8 +98,8 @@ class Resumed:
             stood: Where it stood inside an epoch; None: nobody knows.
         """
         is_one = isinstance(optimizers, Mapping) and "param_groups" in optimizers
-        # An epoch that `max_steps` cut short was told, and is not complete.
-        done = len(history) if stood is None else stood.position.done
+        # One that `max_steps` cut short has a record, too.
+        done = sum(one.is_complete for one in history) if stood is None else stood.position.done
         own = {"scaler": None, "generator": None, "learning_rate": None}
         return cls(
             position=Position(world_size=1, done=done, global_step=global_step, planned=global_step),

@@ -263,7 +263,7 @@ class Coordinator:
             stopped = not self.epochs.is_complete
             self.life = Life.DONE
             stands = self._position(now_ms) if self.error is None else None
-            commands.append(Finish(self.error, stopped, self.global_step, self.epochs.done, stands))
+            commands.append(Finish(self.error, stopped, self.global_step, self.epochs.complete, stands))
         return commands
 
     def _run(self, now_ms: float) -> list[Command]:

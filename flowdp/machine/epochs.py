@@ -47,7 +47,7 @@ class Epochs:
             before.
 
     Attributes:
-        done: Complete epochs.
+        done: Epochs of which all was trained that the run's limit leaves of them.
         metric: Loss of the last complete epoch, where a scheduler waits for it; else None.
     """
 
@@ -82,6 +82,11 @@ class Epochs:
     def is_complete(self) -> bool:
         """Whether every batch of the run was trained and counted back."""
         return not self._open and self._next_length == 0
+
+    @property
+    def complete(self) -> int:
+        """Complete epochs. One that `max_steps` cut short is none: a run that takes more steps enters it."""
+        return self.done - len(self._cut)
 
     def dealing(self, now_ms: float) -> Ledger | None:
         """The earliest epoch of which something can be dealt; None: nothing now, or nothing ever."""
@@ -120,14 +125,10 @@ class Epochs:
         return any(one.ledger.trained for one in (*self._cut, *self._open))
 
     def position(self, now_ms: float) -> tuple[int, int, tuple[OpenEpoch, ...]]:
-        """How many epochs are complete, their steps, and where the others stand; nothing is dealt.
-
-        An epoch that `max_steps` has cut short is none that is complete: a run that takes more steps goes on
-        in it.
-        """
+        """How many epochs are complete, their steps, and where the others stand; nothing is dealt."""
         open_ = [*self._cut, *self._open]
         planned = self._planned - sum(-(-one.ledger.batches // self._group) for one in open_)
-        return self.done - len(self._cut), planned, tuple(_standing(one, now_ms) for one in open_)
+        return self.complete, planned, tuple(_standing(one, now_ms) for one in open_)
 
     def resume(self, position: Position) -> None:
         """Begin where another run stood; before anything else, and `start` follows.
@@ -206,11 +207,13 @@ class Epochs:
             if not is_idle and len(self._open) == 1 and self.is_exhausted:
                 break
             epoch = self._open.popleft()
-            metrics = epoch.tally.result(now_ms - epoch.start_ms, anchor, global_step, self.epochs)
-            self.done += 1
-            self.metric = metrics.loss if self.wait_for_metric else None
             if epoch.is_cut or self._cut:
                 self._cut.append(epoch)
+            metrics = epoch.tally.result(
+                now_ms - epoch.start_ms, anchor, global_step, self.epochs, is_complete=not self._cut
+            )
+            self.done += 1
+            self.metric = metrics.loss if self.wait_for_metric else None
             epoch.spent_ms = metrics.epoch_ms
             records.append(metrics)
             if self._open:

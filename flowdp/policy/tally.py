@@ -144,6 +144,7 @@ class EpochMetrics:
         grad_norm: Mean over the steps of the 2-norm of the gradients before they were clipped; None without
             `max_grad_norm`.
         grad_norm_max: The largest of them.
+        is_complete: False where `max_steps` ended the run inside this epoch: the record is of a part of it.
     """
 
     epoch: int
@@ -164,11 +165,14 @@ class EpochMetrics:
     eval: Mapping[str, float] = field(default_factory=dict)
     grad_norm: float | None = None
     grad_norm_max: float | None = None
+    is_complete: bool = True
 
     def __str__(self) -> str:
         number = f"epoch {self.epoch + 1}"
         if self.epochs is not None:
             number = f"{number}/{self.epochs}".ljust(len(f"epoch {self.epochs}/{self.epochs}"))
+        if not self.is_complete:
+            number = f"{number.rstrip()}, a part"
         metrics = {"loss": self.loss, **self.scalars}
         metrics.update({f"eval {name}": value for name, value in self.eval.items()})
         return " | ".join(
@@ -291,7 +295,15 @@ class Tally:
             known = () if self.divergence is None else (self.divergence,)
             self.divergence = DriftReport((*known, drift)).max_drift
 
-    def result(self, epoch_ms: float, anchor: int, global_step: int, epochs: int | None) -> EpochMetrics:
+    def result(
+        self,
+        epoch_ms: float,
+        anchor: int,
+        global_step: int,
+        epochs: int | None,
+        *,
+        is_complete: bool = True,
+    ) -> EpochMetrics:
         """The record of the epoch.
 
         Args:
@@ -299,6 +311,7 @@ class Tally:
             anchor: Steps of the slowest rank in a round, now.
             global_step: Steps of all ranks in the run so far.
             epochs: Epochs of the run, or None.
+            is_complete: Whether it is all of the epoch.
         """
         ranks = self.ranks
         samples = [sums.samples for sums in ranks]
@@ -322,6 +335,7 @@ class Tally:
             global_step=global_step,
             grad_norm=grad_norm,
             grad_norm_max=grad_norm_max,
+            is_complete=is_complete,
         )
 
 

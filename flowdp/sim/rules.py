@@ -103,6 +103,7 @@ class Rules:
         self.finish: Finish | None = None
         self._first_epoch = memory.epochs
         begun = config.start.open if config.start is not None else ()
+        self._complete = 0  # epochs reported as complete
         self._rounds = Counter({one.epoch: one.rounds for one in begun})  # epoch -> averagings told
         self._here = set(range(world_size))
         self._lost: set[int] = set()  # ranks without which the run goes on
@@ -354,6 +355,13 @@ class Rules:
         samples = sum(rank.samples for rank in metrics.per_rank)
         if samples != sum(self.scenario.samples_in(metrics.epoch, batch) for batch in range(batches)):
             raise Violation("S7", f"epoch {metrics.epoch} ends after {samples} samples")
+        # Of a stream nobody may know that a limit ends it where it ends.
+        is_whole = batches == self.scenario.length(metrics.epoch)
+        if metrics.is_complete != is_whole and not (is_whole and self.scenario.config.batches is None):
+            raise Violation(
+                "S7", f"epoch {metrics.epoch} is complete: {metrics.is_complete}, {batches} batches"
+            )
+        self._complete += metrics.is_complete
         if metrics.rounds != (told := self._rounds[metrics.epoch]):
             raise Violation("S7", f"epoch {metrics.epoch} has {metrics.rounds} rounds, {told} were told of")
         self.standing.ended(event)
@@ -396,7 +404,7 @@ class Rules:
         epochs = self.scenario.config.epochs or 0
         self.effect.judge_missing({(e, b) for e in range(epochs) for b in range(self.scenario.dealt(e))})
         expected = [e for e in range(self._first_epoch, epochs) if self.scenario.dealt(e)]
-        if self.epochs != expected or finish.epochs_done != self._first_epoch + len(expected):
+        if self.epochs != expected or finish.epochs_done != self._first_epoch + self._complete:
             raise Violation("S7", f"only the epochs {self.epochs} were reported, and {finish}")
         if beyond := {epoch for epoch in +self._rounds if epoch not in self.epochs}:
             raise Violation("S7", f"rounds of the epochs {beyond} were told, which the run does not have")

@@ -187,6 +187,16 @@ def test_an_epoch_after_which_all_stand_still_has_the_rounds_until_then() -> Non
     assert [one.rounds for one in epochs.ended(2.0, 1, 2)] == [1]
 
 
+def test_an_epoch_that_max_steps_cuts_is_not_complete() -> None:
+    epochs = Epochs(4, None, 6, 2)
+    for epoch, quotas in enumerate(((2, 2), (1, 1))):
+        dealt(epochs, quotas)
+        trained(epochs, epoch, 0, (0, 2)[: quotas[0]])
+        trained(epochs, epoch, 1, (1, 3)[: quotas[1]])
+    assert [one.is_complete for one in epochs.ended(1.0, 1, 6)] == [True, False]
+    assert (epochs.done, epochs.complete, epochs.is_complete) == (2, 1, True)
+
+
 def test_an_unknown_epoch_is_a_bug() -> None:
     with pytest.raises(ProtocolError, match=r"epoch 3 is not under way: \[\] are"):
         Epochs(4, 1, None, 2).of(3)

@@ -63,7 +63,8 @@ def example(kind: Any, name: str) -> Any:
 def filled(record: Any) -> Any:
     """A record with every field set to something that is not its default."""
     hints = typing.get_type_hints(record)
-    return record(**{part.name: example(hints[part.name], part.name) for part in fields(record)})
+    values = {part.name: example(hints[part.name], part.name) for part in fields(record)}
+    return record(**values | {part.name: False for part in fields(record) if part.default is True})
 
 
 @pytest.mark.parametrize("record", MESSAGES, ids=lambda record: record.__name__)

@@ -289,7 +289,8 @@ def test_max_steps_ends_inside_an_epoch_with_its_first_batches(witness, policy, 
         witness.steps.clear()
         state = trainer(witness, tensors(23), policy, devices, max_steps=steps, **options).fit()
         assert not state.interrupted
-        assert state.global_step == steps
+        assert (state.global_step, state.epochs_done) == (steps, steps // 6)
+        assert [one.is_complete for one in state.history] == [True] * (steps // 6) + [False] * (steps % 6 > 0)
         assert sorted(step.indices for step in witness.steps) == sorted(order[:steps])
 
 

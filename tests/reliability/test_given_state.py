@@ -51,7 +51,10 @@ def test_what_was_stopped_inside_an_epoch_goes_on_there(witness: Witness, policy
 def test_what_max_steps_has_cut_goes_on_there(witness: Witness) -> None:
     first = trainer(witness, "sync", 2, epochs=None, max_steps=8).fit()
     assert not first.interrupted
-    check(witness, trainer(witness, "sync", 1, resume=first).fit(), 3)
+    assert (first.epochs_done, [one.is_complete for one in first.history]) == (1, [True, False])
+    second = trainer(witness, "sync", 1, resume=first).fit()
+    check(witness, second, 3)
+    assert (second.epochs_done, [one.is_complete for one in second.history]) == (3, [True] * 3)
 
 
 def test_what_max_steps_has_cut_is_begun_anew_with_other_batches(witness: Witness) -> None:
