@@ -56,7 +56,7 @@ class Parts:
         precision: Of forward and loss.
         max_grad_norm: Of the gradients; None: not clipped.
         schedule: As `LearningRate` takes it, behind the optimizers.
-        checks: Whether the first rank checks its loss now and then (exact).
+        checks: Whether ranks check their loss now and then (exact).
         repeats: Whether CPU ranks draw by the seed, too: the shares are fixed, so all else repeats (exact).
     """
 
@@ -132,7 +132,7 @@ def _replica(
                 touched,
                 groups,
                 parts.seed if parts.repeats and lane.device.type == "cpu" else None,
-                parts.checks and flat.rank == 0,
+                parts.checks,
                 module,
                 flat,
                 optimizers,

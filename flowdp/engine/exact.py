@@ -47,7 +47,8 @@ class ExactReplica(Replica):
         touched: What the ranks tell each other.
         groups: Of the ranks that have a part of a window, for SyncBatchNorm.
         seed: Of what this rank draws, where that repeats; None: from torch's own generator.
-        checks: Whether the loss is checked, in the windows 1, 2, 4, 8, ...; see `check_mean`.
+        checks: Whether the loss is checked, in the windows 1, 2, 4, 8, ... (by the first rank, and by others
+            that have a label which losses leave out); see `check_mean`.
         replica: As of `Replica`.
 
     Raises:
@@ -66,7 +67,7 @@ class ExactReplica(Replica):
         super().__init__(*replica)
         self._seed = seed if self.device.type == "cpu" else None  # a card has a generator of its own
         self._checks = checks
-        self._parts = 0  # that could be checked so far
+        self._has_looked = False
         self._is_part = touched.world_size > 1  # of a window, what it gets
         self._groups = groups
         self._norms = SharedStatistics(self.module)
@@ -90,10 +91,11 @@ class ExactReplica(Replica):
     def add(self, batch: Portion, worker: CurrentWorker, share: float = 1.0) -> None:  # noqa: ARG002 - the only one
         """Forward and backward of this rank's part, in micro-batches; see `Replica.add`."""
         samples = batch.samples
-        if self._checks and samples > 1:
-            self._parts += 1
-            if is_watched(self._parts):
-                self._check_loss(batch, worker)
+        # By the window, which all ranks count alike: a slow one may have no part of some.
+        is_due = not self._has_looked or is_watched(worker.global_step + 1)
+        if self._checks and samples > 1 and is_due:
+            self._has_looked = True
+            self._check_loss(batch, worker)
         part = self.part or Part(0, samples)
         pieces = part.forwards or self.forwards(batch, samples)
         written = None
@@ -172,11 +174,14 @@ class ExactReplica(Replica):
         samples = min(batch.samples, max(2, self._size))
         starts = (min(start, batch.samples - samples) for start in range(0, batch.samples, samples))
         # A mean that leaves labels out differs from one over samples only where there are such labels.
-        at = next((start for start in starts if _ignores(batch.rows(start, start + samples))), 0)
+        at = next((start for start in starts if _ignores(batch.rows(start, start + samples))), None)
+        if at is None and self.flat.rank:
+            return  # the first rank looks at any other
+        begin = at or 0
 
         def rows(start: int, stop: int) -> Any:
             worker.samples = stop - start
-            return batch.rows(at + start, at + stop)
+            return batch.rows(begin + start, begin + stop)
 
         sink, worker.sink = worker.sink, lambda *_: None  # it is no step, and records nothing
         try:
