@@ -29,6 +29,7 @@ from flowdp.engine.gather import Joining
 from flowdp.engine.layout import Callee, DimOption, JoinFunction, Layout, ReduceOption, SplitFunction
 from flowdp.engine.live import check_free
 from flowdp.engine.loading import Epoch
+from flowdp.engine.modes import start_training
 from flowdp.engine.pacing import Alone, Pacing
 from flowdp.engine.peers import Peers, ReplicaFactory
 from flowdp.engine.predict import batches_of, predict
@@ -157,7 +158,7 @@ def setup(
     with kept_after_errors(model):
         model.to(chosen[0])
         if optimizer is not None:
-            model.train()
+            start_training(model)
         optimizers = check_optimizers(optimizer, model)
         return DataParallel(
             model,

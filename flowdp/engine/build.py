@@ -7,7 +7,6 @@ stream of its rank, where it will be used: what autograd notes about a parameter
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,10 +19,10 @@ from torch.optim import Optimizer
 
 from flowdp.device.streams import Lane
 from flowdp.device.tensors import FlatReplica
+from flowdp.engine.copying import CopyError, copy_module
 from flowdp.engine.modes import kept_in_eval, start_training
 from flowdp.engine.rebuild import check_factory, rebuild
 from flowdp.errors import OptionError
-from flowdp.policy.formats import format_error
 
 __all__ = [
     "ModelOption",
@@ -75,7 +74,7 @@ def _build_model(
 ) -> nn.Module:
     if isinstance(model, nn.Module):
         check_not_scripted(model)
-        module = _copy(model)
+        module = _copy(model, device)
     else:
         module = _call_factory(model, device, rank)
         check_not_scripted(module)
@@ -272,25 +271,20 @@ def slow_optimizer(optimizer: Optimizer) -> str | None:
     return f"{type(optimizer).__name__}(..., fused=True) would step with fewer kernel launches"
 
 
-def _copy(model: nn.Module) -> nn.Module:
+def _copy(model: nn.Module, device: torch.device) -> nn.Module:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise OptionError(
                 f"model: parameter {name!r} has hooks (register_hook), which the devices' copies would not "
                 "have: register them in a factory, model=make_model"
             )
-    memo: dict[int, Any] = {}
     try:
-        twin = copy.deepcopy(model, memo)
-        for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
-            vars(other).update(copy.deepcopy(vars(mine), memo))  # which torch leaves out
-    except Exception as error:
+        return copy_module(model, device)
+    except CopyError as error:
         raise OptionError(
-            f"the model cannot be copied for each device ({format_error(error)}); give a factory: "
+            f"the model cannot be copied for each device ({error}); give a factory: "
             f"model=lambda: MyModel(...)"
-        ) from error
-    twin.zero_grad(set_to_none=True)
-    return twin
+        ) from error.__cause__
 
 
 def _call_factory(factory: object, device: torch.device, rank: int) -> nn.Module:

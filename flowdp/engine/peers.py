@@ -8,7 +8,6 @@ memory of the user's parameters.
 
 from __future__ import annotations
 
-import copy
 import logging
 import random
 import threading
@@ -21,9 +20,6 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from flowdp.collective.batch_norm import SharedStatistics, taking_part
 from flowdp.collective.local_group import group_lanes
@@ -36,14 +32,14 @@ from flowdp.device.openmp import set_own_threads
 from flowdp.device.streams import Lane
 from flowdp.device.transfer import carry, copied
 from flowdp.engine.attributes import Attributes
-from flowdp.engine.hooks import Outside, Twins
+from flowdp.engine.copying import CopyError, copy_module
+from flowdp.engine.hooks import Outside
 from flowdp.engine.lost_gradients import check_transforms
 from flowdp.engine.sharing import Sharing
 from flowdp.engine.stopwatch import Stopwatch
 from flowdp.engine.tables import Tables
 from flowdp.engine.unseen import Unseen
 from flowdp.errors import FlowdpError, OptionError
-from flowdp.policy.formats import format_error
 from flowdp.policy.pool_size import PoolSize
 from flowdp.threads.crew import Crew
 
@@ -533,50 +529,15 @@ def _replica(module: nn.Module, factory: ReplicaFactory | None, lane: Lane) -> n
                 )
             made = made.to(lane.device)
         else:
-            made = _copy(module, lane.device)
+            try:
+                made = copy_module(module, lane.device)
+            except CopyError as error:
+                raise OptionError(
+                    f"the model cannot be copied for {lane.device} ({error}); give a factory: "
+                    f"replica=lambda device: MyModel(...)"
+                ) from error.__cause__
     lane.drain()
     return made
-
-
-def _copy(module: nn.Module, device: torch.device) -> nn.Module:
-    # Each forward sets these anew, from parameters that are copied.
-    memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in _reparametrized(module)}
-    try:
-        made = copy.deepcopy(module, memo)
-    except Exception as error:
-        raise OptionError(
-            f"the model cannot be copied for {device} ({_reason(module, error)}); give a "
-            f"factory: replica=lambda device: MyModel(...)"
-        ) from error
-    made.zero_grad(set_to_none=True)
-    made = made.to(device)
-    memo.pop(id(memo), None)  # where deepcopy keeps the originals alive
-    twins = Twins(memo)
-    twins.pair(module, made)
-    twins.rebind(memo.values())
-    return made
-
-
-def _reparametrized(module: nn.Module) -> Iterator[Tensor]:
-    """The tensors that pruning and torch's old weight_norm and spectral_norm set before each forward."""
-    for part in module.modules():
-        for hook in part._forward_pre_hooks.values():
-            if isinstance(hook, (BasePruningMethod, WeightNorm, SpectralNorm)):
-                name = hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name
-                tensor = vars(part).get(name)
-                if isinstance(tensor, Tensor):
-                    yield tensor
-
-
-def _reason(module: nn.Module, error: Exception) -> str:
-    """The reason why a module cannot be copied: torch's own speaks of weight_norm in any case."""
-    known = {id(tensor) for tensor in _reparametrized(module)}
-    for name, part in module.named_modules():
-        for key, value in vars(part).items():
-            if any(one.grad_fn is not None and id(one) not in known for one in tensors_of(value)):
-                shown = repr(f"{name}.{key}" if name else key)
-                return f"its attribute {shown} holds a tensor with a graph: detach it, or set it to None"
-    return format_error(error)
 
 
 @contextmanager

@@ -1,0 +1,71 @@
+"""Copies of a module, each with functions of its own: hooks and closures that hold parts of the module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from flowdp.data.trees import tensors_of
+from flowdp.engine.hooks import Twins
+from flowdp.policy.formats import format_error
+
+__all__ = ["CopyError", "copy_module"]
+
+
+class CopyError(Exception):
+    """A module cannot be copied; the reason, for a message."""
+
+
+def copy_module(module: nn.Module, device: torch.device) -> nn.Module:
+    """A copy of a module on a device, without gradients.
+
+    Functions that hold the module or a part of it, as hooks do that are closures, hold the copy's parts
+    there. Attributes of parameters are copied, which `copy.deepcopy` leaves out.
+
+    Raises:
+        CopyError: A part of it cannot be copied.
+    """
+    # Each forward sets these anew, from parameters that are copied.
+    memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in _reparametrized(module)}
+    try:
+        made = copy.deepcopy(module, memo)
+        for mine, theirs in zip(module.parameters(), made.parameters(), strict=True):
+            vars(theirs).update(copy.deepcopy(vars(mine), memo))
+    except Exception as error:
+        raise CopyError(_reason(module, error)) from error
+    made.zero_grad(set_to_none=True)
+    made = made.to(device)
+    memo.pop(id(memo), None)  # where deepcopy keeps the originals alive
+    twins = Twins(memo)
+    twins.pair(module, made)
+    twins.rebind(memo.values())
+    return made
+
+
+def _reparametrized(module: nn.Module) -> Iterator[Tensor]:
+    """The tensors that pruning and torch's old weight_norm and spectral_norm set before each forward."""
+    for part in module.modules():
+        for hook in part._forward_pre_hooks.values():
+            if isinstance(hook, (BasePruningMethod, WeightNorm, SpectralNorm)):
+                name = hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name
+                tensor = vars(part).get(name)
+                if isinstance(tensor, Tensor):
+                    yield tensor
+
+
+def _reason(module: nn.Module, error: Exception) -> str:
+    """The reason why a module cannot be copied: torch's own speaks of weight_norm in any case."""
+    known = {id(tensor) for tensor in _reparametrized(module)}
+    for name, part in module.named_modules():
+        for key, value in vars(part).items():
+            if any(one.grad_fn is not None and id(one) not in known for one in tensors_of(value)):
+                shown = repr(f"{name}.{key}" if name else key)
+                return f"its attribute {shown} holds a tensor with a graph: detach it, or set it to None"
+    return format_error(error)
