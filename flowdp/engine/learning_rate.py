@@ -87,6 +87,9 @@ class LearningRate:
         lr_lambda: Factor as a function of the global step.
         factor: What the world size multiplies the user's rates by.
 
+    Raises:
+        OptionError: An optimizer has no learning rate.
+
     Threads:
         The owner of the optimizers.
 
@@ -103,6 +106,13 @@ class LearningRate:
         factor: float = 1.0,
     ) -> None:
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        for optimizer in optimizers:
+            for rate in (group.get("lr") for group in optimizer.param_groups):
+                if rate is None:
+                    raise OptionError(
+                        f"{type(optimizer).__name__} has no learning rate (lr=None): give it one, and switch "
+                        "off that it computes its own (transformers' Adafactor: relative_step=False)"
+                    )
         self._unit = unit
         self._lambda = lr_lambda
         self._factor = factor

@@ -463,3 +463,11 @@ def test_an_instance_is_copied_for_each_optimizer() -> None:
 def test_a_unit_that_a_scheduler_of_timm_would_pass_over_in_silence(unit: Any, right: str) -> None:
     with pytest.raises(OptionError, match=f"t_in_epochs={right == 'epoch'}: say scheduler_unit='{right}'"):
         LearningRate([sgd()], lambda opt: Cosine(opt, 4, t_in_epochs=right == "epoch"), unit)
+
+
+def test_an_optimizer_that_has_no_rate() -> None:
+    """As transformers' Adafactor with relative_step."""
+    optimizer = SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
+    optimizer.param_groups[0]["lr"] = None
+    with pytest.raises(OptionError, match="SGD has no learning rate"):
+        LearningRate([optimizer])
