@@ -85,7 +85,7 @@ class Epochs:
 
     @property
     def complete(self) -> int:
-        """Complete epochs. One that `max_steps` cut short is none: a run that takes more steps enters it."""
+        """Complete epochs, up to the first that `max_steps` cut short: with more steps the run enters it."""
         return self.done - len(self._cut)
 
     def dealing(self, now_ms: float) -> Ledger | None:
@@ -210,7 +210,7 @@ class Epochs:
             if epoch.is_cut or self._cut:
                 self._cut.append(epoch)
             metrics = epoch.tally.result(
-                now_ms - epoch.start_ms, anchor, global_step, self.epochs, is_complete=not self._cut
+                now_ms - epoch.start_ms, anchor, global_step, self.epochs, is_complete=not epoch.is_cut
             )
             self.done += 1
             self.metric = metrics.loss if self.wait_for_metric else None

@@ -103,7 +103,7 @@ class Rules:
         self.finish: Finish | None = None
         self._first_epoch = memory.epochs
         begun = config.start.open if config.start is not None else ()
-        self._complete = 0  # epochs reported as complete
+        self._complete = 0  # epochs reported as complete, up to the first that is not
         self._rounds = Counter({one.epoch: one.rounds for one in begun})  # epoch -> averagings told
         self._here = set(range(world_size))
         self._lost: set[int] = set()  # ranks without which the run goes on
@@ -361,7 +361,7 @@ class Rules:
             raise Violation(
                 "S7", f"epoch {metrics.epoch} is complete: {metrics.is_complete}, {batches} batches"
             )
-        self._complete += metrics.is_complete
+        self._complete += metrics.is_complete and metrics.epoch == self._first_epoch + self._complete
         if metrics.rounds != (told := self._rounds[metrics.epoch]):
             raise Violation("S7", f"epoch {metrics.epoch} has {metrics.rounds} rounds, {told} were told of")
         self.standing.ended(event)

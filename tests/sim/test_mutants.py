@@ -685,6 +685,19 @@ def a_position_forgets_the_left_overs(patch: Patch) -> None:
 
 @mutant("S19", Lives(200))
 def a_cut_epoch_is_saved_as_a_whole_one(patch: Patch) -> None:
+    position = Epochs.position
+
+    def without(self: Epochs, now_ms: float) -> Any:
+        cut, self._cut = self._cut, []
+        stands = position(self, now_ms)
+        self._cut = cut
+        return stands
+
+    patch.setattr(Epochs, "position", without)
+
+
+@mutant("S7", Lives(200))
+def a_cut_epoch_is_told_as_a_whole_one(patch: Patch) -> None:
     patch.setattr("flowdp.machine.epochs._Open.is_cut", False)
 
 
