@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from flowdp.device.dispatch import RankMode
 
 Clock = dict[int, int]
 
@@ -240,7 +241,7 @@ class FakeCuda:
         )
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(RankMode):
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__()
         self._cuda = cuda

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from flowdp.device.dispatch import RankMode
 from flowdp.device.streams import QUIET, Lane
 from tests.fakes import FakeCuda
 
@@ -27,7 +27,7 @@ class NcclError(RuntimeError):
     """As cupy's."""
 
 
-class _NoTorch(TorchDispatchMode):
+class _NoTorch(RankMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"{func} between groupStart and groupEnd")
 
