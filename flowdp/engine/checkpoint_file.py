@@ -20,7 +20,8 @@ import shutil
 import stat
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from io import BufferedIOBase, BufferedRandom, BufferedReader
 from pathlib import Path
@@ -168,13 +169,13 @@ def read(path: str | Path) -> dict[str, Any]:
     raise CheckpointError(f"checkpoint {path}: {reason}", path=str(path))
 
 
-def _opened(path: Path) -> BufferedReader:
+@contextmanager
+def _opened(path: Path) -> Iterator[BufferedReader]:
     """A plain file, open for reading; a pipe would be waited for without end."""
-    file = os.fdopen(os.open(path, os.O_RDONLY | NO_LINK | NO_WAIT), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise _UnusableError("it is no plain file")
-    return file
+    with os.fdopen(os.open(path, os.O_RDONLY | NO_LINK | NO_WAIT), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise _UnusableError("it is no plain file")
+        yield file
 
 
 def _check_bytes(file: BufferedIOBase) -> None:
