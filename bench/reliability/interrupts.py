@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,6 +25,7 @@ import torch
 from torch.utils.data import Dataset
 
 import flowdp
+from flowdp.device.dispatch import make_operators
 
 __all__ = ["Place", "interrupt", "make", "places"]
 
@@ -89,11 +90,11 @@ def places(trainer: flowdp.Trainer) -> list[Place]:
         count += 1
         seen.setdefault(f"{frame.f_code.co_filename[len(ROOT) + 1 :]}:{frame.f_lineno}", count)
 
-    for is_first in (True, False):  # the first in a process makes things that the others find there
-        with nullcontext() if is_first else _traced(each):
-            run = trainer.start()
-        run.stop()
-        run.join()
+    make_operators()  # the first start in a process does that, and no other
+    with _traced(each):
+        run = trainer.start()
+    run.stop()
+    run.join()
     return [(number, where) for where, number in seen.items()]
 
 
