@@ -45,9 +45,8 @@ class _Page:
     device: Tensor
     cells: tuple[Tensor, ...]
     host: Tensor
-    losses: list[tuple[int, Step | None]] = field(
-        default_factory=list
-    )  # samples, step; a weight: samples, None; a norm: 0, None
+    # Of a loss its samples and step; of a weight the samples, None; of a norm 0, None.
+    losses: list[tuple[int, Step | None]] = field(default_factory=list)
     scalars: dict[str, tuple[int, float]] = field(default_factory=dict)  # name -> (cell, sum of weights)
 
     @property

@@ -43,6 +43,16 @@ WAYS = (
 )
 """(is_eval, is_wide, is_still) of trials, in the order in which they are tried until one works."""
 
+WRITTEN = (
+    "%s writes values of the batch to the buffers %s, and each device has only a part of the batch: with "
+    "buffers='broadcast' the first device's part alone counts, with 'average' the mean of all; where that is "
+    "wrong, return the values, and write them to the buffer in the loop"
+)
+NOTED = (
+    "%s keeps results of the batch in the attributes %s, and each device has only a part of the batch: a "
+    "loop that reads them, or takes their gradients, gets the first device's part; return them"
+)
+
 Run = Callable[[nn.Module, Part], Any]
 
 
@@ -182,8 +192,8 @@ def _can_check(module: nn.Module, call: Call) -> bool:
         written, noted = trials.written, trials.noted
         found = _trouble(trials, call, whole)
         if found is None or _is_rounding(module, call, found, is_eval=is_eval, is_still=is_still):
-            _tell_written(trials, call, written)
-            _tell_noted(trials, call, noted)
+            _tell(call, WRITTEN, written, trials.written, trials.epsilon)
+            _tell(call, NOTED, noted, trials.noted, trials.epsilon)
             runs = [partial(_run, trials, call, part) for part in (call.whole(), call.parts()[-1])]
             check_hooks(module, runs, call.callee.told, trials.epsilon)
             return True
@@ -222,41 +232,19 @@ def _run(trials: Trials, call: Call, part: Part, seed: int | None = None) -> Any
     return trials.run(run, (part.args, part.kwargs), seed=seed)
 
 
-def _differing(call: Call, of_whole: dict[str, Any], of_part: dict[str, Any], epsilon: float) -> list[str]:
-    """Names of the values that differ between the whole batch and its last part; each is told once."""
-    found = [
+def _tell(
+    call: Call, text: str, of_whole: Mapping[str, Any], of_part: Mapping[str, Any], epsilon: float
+) -> None:
+    """Log the names of values that differ between the whole batch and its last part; each is told once."""
+    told = call.callee.told
+    names = [
         name
         for name, value in of_whole.items()
-        if name not in call.callee.told and (name not in of_part or compare(value, of_part[name], epsilon))
+        if name not in told and (name not in of_part or compare(value, of_part[name], epsilon))
     ]
-    call.callee.told.update(found)
-    return found
-
-
-def _tell_written(trials: Trials, call: Call, written: dict[str, Tensor]) -> None:
-    """Log which buffers hold something of the batch: that of one part is no more than its own."""
-    differing = _differing(call, written, trials.written, trials.epsilon)
-    if differing:
-        log.warning(
-            "%s writes values of the batch to the buffers %s, and each device has only a part of the "
-            "batch: with buffers='broadcast' the first device's part alone counts, with 'average' the mean "
-            "of all; where that is wrong, return the values, and write them to the buffer in the loop",
-            call.callee.name,
-            ", ".join(map(repr, differing)),
-        )
-
-
-def _tell_noted(trials: Trials, call: Call, noted: dict[str, Any]) -> None:
-    """Log which attributes hold a result of the batch: a loop that reads one gets that of one part."""
-    differing = _differing(call, noted, trials.noted, trials.epsilon)
-    if differing:
-        log.warning(
-            "%s keeps results of the batch in the attributes %s, and each device has only a part of the "
-            "batch: a loop that reads them, or takes their gradients, gets the first device's part; return "
-            "them",
-            call.callee.name,
-            ", ".join(map(repr, differing)),
-        )
+    if names:
+        told.update(names)
+        log.warning(text, call.callee.name, ", ".join(map(repr, names)))
 
 
 def _unchecked(call: Call, why: str) -> None:

@@ -320,7 +320,7 @@ def _own(module: nn.Module) -> set[int]:
 
 
 def _reached(hook: Any, seen: set[int]) -> list[Any]:
-    """What a hook reaches: functions, containers and objects that were not seen, which are now."""
+    """Functions, containers and objects that a hook reaches, without those seen; they are added to these."""
     found: list[Any] = []
     level = [hook]
     for _ in range(DEEPEST):
