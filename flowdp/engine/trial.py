@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flowdp.data.trees import tensors_of, tree_map
+from flowdp.engine.attributes import OWN
 
 __all__ = ["Trials"]
 
@@ -205,7 +206,7 @@ class _State:
             before = then.get(id(vars(part)), {})
             for key, value in vars(part).items():
                 is_new = value is not before.get(key, _TABLES) or type(value) in _WRITABLE
-                if key not in _OWN and is_new and _holds_numbers(value):
+                if key not in OWN and is_new and _holds_numbers(value):
                     found[f"{prefix}.{key}" if prefix else key] = copy(value)
         return found
 
@@ -385,7 +386,6 @@ def _storage(tensor: Tensor) -> int:
 
 
 _TABLES = frozenset(("_parameters", "_buffers", "_modules"))
-_OWN = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
 _WRITABLE = (list, dict, set, deque)
 
 
