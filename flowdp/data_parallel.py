@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from flowdp.checks import check_flag, fixed_ratios
 from flowdp.data.trees import tree_map
 from flowdp.device.cores import open_pools
-from flowdp.device.dispatch import make_operators
+from flowdp.device.dispatch import prepare_torch
 from flowdp.device.process import ProcessTuning, as_tuning, tuned_process
 from flowdp.device.streams import open_lanes
 from flowdp.device.topology import resolve_devices
@@ -226,7 +226,7 @@ class DataParallel(AliasModule):
         self._peers: Peers | None = None
         with ExitStack() as stack:
             if self.world_size > 1:
-                make_operators()
+                prepare_torch()
                 stack.enter_context(tuned_process(tuning))
                 # Where shares follow measured speed, too, the order of sums is free.
                 pools = open_pools(devices, tuning, adapts=ratios is None)

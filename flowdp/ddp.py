@@ -21,7 +21,7 @@ from flowdp.collective.process_group import ProcessGroup
 from flowdp.collective.reduction import Op, flat_view, reduce_all
 from flowdp.collective.structure import check_alike, check_apart, structure
 from flowdp.device.cores import open_pools
-from flowdp.device.dispatch import make_operators
+from flowdp.device.dispatch import prepare_torch
 from flowdp.device.modes import caller_modes
 from flowdp.device.openmp import set_own_threads
 from flowdp.device.process import ProcessTuning, tuned_process
@@ -72,7 +72,7 @@ class Ddp:
         self._crew: Crew | None = None
         with ExitStack() as stack:
             if len(models) > 1:
-                make_operators()
+                prepare_torch()
                 if self._kinds == {"cpu"}:
                     stack.enter_context(tuned_process(ProcessTuning()))
                 threads = [pool.size for pool in open_pools(devices, ProcessTuning())]

@@ -212,4 +212,6 @@ def live(plan: Plan, folder: Path, aim: Aim) -> tuple[bool, list[dict[str, Any]]
     has_ended = any("end" in one or "error" in one for one in said)
     if not has_ended and time.perf_counter() - began_s >= HANG_S:
         said.append({"error": f"no end after {HANG_S:g} s"})
+    elif os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGKILL:
+        said.append({"error": f"died of {signal.Signals(os.WTERMSIG(status)).name}"})
     return os.WIFSIGNALED(status) and not has_ended, said

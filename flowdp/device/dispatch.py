@@ -1,10 +1,14 @@
-"""Torch's Python dispatch in several threads at once, which torch was not made for.
+"""Parts of torch that several threads may not use at once as they are.
 
 An operator's Python object (`torch.ops.aten.add.Tensor`) is made when somebody first asks for it. In a
 `TorchDispatchMode` (selective checkpoints, a counter of operations, `OwnDraws`) and for tensors with a
 `__torch_dispatch__` of their own, C++ asks, and keeps a bare pointer. When two threads ask for the same one
 at once, each makes its own, and the second takes the first one's place; the pointer may be that of the first.
-The process then dies by a segmentation fault at any later use: see `make_operators`.
+The process then dies by a segmentation fault at any later use.
+
+In a forked process whose parent has differentiated, the first thread that comes to autograd throws the
+parent's engine away and makes another. A second thread may be in it by then: a segmentation fault, too. See
+`prepare_torch`.
 
 Whether a mode is entered, torch notes in flags of the process; each mode puts back at its end what it found.
 Of two threads the second finds the first one's flag, and puts it back when both are out; then torch.compile
@@ -19,9 +23,23 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.autograd.variable import Variable
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["RankMode", "make_operators"]
+__all__ = ["RankMode", "make_operators", "prepare_torch"]
+
+
+def prepare_torch() -> None:
+    """Make what torch would make at its first use, in several threads at once.
+
+    Threads:
+        The one that starts the workers, before they exist.
+
+    Source:
+        torch 2.13, `PythonEngine::get_python_engine`, which any question to the engine comes to.
+    """
+    make_operators()
+    Variable._execution_engine.is_checkpoint_valid()
 
 
 @cache
@@ -30,9 +48,6 @@ def make_operators() -> int:
 
     Returns:
         How many there are.
-
-    Threads:
-        The one that starts the workers, before they exist.
 
     Source:
         torch 2.13, `OpOverloadPacket.__getattr__`, `c10::PyHandleCache::ptr_or`.

@@ -16,7 +16,7 @@ from flowdp.collective.snapshot import Snapshots
 from flowdp.data.feed import open_feeds
 from flowdp.data.source import Source
 from flowdp.device.cores import open_pools
-from flowdp.device.dispatch import make_operators
+from flowdp.device.dispatch import prepare_torch
 from flowdp.device.process import ProcessTuning, tuned_process
 from flowdp.engine import live
 from flowdp.engine.backends import open_collective
@@ -227,7 +227,7 @@ class Engine:
             The user's; it gives its OpenMP pool back.
         """
         if len(self.workers) > 1:
-            make_operators()
+            prepare_torch()
         self._settings.enter_context(tuned_process(self._tuning))
         if self.care.evaluator is not None:
             self.care.evaluator.start(wake=self._wake_evaluation, failed=self._data_failed)

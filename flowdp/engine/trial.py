@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flowdp.data.trees import tensors_of, tree_map
+from flowdp.device.dispatch import RankMode
 from flowdp.engine.attributes import OWN
 
 __all__ = ["Trials"]
@@ -264,13 +264,13 @@ class _Kept:
             torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self._version,))
 
 
-class _Still(TorchDispatchMode):
+class _Still(RankMode):
     """Draws are constants, and writes are told before they are done."""
 
     supports_higher_order_operators = True
 
     def __init__(self, state: _State) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.epsilon = 0.0
         self.has_convolved = False
         self._state = state

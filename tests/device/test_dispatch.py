@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+import flowdp
 from flowdp.device.dispatch import RankMode
 from flowdp.threads.crew import Crew
 
@@ -76,6 +80,37 @@ print(len(names), sum(first is second for first, second in zip(*seen, strict=Tru
 """
 
 
+FORKS = """
+import os, sys, threading, torch
+from flowdp.device.dispatch import prepare_torch
+
+torch.set_num_threads(1)
+ones, weight = torch.ones(4, 4), torch.ones(4, 4, requires_grad=True)
+torch.nn.functional.linear(ones, weight).sum().backward()  # now a child makes an engine of its own
+prepare_torch()
+
+def differentiate():
+    start.wait()
+    torch.nn.functional.linear(ones, weight).sum().backward()
+
+died = 0
+for _ in range(150):
+    child = os.fork()
+    if child == 0:
+        sys.setswitchinterval(1e-6)
+        prepare_torch()
+        start = threading.Barrier(4)
+        threads = [threading.Thread(target=differentiate) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        os._exit(0)
+    died += os.waitpid(child, 0)[1] != 0
+print(died)
+"""
+
+
 def output(program: str) -> list[str]:
     """The words of the last line of a new process: torch makes the objects once in a process."""
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
@@ -100,6 +135,11 @@ def test_afterwards_two_threads_get_the_same_objects() -> None:
     assert int(same) > 2000
 
 
+def test_threads_of_a_forked_process_differentiate() -> None:
+    """Without the call about 1 of 150 die of a segmentation fault: two throw the parent's engine away."""
+    assert output(FORKS) == ["0"]
+
+
 class Silent(RankMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -108,6 +148,19 @@ class Silent(RankMode):
 def flags() -> set[bool]:
     """The notes that torch keeps of modes, for the whole process."""
     return {value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_")}
+
+
+def test_every_mode_is_one_for_ranks() -> None:
+    """One that is not puts back flags that it found while the others were inside."""
+    for module in pkgutil.walk_packages(flowdp.__path__, "flowdp."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    kinds = [TorchDispatchMode]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    modes = [kind for kind in kinds if kind.__module__.startswith("flowdp.")]
+    assert len(modes) > 3
+    assert all(issubclass(mode, RankMode) for mode in modes)
 
 
 @pytest.mark.parametrize("first_out", [0, 1])

@@ -34,9 +34,11 @@ def test_a_ctrl_c_anywhere_in_start(tmp_path: Path) -> None:
     lines = places(trainer)
     assert len(lines) > 500
     # Most lines build what nothing holds yet; `python -m bench.reliability.interrupts` takes them all.
-    late = [place for place in lines if place[1].startswith(("engine/launch.py", "trainer.py"))][-14:]
+    late = [place for place in lines if place.startswith(("engine/launch.py", "trainer.py"))][-14:]
     chosen = [*lines[:: len(lines) // SAMPLED], *late]
-    assert [fault for place in chosen for fault in interrupt(trainer, place)] == []
+    faults = [interrupt(trainer, place) for place in chosen]
+    assert [fault for fault in faults if fault] == []
+    assert faults.count([]) > len(chosen) / 2  # the others were not reached
 
 
 class NoRoom:

@@ -35,4 +35,5 @@ def test_a_start_that_leaves_a_thread_is_found(
 
     assert interrupt(trainer, last) == []
     monkeypatch.setattr(trainer, "_start", leaves)
-    assert "flowdp-left" in " ".join(interrupt(trainer, last))
+    assert "flowdp-left" in " ".join(interrupt(trainer, last) or ())
+    assert interrupt(trainer, "nowhere.py:1") is None
