@@ -11,6 +11,7 @@ The signal is a real one, raised in front of a line of flowdp's code on the way 
 from __future__ import annotations
 
 import argparse
+import gc
 import signal
 import sys
 import tempfile
@@ -58,7 +59,10 @@ def make(folder: Path, **options: Any) -> flowdp.Trainer:
 
 @contextmanager
 def _traced(each: Callable[[FrameType], None]) -> Iterator[None]:
-    """Call a function in front of each line of flowdp that this thread comes to."""
+    """Call a function in front of each line of flowdp that this thread comes to, but in no finalizer.
+
+    A finalizer runs wherever there happens to be garbage, and Python drops what is raised in it.
+    """
 
     def local(frame: FrameType, event: str, _: Any) -> Any:
         if event == "line":
@@ -69,11 +73,13 @@ def _traced(each: Callable[[FrameType], None]) -> Iterator[None]:
         return local if frame.f_code.co_filename.startswith(ROOT) else None
 
     before = sys.gettrace()
+    gc.disable()
     sys.settrace(enter)
     try:
         yield
     finally:
         sys.settrace(before)
+        gc.enable()
 
 
 def places(trainer: flowdp.Trainer) -> list[str]:
