@@ -393,10 +393,15 @@ class DataParallel(AliasModule):
             shards = parts_of(layout.apart(args, kwargs, own), shards)
         is_apart = is_cut and layout.join is not None
         joining = Joining(layout, callee, arguments.dim, is_apart=is_apart)
-        looks = self._checks and torch.is_grad_enabled() and schedule.looks_at_graph()
+        has_graph = self._checks and torch.is_grad_enabled()
+        looks = has_graph and schedule.graphs.is_due
         outputs = call_sharded(self._peers, shards, run, joining, sync=self._is_syncing, checks=looks)
-        if is_checked and not schedule.has_seen(joining.form):
-            self._check(schedule, Call(callee, run, args, kwargs, own, layout, self.devices[0]))
+        if has_graph:
+            schedule.graphs.passed()
+        if is_checked:
+            if schedule.is_still_due(joining.form):
+                self._check(schedule, Call(callee, run, args, kwargs, own, layout, self.devices[0]))
+            schedule.passed()
         self._did(sizes)
         if is_apart:
             assert layout.join is not None
@@ -485,7 +490,8 @@ class DataParallel(AliasModule):
             schedule = self._schedule("forward_batch")
             if schedule.is_due(self._peers.flags):
                 self._check(schedule, window_call(batch, recipe, self.devices[0]))
-            schedule.has_seen((None, (recipe.loss is not None,)))
+            schedule.is_still_due((None, (recipe.loss is not None,)))
+            schedule.passed()
         result = run_window((self.module, *self.replicas), batch, recipe, self._peers, sync=self._is_syncing)
         self._did(*batch.per_rank(self.world_size))
         return result

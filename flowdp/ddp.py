@@ -28,6 +28,7 @@ from flowdp.device.process import ProcessTuning, tuned_process
 from flowdp.device.streams import open_lanes
 from flowdp.device.topology import resolve_devices
 from flowdp.device.transfer import carry
+from flowdp.engine.whole_batch import check_embeddings
 from flowdp.errors import OptionError
 from flowdp.threads.crew import Crew
 
@@ -96,8 +97,8 @@ class Ddp:
 
         Raises:
             OptionError: No model, one given twice or sharing tensors with another, another number of devices,
-                one that is not there, a model on several devices, or models that differ in structure (the
-                parameter is named).
+                one that is not there, a model on several devices, models that differ in structure (the
+                parameter is named), or an embedding that needs the indices of all devices' batches.
         """
         if not models:
             raise OptionError("models must have at least one model")
@@ -105,6 +106,8 @@ class Ddp:
             raise OptionError(f"{len(models)} models need as many devices, not {len(devices)}")
         check_alike([structure(model) for model in models])
         check_apart(models)
+        if len(models) > 1:
+            check_embeddings(models[0], "Ddp.wrap", is_shared=True)
         places = [_device_of(rank, model) for rank, model in enumerate(models)]
         check_synchronised(models, "exact", places if devices is None else resolve_devices(devices))
         if devices is not None:

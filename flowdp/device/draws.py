@@ -16,7 +16,7 @@ import torch
 from flowdp.device.dispatch import RankMode
 from flowdp.errors import FlowdpError
 
-__all__ = ["NoRedraws", "OwnDraws", "draw_seed", "is_watched", "share_generator"]
+__all__ = ["NoRedraws", "OwnDraws", "draw_seed", "share_generator"]
 
 
 def draw_seed() -> int:
@@ -35,11 +35,6 @@ def share_generator(devices: Sequence[torch.device]) -> list[bool]:
     """
     places = [torch.device("cpu") if device.type == "cpu" else device for device in devices]
     return [places.count(place) > 1 for place in places]
-
-
-def is_watched(count: int) -> bool:
-    """Whether to look at a rank's backward of this number, from 1: at the first, and ever more rarely."""
-    return count & (count - 1) == 0
 
 
 class NoRedraws(RankMode):

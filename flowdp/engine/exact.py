@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from flowdp.collective.batch_norm import SharedStatistics, WindowGroups
 from flowdp.data.portion import Portion
 from flowdp.data.trees import tensors_of
-from flowdp.device.draws import OwnDraws, is_watched
+from flowdp.device.draws import OwnDraws
 from flowdp.device.gradients import FlatGradients, Touched
 from flowdp.device.streams import QUIET
 from flowdp.engine.context import CurrentWorker
@@ -26,6 +26,7 @@ from flowdp.engine.first_loss import check_mean
 from flowdp.engine.replica import NOT_OURS, Replica, cuts
 from flowdp.engine.whole_batch import Written
 from flowdp.messages import Outcome, Part
+from flowdp.policy.recheck import is_due_at
 
 __all__ = ["ExactReplica"]
 
@@ -92,7 +93,7 @@ class ExactReplica(Replica):
         """Forward and backward of this rank's part, in micro-batches; see `Replica.add`."""
         samples = batch.samples
         # By the window, which all ranks count alike: a slow one may have no part of some.
-        is_due = not self._has_looked or is_watched(worker.global_step + 1)
+        is_due = not self._has_looked or is_due_at(worker.global_step + 1)
         if self._checks and samples > 1 and is_due:
             self._has_looked = True
             self._check_loss(batch, worker)

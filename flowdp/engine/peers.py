@@ -26,7 +26,7 @@ from flowdp.collective.local_group import group_lanes
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.data.slots import keep_for_compute
 from flowdp.data.trees import tensors_of
-from flowdp.device.draws import NoRedraws, OwnDraws, draw_seed, is_watched, share_generator
+from flowdp.device.draws import NoRedraws, OwnDraws, draw_seed, share_generator
 from flowdp.device.modes import caller_modes, unhooked
 from flowdp.device.openmp import set_own_threads
 from flowdp.device.streams import Lane
@@ -41,6 +41,7 @@ from flowdp.engine.tables import Tables
 from flowdp.engine.unseen import Unseen
 from flowdp.errors import FlowdpError, OptionError
 from flowdp.policy.pool_size import PoolSize
+from flowdp.policy.recheck import Recheck
 from flowdp.threads.crew import Crew
 
 __all__ = ["Peers", "ReplicaFactory"]
@@ -123,7 +124,7 @@ class Peers:
         self._is_spoilt = False
         self._is_first_backward = len(lanes) > 1
         self._shares = [not repeats and is_shared for is_shared in share_generator(self.devices)]
-        self._backwards = [0] * len(lanes)
+        self._redraws = [Recheck() for _ in lanes]
         self._kinds = frozenset(device.type for device in self.devices)
         self._asked = [lane.event() for lane in lanes]
         self._done = [(lane.event(), lanes[0].event()) for lane in lanes]
@@ -449,9 +450,13 @@ class Peers:
 
     def watch(self, rank: int) -> AbstractContextManager[object]:
         """For a backward of a rank: now and then, whether it draws what a forward has drawn."""
-        self._backwards[rank] += 1
-        is_due = self._shares[rank] and is_watched(self._backwards[rank])
-        return NoRedraws(self.devices[rank]) if is_due else nullcontext()
+        return self._watched(rank) if self._shares[rank] else nullcontext()
+
+    @contextmanager
+    def _watched(self, rank: int) -> Iterator[None]:
+        with NoRedraws(self.devices[rank]) if self._redraws[rank].is_due else nullcontext():
+            yield
+        self._redraws[rank].passed()
 
     def _draws(self, rank: int, seed: int | None, *, is_backward: bool) -> AbstractContextManager[object]:
         if self._repeats and self.devices[rank].type == "cpu":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain, pairwise
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from flowdp.collective.batch_norm import least_part, plain_layers
 from flowdp.data.portion import Portion
-from flowdp.device.draws import NoRedraws, is_watched
+from flowdp.device.draws import NoRedraws
 from flowdp.device.streams import Lane
 from flowdp.device.tensors import FlatReplica, FlatTensors
 from flowdp.engine.adoption import copy_state
@@ -22,6 +23,7 @@ from flowdp.engine.learning_rate import LearningRate
 from flowdp.errors import DataError
 from flowdp.messages import Outcome, Part
 from flowdp.options import Precision
+from flowdp.policy.recheck import Recheck
 
 __all__ = ["LossOption", "Replica", "cuts", "loss_function"]
 
@@ -121,7 +123,7 @@ class Replica:
         self._grad_norms: list[Tensor] = []  # of the gradients, before they were clipped
         self.shares_generator = False
         self._has_stepped = False
-        self._backwards = 0  # counted where the generator is shared
+        self._redraws = Recheck()  # where the generator is shared
         self._value: Tensor | None = None  # of the loss, over the micro-batches of the step so far
         self._has_buffers = flat.has_buffers
         self._generator: torch.Generator | None = None
@@ -280,13 +282,12 @@ class Replica:
         self._value = value if self._value is None else self._value + value
 
     def _differentiate(self, loss: Tensor, **options: Any) -> None:
-        if self.shares_generator:
-            self._backwards += 1
-            if is_watched(self._backwards):
-                with NoRedraws(self.device):
-                    loss.backward(**options)
-                return
-        loss.backward(**options)
+        if not self.shares_generator:
+            loss.backward(**options)
+            return
+        with NoRedraws(self.device) if self._redraws.is_due else nullcontext():
+            loss.backward(**options)
+        self._redraws.passed()
 
     def _rescale(self, factor: float) -> None:
         torch._foreach_mul_([p.grad for p in self._trained if p.grad is not None], factor)

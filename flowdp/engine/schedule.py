@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from flowdp.engine.layout import Callee
+from flowdp.policy.recheck import Recheck
 
 __all__ = ["Schedule"]
 
@@ -21,12 +22,12 @@ class _Form:
     Attributes:
         modes: Of the submodules.
         outputs: As `Outputs.form`.
-        calls: Calls of this kind.
+        calls: How often it was called.
     """
 
     modes: Hashable
     outputs: Any
-    calls: int = 0
+    calls: Recheck = field(default_factory=Recheck)
 
 
 class Schedule:
@@ -38,16 +39,18 @@ class Schedule:
 
     Attributes:
         callee: The function.
+        graphs: The look through a call's graph for gradients that would be lost.
     """
 
     def __init__(self, callee: Callee) -> None:
         self.callee = callee
-        self._graphs = 0  # calls with gradients
+        self.graphs = Recheck()
         self._modes: Hashable = None
         self._forms: list[_Form] = []
         self._others = _Form(None, None)  # of all forms beyond those
         self._last: dict[Hashable, _Form] = {}  # by modes
         self._untried: set[Hashable] = set()
+        self._this = self._others
         self._is_checked = False
 
     def give_up(self) -> None:
@@ -62,21 +65,20 @@ class Schedule:
         """
         self._modes = modes if modes in self._last or len(self._last) < MOST_FORMS else None
         last = self._last.get(self._modes)
-        self._is_checked = self._is_on(1 if last is None else last.calls + 1)
+        self._is_checked = self._modes not in self._untried and (last is None or last.calls.is_due)
         return self._is_checked
 
-    def looks_at_graph(self) -> bool:
-        """Count a call with gradients; whether to look through its graph: the first, second, fourth."""
-        self._graphs += 1
-        return _is_power_of_2(self._graphs)
-
-    def has_seen(self, outputs: Any) -> bool:
-        """Count a call by the form of its outputs; whether nothing is left to check."""
+    def is_still_due(self, outputs: Any) -> bool:
+        """Whether the call is to be checked now that the form of its outputs is known, and was not before."""
         form = self._last.get(self._modes)
         if form is None or form.outputs != outputs:
             form = self._last[self._modes] = self._form(outputs)
-        form.calls += 1
-        return self._is_checked or not self._is_on(form.calls)
+        self._this = form
+        return not self._is_checked and self._modes not in self._untried and form.calls.is_due
+
+    def passed(self) -> None:
+        """Count the call: it went well, checked or not."""
+        self._this.calls.passed()
 
     def _form(self, outputs: Any) -> _Form:
         for known in self._forms:
@@ -86,10 +88,3 @@ class Schedule:
             return self._others
         self._forms.append(_Form(self._modes, outputs))
         return self._forms[-1]
-
-    def _is_on(self, calls: int) -> bool:
-        return _is_power_of_2(calls) and self._modes not in self._untried
-
-
-def _is_power_of_2(count: int) -> bool:
-    return count & (count - 1) == 0

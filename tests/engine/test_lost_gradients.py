@@ -44,6 +44,15 @@ def test_a_trained_module_elsewhere() -> None:
         dp.call(lambda net, x: other.requires_grad_()(net(x)), torch.ones(1, 3))  # which one device does
 
 
+def test_a_loop_that_is_run_again_is_told_again() -> None:
+    """As in a notebook: the cell with the loop is run once more, on the same model."""
+    other = nn.Linear(3, 3)
+    with setup(Net(lambda x: other(x))) as dp:
+        for _ in range(6):
+            with pytest.raises(FlowdpError, match="requires grad and is neither"):
+                dp(torch.ones(4, 3))
+
+
 def test_a_replaced_forward_that_finds_the_module_in_an_object_of_the_loop() -> None:
     net = Net(lambda x: x)
     loop = SimpleNamespace(old=net.first.forward)

@@ -18,8 +18,9 @@ def due(schedule: Schedule, forms: list[Any], modes: object = True) -> list[int]
     found = []
     for number, seen in enumerate(forms, 1):
         is_before = schedule.is_due(modes)
-        if is_before | (not schedule.has_seen(seen)):
+        if is_before | schedule.is_still_due(seen):
             found.append(number)
+        schedule.passed()
     return found
 
 
@@ -51,3 +52,16 @@ def test_forms_without_end_are_checked_at_growing_distances_too() -> None:
     assert checked == [*range(1, 17), 17, 18, 20, 24, 32, 48, 80, 144]
     schedule = Schedule(Callee(mlp().forward))
     assert sum(len(due(schedule, [form(False)], modes)) for modes in range(200)) == 24
+
+
+def test_a_check_that_failed_is_due_again() -> None:
+    schedule = Schedule(Callee(mlp().forward))
+    for _ in range(3):
+        assert schedule.is_due(True)  # and fails, before the call
+    assert due(schedule, [form(False)] * 3) == [1, 2]
+    for _ in range(3):
+        assert schedule.is_due(True) | schedule.is_still_due(form(False))
+    schedule.passed()
+    assert not schedule.is_due(True)
+    assert schedule.is_still_due(form(True))  # another form; it fails behind the call
+    assert schedule.is_due(True)

@@ -58,6 +58,15 @@ def test_setup_refuses_them_where_batches_are_cut(options: dict[str, Any]) -> No
         assert dp(X).shape == (24, 2, 3)
 
 
+@pytest.mark.parametrize("options", [{"max_norm": 0.5}, {"scale_grad_by_freq": True}])
+def test_ddp_refuses_them_where_there_are_several_replicas(options: dict[str, Any]) -> None:
+    models = [nn.Embedding(8, 3, **options) for _ in range(2)]
+    with pytest.raises(OptionError, match=r"Ddp\.wrap: the Embedding has"):
+        flowdp.Ddp.wrap(models)
+    with flowdp.Ddp.wrap(models[:1]) as ddp:
+        assert ddp.world_size == 1
+
+
 def test_embeddings_without_either_pass() -> None:
     check_embeddings(bag(), "setup", is_shared=True)
 

@@ -13,7 +13,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 import flowdp
-from flowdp.device.draws import NoRedraws, is_watched, share_generator
+from flowdp.device.draws import NoRedraws, share_generator
 from flowdp.errors import FlowdpError
 
 X, Y = torch.rand(16, 4), torch.rand(16, 1)
@@ -141,5 +141,10 @@ def test_which_ranks_share_a_generator() -> None:
     assert share_generator([CPU]) == [False]
 
 
-def test_the_first_backward_is_watched_and_ever_rarer_ones() -> None:
-    assert [count for count in range(1, 100) if is_watched(count)] == [1, 2, 4, 8, 16, 32, 64]
+def test_a_loop_that_is_run_again_is_told_again() -> None:
+    """As in a notebook: the cell with the loop is run once more, on the same model."""
+    net = Net()
+    with flowdp.setup(net, devices=["cpu"] * 2, progress=False) as dp:
+        for _ in range(6):
+            with pytest.raises(FlowdpError, match=MATCH):
+                dp(X).sum().backward()
