@@ -242,7 +242,7 @@ class DataParallel(AliasModule):
         )
         self._stepping = Stepping(module, self._peers, self._pacing, averages=self._averages)
         self._stepping.use(optimizers or None)
-        self._seal()
+        self._seal(setup)
 
     def __repr__(self) -> str:
         return f"<DataParallel of {type(self.module).__name__} on {', '.join(map(str, self.devices))}>"

@@ -81,7 +81,7 @@ class DistributedDataParallel(AliasModule):
             gradient_as_bucket_view=gradient_as_bucket_view,
             automatic=is_automatic,
         )
-        self._seal()
+        self._seal(type(self))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own, with rank 0's buffers in training."""

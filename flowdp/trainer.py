@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from os import PathLike
 from typing import Any, Literal
 
@@ -283,6 +284,14 @@ class Trainer:
         self.upkeep.check_eval_dataset(**self._eval_reading())
         self._first_source: Source | None = self._open()
         self._batches = self._first_source.batches
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if "_batches" in self.__dict__ and name in signature(Trainer).parameters:
+            raise AttributeError(
+                f"{name} of a Trainer is checked with its other arguments, and cannot be set afterwards: "
+                f"make another one, Trainer(..., {name}=...)"
+            )
+        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         model = type(self.model).__name__ if isinstance(self.model, nn.Module) else "a model factory"

@@ -1252,6 +1252,24 @@ def test_a_train_of_the_models_own(setup: Setup) -> None:
     assert all(not part.training for replica in dp.replicas for part in replica.inner.modules())  # type: ignore[operator, union-attr]
 
 
+def test_a_cell_that_is_run_again_is_told_to_give_the_module(setup: Setup) -> None:
+    model = setup(mlp())
+    with pytest.raises(OptionError, match=r"model: it is a flowdp DataParallel.* give its .module"):
+        setup(model)
+    setup(model.module)
+
+
+def test_arguments_of_setup_are_not_attributes_of_the_module(setup: Setup) -> None:
+    dp = setup(mlp())
+    with pytest.raises(AttributeError, match=r"check is an argument of setup\(\).* call setup\(\) again"):
+        dp.check = False
+    assert not hasattr(dp.module, "check")
+    dp.max_grad_norm = 1.0  # its own, which the next step reads
+    dp.module.check = 3
+    dp.check = 4
+    assert dp.module.check == dp.check == 4
+
+
 def test_scripted_modules_are_refused(setup: Setup) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -244,6 +244,17 @@ def test_what_was_taken_without_a_look(name: str, value: object) -> None:
         trainer(**{name: value})
 
 
+@pytest.mark.parametrize("name", ["batch_size", "epochs", "model"])
+def test_an_argument_cannot_be_set_afterwards(name: str) -> None:
+    made = trainer()
+    with pytest.raises(
+        AttributeError, match=rf"{name} of a Trainer .* make another one, Trainer\(\.\.\., {name}="
+    ):
+        setattr(made, name, 8)
+    made.note = "the user's own"  # type: ignore[attr-defined]
+    assert made.fit().epochs_done == 2
+
+
 def test_sigterm_can_be_taken_over_in_the_main_thread_alone() -> None:
     refused: list[BaseException] = []
 

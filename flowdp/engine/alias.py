@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -37,9 +37,13 @@ class AliasModule(nn.Module):
         self._modules = module._modules
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
 
-    def _seal(self) -> None:
-        """From here on, attributes that are not this object's own are set on the module."""
-        self.__dict__["_is_sealed"] = True
+    def _seal(self, maker: Callable[..., Any]) -> None:
+        """From here on, attributes that are not this object's own are set on the module.
+
+        Args:
+            maker: Has made it: what it takes has no effect any more, and is not set by mistake.
+        """
+        self.__dict__["_maker"] = maker
 
     def _instead(self, method: str) -> str:
         """Advice for calling a method of the module."""
@@ -61,11 +65,16 @@ class AliasModule(nn.Module):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_own = "_is_sealed" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name)
-        if is_own:
+        maker = self.__dict__.get("_maker")
+        if maker is None or name in self.__dict__ or hasattr(type(self), name):
             super().__setattr__(name, value)
-        else:
-            setattr(self.module, name, value)
+            return
+        if not hasattr(self.module, name) and name in inspect.signature(maker).parameters:
+            raise AttributeError(
+                f"{name} is an argument of {maker.__name__}(), and has no effect afterwards: call "
+                f"{maker.__name__}() again; an attribute of the module is set by .module.{name} = ..."
+            )
+        setattr(self.module, name, value)
 
     @property
     def training(self) -> bool:

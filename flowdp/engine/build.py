@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from flowdp.device.streams import Lane
 from flowdp.device.tensors import FlatReplica
+from flowdp.engine.alias import AliasModule
 from flowdp.engine.copying import CopyError, copy_module
 from flowdp.engine.modes import kept_in_eval, start_training
 from flowdp.engine.rebuild import check_factory, rebuild
@@ -32,7 +33,7 @@ __all__ = [
     "build_models",
     "build_optimizers",
     "check_closure",
-    "check_not_scripted",
+    "check_plain",
     "equal_start",
     "needs_closure",
     "seed_devices",
@@ -41,6 +42,9 @@ __all__ = [
 ]
 
 log = logging.getLogger("flowdp")
+
+WRAPPERS = (AliasModule, nn.DataParallel, nn.parallel.DistributedDataParallel)
+"""Modules that stand for another one on several devices."""
 
 ModelOption = nn.Module | Callable[..., nn.Module]
 Optimizers = Sequence[Optimizer] | Mapping[Any, Optimizer]
@@ -73,11 +77,11 @@ def _build_model(
     model: ModelOption, device: torch.device, rank: int, modules: Sequence[nn.Module]
 ) -> nn.Module:
     if isinstance(model, nn.Module):
-        check_not_scripted(model)
+        check_plain(model)
         module = _copy(model, device)
     else:
         module = _call_factory(model, device, rank)
-        check_not_scripted(module)
+        check_plain(module)
     if any(module is other for other in modules):
         raise OptionError(
             f"the model factory returned the same module for rank {rank} and an earlier rank: it must "
@@ -104,18 +108,23 @@ def _tell_modes(module: nn.Module) -> None:
         )
 
 
-def check_not_scripted(model: nn.Module) -> None:
-    """A module of Python's.
+def check_plain(model: nn.Module) -> None:
+    """Check that a model is modules of Python's alone, none of which has several devices of its own.
 
     Raises:
-        OptionError: It, or a part of it, was made by torch.jit.
+        OptionError: It, or a part of it, was made by torch.jit, or hands its batches to several devices.
     """
     for name, part in model.named_modules():
+        which = f"its part {name!r}" if name else "it"
         if isinstance(part, torch.jit.ScriptModule):
             raise OptionError(
-                f"model: {f'its part {name!r}' if name else 'it'} was made by torch.jit.script or trace, and "
-                "cannot be copied for training: give the module that it was made from, and script the "
-                "trained one"
+                f"model: {which} was made by torch.jit.script or trace, and cannot be copied for training: "
+                "give the module that it was made from, and script the trained one"
+            )
+        if isinstance(part, WRAPPERS):
+            raise OptionError(
+                f"model: {which} is a {type(part).__module__.partition('.')[0]} {type(part).__name__}, which "
+                "hands batches to devices itself: give its .module"
             )
 
 

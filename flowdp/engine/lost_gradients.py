@@ -77,13 +77,18 @@ def check_transforms() -> None:
     """Look whether a derivative is asked for that does not go through several graphs.
 
     Raises:
-        FlowdpError: Forward-mode differentiation, or a transform of torch.func, is under way.
+        FlowdpError: Forward-mode differentiation, a transform of torch.func, or a trace is under way.
     """
     what = None
     if torch._C._functorch.peek_interpreter_stack() is not None:
         what = "a transform of torch.func"
     elif forward_ad._current_level >= 0:
         what = "forward-mode differentiation"
+    elif torch._C._get_tracing_state() is not None:
+        raise FlowdpError(
+            "a trace (torch.jit, torch.onnx) does not go through a call that several devices do: trace the "
+            "module itself, .module"
+        )
     if what is not None:
         raise FlowdpError(
             f"{what} does not go through a call that several devices do: call the module itself, .module, or "

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from flowdp.collective.batch_norm import SharedStatistics, check_synchronised
 from flowdp.device.topology import devices as find_devices
 from flowdp.engine.attributes import check_leaves
-from flowdp.engine.build import check_not_scripted
+from flowdp.engine.build import check_plain
 from flowdp.engine.recipe import LossFunction
 from flowdp.errors import OptionError
 from flowdp.options import CadenceOptions
@@ -44,7 +44,7 @@ def check_model(model: object, optimizer: object) -> None:
     """
     if not isinstance(model, nn.Module):
         raise OptionError(f"model must be a torch.nn.Module, not {model!r}; a factory goes to replica=")
-    check_not_scripted(model)
+    check_plain(model)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(tensor):
             raise OptionError(

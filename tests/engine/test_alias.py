@@ -128,7 +128,7 @@ class Sealed(AliasModule):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self.own = 1
-        self._seal()
+        self._seal(type(self))
 
 
 def test_attributes_are_the_modules() -> None:

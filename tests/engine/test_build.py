@@ -370,6 +370,17 @@ def test_scripted_modules_are_refused() -> None:
             build_models(model, ONE)
 
 
+def test_modules_that_hand_out_batches_themselves_are_refused() -> None:
+    with flowdp.setup(nn.Linear(2, 1), devices=["cpu"], progress=False) as dp:
+        for model, whose in (
+            (dp, "it is a flowdp DataParallel"),
+            (lambda: nn.Sequential(dp), "its part '0' is a flowdp DataParallel"),
+            (nn.DataParallel(nn.Linear(2, 1)), "it is a torch DataParallel"),
+        ):
+            with pytest.raises(OptionError, match=f"model: {whose}, which.* give its .module"):
+                build_models(model, ONE)
+
+
 def test_which_optimizers_need_a_closure() -> None:
     parameters = [nn.Parameter(torch.ones(1))]
     assert needs_closure(torch.optim.LBFGS(parameters))

@@ -107,3 +107,15 @@ def test_derivatives_that_go_through_no_graph() -> None:
         with pytest.raises(FlowdpError, match=r"a transform of torch\.func does not"):
             torch.func.grad(lambda given: dp(given).sum())(x)
         dp(x).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("calls", [0, 3])
+def test_a_trace(calls: int) -> None:
+    x = torch.ones(4, 3)
+    with setup(Net(torch.tanh)) as dp:
+        for _ in range(calls):
+            dp(x)
+        with pytest.raises(FlowdpError, match="trace the module itself"):
+            torch.jit.trace(dp, x)
+        assert torch.jit.trace(dp.module, x)(x).shape == (4, 3)
