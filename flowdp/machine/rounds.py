@@ -53,7 +53,8 @@ def decide(
         lr=directives.lr,
         hurried=any(arrival.left for arrival in arrivals.values()),
         left=left,
-        drift=any(arrival.drift for arrival in arrivals.values()),
+        # A mean of one replica is that replica; a distance of 0 would tell the guard that all is well.
+        drift=sum(map(bool, samples)) > 1 and any(arrival.drift for arrival in arrivals.values()),
         # A stop makes this the last round, which nobody knew when it was armed.
         compare=any(arrival.compare for arrival in arrivals.values()) or (first.together and directives.stop),
         halt=directives.halt,

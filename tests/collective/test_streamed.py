@@ -77,7 +77,8 @@ def test_all_ways_agree_with_float64_and_their_replicas_to_the_bit(world, sample
         assert bool(is_same.all()), name
         assert all(torch.equal(state[name], after[0][name]) for state in after), name
     assert all(result.sync_ms > 0.0 for result in results)
-    gave = [drift and count > 0 for count in samples]
+    several = sum(map(bool, samples)) > 1  # of one that gives, the mean is that one
+    gave = [drift and several and count > 0 for count in samples]
     assert [result.drift is not None for result in results] == gave
     assert world.cuda.races == []
 

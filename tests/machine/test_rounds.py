@@ -182,6 +182,26 @@ def test_a_bad_replica_weighs_nothing_and_voids_what_is_armed() -> None:
     assert outcome.voids
 
 
+@pytest.mark.parametrize(
+    ("steps", "bad", "wants", "measured"),
+    [
+        ((3, 1), (False, False), (True, True), True),
+        ((3, 1), (False, False), (True, False), True),
+        ((3, 1), (False, False), (False, False), False),
+        ((3, 0), (False, False), (True, True), False),
+        ((3, 1), (False, True), (True, True), False),
+    ],
+)
+def test_a_mean_of_one_replica_has_no_drift(
+    steps: tuple[int, ...], bad: tuple[bool, ...], wants: tuple[bool, ...], measured: bool
+) -> None:
+    came = {
+        rank: replace(arrival(rank, count), bad=bad[rank], drift=wants[rank])
+        for rank, count in enumerate(steps)
+    }
+    assert decide(came, Directives(), 2).drift == measured
+
+
 def test_a_halt_is_told_once() -> None:
     state = GateState(1)
     state.direct(Directives(halt=True))

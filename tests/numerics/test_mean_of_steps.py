@@ -63,7 +63,7 @@ class ByHand:
         for model in self.models:
             model.load_state_dict(mean)
         names = [name for name, _ in self.models[0].named_parameters()]
-        # One that a busy machine has kept from all of its steps has no drift.
+        # A replica that a busy machine has kept from all of its steps has no drift.
         trained = [state for state, n in zip(states, counts, strict=True) if n]
         away = [math.sqrt(sum(float((s[n] - mean[n]).square().sum()) for n in names)) for s in trained]
         return max(away) / math.sqrt(sum(float(mean[n].square().sum()) for n in names))
