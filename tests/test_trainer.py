@@ -585,7 +585,7 @@ def test_the_story_of_a_run_replays(options: dict[str, Any], tmp_path: Path) -> 
     assert result.coordinator.global_step == state.global_step
     if options == {"policy": "sync"} and not steered:
         command = [sys.executable, "-m", "flowdp.sim", "--replay", str(file)]
-        child = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        child = subprocess.run(command, capture_output=True, text=True, timeout=200)
         assert child.returncode == 0, child.stdout + child.stderr
 
 

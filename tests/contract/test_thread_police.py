@@ -27,7 +27,7 @@ def test_a_stray_thread_fails_its_test(tmp_path: Path) -> None:
     shutil.copy(ROOT / "tests/conftest.py", tmp_path)
     (tmp_path / "test_threads.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
-    child = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    child = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200)
     assert "2 passed, 1 error" in child.stdout, child.stdout
     assert "Test left a thread: stray" in child.stdout
     assert "in wait" in child.stdout  # where it hangs

@@ -179,6 +179,6 @@ def test_wrong_arguments(arguments: list[str], reason: str, capsys: pytest.Captu
 
 def test_several_processes() -> None:
     command = [sys.executable, "-m", "flowdp.sim", "--seeds", "60", "--jobs", "2"]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    child = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert child.returncode == 0, child.stderr
     assert "60 runs" in child.stdout
