@@ -131,9 +131,9 @@ class Rank:
                 self.notes.get(timeout=10)
         return batch
 
-    def ask(self, key: Key) -> Batch | None:
+    def ask(self, key: Key, part: Part | None = None) -> Batch | None:
         self.waits += 1  # before the answer: the note may be quicker than it
-        batch = self.feed.take(*key)
+        batch = self.feed.take(*key, part)
         self.waits -= batch is not None
         return batch
 
@@ -892,8 +892,7 @@ def test_two_ranks_share_every_batch(close, source_of, rows):
             if not part.samples:
                 continue
             with rank.lane.on(rank.lane.compute):
-                while (portion := rank.feed.take(*key, part)) is None:
-                    rank.waits += 1
+                while (portion := rank.ask(key, part)) is None:
                     rank.notes.get(timeout=10)
                 batch = portion.rows(0, portion.samples)
                 assert torch.equal(batch["x"][:, 0, 0].long(), batch["y"])
