@@ -286,6 +286,7 @@ class Trainer:
         self._batches = self._first_source.batches
 
     def __setattr__(self, name: str, value: object) -> None:
+        # `_batches` is what `__init__` sets last.
         if "_batches" in self.__dict__ and name in signature(Trainer).parameters:
             raise AttributeError(
                 f"{name} of a Trainer is checked with its other arguments, and cannot be set afterwards: "

@@ -112,15 +112,15 @@ def interrupt(trainer: flowdp.Trainer, place: str) -> list[str] | None:
             sys.settrace(None)
             signal.raise_signal(signal.SIGINT)
 
-    wrong = []
+    wrong, run = [], None
     with suppress(KeyboardInterrupt), _traced(each):
         run = trainer.start()
-        if was_there:
-            wrong.append("start() returned")
-        else:
-            run.stop()
-            run.join()
-            return None
+    if run is not None and not was_there:
+        run.stop()
+        run.join()
+        return None
+    if run is not None:
+        wrong.append("start() returned")
     if _process() != before:
         wrong.append(f"the process was {before}, and is {_process()}")
     for run in flowdp.runs():
