@@ -21,6 +21,7 @@ from flowdp.data.trees import tensors_of
 from flowdp.device.draws import OwnDraws
 from flowdp.device.gradients import FlatGradients, Touched
 from flowdp.device.streams import QUIET
+from flowdp.engine.captured import Factors
 from flowdp.engine.context import CurrentWorker
 from flowdp.engine.first_loss import check_mean
 from flowdp.engine.replica import NOT_OURS, Replica, cuts
@@ -111,9 +112,7 @@ class ExactReplica(Replica):
         ):
             for start, stop in cuts(samples, pieces):
                 worker.samples = stop - start
-                self._named = None
-                loss = self._forward(batch.rows(start, stop), worker)
-                self._backward(self._weighted(loss, worker.samples, samples))
+                self._compute(batch.rows(start, stop), worker, Factors(worker.samples / samples, samples))
         if not self._has_stepped:
             self._check_first()
         if written is not None:
@@ -199,20 +198,31 @@ class ExactReplica(Replica):
     def _clear(self) -> None:
         self.gradients.clear()
 
-    def _weighted(self, loss: Tensor, samples: int, of: int) -> Tensor:
-        """The loss times its weight, by sample of the part."""
-        named, gradients = self._named, self.gradients
+    def compute(self, batch: Any, worker: CurrentWorker, factors: Factors) -> None:
+        """See `Replica.compute`."""
+        self._named = None
+        super().compute(batch, worker, factors)
+
+    def weigh(self, loss: Tensor, share: float | Tensor, of: int | Tensor) -> tuple[Tensor, Tensor | None]:
+        """The loss times its weight, by sample of the part; see `Replica.weigh`."""
+        named, self._named = self._named, None
         if named is None:
-            self._unnamed += samples / of
-            return loss if samples == of else loss * (samples / of)
-        gradients.is_weighted = True
+            return super().weigh(loss, share, of)
         weight = torch.as_tensor(named, dtype=torch.float64, device=self.device).detach()
         if weight.numel() != 1:
             raise ValueError(f"the weight of the loss must be one number, not of shape {tuple(weight.shape)}")
         weight = weight.reshape(()) / of
-        gradients.weight.add_(weight)
         # The mean over nothing is NaN, and would stay so times 0.
-        return torch.where(weight > 0, loss, 0.0) * weight
+        return torch.where(weight > 0, loss, 0.0) * weight, weight
+
+    def count(self, loss: Tensor, weight: Tensor | None, factors: Factors) -> None:
+        """See `Replica.count`."""
+        super().count(loss, weight, factors)
+        if weight is None:
+            self._unnamed += factors.share
+        else:
+            self.gradients.is_weighted = True
+            self.gradients.weight.add_(weight)
 
     def _check_gradients(self) -> None:
         if not self.gradients.is_touched:

@@ -18,6 +18,7 @@ from flowdp.device.streams import Lane
 from flowdp.device.tensors import FlatReplica, FlatTensors
 from flowdp.engine.adoption import copy_state
 from flowdp.engine.build import Optimizers, all_of
+from flowdp.engine.captured import Captured, Factors
 from flowdp.engine.context import CurrentWorker, Steps
 from flowdp.engine.learning_rate import LearningRate
 from flowdp.errors import DataError
@@ -75,6 +76,7 @@ class Replica:
         least: Samples that a forward must have.
         meets: Whether forwards and backwards are made together with the other ranks (SyncBatchNorm in exact).
         part: Of the step, where all ranks share one (exact).
+        captured: Runs forward and backward as recorded graphs; None: they run eagerly.
         has_state: Whether a forward changes what `mark` notes.
         can_repeat: Whether forward and backward of a step can be done once more.
         shares_generator: Whether other ranks draw from the device's generator, too.
@@ -92,6 +94,7 @@ class Replica:
     loss_weight: Tensor | None = None
     meets = False
     part: Part | None = None
+    captured: Captured | None = None
 
     def __init__(
         self,
@@ -168,8 +171,7 @@ class Replica:
             All of it is enqueued on the current stream, which is the lane's `compute`, and nothing read back.
         """
         if self.pieces == 1:
-            loss = self._forward(batch, worker)
-            self._backward(loss if share == 1.0 else loss * share)
+            self._compute(batch, worker, Factors(share, worker.samples))
         else:
             self._add_pieces(batch, worker, share)
         if not self._has_stepped:
@@ -188,6 +190,11 @@ class Replica:
         Streams:
             As `add`; but optimizers that a gradient scaler has to ask (all not fused) are waited for.
         """
+        if self.captured is None or not self.captured.step(factor):
+            self._update(factor)
+        return self._take_value()
+
+    def _update(self, factor: float) -> None:
         if factor != 1.0:
             self._rescale(factor)
         if self._scaler is None:
@@ -196,7 +203,6 @@ class Replica:
         else:
             self._scaled_step(self._scaler)
         self._optimizer.zero_grad(set_to_none=True)
-        return self._take_value()
 
     def take_norms(self) -> Sequence[Tensor]:
         """The 2-norms of the gradients that were clipped since the last call, before that. Shape [] each."""
@@ -253,9 +259,39 @@ class Replica:
         samples, whole = worker.samples, _whole(batch, worker.samples)
         for start, stop in cuts(samples, self.forwards(batch, samples)):
             worker.samples = stop - start
-            loss = self._forward(batch if whole is None else whole.rows(start, stop), worker)
-            self._backward(loss * (share * worker.samples / samples))
+            factors = Factors(share * worker.samples / samples, worker.samples)
+            self._compute(batch if whole is None else whole.rows(start, stop), worker, factors)
         worker.samples = samples
+
+    def _compute(self, batch: Any, worker: CurrentWorker, factors: Factors) -> None:
+        """Forward and backward of a micro-batch, or a piece of one: by a recorded graph, or eagerly."""
+        if self.captured is None or not self.captured.run(batch, worker, factors):
+            self.compute(batch, worker, factors)
+
+    def compute(self, batch: Any, worker: CurrentWorker, factors: Factors) -> None:
+        """Forward and backward by the user's loss; see `add`."""
+        loss, weight = self.weigh(self._forward(batch, worker), factors.share, factors.of)
+        self._differentiate(loss if self._scaler is None else self._scaler.scale(loss))
+        self.count(loss.detach(), weight, factors)
+
+    def weigh(
+        self,
+        loss: Tensor,
+        share: float | Tensor,
+        of: int | Tensor,  # noqa: ARG002 - for the exact policy
+    ) -> tuple[Tensor, Tensor | None]:
+        """The loss as it is differentiated, and the weight that it names (exact).
+
+        Args:
+            loss: As the user returned it.
+            share: Of the loss in that of the step. A tensor, of its dtype, while a graph is recorded.
+            of: Samples of the rank's part (exact). A tensor while a graph is recorded.
+        """
+        return (loss if isinstance(share, float) and share == 1.0 else loss * share), None
+
+    def count(self, loss: Tensor, weight: Tensor | None, factors: Factors) -> None:  # noqa: ARG002 - as above
+        """Add a micro-batch's loss, as `weigh` gave it, to that of the step."""
+        self._value = loss if self._value is None else self._value + loss
 
     def _forward(self, batch: Any, worker: CurrentWorker) -> Tensor:
         if self._autocast is None:
@@ -275,11 +311,6 @@ class Replica:
         if not loss.requires_grad:
             raise ValueError(NOT_OURS)
         return loss
-
-    def _backward(self, loss: Tensor) -> None:
-        self._differentiate(loss if self._scaler is None else self._scaler.scale(loss))
-        value = loss.detach()
-        self._value = value if self._value is None else self._value + value
 
     def _differentiate(self, loss: Tensor, **options: Any) -> None:
         if not self.shares_generator:
