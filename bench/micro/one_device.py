@@ -3,23 +3,26 @@
 Both gather their batches from the same tensors by index, in a shuffled order. With the same
 allocator setting on both sides the difference is flowdp's own code; with the default one for the
 hand loop, as a user's loop has it, it is what flowdp brings. The setting has no way back, so there
-the hand loop runs in its own processes.
+the hand loop runs in its own processes. "As most people write it" is AdamW without `fused=True`, on
+both sides; the other rows have a fused Adam.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import flowdp
 from bench.harness import Comparison, compare, options, report
-from bench.models import MODELS, Batch, classify, images
+from bench.models import MODELS, Gpt, classify, images, predict_next, texts
 from flowdp.data.dataset import TensorSource
 from flowdp.device.openmp import pause_openmp
 from flowdp.device.process import keep_freed_memory
@@ -29,38 +32,67 @@ WARM_UP = 20
 SAMPLES = 60_000  # as in Fashion-MNIST
 
 
+@dataclass(frozen=True)
+class Task:
+    """What is trained."""
+
+    make: Callable[[], nn.Module]
+    data: Callable[[], tuple[Tensor, ...]]
+    loss: Callable[[nn.Module, Any], Tensor]
+    batch_size: int
+
+
+TASKS = {
+    **{name: Task(make, partial(images, SAMPLES), classify, size) for name, (make, size) in MODELS.items()},
+    # About 1,000 small kernels a step: 12 layers of little work.
+    "gpt": Task(partial(Gpt, 12, 32, 4, 8, 64), partial(texts, 4096, 8, 64), predict_next, 1),
+}
+
+
+def fused_adam(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, fused=True)
+
+
+def plain_adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=3e-4)
+
+
+Make = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+
 class Clock:
     """A loss that notes when step `WARM_UP` and the last one begin."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, loss: Callable[[nn.Module, Any], Tensor]) -> None:
+        self._loss = loss
         self.left = steps + WARM_UP + 1
         self.steps = steps
         self.start = self.stop = 0.0
 
-    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
         self.left -= 1
         if self.left == self.steps:
             self.start = perf_counter()
         elif self.left == 0:
             self.stop = perf_counter()
-        return classify(model, batch)
+        return self._loss(model, batch)
 
     @property
     def ms(self) -> float:
         return (self.stop - self.start) * 1e3 / self.steps
 
 
-def hand_ms(name: str, steps: int) -> float:
+def hand_ms(name: str, steps: int, make: Make = fused_adam) -> float:
     """Milliseconds of a step of the hand loop."""
-    make, batch_size = MODELS[name]
-    data, model, clock = images(SAMPLES), make(), Clock(steps)
-    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    task = TASKS[name]
+    data, model, clock = task.data(), task.make(), Clock(steps, task.loss)
+    optimizer = make(model.parameters())
     while clock.left:
-        order = torch.randperm(len(data[1]))
-        for index in order.split(batch_size):
+        order = torch.randperm(len(data[0]))
+        for index in order.split(task.batch_size):
             if not clock.left:
                 break
-            loss = clock.loss(model, (data[0][index], data[1][index]))
+            loss = clock.loss(model, tuple(tensor[index] for tensor in data))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -68,16 +100,16 @@ def hand_ms(name: str, steps: int) -> float:
     return clock.ms
 
 
-def flowdp_ms(name: str, steps: int) -> float:
+def flowdp_ms(name: str, steps: int, make: Make = fused_adam) -> float:
     """Milliseconds of a step of flowdp on one device."""
-    make, batch_size = MODELS[name]
-    clock = Clock(steps)
+    task = TASKS[name]
+    clock = Clock(steps, task.loss)
     flowdp.Trainer(
-        model=make(),
-        optimizer=lambda params: torch.optim.Adam(params, fused=True),
+        model=task.make(),
+        optimizer=make,
         loss=clock.loss,
-        dataset=images(SAMPLES),
-        batch_size=batch_size,
+        dataset=task.data(),
+        batch_size=task.batch_size,
         max_steps=steps + WARM_UP + 1,
         devices=["cpu"],
         progress=False,
@@ -143,6 +175,17 @@ def main() -> None:
                 {
                     "flowdp": partial(flowdp_ms, name, steps),
                     "hand": partial(hand_ms, name, steps),
+                },
+                pairs=pairs,
+            )
+        )
+    for name, steps in (("mlp", 600), ("cnn", 80), ("gpt", 100)):
+        results.append(
+            compare(
+                f"{name}, AdamW as most people write it",
+                {
+                    "flowdp": partial(flowdp_ms, name, steps, plain_adamw),
+                    "hand": partial(hand_ms, name, steps, plain_adamw),
                 },
                 pairs=pairs,
             )

@@ -1,0 +1,364 @@
+"""Ranks that launch many small kernels at once: threads, processes, flowdp, and each remedy of flowdp.
+
+    python -m bench.micro.launch                             # all variants, 1 to 8 ranks: some 10 minutes
+    python -m bench.micro.launch --quick                     # three variants, 1 and 4 ranks: a minute
+    python -m bench.micro.launch --variant flowdp --variant processes --ranks 1 --ranks 4 --seconds 2
+    python -m bench.micro.launch --width 256 --length 64     # steps that are long beside their launching
+
+A figure is the optimizer steps per second of all ranks together, of a GPT whose step is some 1,000 small
+kernels, with AdamW and one compute thread for each rank. Every variant lives in processes of its own, where
+it is warmed up once; then all of them are measured in turns, in random order, and stand still meanwhile. On
+CUDA the ranks take the devices there are, one after another; several may share one.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from inspect import signature
+from itertools import islice
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+import flowdp
+from bench.harness import Comparison, options, report
+from bench.models import Gpt, predict_next, texts
+from flowdp.threads.crew import Crew
+
+TOKENS = 64
+SAMPLES = 4096
+STEPS_AHEAD = 3
+"""The host of a hand loop on CUDA waits so often: flowdp, too, has that many steps under way at most."""
+WARM_STEPS = 20
+WARM_S = 2.0
+FEWEST_ROUNDS = 2
+
+Rate = Callable[[float], float]
+"""Measures for so many seconds, or a little longer; steps per second."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train on several ranks.
+
+    Attributes:
+        how: Who runs the ranks. A process each, a bare thread each, or a Trainer.
+        is_fused: AdamW(fused=True); False: as most people write it.
+        is_compiled: The model goes through torch.compile.
+        trainer: Arguments of the Trainer beside those of every variant.
+    """
+
+    how: Literal["processes", "threads", "flowdp"]
+    is_fused: bool = True
+    is_compiled: bool = False
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> str:
+        """Arguments that this version of flowdp does not have, in words; empty where it has all."""
+        unknown = self.trainer.keys() - signature(flowdp.Trainer).parameters.keys()
+        return f"this flowdp has no Trainer({', '.join(sorted(unknown))}=)" if unknown else ""
+
+
+PROCESSES = "processes"
+VARIANTS = {
+    PROCESSES: Variant("processes"),
+    "processes, compiled": Variant("processes", is_compiled=True),
+    "threads": Variant("threads"),
+    "threads, not fused": Variant("threads", is_fused=False),
+    "threads, compiled": Variant("threads", is_compiled=True),
+    "flowdp": Variant("flowdp"),
+    "flowdp, not fused": Variant("flowdp", is_fused=False),
+    "flowdp, compiled": Variant("flowdp", is_compiled=True),
+    "flowdp, captured": Variant("flowdp", trainer={"capture": True}),
+}
+QUICK = (PROCESSES, "threads", "flowdp")
+
+
+@dataclass(frozen=True)
+class Task:
+    """The model, its text and where the ranks are.
+
+    Attributes:
+        device: "cpu" or "cuda".
+    """
+
+    device: str
+    layers: int
+    width: int
+    length: int
+
+    def model(self, is_compiled: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = Gpt(self.layers, self.width, heads=4, length=self.length, tokens=TOKENS)
+        if is_compiled:
+            model.compile()
+        return model
+
+    def devices(self, ranks: int) -> list[torch.device]:
+        if self.device == "cpu":
+            return [torch.device("cpu")] * ranks
+        return [torch.device("cuda", rank % torch.cuda.device_count()) for rank in range(ranks)]
+
+    def loop(self, variant: Variant, rank: int) -> Rate:
+        """A hand loop."""
+        device = self.devices(rank + 1)[rank]
+        model = self.model(variant.is_compiled).to(device)
+        optimizer = adamw(model.parameters(), is_fused=variant.is_fused)
+        batch = (texts(SAMPLES, self.length, TOKENS)[0][:1].to(device),)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            predict_next(model, batch).backward()
+            optimizer.step()
+
+        def rate(seconds: float) -> float:
+            torch.set_num_threads(1)
+            steps, start_s = 0, time.perf_counter()
+            while time.perf_counter() - start_s < seconds:
+                step()
+                steps += 1
+                if device.type == "cuda" and steps % STEPS_AHEAD == 0:
+                    torch.cuda.current_stream(device).synchronize()
+            return steps / (time.perf_counter() - start_s)
+
+        return rate
+
+    def trainer(self, variant: Variant, ranks: int) -> flowdp.Trainer:
+        return flowdp.Trainer(
+            model=lambda: self.model(variant.is_compiled),
+            optimizer=partial(adamw, is_fused=variant.is_fused),
+            loss=predict_next,
+            dataset=texts(SAMPLES, self.length, TOKENS),
+            batch_size=1,
+            epochs=10**6,
+            devices=self.devices(ranks),
+            cadence=flowdp.CadenceOptions(max_anchor=10),
+            progress=False,
+            **variant.trainer,
+        )
+
+
+def adamw(parameters: Any, *, is_fused: bool) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=is_fused or None)
+
+
+# ---------------------------------------------------------------------- in a process that measures
+@contextmanager
+def hand_loops(task: Task, variant: Variant, ranks: int) -> Iterator[Rate]:
+    """Bare loops, each in a thread of its own."""
+    with closing(Crew([f"rank-{rank}" for rank in range(ranks)])) as crew:
+        loops = [task.loop(variant, rank) for rank in range(ranks)]
+
+        def rate(seconds: float) -> float:
+            return sum(filter(None, crew.run([partial(loop, seconds) for loop in loops])))
+
+        rate(0.0)  # what is built in a first step is built, and then as many as a warm-up wants
+        rate(WARM_S)
+        yield rate
+
+
+@contextmanager
+def training(task: Task, variant: Variant, ranks: int) -> Iterator[Rate]:
+    """A Trainer's run, which is paused between two measurements."""
+    run = task.trainer(variant, ranks).start()
+    records = run.metrics("round")
+    still = ExitStack()
+
+    def rate(seconds: float) -> float:
+        newest = run.status().round
+        still.close()
+        steps, wall_ms, rounds, start_s = 0, 0.0, 0, time.perf_counter()
+        for record in records:
+            # The first two rounds behind a pause: one that may be short, and the wait in the time of one.
+            if newest is not None and record.round <= newest + 2:
+                continue
+            steps, wall_ms, rounds = steps + sum(record.steps), wall_ms + record.wall_ms, rounds + 1
+            if rounds >= FEWEST_ROUNDS and time.perf_counter() - start_s >= seconds:
+                break
+        still.enter_context(run.paused())
+        return steps / wall_ms * 1e3
+
+    with run, still:
+        enough = -(-WARM_STEPS * ranks // sum(next(records).steps))
+        for _ in islice(records, enough):
+            pass
+        rate(WARM_S)
+        try:
+            yield rate
+        finally:
+            run.stop()
+
+
+def serve(pipe: Connection, task: Task, variant: Variant, ranks: int) -> None:
+    """The body of a process: measures whenever it is asked; a text is what went wrong."""
+    torch.set_num_threads(1)
+    try:
+        opened = training if variant.how == "flowdp" else hand_loops
+        with opened(task, variant, ranks) as rate:
+            pipe.send(None)
+            while (seconds := pipe.recv()) is not None:
+                pipe.send(rate(seconds))
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {error}".partition("\n")[0])
+
+
+# ---------------------------------------------------------------------- in the process that asks
+@dataclass
+class Side:
+    """A variant on so many ranks: the processes that it lives in."""
+
+    pipes: Sequence[Connection]
+
+    def ask(self, seconds: float) -> float:
+        """Measure; raises `RuntimeError` where the variant fails."""
+        for pipe in self.pipes:
+            pipe.send(seconds)
+        return sum(filter(None, self.answers()))
+
+    def answers(self) -> list[float | None]:
+        answers: list[float | str | None] = []
+        for pipe in self.pipes:
+            try:
+                answers.append(pipe.recv())
+            except EOFError:
+                answers.append("its process has ended")
+        for answer in answers:
+            if isinstance(answer, str):
+                raise RuntimeError(answer)
+        return [answer for answer in answers if not isinstance(answer, str)]
+
+
+def open_side(stack: ExitStack, task: Task, variant: Variant, ranks: int) -> Side:
+    """Start its processes, and wait until they are warm."""
+    context = get_context("spawn")
+    pipes = []
+    is_split = variant.how == "processes"
+    for _ in range(ranks if is_split else 1):
+        here, there = context.Pipe()
+        # A variant may start threads and processes of its own: not a daemon.
+        process = context.Process(target=serve, args=(there, task, variant, 1 if is_split else ranks))
+        process.start()
+        there.close()
+        stack.callback(process.join)
+        stack.callback(here.close)
+        pipes.append(here)
+    side = Side(pipes)
+    stack.callback(dismiss, side)
+    side.answers()
+    return side
+
+
+def dismiss(side: Side) -> None:
+    for pipe in side.pipes:
+        try:
+            pipe.send(None)
+        except OSError:
+            continue  # it has ended by itself
+
+
+Case = tuple[str, int]
+"""(variant, ranks)."""
+
+
+def open_sides(stack: ExitStack, task: Task, names: Sequence[str], ranks: Sequence[int]) -> dict[Case, Side]:
+    """Every variant that this flowdp and this machine have, on each number of ranks."""
+    sides: dict[Case, Side] = {}
+    for name in names:
+        if VARIANTS[name].missing:
+            print(f"{name}: skipped, {VARIANTS[name].missing}", flush=True)
+            continue
+        for count in ranks:
+            try:
+                sides[name, count] = open_side(stack, task, VARIANTS[name], count)
+            except RuntimeError as error:
+                print(f"{name}, {count} ranks: skipped, {error}", flush=True)
+    return sides
+
+
+def measure(sides: Mapping[Case, Side], turns: int, seconds: float) -> dict[Case, list[float]]:
+    """Steps per second of each case, turn by turn."""
+    draw = random.Random(0)
+    seen: dict[Case, list[float]] = {case: [] for case in sides}
+    for turn in range(turns):
+        for case in draw.sample(list(seen), len(seen)):
+            try:
+                seen[case].append(sides[case].ask(seconds))
+            except RuntimeError as error:
+                name, count = case
+                print(f"{name}, {count} ranks: failed in turn {turn + 1}, {error}", flush=True)
+                del seen[case]
+    return seen
+
+
+def words(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def compared(seen: Mapping[Case, Sequence[float]]) -> list[Comparison]:
+    """Each case against its own one rank, and against as many processes."""
+    found = []
+    for (name, count), rates in seen.items():
+        others = [(words(1), (name, 1))] if count > 1 else []
+        others += [(PROCESSES, (PROCESSES, count))] if name != PROCESSES else []
+        for other, case in others:
+            if case in seen:
+                names = (words(count) if case[0] == name else name), other
+                label = f"{name}, {words(count)}"
+                found.append(Comparison(label, "steps/s", names, tuple(rates), tuple(seen[case])))
+    return found
+
+
+def lines(seen: Mapping[Case, Sequence[float]]) -> list[str]:
+    """The table in Markdown: medians, and the medians of the ratios behind them."""
+    ratios = {(one.label, one.names[1]): one.ratio for one in compared(seen)}
+    names = list(dict.fromkeys(name for name, _ in seen))
+    counts = sorted({count for _, count in seen})
+    made = ["| steps/s (of 1 rank, of processes) | " + " | ".join(map(words, counts)) + " |"]
+    made.append("|---" * (len(counts) + 1) + "|")
+    for name in names:
+        cells = []
+        for count in counts:
+            label = f"{name}, {words(count)}"
+            shown = [ratios.get((label, words(1))), ratios.get((label, PROCESSES))]
+            of = ", ".join("-" if ratio is None else f"{ratio:.2f}" for ratio in shown)
+            rates = seen.get((name, count))
+            cells.append(f"{median(rates):,.0f} ({of})" if rates else "")
+        made.append(f"| {name} | " + " | ".join(cells) + " |")
+    return made
+
+
+def main() -> None:
+    parser = options(__doc__, pairs=5)
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    parser.add_argument("--variant", action="append", choices=VARIANTS, help="only this one (may repeat)")
+    parser.add_argument("--ranks", type=int, action="append", help="so many ranks (may repeat): 1, 2, 4, 8")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a measurement (%(default)s)")
+    parser.add_argument("--layers", type=int, default=12, help="of the GPT (%(default)s)")
+    parser.add_argument("--width", type=int, default=32, help="of the GPT (%(default)s)")
+    parser.add_argument("--length", type=int, default=8, help="tokens of its text (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help=f"{', '.join(QUICK)} on 1 and 4 ranks, 3 turns")
+    arguments = parser.parse_args()
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    task = Task(device, arguments.layers, arguments.width, arguments.length)
+    names = arguments.variant or (QUICK if arguments.quick else tuple(VARIANTS))
+    counts = arguments.ranks or ((1, 4) if arguments.quick else (1, 2, 4, 8))
+    turns = 3 if arguments.quick else arguments.pairs
+    with ExitStack() as stack:
+        seen = measure(open_sides(stack, task, names, counts), turns, arguments.seconds)
+    print(*lines(seen), sep="\n")
+    figures = {f"{name}, {words(count)}, steps/s": median(rates) for (name, count), rates in seen.items()}
+    report("launch", compared(seen), figures=figures, save=arguments.save, more={"task": vars(task)})
+
+
+if __name__ == "__main__":
+    main()
