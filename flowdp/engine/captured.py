@@ -19,7 +19,17 @@ from torch import Tensor
 from flowdp.engine import context
 from flowdp.engine.context import CurrentWorker
 
-__all__ = ["Captured", "Computed", "Factors", "NotCaptured", "Recorder", "StepGraph", "Watched", "watching"]
+__all__ = [
+    "Captured",
+    "Computed",
+    "Factors",
+    "NotCaptured",
+    "Recorder",
+    "StepGraph",
+    "Trial",
+    "Watched",
+    "watching",
+]
 
 FREE = frozenset({"rank", "device", "model", "samples", "record", "sink"})
 """What a loss may ask its worker: it is the same in every step of a graph."""
@@ -49,12 +59,27 @@ class Computed:
     Attributes:
         loss: Times its share, detached. Shape []. Memory that no later run of the graph writes to.
         weight: Of the loss, where it names one (exact). Float64, shape [].
-        scalars: Recorded values, in the order of the graph's `records`.
+        scalars: Recorded values, in the order of the graph's `records`; an eager step has passed them on.
     """
 
     loss: Tensor
-    weight: Tensor | None
-    scalars: Sequence[Tensor]
+    weight: Tensor | None = None
+    scalars: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The results of a graph's run that has changed nothing.
+
+    Attributes:
+        computed: See there.
+        gradients: Of each trained parameter behind the run, in the order of the module; None: it has none.
+        buffers: Of the module behind the run, in its order.
+    """
+
+    computed: Computed
+    gradients: Sequence[Tensor | None]
+    buffers: Sequence[Tensor]
 
 
 class StepGraph(Protocol):
@@ -81,12 +106,19 @@ class StepGraph(Protocol):
         """
         ...
 
+    def trial(self, leaves: Sequence[Tensor], factors: Factors, generator: torch.Generator | None) -> Trial:
+        """Run beside the step: gradients and buffers are as before when it returns. Arguments as of `run`.
+
+        The caller puts the generator back.
+        """
+        ...
+
 
 class Captured(Protocol):
     """Decides for each micro-batch of a replica whether a recorded graph runs."""
 
-    def run(self, batch: Any, worker: CurrentWorker, factors: Factors) -> bool:
-        """Forward and backward of a micro-batch; False: nothing was done, and it is to be done eagerly."""
+    def run(self, batch: Any, worker: CurrentWorker, factors: Factors) -> Computed | None:
+        """Forward and backward of a micro-batch; None: nothing was done, and it is to be done eagerly."""
         ...
 
     def step(self, factor: float) -> bool:

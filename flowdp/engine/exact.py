@@ -21,7 +21,7 @@ from flowdp.data.trees import tensors_of
 from flowdp.device.draws import OwnDraws
 from flowdp.device.gradients import FlatGradients, Touched
 from flowdp.device.streams import QUIET
-from flowdp.engine.captured import Factors
+from flowdp.engine.captured import Computed, Factors
 from flowdp.engine.context import CurrentWorker
 from flowdp.engine.first_loss import check_mean
 from flowdp.engine.replica import NOT_OURS, Replica, cuts
@@ -198,10 +198,10 @@ class ExactReplica(Replica):
     def _clear(self) -> None:
         self.gradients.clear()
 
-    def compute(self, batch: Any, worker: CurrentWorker, factors: Factors) -> None:
+    def compute(self, batch: Any, worker: CurrentWorker, factors: Factors) -> Computed:
         """See `Replica.compute`."""
         self._named = None
-        super().compute(batch, worker, factors)
+        return super().compute(batch, worker, factors)
 
     def weigh(self, loss: Tensor, share: float | Tensor, of: int | Tensor) -> tuple[Tensor, Tensor | None]:
         """The loss times its weight, by sample of the part; see `Replica.weigh`."""
@@ -215,14 +215,14 @@ class ExactReplica(Replica):
         # The mean over nothing is NaN, and would stay so times 0.
         return torch.where(weight > 0, loss, 0.0) * weight, weight
 
-    def count(self, loss: Tensor, weight: Tensor | None, factors: Factors) -> None:
+    def count(self, computed: Computed, factors: Factors) -> None:
         """See `Replica.count`."""
-        super().count(loss, weight, factors)
-        if weight is None:
+        super().count(computed, factors)
+        if computed.weight is None:
             self._unnamed += factors.share
         else:
             self.gradients.is_weighted = True
-            self.gradients.weight.add_(weight)
+            self.gradients.weight.add_(computed.weight)
 
     def _check_gradients(self) -> None:
         if not self.gradients.is_touched:

@@ -18,7 +18,7 @@ from flowdp.device.streams import Lane
 from flowdp.device.tensors import FlatReplica, FlatTensors
 from flowdp.engine.adoption import copy_state
 from flowdp.engine.build import Optimizers, all_of
-from flowdp.engine.captured import Captured, Factors
+from flowdp.engine.captured import Captured, Computed, Factors
 from flowdp.engine.context import CurrentWorker, Steps
 from flowdp.engine.learning_rate import LearningRate
 from flowdp.errors import DataError
@@ -265,14 +265,14 @@ class Replica:
 
     def _compute(self, batch: Any, worker: CurrentWorker, factors: Factors) -> None:
         """Forward and backward of a micro-batch, or a piece of one: by a recorded graph, or eagerly."""
-        if self.captured is None or not self.captured.run(batch, worker, factors):
-            self.compute(batch, worker, factors)
+        computed = None if self.captured is None else self.captured.run(batch, worker, factors)
+        self.count(self.compute(batch, worker, factors) if computed is None else computed, factors)
 
-    def compute(self, batch: Any, worker: CurrentWorker, factors: Factors) -> None:
+    def compute(self, batch: Any, worker: CurrentWorker, factors: Factors) -> Computed:
         """Forward and backward by the user's loss; see `add`."""
         loss, weight = self.weigh(self._forward(batch, worker), factors.share, factors.of)
         self._differentiate(loss if self._scaler is None else self._scaler.scale(loss))
-        self.count(loss.detach(), weight, factors)
+        return Computed(loss.detach(), weight)
 
     def weigh(
         self,
@@ -289,9 +289,10 @@ class Replica:
         """
         return (loss if isinstance(share, float) and share == 1.0 else loss * share), None
 
-    def count(self, loss: Tensor, weight: Tensor | None, factors: Factors) -> None:  # noqa: ARG002 - as above
-        """Add a micro-batch's loss, as `weigh` gave it, to that of the step."""
-        self._value = loss if self._value is None else self._value + loss
+    def count(self, computed: Computed, factors: Factors) -> None:  # noqa: ARG002 - as above
+        """Add a micro-batch's loss to that of the step."""
+        value = computed.loss
+        self._value = value if self._value is None else self._value + value
 
     def _forward(self, batch: Any, worker: CurrentWorker) -> Tensor:
         if self._autocast is None:
