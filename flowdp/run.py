@@ -72,6 +72,7 @@ class Run:
         self._ending = _Ending()
         self._inside = ExitStack()
         self._polled = engine.records.before
+        self._polling = threading.Lock()  # no record for two threads, and none for nobody
         self.devices = tuple(replica.device for replica in engine.replicas)
 
     def __repr__(self) -> str:
@@ -195,8 +196,9 @@ class Run:
 
     def poll_metrics(self) -> list[EpochMetrics]:
         """The epoch records that have come since the last call; does not wait."""
-        fresh = list(self._engine.records.epochs[self._polled :])
-        self._polled += len(fresh)
+        with self._polling:
+            fresh = list(self._engine.records.epochs[self._polled :])
+            self._polled += len(fresh)
         return fresh
 
     # ------------------------------------------------------------------ steering

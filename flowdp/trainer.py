@@ -282,7 +282,7 @@ class Trainer:
             "num_workers": num_workers,
         }
         self.upkeep.check_eval_dataset(**self._eval_reading())
-        self._first_source: Source | None = self._open()
+        self._first_source = self._open()
         self._batches = self._first_source.batches
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -360,7 +360,8 @@ class Trainer:
         replicas = build_replicas(parts, self.devices)
         care = self._care(store, replicas[0])
         # The source that was opened to check the arguments serves the first run, from the beginning.
-        first, self._first_source = self._first_source, None
+        # Taken out at once: another thread may start this trainer, too.
+        first: Source | None = self.__dict__.pop("_first_source", None)
         if resumed is None:
             source, start = first or self._open(None), None
         else:

@@ -34,6 +34,7 @@ from flowdp import (
 from flowdp.device.streams import HostLane
 from flowdp.engine import live
 from flowdp.messages import Requested
+from tests.watched import Watched, both
 
 WAIT_S = 10.0
 POLICIES = ["sync", "cadence", "async"]
@@ -892,3 +893,20 @@ def test_a_run_whose_handle_is_lost_is_found_and_stopped() -> None:
     found.stop()
     assert found.join().interrupted
     assert runs() == ()
+
+
+def test_each_record_goes_to_one_of_two_threads_that_poll() -> None:
+    run, watched = trainer().start(), Watched()
+    run.join()
+
+    class Slow(list[EpochMetrics]):
+        def __getitem__(self, place: Any) -> Any:
+            watched.await_second()
+            return super().__getitem__(place)
+
+    run._engine.records.epochs = Slow(run._engine.records.epochs)
+    run._polling = watched  # type: ignore[assignment]
+    first, second = both(run.poll_metrics)
+    assert isinstance(first, list)
+    assert isinstance(second, list)
+    assert [record.epoch for record in (*first, *second)] == [0, 1, 2]

@@ -144,6 +144,7 @@ class Task:
             devices=self.devices(ranks),
             cadence=flowdp.CadenceOptions(max_anchor=10),
             progress=False,
+            stall_timeout=None,  # it is paused for long
             **variant.trainer,
         )
 

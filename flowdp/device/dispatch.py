@@ -38,8 +38,13 @@ def prepare_torch() -> None:
     Source:
         torch 2.13, `PythonEngine::get_python_engine`, which any question to the engine comes to.
     """
-    make_operators()
-    Variable._execution_engine.is_checkpoint_valid()
+    with _preparing:
+        make_operators()
+        Variable._execution_engine.is_checkpoint_valid()
+
+
+_preparing = threading.Lock()
+"""Two runs that start at once would make the operators in two threads at once."""
 
 
 @cache

@@ -146,6 +146,8 @@ class CudaLane(Lane):
         self.compute = cuda.Stream(device=device)
         self.comm = cuda.Stream(device=device, priority=-1)
         self.copy = cuda.Stream(device=device)
+        # Guards both, and a mark between its record and the wait for it: several threads may ask at once.
+        self._asking = threading.Lock()
         self._aside: dict[int, Stream] = {}
         self._marks: dict[object, Event] = {}
 
@@ -156,9 +158,10 @@ class CudaLane(Lane):
 
     def aside(self, number: int) -> Stream:
         """See `Lane.aside`."""
-        if number not in self._aside:
-            self._aside[number] = self.cuda.Stream(device=self.device, priority=-1)
-        return self._aside[number]
+        with self._asking:
+            if number not in self._aside:
+                self._aside[number] = self.cuda.Stream(device=self.device, priority=-1)
+            return self._aside[number]
 
     def event(self, *, timing: bool = False) -> Event:
         """See `Lane.event`; a host that waits for it sleeps instead of spinning."""
@@ -187,11 +190,12 @@ class CudaLane(Lane):
 
     def _await(self, stream: Stream, other: Stream, key: object) -> None:
         # A mark for each use, kept: to destroy one may block.
-        if key not in self._marks:
-            self._marks[key] = self.event()
-        mark = self._marks[key]
-        mark.record(other)
-        stream.wait_event(mark)
+        with self._asking:
+            if key not in self._marks:
+                self._marks[key] = self.event()
+            mark = self._marks[key]
+            mark.record(other)
+            stream.wait_event(mark)
 
 
 class HostLane(Lane):

@@ -224,7 +224,7 @@ class CoordinatorShell:
             case Direct():
                 self._gate.direct(command.directives)
             case Hurry():
-                self._gate.hurry = max(self._gate.hurry, command.round)
+                self._gate.hasten(command.round)
                 for rank, worker in enumerate(self._workers):
                     if rank not in self._left:  # nobody would read it
                         worker.post(Hurried())

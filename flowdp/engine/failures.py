@@ -54,7 +54,8 @@ class Failures:
             self._said.add(what)
             is_late = self._is_concluded and not is_awaited
             if not is_late and self.first is None:
-                self.first, self.first_s = error, time.monotonic()
+                # The time first: who sees the error without the lock reads its time.
+                self.first_s, self.first = time.monotonic(), error
             elif not is_late and self.first is not None:
                 self.first.add_note(f"Then {words}")
         if is_late:
@@ -71,7 +72,7 @@ class Failures:
         """The others go on without this rank: its error ends nothing."""
         with self._lock:
             error = self._held.pop(rank)
-            self.forgiven[rank] = error
+            self.forgiven = {**self.forgiven, rank: error}  # a new one: others read it without the lock
         log.error("rank %d has left, and the others go on: %s", rank, error, exc_info=error)
 
     def blame(self, rank: int) -> None:

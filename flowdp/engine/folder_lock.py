@@ -126,11 +126,13 @@ class FolderLock:
         )
 
     def holds(self, handle: int) -> bool:
-        """Whether an open file is the one that is locked here."""
+        """Whether an open file is the one that is locked here, or was until just now."""
         own = self._handle
+        if own is None:  # given back at this moment
+            return True
         try:
-            return own is not None and os.path.samestat(os.fstat(own), os.fstat(handle))
-        except OSError:  # given back at this moment
+            return os.path.samestat(os.fstat(own), os.fstat(handle))
+        except OSError:  # the same
             return True
 
     def end(self) -> None:
@@ -139,9 +141,11 @@ class FolderLock:
 
     def give_back(self) -> None:
         """Let another run have the folder; a second time does nothing."""
-        handle, self._handle = self._handle, None
+        with _giving_back:  # or two threads could close one file, whose number may be another's by then
+            handle, self._handle = self._handle, None
         if handle is None:
             _open.discard(self)
+            self._is_free.set()
             return
         if self._is_mine and self._is_there(handle):
             with suppress(OSError):
@@ -153,9 +157,12 @@ class FolderLock:
 
 
 _open: set[FolderLock] = set()
+_giving_back = threading.Lock()
 
 
 def _close_in_child() -> None:
+    global _giving_back
+    _giving_back = threading.Lock()  # a thread of the parent's may have held it
     for lock in _open:
         if lock._handle is not None:
             os.close(lock._handle)

@@ -21,7 +21,9 @@ class _Handler:
 
     def __init__(self) -> None:
         self.count = 0
-        self.holders = 0
+        # One for each open loop. A set, not a number: a loop may end in another thread than it began in, and
+        # `-= 1` there could be lost.
+        self.holders: set[object] = set()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
@@ -40,14 +42,15 @@ def hearing_interrupts() -> Iterator[Callable[[], int]]:
     """
     is_ours = threading.current_thread() is threading.main_thread()
     is_ours = is_ours and signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _handler)
+    holder = object()
     if is_ours:
-        _handler.holders += 1
+        _handler.holders.add(holder)
         signal.signal(signal.SIGINT, _handler)
     try:
         yield lambda: _handler.count if is_ours else 0
     finally:
         if is_ours:
-            _handler.holders -= 1
+            _handler.holders.discard(holder)
             _restore()
 
 

@@ -119,6 +119,7 @@ class Engine:
         self.latch = Latch()
         self.close_observer: Callable[[float | None], bool] = lambda _: True
         self._asking = threading.Lock()  # numbers the wishes in the order in which the inbox has them
+        self._letting_go = threading.RLock()  # several threads may join; finalizers may, inside of it
         self._inbox: Inbox[Fact] = Inbox(COORDINATOR_INBOX, "the coordinator")
         self._inboxes = [Inbox[Mail](WORKER_INBOX, f"rank {rank}") for rank in range(config.world_size)]
         try:
@@ -164,7 +165,7 @@ class Engine:
             self.threads,
             self.story.tail,
             steps_at_gate=config.policy == "exact",
-            readers=self._readers,
+            readers=partial(_waits_of, self._source, self.care),
         )
         self._report: Callable[[str, int], str] = witness.report
         timeout_s = self.care.stall_timeout_s
@@ -334,9 +335,10 @@ class Engine:
 
     def progress(self) -> list[Progress]:
         """How far each rank has come."""
+        workers = self.workers  # read first: `let_go` keeps the progress, and then drops them
         return self._progress or [
             Progress(worker.current.local_step, worker.machine.throttled, worker.replica.pieces)
-            for worker in self.workers
+            for worker in workers
         ]
 
     def stood(self, position: Position, **kept: Any) -> Stood | None:
@@ -349,19 +351,20 @@ class Engine:
         A notebook keeps its runs. And the garbage collector counts objects, not their bytes: what refers to
         itself, in the user's model or in torch, may lie on a card for long.
         """
-        if not self.workers:
-            return
-        self._progress = self.progress()
-        has_cards = any(replica.lane.is_async for replica in self.replicas)
-        self.workers, self.replicas, self._feeds = [], (), []
-        # These call us back, or know the workers; another thread may be asking them just now.
-        self._read_by, self._report = list, partial(_last_report, self.story)
-        del self._source
-        self.care.evaluator = None
-        self.close_observer = lambda _: True
-        self.saver.let_go()
-        if has_cards:
-            gc.collect()
+        with self._letting_go:
+            if not self.workers:
+                return
+            self._progress = self.progress()
+            has_cards = any(replica.lane.is_async for replica in self.replicas)
+            self.workers, self.replicas, self._feeds = [], (), []
+            # These call us back, or know the workers; another thread may be asking them just now.
+            self._read_by, self._report = list, partial(_last_report, self.story)
+            del self._source
+            self.care.evaluator = None
+            self.close_observer = lambda _: True
+            self.saver.let_go()
+            if has_cards:
+                gc.collect()
 
     def is_own_thread(self) -> bool:
         """Whether the calling thread belongs to this run."""
@@ -373,11 +376,6 @@ class Engine:
         readers = [*self._read_by(), *([] if evaluator is None else evaluator.threads())]
         writer = [] if self.saver.thread is None else [self.saver.thread]
         return [*self._threads, self._coordinator, *readers, *writer]
-
-    def _readers(self) -> list[str]:
-        evaluator = self.care.evaluator
-        waits = [self._source.waits_for(), "" if evaluator is None else evaluator.waits_for()]
-        return [doing for doing in waits if doing]
 
     def report(self, headline: str, events: int) -> str:
         """What the ranks and threads are doing, and the last events, as text of many lines."""
@@ -419,6 +417,13 @@ class Engine:
 
 def _last_report(story: Story, headline: str, events: int) -> str:
     return "\n".join([headline, *story.tail(events)])
+
+
+def _waits_of(source: Source, care: Care) -> list[str]:
+    """What the readers of the datasets wait for, in words."""
+    evaluator = care.evaluator
+    waits = [source.waits_for(), "" if evaluator is None else evaluator.waits_for()]
+    return [doing for doing in waits if doing]
 
 
 def _rows(config: RunConfig) -> int | None:

@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -42,21 +43,35 @@ class Live(Protocol):
 
 
 _live: weakref.WeakSet[Any] = weakref.WeakSet()
+_lock = threading.RLock()
+"""Guards the set, which must not change while it is read. Reentrant: a signal's handler may ask."""
 
 
 def add(run: Live) -> None:
-    """Note a run that is about to start its threads; forgotten when nobody holds it."""
-    _live.add(run)
+    """Note a run whose threads are about to begin; forgotten when nobody holds it.
+
+    Raises:
+        OptionError: Another run that has begun since the check at its start holds one of its devices.
+    """
+    with _lock:
+        check_free([replica.device for replica in run.replicas])
+        _live.add(run)
 
 
 def remove(run: Live) -> None:
     """Forget a run whose start was taken back."""
-    _live.discard(run)
+    with _lock:
+        _live.discard(run)
+
+
+def _all() -> list[Any]:
+    with _lock:
+        return list(_live)
 
 
 def runs() -> list[Any]:
     """The runs that are not over, from the oldest."""
-    return sorted((run for run in list(_live) if not run.records.is_over), key=lambda run: run.begun_s)
+    return sorted((run for run in _all() if not run.records.is_over), key=lambda run: run.begun_s)
 
 
 def check_free(devices: Sequence[torch.device]) -> None:
@@ -65,7 +80,7 @@ def check_free(devices: Sequence[torch.device]) -> None:
     Raises:
         OptionError: One is.
     """
-    for engine in list(_live):
+    for engine in _all():
         held = {replica.device for replica in engine.replicas} - {torch.device("cpu")}
         if not engine.records.is_over and (taken := held.intersection(devices)):
             names = ", ".join(sorted(map(str, taken)))
@@ -80,7 +95,7 @@ def _end_of_process() -> None:
     Daemon threads and this, not plain threads: a plain thread's wait at exit cannot be interrupted without
     an abort inside torch.
     """
-    runs = list(_live)
+    runs = _all()
     try:
         if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
             _stop(runs)  # the script ended by a Ctrl-C that nobody caught
@@ -123,6 +138,13 @@ def _exit_interrupted() -> None:
         ctypes.pythonapi.PyRun_String(b"raise KeyboardInterrupt", 257, names, names)  # 257: Py_file_input
 
 
+def _forget_in_child() -> None:
+    """A forked process has no run: their threads are the parent's, and one of them may have held the lock."""
+    global _lock
+    _lock = threading.RLock()
+    _live.clear()
+
+
 atexit.register(_end_of_process)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_live.clear)  # their threads are the parent's: none of them ever ends
+    os.register_at_fork(after_in_child=_forget_in_child)

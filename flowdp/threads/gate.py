@@ -45,8 +45,8 @@ class Gate:
     """A meeting of all ranks, twice a round: `enter` decides, `finish` ends it.
 
     Threads:
-        `enter`, `finish`: the rank's own. `direct`, `leave`, `waiting`, `abort`, `hurry`: any. `retire`: any,
-        when no rank comes any more.
+        `enter`, `finish`: the rank's own. `direct`, `leave`, `waiting`, `abort`, `hasten`, `hurry`: any.
+        `retire`: any, when no rank comes any more.
 
     Args:
         world_size: Ranks.
@@ -54,8 +54,8 @@ class Gate:
             makes the round an error for all.
 
     Attributes:
-        hurry: Rounds up to this number are entered at the next step boundary. A plain int that workers read
-            without the lock: reading it late costs one step, never a wrong outcome.
+        hurry: Rounds up to this number are entered at the next step boundary. A plain int that grows under
+            the lock and that workers read without it: reading it late costs one step, never a wrong outcome.
     """
 
     def __init__(self, world_size: int, launch: Callable[[Outcome], None] | None = None) -> None:
@@ -122,6 +122,11 @@ class Gate:
         with self._lock:
             self._state.direct(directives)
 
+    def hasten(self, round: int) -> None:
+        """Have the rounds up to this number entered at the next step boundary; an abort is not taken back."""
+        with self._lock:
+            self.hurry = max(self.hurry, round)
+
     def leave(self, rank: int) -> None:
         """Take a rank out of the open round and all later ones; from a decided one if its part is done."""
         with self._lock:
@@ -155,8 +160,8 @@ class Gate:
             self._state.abort(reason)
             self._release(self._inside)
             self._release(self._finishing)
-        # Whoever is between two steps comes to the gate, and so hears of it, without finishing its round.
-        self.hurry = 2**62
+            # A worker between two steps comes to the gate, and so hears of it, without finishing its round.
+            self.hurry = 2**62
 
     def _publish(self, outcome: Outcome) -> None:
         try:

@@ -16,8 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import flowdp
+from flowdp.device import dispatch
 from flowdp.device.dispatch import RankMode
 from flowdp.threads.crew import Crew
+from tests.watched import Watched, both
 
 PROGRAM = """
 import torch
@@ -201,3 +203,21 @@ def test_a_mode_of_the_users_own_beside_it(is_theirs_outside: bool) -> None:
         assert flags() == {True}
     assert modes[0].get_total_flops() == 16
     assert flags() == {False}
+
+
+def test_two_runs_that_start_at_once_prepare_torch_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watched, inside, most = Watched(), [], []
+
+    def make() -> int:
+        inside.append(1)
+        watched.await_second()
+        most.append(len(inside))
+        inside.clear()
+        return 0
+
+    monkeypatch.setattr(dispatch, "_preparing", watched)
+    monkeypatch.setattr(dispatch, "make_operators", make)
+    assert both(dispatch.prepare_torch) == [None, None]
+    assert most == [1, 1]

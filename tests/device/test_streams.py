@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from flowdp.device import streams
 from flowdp.device.streams import CudaLane, HostLane, open_lanes
 from tests.fakes import FakeCuda
+from tests.watched import Watched, both
 
 CPU = torch.device("cpu")
 
@@ -145,3 +147,37 @@ def test_streams_aside_are_made_once(cuda: FakeCuda) -> None:
     assert len({id(stream) for stream in (first, second, lane.comm, lane.compute, lane.copy)}) == 5
     host = HostLane(CPU)
     assert host.aside(3) is host.comm
+
+
+def test_two_threads_that_ask_for_a_stream_aside_get_the_same(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane, watched, make = CudaLane(CPU, cuda), Watched(), cuda.Stream
+
+    def slow(**options: Any) -> Any:
+        watched.await_second()
+        return make(**options)
+
+    monkeypatch.setattr(cuda, "Stream", slow)
+    lane._asking = watched  # type: ignore[assignment]
+    first, second = both(lambda: lane.aside(1))
+    assert first is second
+
+
+def test_two_threads_that_adopt_at_once_wait_each_for_its_own_work(cuda: FakeCuda) -> None:
+    lane, watched, log = CudaLane(CPU, cuda), Watched(), []
+
+    class Mark:
+        def record(self, stream: Any) -> None:
+            log.append(("record", threading.get_ident()))
+            watched.await_second()
+
+    def wait(mark: Any) -> None:
+        log.append(("wait", threading.get_ident()))
+
+    lane._marks["adopted"] = Mark()  # type: ignore[assignment]
+    lane._asking = watched  # type: ignore[assignment]
+    lane.compute.wait_event = wait  # type: ignore[method-assign]
+    both(lane.adopt)
+    assert [what for what, _ in log] == ["record", "wait"] * 2
+    assert log[0][1] == log[1][1] != log[2][1]

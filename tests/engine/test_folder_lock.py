@@ -15,7 +15,9 @@ import torch
 
 import flowdp
 from flowdp import OptionError
+from flowdp.engine import folder_lock
 from flowdp.engine.folder_lock import NAME, FolderLock
+from tests.watched import Watched, both
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -152,3 +154,65 @@ def test_the_last_file_of_a_run_that_has_ended_is_waited_for(tmp_path: Path) -> 
     with pytest.raises(OptionError):
         first.take()
     second.give_back()
+
+
+def test_a_folder_that_is_being_given_back_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    first.take()
+    first.end()
+    is_giving, is_awaited = threading.Event(), threading.Event()
+    is_there, wait = first._is_there, first._is_free.wait
+
+    def slow(handle: int) -> bool:
+        is_giving.set()
+        assert is_awaited.wait(10)
+        return is_there(handle)
+
+    def waits(timeout: float) -> bool:
+        is_awaited.set()
+        return wait(timeout)
+
+    monkeypatch.setattr(first, "_is_there", slow)
+    monkeypatch.setattr(first._is_free, "wait", waits)
+    giving = threading.Thread(target=first.give_back)
+    giving.start()
+    assert is_giving.wait(10)
+    try:
+        second.take()
+    finally:
+        is_awaited.set()
+        giving.join()
+    second.give_back()
+
+
+def test_two_threads_that_give_a_folder_back_close_its_file_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(FolderLock):
+        """Its handle is read while the other thread waits for its turn."""
+
+        @property
+        def _handle(self) -> int | None:  # type: ignore[override]
+            if threading.current_thread() is not threading.main_thread():
+                watched.await_second()
+            return self.__dict__.get("handle")
+
+        @_handle.setter
+        def _handle(self, handle: int | None) -> None:
+            self.__dict__["handle"] = handle
+
+    watched, closed = Watched(), []
+    lock, close = Slow(tmp_path), os.close
+    lock.take()
+    own = lock._handle
+
+    def closing(handle: int) -> None:
+        closed.append(handle)
+        close(handle)
+
+    monkeypatch.setattr(folder_lock, "_giving_back", watched)
+    monkeypatch.setattr(os, "close", closing)
+    assert both(lock.give_back) == [None, None]
+    assert closed.count(own) == 1

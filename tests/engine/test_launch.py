@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from flowdp.collective.nccl import NcclMean
 from flowdp.engine import launch, live
 from flowdp.messages import Requested
 from tests.collective.fake_nccl import FakeNccl
+from tests.watched import Watched, both
 
 pytestmark = pytest.mark.usefixtures("lanes")
 
@@ -264,3 +266,38 @@ def test_a_failed_run_that_ran_out_of_memory_keeps_no_batch() -> None:
         run.join()
     assert kept
     assert all(ref() is None for ref in kept)
+
+
+def test_two_threads_may_let_go_of_a_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, watched = trainer().start()._engine, Watched()
+    engine.records.wait(over=True)
+    engine.join()
+    progress = engine.progress
+
+    def slow() -> Any:
+        watched.await_second()
+        return progress()
+
+    monkeypatch.setattr(engine, "_letting_go", watched)
+    monkeypatch.setattr(engine, "progress", slow)
+    assert both(engine.let_go) == [None, None]
+
+
+def test_the_progress_of_a_run_that_is_let_go_of_between_two_looks() -> None:
+    class LetGo:
+        def __init__(self) -> None:
+            self.workers = [
+                SimpleNamespace(
+                    current=SimpleNamespace(local_step=3),
+                    machine=SimpleNamespace(throttled=None),
+                    replica=SimpleNamespace(pieces=1),
+                )
+            ]
+
+        @property
+        def _progress(self) -> Any:
+            self.workers = []
+            return []
+
+    [rank] = launch.Engine.progress(LetGo())  # type: ignore[arg-type]
+    assert rank.steps == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,9 @@ from flowdp.engine import live
 from flowdp.engine.records import Records
 from flowdp.machine.commands import Finish
 from flowdp.messages import Requested
+from tests.watched import Watched
 
+add = live.add
 CPU, CARD, OTHER = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 
 
@@ -116,3 +119,35 @@ def test_a_ctrl_c_while_it_waits_stops_the_runs(monkeypatch: pytest.MonkeyPatch)
     live._end_of_process()
     assert run.asked == ["unpause", "stop"]
     assert (run.joined, exits) == (1, ["interrupted"])
+
+
+def test_of_two_runs_that_start_at_once_on_a_card_the_second_is_refused(
+    alone: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "_live", weakref.WeakSet())
+    first, second = Held(CARD, CPU), Held(CARD)
+    live.check_free([CARD])  # both have looked
+    add(first)
+    with pytest.raises(OptionError, match="cuda:0 is held by another run"):
+        add(second)
+    assert live._all() == [first]
+
+
+def test_runs_may_be_asked_for_while_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched, first, second = Watched(), Held(CPU), Held(CPU)
+    beginning = threading.Thread(target=add, args=(second,))
+
+    class Slow(weakref.WeakSet[Any]):
+        def __iter__(self) -> Any:
+            for one in super().__iter__():
+                if beginning.ident is None:
+                    beginning.start()
+                    watched.await_second()
+                yield one
+
+    monkeypatch.setattr(live, "_live", Slow())
+    monkeypatch.setattr(live, "_lock", watched)
+    live._live.add(first)
+    assert live._all() == [first]
+    beginning.join(10.0)
+    assert set(live._all()) == {first, second}
