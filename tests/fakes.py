@@ -6,6 +6,8 @@ watched memory, one of them a write, must be ordered as CUDA would order them: o
 of recorded and awaited events, or because the host waited for the first before it launched the second. What
 is ordered only by luck is a race, and `races` names both operations and their streams.
 
+Streams can capture, too: see `tests/fake_graphs.py`.
+
 Clocks are vector clocks: of each stream, what is known to have happened when its next operation runs.
 The host is one sequence (inboxes, locks and the gate order its threads): what one thread waited for, every
 later launch knows. So a race that is far apart in time may go unseen; one between neighbours does not.
@@ -27,6 +29,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from flowdp.device.dispatch import RankMode
+from tests.fake_graphs import Captures, FakeGraph
 
 Clock = dict[int, int]
 
@@ -73,6 +76,7 @@ class FakeStream:
         event.wait(self)  # as torch does
 
     def synchronize(self) -> None:
+        self.cuda.captures.unsafe(f"synchronised {self}", self)
         with self.cuda.lock:
             _merge(self.cuda.host, {**self.clock, self.number: self.time})
 
@@ -100,22 +104,26 @@ class FakeEvent:
 
     def record(self, stream: FakeStream | None = None) -> None:
         stream = stream or self.cuda.current_stream()
+        self.cuda.captures.recorded(self, stream)
         with self.cuda.lock:
             self.clock = {**stream.clock, stream.number: stream.time}
             self.at_s = perf_counter()
             self.cuda.log.append((stream.name, "records", self.name))
 
     def wait(self, stream: FakeStream) -> None:
+        self.cuda.captures.awaited(self, stream)
         with self.cuda.lock:
             _merge(stream.clock, self.clock)
             self.cuda.log.append((stream.name, "waits for", self.name))
 
     def synchronize(self) -> None:
+        self.cuda.captures.unsafe(f"waited for {self.name}", event=self)
         assert self.passed.wait(20)
         with self.cuda.lock:
             _merge(self.cuda.host, self.clock)
 
     def query(self) -> bool:
+        self.cuda.captures.unsafe(f"asked {self.name}", event=self)
         return self.passed.is_set()
 
     def elapsed_time(self, end_event: FakeEvent) -> float:
@@ -137,6 +145,8 @@ class FakeCuda:
     Attributes:
         log: What streams recorded and waited for, in order, as (stream, verb, event).
         races: Descriptions of accesses that nothing orders.
+        captures: Which streams capture, and what that forbids.
+        memory: Stands for `torch.cuda.memory`.
     """
 
     def __init__(self) -> None:
@@ -147,6 +157,7 @@ class FakeCuda:
         self.races: list[str] = []
         self._watched: list[_Watched] = []
         self._local = threading.local()
+        self.captures = self.memory = Captures()
         self.default = FakeStream(self, None, 0)
         self.default.name = "the default stream"
 
@@ -178,6 +189,12 @@ class FakeCuda:
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:
         yield
+
+    def CUDAGraph(self) -> FakeGraph:
+        return FakeGraph(self)
+
+    def graph_pool_handle(self) -> tuple[int, int]:
+        return 0, next(self.numbers)
 
     # ------------------------------------------------------------ the detector
     def watch(self, name: str, *tensors: Tensor) -> None:
@@ -248,8 +265,10 @@ class _Recorder(RankMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
         roles = _roles(func)
+        if (capture := self._cuda.captures.of(self._cuda.current_stream())) is not None:
+            return capture.take(func, args, kwargs, is_view=roles is None)
+        out = func(*args, **kwargs)
         if roles is None:
             return out
         reads: list[Tensor] = []

@@ -16,7 +16,7 @@ import torch
 from flowdp.device.dispatch import RankMode
 from flowdp.errors import FlowdpError
 
-__all__ = ["NoRedraws", "OwnDraws", "draw_seed", "share_generator"]
+__all__ = ["DrawsNoted", "NoRedraws", "OwnDraws", "draw_seed", "share_generator"]
 
 
 def draw_seed() -> int:
@@ -71,6 +71,28 @@ class NoRedraws(RankMode):
                 "would be others than in the first: take the dropout out of the checkpointed part, or give "
                 "each device one rank"
             )
+        return func(*args, **given)
+
+
+class DrawsNoted(RankMode):
+    """While entered, notes whether an operation draws from a device's generator.
+
+    Attributes:
+        has_drawn: Whether one has.
+
+    Threads: the one that enters it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_drawn = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation."""
+        given = kwargs or {}
+        self.has_drawn = self.has_drawn or _is_random(func, given)
         return func(*args, **given)
 
 

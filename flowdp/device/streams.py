@@ -149,6 +149,7 @@ class CudaLane(Lane):
         # Guards both, and a mark between its record and the wait for it: several threads may ask at once.
         self._asking = threading.Lock()
         self._aside: dict[int, Stream] = {}
+        self._capturing: Stream | None = None
         self._marks: dict[object, Event] = {}
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
@@ -162,6 +163,13 @@ class CudaLane(Lane):
             if number not in self._aside:
                 self._aside[number] = self.cuda.Stream(device=self.device, priority=-1)
             return self._aside[number]
+
+    @property
+    def capturing(self) -> Stream:
+        """The stream on which graphs of this rank are captured; nothing else knows it, or waits for it."""
+        if self._capturing is None:
+            self._capturing = self.cuda.Stream(device=self.device)
+        return self._capturing
 
     def event(self, *, timing: bool = False) -> Event:
         """See `Lane.event`; a host that waits for it sleeps instead of spinning."""

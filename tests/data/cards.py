@@ -103,6 +103,7 @@ class Card(FakeCuda):
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         assert QUIET.locked(), "memory is pinned while a collective may be launched"
+        self.captures.unsafe("pinned memory")
         self._pinning.now = True
         try:
             memory = torch.empty(tuple(shape), dtype=dtype)
@@ -117,6 +118,8 @@ class Card(FakeCuda):
         if what.startswith("aten.empty"):
             if writes[0].device.type == "cpu" and not getattr(self._pinning, "now", False):
                 assert stream.name != "copy" or QUIET.locked(), "allocated while a collective may be launched"
+                if stream.name == "copy":
+                    self.captures.unsafe("allocated memory")
                 self._allocate(writes[0])
             return
         if any(start <= tensor.data_ptr() < stop for tensor in writes for start, stop in self._pinned):

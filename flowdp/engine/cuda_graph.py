@@ -1,0 +1,280 @@
+"""Forward and backward of a rank on CUDA as a graph: one launch, which holds no interpreter lock.
+
+A graph reads and writes fixed memory: the parameters and buffers, which lie in the replica's flat memory; the
+gradients, in flat memory where the optimizer steps it, else in memory of this module; inputs of its own, into
+which a micro-batch is copied on `compute` by one call; and the numbers that change from one micro-batch to
+the next, as scalars on the device. So the ring of prefetched batches works as before: `ready` is awaited
+before the copy, `free` is recorded behind the step.
+
+The optimizer is not in the graph. Its step on flat memory is a handful of launches, its rate stays a number
+of Python, and under policy="exact" the mean lies in between, which no graph may hold: NCCL may deadlock.
+
+Random numbers are torch's: a replay takes them from where the device's generator stands and moves it on, as
+the eager step does, and the state can be read and put back between two replays.
+
+Nothing of this module has run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from operator import attrgetter, is_
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowdp.data.trees import tree_map
+from flowdp.device.draws import DrawsNoted
+from flowdp.device.gradients import FlatGradients
+from flowdp.device.graphs import Graph, GraphPool
+from flowdp.device.streams import CudaLane
+from flowdp.engine.captured import Computed, Factors, NotCaptured, Trial, watching
+from flowdp.engine.context import CurrentWorker
+from flowdp.engine.replica import Replica
+
+__all__ = ["BOUND", "HALF_BOUND", "CudaGraphs", "CudaStepGraph"]
+
+BOUND, HALF_BOUND = 1e-3, 3e-2
+"""Differences between a captured and an eager step, relative to the largest value, where kernels may add in
+another order from one launch to the next (atomics); in half precision more."""
+
+_grad = attrgetter("grad")
+_LIBRARIES = str(Path(str(torch.__file__)).parent), str(Path(__file__).parents[1])
+
+
+class CudaGraphs:
+    """Makes the graphs of one rank on CUDA; a `Recorder`.
+
+    Args:
+        replica: The rank's; its lane is a CUDA device's.
+
+    Attributes:
+        bound: See `Recorder`. Zero where torch was told to use deterministic algorithms.
+
+    Threads:
+        The rank's worker.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        assert isinstance(replica.lane, CudaLane)
+        self.bound = BOUND if replica._autocast is None else HALF_BOUND
+        if torch.are_deterministic_algorithms_enabled():
+            self.bound = 0.0
+        self._replica = replica
+        self._lane = replica.lane
+        self._pool: GraphPool | None = None
+        self._gradients: dict[nn.Parameter, Tensor] = {}
+
+    def record(
+        self, batch: Any, leaves: Sequence[Tensor], worker: CurrentWorker, factors: Factors
+    ) -> CudaStepGraph:
+        """Capture forward and backward of micro-batches like this one; see `Recorder.record`.
+
+        They have run eagerly in this thread before, with this form: what a kernel loads, tunes or allocates
+        at its first use cannot be captured.
+
+        Raises:
+            NotCaptured: See `Recorder.record`; nothing is left of the attempt.
+        """
+        self._check(leaves)
+        if self._pool is None:
+            self._pool = GraphPool(self._lane)
+        graph = CudaStepGraph(self._replica, leaves)
+        before = [parameter.grad for parameter in self._replica._trained]
+        try:
+            self._attach_all()
+            refusal = graph.capture(self._pool, batch, leaves, worker, factors)
+        finally:
+            for parameter, gradient in zip(self._replica._trained, before, strict=True):
+                parameter.grad = gradient
+        if refusal is not None:
+            raise NotCaptured(refusal)
+        return graph
+
+    def step(self, factor: float) -> bool:  # noqa: ARG002 - there is no graph of it
+        """The optimizer steps eagerly; see `Recorder.step`."""
+        return False
+
+    def forget(self) -> None:
+        """Let all graphs go, and the memory of their own; see `Recorder.forget`."""
+        if self._pool is not None:
+            self._pool.clear()
+        self._pool = None
+        self._gradients.clear()
+
+    def _check(self, leaves: Sequence[Tensor]) -> None:
+        for leaf in leaves:
+            if leaf.device != self._lane.device or leaf.layout is not torch.strided:
+                raise NotCaptured(
+                    f"a tensor of the batch, {leaf.layout} on {leaf.device}, does not lie densely on "
+                    f"{self._lane.device}"
+                )
+        for name, module in self._replica.module.named_modules():
+            if getattr(module, "sparse", False) is True:
+                raise NotCaptured(f"{name or 'the model'} has sparse gradients, which have no fixed memory")
+
+    def _attach_all(self) -> None:
+        """Let all gradients be added where they stay for good."""
+        is_flat = isinstance(getattr(self._replica, "gradients", None), FlatGradients)
+        for parameter in self._replica._trained:
+            if parameter not in self._gradients:
+                own = parameter.grad if is_flat else None
+                self._gradients[parameter] = torch.zeros_like(parameter.data) if own is None else own
+            parameter.grad = self._gradients[parameter]
+
+
+class CudaStepGraph:
+    """A CUDA graph of forward and backward of micro-batches of one form; a `StepGraph`.
+
+    Args:
+        replica: Whose.
+        leaves: The tensors of such a micro-batch.
+
+    Attributes:
+        records: See `StepGraph`.
+        draws: See `StepGraph`.
+    """
+
+    def __init__(self, replica: Replica, leaves: Sequence[Tensor]) -> None:
+        self.records: Sequence[tuple[str, float]] = ()
+        self.draws = False
+        self._replica = replica
+        self._graph: Graph | None = None
+        self._inputs = [leaf.clone() for leaf in leaves]
+        self._factors: Factors | None = None  # as they are on the device
+        self._share, self._of = torch.zeros(2, dtype=torch.float64, device=replica.device).unbind()
+        self._parameters: list[nn.Parameter] = []  # that have a part in the loss
+        self._gradients: list[Tensor] = []  # of them
+        self._results: list[Tensor] = []  # the loss; its weight, if it names one; the scalars
+        self._stacked: Tensor | None = None  # all of them, where they are of one dtype
+        self._has_weight = False
+
+    def capture(
+        self,
+        pool: GraphPool,
+        batch: Any,
+        leaves: Sequence[Tensor],
+        worker: CurrentWorker,
+        factors: Factors,
+    ) -> str | None:
+        """Capture it; the parameters' gradients lie where they stay.
+
+        Returns:
+            The reason why it cannot be captured; None: it is.
+        """
+        replica = self._replica
+        twins = {id(leaf): own for leaf, own in zip(leaves, self._inputs, strict=True)}
+        inputs = tree_map(lambda leaf: twins.get(id(leaf), leaf), batch)
+        self._put(factors)
+        versions = [parameter.grad._version for parameter in replica._trained]  # type: ignore[union-attr]
+        try:
+            with DrawsNoted() as noted, watching(worker) as seen:
+                graph = pool.capture(lambda: self._compute(inputs, worker, seen.values))
+        except NotCaptured as refusal:
+            return str(refusal)
+        except Exception as error:
+            return _reason(error)
+        self.records, self.draws = seen.records, noted.has_drawn
+        for parameter, version in zip(replica._trained, versions, strict=True):
+            if parameter.grad is not None and parameter.grad._version != version:
+                self._parameters.append(parameter)
+                self._gradients.append(parameter.grad)
+        self._graph = graph
+        if self.draws and replica.shares_generator:
+            pool.drop(graph)
+            return (
+                f"it draws random numbers, and several ranks share the generator of {replica.device}: two "
+                "graphs could take the same numbers; give each device one rank, or take the dropout out"
+            )
+        return None
+
+    def run(self, leaves: Sequence[Tensor], factors: Factors, generator: torch.Generator | None) -> Computed:
+        """See `StepGraph.run`."""
+        assert generator is None, "a captured step draws from the device's own generator"
+        assert self._graph is not None
+        self._attach()
+        if self._inputs:
+            torch._foreach_copy_(self._inputs, list(leaves))
+        self._put(factors)
+        self._graph.replay()
+        # Whoever asks which parameters a backward has touched looks at the versions.
+        torch.autograd.graph.increment_version(self._gradients)
+        if self._stacked is not None:
+            loss, *others = self._stacked.clone().unbind()
+        else:
+            loss, *others = (result.clone() for result in self._results)
+        return Computed(loss, others.pop(0) if self._has_weight else None, others)
+
+    def trial(self, leaves: Sequence[Tensor], factors: Factors, generator: torch.Generator | None) -> Trial:
+        """See `StepGraph.trial`."""
+        trained, buffers = self._replica._trained, list(self._replica.module.buffers())
+        before = [parameter.grad for parameter in trained]
+        kept = [None if gradient is None else gradient.clone() for gradient in before]
+        kept_buffers = [buffer.clone() for buffer in buffers]
+        try:
+            computed = self.run(leaves, factors, generator)
+            gradients = [None if p.grad is None else p.grad.clone() for p in trained]
+            return Trial(computed, gradients, [buffer.clone() for buffer in buffers])
+        finally:
+            for parameter, gradient, value in zip(trained, before, kept, strict=True):
+                parameter.grad = gradient
+                if gradient is not None and value is not None:
+                    gradient.copy_(value)
+            for buffer, value in zip(buffers, kept_buffers, strict=True):
+                buffer.copy_(value)
+
+    def _compute(self, inputs: Any, worker: CurrentWorker, scalars: Sequence[Tensor]) -> None:
+        """Forward and backward, as they are recorded."""
+        replica = self._replica
+        loss = replica._forward(inputs, worker)
+        loss, weight = replica.weigh(loss, self._share.to(loss.dtype), self._of)
+        (loss if replica._scaler is None else replica._scaler.scale(loss)).backward()
+        elsewhere = [scalar.device for scalar in scalars if scalar.device != replica.device]
+        if elsewhere:
+            raise NotCaptured(
+                f"the loss records a tensor that lies on {elsewhere[0]}, which a captured step would repeat "
+                "as it is: record one of the device"
+            )
+        results = [loss.detach(), *(() if weight is None else (weight,)), *scalars]
+        self._has_weight = weight is not None
+        self._results = [result.reshape(()) for result in results]
+        if len({result.dtype for result in results}) == 1:
+            self._stacked = torch.stack(self._results)
+
+    def _attach(self) -> None:
+        """Let the gradients lie where the graph adds to them, with what eager micro-batches have left."""
+        if all(map(is_, map(_grad, self._parameters), self._gradients)):
+            return
+        fresh: list[Tensor] = []
+        for parameter, own in zip(self._parameters, self._gradients, strict=True):
+            if parameter.grad is None:
+                fresh.append(own)
+            elif parameter.grad is not own:
+                own.copy_(parameter.grad)
+            parameter.grad = own
+        if fresh:
+            torch._foreach_zero_(fresh)
+
+    def _put(self, factors: Factors) -> None:
+        if factors != self._factors:
+            self._share.fill_(factors.share)
+            self._of.fill_(factors.of)
+            self._factors = factors
+
+
+def _reason(error: Exception) -> str:
+    """An error as a sentence, with the place in the user's code; it does not keep what the error holds."""
+    text = str(error).strip().partition("\n")[0] or type(error).__name__
+    if isinstance(error, torch.OutOfMemoryError):
+        text = "the device has no room for a second set of activations beside those of eager steps"
+    elif "captur" in text:
+        text += ". A captured step may not read a value on the host (.item(), print, if), nor copy from there"
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((*_LIBRARIES, "<"))
+    ]
+    return f"{text} ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else text
