@@ -107,20 +107,16 @@ def assert_same(one: Any, other: Any) -> None:
     assert [(e.loss, e.scalars) for e in one.history] == [(e.loss, e.scalars) for e in other.history]
 
 
+EVEN = {"ranks": 2, "policy": "exact", "partition_ratios": (0.5, 0.5)}
+
 RUNS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "dropout": {"dropout": 0.5},
     "data there": {"is_streamed": False},
     "two ranks": {"ranks": 2, "policy": "sync"},
     "clipped": {"ranks": 2, "policy": "sync", "max_grad_norm": 0.1},
-    "exact": {"ranks": 2, "policy": "exact", "partition_ratios": (0.5, 0.5)},
-    "exact, clipped, in pieces": {
-        "ranks": 2,
-        "policy": "exact",
-        "max_grad_norm": 0.1,
-        "batch_size": 3,
-        "global_batch_size": 10,
-    },
+    "exact": EVEN,
+    "exact, clipped, in pieces": {**EVEN, "max_grad_norm": 0.1, "batch_size": 3, "global_batch_size": 10},
     "accumulation": {"gradient_accumulation_steps": 3},
 }
 """Runs that repeat to the bit."""
