@@ -41,6 +41,11 @@ BOUND, HALF_BOUND = 1e-3, 3e-2
 """Differences between a captured and an eager step, relative to the largest value, where kernels may add in
 another order from one launch to the next (atomics); in half precision more."""
 
+_SHARED = (
+    "it draws random numbers, and several ranks share the generator of their device: two graphs could take "
+    "the same numbers; give each device one rank, or take the dropout out"
+)
+
 _grad = attrgetter("grad")
 _LIBRARIES = str(Path(str(torch.__file__)).parent), str(Path(__file__).parents[1])
 
@@ -80,6 +85,8 @@ class CudaGraphs:
             NotCaptured: See `Recorder.record`; nothing is left of the attempt.
         """
         self._check(leaves)
+        if self._replica.shares_generator and self._draws(batch, worker):
+            raise NotCaptured(_SHARED)
         if self._pool is None:
             self._pool = GraphPool(self._lane)
         graph = CudaStepGraph(self._replica, leaves)
@@ -115,6 +122,21 @@ class CudaGraphs:
         for name, module in self._replica.module.named_modules():
             if getattr(module, "sparse", False) is True:
                 raise NotCaptured(f"{name or 'the model'} has sparse gradients, which have no fixed memory")
+
+    def _draws(self, batch: Any, worker: CurrentWorker) -> bool:
+        """Whether a forward draws random numbers; it is tried, and leaves no trace.
+
+        Before a capture and not in it: below torch 2.13 other ranks of the card could not draw meanwhile.
+        """
+        buffers = list(self._replica.module.buffers())
+        kept = [buffer.clone() for buffer in buffers]
+        try:
+            with DrawsNoted() as noted, watching(worker):
+                self._replica._forward(batch, worker)
+        finally:
+            for buffer, value in zip(buffers, kept, strict=True):
+                buffer.copy_(value)
+        return bool(noted.has_drawn)
 
     def _attach_all(self) -> None:
         """Let all gradients be added where they stay for good."""
@@ -185,10 +207,7 @@ class CudaStepGraph:
         self._graph = graph
         if self.draws and replica.shares_generator:
             pool.drop(graph)
-            return (
-                f"it draws random numbers, and several ranks share the generator of {replica.device}: two "
-                "graphs could take the same numbers; give each device one rank, or take the dropout out"
-            )
+            return _SHARED
         return None
 
     def run(self, leaves: Sequence[Tensor], factors: Factors, generator: torch.Generator | None) -> Computed:
