@@ -8,7 +8,8 @@
 A figure is the optimizer steps per second of all ranks together, of a GPT whose step is some 1,000 small
 kernels, with AdamW and one compute thread for each rank. Every variant lives in processes of its own, where
 it is warmed up once; then all of them are measured in turns, in random order, and stand still meanwhile. On
-CUDA the ranks take the devices there are, one after another; several may share one.
+CUDA the ranks take the devices there are, one after another; several may share one. A second table has the
+parts of a step, in threads and in processes: the difference is the lock. docs/gil.md reads both.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
-from itertools import islice
+from itertools import islice, pairwise
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from statistics import median
@@ -41,6 +43,7 @@ STEPS_AHEAD = 3
 WARM_STEPS = 20
 WARM_S = 2.0
 FEWEST_ROUNDS = 2
+PARTS = ("forward", "backward", "optimizer")
 
 Rate = Callable[[float], float]
 """Measures for so many seconds, or a little longer; steps per second."""
@@ -109,17 +112,31 @@ class Task:
             return [torch.device("cpu")] * ranks
         return [torch.device("cuda", rank % torch.cuda.device_count()) for rank in range(ranks)]
 
-    def loop(self, variant: Variant, rank: int) -> Rate:
-        """A hand loop."""
+    def loop(self, variant: Variant, rank: int, spent_s: list[float] | None = None) -> Rate:
+        """A hand loop.
+
+        Args:
+            variant: Which.
+            rank: Of this loop.
+            spent_s: Takes the seconds of the host in each of `PARTS`; None: nobody asks.
+        """
         device = self.devices(rank + 1)[rank]
         model = self.model(variant.is_compiled).to(device)
         optimizer = adamw(model.parameters(), is_fused=variant.is_fused)
         batch = (texts(SAMPLES, self.length, TOKENS)[0][:1].to(device),)
 
         def step() -> None:
-            optimizer.zero_grad()
-            predict_next(model, batch).backward()
+            marks = [time.perf_counter()]
+            loss = predict_next(model, batch)
+            marks.append(time.perf_counter())
+            loss.backward()
+            marks.append(time.perf_counter())
             optimizer.step()
+            optimizer.zero_grad()
+            marks.append(time.perf_counter())
+            if spent_s is not None:
+                for place, (start_s, end_s) in enumerate(pairwise(marks)):
+                    spent_s[place] += end_s - start_s
 
         def rate(seconds: float) -> float:
             torch.set_num_threads(1)
@@ -166,6 +183,20 @@ def hand_loops(task: Task, variant: Variant, ranks: int) -> Iterator[Rate]:
         rate(0.0)  # what is built in a first step is built, and then as many as a warm-up wants
         rate(WARM_S)
         yield rate
+
+
+def parts_ms(task: Task, ranks: int, seconds: float) -> list[float]:
+    """Milliseconds of each part of a step of one rank, while as many bare threads take steps."""
+    torch.set_num_threads(1)
+    with closing(Crew([f"rank-{rank}" for rank in range(ranks)])) as crew:
+        spent_s = [[0.0] * len(PARTS) for _ in range(ranks)]
+        loops = [task.loop(VARIANTS["threads"], rank, spent) for rank, spent in enumerate(spent_s)]
+        crew.run([partial(loop, WARM_S / 2) for loop in loops])
+        for spent in spent_s:
+            spent[:] = [0.0] * len(PARTS)
+        rates = crew.run([partial(loop, seconds) for loop in loops])
+    steps = seconds * sum(filter(None, rates))
+    return [sum(part) / steps * 1e3 for part in zip(*spent_s, strict=True)]
 
 
 @contextmanager
@@ -338,6 +369,24 @@ def lines(seen: Mapping[Case, Sequence[float]]) -> list[str]:
     return made
 
 
+def measure_parts(task: Task, counts: Sequence[int], seconds: float) -> dict[str, float]:
+    """Print the parts of a step of a rank, of threads and of processes; returns figures."""
+    figures: dict[str, float] = {}
+    print("", "| ms of a step | " + " | ".join(PARTS) + " |", "|---" * 4 + "|", sep="\n")
+    for count in counts:
+        for how, (processes, ranks) in {"threads": (1, count), PROCESSES: (count, 1)}.items():
+            with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+                work = partial(parts_ms, task, ranks)
+                list(pool.map(work, [0.1] * processes))  # all have started, and imported torch
+                measured = list(pool.map(work, [seconds] * processes))
+                found = [sum(part) / processes for part in zip(*measured, strict=True)]
+            print(f"| {words(count)}, {how} | " + " | ".join(f"{ms:.2f}" for ms in found) + " |", flush=True)
+            figures |= {
+                f"{name}, {words(count)}, {how}, ms": ms for name, ms in zip(PARTS, found, strict=True)
+            }
+    return figures
+
+
 def main() -> None:
     parser = options(__doc__, pairs=5)
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
@@ -358,6 +407,7 @@ def main() -> None:
         seen = measure(open_sides(stack, task, names, counts), turns, arguments.seconds)
     print(*lines(seen), sep="\n")
     figures = {f"{name}, {words(count)}, steps/s": median(rates) for (name, count), rates in seen.items()}
+    figures |= measure_parts(task, counts, arguments.seconds)
     report("launch", compared(seen), figures=figures, save=arguments.save, more={"task": vars(task)})
 
 

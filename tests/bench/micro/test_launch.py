@@ -54,3 +54,10 @@ def test_a_variant_that_fails_says_why() -> None:
         launch.serve(there, TINY, Variant("flowdp", trainer={"policy": "none"}), 1)
         with pytest.raises(RuntimeError, match="OptionError: policy"):
             Side([here]).answers()
+
+
+def test_the_parts_of_a_step_are_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "WARM_S", 0.02)
+    parts = launch.parts_ms(TINY, 2, 0.05)
+    assert len(parts) == len(launch.PARTS)
+    assert all(part > 0 for part in parts)
