@@ -152,6 +152,12 @@ class ExactReplica(Replica):
             As `Replica.step`.
         """
         self.gradients.settle([member for member in outcome.members if outcome.samples[member]])
+        if self.turn is None:
+            self._step_together()
+        else:
+            self.turn.launch_step(self._step_together)
+
+    def _step_together(self) -> None:
         if self._scaler is not None:
             self._scaler.unscale_(self._optimizer)
         if self._max_grad_norm is not None:

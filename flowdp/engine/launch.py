@@ -42,6 +42,7 @@ from flowdp.policy.stall import StallWatch
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
 from flowdp.threads.latch import Latch
+from flowdp.threads.launch_turn import LaunchTurn
 
 __all__ = ["Engine", "open_engine"]
 
@@ -78,6 +79,7 @@ class Engine:
         handle: The user's way to the run, while it lives.
         begun_s: When it began, by `time.monotonic`.
         latch: Where all that a start has made waits for `begin`.
+        turn: To launch; None where ranks have none.
     """
 
     def __init__(
@@ -152,6 +154,7 @@ class Engine:
         self.workers = [
             self._worker(rank, gate, collective, snapshots, pools[rank]) for rank in range(config.world_size)
         ]
+        self.turn = open_turns(self.replicas)
         self._threads = [
             threading.Thread(target=worker.run, name=f"flowdp-worker-{worker.rank}", daemon=True)
             for worker in self.workers
@@ -413,6 +416,16 @@ class Engine:
         with self._asking:
             if not self.records.is_over:
                 self._inbox.post(Failed(words))
+
+
+def open_turns(replicas: Sequence[Replica]) -> LaunchTurn | None:
+    """Turns to launch for all replicas of a run; None where there is one rank, or forwards meet inside."""
+    if len(replicas) < 2 or any(replica.meets for replica in replicas):
+        return None
+    turn = LaunchTurn(len(replicas))
+    for replica, one in zip(replicas, turn.ranks, strict=True):
+        replica.turn = one
+    return turn
 
 
 def _last_report(story: Story, headline: str, events: int) -> str:

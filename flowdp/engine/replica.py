@@ -25,6 +25,7 @@ from flowdp.errors import DataError
 from flowdp.messages import Outcome, Part
 from flowdp.options import Precision
 from flowdp.policy.recheck import Recheck
+from flowdp.threads.launch_turn import RankTurn
 
 __all__ = ["LossOption", "Replica", "cuts", "loss_function"]
 
@@ -77,6 +78,7 @@ class Replica:
         meets: Whether forwards and backwards are made together with the other ranks (SyncBatchNorm in exact).
         part: Of the step, where all ranks share one (exact).
         captured: Runs forward and backward as recorded graphs; None: they run eagerly.
+        turn: Of this rank among those that launch; None where no other rank does.
         has_state: Whether a forward changes what `mark` notes.
         can_repeat: Whether forward and backward of a step can be done once more.
         shares_generator: Whether other ranks draw from the device's generator, too.
@@ -95,6 +97,7 @@ class Replica:
     meets = False
     part: Part | None = None
     captured: Captured | None = None
+    turn: RankTurn | None = None
 
     def __init__(
         self,
@@ -191,7 +194,10 @@ class Replica:
             As `add`; but optimizers that a gradient scaler has to ask (all not fused) are waited for.
         """
         if self.captured is None or not self.captured.step(factor):
-            self._update(factor)
+            if self.turn is None:
+                self._update(factor)
+            else:
+                self.turn.launch_step(self._update, factor)
         return self._take_value()
 
     def _update(self, factor: float) -> None:
@@ -270,7 +276,11 @@ class Replica:
 
     def compute(self, batch: Any, worker: CurrentWorker, factors: Factors) -> Computed:
         """Forward and backward by the user's loss; see `add`."""
-        loss, weight = self.weigh(self._forward(batch, worker), factors.share, factors.of)
+        if self.turn is None:
+            loss = self._forward(batch, worker)
+        else:
+            loss = self.turn.launch_forward(worker.samples, self._forward, batch, worker)
+        loss, weight = self.weigh(loss, factors.share, factors.of)
         self._differentiate(loss if self._scaler is None else self._scaler.scale(loss))
         return Computed(loss.detach(), weight)
 

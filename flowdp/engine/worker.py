@@ -185,6 +185,8 @@ class Worker:
             error = take(explained, self.rank)
         finally:
             self.replica.leave()
+            if self.replica.turn is not None:
+                self.replica.turn.leave()
             self.has_left = True
             self._post(Exiting(self.rank, error, is_alone, self.machine.untold))
 

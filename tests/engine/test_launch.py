@@ -32,6 +32,8 @@ from flowdp.collective import nccl
 from flowdp.collective.nccl import NcclMean
 from flowdp.engine import launch, live
 from flowdp.messages import Requested
+from flowdp.policy.launch_limit import LaunchLimit
+from flowdp.threads import launch_turn
 from tests.collective.fake_nccl import FakeNccl
 from tests.watched import Watched, both
 
@@ -301,3 +303,101 @@ def test_the_progress_of_a_run_that_is_let_go_of_between_two_looks() -> None:
 
     [rank] = launch.Engine.progress(LetGo())  # type: ignore[arg-type]
     assert rank.steps == 3
+
+
+class OneAtATime(LaunchLimit):
+    """Limits are not measured: one rank launches at a time."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(ranks)
+        self.limit, self.covers_step = 1, True
+
+    def is_enough(self, ms: float, forwards: int) -> bool:
+        return False
+
+
+def test_one_rank_has_no_turn_to_launch() -> None:
+    run = trainer(devices=1).start()
+    engine = run._engine
+    assert engine.turn is None
+    assert engine.replicas[0].turn is None
+    run.join()
+
+
+def test_ranks_whose_forwards_meet_have_no_turn_to_launch() -> None:
+    normed = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4))
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(normed)
+    run = Trainer(
+        model,
+        torch.optim.SGD(model.parameters(), 1e-3),
+        lambda model, batch: model(batch).mean(),
+        dataset=torch.ones(64, 1),
+        policy="exact",
+        devices=2,
+        batch_size=4,
+        epochs=1,
+    ).start()
+    assert run._engine.turn is None
+    run.join()
+    run = trainer(policy="exact").start()
+    assert run._engine.turn is not None
+    run.join()
+
+
+@pytest.mark.parametrize("policy", ["sync", "exact", "async", "cadence"])
+def test_turns_to_launch_do_not_change_what_is_computed(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, most = [0], [0]
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        value = mse(model, batch)
+        inside[0] -= 1
+        return value
+
+    def weights() -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        data = torch.randn(400, 1)
+        fixed = {"partition_ratios": [1, 1, 1]} if policy == "exact" else {}
+        return dict(trainer(loss, dataset=data, devices=3, policy=policy, **fixed).fit().state_dict)
+
+    free = weights()
+    monkeypatch.setattr(launch_turn, "LaunchLimit", OneAtATime)
+    most[0] = 0
+    turned = weights()
+    assert most[0] == 1 or policy == "exact"  # which calls the loss to check it, too
+    if policy in ("sync", "exact"):
+        assert all(torch.equal(turned[name], value) for name, value in free.items())
+
+
+@pytest.mark.parametrize("policy", ["sync", "async"])
+def test_losses_that_wait_for_each_other_end_the_turns(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_turn, "LaunchLimit", OneAtATime)
+    monkeypatch.setattr(launch_turn, "TIMEOUT_S", 0.05)
+    met = threading.Barrier(2)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if current_worker().local_step < 5:
+            met.wait(WAIT_S)
+        return mse(model, batch)
+
+    run = trainer(loss, policy=policy).start()
+    run.join()
+    assert run._engine.turn is not None
+    assert run._engine.turn.limit is None
+
+
+def test_a_rank_that_fails_in_its_turn_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_turn, "LaunchLimit", OneAtATime)
+    monkeypatch.setattr(launch_turn, "TIMEOUT_S", WAIT_S)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        worker = current_worker()
+        if worker.rank == 1 and worker.local_step == 3:
+            raise ValueError("of rank 1")
+        return mse(model, batch)
+
+    run = trainer(loss, devices=3, on_failure="continue").start()
+    run.join()
+    assert run.status().life == "done"
+    assert any("rank 1 left" in problem for problem in run.status().problems)

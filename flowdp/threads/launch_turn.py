@@ -1,0 +1,304 @@
+"""Turns to launch: at most some of the ranks of a process are in the launching part of a step at once.
+
+The launching part is the user's loss, which is Python, and the optimizer's step where that is; backward runs
+without the interpreter lock and needs no turn. `flowdp.policy.launch_limit` decides how many ranks may have
+one, from what is measured here.
+
+A turn changes when something is launched, never what. So nothing depends on it, and nobody waits for it for
+long: a holder may wait for another rank, in a lock of the user's, or for its device in an `.item()`. One
+that has waited for `TIMEOUT_S` goes on without a turn, and the limit is lifted for all; after a few times
+for good. Where a loss waits for its device at each step the measured speed decides, as for anything else.
+Correctness does not lean on the interpreter lock: places are counted under a lock of their own, and
+counters have one writer each.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter, thread_time
+from typing import ParamSpec, TypeVar
+
+from flowdp.policy.launch_limit import Calls, LaunchLimit, Window
+
+__all__ = ["LaunchTurn", "RankTurn"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+TIMEOUT_S = 1.0
+"""Longest wait for a turn."""
+
+EVERY = 8
+"""One of so many calls of a rank is measured; while limits are tried, each is."""
+
+KEPT = 64
+"""Measured calls that are kept, per rank and part of a step."""
+
+
+class _Tally:
+    """The calls of one part of a rank's steps.
+
+    Attributes:
+        count: So far. Written by the rank alone.
+        measured: (time, CPU time, wait for a turn) of calls since the last look, in seconds.
+    """
+
+    __slots__ = ("count", "measured")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.measured: deque[tuple[float, float, float]] = deque(maxlen=KEPT)
+
+
+@dataclass(frozen=True, slots=True)
+class _Begin:
+    """The beginning of a window.
+
+    Attributes:
+        s: The time.
+        samples: Of all ranks before it.
+        counts: Forwards and optimizer steps of all ranks before it.
+    """
+
+    s: float
+    samples: int
+    counts: list[int]
+
+
+class LaunchTurn:
+    """The turns of the ranks of one run.
+
+    Args:
+        ranks: That train; at least 2.
+        limit: Decides; None: by `LaunchLimit`.
+
+    Attributes:
+        ranks: One turn each. Shape (ranks,).
+        limit: Ranks that may launch at once; None: all.
+        covers_step: Whether the optimizer's step needs a turn, too.
+        every: One of so many calls is measured.
+    """
+
+    def __init__(self, ranks: int, limit: LaunchLimit | None = None) -> None:
+        self._policy = LaunchLimit(ranks) if limit is None else limit
+        self.limit: int | None = None
+        self.covers_step = False
+        self.every = EVERY
+        self.ranks = [RankTurn(self) for _ in range(ranks)]
+        self._left = 0
+        self._lock = threading.Lock()  # guards the places: `limit`, and the three below
+        self._held = 0
+        self._waiting: deque[RankTurn] = deque()
+        self._judge = threading.Lock()  # guards the policy and the window; taken before `_lock`
+        self._begin: _Begin | None = None  # of the window; None: the limit is new
+        self._skipped = 0  # forwards of all ranks when the limit changed
+        # Written by any rank: a lost write shifts a statistic by one forward.
+        self._last_s = 0.0
+        self._gap_s = 0.0
+        self._obey()
+
+    @property
+    def waiting(self) -> float | None:
+        """Part of the ranks' time that they waited to launch, lately; None: not known."""
+        return self._policy.waiting
+
+    @property
+    def is_bound(self) -> bool:
+        """Launching has been what limits the ranks for a while."""
+        return self._policy.is_bound
+
+    def take(self, rank: RankTurn) -> bool:
+        """Wait for a place; False where none is needed, any more, and none is to be given back."""
+        with self._lock:
+            if self.limit is None:
+                return False
+            if self._held < self.limit and not self._waiting:
+                self._held += 1
+                return True
+            rank.has_place = False
+            self._waiting.append(rank)
+        if rank.wake.acquire(timeout=TIMEOUT_S):
+            return rank.has_place
+        with self._lock:
+            is_late = rank in self._waiting
+            if is_late:
+                self._waiting.remove(rank)
+        if not is_late:  # it was woken just now
+            rank.wake.acquire()
+            return rank.has_place
+        with self._judge:
+            if self.limit is not None:  # else another rank has given up
+                self._policy.gave_up()
+                self._obey()
+        return False
+
+    def give(self) -> None:
+        """Give a place back."""
+        with self._lock:
+            self._held -= 1
+            self._hand_on()
+
+    def leave(self) -> None:
+        """A rank launches no more.
+
+        Threads:
+            Its own.
+        """
+        with self._judge:
+            self._left += 1
+            self._policy.left()
+            self._obey()
+
+    def launched(self, now_s: float, *, looks: bool) -> None:
+        """A forward has ended.
+
+        Args:
+            now_s: The time.
+            looks: Whether to see if the window is long enough.
+        """
+        gap_s, self._last_s = now_s - self._last_s, now_s
+        if gap_s > self._gap_s:
+            self._gap_s = gap_s
+        if looks and self._judge.acquire(blocking=False):
+            try:
+                self._look(now_s)
+            finally:
+                self._judge.release()
+
+    def _look(self, now_s: float) -> None:
+        forwards = sum(rank.forward.count for rank in self.ranks)
+        if self._begin is None:
+            # The first forwards under a new limit began under the old one.
+            if forwards - self._skipped >= len(self.ranks) - self._left:
+                self._begin_window(now_s)
+            return
+        ms = (now_s - self._begin.s) * 1e3
+        if not self._policy.is_enough(ms, forwards - self._begin.counts[0]):
+            return
+        limit = self.limit
+        self._policy.seen(self._window(self._begin, ms))
+        self._obey()
+        if self.limit == limit:
+            self._begin_window(now_s)
+        else:
+            self._begin, self._skipped = None, forwards
+
+    def _begin_window(self, now_s: float) -> None:
+        for tallies in self._parts():
+            for tally in tallies:
+                tally.measured.clear()
+        self._begin = _Begin(now_s, self._samples(), self._counts())
+        self._gap_s = 0.0
+
+    def _window(self, begin: _Begin, ms: float) -> Window:
+        calls = []
+        for tallies, before, now in zip(self._parts(), begin.counts, self._counts(), strict=True):
+            # A copy: its rank goes on.
+            calls.append(Calls.of(now - before, [one for tally in tallies for one in list(tally.measured)]))
+        return Window(ms, self._gap_s * 1e3, self._samples() - begin.samples, *calls)
+
+    def _parts(self) -> list[list[_Tally]]:
+        parts = zip(*((rank.forward, rank.step) for rank in self.ranks), strict=True)
+        return [list(tallies) for tallies in parts]
+
+    def _counts(self) -> list[int]:
+        return [sum(tally.count for tally in tallies) for tallies in self._parts()]
+
+    def _samples(self) -> int:
+        return sum(rank.samples for rank in self.ranks)
+
+    def _obey(self) -> None:
+        policy = self._policy
+        self.covers_step = policy.covers_step
+        self.every = 1 if policy.is_trying else EVERY
+        with self._lock:
+            self.limit = policy.limit
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        """Wake the ranks that have waited longest, as places are free; all where none is needed."""
+        while self._waiting and (self.limit is None or self._held < self.limit):
+            rank = self._waiting.popleft()
+            rank.has_place = self.limit is not None
+            self._held += rank.has_place
+            rank.wake.release()
+
+
+class RankTurn:
+    """The turn of one rank.
+
+    Threads:
+        The rank's worker.
+
+    Attributes:
+        samples: Of its forwards so far.
+        forward: Its calls of the user's loss.
+        step: Its optimizer's steps.
+        wake: Released when it need not wait any longer.
+        has_place: It was woken with a place.
+    """
+
+    __slots__ = ("_turn", "forward", "has_place", "samples", "step", "wake")
+
+    def __init__(self, turn: LaunchTurn) -> None:
+        self._turn = turn
+        self.samples = 0
+        self.forward, self.step = _Tally(), _Tally()
+        self.wake = threading.Lock()
+        self.wake.acquire()
+        self.has_place = False
+
+    def launch_forward(self, samples: int, compute: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """Call the user's loss in turn.
+
+        Args:
+            samples: In the call.
+            compute: The call.
+            args: Its arguments.
+            options: Its keyword arguments.
+        """
+        turn, tally = self._turn, self.forward
+        tally.count += 1
+        looks = not tally.count % turn.every
+        result = self._launch(tally, turn.limit is not None, looks, compute, *args, **options)
+        self.samples += samples
+        turn.launched(perf_counter(), looks=looks)
+        return result
+
+    def launch_step(self, compute: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """Call the optimizer's step, in turn where that pays."""
+        turn, tally = self._turn, self.step
+        tally.count += 1
+        has_turn = turn.covers_step and turn.limit is not None
+        return self._launch(tally, has_turn, not tally.count % turn.every, compute, *args, **options)
+
+    def leave(self) -> None:
+        """The rank launches no more."""
+        self._turn.leave()
+
+    def _launch(
+        self,
+        tally: _Tally,
+        in_turn: bool,
+        is_measured: bool,
+        compute: Callable[P, T],
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> T:
+        if not in_turn and not is_measured:
+            return compute(*args, **options)
+        asked_s = perf_counter()
+        has_place = in_turn and self._turn.take(self)
+        try:
+            begin_s, begin_cpu_s = perf_counter(), thread_time()
+            result = compute(*args, **options)
+            if is_measured:
+                cpu_s = thread_time() - begin_cpu_s
+                tally.measured.append((perf_counter() - begin_s, cpu_s, begin_s - asked_s))
+            return result
+        finally:
+            if has_place:
+                self._turn.give()

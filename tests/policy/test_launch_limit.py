@@ -1,0 +1,268 @@
+"""The limit of ranks that launch at once, on machines that are made up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+
+from flowdp.policy.launch_limit import (
+    BOUND,
+    BOUND_WINDOWS,
+    LONGEST_PAUSE_MS,
+    PRICE,
+    TIMEOUTS,
+    Calls,
+    LaunchLimit,
+    Window,
+)
+
+Rate = Callable[[int | None], float]  # steps per second of all ranks under a limit
+
+
+def convoy(limit: int | None) -> float:
+    """Small kernels: ranks that launch at once fight for the lock."""
+    return {1: 224.0, 2: 138.0, None: 70.0}[limit]
+
+
+def two_are_best(limit: int | None) -> float:
+    """A forward that is half Python: one rank at a time leaves the lock unused."""
+    return {1: 150.0, 2: 230.0, None: 160.0}[limit]
+
+
+def computing(limit: int | None) -> float:
+    """A forward that computes without the lock."""
+    return {1: 60.0, 2: 85.0, None: 100.0}[limit]
+
+
+def equal(limit: int | None) -> float:
+    """Backward is long: there is always time for a forward."""
+    return 100.0
+
+
+@dataclass
+class Machine:
+    """Ranks that train for some time.
+
+    Attributes:
+        rate: Of all of them.
+        ranks: How many.
+        noise: Standard deviation of a window's rate, relative.
+        forward_ms: Time of a forward without a wait.
+        lost: Part of a forward in which its thread does not run, with all ranks at once.
+    """
+
+    rate: Rate
+    ranks: int = 4
+    noise: float = 0.0
+    forward_ms: float = 3.0
+    lost: float = 0.8
+    seed: int = 0
+    tried: set[int | None] = field(default_factory=set)
+    chosen: list[int | None] = field(default_factory=list)
+    searched_ms: float = 0.0
+    spent_ms: float = 0.0
+    steps: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.chance = random.Random(self.seed)
+        self.policy = LaunchLimit(self.ranks)
+
+    def run(self, ms: float) -> None:
+        """Train so long."""
+        end_ms = self.spent_ms + ms
+        while self.spent_ms < end_ms:
+            self.window()
+
+    def window(self, gap_ms: float = 0.0) -> None:
+        """Train for one window, with a standstill in it."""
+        policy = self.policy
+        rate = self.rate(policy.limit) * max(0.2, self.chance.gauss(1.0, self.noise))
+        ms, steps = 0.0, 0
+        while not policy.is_enough(ms, steps):
+            steps += 1
+            ms += 1e3 / rate
+        cpu_ms = self.forward_ms
+        if policy.limit is None:
+            forward = Calls(steps, cpu_ms / (1.0 - self.lost), cpu_ms)
+        else:
+            forward = Calls(steps, cpu_ms, cpu_ms, place_ms=2 * cpu_ms)
+        was_trying = policy.is_trying
+        policy.seen(Window(ms + gap_ms, gap_ms or ms / steps, steps, forward, Calls(steps, 0.1, 0.1)))
+        self.tried.add(policy.limit)
+        if not policy.is_trying:
+            self.chosen.append(policy.limit)
+        self.searched_ms += ms * was_trying
+        self.spent_ms += ms
+        self.steps += steps
+
+
+@pytest.mark.parametrize(("rate", "best"), [(convoy, 1), (two_are_best, 2), (computing, None)])
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_best_limit_is_found_within_seconds(
+    rate: Rate, best: int | None, noise: float, seed: int
+) -> None:
+    machine = Machine(rate, noise=noise, seed=seed)
+    machine.run(6_000)
+    assert not machine.policy.is_trying
+    assert machine.policy.limit == best
+
+
+@pytest.mark.parametrize("rate", [convoy, two_are_best, computing, equal])
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_the_search_costs_little(rate: Rate, noise: float) -> None:
+    machine = Machine(rate, noise=noise)
+    machine.run(5_000)
+    machine.steps = machine.spent_ms = 0.0
+    machine.run(600_000)
+    assert machine.steps / machine.spent_ms * 1e3 > 0.95 * max(map(rate, (None, 1, 2)))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_does_not_make_it_flap(seed: int) -> None:
+    machine = Machine(equal, noise=0.3, seed=seed)
+    machine.run(600_000)
+    changes = sum(one != other for one, other in pairwise(machine.chosen))
+    assert changes <= 6
+    assert machine.searched_ms < 0.1 * machine.spent_ms
+
+
+def test_of_two_ranks_one_or_both_launch() -> None:
+    machine = Machine(lambda limit: 150.0 if limit == 1 else 100.0, ranks=2)
+    machine.run(6_000)
+    assert machine.policy.limit == 1
+    assert machine.tried == {None, 1}
+
+
+def test_long_forwards_are_tried_only_if_they_wait() -> None:
+    machine = Machine(lambda limit: 0.1 * computing(limit), forward_ms=100.0, lost=0.05)
+    machine.run(60_000)
+    assert machine.searched_ms == 0.0
+    machine = Machine(lambda limit: 0.1 * convoy(limit), forward_ms=100.0, lost=0.5)
+    machine.run(60_000)
+    assert machine.policy.limit == 1
+
+
+def test_a_change_of_the_steps_calls_for_another_search() -> None:
+    machine = Machine(convoy)
+    machine.run(200_000)  # the next search is minutes away
+    assert machine.policy.limit == 1
+    machine.rate = lambda limit: 8 * computing(limit)  # a compiled step, say
+    machine.lost = 0.0
+    machine.run(30_000)
+    assert machine.policy.limit is None
+
+
+def test_a_standstill_of_all_ranks_does_not_count() -> None:
+    machine = Machine(convoy)
+    for number in range(40):
+        machine.window(gap_ms=10_000.0 if machine.policy.limit == 1 and number % 2 else 0.0)
+    assert machine.policy.limit == 1
+
+
+def test_searches_become_rare() -> None:
+    machine = Machine(equal)
+    machine.run(6_000)
+    assert set(machine.chosen) == {None}
+    machine.run(3 * LONGEST_PAUSE_MS)
+    early = machine.searched_ms
+    machine.run(3 * LONGEST_PAUSE_MS)
+    assert 0 < machine.searched_ms - early < 0.5 * early
+
+
+def test_an_expensive_search_is_rare_from_the_start() -> None:
+    machine = Machine(convoy)
+    while not machine.policy.is_trying:
+        machine.window()
+    machine.spent_ms = machine.steps = 0.0
+    while machine.policy.is_trying:
+        machine.window()
+    cost_ms = machine.spent_ms - machine.steps / convoy(1) * 1e3
+    assert cost_ms > 500
+    machine.searched_ms = 0.0
+    machine.run(0.8 * PRICE * cost_ms)
+    assert machine.searched_ms == 0.0
+
+
+def test_a_given_up_wait_ends_the_limit_and_some_end_the_search_for_good() -> None:
+    machine = Machine(convoy)
+    for _ in range(TIMEOUTS):
+        machine.run(200_000)
+        assert machine.policy.limit == 1
+        machine.policy.gave_up()
+        assert machine.policy.limit is None
+        assert not machine.policy.is_trying
+    machine.searched_ms = 0.0
+    machine.run(2 * LONGEST_PAUSE_MS)
+    assert machine.policy.limit is None
+    assert machine.searched_ms == 0.0
+
+
+def test_ranks_that_leave_are_counted_out() -> None:
+    machine = Machine(convoy, ranks=3)
+    machine.run(6_000)
+    machine.policy.left()
+    assert machine.policy.is_trying  # other ranks, another answer
+    machine.run(6_000)
+    assert machine.policy.limit == 1
+    machine.policy.left()
+    assert machine.policy.limit is None
+    assert machine.policy.waiting is None
+    machine.run(60_000)
+    assert machine.policy.limit is None
+    assert not machine.policy.is_trying
+
+
+def test_an_optimizer_in_python_is_launched_under_the_limit_too() -> None:
+    for step_ms, covers in ((0.1, False), (2.0, True)):
+        policy = LaunchLimit(4)
+        for _ in range(3):
+            policy.seen(Window(300.0, 5.0, 64, Calls(64, 12.0, 3.0), Calls(64, step_ms * 4, step_ms)))
+        assert policy.is_trying
+        assert policy.covers_step is covers
+
+
+def test_a_run_is_launch_bound_when_its_ranks_wait_for_a_while() -> None:
+    machine = Machine(convoy)
+    machine.run(20_000)
+    assert machine.policy.waiting is not None
+    assert machine.policy.waiting > BOUND
+    assert machine.policy.is_bound
+    machine = Machine(equal, lost=0.0)
+    machine.run(20_000)
+    assert machine.policy.waiting == 0.0
+    assert not machine.policy.is_bound
+
+
+def test_a_wait_for_something_else_is_no_wait_to_launch() -> None:
+    policy = LaunchLimit(2)
+    reading = Calls(64, 12.0, 2.0)  # a file, under every limit
+    for _ in range(40):
+        policy.seen(Window(500.0, 8.0, 64, reading, Calls(64, 0.1, 0.1)))
+        if not policy.is_trying:
+            assert policy.limit is None
+    assert policy.waiting == 0.0
+    assert not policy.is_bound
+    for _ in range(BOUND_WINDOWS + 3):
+        policy.seen(Window(500.0, 8.0, 64, Calls(64, 30.0, 8.0), Calls(64, 0.1, 0.1)))
+    assert policy.waiting == pytest.approx(64 * (22.0 - 10.0) / (2 * 500.0))
+    assert policy.is_bound
+
+
+def test_outliers_do_not_count() -> None:
+    calls = Calls.of(100, [(0.003, 0.002, 0.001)] * 7 + [(0.2, 0.1, 0.5)])
+    assert calls.count == 100
+    assert (calls.ms, calls.cpu_ms, calls.place_ms) == pytest.approx((3.0, 2.0, 1.0))
+    assert Calls.of(5, []) == Calls(5)
+
+
+def test_too_few_forwards_tell_nothing() -> None:
+    policy = LaunchLimit(4)
+    assert not policy.is_enough(1_000.0, 4 * 16 - 1)
+    assert not policy.is_enough(200.0, 1_000)
+    assert policy.is_enough(250.0, 4 * 16)
+    assert policy.is_enough(4_000.0, 4 * 8)

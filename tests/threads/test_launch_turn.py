@@ -1,0 +1,223 @@
+"""Turns to launch: how many threads are inside, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from flowdp.policy.launch_limit import LaunchLimit, Window
+from flowdp.threads import launch_turn
+from flowdp.threads.launch_turn import LaunchTurn
+
+WAIT_S = 20.0
+
+
+class Fixed(LaunchLimit):
+    """A limit that stays, and takes down what it is told."""
+
+    def __init__(self, ranks: int, limit: int | None, *, covers_step: bool = False) -> None:
+        super().__init__(ranks)
+        self.limit = limit
+        self.covers_step = covers_step
+        self.windows: list[Window] = []
+        self.forwards = 2**62  # in a window, at least
+
+    def is_enough(self, ms: float, forwards: int) -> bool:
+        return forwards >= self.forwards
+
+    def seen(self, window: Window) -> None:
+        self.windows.append(window)
+
+
+class Room:
+    """Counts the threads that are inside at once."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.inside = self.most = 0
+
+    def visit(self, meet: Callable[[], object] = lambda: None) -> None:
+        with self.lock:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+        meet()
+        with self.lock:
+            self.inside -= 1
+
+
+def run_all(*bodies: Callable[[], object]) -> None:
+    threads = [threading.Thread(target=body) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_no_more_than_the_limit_are_inside(limit: int) -> None:
+    turn, room = LaunchTurn(4, Fixed(4, limit, covers_step=True)), Room()
+
+    def body(rank: int) -> None:
+        for _ in range(300):
+            turn.ranks[rank].launch_forward(1, room.visit)
+            turn.ranks[rank].launch_step(room.visit)
+
+    run_all(*(lambda rank=rank: body(rank) for rank in range(4)))
+    assert room.most <= limit
+    assert room.inside == 0
+    assert [rank.forward.count for rank in turn.ranks] == [300] * 4
+
+
+def test_as_many_as_the_limit_are_inside_together() -> None:
+    turn, met = LaunchTurn(2, Fixed(2, 2)), threading.Barrier(2)
+    run_all(*(lambda rank=rank: rank.launch_forward(1, met.wait, WAIT_S) for rank in turn.ranks))
+
+
+def test_without_a_limit_all_are_inside_and_steps_are_where_they_are_not_covered() -> None:
+    met = threading.Barrier(3)
+    turn = LaunchTurn(3, Fixed(3, None))
+    run_all(*(lambda rank=rank: rank.launch_forward(1, met.wait, WAIT_S) for rank in turn.ranks))
+    turn = LaunchTurn(3, Fixed(3, 1))
+    run_all(*(lambda rank=rank: rank.launch_step(met.wait, WAIT_S) for rank in turn.ranks))
+
+
+def test_a_loss_that_raises_gives_its_turn_back() -> None:
+    turn = LaunchTurn(2, Fixed(2, 1))
+
+    def fail() -> None:
+        raise ValueError("of the loss")
+
+    for rank in (turn.ranks[0], turn.ranks[1], turn.ranks[0]):
+        with pytest.raises(ValueError, match="of the loss"):
+            rank.launch_forward(1, fail)
+    assert turn.ranks[1].launch_forward(1, lambda: 7) == 7
+
+
+def test_turns_are_given_in_the_order_in_which_ranks_ask() -> None:
+    turn, order = LaunchTurn(3, Fixed(3, 1)), list[int]()
+    inside = threading.Event()
+    go = threading.Event()
+
+    def hold() -> None:
+        inside.set()
+        assert go.wait(WAIT_S)
+
+    threads = [threading.Thread(target=turn.ranks[0].launch_forward, args=(1, hold))]
+    threads[0].start()
+    assert inside.wait(WAIT_S)
+    for waiting, number in ((1, 2), (2, 1)):
+        threads.append(
+            threading.Thread(target=turn.ranks[number].launch_forward, args=(1, order.append, number))
+        )
+        threads[-1].start()
+        wait_for(lambda waiting=waiting: len(turn._waiting) == waiting)
+    go.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert order == [2, 1]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    event = threading.Event()
+    for _ in range(20_000):
+        if condition():
+            return
+        event.wait(0.001)
+    raise AssertionError("it did not come to that")
+
+
+def test_a_limit_that_is_lifted_frees_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_turn, "TIMEOUT_S", WAIT_S)
+    policy = Fixed(4, 1)
+    turn, met = LaunchTurn(4, policy), threading.Barrier(4)
+    bodies = [lambda rank=rank: rank.launch_forward(1, met.wait, WAIT_S) for rank in turn.ranks]
+    threads = [threading.Thread(target=body) for body in bodies]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: len(turn._waiting) == 3)  # the holder waits for them
+    policy.limit = None
+    turn._obey()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert met.n_waiting == 0
+    assert not met.broken
+    policy.limit = 1
+    turn._obey()
+    assert turn._held == 0
+
+
+def test_ranks_that_wait_for_each_other_inside_go_on_without_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_turn, "TIMEOUT_S", 0.05)
+    policy = Fixed(3, 1)
+    turn, met = LaunchTurn(3, policy), threading.Barrier(3)
+    run_all(*(lambda rank=rank: rank.launch_forward(1, met.wait, WAIT_S) for rank in turn.ranks))
+    assert turn.limit is None
+    assert policy._timeouts == 1  # one standstill, however many ranks were in it
+    assert not turn._waiting
+    assert turn._held == 0
+
+
+def test_a_rank_that_leaves_ends_the_turns_of_the_last_one() -> None:
+    turn = LaunchTurn(2, LaunchLimit(2))
+    turn._policy.limit = 1
+    turn._obey()
+    turn.ranks[1].leave()
+    assert turn.limit is None
+    assert turn.ranks[0].launch_forward(1, lambda: 3) == 3
+
+
+def test_the_policy_gets_what_the_ranks_did() -> None:
+    policy = Fixed(2, None)
+    policy.forwards = 8
+    turn = LaunchTurn(2, policy)
+    turn.every = 1
+    first, second = turn.ranks
+
+    def spin() -> int:
+        return sum(range(20_000))
+
+    for _ in range(6):
+        first.launch_forward(32, spin)
+        first.launch_step(lambda: None)
+        second.launch_forward(16, spin)
+    # The first two forwards begin the window, the eight behind them are in it.
+    (window,) = policy.windows
+    assert window.samples == 4 * (32 + 16)
+    assert window.forward.count == 8
+    assert window.step.count == 4
+    assert 0 < window.forward.cpu_ms <= window.forward.ms * 1.5
+    assert window.forward.place_ms < window.forward.ms
+    assert 0 < window.gap_ms <= window.ms
+
+
+def test_waiting_for_a_turn_is_measured() -> None:
+    policy = Fixed(2, 1)
+    policy.forwards = 6
+    turn = LaunchTurn(2, policy)
+    turn.every = 1
+
+    def body(rank: int) -> None:
+        for _ in range(40):
+            turn.ranks[rank].launch_forward(1, threading.Event().wait, 0.002)
+
+    run_all(lambda: body(0), lambda: body(1))
+    waits = [window.forward.place_ms for window in policy.windows]
+    assert max(waits) > 1.0
+    assert max(window.forward.idle_ms for window in policy.windows) > 1.0
+
+
+def test_what_is_neither_limited_nor_measured_asks_no_clock_of_the_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    monkeypatch.setattr(launch_turn, "thread_time", lambda: asked.append(1) or 0.0)
+    turn = LaunchTurn(2, Fixed(2, None))
+    for _ in range(launch_turn.EVERY - 1):
+        turn.ranks[0].launch_forward(1, lambda: None)
+        turn.ranks[0].launch_step(lambda: None)
+    assert not asked
+    turn.ranks[0].launch_forward(1, lambda: None)
+    assert asked
