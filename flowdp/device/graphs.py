@@ -107,11 +107,6 @@ class GraphPool:
         self._graphs.append(graph)
         return graph
 
-    def drop(self, graph: Graph) -> None:
-        """Let a graph go."""
-        self._graphs.remove(graph)
-        graph.reset()
-
     def clear(self) -> None:
         """Let all graphs go, and with them their memory, once their launches are done."""
         for graph in self._graphs:

@@ -18,7 +18,8 @@ Nothing of this module has run on a GPU yet.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter, is_
 from pathlib import Path
 from typing import Any
@@ -78,25 +79,21 @@ class CudaGraphs:
     ) -> CudaStepGraph:
         """Capture forward and backward of micro-batches like this one; see `Recorder.record`.
 
-        They have run eagerly in this thread before, with this form: what a kernel loads, tunes or allocates
-        at its first use cannot be captured.
+        They run once more eagerly for that, in the same memory, and all that they change is put back.
 
         Raises:
             NotCaptured: See `Recorder.record`; nothing is left of the attempt.
         """
         self._check(leaves)
-        if self._replica.shares_generator and self._draws(batch, worker):
-            raise NotCaptured(_SHARED)
-        if self._pool is None:
-            self._pool = GraphPool(self._lane)
         graph = CudaStepGraph(self._replica, leaves)
-        before = [parameter.grad for parameter in self._replica._trained]
-        try:
-            self._attach_all()
-            refusal = graph.capture(self._pool, batch, leaves, worker, factors)
-        finally:
-            for parameter, gradient in zip(self._replica._trained, before, strict=True):
-                parameter.grad = gradient
+        with self._rehearsing():
+            refusal = graph.rehearse(batch, leaves, worker, factors)
+            if refusal is None and graph.draws and self._replica.shares_generator:
+                refusal = _SHARED
+            if refusal is None:
+                if self._pool is None:
+                    self._pool = GraphPool(self._lane)
+                refusal = graph.capture(self._pool, worker)
         if refusal is not None:
             raise NotCaptured(refusal)
         return graph
@@ -123,29 +120,33 @@ class CudaGraphs:
             if getattr(module, "sparse", False) is True:
                 raise NotCaptured(f"{name or 'the model'} has sparse gradients, which have no fixed memory")
 
-    def _draws(self, batch: Any, worker: CurrentWorker) -> bool:
-        """Whether a forward draws random numbers; it is tried, and leaves no trace.
+    @contextmanager
+    def _rehearsing(self) -> Iterator[None]:
+        """Let gradients be added where they stay for good; in the end all is as it was.
 
-        Before a capture and not in it: below torch 2.13 other ranks of the card could not draw meanwhile.
+        But for a generator that other ranks draw from: they would draw the same numbers again.
         """
-        buffers = list(self._replica.module.buffers())
-        kept = [buffer.clone() for buffer in buffers]
+        replica, own = self._replica, self._gradients
+        is_flat = isinstance(getattr(replica, "gradients", None), FlatGradients)
+        before = [parameter.grad for parameter in replica._trained]
+        for parameter in replica._trained:
+            if parameter not in own:
+                mine = parameter.grad if is_flat else None
+                own[parameter] = torch.zeros_like(parameter.data) if mine is None else mine
+            parameter.grad = own[parameter]
+        places = [*(own[parameter] for parameter in replica._trained), *replica.module.buffers()]
+        kept = [place.clone() for place in places]
+        generator = _generator(replica.device)
+        random = None if replica.shares_generator else generator.get_state()
         try:
-            with DrawsNoted() as noted, watching(worker):
-                self._replica._forward(batch, worker)
+            yield
         finally:
-            for buffer, value in zip(buffers, kept, strict=True):
-                buffer.copy_(value)
-        return bool(noted.has_drawn)
-
-    def _attach_all(self) -> None:
-        """Let all gradients be added where they stay for good."""
-        is_flat = isinstance(getattr(self._replica, "gradients", None), FlatGradients)
-        for parameter in self._replica._trained:
-            if parameter not in self._gradients:
-                own = parameter.grad if is_flat else None
-                self._gradients[parameter] = torch.zeros_like(parameter.data) if own is None else own
-            parameter.grad = self._gradients[parameter]
+            for place, value in zip(places, kept, strict=True):
+                place.copy_(value)
+            for parameter, gradient in zip(replica._trained, before, strict=True):
+                parameter.grad = gradient
+            if random is not None:
+                generator.set_state(random)
 
 
 class CudaStepGraph:
@@ -161,6 +162,7 @@ class CudaStepGraph:
     """
 
     def __init__(self, replica: Replica, leaves: Sequence[Tensor]) -> None:
+        self._batch: Any = None  # of the inputs
         self.records: Sequence[tuple[str, float]] = ()
         self.draws = False
         self._replica = replica
@@ -174,41 +176,39 @@ class CudaStepGraph:
         self._stacked: Tensor | None = None  # all of them, where they are of one dtype
         self._has_weight = False
 
-    def capture(
-        self,
-        pool: GraphPool,
-        batch: Any,
-        leaves: Sequence[Tensor],
-        worker: CurrentWorker,
-        factors: Factors,
+    def rehearse(
+        self, batch: Any, leaves: Sequence[Tensor], worker: CurrentWorker, factors: Factors
     ) -> str | None:
-        """Capture it; the parameters' gradients lie where they stay.
+        """Run it eagerly once, as it will be captured; the parameters' gradients lie where they stay.
+
+        So every kernel has been loaded, tuned and given its memory, and what the step touches is known before
+        anything is captured: below torch 2.13, other ranks of the card could not draw beside a capture.
 
         Returns:
-            The reason why it cannot be captured; None: it is.
+            The reason why it cannot be captured; None: it can, so far.
         """
-        replica = self._replica
+        trained = self._replica._trained
         twins = {id(leaf): own for leaf, own in zip(leaves, self._inputs, strict=True)}
-        inputs = tree_map(lambda leaf: twins.get(id(leaf), leaf), batch)
+        self._batch = tree_map(lambda leaf: twins.get(id(leaf), leaf), batch)
         self._put(factors)
-        versions = [parameter.grad._version for parameter in replica._trained]  # type: ignore[union-attr]
-        try:
-            with DrawsNoted() as noted, watching(worker) as seen:
-                graph = pool.capture(lambda: self._compute(inputs, worker, seen.values))
-        except NotCaptured as refusal:
-            return str(refusal)
-        except Exception as error:
-            return _reason(error)
-        self.records, self.draws = seen.records, noted.has_drawn
-        for parameter, version in zip(replica._trained, versions, strict=True):
-            if parameter.grad is not None and parameter.grad._version != version:
+        versions = [_owned(parameter)._version for parameter in trained]
+        with DrawsNoted() as noted:
+            refusal = self._attempt(lambda: self._compute(worker))
+        self.draws = noted.has_drawn
+        for parameter, version in zip(trained, versions, strict=True):
+            gradient = _owned(parameter)
+            if gradient._version != version:
                 self._parameters.append(parameter)
-                self._gradients.append(parameter.grad)
-        self._graph = graph
-        if self.draws and replica.shares_generator:
-            pool.drop(graph)
-            return _SHARED
-        return None
+                self._gradients.append(gradient)
+        return refusal
+
+    def capture(self, pool: GraphPool, worker: CurrentWorker) -> str | None:
+        """Capture it, after `rehearse`; returns the reason why it cannot be captured, as that does."""
+
+        def captured() -> None:
+            self._graph = pool.capture(lambda: self._compute(worker))
+
+        return self._attempt(captured)
 
     def run(self, leaves: Sequence[Tensor], factors: Factors, generator: torch.Generator | None) -> Computed:
         """See `StepGraph.run`."""
@@ -245,10 +245,22 @@ class CudaStepGraph:
             for buffer, value in zip(buffers, kept_buffers, strict=True):
                 buffer.copy_(value)
 
-    def _compute(self, inputs: Any, worker: CurrentWorker, scalars: Sequence[Tensor]) -> None:
-        """Forward and backward, as they are recorded."""
+    def _attempt(self, work: Callable[[], None]) -> str | None:
+        """Do something that runs the user's code; returns the reason why a step with it is not captured."""
+        try:
+            work()
+        except NotCaptured as refusal:
+            return str(refusal)
+        except Exception as error:
+            return _reason(error)
+        return None
+
+    def _compute(self, worker: CurrentWorker) -> None:
+        """Forward and backward of the inputs, as they are captured."""
         replica = self._replica
-        loss = replica._forward(inputs, worker)
+        with watching(worker) as seen:
+            loss = replica._forward(self._batch, worker)
+        self.records, scalars = seen.records, seen.values
         loss, weight = replica.weigh(loss, self._share.to(loss.dtype), self._of)
         (loss if replica._scaler is None else replica._scaler.scale(loss)).backward()
         elsewhere = [scalar.device for scalar in scalars if scalar.device != replica.device]
@@ -282,6 +294,15 @@ class CudaStepGraph:
             self._share.fill_(factors.share)
             self._of.fill_(factors.of)
             self._factors = factors
+
+
+def _owned(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 
 def _reason(error: Exception) -> str:

@@ -150,6 +150,23 @@ def test_micro_batches_add_up_and_graphs_and_python_take_turns() -> None:
     assert_equal(eager, captured)
 
 
+def test_a_graph_is_recorded_in_the_middle_of_a_step() -> None:
+    eager, captured = twins(0.5)
+    half = Factors(0.5, 4)
+    with eager.lane.on(eager.lane.compute):
+        torch.manual_seed(5)
+        for batch in batches(2):
+            eager.eager(batch, half)
+        eager.replica.step()
+    with captured.lane.on(captured.lane.compute):
+        torch.manual_seed(5)
+        first, second = batches(2)
+        captured.eager(first, half)
+        captured.run(captured.record(second, half), second, half)
+        captured.replica.step()
+    assert_equal(eager, captured)
+
+
 def test_each_form_has_a_graph_and_all_share_a_pool() -> None:
     eager, captured = twins()
     with captured.lane.on(captured.lane.compute):
