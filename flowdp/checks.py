@@ -16,6 +16,7 @@ from flowdp.options import (
     Backend,
     CadenceOptions,
     CheckpointOptions,
+    LoopBackend,
     OnFailure,
     OnNan,
     Policy,
@@ -32,6 +33,7 @@ __all__ = [
     "check_function",
     "check_going_on",
     "check_length",
+    "check_loop_backend",
     "check_model_and_optimizer",
     "check_number",
     "check_ratios",
@@ -184,6 +186,19 @@ def check_backend(backend: Backend, policy: Policy, devices: Sequence[torch.devi
     if backend == "local" and len(kinds) > 1:
         raise OptionError("backend='local' is for devices of one kind; between CPU and CUDA use 'cpu'")
     return backend
+
+
+def check_loop_backend(backend: LoopBackend, devices: Sequence[torch.device]) -> None:
+    """How the tensors of a loop move between devices.
+
+    Raises:
+        OptionError: It is another word, or NCCL is for other devices.
+    """
+    one_of("backend", backend, LoopBackend)
+    if backend == "nccl" and {device.type for device in devices} != {"cuda"}:
+        raise OptionError(
+            f"backend='nccl' is for CUDA devices, not for {', '.join(map(str, devices))}; use 'auto'"
+        )
 
 
 def check_cadence(cadence: object, world_size: int) -> CadenceOptions:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flowdp.checks import check_flag, fixed_ratios
+from flowdp.checks import check_flag, check_loop_backend, fixed_ratios
 from flowdp.data.trees import tree_map
 from flowdp.device.cores import open_pools
 from flowdp.device.dispatch import prepare_torch
@@ -23,6 +23,7 @@ from flowdp.device.streams import open_lanes
 from flowdp.device.topology import resolve_devices
 from flowdp.device.transfer import move
 from flowdp.engine.alias import AliasModule
+from flowdp.engine.backends import open_loop
 from flowdp.engine.evaluate import evaluating
 from flowdp.engine.first_call import Call, check_call
 from flowdp.engine.gather import Joining
@@ -34,7 +35,7 @@ from flowdp.engine.pacing import Alone, Pacing
 from flowdp.engine.peers import Peers, ReplicaFactory
 from flowdp.engine.predict import batches_of, predict
 from flowdp.engine.recipe import Inputs, InputsOption, LossFunction, Recipe, Taps
-from flowdp.engine.scatter import Part
+from flowdp.engine.scatter import Part, bound, call_module
 from flowdp.engine.schedule import Schedule
 from flowdp.engine.setup import (
     OptimizerOption,
@@ -54,7 +55,7 @@ from flowdp.engine.whole_batch import check_embeddings
 from flowdp.engine.windows import Window, WindowResult, run_window, window_call
 from flowdp.errors import FlowdpError, OptionError
 from flowdp.observe.banner import tell_devices
-from flowdp.options import Buffers, CadenceOptions, one_of
+from flowdp.options import Buffers, CadenceOptions, LoopBackend, one_of
 from flowdp.policy.el_che import ElChe
 
 __all__ = ["DataParallel", "setup"]
@@ -80,6 +81,7 @@ def setup(
     join: JoinFunction | None = None,
     reduce: ReduceOption = "mean",
     check: bool = True,
+    backend: LoopBackend = "auto",
     tune_process: bool | ProcessTuning = True,
     progress: bool = True,
 ) -> DataParallel:
@@ -130,11 +132,15 @@ def setup(
         check: Whether the first call that is cut, and some later ones, are compared with the module on the
             whole batch, on the first device, without gradients; nothing of that stays. A difference is an
             error that says what to do.
+        backend: How parameters and gradients travel between CUDA devices: "nccl"; "local", by copies between
+            each device and the first; "auto", by NCCL where each replica has a CUDA device of its own and
+            NCCL works, else by copies. Without an optimizer nothing but "nccl" takes NCCL.
         tune_process: Process-wide settings while this lives (see `ProcessTuning`); False leaves all alone.
         progress: False leaves out the line on stderr that names the devices, once in a process.
 
     Raises:
         OptionError: An argument is wrong. No thread has been started then, and the model is as it was.
+        CollectiveError: backend="nccl" does not work here.
     """
     check_model(model, optimizer)
     check_replica(replica)
@@ -142,6 +148,7 @@ def setup(
     one_of("buffers", buffers, Buffers)
     chosen = resolve_devices(devices)
     recipe = Recipe(Inputs(inputs, model), Taps(tags, model), check_loss(loss_fn))
+    check_loop_backend(backend, chosen)
     ratios = None if partition_ratios is None else fixed_ratios(partition_ratios, len(chosen))
     options, windows = check_cadence(cadence, chosen, ratios)
     check_batch_norm(model, chosen, windows=windows)
@@ -173,6 +180,7 @@ def setup(
             ratios,
             layout,
             check,
+            backend,
             tuning,
         )
 
@@ -208,6 +216,7 @@ class DataParallel(AliasModule):
         ratios: tuple[float, ...] | None,
         layout: Layout,
         check: bool,
+        backend: LoopBackend,
         tuning: ProcessTuning,
     ) -> None:
         super().__init__(module)
@@ -230,7 +239,9 @@ class DataParallel(AliasModule):
                 stack.enter_context(tuned_process(tuning))
                 # Where shares follow measured speed, too, the order of sums is free.
                 pools = open_pools(devices, tuning, adapts=ratios is None)
-                self._peers = Peers(module, replica, self._lanes, pools, repeats=ratios is not None)
+                link = partial(open_loop, backend) if optimizers or backend == "nccl" else None
+                repeats = ratios is not None
+                self._peers = Peers(module, replica, self._lanes, pools, repeats=repeats, link=link)
                 stack.callback(self._peers.close)
             self._close = weakref.finalize(self, stack.pop_all().close)
         self._alone = Alone()  # where there are no peers
@@ -242,7 +253,7 @@ class DataParallel(AliasModule):
         )
         self._stepping = Stepping(module, self._peers, self._pacing, averages=self._averages)
         self._stepping.use(optimizers or None)
-        self._seal(setup)
+        self._seal(setup, ("devices", "world_size", "module"))
 
     def __repr__(self) -> str:
         return f"<DataParallel of {type(self.module).__name__} on {', '.join(map(str, self.devices))}>"
@@ -311,7 +322,7 @@ class DataParallel(AliasModule):
         """
         if self._peers is None:
             return self._call_alone(self.module, args, kwargs)
-        return self._call("forward", _call_module, args, kwargs)
+        return self._call("forward", call_module, args, kwargs)
 
     def call(self, function: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call another method of the module the same way, or `function(module, ...)`.
@@ -320,9 +331,9 @@ class DataParallel(AliasModule):
             AttributeError: The module has no such method.
         """
         if self._peers is None:
-            return self._call_alone(_bound(function, self.module), args, kwargs)
+            return self._call_alone(bound(function, self.module), args, kwargs)
         return self._call(
-            function, lambda module, part: _bound(function, module)(*part.args, **part.kwargs), args, kwargs
+            function, lambda module, part: bound(function, module)(*part.args, **part.kwargs), args, kwargs
         )
 
     def predict(self, data: Any, batch_size: int | None = None) -> Any:
@@ -583,14 +594,3 @@ class DataParallel(AliasModule):
             f"`.call({method!r}, ...)` runs it on all devices, each with its part of the arguments, and "
             f"`.module.{method}(...)` on the first device alone"
         )
-
-
-def _call_module(module: nn.Module, part: Part) -> Any:
-    return module(*part.args, **part.kwargs)
-
-
-def _bound(function: str | Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    bound: Callable[..., Any] = (
-        getattr(module, function) if isinstance(function, str) else partial(function, module)
-    )
-    return bound

@@ -18,6 +18,7 @@ __all__ = [
     "CadenceOptions",
     "CheckpointOptions",
     "CheckpointUnit",
+    "LoopBackend",
     "OnFailure",
     "OnNan",
     "Policy",
@@ -28,6 +29,7 @@ __all__ = [
 
 Policy = Literal["sync", "cadence", "async", "exact"]
 Backend = Literal["auto", "nccl", "local", "cpu"]
+LoopBackend = Literal["auto", "nccl", "local"]
 Precision = Literal["32", "bf16", "fp16"]
 SchedulerUnit = Literal["step", "epoch"]
 OnFailure = Literal["raise", "continue"]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flowdp.device.streams import HostLane, Lane
 from flowdp.engine.peers import Peers
+from flowdp.engine.wire import Link
 from flowdp.policy.pool_size import PoolSize
 
 CPU = torch.device("cpu")
@@ -33,9 +34,11 @@ def peers_of(
     *,
     factory: Callable[[torch.device], nn.Module] | None = None,
     lanes: Sequence[Lane] | None = None,
+    link: Link | None = None,
 ) -> Iterator[Peers]:
     """Peers on CPU devices, or on those of the lanes; closed at the end."""
-    made = Peers(module, factory, lanes or [HostLane(CPU) for _ in range(count)], [PoolSize(1)] * count)
+    places = lanes or [HostLane(CPU) for _ in range(count)]
+    made = Peers(module, factory, places, [PoolSize(1)] * count, link=link)
     try:
         yield made
     finally:

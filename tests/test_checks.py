@@ -12,6 +12,7 @@ from flowdp.checks import (
     check_backend,
     check_cadence,
     check_length,
+    check_loop_backend,
     check_model_and_optimizer,
     check_number,
     check_ratios,
@@ -59,6 +60,8 @@ def test_the_rest_passes_on_what_is_right() -> None:
     check_number("x", 0.0, above=False)
     check_number("x", None, above=True, optional=True)
     assert check_backend("nccl", "exact", [CUDA]) == "nccl"
+    check_loop_backend("nccl", [CUDA])
+    check_loop_backend("local", [CPU])
     assert check_cadence(None, 2) == CadenceOptions()
     assert check_ratios((3, 1), "exact", 2) == (0.75, 0.25)
     assert check_ratios(None, "sync", 2) is None
@@ -73,6 +76,8 @@ def test_and_refuses_what_is_not() -> None:
         lambda: check_number("x", None, above=True),
         lambda: check_backend("nccl", "async", [CUDA]),
         lambda: check_backend("nccl", "exact", [CPU]),
+        lambda: check_loop_backend("nccl", [CPU, CUDA]),
+        lambda: check_loop_backend("cpu", [CPU]),  # type: ignore[arg-type]
         lambda: check_cadence(CadenceOptions(speed_hint=(2, 2.0)), 2),
         lambda: check_ratios((3, 1), "sync", 2),
         lambda: check_story(3),

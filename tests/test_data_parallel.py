@@ -1268,6 +1268,28 @@ def test_arguments_of_setup_are_not_attributes_of_the_module(setup: Setup) -> No
     dp.module.check = 3
     dp.check = 4
     assert dp.module.check == dp.check == 4
+    for name, value in (("devices", ("cuda:0",)), ("world_size", 2), ("module", mlp())):
+        with pytest.raises(AttributeError, match=rf"{name} cannot be set: call setup\(\) again"):
+            setattr(dp, name, value)
+
+
+def test_nccl_is_for_cuda_devices() -> None:
+    with pytest.raises(OptionError, match="backend='nccl' is for CUDA devices, not for cpu, cpu; use 'auto'"):
+        flowdp.setup(mlp(), devices=["cpu", "cpu"], backend="nccl")
+
+
+@pytest.mark.parametrize(
+    ("is_trained", "backend", "opens"), [(True, "auto", 1), (False, "auto", 0), (False, "nccl", 1)]
+)
+def test_nccl_is_opened_for_what_is_trained_or_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, is_trained: bool, backend: Any, opens: int
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(data_parallel, "open_loop", lambda *given: asked.append(given))
+    monkeypatch.setattr(data_parallel, "check_loop_backend", lambda *_: None)
+    optimizer = partial(SGD, lr=0.1) if is_trained else None
+    with flowdp.setup(mlp(), optimizer, devices=["cpu", "cpu"], backend=backend):
+        assert [given[0] for given in asked] == [backend] * opens
 
 
 def test_scripted_modules_are_refused(setup: Setup) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from torch import nn
@@ -37,12 +37,14 @@ class AliasModule(nn.Module):
         self._modules = module._modules
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
 
-    def _seal(self, maker: Callable[..., Any]) -> None:
+    def _seal(self, maker: Callable[..., Any], fixed: Container[str] = ()) -> None:
         """From here on, attributes that are not this object's own are set on the module.
 
         Args:
             maker: Has made it: what it takes has no effect any more, and is not set by mistake.
+            fixed: Attributes of this object's own that cannot be set, either.
         """
+        self.__dict__["_fixed"] = fixed
         self.__dict__["_maker"] = maker
 
     def _instead(self, method: str) -> str:
@@ -66,6 +68,8 @@ class AliasModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         maker = self.__dict__.get("_maker")
+        if maker is not None and name in self.__dict__["_fixed"]:
+            raise AttributeError(f"{name} cannot be set: call {maker.__name__}() again")
         if maker is None or name in self.__dict__ or hasattr(type(self), name):
             super().__setattr__(name, value)
             return

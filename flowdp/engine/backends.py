@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
 
 from flowdp.collective.base import Collective
 from flowdp.collective.host import HostMean
 from flowdp.collective.local import DeviceMean, LocalMean
 from flowdp.collective.nccl import NcclMean
+from flowdp.collective.nccl_loop import NcclLoop
 from flowdp.device.streams import Lane
 from flowdp.device.tensors import FlatTensors
 from flowdp.device.topology import reach_each_other
+from flowdp.engine.shield import interrupts_held
 from flowdp.errors import CollectiveError
-from flowdp.options import Backend, Policy
+from flowdp.options import Backend, LoopBackend, Policy
 
-__all__ = ["open_collective"]
+__all__ = ["open_collective", "open_loop"]
 
 log = logging.getLogger("flowdp")
 
@@ -49,10 +53,9 @@ def open_collective(
     """
     chosen = [lane.device for lane in lanes]
     if len(chosen) > 1:
-        one_each = len(set(chosen)) == len(chosen) and all(device.type == "cuda" for device in chosen)
         if backend == "nccl":
             return NcclMean(replicas, lanes, hung=hung)
-        if backend == "auto" and one_each and policy != "async":
+        if backend == "auto" and _is_one_each(chosen) and policy != "async":
             try:
                 return NcclMean(replicas, lanes, hung=hung)
             except CollectiveError as error:
@@ -60,3 +63,32 @@ def open_collective(
         if backend == "cpu" or (backend == "auto" and not reach_each_other(chosen)):
             return HostMean(replicas, lanes, meet)
     return DeviceMean(replicas, lanes) if lanes[0].is_async else LocalMean(replicas, meet)
+
+
+def open_loop(
+    backend: LoopBackend, lanes: Sequence[Lane], sizes: Mapping[torch.dtype, int]
+) -> NcclLoop | None:
+    """NCCL for a loop that one thread drives; None: copies by the ranks.
+
+    Args:
+        backend: As the user said. "auto" is NCCL for several CUDA devices, one rank each, where it works.
+        lanes: One per rank.
+        sizes: As `NcclLoop`.
+
+    Raises:
+        CollectiveError: backend="nccl" was asked for and does not work here.
+    """
+    chosen = [lane.device for lane in lanes]
+    if len(chosen) > 1:
+        if backend == "nccl":
+            return NcclLoop(lanes, sizes, interrupts_held)
+        if backend == "auto" and _is_one_each(chosen):
+            try:
+                return NcclLoop(lanes, sizes, interrupts_held)
+            except CollectiveError as error:
+                log.warning("gradients are summed without NCCL: %s", error)
+    return None
+
+
+def _is_one_each(chosen: Sequence[torch.device]) -> bool:
+    return len(set(chosen)) == len(chosen) and all(device.type == "cuda" for device in chosen)

@@ -39,6 +39,7 @@ from flowdp.engine.sharing import Sharing
 from flowdp.engine.stopwatch import Stopwatch
 from flowdp.engine.tables import Tables
 from flowdp.engine.unseen import Unseen
+from flowdp.engine.wire import Copying, Link, Reducing, State, Wire
 from flowdp.errors import FlowdpError, OptionError
 from flowdp.policy.pool_size import PoolSize
 from flowdp.policy.recheck import Recheck
@@ -64,6 +65,7 @@ class Peers:
             stream, as in a loop without replicas.
         pools: Choose the size of the OpenMP pool of each rank's own thread. Shape (world_size,).
         repeats: Whether what CPU ranks draw follows from the calling thread's generator.
+        link: Opens NCCL; None: the ranks' threads copy what is sent.
 
     Attributes:
         modules: One per rank.
@@ -71,9 +73,11 @@ class Peers:
         watches: One per rank: how long its jobs took on the device.
         summing: How long the sums of gradients took.
         pools: As given; told by whoever reads the watches.
+        wire: NCCL between the ranks; None without it.
 
     Raises:
         OptionError: The module cannot be copied, or the replicas differ.
+        CollectiveError: NCCL was asked for, and does not work here.
 
     Threads: one of the user's at a time.
     """
@@ -86,6 +90,7 @@ class Peers:
         pools: Sequence[PoolSize],
         *,
         repeats: bool = False,
+        link: Link | None = None,
     ) -> None:
         self.devices = tuple(lane.device for lane in lanes)
         self.watches = tuple(Stopwatch(lane) for lane in lanes)
@@ -113,10 +118,10 @@ class Peers:
         self._unseen = Unseen(lanes[0]) if lanes[0].is_async else None
         self._kept = [False] * len(lanes)  # whose buffers are their own until the user's change
         self._ran: set[int] = set()
-        self._now: list[_State] = []
+        self._now: list[State] = []
         self._due: list[list[int]] = []  # per rank, the tensors that it has to be sent
         self._sources: list[Tensor] = []
-        self._sent: list[list[_State]] = [[] for _ in lanes]
+        self._sent: list[list[State]] = [[] for _ in lanes]
         self._left_in: int | None = None  # the backward that left gradients at all ranks
         self._left: dict[
             int, tuple[int, int]
@@ -128,6 +133,8 @@ class Peers:
         self._kinds = frozenset(device.type for device in self.devices)
         self._asked = [lane.event() for lane in lanes]
         self._done = [(lane.event(), lanes[0].event()) for lane in lanes]
+        self._copying = Copying(self.devices[0])
+        self.wire = None if link is None else Wire.open(link, self._tables, lanes)
         own_thread = not lanes[0].is_async
         names = [f"flowdp-peer-{rank}" if rank or own_thread else None for rank in range(len(lanes))]
         self._crew = Crew(names, partial(_around, self._lanes, self.pools))
@@ -186,7 +193,9 @@ class Peers:
                     self.forget()  # an average of weights may have been swapped in, by way of `.data`
         self._now = [_state(tensor) for tensor in self._tables[0].tensors]
         if self._unseen is not None and self._unseen.look([now[:2] for now in self._now]):
-            self._sent = [[] for _ in self._lanes]
+            self._forget_sent()
+        if self.wire is not None:
+            self.wire.send(self._now)
         self._sources = [now[0].detach() for now in self._now]
         # What the first rank's forward writes to, while the others are still reading, is copied before.
         first = len(self._now) - len(self._tables[0].buffers)
@@ -234,9 +243,14 @@ class Peers:
 
     def forget(self) -> None:
         """Send everything anew: something may have written to the user's module and left no trace."""
-        self._sent = [[] for _ in self._lanes]
+        self._forget_sent()
         if self._unseen is not None:
             self._unseen.forget()
+
+    def _forget_sent(self) -> None:
+        self._sent = [[] for _ in self._lanes]
+        if self.wire is not None:
+            self.wire.forget()
 
     def keep_buffers(self, samples: Sequence[int]) -> None:
         """Leave ranks the buffers that their last call made: count the user's, as they are, as sent.
@@ -254,6 +268,15 @@ class Peers:
     def has_left(self, rank: int) -> bool:
         """Whether a replica has gradients of backwards without a sum."""
         return rank > 0 and any(tensor.grad is not None for tensor in self.trained(rank))
+
+    def carrier(self, parameters: Sequence[Tensor], *, is_whole: bool) -> Copying | Reducing:
+        """The way of gradients to the first device, where they are summed.
+
+        Args:
+            parameters: Of the first rank.
+            is_whole: Whether all ranks give gradients, which NCCL needs.
+        """
+        return self._copying if self.wire is None or not is_whole else self.wire.reducing(parameters)
 
     @contextmanager
     def backward(self, *, leaves: bool) -> Iterator[None]:
@@ -403,6 +426,7 @@ class Peers:
         if rank == 0:
             return
         before, sharing, mine = self._sent[rank], self._sharings[rank], self._tables[rank]
+        wire = self.wire
         tensors = mine.tensors
         changed: list[int] = []
         for i in self._due[rank]:
@@ -413,7 +437,7 @@ class Peers:
                     sharing.attach(i)
             if tensors[i].requires_grad is not now[3]:
                 tensors[i].requires_grad_(now[3])
-            if sharing is None or not sharing.has(i):
+            if not ((sharing is not None and sharing.has(i)) or (wire is not None and wire.carries(i))):
                 changed.append(i)
         if changed:
             targets = [tensors[i] for i in changed]
@@ -437,8 +461,10 @@ class Peers:
             keep_for_compute(list(tensors_of(tree)), lane)
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and give NCCL back."""
         self._crew.close()
+        if self.wire is not None:
+            self.wire.close()
 
     def _groups(self, parts: Sequence[Sequence[object]]) -> dict[int, ProcessGroup]:
         """A group of the ranks that have a part, by rank, for one forward or backward."""
@@ -503,22 +529,18 @@ def _around(lanes: Sequence[Lane], pools: Sequence[PoolSize], rank: int) -> Iter
         yield
 
 
-_State = tuple[Tensor, float, int, bool]
-"""A tensor of the user's module, its version and address, and whether it requires grad."""
-
-
-def _state(tensor: Tensor) -> _State:
+def _state(tensor: Tensor) -> State:
     # An inference tensor has no version, so it always differs, as NaN does from itself.
     version = nan if tensor.is_inference() else tensor._version
     address = tensor.data_ptr() if tensor.layout is torch.strided else 0  # `tensor.data = ...` moves it
     return tensor, version, address, tensor.requires_grad
 
 
-def _differs(now: _State, then: _State) -> bool:
+def _differs(now: State, then: State) -> bool:
     return now[1] != then[1] or now[3] is not then[3] or _is_elsewhere(now, then)
 
 
-def _is_elsewhere(now: _State, then: _State) -> bool:
+def _is_elsewhere(now: State, then: State) -> bool:
     return now[0] is not then[0] or now[2] != then[2]
 
 

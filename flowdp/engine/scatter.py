@@ -7,14 +7,15 @@ whole.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowdp.data.trees import (
     Uncuttable,
@@ -31,7 +32,7 @@ from flowdp.data.trees import (
 from flowdp.device.transfer import move
 from flowdp.errors import FlowdpError
 
-__all__ = ["Arguments", "Handed", "KeyPath", "Part"]
+__all__ = ["Arguments", "Handed", "KeyPath", "Part", "bound", "call_module"]
 
 KeyPath = tuple[Any, ...]
 """See `Form.key_paths`."""
@@ -392,3 +393,16 @@ def _entries(named: Mapping[Any, Any], dims: Sequence[int | None], samples: int 
 
 def _piece(tensor: Tensor, dim: int | None, start: int, samples: int) -> Tensor:
     return tensor if dim is None else tensor.narrow(dim, start, samples)
+
+
+def call_module(module: nn.Module, part: Part) -> Any:
+    """The outputs of a module for its part."""
+    return module(*part.args, **part.kwargs)
+
+
+def bound(function: str | Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """A method of a module by its name, or a function that takes the module first."""
+    if not isinstance(function, str):
+        return partial(function, module)
+    method: Callable[..., Any] = getattr(module, function)
+    return method

@@ -24,26 +24,20 @@ from flowdp.engine.higher_order import RankGraph, differentiate, retains_graph
 from flowdp.engine.lost_gradients import check_leaves
 from flowdp.engine.peers import Peers
 from flowdp.engine.scatter import Arguments, Handed, Part
+from flowdp.engine.sums import Gradients, accumulate, add_up, added, take_gradients, without_hooks
+from flowdp.engine.wire import Copying, Packed, Reducing
 from flowdp.errors import FlowdpError
 
 __all__ = [
-    "Gradients",
     "Shard",
-    "accumulate",
-    "add_up",
     "call_sharded",
     "collect_gradients",
     "cut",
-    "has_hooks",
     "parts_of",
-    "take_gradients",
-    "without_hooks",
 ]
 
 Run = Callable[[nn.Module, Part], Any]
 """Calls a module with its part of the arguments."""
-
-Gradients = list[Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +207,7 @@ class _Call:
 
     def forward(self) -> Outputs:
         pieces: dict[int, list[Tensor]] = {}
-        for found in self._peers.each(self._jobs(self._forward), self._modes, self._places):
+        for found in self._peers.each(self._jobs(self._forward, self._places), self._modes, self._places):
             pieces.update(found or {})
         self._peers.note()
         self._count_writes()
@@ -227,12 +221,15 @@ class _Call:
     def backward(self, gradients: Sequence[Tensor | None], demand: _Demand, keep: bool) -> Gradients:
         joined = self._check_alive()
         sync = self._sync or not demand.accumulates
-        do = partial(self._backward, joined, gradients, demand, keep)
+        is_summed = self._sync and demand.accumulates
         with self._peers.backward(leaves=not sync and bool(self._places[0])):
-            jobs = self._jobs(do, with_left=self._sync and demand.accumulates)
-            found = self._peers.each(jobs, parts=self._places)
+            busy = self._busy(with_left=is_summed)
+            is_whole = is_summed and demand.parameters and all(busy)
+            carrier = self._peers.carrier(self._parameters[0], is_whole=is_whole)
+            do = partial(self._backward, joined, gradients, demand, keep, carrier)
+            found = self._peers.each(self._jobs(do, busy), parts=self._places)
         of_parts: dict[int, Gradients] = {}
-        of_parameters: list[Gradients] = []
+        of_parameters: list[Packed] = []
         for answer in found:
             if answer is not None:
                 of_parameters.append(answer[0])
@@ -241,7 +238,7 @@ class _Call:
         if not keep:
             self._free()
         with self._peers.summing.running():
-            summed = add_up(of_parameters)
+            summed = carrier.sum(of_parameters)
         return [*summed, *wanted]
 
     def differentiate(
@@ -275,7 +272,7 @@ class _Call:
         wanted = self._join_wanting(of_parts)
         if not keep:
             self._free()
-        return [*_added(of_parameters), *wanted]
+        return [*added(of_parameters), *wanted]
 
     def note_versions(self) -> None:
         """Remember the caller's tensors as they are: graphs may depend on their memory."""
@@ -375,11 +372,15 @@ class _Call:
             elif not whole.is_inference():
                 torch.autograd.graph.increment_version([whole])
 
-    def _jobs(self, do: Callable[[int], Any], *, with_left: bool = False) -> list[Callable[[], Any] | None]:
+    def _busy(self, *, with_left: bool) -> list[bool]:
+        """Which ranks have a part of the call, or gradients of earlier ones."""
         return [
-            partial(do, rank) if places or (with_left and self._peers.has_left(rank)) else None
+            bool(places) or (with_left and self._peers.has_left(rank))
             for rank, places in enumerate(self._places)
         ]
+
+    def _jobs(self, do: Callable[[int], Any], busy: Sequence[object]) -> list[Callable[[], Any] | None]:
+        return [partial(do, rank) if is_busy else None for rank, is_busy in enumerate(busy)]
 
     def _forward(self, rank: int) -> dict[int, list[Tensor]]:
         peers = self._peers
@@ -413,8 +414,9 @@ class _Call:
         gradients: Sequence[Tensor | None],
         demand: _Demand,
         keep: bool,
+        carrier: Copying | Reducing,
         rank: int,
-    ) -> tuple[Gradients, dict[int, Gradients]]:
+    ) -> tuple[Packed, dict[int, Gradients]]:
         parameters, places = self._parameters[rank], self._places[rank]
         roots: list[tuple[Tensor, Tensor]] = []
         for place in places:
@@ -444,7 +446,7 @@ class _Call:
                 found[len(parameters) :] = take_gradients(wanting)
         if rank and self._sync and demand.accumulates:
             found[: len(parameters)] = take_gradients(parameters)
-        own_gradients = carry(found[: len(parameters)], self._peers.devices[0])
+        own_gradients = carrier.pack(found[: len(parameters)], self._peers.devices[rank])
         rest = iter(found[len(parameters) :])
         return own_gradients, {place: [next(rest) for _ in self._parts[place].wanting] for place in places}
 
@@ -496,68 +498,12 @@ def _reentrant_refused() -> Iterator[None]:
         ) from None
 
 
-def take_gradients(tensors: Sequence[Tensor]) -> Gradients:
-    """The gradients of leaves, taken away from them."""
-    taken = [tensor.grad for tensor in tensors]
-    for tensor in tensors:
-        tensor.grad = None
-    return taken
-
-
-@torch.no_grad()
-def add_up(ranks: Sequence[Gradients]) -> Gradients:
-    """The sum over the ranks, in their order; None where no rank has a gradient.
-
-    Args:
-        ranks: Gradients of the same parameters, on one device. Shape (ranks, parameters). They stay as they
-            are: autograd may share or expand them.
-    """
-    total = list(ranks[0])
-    for gradients in ranks[1:]:
-        both: list[tuple[int, Tensor, Tensor]] = []
-        for place, (known, more) in enumerate(zip(total, gradients, strict=True)):
-            if known is None:
-                total[place] = more
-            elif more is not None:
-                both.append((place, known, more))
-        if not both:
-            continue
-        sums = torch._foreach_add([known for _, known, _ in both], [more for _, _, more in both])
-        for (place, _, _), summed in zip(both, sums, strict=True):
-            total[place] = summed
-    return total
-
-
-def accumulate(parameters: Sequence[Tensor], ranks: Sequence[Gradients]) -> None:
-    """Add gradients of all ranks to parameters, as a backward would: hooks see their sum.
-
-    Args:
-        parameters: Leaves.
-        ranks: Gradients of each, on the same device. Shape (ranks, parameters).
-    """
-    sums = add_up(ranks) if ranks else []
-    given = [(p, g) for p, g in zip(parameters, sums, strict=bool(sums)) if g is not None]
-    if given:
-        torch.autograd.backward(*_columns(given))
-
-
-def _added(ranks: Sequence[Gradients]) -> Gradients:
-    """As `add_up`, in the caller's graph."""
-    total = list(ranks[0])
-    for gradients in ranks[1:]:
-        total = [
-            more if known is None else known if more is None else known + more
-            for known, more in zip(total, gradients, strict=True)
-        ]
-    return total
-
-
 def collect_gradients(peers: Peers) -> None:
     """Add what backwards without a sum have left at the replicas to the user's module."""
     peers.check_left()
     with peers.backward(leaves=False):
         if found := _take_left(peers):
-            accumulate(peers.trained(0), found)
+            accumulate(peers.trained(0), add_up(found))
 
 
 def _take_left(peers: Peers) -> list[Gradients]:
@@ -573,28 +519,3 @@ def _bring_home(peers: Peers, rank: int) -> Gradients:
 
 def _columns(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
     return [first for first, _ in pairs], [second for _, second in pairs]
-
-
-@contextmanager
-def without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Hold back the hooks of tensors, in a part of a sum on which they shall run."""
-    held = [(hooks, dict(hooks)) for hooks in _hooks_of(tensors)]
-    for hooks, _ in held:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, before in held:
-            hooks.update(before)
-
-
-def has_hooks(tensors: Sequence[Tensor]) -> bool:
-    """Whether any of the tensors has hooks that run in a backward."""
-    return any(True for _ in _hooks_of(tensors))
-
-
-def _hooks_of(tensors: Sequence[Tensor]) -> Iterator[dict[Any, Any]]:
-    for tensor in tensors:
-        for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks):
-            if hooks:
-                yield hooks

@@ -16,22 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.data.trees import field_of, tree_map
-from flowdp.device.transfer import carry, move
+from flowdp.device.transfer import move
 from flowdp.engine.first_call import Call
 from flowdp.engine.gather import Returned, join
 from flowdp.engine.layout import Callee, Layout
 from flowdp.engine.peers import Peers
 from flowdp.engine.recipe import LossContext, Recipe, Traces
 from flowdp.engine.scatter import Arguments, Part
-from flowdp.engine.sharded import (
-    Gradients,
-    Shard,
-    accumulate,
-    call_sharded,
-    has_hooks,
-    take_gradients,
-    without_hooks,
-)
+from flowdp.engine.sharded import Shard, call_sharded
+from flowdp.engine.sums import accumulate, has_hooks, take_gradients, without_hooks
+from flowdp.engine.wire import Copying, Packed, Reducing
 from flowdp.errors import FlowdpError
 
 __all__ = [
@@ -199,24 +193,27 @@ def run_window(
         return _look(modules, window, recipe, peers, sync)
     of_rank = [[piece for piece in window.pieces if piece.rank == rank] for rank in range(len(modules))]
     if peers is None:
-        done: list[tuple[list[_Answer], Gradients] | None] = [
-            ([_train(modules[0], piece, window.samples, recipe) for piece in of_rank[0]], [])
+        done: list[tuple[list[_Answer], Packed | None] | None] = [
+            ([_train(modules[0], piece, window.samples, recipe) for piece in of_rank[0]], None)
         ]
     else:
         peers.follow()
+        is_summed = sync and torch.is_grad_enabled()
+        busy = [bool(own) or (sync and peers.has_left(rank)) for rank, own in enumerate(of_rank)]
+        carrier = peers.carrier(peers.trained(0), is_whole=is_summed and all(busy))
+        into = carrier if is_summed else None
         jobs = [
-            partial(_train_all, peers, rank, own, window.samples, recipe, sync)
-            if own or (sync and peers.has_left(rank))
-            else None
-            for rank, own in enumerate(of_rank)
+            partial(_train_all, peers, rank, own, window.samples, recipe, into) if is_busy else None
+            for rank, (own, is_busy) in enumerate(zip(of_rank, busy, strict=True))
         ]
         with peers.backward(leaves=not sync and bool(of_rank[0])):
             done = peers.each(jobs, parts=of_rank)
             peers.note()
-        if sync and torch.is_grad_enabled():
+        if is_summed:
             with peers.summing.running():
-                ranks = [answer[1] for answer in done if answer is not None and answer[1]]
-                accumulate(peers.trained(0), ranks)
+                packed = [answer[1] for answer in done if answer is not None and answer[1] is not None]
+                if packed:
+                    accumulate(peers.trained(0), carrier.sum(packed))
     answers = {rank: iter(answer[0]) for rank, answer in enumerate(done) if answer is not None}
     return _result([next(answers[piece.rank]) for piece in window.pieces], window.samples)
 
@@ -232,27 +229,34 @@ class _Answer:
 
 
 def _train_all(
-    peers: Peers, rank: int, pieces: Sequence[Piece], samples: int, recipe: Recipe, sync: bool
-) -> tuple[list[_Answer], Gradients]:
-    """A rank's job."""
+    peers: Peers,
+    rank: int,
+    pieces: Sequence[Piece],
+    samples: int,
+    recipe: Recipe,
+    into: Copying | Reducing | None,
+) -> tuple[list[_Answer], Packed | None]:
+    """A rank's job; without `into` gradients stay at the rank."""
     peers.receive(rank)
     home = peers.devices[0]
     parameters = peers.trained(rank)
-    is_summed = sync and torch.is_grad_enabled()
 
     def train(piece: Piece) -> _Answer:
         return _train(peers.modules[rank], piece, samples, recipe, home, partial(peers.watch, rank))
 
-    if rank == 0 and not (is_summed and has_hooks(parameters)):
-        return [train(piece) for piece in pieces], []
+    if rank == 0 and not (into and has_hooks(parameters)):
+        answers = [train(piece) for piece in pieces]
+        # It has them already, but NCCL sums all ranks or none.
+        nothing = into.pack([None] * len(parameters), home) if isinstance(into, Reducing) else None
+        return answers, nothing
     # Hooks run once, on the sum of all ranks.
     before = take_gradients(parameters) if rank == 0 else []
     with without_hooks(parameters):
         answers = [train(piece) for piece in pieces]
-    own = take_gradients(parameters) if is_summed else []
+    own = take_gradients(parameters) if into else []
     for parameter, gradient in zip(parameters, before, strict=bool(before)):
         parameter.grad = gradient
-    return answers, carry(own, home)
+    return answers, into.pack(own, peers.devices[rank]) if into else None
 
 
 def _train(

@@ -20,7 +20,16 @@ from flowdp.device.dispatch import RankMode
 from flowdp.device.streams import QUIET, Lane
 from tests.fakes import FakeCuda
 
-DTYPES = {0: np.int8, 1: np.uint8, 2: np.int32, 4: np.int64, 7: np.float32, 8: np.float64}
+DTYPES = {
+    0: np.int8,
+    1: np.uint8,
+    2: np.int32,
+    4: np.int64,
+    6: np.float16,
+    7: np.float32,
+    8: np.float64,
+    9: np.int16,  # bfloat16, of which numpy knows the bits alone
+}
 
 
 class NcclError(RuntimeError):
@@ -44,7 +53,8 @@ class FakeNccl:
     """Stands for `cupy.cuda.nccl`.
 
     Attributes:
-        groups: Of each group that summed: whether `QUIET` was held, and the counts of rank 0's calls.
+        groups: Of each group that summed or sent: whether `QUIET` was held, and the counts of rank 0's calls.
+        kinds: Of the same groups.
         aborted: Ranks whose communicators were aborted.
         destroyed: Ranks whose communicators were destroyed.
         abused: What NCCL forbids: an abort while a thread is inside it, one of what was aborted, a sum then.
@@ -59,10 +69,12 @@ class FakeNccl:
     available = True
     NCCL_SUM, NCCL_MAX = 0, 2
     NCCL_INT8, NCCL_UINT8, NCCL_INT32, NCCL_INT64, NCCL_FLOAT32, NCCL_FLOAT64 = 0, 1, 2, 4, 7, 8
+    NCCL_FLOAT16, NCCL_BFLOAT16 = 6, 9
     NcclError = NcclError
 
     def __init__(self, cuda: FakeCuda, lanes: Sequence[Lane]) -> None:
         self.groups: list[tuple[bool, list[int]]] = []
+        self.kinds: list[str] = []
         self.aborted: list[int] = []
         self.destroyed: list[int] = []
         self.abused: list[str] = []
@@ -86,6 +98,21 @@ class FakeNccl:
                 fake._group.made.append(self)
 
             def allReduce(self, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> None:
+                self._put(send, recv, count, dtype, op, stream, "allReduce")
+
+            def reduce(
+                self, send: int, recv: int, count: int, dtype: int, op: int, root: int, stream: int
+            ) -> None:
+                assert root == 0
+                self._put(send, recv, count, dtype, op, stream, "reduce")
+
+            def broadcast(self, send: int, recv: int, count: int, dtype: int, root: int, stream: int) -> None:
+                assert root == 0
+                self._put(send, recv, count, dtype, None, stream, "broadcast")
+
+            def _put(
+                self, send: int, recv: int, count: int, dtype: int, op: Any, stream: int, kind: str
+            ) -> None:
                 if not self.is_open:
                     fake.abused.append(f"a sum by rank {self.rank}, which was aborted")
                     raise NcclError("invalid argument")
@@ -93,7 +120,7 @@ class FakeNccl:
                 group = fake._group
                 assert group is not None, "one thread would wait for all others"
                 assert group.thread is threading.current_thread(), "a group is one thread's"
-                group.calls.append((self, recv, count, dtype, op, stream))
+                group.calls.append((self, recv, count, dtype, op, stream, kind))
 
             def abort(self) -> None:
                 if fake._is_inside:
@@ -152,16 +179,26 @@ class FakeNccl:
         ndev = group.calls[0][0].ndev
         assert sorted(by_rank) == list(range(ndev)), f"only ranks {sorted(by_rank)} of {ndev}: the rest waits"
         self.groups.append((QUIET.locked(), [call[2] for call in by_rank[0]]))
+        self.kinds.append(group.calls[0][-1])
         for calls in zip(*by_rank.values(), strict=True):
-            assert len({call[2:5] for call in calls}) == 1, "the ranks sum different things"
-            _, _, count, dtype, op, _ = calls[0]
+            assert len({(*call[2:5], call[-1]) for call in calls}) == 1, "the ranks sum different things"
+            _, _, count, dtype, op, _, kind = calls[0]
             arrays, tensors = zip(*(_at(call[1], count, DTYPES[dtype]) for call in calls), strict=True)
             given = arrays[:-1] if self.broken else arrays
-            with np.errstate(all="ignore"):
-                result = np.sum(given, axis=0) if op == self.NCCL_SUM else np.max(given, axis=0)
+            result = given[0].copy() if kind == "broadcast" else self._reduced(given, dtype, op)
             for call, array, tensor in zip(calls, arrays, tensors, strict=True):
-                array[:] = result
-                self._cuda.access(self._streams[call[5]], "allReduce", [], [tensor])
+                is_written = kind == "allReduce" or (call[0].rank == 0) == (kind == "reduce")
+                if is_written and not (self.broken and call is calls[-1]):
+                    array[:] = result
+                touched = ([], [tensor]) if is_written else ([tensor], [])
+                self._cuda.access(self._streams[call[5]], kind, *touched)
+
+    def _reduced(self, given: Sequence[Any], dtype: int, op: int) -> Any:
+        if dtype == self.NCCL_BFLOAT16:
+            wide = [(one.view(np.uint16).astype(np.uint32) << 16).view(np.float32) for one in given]
+            return torch.from_numpy(np.sum(wide, axis=0)).bfloat16().view(torch.int16).numpy()
+        with np.errstate(all="ignore"):
+            return np.sum(given, axis=0) if op == self.NCCL_SUM else np.max(given, axis=0)
 
 
 def _at(address: int, count: int, dtype: Any) -> tuple[Any, Tensor]:

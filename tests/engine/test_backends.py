@@ -14,7 +14,8 @@ from flowdp.collective.local import DeviceMean, LocalMean
 from flowdp.device.streams import CudaLane, HostLane, Lane
 from flowdp.device.tensors import FlatReplica
 from flowdp.engine import backends
-from flowdp.engine.backends import open_collective
+from flowdp.engine.backends import open_collective, open_loop
+from flowdp.engine.shield import interrupts_held
 from flowdp.errors import CollectiveError
 from tests.fakes import FakeCuda
 
@@ -110,3 +111,46 @@ def test_cards_that_do_not_reach_each_other_go_through_the_host(monkeypatch: pyt
     monkeypatch.setattr(backends, "NcclMean", refuse)
     assert chosen(CUDA) is HostMean
     assert chosen(CUDA, "local") is DeviceMean  # asked for: the driver copies by its own detour
+
+
+# ---------------------------------------------------------------- loops of one thread
+class Loop:
+    """Stands for `NcclLoop`."""
+
+    def __init__(self, lanes: Any, sizes: Any, held: Any) -> None:
+        assert held is interrupts_held
+        self.sizes = sizes
+
+
+@pytest.mark.parametrize(
+    ("devices", "backend", "is_nccl"),
+    [
+        (CUDA, "auto", True),
+        (CUDA, "nccl", True),
+        (CUDA, "local", False),
+        ([CUDA[0], CUDA[0]], "auto", False),
+        ([CUDA[0], CUDA[0]], "nccl", True),
+        ([CUDA[0], CPU], "auto", False),
+        ([CPU, CPU], "auto", False),
+        ([CUDA[0]], "auto", False),
+        ([CUDA[0]], "nccl", False),
+    ],
+)
+def test_what_a_loop_takes(
+    monkeypatch: pytest.MonkeyPatch, devices: list[torch.device], backend: Any, is_nccl: bool
+) -> None:
+    monkeypatch.setattr(backends, "NcclLoop", Loop)
+    opened = open_loop(backend, list(map(lane, devices)), {torch.float32: 3})
+    assert (opened is not None) is is_nccl
+
+
+def test_a_loop_without_nccl_is_told_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(backends, "NcclLoop", refuse)
+    lanes = list(map(lane, CUDA))
+    with caplog.at_level(logging.WARNING, "flowdp"):
+        assert open_loop("auto", lanes, {}) is None
+    assert "gradients are summed without NCCL: cupy is not there" in caplog.text
+    with pytest.raises(CollectiveError, match="cupy is not there"):
+        open_loop("nccl", lanes, {})

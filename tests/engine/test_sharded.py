@@ -17,17 +17,15 @@ from flowdp.device.streams import CudaLane
 from flowdp.engine.peers import Peers
 from flowdp.engine.scatter import Arguments, Handed, Part
 from flowdp.engine.sharded import (
-    accumulate,
-    add_up,
     bring_back,
     call_sharded,
     collect_gradients,
     cut,
-    take_gradients,
 )
 from flowdp.errors import FlowdpError
 from tests.fakes import FakeCuda
 from tests.loops import CPU, assert_equal, gradients, mlp, numbers, peers_of
+from tests.wired import wired
 
 
 class World:
@@ -54,10 +52,11 @@ def _run(module: nn.Module, part: Part) -> Any:
     return module(*part.args, **part.kwargs)
 
 
-@pytest.fixture(params=[2, 3])
+@pytest.fixture(params=["2", "3", "2 on nccl", "3 on nccl"])
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    with peers_of(mlp(), request.param) as peers:
-        yield World(peers, (3, 1, 1) if request.param == 3 else (3, 2))
+    count, _, on_nccl = request.param.partition(" on ")
+    with wired(mlp(), int(count)) if on_nccl else peers_of(mlp(), int(count)) as peers:
+        yield World(peers, (3, 1, 1) if count == "3" else (3, 2))
 
 
 def loss_of(out: Tensor) -> Tensor:
@@ -574,27 +573,3 @@ def test_what_the_user_has_zeroed_is_not_added_again(world: World) -> None:
     loss_of(world(numbers(5, 6))).backward()
     loss_of(world.twin(numbers(5, 6))).backward()
     world.check()
-
-
-# ---------------------------------------------------------------- sums
-def test_sums_leave_what_they_sum_alone() -> None:
-    one, other, third = torch.ones(2), torch.full((2,), 2.0), torch.full((2,), 3.0)
-    assert_equal(
-        add_up([[one, None, None], [other, other, None], [None, third, None]]), [third, 5 * one, None]
-    )
-    assert (one[0], other[0], third[0]) == (1, 2, 3)
-    (shared,) = add_up([[one.expand(2)], [one.expand(2)]])
-    assert shared is not None
-    assert shared.tolist() == [2.0, 2.0]
-
-
-def test_accumulating_is_what_a_backward_does() -> None:
-    weight, other, idle = (nn.Parameter(torch.ones(2)) for _ in range(3))
-    weight.grad = torch.ones(2)
-    accumulate([weight, other, idle], [[torch.ones(2), None, None], [torch.ones(2), torch.ones(2), None]])
-    assert_equal([weight.grad, other.grad, idle.grad], [torch.full((2,), 3.0), torch.ones(2), None])
-    accumulate([idle], [[None]])
-    accumulate([idle], [])
-    assert idle.grad is None
-    assert_equal(take_gradients([weight, idle]), [torch.full((2,), 3.0), None])
-    assert weight.grad is None

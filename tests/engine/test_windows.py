@@ -20,6 +20,7 @@ from flowdp.engine.recipe import Inputs, LossContext, Recipe, Taps
 from flowdp.engine.windows import Piece, Window, WindowResult, run_window
 from flowdp.errors import FlowdpError
 from tests.loops import CPU, WAIT_S, assert_equal, gradients, mlp, numbers, peers_of
+from tests.wired import wired
 
 
 def batch(samples: int, seed: int = 5) -> tuple[Tensor, Tensor]:
@@ -57,13 +58,14 @@ class World:
         assert_equal(gradients(self.module), gradients(self.twin))
 
 
-@pytest.fixture(params=[1, 2, 3])
+@pytest.fixture(params=["1", "2", "3", "2 on nccl", "3 on nccl"])
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     module = mlp()
-    if request.param == 1:
+    count, _, on_nccl = request.param.partition(" on ")
+    if count == "1":
         yield World(module, None)
         return
-    with peers_of(module, request.param) as peers:
+    with wired(module, int(count)) if on_nccl else peers_of(module, int(count)) as peers:
         yield World(module, peers)
 
 

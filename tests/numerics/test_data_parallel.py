@@ -16,7 +16,9 @@ from torch.optim import Optimizer
 import flowdp
 from flowdp import data_parallel
 from flowdp.device.streams import CudaLane
+from tests.collective.fake_nccl import FakeNccl
 from tests.fakes import FakeCuda
+from tests.wired import fake_link
 
 STEPS = 30
 SIZES = (22, 9, 3, 2)  # of the batches, in turn; with four devices the last one leaves two without samples
@@ -90,20 +92,29 @@ class User:
 
 
 BOTH = pytest.mark.parametrize(
-    ("lanes", "kind"), [("cpu", "sgd"), ("cpu", "adamw"), ("streams", "adamw")], indirect=["lanes"]
+    ("lanes", "kind"),
+    [("cpu", "sgd"), ("cpu", "adamw"), ("streams", "adamw"), ("nccl", "adamw")],
+    indirect=["lanes"],
 )
 
 
 @pytest.fixture
 def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda | None]:
-    """CPU devices as they are, and as CUDA devices would run, on fake streams."""
+    """CPU devices as they are, and as CUDA devices would run: on fake streams, without NCCL and with one."""
     if getattr(request, "param", "cpu") == "cpu":
         yield None
         return
     cuda = FakeCuda()
     monkeypatch.setattr(data_parallel, "open_lanes", lambda devices: [CudaLane(d, cuda) for d in devices])
+    made: list[FakeNccl] = []
+    if request.param == "nccl":
+        link = fake_link(made.append)
+        monkeypatch.setattr(data_parallel, "open_loop", lambda _, lanes, sizes: link(lanes, sizes))
     yield cuda
     assert not cuda.races
+    for nccl in made:
+        assert "broadcast" in nccl.kinds
+        assert all(is_quiet for is_quiet, _ in nccl.groups)
 
 
 @pytest.fixture

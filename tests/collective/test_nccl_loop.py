@@ -1,0 +1,191 @@
+"""One thread sends and sums by NCCL for all ranks; on a fake NCCL that really sums."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from flowdp.collective import nccl_loop
+from flowdp.collective.group import Opening
+from flowdp.collective.nccl_loop import NcclLoop
+from flowdp.collective.streamed import ROUNDS
+from flowdp.device.streams import QUIET, CudaLane
+from flowdp.errors import CollectiveError, CollectiveTimeout
+from tests.collective.fake_nccl import FakeNccl, NcclError
+from tests.fakes import FakeCuda
+
+CPU = torch.device("cpu")
+SIZES = {torch.float32: 100, torch.bfloat16: 30}
+WAIT_S = 20.0
+
+
+class World:
+    """Three ranks on fake streams."""
+
+    def __init__(self) -> None:
+        self.cuda = FakeCuda()
+        self.lanes = [CudaLane(CPU, self.cuda) for _ in range(3)]
+        self.nccl = FakeNccl(self.cuda, self.lanes)
+        self.loop: NcclLoop
+
+    def open(self) -> NcclLoop:
+        self.loop = NcclLoop(self.lanes, SIZES, nccl=self.nccl)
+        self.nccl.kinds.clear()
+        self.nccl.groups.clear()
+        return self.loop
+
+    def rows(self) -> list[list[Tensor]]:
+        made = [[torch.full((5,), rank + 1.0), torch.full((3,), rank + 1.0).bfloat16()] for rank in range(3)]
+        self.cuda.watch("rows", *(row for own in made for row in own))
+        return made
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    if hasattr(made, "loop"):
+        made.loop.close()
+    assert not made.cuda.races
+    assert not made.nccl.abused
+
+
+def values(rows: list[list[Tensor]]) -> list[list[float]]:
+    return [[float(row.mean()) for row in own] for own in rows]
+
+
+def test_every_call_does_what_it_says_while_all_is_quiet(world: World) -> None:
+    loop = world.open()
+    with world.cuda.stream(world.cuda.default):  # the caller's: what it does is ordered with the ranks'
+        for call, wanted in ((loop.broadcast, [1, 1, 1]), (loop.all_reduce, [6, 6, 6]), (loop.reduce, [6])):
+            rows = world.rows()
+            for own in rows:
+                own[0].add_(0.0)
+            call(rows)
+            found = values(rows)
+            assert found[: len(wanted)] == [[want, want] for want in wanted]
+            for own in rows:
+                own[0].add_(1.0)
+    assert world.nccl.kinds == ["broadcast", "allReduce", "reduce"]
+    assert world.nccl.groups == [(True, [20, 6]), (True, [5, 3]), (True, [5, 3])]
+    assert not QUIET.locked()
+
+
+def test_what_a_thread_of_a_rank_does_next_comes_after_the_sum(world: World) -> None:
+    rows = world.rows()
+    world.open().reduce(rows)
+    for lane, own in zip(world.lanes[1:], rows[1:], strict=True):
+        with lane.on(lane.compute):
+            own[0].zero_()
+
+
+def test_values_that_do_not_arrive_are_found_at_the_start(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Opening.wait
+
+    def wait(opening: Opening) -> list[object]:
+        comms = real(opening)
+        world.nccl.broken = True
+        return comms
+
+    monkeypatch.setattr(Opening, "wait", wait)
+    with pytest.raises(CollectiveError, match="wrong values: the boards"):
+        NcclLoop(world.lanes, SIZES, nccl=world.nccl)
+    assert world.nccl.destroyed == [0, 1, 2]
+
+
+def test_no_room_is_told_as_such(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(opening: Opening) -> list[object]:
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(Opening, "wait", wait)
+    with pytest.raises(CollectiveError, match="no room for NCCL beside the replicas; backend='local'"):
+        NcclLoop(world.lanes, SIZES, nccl=world.nccl)
+
+
+def test_an_error_of_nccl_ends_its_use(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = world.open()
+
+    def refuse(group: object) -> None:
+        raise NcclError("unhandled system error")
+
+    monkeypatch.setattr(world.nccl, "_end", refuse)
+    with pytest.raises(CollectiveError, match=r"NCCL could not work on cpu, cpu, cpu: .*unhandled"):
+        loop.reduce(world.rows())
+    assert sorted(world.nccl.aborted) == [0, 1, 2]
+    with pytest.raises(CollectiveError, match="unhandled system error; begin anew, with backend='local'"):
+        loop.broadcast(world.rows())
+    assert not QUIET.locked()
+
+
+def test_a_hang_is_logged_and_raised_at_the_next_use(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    loop = world.open()
+    with caplog.at_level(logging.ERROR, "flowdp"):
+        loop._watchdog._hung(CollectiveTimeout("it does not end"))
+    assert "it does not end. The gradients and parameters since then are not right" in caplog.text
+    assert sorted(world.nccl.aborted) == [0, 1, 2]
+    with pytest.raises(CollectiveTimeout, match="it does not end; begin anew"):
+        loop.broadcast(world.rows())
+
+
+def test_the_host_is_few_launches_ahead_of_the_devices(world: World) -> None:
+    loop = world.open()
+    held = threading.Event()
+    loop.broadcast(world.rows())
+    first = loop._marks[loop._launches % ROUNDS].done[1]
+    first.passed = held  # type: ignore[attr-defined]
+    for _ in range(ROUNDS // 2 - 1):
+        loop.broadcast(world.rows())
+    assert len(loop._watchdog._rounds) == ROUNDS // 2
+    late = threading.Thread(target=loop.broadcast, args=(world.rows(),))
+    late.start()
+    launches = len(world.nccl.kinds)
+    assert late.is_alive()
+    assert launches == ROUNDS // 2
+    held.set()
+    late.join(WAIT_S)
+    assert len(world.nccl.kinds) == launches + 1
+
+
+def test_closing_gives_the_communicators_back_once(world: World) -> None:
+    loop = world.open()
+    loop.close()
+    loop.close()
+    assert world.nccl.destroyed == [0, 1, 2]
+    with pytest.raises(CollectiveError, match="have been closed; begin anew"):
+        loop.broadcast(world.rows())
+
+
+def test_closing_under_a_launch_waits_for_nobody(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the garbage collector closes one in the middle of another one's launch."""
+    monkeypatch.setattr(nccl_loop, "ABORT_S", 0.01)
+    loop = world.open()
+    with QUIET:
+        loop.close()
+        assert not world.nccl.destroyed
+        (later,) = [thread for thread in threading.enumerate() if thread.name == "flowdp-nccl-close"]
+    later.join(WAIT_S)
+    assert world.nccl.destroyed == [0, 1, 2]
+
+
+def test_an_interrupt_waits_for_the_group(world: World) -> None:
+    inside: list[bool] = []
+
+    class Held:
+        def __enter__(self) -> None:
+            inside.append(world.nccl._group is None)
+
+        def __exit__(self, *_: object) -> None:
+            inside.append(world.nccl._group is None)
+
+    loop = NcclLoop(world.lanes, SIZES, Held, nccl=world.nccl)
+    inside.clear()
+    loop.reduce(world.rows())
+    assert inside == [True, True]
+    loop.close()
