@@ -122,7 +122,7 @@ class Run:
         start = self._engine.config.start
         return Status(
             life=life,
-            epochs_done=sum(one.is_complete for one in records.epochs),
+            epochs_done=sum(one.is_complete for one in records.epochs.copy()),
             global_step=last.global_step if last else start.global_step if start else 0,
             round=last.round if last else None,
             local_steps=tuple(rank.steps for rank in progress),
