@@ -129,6 +129,7 @@ class Run:
             throttled=tuple(rank.throttled for rank in progress),
             pieces=tuple(rank.pieces for rank in progress),
             problems=self._problems(),
+            launch_bound=self._engine.launch_bound(),
         )
 
     def _problems(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from flowdp.engine.build import Optimizers
 from flowdp.engine.resume import Stood
 from flowdp.policy.formats import format_metric
+from flowdp.policy.launch_limit import BOUND
 from flowdp.policy.tally import EpochMetrics
 
 __all__ = ["Status", "TrainedState", "alone", "on_cpu", "optimizer_state"]
@@ -77,6 +78,8 @@ class Status:
         throttled: Why a rank has no batches, per rank; None for one that has. Shape (world_size,).
         pieces: Into how many a micro-batch is cut, per rank, because its device ran out of memory; 1 where it
             is whole. Shape (world_size,).
+        launch_bound: Part of the ranks' time that they wait to launch their steps, because Python runs in one
+            thread at a time; 0 where devices are the limit. None: not known, or one rank.
         problems: What went wrong without ending the run: replicas that had NaN or infinite numbers, ranks
             that left or ran out of memory, callbacks that raised or do not return, a checkpoint or a story
             that could not be written, a standstill at the start or while paused.
@@ -90,10 +93,13 @@ class Status:
     throttled: tuple[str | None, ...]
     pieces: tuple[int, ...] = ()
     problems: tuple[str, ...] = ()
+    launch_bound: float | None = None
 
     def __str__(self) -> str:
         steps = " ".join(map(str, self.local_steps))
         line = f"{self.life} | {self.epochs_done} epochs | step {self.global_step:,} | steps per rank {steps}"
+        if self.launch_bound is not None and self.launch_bound >= BOUND:
+            line += f" | waits to launch {100 * self.launch_bound:.0f} %"
         return line + (f" | problems: {len(self.problems)}" if self.problems else "")
 
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -72,6 +73,7 @@ class DeviceMeter(Meter):
     def __init__(self, lane: Lane) -> None:
         super().__init__()
         self._lane = lane
+        self._ahead_s = 0.0
         self._flights: deque[_Flight] = deque()
         self._steps = self._rounds = self._owes = 0  # among them; `_owes` are facts to post
         self._events: list[Event] = []
@@ -131,6 +133,10 @@ class DeviceMeter(Meter):
 
         self._steps += 1
         self._flights.append(_Flight(land, end))
+
+    def ahead_s(self) -> float:
+        """See `Meter.ahead_s`."""
+        return self._ahead_s
 
     def discard(self) -> None:
         """See `Meter.discard`."""
@@ -226,7 +232,7 @@ class DeviceMeter(Meter):
         """See `Meter.settle`."""
         if self._flights:
             here = self._mark()
-            here.synchronize()
+            self._wait_for(here)
             self._events.append(here)
             while self._flights:
                 self._flights.popleft().land()
@@ -236,12 +242,17 @@ class DeviceMeter(Meter):
         """Wait for the oldest step or round in flight, and read what the device has passed with it."""
         flights = self._flights
         oldest = next(flight.passed for flight in flights if flight.passed is not None)
-        oldest.synchronize()
+        self._wait_for(oldest)
         landed = None
         while landed is not oldest:
             flight = flights.popleft()
             flight.land()
             landed = flight.passed
+
+    def _wait_for(self, event: Event) -> None:
+        start_s = perf_counter()
+        event.synchronize()
+        self._ahead_s += perf_counter() - start_s
 
     def _keep(self, number: Tensor, samples: int, step: Step | None) -> None:
         """Leave a loss, or without a step its weight or a norm, in the page."""

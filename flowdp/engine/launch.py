@@ -24,6 +24,7 @@ from flowdp.engine.care import Care
 from flowdp.engine.checkpoint import Saver, Standing
 from flowdp.engine.coordinator import CoordinatorShell
 from flowdp.engine.failures import Failures
+from flowdp.engine.launching import open_turns
 from flowdp.engine.records import Records
 from flowdp.engine.replica import Replica
 from flowdp.engine.resume import Stood
@@ -42,7 +43,6 @@ from flowdp.policy.stall import StallWatch
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
 from flowdp.threads.latch import Latch
-from flowdp.threads.launch_turn import LaunchTurn
 
 __all__ = ["Engine", "open_engine"]
 
@@ -151,10 +151,10 @@ class Engine:
         # Where the bits do not depend on measured speed, they shall not depend on the size of a pool either.
         adapts = config.policy in ("cadence", "async")
         pools = open_pools([lane.device for lane in lanes], self._tuning, adapts=adapts)
+        self.turn = open_turns(self.replicas)
         self.workers = [
             self._worker(rank, gate, collective, snapshots, pools[rank]) for rank in range(config.world_size)
         ]
-        self.turn = open_turns(self.replicas)
         self._threads = [
             threading.Thread(target=worker.run, name=f"flowdp-worker-{worker.rank}", daemon=True)
             for worker in self.workers
@@ -344,6 +344,10 @@ class Engine:
             for worker in workers
         ]
 
+    def launch_bound(self) -> float | None:
+        """Part of the ranks' time that they wait to launch; None: not known."""
+        return None if self.turn is None else self.turn.waiting()
+
     def stood(self, position: Position, **kept: Any) -> Stood | None:
         """For one who goes on from a TrainedState; None where nobody can from inside an epoch."""
         return Stood(position, self.care.fingerprint, **kept) if self._is_numbered else None
@@ -416,16 +420,6 @@ class Engine:
         with self._asking:
             if not self.records.is_over:
                 self._inbox.post(Failed(words))
-
-
-def open_turns(replicas: Sequence[Replica]) -> LaunchTurn | None:
-    """Turns to launch for all replicas of a run; None where there is one rank, or forwards meet inside."""
-    if len(replicas) < 2 or any(replica.meets for replica in replicas):
-        return None
-    turn = LaunchTurn(len(replicas))
-    for replica, one in zip(replicas, turn.ranks, strict=True):
-        replica.turn = one
-    return turn
 
 
 def _last_report(story: Story, headline: str, events: int) -> str:

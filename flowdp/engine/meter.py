@@ -131,6 +131,10 @@ class Meter(ABC):
             weight: Of the loss, the mean over its samples; None where it counts by samples. Shape [].
         """
 
+    def ahead_s(self) -> float:
+        """Time that the host has waited for its device so far, in seconds."""
+        return 0.0
+
     def discard(self) -> None:
         """Forget what was recorded since `begin`: the step begins again."""
         self._open.clear()

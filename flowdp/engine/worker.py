@@ -136,6 +136,8 @@ class Worker:
         self._lane = replica.lane
         with self._lane.on(self._lane.compute):
             self._meter = open_meter(self._lane)
+        if replica.turn is not None:
+            replica.turn.ahead_s = self._meter.ahead_s
         self.current = context.CurrentWorker(
             rank, replica.device, replica.module, sink=self._meter.scalar, steps=replica.steps
         )

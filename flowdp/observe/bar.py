@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from flowdp.errors import OptionError
 from flowdp.machine.commands import RoundEnded
 from flowdp.observe.callbacks import Callback
+from flowdp.policy.launch_limit import BOUND
 from flowdp.policy.tally import EpochMetrics
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class ProgressBar(Callback):
         self._bar: tqdm[NoReturn] | None = None
         self._inside = 0  # blocks for which it steps aside
         self._is_over = False
+        self._run: Any = None
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -80,10 +82,11 @@ class ProgressBar(Callback):
                 elif self._bar is not None and not self._inside:
                     self._bar.refresh()
 
-    def on_train_start(self, run: Any) -> None:  # noqa: ARG002
+    def on_train_start(self, run: Any) -> None:
         """Draw it, empty."""
         from tqdm.auto import tqdm  # an extra, and slow to import: only for those who draw
 
+        self._run = run
         with self._lock:
             # With a fixed `miniters` tqdm's monitor thread never draws it by itself.
             self._bar = tqdm(
@@ -98,7 +101,8 @@ class ProgressBar(Callback):
             if self._bar is None:
                 return
             self._bar.set_description(f"epoch {record.epoch + 1}{self._epochs}", refresh=False)
-            self._bar.set_postfix(_postfix(record), refresh=False)
+            launch_bound = None if self._run is None else self._run.status().launch_bound
+            self._bar.set_postfix(_postfix(record, launch_bound), refresh=False)
             if self._inside:
                 self._bar.n = record.global_step
             else:
@@ -114,6 +118,7 @@ class ProgressBar(Callback):
 
     def on_train_end(self, state: Any) -> None:  # noqa: ARG002
         """Leave the last drawing where it is."""
+        self._run = None
         with self._lock:
             self._is_over = True
             self._close()
@@ -129,8 +134,11 @@ class ProgressBar(Callback):
             self._bar = None
 
 
-def _postfix(record: RoundEnded) -> dict[str, str]:
+def _postfix(record: RoundEnded, launch_bound: float | None) -> dict[str, str]:
     samples = sum(record.samples)
     share = " ".join(f"{100 * count / max(1, samples):.0f} %" for count in record.samples)
     rate = samples / record.wall_ms * 1e3 if record.wall_ms > 0 else 0.0
-    return {"loss": f"{record.loss:.3f}", "samples/s": f"{rate:,.0f}", "share": share}
+    shown = {"loss": f"{record.loss:.3f}", "samples/s": f"{rate:,.0f}", "share": share}
+    if launch_bound is not None and launch_bound >= BOUND:
+        shown["waits to launch"] = f"{100 * launch_bound:.0f} %"
+    return shown

@@ -83,6 +83,9 @@ SHARE_OF_STEP = 0.25
 TIMEOUTS = 3
 """Waits that were given up after which no limit is tried in this run."""
 
+AHEAD = 0.05
+"""Where hosts wait for their devices for this part of the time, devices are the limit, and not launching."""
+
 BOUND = 0.25
 """Part of the ranks' time lost in waiting to launch from which a run is called launch-bound ..."""
 
@@ -141,6 +144,7 @@ class Window:
         samples: Trained by all ranks.
         forward: The forwards.
         step: The optimizers' steps.
+        ahead_ms: Time that hosts waited for their devices, of all ranks together.
     """
 
     ms: float
@@ -148,6 +152,7 @@ class Window:
     samples: int
     forward: Calls
     step: Calls = Calls()
+    ahead_ms: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -169,7 +174,8 @@ class LaunchLimit:
     Attributes:
         limit: Ranks that may be in the launching part of a step at once; None: all.
         covers_step: Whether the optimizer's step belongs to that part.
-        waiting: Part of the ranks' time that they waited to launch, lately; None: not known.
+        waiting: Part of the ranks' time that they waited to launch, lately, or 0 where devices are the limit;
+            None: not known.
         is_bound: Launching has been what limits the ranks for a while.
 
     Threads: no locks; one caller at a time.
@@ -238,7 +244,8 @@ class LaunchLimit:
     def _watch(self, window: Window) -> None:
         self._since_ms += window.moving_ms
         lost = self._lost(window)
-        self._recent.append(lost)
+        is_ahead = window.ahead_ms >= AHEAD * window.moving_ms * self._ranks
+        self._recent.append(0.0 if is_ahead else lost)
         self.waiting = median(self._recent)
         is_bound = self._has_searched and self.waiting >= BOUND
         self._bound_windows = self._bound_windows + 1 if is_bound else 0

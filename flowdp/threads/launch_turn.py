@@ -34,6 +34,9 @@ TIMEOUT_S = 1.0
 EVERY = 8
 """One of so many calls of a rank is measured; while limits are tried, each is."""
 
+OLD_S = 30.0
+"""Age of a window that tells nothing of now: steps that are captured launch nothing that is measured."""
+
 KEPT = 64
 """Measured calls that are kept, per rank and part of a step."""
 
@@ -60,11 +63,13 @@ class _Begin:
     Attributes:
         s: The time.
         samples: Of all ranks before it.
+        ahead_s: Time that hosts had waited for their devices before it, of all ranks together.
         counts: Forwards and optimizer steps of all ranks before it.
     """
 
     s: float
     samples: int
+    ahead_s: float
     counts: list[int]
 
 
@@ -73,6 +78,8 @@ class LaunchTurn:
 
     Args:
         ranks: That train; at least 2.
+        tell: Called once, with `waiting`, when launching has been what limits the ranks for a while; by a
+            rank.
         limit: Decides; None: by `LaunchLimit`.
 
     Attributes:
@@ -82,7 +89,13 @@ class LaunchTurn:
         every: One of so many calls is measured.
     """
 
-    def __init__(self, ranks: int, limit: LaunchLimit | None = None) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        tell: Callable[[float], object] | None = None,
+        limit: LaunchLimit | None = None,
+    ) -> None:
+        self._tell = tell
         self._policy = LaunchLimit(ranks) if limit is None else limit
         self.limit: int | None = None
         self.covers_step = False
@@ -100,15 +113,15 @@ class LaunchTurn:
         self._gap_s = 0.0
         self._obey()
 
-    @property
     def waiting(self) -> float | None:
-        """Part of the ranks' time that they waited to launch, lately; None: not known."""
-        return self._policy.waiting
+        """Part of the ranks' time that they waited to launch, lately; None: not known.
 
-    @property
-    def is_bound(self) -> bool:
-        """Launching has been what limits the ranks for a while."""
-        return self._policy.is_bound
+        Threads:
+            Any.
+        """
+        begin = self._begin
+        is_old = begin is None or perf_counter() - begin.s > OLD_S
+        return None if is_old and not self._policy.is_trying else self._policy.waiting
 
     def take(self, rank: RankTurn) -> bool:
         """Wait for a place; False where none is needed, any more, and none is to be given back."""
@@ -180,6 +193,9 @@ class LaunchTurn:
             return
         limit = self.limit
         self._policy.seen(self._window(self._begin, ms))
+        if self._policy.is_bound and (tell := self._tell) is not None:
+            self._tell = None
+            tell(self._policy.waiting or 0.0)
         self._obey()
         if self.limit == limit:
             self._begin_window(now_s)
@@ -190,15 +206,17 @@ class LaunchTurn:
         for tallies in self._parts():
             for tally in tallies:
                 tally.measured.clear()
-        self._begin = _Begin(now_s, self._samples(), self._counts())
+        self._begin = _Begin(now_s, self._samples(), self._ahead_s(), self._counts())
         self._gap_s = 0.0
 
     def _window(self, begin: _Begin, ms: float) -> Window:
-        calls = []
-        for tallies, before, now in zip(self._parts(), begin.counts, self._counts(), strict=True):
-            # A copy: its rank goes on.
-            calls.append(Calls.of(now - before, [one for tally in tallies for one in list(tally.measured)]))
-        return Window(ms, self._gap_s * 1e3, self._samples() - begin.samples, *calls)
+        # Copies: the ranks go on.
+        forward, step = (
+            Calls.of(now - before, [one for tally in tallies for one in list(tally.measured)])
+            for tallies, before, now in zip(self._parts(), begin.counts, self._counts(), strict=True)
+        )
+        ahead_ms = (self._ahead_s() - begin.ahead_s) * 1e3
+        return Window(ms, self._gap_s * 1e3, self._samples() - begin.samples, forward, step, ahead_ms)
 
     def _parts(self) -> list[list[_Tally]]:
         parts = zip(*((rank.forward, rank.step) for rank in self.ranks), strict=True)
@@ -209,6 +227,9 @@ class LaunchTurn:
 
     def _samples(self) -> int:
         return sum(rank.samples for rank in self.ranks)
+
+    def _ahead_s(self) -> float:
+        return sum(rank.ahead_s() for rank in self.ranks)
 
     def _obey(self) -> None:
         policy = self._policy
@@ -237,16 +258,18 @@ class RankTurn:
         samples: Of its forwards so far.
         forward: Its calls of the user's loss.
         step: Its optimizer's steps.
+        ahead_s: Gives the time that its host has waited for its device.
         wake: Released when it need not wait any longer.
         has_place: It was woken with a place.
     """
 
-    __slots__ = ("_turn", "forward", "has_place", "samples", "step", "wake")
+    __slots__ = ("_turn", "ahead_s", "forward", "has_place", "samples", "step", "wake")
 
     def __init__(self, turn: LaunchTurn) -> None:
         self._turn = turn
         self.samples = 0
         self.forward, self.step = _Tally(), _Tally()
+        self.ahead_s: Callable[[], float] = float
         self.wake = threading.Lock()
         self.wake.acquire()
         self.has_place = False

@@ -253,6 +253,17 @@ def test_a_wait_for_something_else_is_no_wait_to_launch() -> None:
     assert policy.is_bound
 
 
+def test_hosts_that_wait_for_their_devices_are_not_launch_bound() -> None:
+    policy = LaunchLimit(2)
+    launching = Calls(64, 8.0, 2.0)
+    for _ in range(40):
+        policy.seen(Window(500.0, 8.0, 64, launching, Calls(64, 0.1, 0.1), ahead_ms=100.0))
+    assert policy.waiting == 0.0
+    policy = LaunchLimit(2)
+    policy.seen(Window(500.0, 8.0, 64, launching, Calls(64, 0.1, 0.1), ahead_ms=10.0))
+    assert policy.waiting == pytest.approx(64 * 6.0 / 1000.0)
+
+
 def test_outliers_do_not_count() -> None:
     calls = Calls.of(100, [(0.003, 0.002, 0.001)] * 7 + [(0.2, 0.1, 0.5)])
     assert calls.count == 100

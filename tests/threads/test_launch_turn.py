@@ -58,7 +58,7 @@ def run_all(*bodies: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("limit", [1, 2])
 def test_no_more_than_the_limit_are_inside(limit: int) -> None:
-    turn, room = LaunchTurn(4, Fixed(4, limit, covers_step=True)), Room()
+    turn, room = LaunchTurn(4, limit=Fixed(4, limit, covers_step=True)), Room()
 
     def body(rank: int) -> None:
         for _ in range(300):
@@ -72,20 +72,20 @@ def test_no_more_than_the_limit_are_inside(limit: int) -> None:
 
 
 def test_as_many_as_the_limit_are_inside_together() -> None:
-    turn, met = LaunchTurn(2, Fixed(2, 2)), threading.Barrier(2)
+    turn, met = LaunchTurn(2, limit=Fixed(2, 2)), threading.Barrier(2)
     run_all(*(lambda rank=rank: rank.launch_forward(1, met.wait, WAIT_S) for rank in turn.ranks))
 
 
 def test_without_a_limit_all_are_inside_and_steps_are_where_they_are_not_covered() -> None:
     met = threading.Barrier(3)
-    turn = LaunchTurn(3, Fixed(3, None))
+    turn = LaunchTurn(3, limit=Fixed(3, None))
     run_all(*(lambda rank=rank: rank.launch_forward(1, met.wait, WAIT_S) for rank in turn.ranks))
-    turn = LaunchTurn(3, Fixed(3, 1))
+    turn = LaunchTurn(3, limit=Fixed(3, 1))
     run_all(*(lambda rank=rank: rank.launch_step(met.wait, WAIT_S) for rank in turn.ranks))
 
 
 def test_a_loss_that_raises_gives_its_turn_back() -> None:
-    turn = LaunchTurn(2, Fixed(2, 1))
+    turn = LaunchTurn(2, limit=Fixed(2, 1))
 
     def fail() -> None:
         raise ValueError("of the loss")
@@ -97,7 +97,7 @@ def test_a_loss_that_raises_gives_its_turn_back() -> None:
 
 
 def test_turns_are_given_in_the_order_in_which_ranks_ask() -> None:
-    turn, order = LaunchTurn(3, Fixed(3, 1)), list[int]()
+    turn, order = LaunchTurn(3, limit=Fixed(3, 1)), list[int]()
     inside = threading.Event()
     go = threading.Event()
 
@@ -132,7 +132,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def test_a_limit_that_is_lifted_frees_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_turn, "TIMEOUT_S", WAIT_S)
     policy = Fixed(4, 1)
-    turn, met = LaunchTurn(4, policy), threading.Barrier(4)
+    turn, met = LaunchTurn(4, limit=policy), threading.Barrier(4)
     bodies = [lambda rank=rank: rank.launch_forward(1, met.wait, WAIT_S) for rank in turn.ranks]
     threads = [threading.Thread(target=body) for body in bodies]
     for thread in threads:
@@ -152,7 +152,7 @@ def test_a_limit_that_is_lifted_frees_all_that_wait(monkeypatch: pytest.MonkeyPa
 def test_ranks_that_wait_for_each_other_inside_go_on_without_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_turn, "TIMEOUT_S", 0.05)
     policy = Fixed(3, 1)
-    turn, met = LaunchTurn(3, policy), threading.Barrier(3)
+    turn, met = LaunchTurn(3, limit=policy), threading.Barrier(3)
     run_all(*(lambda rank=rank: rank.launch_forward(1, met.wait, WAIT_S) for rank in turn.ranks))
     assert turn.limit is None
     assert policy._timeouts == 1  # one standstill, however many ranks were in it
@@ -161,7 +161,7 @@ def test_ranks_that_wait_for_each_other_inside_go_on_without_a_turn(monkeypatch:
 
 
 def test_a_rank_that_leaves_ends_the_turns_of_the_last_one() -> None:
-    turn = LaunchTurn(2, LaunchLimit(2))
+    turn = LaunchTurn(2, limit=LaunchLimit(2))
     turn._policy.limit = 1
     turn._obey()
     turn.ranks[1].leave()
@@ -172,7 +172,7 @@ def test_a_rank_that_leaves_ends_the_turns_of_the_last_one() -> None:
 def test_the_policy_gets_what_the_ranks_did() -> None:
     policy = Fixed(2, None)
     policy.forwards = 8
-    turn = LaunchTurn(2, policy)
+    turn = LaunchTurn(2, limit=policy)
     turn.every = 1
     first, second = turn.ranks
 
@@ -193,10 +193,58 @@ def test_the_policy_gets_what_the_ranks_did() -> None:
     assert 0 < window.gap_ms <= window.ms
 
 
+def test_a_launch_bound_run_is_told_of_once() -> None:
+    policy, told = Fixed(2, None), list[float]()
+    policy.forwards = 2
+    turn = LaunchTurn(2, told.append, policy)
+    turn.every = 1
+
+    def launch(times: int) -> None:
+        for _ in range(times):
+            for rank in turn.ranks:
+                rank.launch_forward(1, lambda: None)
+
+    launch(3)
+    assert turn.waiting() is None
+    policy.waiting = 0.4
+    assert turn.waiting() == 0.4
+    launch(3)
+    assert not told
+    policy.is_bound = True
+    launch(3)
+    assert told == [0.4]
+
+
+def test_an_old_window_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Fixed(2, None)
+    turn = LaunchTurn(2, limit=policy)
+    turn.every = 1
+    for rank in turn.ranks:
+        rank.launch_forward(1, lambda: None)
+    policy.waiting = 0.4
+    assert turn.waiting() == 0.4
+    monkeypatch.setattr(launch_turn, "OLD_S", -1.0)  # the steps are captured since
+    assert turn.waiting() is None
+
+
+def test_hosts_that_wait_for_their_devices_are_counted() -> None:
+    policy = Fixed(2, None)
+    policy.forwards = 2
+    turn = LaunchTurn(2, limit=policy)
+    turn.every = 1
+    waited = iter(range(100))
+    turn.ranks[1].ahead_s = lambda: next(waited) * 0.5
+    for _ in range(2):
+        for rank in turn.ranks:
+            rank.launch_forward(1, lambda: None)
+    (window,) = policy.windows
+    assert window.ahead_ms == 500.0
+
+
 def test_waiting_for_a_turn_is_measured() -> None:
     policy = Fixed(2, 1)
     policy.forwards = 6
-    turn = LaunchTurn(2, policy)
+    turn = LaunchTurn(2, limit=policy)
     turn.every = 1
 
     def body(rank: int) -> None:
@@ -214,7 +262,7 @@ def test_what_is_neither_limited_nor_measured_asks_no_clock_of_the_thread(
 ) -> None:
     asked = []
     monkeypatch.setattr(launch_turn, "thread_time", lambda: asked.append(1) or 0.0)
-    turn = LaunchTurn(2, Fixed(2, None))
+    turn = LaunchTurn(2, limit=Fixed(2, None))
     for _ in range(launch_turn.EVERY - 1):
         turn.ranks[0].launch_forward(1, lambda: None)
         turn.ranks[0].launch_step(lambda: None)

@@ -1,0 +1,44 @@
+"""Turns to launch for the ranks of a run, and the notice of a run that launching limits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from flowdp.engine.replica import Replica
+from flowdp.threads.launch_turn import LaunchTurn
+
+__all__ = ["describe_launching", "open_turns"]
+
+log = logging.getLogger("flowdp")
+
+
+def open_turns(replicas: Sequence[Replica]) -> LaunchTurn | None:
+    """Turns to launch for all replicas of a run; None where there is one rank, or forwards meet inside."""
+    if len(replicas) < 2 or any(replica.meets for replica in replicas):
+        return None
+    captures = any(replica.captured is not None for replica in replicas)
+    turn = LaunchTurn(len(replicas), partial(_tell, len(replicas), captures))
+    for replica, one in zip(replicas, turn.ranks, strict=True):
+        replica.turn = one
+    return turn
+
+
+def describe_launching(waiting: float, ranks: int, *, captures: bool) -> str:
+    """Launching as the limit of a run, in words.
+
+    Args:
+        waiting: Part of the ranks' time that they wait to launch.
+        ranks: Of the run.
+        captures: Whether steps are captured where they can be.
+    """
+    advice = "steps that are not captured" if captures else "capture=True takes it out of the step"
+    return (
+        f"launching: {ranks} ranks spend {100 * waiting:.0f} % of their time waiting for the interpreter, "
+        f"which launches for one at a time; {advice} (docs/performance.md)"
+    )
+
+
+def _tell(ranks: int, captures: bool, waiting: float) -> None:
+    log.warning("%s", describe_launching(waiting, ranks, captures=captures))
