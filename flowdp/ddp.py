@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowdp.collective.base import BLOCK
+from flowdp.checks import check_loop_backend
+from flowdp.collective.base import BLOCK, arithmetic
 from flowdp.collective.batch_norm import SharedStatistics, check_synchronised, taking_part
 from flowdp.collective.local import SMALL
 from flowdp.collective.local_group import group_lanes
+from flowdp.collective.nccl_loop import SUMMED, NcclLoop
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.collective.reduction import Op, flat_view, reduce_all
 from flowdp.collective.structure import check_alike, check_apart, structure
@@ -28,11 +30,25 @@ from flowdp.device.process import ProcessTuning, tuned_process
 from flowdp.device.streams import open_lanes
 from flowdp.device.topology import resolve_devices
 from flowdp.device.transfer import carry
+from flowdp.engine.backends import open_loop
+from flowdp.engine.rows import Rows
 from flowdp.engine.whole_batch import check_embeddings
 from flowdp.errors import OptionError
+from flowdp.options import LoopBackend
 from flowdp.threads.crew import Crew
 
 __all__ = ["Ddp"]
+
+_SENT = {
+    *SUMMED,
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+}
+"""The dtypes that are sent in rows, as bytes."""
 
 
 class Ddp:
@@ -66,7 +82,12 @@ class Ddp:
     Streams: on CUDA, work goes to the caller's current streams of all devices.
     """
 
-    def __init__(self, models: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        devices: Sequence[torch.device],
+        backend: LoopBackend = "auto",
+    ) -> None:
         self.models = tuple(models)
         self.devices = tuple(devices)
         self._kinds = frozenset(device.type for device in devices)
@@ -84,18 +105,28 @@ class Ddp:
             self._close.atexit = False  # a job that hangs would hold up the end of the process
         self._norms = [SharedStatistics(model) for model in models]
         self._lanes = open_lanes(devices) if self._norms[0] and len(models) > 1 else []
+        self._layouts: dict[tuple[int, ...], Rows] = {}
+        self._nccl = self._open_nccl(backend) if len(models) > 1 else None
+        self._give_back = weakref.finalize(self, _close_all, [self._nccl])
 
     @classmethod
     def wrap(
-        cls, models: Sequence[nn.Module], devices: Sequence[torch.device | str | int] | None = None
+        cls,
+        models: Sequence[nn.Module],
+        devices: Sequence[torch.device | str | int] | None = None,
+        *,
+        backend: LoopBackend = "auto",
     ) -> Ddp:
         """Take models, one per rank.
 
         Args:
             models: Of the same structure; nothing of them is changed but where they lie.
             devices: Where each shall lie: those that lie elsewhere are moved. None: where they are.
+            backend: How tensors travel between CUDA devices: "nccl"; "local", by copies to and from the first
+                device; "auto", by NCCL where each model has a CUDA device of its own and NCCL works.
 
         Raises:
+            CollectiveError: backend="nccl" does not work here.
             OptionError: No model, one given twice or sharing tensors with another, another number of devices,
                 one that is not there, a model on several devices, models that differ in structure (the
                 parameter is named), or an embedding that needs the indices of all devices' batches.
@@ -109,12 +140,14 @@ class Ddp:
         if len(models) > 1:
             check_embeddings(models[0], "Ddp.wrap", is_shared=True)
         places = [_device_of(rank, model) for rank, model in enumerate(models)]
-        check_synchronised(models, "exact", places if devices is None else resolve_devices(devices))
+        wanted = places if devices is None else resolve_devices(devices)
+        check_synchronised(models, "exact", wanted)
+        check_loop_backend(backend, wanted)
         if devices is not None:
             places = list(resolve_devices(devices))
             for model, place in zip(models, places, strict=True):
                 model.to(place)
-        return cls(models, places)
+        return cls(models, places, backend)
 
     @property
     def world_size(self) -> int:
@@ -214,8 +247,9 @@ class Ddp:
             raise
 
     def close(self) -> None:
-        """End the threads; a second time does nothing."""
+        """End the threads, and give NCCL back; a second time does nothing."""
         self._close()
+        self._give_back()
 
     def __enter__(self) -> Ddp:
         return self
@@ -240,16 +274,41 @@ class Ddp:
             error.add_note(f"flowdp: on rank {rank}, {self.devices[rank]}")
             raise
 
+    def _open_nccl(self, backend: LoopBackend) -> NcclLoop | None:
+        trained = [parameter for parameter in self.models[0].parameters() if parameter.requires_grad]
+        sizes: dict[torch.dtype, int] = {}
+        for dtype, size in Rows(trained, SUMMED).sizes.items():
+            wide = arithmetic(dtype)
+            sizes[wide] = max(size, sizes.get(wide, 0))
+        return open_loop(backend, self._lanes or open_lanes(self.devices), sizes)
+
     @torch.no_grad()
     def _send(self, tensors: Sequence[Sequence[Tensor]]) -> None:
         own = [tensor.detach() for tensor in tensors[0]]
+        if self._nccl is not None:
+            self._settle()
+            layout = Rows(own, _SENT)
+            rows = [
+                layout.pack(own if rank == 0 else [None] * len(own), device)
+                for rank, device in enumerate(self.devices)
+            ]
+            if layout.sizes:
+                self._nccl.broadcast(rows)
+            for theirs, received in zip(tensors[1:], rows[1:], strict=True):
+                _fill(theirs, layout.views(received))
+            left = [place is None for place in layout.places]
+            tensors = [[one for one, is_left in zip(row, left, strict=True) if is_left] for row in tensors]
+            own = [tensor.detach() for tensor in tensors[0]]
         for rank in range(1, len(tensors)):
             if own:
                 torch._foreach_copy_(list(tensors[rank]), carry(own, self.devices[rank]))
 
     @torch.no_grad()
     def _reduce(self, op: Op, shares: Sequence[float] | None) -> None:
-        gradients = list(zip(*self._rows(), strict=True))  # by rank
+        columns: list[Sequence[Tensor]] = list(self._columns())
+        if self._nccl is not None and columns:
+            columns = self._reduce_by_nccl(self._nccl, columns, op, shares)
+        gradients = list(zip(*map(_gradients, columns), strict=True))  # by rank
         if not gradients:
             return
         home = self.devices[0]
@@ -273,8 +332,47 @@ class Ddp:
             if moved[0] is not own[0]:
                 torch._foreach_copy_(list(own), carry(moved, device))
 
-    def _rows(self) -> Iterator[list[Tensor]]:
-        """The gradients of each parameter that has one anywhere, on all ranks: zeros where it is missing."""
+    def _reduce_by_nccl(
+        self, nccl: NcclLoop, columns: Sequence[Sequence[Tensor]], op: Op, shares: Sequence[float] | None
+    ) -> list[Sequence[Tensor]]:
+        """Reduce the gradients that can lie in rows; the columns of the others."""
+        self._settle()
+        key = tuple(id(column[0]) for column in columns)
+        if key not in self._layouts:
+            self._layouts[key] = Rows([column[0] for column in columns], SUMMED)
+        layout = self._layouts[key]
+        ranks = list(zip(*map(_gradients, columns), strict=True))
+        is_in = [
+            place is not None and all(map(place.fits, own))
+            for place, own in zip(layout.places, zip(*ranks, strict=True), strict=True)
+        ]
+        rows = []
+        for rank, (own, device) in enumerate(zip(ranks, self.devices, strict=True)):
+            packed = layout.pack(
+                [one if is_one else None for one, is_one in zip(own, is_in, strict=True)], device
+            )
+            wide = [row.to(arithmetic(row.dtype)) for row in packed]
+            if shares is not None:
+                for row in wide:  # 0 times NaN would be NaN
+                    row.mul_(shares[rank]) if shares[rank] else row.zero_()
+            rows.append(wide)
+        if any(is_in):
+            nccl.all_reduce(rows)
+        for own, wide in zip(ranks, rows, strict=True):
+            for row in wide if op == "mean" else ():
+                row.div_(len(ranks))
+            narrow = [row.to(dtype) for row, dtype in zip(wide, layout.sizes, strict=True)]
+            views = layout.views(narrow)
+            _fill(own, [view if is_one else None for view, is_one in zip(views, is_in, strict=True)])
+        return [column for column, is_one in zip(columns, is_in, strict=True) if not is_one]
+
+    def _settle(self) -> None:
+        """Wait for the jobs that an interrupted call has left: they may allocate while NCCL is launched."""
+        if self._crew is not None:
+            self._crew.settle()
+
+    def _columns(self) -> Iterator[Sequence[Tensor]]:
+        """The parameters of all ranks that have a gradient anywhere: zeros where it is missing."""
         for index, parameters in enumerate(zip(*(model.parameters() for model in self.models), strict=True)):
             if not any(p.requires_grad and p.grad is not None for p in parameters):
                 continue
@@ -287,7 +385,24 @@ class Ddp:
                         f"the gradient of parameter {name!r} is sparse, which is not averaged: make it with "
                         "sparse=False"
                     )
-            yield [p.grad.detach() for p in parameters if p.grad is not None]
+            yield parameters
+
+
+def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [p.grad.detach() for p in parameters if p.grad is not None]
+
+
+def _fill(tensors: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:
+    """Copy values to tensors; None leaves one as it is."""
+    pairs = [(one, value) for one, value in zip(tensors, values, strict=True) if value is not None]
+    if pairs:
+        torch._foreach_copy_([one for one, _ in pairs], [value for _, value in pairs])
+
+
+def _close_all(opened: Sequence[NcclLoop | None]) -> None:
+    for one in opened:
+        if one is not None:
+            one.close()
 
 
 @contextmanager

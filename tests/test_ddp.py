@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,8 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from flowdp import ddp as ddp_module
+from flowdp.collective.nccl_loop import NcclLoop
 from flowdp.ddp import Ddp
+from flowdp.device.streams import CudaLane, Lane
 from flowdp.errors import OptionError
+from tests.collective.fake_nccl import FakeNccl
+from tests.fakes import FakeCuda
+from tests.wired import fake_link
 
 torch.manual_seed(0)
 CPU = torch.device("cpu")
@@ -26,17 +32,29 @@ BASE = nn.Sequential(
 ).double()
 
 
-@pytest.fixture(params=["alone", "together"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Both ways to average: in the calling thread, as small models are, and by all threads."""
+@pytest.fixture(params=["alone", "together", "nccl"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeNccl]]:
+    """The ways to average: in the calling thread, as small models are; by all threads; on a fake NCCL."""
     if request.param == "together":
         monkeypatch.setattr(ddp_module, "SMALL", 0)
         monkeypatch.setattr(ddp_module, "BLOCK", 2)
+    cuda, made = FakeCuda(), list[FakeNccl]()
+    if request.param == "nccl":
+
+        def open_loop(backend: str, lanes: Sequence[Lane], sizes: Any) -> NcclLoop | None:
+            assert backend == "auto"
+            return fake_link(made.append)([CudaLane(CPU, cuda) for _ in lanes], sizes)
+
+        monkeypatch.setattr(ddp_module, "open_loop", open_loop)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with cuda.stream(cuda.default) if request.param == "nccl" else nullcontext():
+        yield made
     assert torch.get_num_threads() == 1
     torch.set_num_threads(before)
+    assert not cuda.races
+    for nccl in made:
+        assert all(is_quiet for is_quiet, _ in nccl.groups)
 
 
 def replicas(size: int) -> list[nn.Sequential]:
@@ -349,3 +367,93 @@ def test_threads_end_with_the_object():
     for thread in threads:
         thread.join(20)
         assert not thread.is_alive()
+
+
+# ---------------------------------------------------------------- NCCL
+on_nccl = pytest.mark.parametrize("way", ["nccl"], indirect=True)
+
+
+@on_nccl
+def test_each_call_is_one_of_nccl(way: list[FakeNccl]) -> None:
+    with Ddp.wrap(replicas(3)) as ddp:
+        (nccl,) = way
+        ddp.sync_params()
+        ddp.parallel(backward, [samples(4, seed) for seed in range(3)])
+        ddp.all_reduce_gradients()
+        ddp.weighted_all_reduce_gradients([1, 0, 2])
+        ddp.sync_buffers()  # there are none
+        assert nccl.kinds == ["broadcast", "allReduce", "allReduce"]
+        assert [len(counts) for _, counts in nccl.groups] == [1, 1, 1]
+    assert nccl.destroyed == [0, 1, 2]
+
+
+@on_nccl
+def test_jobs_that_an_interrupt_has_left_end_before_nccl_is_used(
+    way: list[FakeNccl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds: list[list[str]] = []
+    with Ddp.wrap(replicas(2)) as ddp:
+        monkeypatch.setattr(ddp._crew, "settle", lambda: kinds.append(list(way[0].kinds)))
+        ddp.sync_params()
+        ddp.parallel(backward, [samples(4, seed) for seed in range(2)])
+        ddp.all_reduce_gradients()
+    assert kinds == [[], ["broadcast"]]
+
+
+@on_nccl
+def test_gradients_stay_the_objects_that_they_were(way: list[FakeNccl]) -> None:
+    with Ddp.wrap(replicas(2)) as ddp:
+        ddp.parallel(backward, [samples(4, seed) for seed in range(2)])
+        before = [p.grad for model in ddp.models for p in model.parameters()]
+        ddp.all_reduce_gradients()
+        after = [p.grad for model in ddp.models for p in model.parameters()]
+        assert all(mine is other for mine, other in zip(before, after, strict=True))
+
+
+@on_nccl
+def test_narrow_gradients_are_added_in_float32_over_nccl(way: list[FakeNccl]) -> None:
+    models = [nn.ParameterList([torch.zeros(3).bfloat16(), torch.zeros(2)]) for _ in range(3)]
+    for model, value in zip(models, (256.0, 1.0, 1.0), strict=True):  # 256 + 1 is 256 in bfloat16
+        for parameter in model:
+            parameter.grad = torch.full_like(parameter, value)
+    with Ddp.wrap(models) as ddp:
+        ddp.all_reduce_gradients()
+    assert way[0].kinds == ["allReduce"]
+    assert all((p.grad == 86.0).all() for model in models for p in model)
+
+
+@on_nccl
+def test_tensors_of_any_dtype_are_sent_by_nccl_or_else_copied(way: list[FakeNccl]) -> None:
+    kinds = [torch.bool, torch.uint8, torch.int64, torch.complex64, torch.float16, torch.float8_e4m3fn]
+    models = []
+    for rank in range(2):
+        model = nn.Module()
+        for number, dtype in enumerate(kinds):
+            model.register_buffer(f"b{number}", torch.full((3,), 1.0 - rank).to(dtype))
+        models.append(model)
+    with Ddp.wrap(models) as ddp:
+        ddp.sync_buffers()
+    assert way[0].groups[-1][1] == [64] * 5  # bytes: each row begins a new cache line
+    for buffer in models[1].buffers():
+        assert (buffer.to(torch.complex64) == 1).all()
+
+
+@on_nccl
+def test_a_gradient_of_another_dtype_is_reduced_beside_nccl(way: list[FakeNccl]) -> None:
+    models = [nn.ParameterList([torch.zeros(2), torch.zeros(2)]) for _ in range(2)]
+    for rank, model in enumerate(models):
+        model[0].grad = torch.full((2,), rank + 1.0)
+        model[1].grad_dtype = torch.float64
+        model[1].grad = torch.full((2,), rank + 1.0, dtype=torch.float64)
+    with Ddp.wrap(models) as ddp:
+        ddp.weighted_all_reduce_gradients([1, 3])
+    assert way[0].kinds == ["allReduce"]
+    assert all((p.grad == 1.75).all() for model in models for p in model)
+
+
+@pytest.mark.parametrize("way", ["alone"], indirect=True)
+def test_nccl_that_is_asked_for_needs_cuda_devices(way: list[FakeNccl]) -> None:
+    with pytest.raises(OptionError, match="backend='nccl' is for CUDA devices, not for cpu, cpu; use 'auto'"):
+        Ddp.wrap(replicas(2), backend="nccl")
+    with pytest.raises(OptionError, match="backend must be one of"):
+        Ddp.wrap(replicas(2), backend="cpu")  # type: ignore[arg-type]

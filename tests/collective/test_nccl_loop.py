@@ -100,6 +100,13 @@ def test_values_that_do_not_arrive_are_found_at_the_start(
     assert world.nccl.destroyed == [0, 1, 2]
 
 
+def test_what_only_sends_needs_no_sizes(world: World) -> None:
+    world.loop = NcclLoop(world.lanes, {}, nccl=world.nccl)
+    rows = world.rows()
+    world.loop.broadcast(rows)
+    assert values(rows) == [[1, 1]] * 3
+
+
 def test_no_room_is_told_as_such(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def wait(opening: Opening) -> list[object]:
         raise torch.OutOfMemoryError("none left")
