@@ -45,7 +45,7 @@ from flowdp.errors import (
 )
 from flowdp.machine.commands import RoundEnded
 from flowdp.observe.callbacks import Callback, EarlyStopping
-from flowdp.options import CadenceOptions, CheckpointOptions
+from flowdp.options import CadenceOptions, CaptureOptions, CheckpointOptions
 from flowdp.policy.el_che import ElChe
 from flowdp.policy.tally import EpochMetrics, RankMetrics
 from flowdp.run import Run, runs
@@ -56,6 +56,7 @@ from flowdp.trainer import Trainer
 __all__ = [  # noqa: RUF022 - in the order in which a reader meets them
     "Trainer",
     "CadenceOptions",
+    "CaptureOptions",
     "CheckpointOptions",
     "Callback",
     "EarlyStopping",

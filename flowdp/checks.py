@@ -15,6 +15,7 @@ from flowdp.errors import OptionError
 from flowdp.options import (
     Backend,
     CadenceOptions,
+    CaptureOptions,
     CheckpointOptions,
     LoopBackend,
     OnFailure,
@@ -28,6 +29,7 @@ from flowdp.policy.shares import normalised_ratios
 __all__ = [
     "check_backend",
     "check_cadence",
+    "check_capture",
     "check_checkpoint",
     "check_flag",
     "check_function",
@@ -217,6 +219,24 @@ def check_cadence(cadence: object, world_size: int) -> CadenceOptions:
             f"0 to {world_size - 1}"
         )
     return cadence
+
+
+def check_capture(capture: object, train_step: object) -> CaptureOptions | None:
+    """How steps are captured; None: they are not.
+
+    Raises:
+        OptionError: It is neither a flag nor options, or the step is the user's own.
+    """
+    if not isinstance(capture, bool | CaptureOptions):
+        raise OptionError(f"capture must be True, False or CaptureOptions(...), not {capture!r}")
+    if capture is False:
+        return None
+    if train_step is not None:
+        raise OptionError(
+            "capture records forward and backward of a loss, and a train_step does both by itself, with its "
+            "optimizers in between: give a loss, or leave capture out"
+        )
+    return CaptureOptions() if capture is True else capture
 
 
 def check_ratios(ratios: object, policy: Policy, world_size: int) -> tuple[float, ...] | None:

@@ -16,6 +16,7 @@ __all__ = [
     "Backend",
     "Buffers",
     "CadenceOptions",
+    "CaptureOptions",
     "CheckpointOptions",
     "CheckpointUnit",
     "LoopBackend",
@@ -133,6 +134,35 @@ class CadenceOptions:
     def windows(self) -> bool:
         """Whether rounds of several steps are wanted at all."""
         return self.max_anchor != 0 and self.max_batch_diff != 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureOptions:
+    """How steps are captured.
+
+    ::
+
+        CaptureOptions()                     # compared at captured steps 1, 2, 4, 8, ..., and every 500
+        CaptureOptions(compare_every=50)     # at least every 50
+
+    Attributes:
+        compare_every: Captured steps after which one is run eagerly beside and compared, at the latest.
+        graphs: Forms of a micro-batch (structure, shapes, dtypes) that get a graph; others run eagerly.
+    """
+
+    compare_every: int = 500
+    graphs: int = 4
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            OptionError: A field is out of its range.
+        """
+        for name in ("compare_every", "graphs"):
+            value = getattr(self, name)
+            if not _is_int(value) or value < 1:
+                raise OptionError(f"capture.{name} must be an int of at least 1, not {value!r}")
 
 
 @dataclass(frozen=True)

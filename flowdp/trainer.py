@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from flowdp.checks import (
     check_backend,
     check_cadence,
+    check_capture,
     check_flag,
     check_length,
     check_model_and_optimizer,
@@ -58,6 +59,7 @@ from flowdp.observe.observer import Observer
 from flowdp.options import (
     Backend,
     CadenceOptions,
+    CaptureOptions,
     CheckpointOptions,
     OnFailure,
     OnNan,
@@ -169,6 +171,10 @@ class Trainer:
         tune_process: Process-wide settings while a run lives (see `ProcessTuning`); False leaves all alone.
         check: Under "exact", compare the loss of the first micro-batch with those of its parts: one that is
             neither a mean over samples nor names its weight is an error.
+        capture: Record forward and backward of a step as a graph, and run that without the interpreter lock:
+            for models of many small operations on several devices. Changes of what it was recorded from are
+            looked for at each step, and now and then one is run eagerly beside and compared; a step that
+            cannot be captured runs eagerly, and the log says why. `CaptureOptions` for how often.
 
     Raises:
         OptionError: An argument is wrong. Nothing has been started then.
@@ -221,6 +227,7 @@ class Trainer:
         story: str | PathLike[str] | None = None,
         tune_process: bool | ProcessTuning = True,
         check: bool = True,
+        capture: bool | CaptureOptions = False,
     ) -> None:
         check_words(policy, backend, precision)
         check_length(epochs, max_steps)
@@ -268,6 +275,7 @@ class Trainer:
             seed=seed,
             repeats=self.partition_ratios is not None,
             checks=check_flag("check", check),
+            capture=check_capture(capture, train_step),
             precision=precision,
             max_grad_norm=max_grad_norm,
             schedule=(scheduler, scheduler_unit, lr_lambda, lr_factor(lr_scale_ratio, len(self.devices))),

@@ -16,7 +16,7 @@ import torch
 from flowdp.device.dispatch import RankMode
 from flowdp.errors import FlowdpError
 
-__all__ = ["DrawsNoted", "NoRedraws", "OwnDraws", "draw_seed", "share_generator"]
+__all__ = ["DrawsNoted", "NoRedraws", "OwnDraws", "draw_seed", "is_random", "seeded_form", "share_generator"]
 
 
 def draw_seed() -> int:
@@ -64,7 +64,7 @@ class NoRedraws(RankMode):
         """
         given = kwargs or {}
         # Noise that a hook adds to gradients is no second forward, and drawn without a graph.
-        if _is_random(func, given) and _is_in_backward() and torch.is_grad_enabled():
+        if is_random(func, args, given) and _is_in_backward() and torch.is_grad_enabled():
             raise FlowdpError(
                 f"{func} draws random numbers in a forward that a backward computes again, as "
                 f"torch.utils.checkpoint does; the ranks on {self._device} share one generator, so they "
@@ -92,7 +92,7 @@ class DrawsNoted(RankMode):
     ) -> Any:
         """Run an operation."""
         given = kwargs or {}
-        self.has_drawn = self.has_drawn or _is_random(func, given)
+        self.has_drawn = self.has_drawn or is_random(func, args, given)
         return func(*args, **given)
 
 
@@ -104,41 +104,56 @@ class OwnDraws(RankMode):
             backward.
         place: The rank, and what else the numbers depend on.
 
-    Threads: the one that enters it.
+    Attributes:
+        generator: What they draw from; None where nothing may be drawn.
+
+    Threads: the one that enters it, as often as it likes.
     """
 
     def __init__(self, seed: int | None, *place: int) -> None:
         super().__init__()
-        self._generator: torch.Generator | None = None
+        self.generator: torch.Generator | None = None
         if seed is not None:
             state = np.random.SeedSequence(seed, spawn_key=place).generate_state(1, np.uint64)
-            self._generator = torch.Generator().manual_seed(int(state[0]) >> 1)
+            self.generator = torch.Generator().manual_seed(int(state[0]) >> 1)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation; a random one with the rank's generator."""
         given = kwargs or {}
-        if not _is_random(func, given):
+        if not is_random(func, args, given):
             return func(*args, **given)
-        if self._generator is None or _is_in_backward():
+        if self.generator is None or _is_in_backward():
             raise FlowdpError(
                 f"{func} draws random numbers in a backward, as torch.utils.checkpoint does when it computes "
                 "a forward again; with partition_ratios they would be others than in the forward: take the "
                 "dropout out of the checkpointed part, or leave partition_ratios out"
             )
-        seeded = _seeded(func)
+        seeded = seeded_form(func)
         if seeded is None:
             raise FlowdpError(
                 f"{func} takes no generator, so its numbers cannot be repeated with partition_ratios: draw "
                 "them by another operation (torch.rand, tensor.normal_()), or leave partition_ratios out"
             )
-        return seeded(*args, **{**given, "generator": self._generator})
+        return seeded(*args, **{**given, "generator": self.generator})
 
 
-def _is_random(func: Any, given: Mapping[str, Any]) -> bool:
-    """Whether an operation draws from the device's generator."""
-    return torch.Tag.nondeterministic_seeded in func.tags and given.get("generator") is None
+def is_random(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
+    """Whether an operation draws from the device's generator; attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags or given.get("generator") is not None:
+        return False
+    place = _dropout(func)
+    if place is None:
+        return True
+    return bool(args[place] if place < len(args) else given.get("dropout_p", 0.0))
+
+
+@cache
+def _dropout(func: Any) -> int | None:
+    """The place of an attention's share of dropout among its arguments."""
+    names = list(_arguments(func))
+    return names.index("dropout_p") if "dropout_p" in names else None
 
 
 def _is_in_backward() -> bool:
@@ -146,7 +161,7 @@ def _is_in_backward() -> bool:
 
 
 @cache
-def _seeded(func: Any) -> Any:
+def seeded_form(func: Any) -> Any:
     """The form of an operation that takes a generator beside the same arguments; None where there is none."""
     if "generator" in _arguments(func):
         return func

@@ -27,6 +27,7 @@ from flowdp.engine.build import (
     several_optimizers,
     slow_optimizer,
 )
+from flowdp.engine.capturing import capture_steps
 from flowdp.engine.exact import ExactReplica
 from flowdp.engine.learning_rate import LearningRate
 from flowdp.engine.replica import LossOption, Replica, loss_function
@@ -34,7 +35,7 @@ from flowdp.engine.sizes import Sizes
 from flowdp.engine.train_step import OwnStepReplica, TrainStep
 from flowdp.engine.whole_batch import check_dense, check_embeddings
 from flowdp.errors import OptionError
-from flowdp.options import Policy, Precision
+from flowdp.options import CaptureOptions, Policy, Precision
 
 __all__ = ["Parts", "build_replicas"]
 
@@ -57,6 +58,7 @@ class Parts:
         max_grad_norm: Of the gradients; None: not clipped.
         schedule: As `LearningRate` takes it, behind the optimizers.
         checks: Whether ranks check their loss now and then (exact).
+        capture: How steps are captured; None: they are not.
         repeats: Whether CPU ranks draw by the seed, too: the shares are fixed, so all else repeats (exact).
     """
 
@@ -70,6 +72,7 @@ class Parts:
     precision: Precision
     max_grad_norm: float | None
     schedule: tuple[Any, ...]
+    capture: CaptureOptions | None = None
     repeats: bool = False
     checks: bool = False
 
@@ -102,6 +105,8 @@ def build_replicas(parts: Parts, devices: Sequence[torch.device]) -> list[Replic
     if not parts.repeats:
         for replica, is_shared in zip(replicas, share_generator(devices), strict=True):
             replica.shares_generator = is_shared
+    if parts.capture is not None:
+        capture_steps(replicas, parts.capture)
     if lanes[0].is_async and (advice := slow_optimizer(all_of(replicas[0].optimizers)[0])):
         log.info("%s", advice)
     return replicas

@@ -128,13 +128,13 @@ class CudaGraphs:
         """
         replica, own = self._replica, self._gradients
         is_flat = isinstance(getattr(replica, "gradients", None), FlatGradients)
-        before = [parameter.grad for parameter in replica._trained]
-        for parameter in replica._trained:
+        before = [parameter.grad for parameter in replica.trained]
+        for parameter in replica.trained:
             if parameter not in own:
                 mine = parameter.grad if is_flat else None
                 own[parameter] = torch.zeros_like(parameter.data) if mine is None else mine
             parameter.grad = own[parameter]
-        places = [*(own[parameter] for parameter in replica._trained), *replica.module.buffers()]
+        places = [*(own[parameter] for parameter in replica.trained), *replica.module.buffers()]
         kept = [place.clone() for place in places]
         generator = _generator(replica.device)
         random = None if replica.shares_generator else generator.get_state()
@@ -143,7 +143,7 @@ class CudaGraphs:
         finally:
             for place, value in zip(places, kept, strict=True):
                 place.copy_(value)
-            for parameter, gradient in zip(replica._trained, before, strict=True):
+            for parameter, gradient in zip(replica.trained, before, strict=True):
                 parameter.grad = gradient
             if random is not None:
                 generator.set_state(random)
@@ -187,7 +187,7 @@ class CudaStepGraph:
         Returns:
             The reason why it cannot be captured; None: it can, so far.
         """
-        trained = self._replica._trained
+        trained = self._replica.trained
         twins = {id(leaf): own for leaf, own in zip(leaves, self._inputs, strict=True)}
         self._batch = tree_map(lambda leaf: twins.get(id(leaf), leaf), batch)
         self._put(factors)
@@ -229,7 +229,7 @@ class CudaStepGraph:
 
     def trial(self, leaves: Sequence[Tensor], factors: Factors, generator: torch.Generator | None) -> Trial:
         """See `StepGraph.trial`."""
-        trained, buffers = self._replica._trained, list(self._replica.module.buffers())
+        trained, buffers = self._replica.trained, list(self._replica.module.buffers())
         before = [parameter.grad for parameter in trained]
         kept = [None if gradient is None else gradient.clone() for gradient in before]
         kept_buffers = [buffer.clone() for buffer in buffers]

@@ -101,19 +101,20 @@ class ExactReplica(Replica):
         part = self.part or Part(0, samples)
         pieces = part.forwards or self.forwards(batch, samples)
         written = None
-        if not self._has_stepped and self.flat.rank == 0 and (pieces > 1 or self._is_part):
+        if not self.has_stepped and self.flat.rank == 0 and (pieces > 1 or self._is_part):
             written = Written(self.module)
         with (
             self._groups.taking_part(self.flat.rank, worker.global_step, part.ranks) as group,
             # Its gradients are those of the mean over its samples.
             self._norms.among(group, samples),
-            # By the window, so that a run that goes on from a checkpoint draws as one that did not end.
-            nullcontext() if self._seed is None else OwnDraws(self._seed, self.flat.rank, worker.global_step),
         ):
+            # By the window, so that a run that goes on from a checkpoint draws as one that did not end.
+            if self._seed is not None:
+                self.draws = OwnDraws(self._seed, self.flat.rank, worker.global_step)
             for start, stop in cuts(samples, pieces):
                 worker.samples = stop - start
                 self._compute(batch.rows(start, stop), worker, Factors(worker.samples / samples, samples))
-        if not self._has_stepped:
+        if not self.has_stepped:
             self._check_first()
         if written is not None:
             written.tell()
@@ -207,7 +208,8 @@ class ExactReplica(Replica):
     def compute(self, batch: Any, worker: CurrentWorker, factors: Factors) -> Computed:
         """See `Replica.compute`."""
         self._named = None
-        return super().compute(batch, worker, factors)
+        with nullcontext() if self.draws is None else self.draws:
+            return super().compute(batch, worker, factors)
 
     def weigh(self, loss: Tensor, share: float | Tensor, of: int | Tensor) -> tuple[Tensor, Tensor | None]:
         """The loss times its weight, by sample of the part; see `Replica.weigh`."""

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from flowdp.errors import OptionError
 from flowdp.policy.formats import format_error
 
-__all__ = ["check_factory", "rebuild"]
+__all__ = ["check_factory", "rebuild", "variables"]
 
 _NONE = object()
 _REBUILT = {"param_groups", "state", "defaults"}
@@ -111,7 +111,7 @@ def check_factory(factory: object, source: nn.Module) -> None:
         OptionError: It has them, or their id(), in a variable.
     """
     own = {id(parameter) for parameter in source.parameters()}
-    for name, value in _variables(factory):
+    for name, value in variables(factory):
         for leaf in _leaves(value):
             if id(leaf) in own or (type(leaf) is int and leaf in own):
                 raise OptionError(
@@ -121,11 +121,11 @@ def check_factory(factory: object, source: nn.Module) -> None:
                 )
 
 
-def _variables(function: object) -> Iterator[tuple[str, object]]:
+def variables(function: object) -> Iterator[tuple[str, object]]:
     """The variables from outside that a function reads."""
     if isinstance(function, partial):
         yield "an argument", (function.args, function.keywords)
-        yield from _variables(function.func)
+        yield from variables(function.func)
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
         return

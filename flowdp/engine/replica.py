@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flowdp.collective.batch_norm import least_part, plain_layers
 from flowdp.data.portion import Portion
-from flowdp.device.draws import NoRedraws
+from flowdp.device.draws import NoRedraws, OwnDraws
 from flowdp.device.streams import Lane
 from flowdp.device.tensors import FlatReplica, FlatTensors
 from flowdp.engine.adoption import copy_state
@@ -77,8 +77,11 @@ class Replica:
         least: Samples that a forward must have.
         meets: Whether forwards and backwards are made together with the other ranks (SyncBatchNorm in exact).
         part: Of the step, where all ranks share one (exact).
+        trained: The parameters that the optimizer steps.
+        has_stepped: Whether the first micro-batch has been checked.
         captured: Runs forward and backward as recorded graphs; None: they run eagerly.
         turn: Of this rank among those that launch; None where no other rank does.
+        draws: The rank's own random numbers; None: it draws from the device's generator.
         has_state: Whether a forward changes what `mark` notes.
         can_repeat: Whether forward and backward of a step can be done once more.
         shares_generator: Whether other ranks draw from the device's generator, too.
@@ -98,6 +101,7 @@ class Replica:
     part: Part | None = None
     captured: Captured | None = None
     turn: RankTurn | None = None
+    draws: OwnDraws | None = None
 
     def __init__(
         self,
@@ -125,10 +129,10 @@ class Replica:
         self._autocast = {"32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         self._scaler = torch.amp.GradScaler(self.device.type) if precision == "fp16" else None
         self._max_grad_norm = max_grad_norm
-        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._grad_norms: list[Tensor] = []  # of the gradients, before they were clipped
         self.shares_generator = False
-        self._has_stepped = False
+        self.has_stepped = False
         self._redraws = Recheck()  # where the generator is shared
         self._value: Tensor | None = None  # of the loss, over the micro-batches of the step so far
         self._has_buffers = flat.has_buffers
@@ -177,7 +181,7 @@ class Replica:
             self._compute(batch, worker, Factors(share, worker.samples))
         else:
             self._add_pieces(batch, worker, share)
-        if not self._has_stepped:
+        if not self.has_stepped:
             self._check_first()
 
     def step(self, factor: float = 1.0) -> Tensor | None:
@@ -258,7 +262,7 @@ class Replica:
         _after(donor.lane, self.lane)
 
     def _clear(self) -> None:
-        for parameter in self._trained:
+        for parameter in self.trained:
             parameter.grad = None
 
     def _add_pieces(self, batch: Any, worker: CurrentWorker, share: float) -> None:
@@ -297,7 +301,9 @@ class Replica:
             share: Of the loss in that of the step. A tensor, of its dtype, while a graph is recorded.
             of: Samples of the rank's part (exact). A tensor while a graph is recorded.
         """
-        return (loss if isinstance(share, float) and share == 1.0 else loss * share), None
+        if isinstance(share, Tensor):
+            return loss * share.to(loss.dtype), None
+        return (loss if share == 1.0 else loss * share), None
 
     def count(self, computed: Computed, factors: Factors) -> None:  # noqa: ARG002 - as above
         """Add a micro-batch's loss to that of the step."""
@@ -332,7 +338,7 @@ class Replica:
         self._redraws.passed()
 
     def _rescale(self, factor: float) -> None:
-        torch._foreach_mul_([p.grad for p in self._trained if p.grad is not None], factor)
+        torch._foreach_mul_([p.grad for p in self.trained if p.grad is not None], factor)
         if self._value is not None:
             self._value = self._value * factor
 
@@ -342,7 +348,7 @@ class Replica:
 
     def _clip(self) -> None:
         if self._max_grad_norm is not None:
-            self._grad_norms.append(nn.utils.clip_grad_norm_(self._trained, self._max_grad_norm))
+            self._grad_norms.append(nn.utils.clip_grad_norm_(self.trained, self._max_grad_norm))
 
     def _scaled_step(self, scaler: torch.amp.GradScaler) -> None:
         """Step, unless a gradient overflowed; the scale follows."""
@@ -356,11 +362,11 @@ class Replica:
         """Check once what would otherwise be wrong without an error."""
         self._check_gradients()
         self.flat.check_registered()
-        self._has_stepped = True
+        self.has_stepped = True
 
     def _check_gradients(self) -> None:
         """A loss that was computed on another model, the user's own, would train nothing."""
-        if all(parameter.grad is None for parameter in self._trained):
+        if all(parameter.grad is None for parameter in self.trained):
             raise ValueError(NOT_OURS)
 
     def _unpack(self, result: object, worker: CurrentWorker) -> Tensor:

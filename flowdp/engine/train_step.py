@@ -55,7 +55,7 @@ class OwnStepReplica(Replica):
         else:
             with torch.autocast(self.device.type, dtype=self._autocast):
                 result = self._train_step(worker, batch)
-        if not self._has_stepped:
+        if not self.has_stepped:
             self._check_first()
         if result is None:
             return
@@ -82,7 +82,7 @@ class OwnStepReplica(Replica):
             if self._scaler is None:
                 self._differentiate(loss, **options)
                 return
-            if all(parameter.grad is None for parameter in self._trained):
+            if all(parameter.grad is None for parameter in self.trained):
                 self._update_scale()  # else what lies there would be of another scale
             self._differentiate(self._scaler.scale(loss), **options)
 

@@ -1,0 +1,382 @@
+"""A fingerprint of all that a recorded step has taken from Python, looked at before each step.
+
+A graph holds numbers, choices and tensors as they were when it was recorded. Watched are: the attributes of
+all modules, training flags and hooks among them; their parameters, buffers and hooks; lists, dicts and sets
+in attributes, by content; the arguments, closures and globals of the loss, of the modules' own methods and
+of hooks, and of functions that these name; and torch's switches. Not seen are other sources of change, as
+the time, a file, or a generator of Python's: those show in a comparison with an eager step.
+
+The look is one comparison of tuples for each table, by identity first, so it costs some 10 ns for a value.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+from operator import attrgetter
+from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+__all__ = ["Guards", "is_alike"]
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""Types whose values are the same where they are equal."""
+
+NAMESPACES = (SimpleNamespace, Namespace)
+"""Types of Python's own whose objects are settings."""
+
+MOST = 1000
+"""Items of a container that are looked at."""
+
+DEPTH = 3
+"""Functions that name functions that name functions are followed so far."""
+
+_GONE = object()
+_OWN = frozenset(vars(nn.Module()))
+_LIBRARIES = ("torch", "numpy", "flowdp", "builtins")
+_STATE = attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+class Guards:
+    """Tells whether anything that a recorded step depends on has changed.
+
+    Args:
+        modules: Names and modules: the replica's, and those that the loss holds.
+        loss: The function of the step.
+
+    Threads: the rank's.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], loss: Callable[..., Any]) -> None:
+        self._roots = dict(modules)
+        self._loss = loss
+        self.retake()
+
+    def retake(self) -> None:
+        """From now on, the state is as it is now."""
+        self._tables: list[tuple[str, dict[Any, Any]]] = []
+        self._empty: list[tuple[str, Mapping[Any, Any]]] = []
+        self._containers: list[tuple[str, Any, Any]] = []  # name, object, copy
+        self._cells: list[tuple[str, CellType]] = []
+        self._variables: list[tuple[str, dict[str, Any], str]] = []
+        self._seen: set[int] = set()
+        self._modules: list[nn.Module] = []
+        self._tensors: list[tuple[str, Tensor]] = []
+        self._homes: list[dict[str, Any]] = []  # parameters and buffers of the modules
+        self._held: list[tuple[str, Any, str]] = []  # other tensors: name, table, key
+        for root, module in self._roots.items():
+            for name, part in module.named_modules(prefix=root):
+                self._watch_module(name, part)
+        self._watch_function("the loss", self._loss, DEPTH)
+        self._dicts = [table for _, table in self._tables]
+        self._blank = [table for _, table in self._empty]
+        self._parameters = [one for _, one in self._tensors if isinstance(one, nn.Parameter)]
+        self._owned = [one for _, one in self._tensors]
+        # Tensors are told apart as objects: another one may hold the same numbers.
+        self._held = [
+            (f"{where}.{key}", table, key)
+            for where, table in self._tables
+            for key, value in table.items()
+            if isinstance(value, Tensor)
+        ] + [one for one in self._variables if isinstance(one[1].get(one[2]), Tensor)]
+        self._kept = [table.get(key) for _, table, key in self._held]  # an id is not given twice meanwhile
+        self._values = self._look()
+        self._copies = [copy for _, _, copy in self._containers]
+
+    def changed(self) -> str | None:
+        """The first thing that has changed, in words; None where nothing has."""
+        try:
+            if (
+                not any(self._blank)
+                and self._look() == self._values
+                and [own for _, own, _ in self._containers] == self._copies
+            ):
+                return None
+        except Exception:  # tensors and arrays that are compared say so by an error
+            pass
+        return self._explain()
+
+    def snapshot(self) -> list[tuple[str, object]]:
+        """All that is watched, by name, as it was when it was last taken."""
+        return list(self._named())
+
+    def _look(self) -> tuple[Any, ...]:
+        return (
+            [*map(tuple, map(dict.values, self._dicts))],
+            [*map(type, self._modules)],
+            [*map(_STATE, self._parameters)],
+            [*map(Tensor.data_ptr, self._owned)],
+            [*map(id, chain.from_iterable(map(dict.values, self._homes)))],
+            [id(table.get(key)) for _, table, key in self._held],
+            [cell.cell_contents for _, cell in self._cells],
+            [space.get(name, _GONE) for _, space, name in self._variables],
+            _switches(),
+        )
+
+    # ------------------------------------------------------------ gathering
+    def _watch_module(self, name: str, module: nn.Module) -> None:
+        if id(module) in self._seen:
+            return
+        self._seen.add(id(module))
+        self._modules.append(module)
+        where = name or "the model"
+        self._table(where, vars(module))
+        self._homes += [module._parameters, module._buffers]
+        for key, value in vars(module).items():
+            if key in ("_parameters", "_buffers"):
+                continue
+            if type(value) in (list, set) or (type(value) is dict and key not in _OWN):
+                self._container(f"{where}.{key}", value)
+            elif isinstance(value, dict):
+                self._table(f"{where}.{key}", value)
+                if key.endswith("_hooks"):
+                    for hook in value.values():
+                        self._watch_function(f"a hook of {where}", hook, DEPTH)
+            elif not isinstance(value, (Tensor, nn.Module)):
+                self._watch_value(f"{where}.{key}", value, 1)
+        for table in (module._parameters, module._buffers):
+            self._tensors += [(f"{where}.{key}", one) for key, one in table.items() if one is not None]
+        for kind in type(module).__mro__:
+            if not _is_library(kind.__module__):
+                for function in vars(kind).values():
+                    self._watch_function(f"{kind.__name__}", function, DEPTH)
+                self._methods(kind)
+
+    def _methods(self, kind: type) -> None:
+        if id(kind) in self._seen:
+            return
+        self._seen.add(id(kind))
+        names = [name for name, value in vars(kind).items() if not name.startswith("__")]
+        self._variables += [(f"{kind.__name__}.{name}", vars(kind), name) for name in names]  # type: ignore[misc]
+
+    def _watch_function(self, where: str, function: object, depth: int) -> None:
+        if isinstance(function, partial):
+            self._watch_value(f"an argument of {where}", function.args, depth)
+            self._watch_value(f"an argument of {where}", function.keywords, depth)
+            self._watch_function(where, function.func, depth)
+            return
+        if isinstance(function, (staticmethod, classmethod, MethodType)):
+            if isinstance(function, MethodType):
+                self._watch_value(f"the object of {where}", function.__self__, depth)
+            function = function.__func__
+        function = getattr(function, "__wrapped__", function)
+        if not isinstance(function, FunctionType):
+            if not isinstance(function, (type, nn.Module)) and callable(function):
+                self._watch_value(where, function, depth)
+            return
+        if id(function) in self._seen or depth == 0 or _is_library(function.__module__, inner=True):
+            return
+        self._seen.add(id(function))
+        self._watch_value(f"a default of {where}", (function.__defaults__, function.__kwdefaults__), depth)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # not assigned yet
+                self._watch_value(f"{name!r}, a variable of {where}", cell.cell_contents, depth)
+                self._cells.append((f"{name!r}, a variable of {where}", cell))
+        self._globals(where, function, depth)
+
+    def _globals(self, where: str, function: FunctionType, depth: int) -> None:
+        space = function.__globals__
+        names = _names(function)
+        for name in names:
+            if name not in space:
+                continue
+            value = space[name]
+            told = f"{name!r}, a global of {where}"
+            self._variables.append((told, space, name))
+            if isinstance(value, ModuleType):
+                if not _is_foreign(value.__name__):
+                    inside = vars(value)
+                    self._variables += [(f"{name}.{key}", inside, key) for key in names if key in inside]
+            else:
+                self._watch_value(told, value, depth)
+
+    def _watch_value(self, where: str, value: object, depth: int) -> None:
+        """Look inside of a value, too: a container, a function, or a plain object."""
+        if isinstance(value, (*PLAIN, Tensor, type, ModuleType, nn.Module)) or id(value) in self._seen:
+            return
+        if isinstance(value, (FunctionType, MethodType, partial)):
+            self._watch_function(f"{getattr(value, '__name__', where)}()", value, depth - 1)
+            return
+        self._seen.add(id(value))
+        if isinstance(value, (list, dict, set)):
+            self._container(where, value)
+        elif isinstance(value, tuple):
+            for item in value:
+                self._watch_value(where, item, depth)
+        elif isinstance(value, NAMESPACES) or not _is_foreign(type(value).__module__):
+            with suppress(TypeError):
+                self._table(where, vars(value))
+
+    def _table(self, where: str, table: dict[Any, Any]) -> None:
+        (self._tables if table else self._empty).append((where, table))
+
+    def _container(self, where: str, value: Any) -> None:
+        if len(value) <= MOST:
+            self._containers.append((where, value, _copied(value, MOST)))
+
+    # ------------------------------------------------------------ in words
+    def _named(self) -> Iterator[tuple[str, object]]:
+        for (where, table), values in zip(self._tables, self._values[0], strict=True):
+            yield from zip((f"{where}.{key}" for key in table), values, strict=False)
+        for (where, _), value in zip(self._cells, self._values[6], strict=True):
+            yield where, value
+        for (where, _, _), value in zip(self._variables, self._values[7], strict=True):
+            yield where, value
+        for where, _, copy in self._containers:
+            yield where, copy
+        for is_free, *_ in self._values[2]:
+            yield "requires_grad", is_free
+        yield "torch", self._values[-1]
+
+    def _explain(self) -> str | None:
+        for where, table in self._empty:
+            if table:
+                return f"{where} has been added to"
+        for (where, table), before in zip(self._tables, self._values[0], strict=True):
+            now = tuple(table.values())
+            if len(now) != len(before):
+                return f"{where} has {len(now)} entries instead of {len(before)}"
+            for key, one, other in zip(table, now, before, strict=True):
+                if not _is_same(one, other):
+                    return f"{where}.{key} {_how(other, one)}"
+        for (where, cell), before in zip(self._cells, self._values[6], strict=True):
+            if not _is_same(cell.cell_contents, before):
+                return f"{where} {_how(before, cell.cell_contents)}"
+        for (where, space, name), before in zip(self._variables, self._values[7], strict=True):
+            if not _is_same(now := space.get(name, _GONE), before):
+                return f"{where} {_how(before, now)}"
+        for where, own, copy in self._containers:
+            if not _is_same(own, copy):
+                return f"the contents of {where} have changed"
+        return self._explain_tensors()
+
+    def _explain_tensors(self) -> str | None:
+        _, types, states, pointers, homes, held, *_, switches = self._values
+        owners = [
+            (module, key) for module in self._modules for key in (*module._parameters, *module._buffers)
+        ]
+        now = [*map(id, chain.from_iterable(map(dict.values, self._homes)))]
+        for (module, key), own, other in zip(owners, now, homes, strict=False):
+            if own != other:
+                return f"{key!r} of a {type(module).__name__} is another object"
+        if len(now) != len(homes):
+            return "a parameter or buffer was registered or removed"
+        for (name, table, key), other in zip(self._held, held, strict=True):
+            if id(table.get(key)) != other:
+                return f"{name} is another object"
+        named = [(name, one) for name, one in self._tensors if isinstance(one, nn.Parameter)]
+        for (name, one), (was_free, *had) in zip(named, states, strict=True):
+            is_free, *has = _STATE(one)
+            if is_free != was_free:
+                return f"{name}.requires_grad was {was_free}, it is {is_free}"
+            if has != had:
+                return f"the hooks of {name} have changed"
+        for (name, tensor), pointer in zip(self._tensors, pointers, strict=True):
+            if tensor.data_ptr() != pointer:
+                return f"{name} lies in other memory"
+        if [*map(type, self._modules)] != types:
+            return "the class of a module has changed"
+        if _switches() != switches:
+            return f"torch's switches were {switches}, they are {_switches()}"
+        return None
+
+
+def _switches() -> tuple[Any, ...]:
+    """State of torch that decides which operations a step is made of."""
+    return (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_grad_enabled(),
+        len(torch_module._global_forward_hooks),
+        len(torch_module._global_forward_pre_hooks),
+        len(torch_module._global_backward_hooks),
+        len(torch_module._global_backward_pre_hooks),
+    )
+
+
+def _names(function: FunctionType) -> Sequence[str]:
+    found = dict.fromkeys(function.__code__.co_names)
+    for part in function.__code__.co_consts:
+        if hasattr(part, "co_names"):
+            found.update(dict.fromkeys(part.co_names))
+    return list(found)
+
+
+def _is_library(module: str | None, *, inner: bool = False) -> bool:
+    """Whether code is no user's: it does not change while a run goes on.
+
+    Args:
+        module: Where it is defined.
+        inner: Closures of flowdp's own functions are looked at: a criterion lies in one.
+    """
+    space = (module or "").partition(".")[0]
+    return space in _LIBRARIES and not (inner and space == "flowdp")
+
+
+def _is_foreign(module: str | None) -> bool:
+    return _is_library(module) or (module or "").partition(".")[0] in sys.stdlib_module_names
+
+
+def _copied(value: Any, most: int) -> Any:
+    """A container with copies of the containers inside."""
+    if isinstance(value, dict) and len(value) <= most:
+        return {key: _copied(item, most) for key, item in value.items()}
+    if type(value) in (list, tuple) and len(value) <= most:
+        return type(value)(_copied(item, most) for item in value)
+    return set(value) if isinstance(value, set) else value
+
+
+def _is_same(one: object, other: object) -> bool:
+    if one is other:
+        return True
+    try:
+        return bool(one == other)
+    except Exception:
+        return False
+
+
+def is_alike(mine: Sequence[tuple[str, object]], theirs: Sequence[tuple[str, object]]) -> bool:
+    """Whether the steps of two ranks, by their snapshots, are recorded as the same graph.
+
+    Plain values are equal then, and tensors, modules and functions are counterparts.
+    """
+    return len(mine) == len(theirs) and all(map(_alike, mine, theirs))
+
+
+def _alike(mine: tuple[str, object], theirs: tuple[str, object]) -> bool:
+    """Whether a value of one rank is that of another, or its counterpart there."""
+    (name, one), (other_name, other) = mine, theirs
+    if name != other_name or type(one) is not type(other):
+        return False
+    if one is other or isinstance(one, (Tensor, nn.Module)):
+        return True
+    if isinstance(one, FunctionType) and isinstance(other, FunctionType):
+        return one.__code__ is other.__code__
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_alike, _each(one), _each(other)))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(map(_alike, _each(one.values()), _each(other.values())))
+    return _is_same(one, other)
+
+
+def _each(values: Iterable[object]) -> Iterator[tuple[str, object]]:
+    return (("", value) for value in values)
+
+
+def _how(before: object, now: object) -> str:
+    """Two values in words."""
+    plain = (*PLAIN, tuple)
+    if isinstance(before, plain) and isinstance(now, plain):
+        return f"was {before!r}, it is {now!r}"
+    if now is _GONE:
+        return "is gone"
+    return "is another object"

@@ -1,0 +1,130 @@
+"""The fingerprint of a step: what of Python a recorded graph depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from flowdp.engine.guards import Guards, is_alike
+
+FACTOR = 1.0
+SETTINGS = SimpleNamespace(weight=1.0)
+TABLE = {"weight": 1.0}
+
+
+def inner(value: Any) -> Any:
+    return value * FACTOR
+
+
+class Net(nn.Module):
+    def __init__(self, p: float = 0.1) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.drop = nn.Dropout(p)
+        self.register_buffer("scale", torch.ones(1))
+        self.plain = torch.ones(1)
+        self.sizes = [1, [2, 3]]
+        self.names = {"a": 1}
+        self.nothing: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return inner(self.drop(self.layer(x))) * SETTINGS.weight * TABLE["weight"]
+
+
+def loss(model: nn.Module, batch: Any) -> Any:
+    return model(batch).sum()
+
+
+def guards(net: Net, function: Callable[..., Any] = loss) -> Guards:
+    return Guards({"": net}, function)
+
+
+CHANGES: dict[str, Callable[[Net], object]] = {
+    "drop.p was 0.1": lambda net: setattr(net.drop, "p", 0.2),
+    "layer.in_features": lambda net: setattr(net.layer, "in_features", 3),
+    "training was True": lambda net: net.drop.eval(),
+    "sizes": lambda net: net.sizes[1].append(4),  # type: ignore[attr-defined]
+    "names": lambda net: net.names.update(b=2),
+    "nothing": lambda net: net.nothing.append(1),
+    "entries instead of": lambda net: setattr(net, "more", 1),
+    "layer.weight.requires_grad was True": lambda net: net.layer.weight.requires_grad_(False),
+    "_forward_hooks": lambda net: net.layer.register_forward_hook(lambda *_: None),
+    "_backward_hooks": lambda net: net.layer.register_full_backward_hook(lambda *_: None),
+    "hooks of layer.weight": lambda net: net.layer.weight.register_hook(lambda gradient: gradient),
+    "'scale' of a Net": lambda net: setattr(net, "scale", torch.ones(1)),
+    "'weight' of a Linear": lambda net: setattr(net.layer, "weight", nn.Parameter(torch.ones(2, 2))),
+    "plain is another object": lambda net: setattr(net, "plain", torch.ones(1)),
+    "layer.weight lies in other memory": lambda net: setattr(net.layer.weight, "data", torch.ones(2, 2)),
+    "_modules.drop": lambda net: setattr(net, "drop", nn.Dropout(0.1)),
+}
+
+
+@pytest.mark.parametrize("told", CHANGES)
+def test_a_change_of_a_module_is_seen_and_named(told: str) -> None:
+    net = Net()
+    watched = guards(net)
+    assert watched.changed() is None
+    CHANGES[told](net)
+    assert told in (watched.changed() or "nothing was seen")
+    watched.retake()
+    assert watched.changed() is None
+
+
+def test_globals_and_objects_of_functions_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = guards(Net())
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{__name__}.FACTOR", 2.0)
+        assert "FACTOR" in (watched.changed() or "")
+    with monkeypatch.context() as patch:
+        patch.setattr(SETTINGS, "weight", 2.0)
+        assert "weight was 1.0, it is 2.0" in (watched.changed() or "")
+    with monkeypatch.context() as patch:
+        patch.setitem(TABLE, "weight", 2.0)
+        assert "TABLE" in (watched.changed() or "")
+    with monkeypatch.context() as patch:
+        patch.setattr(Net, "forward", lambda *_: None)
+        assert "forward" in (watched.changed() or "")
+    assert watched.changed() is None
+
+
+def test_closures_and_arguments_of_the_loss_are_seen() -> None:
+    weight, table = 1.0, {"x": 1}
+
+    def closed(model: nn.Module, batch: Any) -> Any:
+        return model(batch) * weight
+
+    def given(model: nn.Module, batch: Any, table: Any) -> Any:
+        return model(batch) * table["x"]
+
+    watched, other = guards(Net(), closed), guards(Net(), partial(given, table=table))
+    assert watched.changed() is None
+    assert other.changed() is None
+    weight = 2.0
+    table["x"] = 2
+    assert "'weight'" in (watched.changed() or "")
+    assert "an argument of the loss" in (other.changed() or "")
+
+
+def test_switches_of_torch_are_seen() -> None:
+    watched = guards(Net())
+    with torch.no_grad():
+        assert "switches" in (watched.changed() or "")
+    handle = register_module_forward_hook(lambda *_: None)
+    try:
+        assert "switches" in (watched.changed() or "")
+    finally:
+        handle.remove()
+    assert watched.changed() is None
+
+
+def test_steps_of_two_ranks_are_alike_where_their_plain_values_are() -> None:
+    one, same, other = (guards(Net(p)).snapshot() for p in (0.1, 0.1, 0.2))
+    assert is_alike(one, same)
+    assert not is_alike(one, other)
