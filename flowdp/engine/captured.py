@@ -262,6 +262,11 @@ class Captured:
         if self._guards is None:
             self._guards = Guards(self._modules, self._replica._loss)
             self._recorder = self._make(self._guards)
+            if self._guards.iterator is not None:
+                self._end(
+                    f"{self._guards.iterator} is an iterator, from which a captured step would not take"
+                )
+                return None
         elif (change := self._guards.changed()) is not None:
             self._void(change)
             return None if self.ended else self._eager(batch, worker, factors)

@@ -52,6 +52,10 @@ class Guards:
         modules: Names and modules: the replica's, and those that the loss holds.
         loss: The function of the step.
 
+    Attributes:
+        iterator: An iterator that the step may take from, in words: its place cannot be looked at; None:
+            there is none.
+
     Threads: the rank's.
     """
 
@@ -67,6 +71,7 @@ class Guards:
         self._containers: list[tuple[str, Any, Any]] = []  # name, object, copy
         self._cells: list[tuple[str, CellType]] = []
         self._variables: list[tuple[str, dict[str, Any], str]] = []
+        self.iterator: str | None = None
         self._seen: set[int] = set()
         self._modules: list[nn.Module] = []
         self._tensors: list[tuple[str, Tensor]] = []
@@ -200,7 +205,12 @@ class Guards:
 
     def _watch_value(self, where: str, value: object, depth: int) -> None:
         """Look inside of a value, too: a container, a function, or a plain object."""
+        if isinstance(value, type) and not _is_foreign(value.__module__):
+            self._methods(value)
         if isinstance(value, (*PLAIN, Tensor, type, ModuleType, nn.Module)) or id(value) in self._seen:
+            return
+        if hasattr(type(value), "__next__"):
+            self.iterator = self.iterator or where
             return
         if isinstance(value, (FunctionType, MethodType, partial)):
             self._watch_function(f"{getattr(value, '__name__', where)}()", value, depth - 1)

@@ -432,7 +432,7 @@ class _Trace:
             stand_ins.append(twin)
         with self._tables.replaced(stand_ins):
             loss, weight = replica.weigh(replica._forward(batch, worker), share, of)
-        gradients = torch.autograd.grad(loss, [twin for _, twin in wanted], allow_unused=True)
+            gradients = torch.autograd.grad(loss, [twin for _, twin in wanted], allow_unused=True)
         found = []
         for (place, twin), gradient in zip(wanted, gradients, strict=True):
             if gradient is None:

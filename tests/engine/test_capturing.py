@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Iterator
+from itertools import count
+from os import environ
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -164,3 +170,184 @@ def test_a_change_takes_effect_in_its_step(
     assert [(step, kind) for step, kind, _ in journal.events] == [(PLANT, "_void")]
     assert told in journal.events[0][2]
     assert equal(eager, captured)
+
+
+COUNTED = {"steps": 0}
+TICKS: Iterator[int] = iter(())
+
+
+class Counter:
+    """A step counter that no table of the step holds."""
+
+    steps = 0
+
+
+def by_python_random(model: nn.Module, batch: Any) -> Any:
+    return F.cross_entropy(model(batch[0]), batch[1]) * (1 + random.random())
+
+
+def by_the_time(model: nn.Module, batch: Any) -> Any:
+    return F.cross_entropy(model(batch[0]), batch[1]) * (time.perf_counter() % 1)
+
+
+def by_numpy(model: nn.Module, batch: Any) -> Any:
+    return F.cross_entropy(model(batch[0]), batch[1]) * float(np.random.rand())
+
+
+def by_a_counter(model: nn.Module, batch: Any) -> Any:
+    Counter.steps += 1
+    return F.cross_entropy(model(batch[0]), batch[1]) * (2 if Counter.steps > PLANT else 1)
+
+
+def by_an_iterator(model: nn.Module, batch: Any) -> Any:
+    return F.cross_entropy(model(batch[0]), batch[1]) * (2 if next(TICKS) > PLANT else 1)
+
+
+def by_a_table(model: nn.Module, batch: Any) -> Any:
+    COUNTED["steps"] += 1
+    return F.cross_entropy(model(batch[0]), batch[1]) * (2 if COUNTED["steps"] > PLANT else 1)
+
+
+@pytest.mark.parametrize("loss", [by_python_random, by_the_time, by_numpy])
+def test_numbers_that_no_fingerprint_sees_are_found_by_the_first_comparison(
+    journal: Journal, caplog: pytest.LogCaptureFixture, loss: Any
+) -> None:
+    journal.run(True, loss=loss)
+    assert [(step, kind) for step, kind, _ in journal.events] == [(3, "_end")]
+    assert "the loss differs by" in journal.events[0][2]
+    assert len([line for line in caplog.messages if "goes on eagerly, from the eager result" in line]) == 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (by_a_counter, "changes Python's state"),
+        (by_a_table, "changes Python's state"),
+        (by_an_iterator, "is an iterator"),
+    ],
+)
+def test_a_loss_that_counts_its_calls_is_not_captured(journal: Journal, loss: Any, told: str) -> None:
+    states = []
+    for capture in (False, True):
+        Counter.steps = COUNTED["steps"] = 0
+        globals()["TICKS"] = count()
+        states.append(journal.run(capture, loss=loss))
+    assert told in journal.events[-1][2]
+    assert equal(*states)
+
+
+def test_a_difference_that_comes_late_is_found_by_the_next_comparison(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loss(model: nn.Module, batch: Any) -> Any:
+        return F.cross_entropy(model(batch[0]), batch[1]) * float(environ["FLOWDP_TEST_SCALE"])
+
+    monkeypatch.setenv("FLOWDP_TEST_SCALE", "1")
+    journal.run(
+        flowdp.CaptureOptions(compare_every=7),
+        lambda _: monkeypatch.setenv("FLOWDP_TEST_SCALE", "2"),
+        loss=loss,
+    )
+    # Step 3 is the first captured one, so the 21st is step 23: the first multiple of 7 behind the change.
+    assert [(step, kind) for step, kind, _ in journal.events] == [(23, "_end")]
+
+
+def test_another_shape_gets_a_graph_of_its_own_and_too_many_run_eagerly(
+    journal: Journal, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = (IMAGES[:62], LABELS[:62])  # each epoch ends by a batch of two
+    eager = journal.run(False, dataset=data, steps=120)
+    assert equal(eager, journal.run(True, dataset=data, steps=120))
+    assert equal(eager, journal.run(flowdp.CaptureOptions(graphs=1), dataset=data, steps=120))
+    assert not journal.events
+    assert len([line for line in caplog.messages if "more than 1 forms" in line]) == 1
+
+
+class Language(nn.Module):
+    """A transformer, with its weights tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.layer(self.embed(x)))
+
+
+def next_token(model: nn.Module, batch: Any) -> Any:
+    return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, 12), nn.Tanh(), nn.Linear(12, 5))
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "layers": {"model": layers},
+    "images": {"model": Net},
+    "language": {"model": Language, "loss": next_token, "dataset": torch.randint(11, (60, 6))},
+}
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async", "exact"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_2000_captured_steps_have_the_bits_of_eager_ones(journal: Journal, kind: str, policy: str) -> None:
+    options = {"policy": policy, "steps": 2000, **KINDS[kind]}
+    eager = journal.run(False, **options)
+    captured = journal.run(True, **options)
+    assert not journal.events
+    assert equal(eager, captured)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "sync", "model": layers},
+        {"policy": "exact", "partition_ratios": [0.5, 0.5]},  # with dropout, from each rank's own numbers
+        {"policy": "exact", "partition_ratios": [0.7, 0.3], "model": layers, "global_batch_size": 16},
+        {"policy": "sync", "model": layers, "gradient_accumulation_steps": 3, "max_grad_norm": 0.1},
+        {"policy": "sync", "model": layers, "precision": "bf16"},
+    ],
+)
+def test_several_ranks_have_the_bits_of_eager_ones(journal: Journal, options: dict[str, Any]) -> None:
+    options = {"devices": ["cpu", "cpu"], "steps": 60, **options}
+    eager = journal.run(False, **options)
+    captured = journal.run(True, **options)
+    assert not journal.events
+    assert equal(eager, captured)
+
+
+def test_ranks_that_share_a_generator_are_captured_and_compared(journal: Journal) -> None:
+    journal.run(flowdp.CaptureOptions(compare_every=1), devices=["cpu"] * 3, steps=60)
+    assert not journal.events
+
+
+def test_a_checkpoint_goes_on_with_capture_and_without(journal: Journal, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"policy": "sync", "model": layers}
+    whole = journal.run(False, steps=48, **options)
+    for first, second in ((True, False), (False, True), (True, True)):
+        folder = tmp_path / f"{first}{second}"
+        journal.run(first, steps=24, checkpoint=folder, **options)
+        assert equal(whole, journal.run(second, steps=48, checkpoint=folder, resume=True, **options))
+    assert not journal.events
+
+
+def test_an_evaluation_runs_eagerly_and_leaves_the_graph(journal: Journal) -> None:
+    data = {"eval_dataset": (IMAGES, LABELS), "eval_step": accuracy, "model": Net, "steps": 80}
+    assert equal(journal.run(False, **data), journal.run(True, **data))
+    assert not journal.events
+
+
+def accuracy(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    assert not model.training
+    return {"accuracy": (model(batch[0]).argmax(1) == batch[1]).float().mean()}
+
+
+def test_an_own_step_is_refused() -> None:
+    with pytest.raises(flowdp.OptionError, match="capture records forward and backward of a loss"):
+        flowdp.Trainer(
+            layers, torch.optim.SGD, train_step=print, dataset=IMAGES, batch_size=1, epochs=1, capture=True
+        )

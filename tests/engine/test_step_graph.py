@@ -92,11 +92,48 @@ class Attending(nn.Module):
         return self.layer(x[None])
 
 
+class Again(nn.Module):
+    """A checkpointed part: its forward is computed again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return gradient * 3 * x.sign()
+
+
+class Own(nn.Linear):
+    """A function with a backward of its own, and a hook on what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.register_forward_hook(lambda _module, _inputs, output: output * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = Doubled.apply(super().forward(x))  # type: ignore[no-untyped-call]
+        return made
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "layers": lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Dropout(0.4)),
     "tied": Tied,
     "recurrent": Recurrent,
     "attention": Attending,
+    "checkpointed": Again,
+    "own backward": Own,
 }
 
 
