@@ -36,7 +36,7 @@ def describe_launching(waiting: float, ranks: int, *, captures: bool) -> str:
     advice = "steps that are not captured" if captures else "capture=True takes it out of the step"
     return (
         f"launching: {ranks} ranks spend {100 * waiting:.0f} % of their time waiting for the interpreter, "
-        f"which launches for one at a time; {advice} (docs/performance.md)"
+        f"which launches for one at a time; {advice} (docs/gil.md)"
     )
 
 

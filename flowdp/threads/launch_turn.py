@@ -38,7 +38,7 @@ OLD_S = 30.0
 """Age of a window that tells nothing of now: steps that are captured launch nothing that is measured."""
 
 KEPT = 64
-"""Measured calls that are kept, per rank and part of a step."""
+"""Measured calls of a window that are kept, per rank and part of a step."""
 
 
 class _Tally:
@@ -46,14 +46,14 @@ class _Tally:
 
     Attributes:
         count: So far. Written by the rank alone.
-        measured: (time, CPU time, wait for a turn) of calls since the last look, in seconds.
+        measured: (time, CPU time, wait for a turn) of calls since the window began, in seconds.
     """
 
     __slots__ = ("count", "measured")
 
     def __init__(self) -> None:
         self.count = 0
-        self.measured: deque[tuple[float, float, float]] = deque(maxlen=KEPT)
+        self.measured: list[tuple[float, float, float]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ class LaunchTurn:
     def _window(self, begin: _Begin, ms: float) -> Window:
         # Copies: the ranks go on.
         forward, step = (
-            Calls.of(now - before, [one for tally in tallies for one in list(tally.measured)])
+            Calls.of(now - before, [one for tally in tallies for one in tally.measured.copy()])
             for tallies, before, now in zip(self._parts(), begin.counts, self._counts(), strict=True)
         )
         ahead_ms = (self._ahead_s() - begin.ahead_s) * 1e3
@@ -318,7 +318,7 @@ class RankTurn:
         try:
             begin_s, begin_cpu_s = perf_counter(), thread_time()
             result = compute(*args, **options)
-            if is_measured:
+            if is_measured and len(tally.measured) < KEPT:
                 cpu_s = thread_time() - begin_cpu_s
                 tally.measured.append((perf_counter() - begin_s, cpu_s, begin_s - asked_s))
             return result
