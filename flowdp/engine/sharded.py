@@ -344,7 +344,7 @@ class _Call:
             if id(one.whole) in versions and one.whole._version != versions[id(one.whole)]
         ]
         torch.autograd.graph.increment_version(written)
-        with without_hooks(self._parameters[rank]):
+        with without_hooks(self._parameters[rank]), _writes_explained():
             yield
 
     def _count_writes(self) -> None:
@@ -483,6 +483,20 @@ def bring_back(part: Part, home: torch.device) -> None:
         if one.is_written and one.is_copy and one.whole.device == home:
             with torch.no_grad():
                 one.memory.copy_(one.given.detach(), non_blocking=True)
+
+
+@contextmanager
+def _writes_explained() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            error.add_note(
+                "flowdp: a replica has one set of parameters at a time. Call backward before the optimizer "
+                "steps and before a call with other parameters (torch.func.functional_call); where a graph "
+                "needs several sets, as in MAML, call dp.module, on the first device alone"
+            )
+        raise
 
 
 @contextmanager

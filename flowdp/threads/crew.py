@@ -77,7 +77,9 @@ class Crew:
         """
         with self._own_turn():
             if not self._close.alive:
-                raise RuntimeError("the threads have been closed")
+                raise RuntimeError(
+                    "the threads of the devices have been closed: make them anew, by setup() or Ddp.wrap()"
+                )
             if os.getpid() != self._pid:
                 raise RuntimeError(
                     "the threads of the devices are in the process that this one was forked from: call them "

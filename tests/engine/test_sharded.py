@@ -573,3 +573,30 @@ def test_what_the_user_has_zeroed_is_not_added_again(world: World) -> None:
     loss_of(world(numbers(5, 6))).backward()
     loss_of(world.twin(numbers(5, 6))).backward()
     world.check()
+
+
+def test_weights_of_the_callers_own_get_the_gradients(world: World) -> None:
+    found = []
+    for call, module in ((world, world.module), (world.twin, world.twin)):
+        weights = {name: (2 * p.detach()).requires_grad_() for name, p in module.named_parameters()}
+        with torch.nn.utils.stateless._reparametrize_module(module, weights):
+            loss_of(call(numbers(5, 6))).backward()
+        found.append([weight.grad for weight in weights.values()])
+    assert_equal(*found)
+    loss_of(world(numbers(5, 6))).backward()
+    loss_of(world.twin(numbers(5, 6))).backward()
+    world.check()
+
+
+def test_two_sets_of_parameters_in_one_graph_are_refused_with_a_way_out(world: World) -> None:
+    """As in MAML, which calls the module with weights of its own."""
+    losses = []
+    for factor in (1.0, 2.0):
+        weights = {
+            name: (p.detach() * factor).requires_grad_() for name, p in world.module.named_parameters()
+        }
+        with torch.nn.utils.stateless._reparametrize_module(world.module, weights):
+            losses.append(loss_of(world(numbers(5, 6))))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+        sum(losses).backward()
+    assert any("as in MAML, call dp.module" in note for note in caught.value.__notes__)

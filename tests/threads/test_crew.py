@@ -202,7 +202,7 @@ def test_it_closes_twice_and_then_takes_no_work(crew: Crew) -> None:
     crew.close()
     crew.close()
     assert not {"zero", "one", "two"} & {thread.name for thread in threading.enumerate()}
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(RuntimeError, match=r"have been closed: make them anew, by setup\(\)"):
         crew.run([name, None, None])
 
 
