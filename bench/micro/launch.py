@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 import flowdp
+import flowdp.engine.launch
 from bench.harness import Comparison, options, report
 from bench.models import Gpt, predict_next, texts
 from flowdp.threads.crew import Crew
@@ -42,6 +43,7 @@ STEPS_AHEAD = 3
 """The host of a hand loop on CUDA waits so often: flowdp, too, has that many steps under way at most."""
 WARM_STEPS = 20
 WARM_S = 2.0
+SEARCH_S = 20.0
 FEWEST_ROUNDS = 2
 PARTS = ("forward", "backward", "optimizer")
 
@@ -57,12 +59,14 @@ class Variant:
         how: Who runs the ranks. A process each, a bare thread each, or a Trainer.
         is_fused: AdamW(fused=True); False: as most people write it.
         is_compiled: The model goes through torch.compile.
+        has_turns: Ranks take turns to launch, where that is faster.
         trainer: Arguments of the Trainer beside those of every variant.
     """
 
     how: Literal["processes", "threads", "flowdp"]
     is_fused: bool = True
     is_compiled: bool = False
+    has_turns: bool = True
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -80,6 +84,7 @@ VARIANTS = {
     "threads, not fused": Variant("threads", is_fused=False),
     "threads, compiled": Variant("threads", is_compiled=True),
     "flowdp": Variant("flowdp"),
+    "flowdp, no turns": Variant("flowdp", has_turns=False),
     "flowdp, not fused": Variant("flowdp", is_fused=False),
     "flowdp, compiled": Variant("flowdp", is_compiled=True),
     "flowdp, captured": Variant("flowdp", trainer={"capture": True}),
@@ -225,6 +230,10 @@ def training(task: Task, variant: Variant, ranks: int) -> Iterator[Rate]:
         for _ in islice(records, enough):
             pass
         rate(WARM_S)
+        turn, start_s = run._engine.turn, time.perf_counter()
+        # Each call is measured while the number of ranks that may launch at once is searched for.
+        while turn is not None and turn.every == 1 and time.perf_counter() - start_s < SEARCH_S:
+            rate(0.0)
         try:
             yield rate
         finally:
@@ -234,6 +243,8 @@ def training(task: Task, variant: Variant, ranks: int) -> Iterator[Rate]:
 def serve(pipe: Connection, task: Task, variant: Variant, ranks: int) -> None:
     """The body of a process: measures whenever it is asked; a text is what went wrong."""
     torch.set_num_threads(1)
+    if not variant.has_turns:
+        flowdp.engine.launch.open_turns = lambda _: None  # type: ignore[assignment]
     try:
         opened = training if variant.how == "flowdp" else hand_loops
         with opened(task, variant, ranks) as rate:
