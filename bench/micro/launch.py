@@ -244,7 +244,7 @@ def serve(pipe: Connection, task: Task, variant: Variant, ranks: int) -> None:
     """The body of a process: measures whenever it is asked; a text is what went wrong."""
     torch.set_num_threads(1)
     if not variant.has_turns:
-        flowdp.engine.launch.open_turns = lambda _: None  # type: ignore[assignment]
+        setattr(flowdp.engine.launch, "open_turns", lambda _: None)  # noqa: B010 - it is that module's
     try:
         opened = training if variant.how == "flowdp" else hand_loops
         with opened(task, variant, ranks) as rate:

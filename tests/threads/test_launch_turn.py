@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -270,24 +269,3 @@ def test_what_is_neither_limited_nor_measured_asks_no_clock_of_the_thread(
     assert not asked
     turn.ranks[0].launch_forward(1, lambda: None)
     assert asked
-
-
-def test_what_another_rank_is_adding_to_is_copied_in_one_operation() -> None:
-    class Growing(deque[tuple[float, float, float]]):
-        """It changes while it is iterated over, as that of a rank that goes on may."""
-
-        def __iter__(self) -> Iterator[tuple[float, float, float]]:
-            raise RuntimeError("deque mutated during iteration")
-
-        def copy(self) -> deque[tuple[float, float, float]]:  # type: ignore[override]
-            return deque([(1e-3, 1e-3, 0.0)])
-
-    policy = Fixed(2, None)
-    turn = LaunchTurn(2, policy)
-    policy.forwards, turn.every = 1, 1
-    turn.ranks[1].forward.measured = Growing()
-    for _ in range(6):
-        for rank in turn.ranks:
-            rank.launch_forward(1, lambda: None)
-    assert policy.windows
-    assert policy.windows[0].forward.ms > 0
