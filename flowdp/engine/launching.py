@@ -33,10 +33,10 @@ def describe_launching(waiting: float, ranks: int, *, captures: bool) -> str:
         ranks: Of the run.
         captures: Whether steps are captured where they can be.
     """
-    advice = "steps that are not captured" if captures else "capture=True takes it out of the step"
+    advice = "these are steps that are not captured" if captures else "capture=True takes it out of the step"
     return (
-        f"launching: {ranks} ranks spend {100 * waiting:.0f} % of their time waiting for the interpreter, "
-        f"which launches for one at a time; {advice} (docs/gil.md)"
+        f"launching: {ranks} ranks spend {100 * waiting:.0f} % of their time waiting to launch, for Python "
+        f"runs in one thread at a time; {advice} (docs/gil.md)"
     )
 
 

@@ -174,8 +174,8 @@ class LaunchLimit:
     Attributes:
         limit: Ranks that may be in the launching part of a step at once; None: all.
         covers_step: Whether the optimizer's step belongs to that part.
-        waiting: Part of the ranks' time that they waited to launch, lately, or 0 where devices are the limit;
-            None: not known.
+        waiting: Part of the ranks' time that they waited to launch, lately; 0 where no limit gains much, and
+            where devices are behind. None: not known.
         is_bound: Launching has been what limits the ranks for a while.
 
     Threads: no locks; one caller at a time.
@@ -244,12 +244,7 @@ class LaunchLimit:
     def _watch(self, window: Window) -> None:
         self._since_ms += window.moving_ms
         lost = self._lost(window)
-        is_ahead = window.ahead_ms >= AHEAD * window.moving_ms * self._ranks
-        self._recent.append(0.0 if is_ahead else lost)
-        self.waiting = median(self._recent)
-        is_bound = self._has_searched and self.waiting >= BOUND
-        self._bound_windows = self._bound_windows + 1 if is_bound else 0
-        self.is_bound = self._bound_windows >= BOUND_WINDOWS
+        self._tell(window, lost)
         may_gain = lost >= SUSPICION or window.forward.ms < SHORT_MS
         self._suspicions = self._suspicions + 1 if may_gain else 0
         self._look_for_change(window.rate)
@@ -260,6 +255,19 @@ class LaunchLimit:
             cpu_ms = window.forward.cpu_ms * calls[0], window.step.cpu_ms * calls[1]
             self.covers_step = cpu_ms[1] >= SHARE_OF_STEP * cpu_ms[0]
             self._begin_search()
+
+    def _tell(self, window: Window, lost: float) -> None:
+        if self.limit is None:
+            # With all ranks at once a forward may wait for a core as well: the lock shows where turns help.
+            self._recent.clear()
+            self.waiting = 0.0 if self._has_searched else None
+        else:
+            is_ahead = window.ahead_ms >= AHEAD * window.moving_ms * self._ranks
+            self._recent.append(0.0 if is_ahead else lost)
+            self.waiting = median(self._recent)
+        is_bound = self.waiting is not None and self.waiting >= BOUND
+        self._bound_windows = self._bound_windows + 1 if is_bound else 0
+        self.is_bound = self._bound_windows >= BOUND_WINDOWS
 
     def _look_for_change(self, rate: float) -> None:
         """Have the limits tried sooner where steps have become faster or slower by much."""

@@ -239,29 +239,36 @@ def test_a_run_is_launch_bound_when_its_ranks_wait_for_a_while() -> None:
 
 
 def test_a_wait_for_something_else_is_no_wait_to_launch() -> None:
+    machine = Machine(equal, lost=0.8)  # a file, under every limit
+    machine.run(20_000)
+    assert machine.policy.limit is None
+    assert machine.policy.waiting == 0.0
+    assert not machine.policy.is_bound
+
+
+def under_a_limit() -> LaunchLimit:
+    """Two ranks that take turns; a forward that has its turn waits 2 ms for something else."""
     policy = LaunchLimit(2)
-    reading = Calls(64, 12.0, 2.0)  # a file, under every limit
-    for _ in range(40):
-        policy.seen(Window(500.0, 8.0, 64, reading, Calls(64, 0.1, 0.1)))
-        if not policy.is_trying:
-            assert policy.limit is None
-    assert policy.waiting == 0.0
-    assert not policy.is_bound
-    for _ in range(BOUND_WINDOWS + 3):
-        policy.seen(Window(500.0, 8.0, 64, Calls(64, 30.0, 8.0), Calls(64, 0.1, 0.1)))
-    assert policy.waiting == pytest.approx(64 * (22.0 - 10.0) / (2 * 500.0))
-    assert policy.is_bound
+    while policy.limit is None or policy.is_trying:
+        rate = 128 if policy.limit == 1 else 64
+        policy.seen(Window(500.0, 8.0, rate, Calls(64, 5.0, 3.0), Calls(64, 0.1, 0.1)))
+    return policy
+
+
+def test_waiting_is_for_a_turn_and_for_the_lock_in_it() -> None:
+    policy = under_a_limit()
+    for _ in range(5):
+        policy.seen(Window(500.0, 8.0, 128, Calls(64, 6.0, 3.0, 4.0), Calls(64, 0.5, 0.5, 1.0)))
+    assert policy.waiting == pytest.approx(64 * (4.0 + 1.0 + 1.0) / (2 * 500.0))
 
 
 def test_hosts_that_wait_for_their_devices_are_not_launch_bound() -> None:
-    policy = LaunchLimit(2)
-    launching = Calls(64, 8.0, 2.0)
-    for _ in range(40):
-        policy.seen(Window(500.0, 8.0, 64, launching, Calls(64, 0.1, 0.1), ahead_ms=100.0))
-    assert policy.waiting == 0.0
-    policy = LaunchLimit(2)
-    policy.seen(Window(500.0, 8.0, 64, launching, Calls(64, 0.1, 0.1), ahead_ms=10.0))
-    assert policy.waiting == pytest.approx(64 * 6.0 / 1000.0)
+    policy = under_a_limit()
+    for ahead_ms in (40.0, 60.0):  # of 1,000 ms of two ranks
+        for _ in range(BOUND_WINDOWS + 3):
+            policy.seen(Window(500.0, 8.0, 128, Calls(64, 5.0, 3.0, 5.0), ahead_ms=ahead_ms))
+        assert (policy.waiting == 0.0) is (ahead_ms == 60.0)
+        assert policy.is_bound is (ahead_ms == 40.0)
 
 
 def test_outliers_do_not_count() -> None:
