@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
 
 __all__ = ["Guards", "is_alike"]
 
@@ -42,7 +43,8 @@ DEPTH = 3
 _GONE = object()
 _OWN = frozenset(vars(nn.Module()))
 _LIBRARIES = ("torch", "numpy", "flowdp", "builtins")
-_STATE = attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+_FREE = attrgetter("requires_grad")
 
 
 class Guards:
@@ -66,7 +68,7 @@ class Guards:
 
     def retake(self) -> None:
         """From now on, the state is as it is now."""
-        self._tables: list[tuple[str, dict[Any, Any]]] = []
+        self._tables: list[tuple[str, dict[Any, Any], tuple[Any, ...]]] = []  # name, table, keys
         self._empty: list[tuple[str, Mapping[Any, Any]]] = []
         self._containers: list[tuple[str, Any, Any]] = []  # name, object, copy
         self._cells: list[tuple[str, CellType]] = []
@@ -81,26 +83,29 @@ class Guards:
             for name, part in module.named_modules(prefix=root):
                 self._watch_module(name, part)
         self._watch_function("the loss", self._loss, DEPTH)
-        self._dicts = [table for _, table in self._tables]
+        self._picks = [(_picker(keys), table) for _, table, keys in self._tables]
+        self._dicts = [table for _, table, _ in self._tables]
         self._blank = [table for _, table in self._empty]
         self._parameters = [one for _, one in self._tensors if isinstance(one, nn.Parameter)]
         self._owned = [one for _, one in self._tensors]
         # Tensors are told apart as objects: another one may hold the same numbers.
         self._held = [
             (f"{where}.{key}", table, key)
-            for where, table in self._tables
-            for key, value in table.items()
-            if isinstance(value, Tensor)
+            for where, table, keys in self._tables
+            for key in keys
+            if isinstance(table[key], Tensor)
         ] + [one for one in self._variables if isinstance(one[1].get(one[2]), Tensor)]
         self._kept = [table.get(key) for _, table, key in self._held]  # an id is not given twice meanwhile
         self._values = self._look()
         self._copies = [copy for _, _, copy in self._containers]
+        self._handles = RemovableHandle.next_id
+        self._hooked = [*map(_HOOKS, self._parameters)]
 
     def changed(self) -> str | None:
         """The first thing that has changed, in words; None where nothing has."""
         try:
             if (
-                not any(self._blank)
+                self._has_same_hooks()
                 and self._look() == self._values
                 and [own for _, own, _ in self._containers] == self._copies
             ):
@@ -113,11 +118,22 @@ class Guards:
         """All that is watched, by name, as it was when it was last taken."""
         return list(self._named())
 
+    def _has_same_hooks(self) -> bool:
+        # Torch counts all hooks that it registers: no table of hooks is touched where none was.
+        if RemovableHandle.next_id == self._handles:
+            return True
+        handles = RemovableHandle.next_id
+        if any(self._blank) or [*map(_HOOKS, self._parameters)] != self._hooked:
+            return False
+        self._handles = handles
+        return True
+
     def _look(self) -> tuple[Any, ...]:
         return (
-            [*map(tuple, map(dict.values, self._dicts))],
+            [pick(table) for pick, table in self._picks],
+            [*map(len, self._dicts)],
             [*map(type, self._modules)],
-            [*map(_STATE, self._parameters)],
+            [*map(_FREE, self._parameters)],
             [*map(Tensor.data_ptr, self._owned)],
             [*map(id, chain.from_iterable(map(dict.values, self._homes)))],
             [id(table.get(key)) for _, table, key in self._held],
@@ -133,7 +149,8 @@ class Guards:
         self._seen.add(id(module))
         self._modules.append(module)
         where = name or "the model"
-        self._table(where, vars(module))
+        is_hooks = {key for key in _OWN if "_hooks" in key}
+        self._tables.append((where, vars(module), tuple(key for key in vars(module) if key not in is_hooks)))
         self._homes += [module._parameters, module._buffers]
         for key, value in vars(module).items():
             if key in ("_parameters", "_buffers"):
@@ -226,7 +243,10 @@ class Guards:
                 self._table(where, vars(value))
 
     def _table(self, where: str, table: dict[Any, Any]) -> None:
-        (self._tables if table else self._empty).append((where, table))
+        if table:
+            self._tables.append((where, table, tuple(table)))
+        else:
+            self._empty.append((where, table))
 
     def _container(self, where: str, value: Any) -> None:
         if len(value) <= MOST:
@@ -234,15 +254,15 @@ class Guards:
 
     # ------------------------------------------------------------ in words
     def _named(self) -> Iterator[tuple[str, object]]:
-        for (where, table), values in zip(self._tables, self._values[0], strict=True):
-            yield from zip((f"{where}.{key}" for key in table), values, strict=False)
-        for (where, _), value in zip(self._cells, self._values[6], strict=True):
+        for (where, _, keys), values in zip(self._tables, self._values[0], strict=True):
+            yield from zip((f"{where}.{key}" for key in keys), values, strict=True)
+        for (where, _), value in zip(self._cells, self._values[7], strict=True):
             yield where, value
-        for (where, _, _), value in zip(self._variables, self._values[7], strict=True):
+        for (where, _, _), value in zip(self._variables, self._values[8], strict=True):
             yield where, value
         for where, _, copy in self._containers:
             yield where, copy
-        for is_free, *_ in self._values[2]:
+        for is_free in self._values[3]:
             yield "requires_grad", is_free
         yield "torch", self._values[-1]
 
@@ -250,17 +270,16 @@ class Guards:
         for where, table in self._empty:
             if table:
                 return f"{where} has been added to"
-        for (where, table), before in zip(self._tables, self._values[0], strict=True):
-            now = tuple(table.values())
-            if len(now) != len(before):
-                return f"{where} has {len(now)} entries instead of {len(before)}"
-            for key, one, other in zip(table, now, before, strict=True):
-                if not _is_same(one, other):
-                    return f"{where}.{key} {_how(other, one)}"
-        for (where, cell), before in zip(self._cells, self._values[6], strict=True):
+        for (where, table, keys), before, length in zip(self._tables, *self._values[:2], strict=True):
+            for key, other in zip(keys, before, strict=True):
+                if not _is_same(now := table.get(key, _GONE), other):
+                    return f"{where}.{key} {_how(other, now)}"
+            if len(table) != length:
+                return f"{where} has {len(table)} entries instead of {length}"
+        for (where, cell), before in zip(self._cells, self._values[7], strict=True):
             if not _is_same(cell.cell_contents, before):
                 return f"{where} {_how(before, cell.cell_contents)}"
-        for (where, space, name), before in zip(self._variables, self._values[7], strict=True):
+        for (where, space, name), before in zip(self._variables, self._values[8], strict=True):
             if not _is_same(now := space.get(name, _GONE), before):
                 return f"{where} {_how(before, now)}"
         for where, own, copy in self._containers:
@@ -269,7 +288,7 @@ class Guards:
         return self._explain_tensors()
 
     def _explain_tensors(self) -> str | None:
-        _, types, states, pointers, homes, held, *_, switches = self._values
+        _, _, types, free, pointers, homes, held, *_, switches = self._values
         owners = [
             (module, key) for module in self._modules for key in (*module._parameters, *module._buffers)
         ]
@@ -283,11 +302,10 @@ class Guards:
             if id(table.get(key)) != other:
                 return f"{name} is another object"
         named = [(name, one) for name, one in self._tensors if isinstance(one, nn.Parameter)]
-        for (name, one), (was_free, *had) in zip(named, states, strict=True):
-            is_free, *has = _STATE(one)
-            if is_free != was_free:
-                return f"{name}.requires_grad was {was_free}, it is {is_free}"
-            if has != had:
+        for (name, one), was_free, had in zip(named, free, self._hooked, strict=True):
+            if one.requires_grad != was_free:
+                return f"{name}.requires_grad was {was_free}, it is {one.requires_grad}"
+            if _HOOKS(one) != had:
                 return f"the hooks of {name} have changed"
         for (name, tensor), pointer in zip(self._tensors, pointers, strict=True):
             if tensor.data_ptr() != pointer:
@@ -311,6 +329,11 @@ def _switches() -> tuple[Any, ...]:
         len(torch_module._global_backward_hooks),
         len(torch_module._global_backward_pre_hooks),
     )
+
+
+def _picker(keys: tuple[Any, ...]) -> Callable[[dict[Any, Any]], tuple[Any, ...]]:
+    """Takes the values of these keys, as a tuple; a key that is gone is an error."""
+    return itemgetter(*keys) if len(keys) > 1 else lambda table: (table[keys[0]],)
 
 
 def _names(function: FunctionType) -> Sequence[str]:
