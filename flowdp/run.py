@@ -133,16 +133,18 @@ class Run:
         )
 
     def _problems(self) -> tuple[str, ...]:
-        engine = self._engine
+        engine, progress = self._engine, self._engine.progress()
         forgiven = sorted(engine.failures.forgiven.items())
         left = [f"rank {rank} left: {format_text(error)}" for rank, error in forgiven]
         smaller = [
             f"rank {rank} ran out of memory, and takes its steps in {one.pieces} pieces"
-            for rank, one in enumerate(engine.progress())
+            for rank, one in enumerate(progress)
             if one.pieces > 1
         ]
+        eager = dict.fromkeys(one.uncaptured for one in progress if one.uncaptured is not None)
+        uncaptured = [f"steps are not captured: {reason}" for reason in eager]
         told = () if self._observer is None else self._observer.complaints
-        return (*left, *engine.records.problems, *smaller, *engine.saver.problems, *told)
+        return (*left, *engine.records.problems, *smaller, *uncaptured, *engine.saver.problems, *told)
 
     def dump(self, events: int = 50) -> str:
         """What every rank is doing, the stacks of all threads, and the last events: of a run that hangs, say.

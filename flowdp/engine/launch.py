@@ -340,7 +340,12 @@ class Engine:
         """How far each rank has come."""
         workers = self.workers  # read first: `let_go` keeps the progress, and then drops them
         return self._progress or [
-            Progress(worker.current.local_step, worker.machine.throttled, worker.replica.pieces)
+            Progress(
+                worker.current.local_step,
+                worker.machine.throttled,
+                worker.replica.pieces,
+                worker.replica.uncaptured,
+            )
             for worker in workers
         ]
 

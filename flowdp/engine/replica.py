@@ -142,6 +142,11 @@ class Replica:
         self._random: Tensor | None = None  # state of the generator
         self.has_state = self.can_repeat and (self._has_buffers or self._generator is not None)
 
+    @property
+    def uncaptured(self) -> str | None:
+        """Why its steps are not captured, where they were to be."""
+        return None if self.captured is None else self.captured.ended
+
     def mark(self) -> None:
         """A step begins: note what a repetition of its forward and backward has to start from."""
         if self._has_buffers:

@@ -28,11 +28,13 @@ class Progress:
         steps: It has taken.
         throttled: Why it has no batches; None where it has some.
         pieces: Into how many its micro-batches are cut.
+        uncaptured: Why its steps are not captured, where they were to be.
     """
 
     steps: int
     throttled: str | None
     pieces: int
+    uncaptured: str | None = None
 
 
 class Witness:

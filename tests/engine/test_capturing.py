@@ -346,6 +346,23 @@ def accuracy(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     return {"accuracy": (model(batch[0]).argmax(1) == batch[1]).float().mean()}
 
 
+def test_a_run_says_that_it_is_not_captured() -> None:
+    run = flowdp.Trainer(
+        layers,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        lambda model, batch: (F.cross_entropy(model(batch[0]), batch[1]), {"x": 1.0}),
+        dataset=(IMAGES, LABELS),
+        batch_size=4,
+        max_steps=8,
+        devices=["cpu", "cpu"],
+        progress=False,
+        capture=True,
+    ).start()
+    run.join()
+    (problem,) = run.status().problems
+    assert problem.startswith("steps are not captured: the loss records a number of Python under 'x'")
+
+
 def test_an_own_step_is_refused() -> None:
     with pytest.raises(flowdp.OptionError, match="capture records forward and backward of a loss"):
         flowdp.Trainer(
