@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from flowdp.checks import check_flag, check_loop_backend, fixed_ratios
 from flowdp.data.trees import tree_map
+from flowdp.device.compiled import make_room
 from flowdp.device.cores import open_pools
 from flowdp.device.dispatch import prepare_torch
 from flowdp.device.process import ProcessTuning, as_tuning, tuned_process
@@ -236,6 +237,7 @@ class DataParallel(AliasModule):
         with ExitStack() as stack:
             if self.world_size > 1:
                 prepare_torch()
+                make_room(self.world_size)
                 stack.enter_context(tuned_process(tuning))
                 # Where shares follow measured speed, too, the order of sums is free.
                 pools = open_pools(devices, tuning, adapts=ratios is None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -22,6 +22,7 @@ from flowdp.collective.nccl_loop import SUMMED, NcclLoop
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.collective.reduction import Op, flat_view, reduce_all
 from flowdp.collective.structure import check_alike, check_apart, structure
+from flowdp.device.compiled import FirstCalls, make_room
 from flowdp.device.cores import open_pools
 from flowdp.device.dispatch import prepare_torch
 from flowdp.device.modes import caller_modes
@@ -95,6 +96,7 @@ class Ddp:
         with ExitStack() as stack:
             if len(models) > 1:
                 prepare_torch()
+                make_room(len(models))
                 if self._kinds == {"cpu"}:
                     stack.enter_context(tuned_process(ProcessTuning()))
                 threads = [pool.size for pool in open_pools(devices, ProcessTuning())]
@@ -104,6 +106,7 @@ class Ddp:
             self._close = weakref.finalize(self, stack.pop_all().close)
             self._close.atexit = False  # a job that hangs would hold up the end of the process
         self._norms = [SharedStatistics(model) for model in models]
+        self._calls: list[FirstCalls] = []  # made with the first function that is called
         self._lanes = open_lanes(devices) if self._norms[0] and len(models) > 1 else []
         self._layouts: dict[tuple[int, ...], Rows] = {}
         self._nccl = self._open_nccl(backend) if len(models) > 1 else None
@@ -229,6 +232,7 @@ class Ddp:
         ]
         if self._crew is None:
             return [calls[0]()]
+        self._calls = self._calls or [FirstCalls(model, fn) for model in self.models]
         modes = caller_modes(self._kinds)
         groups: Sequence[ProcessGroup | None] = [None] * len(calls)
         if self._lanes:
@@ -268,7 +272,9 @@ class Ddp:
         group: ProcessGroup | None,
     ) -> Any:
         try:
-            with modes(), torch.cuda.stream(stream), taking_part(self._norms[rank], group):  # None: nothing
+            turn = nullcontext() if group else self._calls[rank].turn()
+            # None for a stream or a group: nothing
+            with turn, modes(), torch.cuda.stream(stream), taking_part(self._norms[rank], group):
                 return call()
         except Exception as error:
             error.add_note(f"flowdp: on rank {rank}, {self.devices[rank]}")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from flowdp.device.compiled import Uncompiled
 from flowdp.device.dispatch import RankMode
 from flowdp.errors import FlowdpError
 
@@ -112,10 +113,21 @@ class OwnDraws(RankMode):
 
     def __init__(self, seed: int | None, *place: int) -> None:
         super().__init__()
+        self._uncompiled = Uncompiled()
         self.generator: torch.Generator | None = None
         if seed is not None:
             state = np.random.SeedSequence(seed, spawn_key=place).generate_state(1, np.uint64)
             self.generator = torch.Generator().manual_seed(int(state[0]) >> 1)
+
+    def __enter__(self) -> Any:
+        """Enter it, in this thread; compiled functions run as they are written."""
+        self._uncompiled.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        """Leave it, in the same thread."""
+        super().__exit__(*error)
+        self._uncompiled.__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from flowdp.collective.batch_norm import WindowGroups, check_synchronised, least_part, plain_layers
+from flowdp.device.compiled import uses_compile, warn_of_draws
 from flowdp.device.draws import share_generator
 from flowdp.device.gradients import Touched
 from flowdp.device.streams import Lane, open_lanes
@@ -102,7 +103,9 @@ def build_replicas(parts: Parts, devices: Sequence[torch.device]) -> list[Replic
     touched, groups = Touched(len(lanes)), WindowGroups(lanes)
     replicas = [_replica(parts, *one, touched, groups) for one in zip(modules, flats, lanes, strict=True)]
     seed_devices(devices, parts.seed)
-    if not parts.repeats:
+    if parts.repeats:
+        warn_of_draws(devices, uses_compile(modules[0], replicas[0].function))
+    else:
         for replica, is_shared in zip(replicas, share_generator(devices), strict=True):
             replica.shares_generator = is_shared
     if parts.capture is not None:

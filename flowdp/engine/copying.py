@@ -13,6 +13,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from flowdp.data.trees import tensors_of
+from flowdp.device.compiled import compile_alike
 from flowdp.engine.hooks import Twins
 from flowdp.policy.formats import format_error
 
@@ -27,7 +28,8 @@ def copy_module(module: nn.Module, device: torch.device) -> nn.Module:
     """A copy of a module on a device, without gradients.
 
     Functions that hold the module or a part of it, as hooks do that are closures, hold the copy's parts
-    there. Attributes of parameters are copied, which `copy.deepcopy` leaves out.
+    there. Attributes of parameters are copied, which `copy.deepcopy` leaves out, and parts that were compiled
+    by `module.compile()` are compiled again.
 
     Raises:
         CopyError: A part of it cannot be copied.
@@ -42,6 +44,10 @@ def copy_module(module: nn.Module, device: torch.device) -> nn.Module:
         raise CopyError(_reason(module, error)) from error
     made.zero_grad(set_to_none=True)
     made = made.to(device)
+    try:
+        compile_alike(module, made)
+    except ValueError as error:
+        raise CopyError(format_error(error)) from error
     memo.pop(id(memo), None)  # where deepcopy keeps the originals alive
     twins = Twins(memo)
     twins.pair(module, made)

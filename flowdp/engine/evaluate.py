@@ -22,6 +22,7 @@ from flowdp.data.evaluation import open_evaluation
 from flowdp.data.source import Batch
 from flowdp.data.tensor_source import TensorSource
 from flowdp.data.trees import moves_itself, tree_map
+from flowdp.device.compiled import FirstCalls
 from flowdp.device.streams import Lane
 from flowdp.device.transfer import move
 from flowdp.engine.context import CurrentWorker, current_worker
@@ -270,9 +271,11 @@ class Evaluator:
 
         worker.samples = samples = self._source.samples_in(number, batch)
         worker.sink = sink
+        is_new = is_first and number == 0
+        turn = FirstCalls(replica.module, function).turn(samples) if is_new else nullcontext()
         try:
             own_batch = tree_map(lambda leaf: _on_device(leaf, replica.lane), payload)
-            with _precision(replica):
+            with turn, _precision(replica):
                 if self._eval_step is None:
                     self._record_loss(replica, own_batch, worker, sink)
                     return

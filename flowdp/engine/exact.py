@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from flowdp.collective.batch_norm import SharedStatistics, WindowGroups
 from flowdp.data.portion import Portion
 from flowdp.data.trees import tensors_of
+from flowdp.device.compiled import as_written
 from flowdp.device.draws import OwnDraws
 from flowdp.device.gradients import FlatGradients, Touched
 from flowdp.device.streams import QUIET
@@ -197,10 +198,13 @@ class ExactReplica(Replica):
             worker.sink = sink
 
     def _under_autocast(self, module: nn.Module, batch: Any) -> Any:
+        loss = as_written(
+            self._loss
+        )  # in a trial, where dynamo would take it for one that cannot be compiled
         if self._autocast is None:
-            return self._loss(module, batch)
+            return loss(module, batch)
         with torch.autocast(self.device.type, dtype=self._autocast):
-            return self._loss(module, batch)
+            return loss(module, batch)
 
     def _clear(self) -> None:
         self.gradients.clear()

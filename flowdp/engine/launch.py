@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from flowdp.collective.base import Collective
 from flowdp.collective.snapshot import Snapshots
 from flowdp.data.feed import open_feeds
 from flowdp.data.source import Source
+from flowdp.device.compiled import make_room
 from flowdp.device.cores import open_pools
 from flowdp.device.dispatch import prepare_torch
 from flowdp.device.process import ProcessTuning, tuned_process
@@ -124,6 +126,7 @@ class Engine:
         self._letting_go = threading.RLock()  # several threads may join; finalizers may, inside of it
         self._inbox: Inbox[Fact] = Inbox(COORDINATOR_INBOX, "the coordinator")
         self._inboxes = [Inbox[Mail](WORKER_INBOX, f"rank {rank}") for rank in range(config.world_size)]
+        make_room(config.world_size)
         try:
             self._build(backend, sink)
         except BaseException:
@@ -156,7 +159,12 @@ class Engine:
             self._worker(rank, gate, collective, snapshots, pools[rank]) for rank in range(config.world_size)
         ]
         self._threads = [
-            threading.Thread(target=worker.run, name=f"flowdp-worker-{worker.rank}", daemon=True)
+            threading.Thread(  # in the settings of this one: torch.compile's belong to a thread
+                target=copy_context().run,
+                args=(worker.run,),
+                name=f"flowdp-worker-{worker.rank}",
+                daemon=True,
+            )
             for worker in self.workers
         ]
         machine = Coordinator(config)

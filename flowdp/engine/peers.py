@@ -26,6 +26,7 @@ from flowdp.collective.local_group import group_lanes
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.data.slots import keep_for_compute
 from flowdp.data.trees import tensors_of
+from flowdp.device.compiled import FirstCalls, warn_of_draws
 from flowdp.device.draws import NoRedraws, OwnDraws, draw_seed, share_generator
 from flowdp.device.modes import caller_modes, unhooked
 from flowdp.device.openmp import set_own_threads
@@ -50,6 +51,7 @@ __all__ = ["Peers", "ReplicaFactory"]
 log = logging.getLogger("flowdp")
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 ReplicaFactory = Callable[[torch.device], nn.Module]
 Modes = Callable[[], AbstractContextManager[None]]
@@ -103,6 +105,9 @@ class Peers:
         self._tables = [Tables(peer) for peer in self.modules]
         for table, device in zip(self._tables[1:], self.devices[1:], strict=True):
             table.check_like(self._tables[0], device)
+        self._calls = [FirstCalls(peer) for peer in self.modules]
+        if repeats:
+            warn_of_draws(self.devices, self._calls[0].are_compiled)
         self._norms = [SharedStatistics(peer) for peer in self.modules]
         for norm, device in zip(self._norms, self.devices, strict=True):
             if len(norm) != len(self._norms[0]):
@@ -419,6 +424,11 @@ class Peers:
                 here[rank].wait_event(computed)
                 here[0].wait_event(computed)
                 here[0].wait_event(carried)
+
+    def call(self, rank: int, samples: int, run: Callable[[nn.Module, U], T], given: U) -> T:
+        """Run a replica with so many samples, part of its job; what that compiles, other ranks find done."""
+        with nullcontext() if self._norms[0] else self._calls[rank].turn(samples):
+            return run(self.modules[rank], given)
 
     def receive(self, rank: int) -> None:
         """Bring what `follow` saw to a replica; part of its job, before it computes."""

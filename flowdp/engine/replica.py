@@ -72,6 +72,7 @@ class Replica:
 
     Attributes:
         averaged: What the ranks average.
+        function: The user's, which a step calls.
         watched: What of it must stay finite; None: nothing.
         pieces: Into how many a micro-batch is cut at least, because the device has run out of memory.
         least: Samples that a forward must have.
@@ -126,6 +127,7 @@ class Replica:
         self.least = least_part(plain_layers(module))
         self._optimizer = all_of(optimizers)[0]
         self._loss = loss
+        self.function: Callable[..., Any] = loss
         self._autocast = {"32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         self._scaler = torch.amp.GradScaler(self.device.type) if precision == "fp16" else None
         self._max_grad_norm = max_grad_norm

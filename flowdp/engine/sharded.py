@@ -394,7 +394,7 @@ class _Call:
             peers.hold(rank, (part.args, part.kwargs))
             weights = self._joining.weigh(part)
             try:
-                output = self._run(peers.modules[rank], part)
+                output = peers.call(rank, shard.samples, self._run, part)
             except Exception as error:
                 given = shard.arguments.in_words(shard.start, shard.samples, self._joining.positional)
                 error.add_note(f"flowdp: called with {given}")

@@ -39,7 +39,7 @@ class OwnStepReplica(Replica):
         module, flat, optimizers, *rest = replica
         super().__init__(module, flat, optimizers, _no_loss, *rest)
         self.steps = self
-        self._train_step = train_step
+        self._train_step = self.function = train_step
         self._own = all_of(optimizers)
         self._has_scaled = False  # an optimizer has asked the scaler since its last update
 

@@ -23,6 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
 from flowdp.data.trees import tensors_of, tree_map
+from flowdp.device.compiled import Uncompiled, take_out, uses_compile
 from flowdp.device.dispatch import RankMode
 from flowdp.engine.attributes import OWN
 
@@ -120,6 +121,8 @@ class Trials:
                     for kind in {"cpu", self._device.type}:
                         if torch.is_autocast_enabled(kind):
                             stack.enter_context(torch.autocast(kind, enabled=False))
+                if uses_compile(self._module, call):  # by a decorator, for instance
+                    stack.enter_context(Uncompiled())
                 if still is not None:
                     stack.enter_context(still)
                 output = call(self._module, given)
@@ -143,6 +146,7 @@ class Trials:
 
     def _set_modes(self) -> None:
         # Put back like all else: the flags are attributes, the statistics buffers.
+        take_out(self._module)
         if self._is_wide:
             for tensor in (*self._module.parameters(), *self._module.buffers()):
                 if self._widens(tensor):

@@ -8,9 +8,10 @@ it goes up when the device is there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from flowdp.collective.base import Averaging, Collective
 from flowdp.collective.snapshot import Snapshots
 from flowdp.data.feed import Feed
 from flowdp.data.source import Source
+from flowdp.device.compiled import FirstCalls
 from flowdp.device.openmp import set_own_threads
 from flowdp.engine import context, meter
 from flowdp.engine.checkpoint import Saver
@@ -141,6 +143,8 @@ class Worker:
         self.current = context.CurrentWorker(
             rank, replica.device, replica.module, sink=self._meter.scalar, steps=replica.steps
         )
+        self._calls = FirstCalls(replica.module, replica.function)
+        self._add = self._add_compiled if self._calls.are_compiled else replica.add
         self._intake = Intake(feed, source, replica.width)
         self._place = Place(self.current, self._lane, source)
         self._retry = Retry(replica, self.current, self._meter, feed, self._place)
@@ -256,7 +260,7 @@ class Worker:
                     replica.mark()
             current.samples = micro.samples
             try:
-                replica.add(micro.batch, current, micro.share)
+                self._add(micro.batch, current, micro.share)
                 continue
             except torch.OutOfMemoryError as error:
                 full = without_frames(error)
@@ -276,6 +280,11 @@ class Worker:
         self.machine.trained(intake.samples)
         intake.end(step)
         current.local_step += 1
+
+    def _add_compiled(self, batch: Any, current: context.CurrentWorker, share: float) -> None:
+        """Train a micro-batch; what it has to compile, other ranks find done."""
+        with nullcontext() if self.replica.meets else self._calls.turn(current.samples):
+            self.replica.add(batch, current, share)
 
     def _await_batch(self, start_s: float) -> None:
         """A batch was not read yet. Orders are served meanwhile, and the loop asks the machine anew."""

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import copy_context
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -45,7 +46,11 @@ class Crew:
         self._caller: threading.Thread | None = None  # whose turn it is
         self._threads = [
             threading.Thread(
-                target=_live, args=(box, around(place) if around else nullcontext()), name=name, daemon=True
+                # Settings may belong to the context of a thread, as those of torch.compile do.
+                target=copy_context().run,
+                args=(_live, box, around(place) if around else nullcontext()),
+                name=name,
+                daemon=True,
             )
             for place, (name, box) in enumerate(zip(names, self._boxes, strict=True))
             if box is not None

@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn import functional as F
+
+import flowdp
+from flowdp.device.compiled import FirstCalls, Uncompiled, compile_alike, make_room, uses_compile
+from flowdp.engine.copying import copy_module
+from flowdp.threads.crew import Crew
+
+RANKS = 10
+SAMPLES = 246
+BATCH = 8
+X, Y = torch.randn(SAMPLES, 4), torch.randint(2, (SAMPLES,))
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Backend:
+    """Compiles nothing, and counts the calls of the graphs that it was given."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.calls = 0
+
+    def __call__(self, graph: Any, example: Any) -> Callable[..., Any]:
+        def run(*inputs: Any) -> Any:
+            with self._lock:
+                self.calls += 1
+            return graph.forward(*inputs)
+
+        return run
+
+    def __deepcopy__(self, memo: object) -> Backend:
+        return self
+
+
+@pytest.fixture
+def backend() -> Iterator[Backend]:
+    torch._dynamo.reset()
+    counters.clear()
+    before = {name: getattr(torch._dynamo.config, name) for name in ("recompile_limit", *OTHERS)}
+    yield Backend()
+    for name, value in before.items():
+        setattr(torch._dynamo.config, name, value)
+    torch._dynamo.reset()
+    counters.clear()
+
+
+OTHERS = ("accumulated_recompile_limit",)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.second(self.first(x).relu())
+        return made
+
+
+NAMES = {"of the call": ""}
+
+
+class Named(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if NAMES["of the call"] == "xx" else 3)
+
+
+def error(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def in_place(backend: Backend) -> nn.Module:
+    net = Net()
+    net.compile(backend=backend)
+    return net
+
+
+def as_instance(backend: Backend) -> dict[str, Any]:
+    return {"model": torch.compile(Net(), backend=backend), "loss": error}
+
+
+def as_factory(backend: Backend) -> dict[str, Any]:
+    return {"model": lambda: torch.compile(Net(), backend=backend), "loss": error}
+
+
+def by_method(backend: Backend) -> dict[str, Any]:
+    return {"model": in_place(backend), "loss": error}
+
+
+def by_loss(backend: Backend) -> dict[str, Any]:
+    return {"model": Net(), "loss": torch.compile(error, backend=backend)}
+
+
+def by_step(backend: Backend) -> dict[str, Any]:
+    forward = torch.compile(error, backend=backend)
+
+    def step(worker: flowdp.CurrentWorker, batch: Batch) -> dict[str, Tensor]:
+        loss = forward(worker.model, batch)
+        worker.backward(loss)
+        worker.step(worker.optimizers[0])
+        return {"loss": loss}
+
+    return {"model": Net(), "train_step": step}
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
+def train(**options: Any) -> None:
+    options = {"batch_size": BATCH, "epochs": 2, "devices": ["cpu"] * RANKS, **options}
+    flowdp.Trainer(optimizer=sgd, dataset=(X, Y), progress=False, **options).fit()
+
+
+def assert_compiled(backend: Backend, calls: int, most: int) -> None:
+    """Every call ran a graph, and the frames that dynamo saw are few, and all compiled."""
+    frames = counters["frames"]
+    assert backend.calls == calls
+    assert frames["total"] == frames["ok"] <= most
+
+
+@pytest.mark.parametrize("make", [as_instance, as_factory, by_method, by_loss, by_step])
+def test_ten_ranks_compile_what_one_does(backend: Backend, make: Callable[[Backend], Any]) -> None:
+    # Two shapes: the last batch of an epoch is shorter. Ranks that meet the new one together may all compile.
+    train(**make(backend))
+    assert_compiled(backend, calls=2 * -(-SAMPLES // BATCH), most=3)
+
+
+def test_evaluation_is_compiled_once_more(backend: Backend) -> None:
+    train(**as_instance(backend), eval_dataset=(X[:50], Y[:50]))
+    batches = 2 * -(-SAMPLES // BATCH) + 2 * -(-50 // BATCH)
+    assert_compiled(backend, calls=batches, most=2 + 2 + RANKS)
+
+
+@pytest.mark.parametrize("make", [as_instance, by_method, by_loss])
+def test_exact_checks_its_loss_and_compiles_it(backend: Backend, make: Callable[[Backend], Any]) -> None:
+    train(**make(backend), policy="exact", batch_size=40, epochs=3)
+    assert counters["frames"]["total"] == counters["frames"]["ok"] > 0
+    assert backend.calls > RANKS
+
+
+@pytest.mark.parametrize("is_instance", [True, False])
+def test_setup_compiles_behind_its_trial_of_the_model(backend: Backend, is_instance: bool) -> None:
+    model = torch.compile(Net(), backend=backend) if is_instance else in_place(backend)
+    with flowdp.setup(model, sgd(model.parameters()), devices=["cpu"] * RANKS) as dp:
+        for rows in (80, 80, 60, 80):
+            error(dp, (X[:rows], Y[:rows])).backward()
+            dp.step()
+    assert_compiled(backend, calls=4 * RANKS, most=3)  # one more where a share is one sample
+
+
+def test_ddp_compiles_once_for_all(backend: Backend) -> None:
+    models = [torch.compile(Net(), backend=backend) for _ in range(RANKS)]
+    with flowdp.Ddp.wrap(models) as ddp:
+        for rows in (8, 6, 8):
+            ddp.parallel(lambda rank, model, rows=rows: error(model, (X[:rows], Y[:rows])).backward())
+            ddp.all_reduce_gradients()
+    assert_compiled(backend, calls=3 * RANKS, most=2)
+
+
+def test_partition_ratios_say_that_nothing_is_compiled(
+    backend: Backend, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "flowdp"):
+        train(
+            **as_instance(backend),
+            policy="exact",
+            devices=["cpu", "cpu"],
+            partition_ratios=[0.5, 0.5],
+        )
+    assert backend.calls == 0
+    assert "it is compiled without partition_ratios" in caplog.text
+    model = torch.compile(Net(), backend=backend)
+    model(X[:8])
+    assert backend.calls == 1  # not left uncompiled for good
+
+
+def test_a_limit_that_is_reached_is_told(backend: Backend, caplog: pytest.LogCaptureFixture) -> None:
+    def counted(model: nn.Module, batch: Batch) -> Tensor:
+        NAMES["of the call"] += "x"
+        return error(model, batch)
+
+    torch._dynamo.config.recompile_limit = 2
+    with caplog.at_level(logging.WARNING, "flowdp"):
+        train(
+            model=torch.compile(Named(), backend=backend, dynamic=False),
+            loss=counted,
+            devices=["cpu"] * 2,
+        )
+    told = [record.message for record in caplog.records if "has given up on" in record.message]
+    assert len(told) == 1
+    assert "'forward'" in told[0]
+    assert "recompile_limit (4)" in told[0]
+
+
+def test_room_is_for_ranks_once(backend: Backend) -> None:
+    config = torch._dynamo.config
+    config.recompile_limit, config.accumulated_recompile_limit = 5, 100
+    make_room(1)
+    assert config.recompile_limit == 5
+    make_room(4)
+    make_room(4)
+    make_room(2)
+    assert (config.recompile_limit, config.accumulated_recompile_limit) == (20, 400)
+    config.recompile_limit = 7
+    make_room(3)
+    assert config.recompile_limit == 21
+
+
+def test_settings_of_the_starting_thread_are_those_of_ranks(backend: Backend) -> None:
+    torch._dynamo.config.recompile_limit = 3
+    seen: list[int] = []
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        seen.append(torch._dynamo.config.recompile_limit)
+        return error(model, batch)
+
+    train(model=Net(), loss=loss, devices=["cpu"] * 2)
+    crew = Crew(["a", "b"])
+    try:
+        seen += [limit or 0 for limit in crew.run([lambda: torch._dynamo.config.recompile_limit] * 2)]
+    finally:
+        crew.close()
+    assert set(seen) == {6}
+
+
+def test_a_copy_is_compiled_as_its_original(backend: Backend) -> None:
+    copy = copy_module(in_place(backend), torch.device("cpu"))
+    copy(X[:3])
+    assert backend.calls == 1
+    plain = copy_module(Net(), torch.device("cpu"))
+    assert plain._compiled_call_impl is None
+
+
+def test_a_compilation_of_unknown_settings_is_refused() -> None:
+    net, twin = Net(), Net()
+
+    def compiled(x: Tensor) -> Tensor:
+        return x
+
+    compiled._torchdynamo_orig_callable = net._call_impl  # type: ignore[attr-defined]
+    net._compiled_call_impl = compiled
+    with pytest.raises(ValueError, match=r"use torch.compile\(model\)"):
+        compile_alike(net, twin)
+
+
+def test_compiled_parts_are_found(backend: Backend) -> None:
+    double = torch.compile(lambda x: 2 * x, backend=backend)
+    inner = nn.Sequential(Net())
+    inner.add_module("compiled", torch.compile(Net(), backend=backend))
+
+    def closure(model: nn.Module, batch: Tensor) -> Tensor:
+        made: Tensor = double(model(batch))
+        return made
+
+    assert all(uses_compile(one) for one in (closure, inner, in_place(backend)))
+    assert not uses_compile(error, Net(), nn.Sequential(Net()))
+
+
+def test_functions_run_as_written_while_any_thread_says_so(backend: Backend) -> None:
+    net = torch.compile(Net(), backend=backend)
+    first, second = Uncompiled(), Uncompiled()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__()
+    net(X[:3])
+    assert backend.calls == 0
+    second.__exit__()
+    net(X[:3])
+    assert backend.calls == 1
+
+
+def test_first_calls_take_turns(backend: Backend) -> None:
+    net = torch.compile(Net(), backend=backend)
+    first, second = FirstCalls(net), FirstCalls(net)
+    entered = threading.Event()
+
+    def other() -> None:
+        with second.turn(8):
+            entered.set()
+
+    thread = threading.Thread(target=other)
+    with first.turn(8):
+        thread.start()
+        with first.turn(8):  # not the first of its size
+            assert not entered.is_set()
+    thread.join(10)
+    assert entered.is_set()
