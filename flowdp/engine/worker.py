@@ -69,6 +69,9 @@ __all__ = ["Mail", "Worker"]
 
 Mail = Order | BatchReady | Hurried
 
+CAPTURED_BY = 16
+"""Steps of a rank after which its graphs are there, as a rule, and have taken their memory."""
+
 
 class Worker:
     """The body of one worker thread.
@@ -356,8 +359,11 @@ class Worker:
         self._meter.close(done, self.current.lr, post)
 
     def _fit_feed(self) -> None:
-        """Once, with the first mean in: by now everything that training needs has been allocated."""
-        if not self._is_fit:
+        """Once, with a mean in, when everything that training needs has been allocated."""
+        if self._is_fit:
+            return
+        captured = self.replica.captured
+        if captured is None or captured.ended is not None or self.current.local_step >= CAPTURED_BY:
             self._is_fit = True
             self._feed.fit()
 

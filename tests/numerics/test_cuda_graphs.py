@@ -6,6 +6,7 @@ reads at the wrong time is another number.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -16,64 +17,31 @@ from torch import Tensor, nn
 
 import flowdp
 from bench.gpu.checks import Single
-from flowdp.data.trees import flatten, tensors_of
-from flowdp.device.streams import CudaLane
-from flowdp.engine import assembly
-from flowdp.engine.captured import Computed, Factors, StepGraph
-from flowdp.engine.context import CurrentWorker
-from flowdp.engine.cuda_graph import CudaGraphs
+from flowdp.data.prefetch import PrefetchFeed
+from flowdp.engine.cuda_graph import CudaStepGraph
 
 SAMPLES, STEPS = 70, 24
 GENERATOR = torch.Generator().manual_seed(0)
 X, Y = torch.randn(SAMPLES, 3, generator=GENERATOR), torch.randint(2, (SAMPLES,), generator=GENERATOR)
 
 
-class Always:
-    """Captures each form when it comes for the second time, and replays it from then on."""
-
-    def __init__(self, replica: Any) -> None:
-        self.graphs: dict[Any, StepGraph | None] = {}
-        self.replays = 0
-        self._recorder = CudaGraphs(replica)
-        self._worker: CurrentWorker
-
-    def run(self, batch: Any, worker: CurrentWorker, factors: Factors) -> Computed | None:
-        leaves = list(tensors_of(batch))
-        form = flatten(batch)[1], tuple(leaf.shape for leaf in leaves)
-        key = str(form)
-        if key not in self.graphs:
-            self.graphs[key] = None
-            return None
-        graph = self.graphs[key]
-        if graph is None:
-            graph = self.graphs[key] = self._recorder.record(batch, leaves, worker, factors)
-        self.replays += 1
-        computed = graph.run(leaves, factors, None)
-        for (name, weight), value in zip(graph.records, computed.scalars, strict=True):
-            worker.sink(name, value, weight)
-        return computed
-
-    def step(self, factor: float) -> bool:
-        return self._recorder.step(factor)
+Replays = dict[int, int]
 
 
 @pytest.fixture
-def captured(lanes: str, monkeypatch: pytest.MonkeyPatch) -> list[Always]:
-    """From now on runs capture; what has captured."""
+def replays(lanes: str, monkeypatch: pytest.MonkeyPatch) -> Replays:
+    """Replays of each rank so far."""
     if lanes == "cpu":
         pytest.skip("a CPU has no streams")
-    made: list[Always] = []
-    own = assembly._replica
+    count: Replays = defaultdict(int)
+    own = CudaStepGraph.run
 
-    def replica(*parts: Any) -> Any:
-        one = own(*parts)
-        assert isinstance(one.lane, CudaLane)
-        made.append(Always(one))
-        one.captured = made[-1]
-        return one
+    def run(graph: CudaStepGraph, *arguments: Any) -> Any:
+        count[graph._replica.flat.rank] += 1
+        return own(graph, *arguments)
 
-    monkeypatch.setattr(assembly, "_replica", replica)
-    return made
+    monkeypatch.setattr(CudaStepGraph, "run", run)
+    return count
 
 
 def model(dropout: float = 0.0) -> nn.Module:
@@ -123,29 +91,38 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
-def test_a_captured_run_is_the_eager_one(
-    options: dict[str, Any], lanes: str, request: pytest.FixtureRequest
-) -> None:
-    eager = train(**options)
-    made = request.getfixturevalue("captured")
-    assert_same(train(**options), eager)
-    assert made
-    assert all(one.replays for one in made)
+def test_a_captured_run_is_the_eager_one(options: dict[str, Any], replays: Replays) -> None:
+    assert_same(train(**options, capture=True), train(**options))
+    assert len(replays) == options.get("ranks", 1)
+    assert min(replays.values()) > 4
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_ranks_of_other_policies_replay_beside_the_averaging(policy: Any, captured: list[Always]) -> None:
-    state = train(2, policy=policy, cadence=flowdp.CadenceOptions(anchor=2, max_anchor=4))
+def test_ranks_of_other_policies_replay_beside_the_averaging(policy: Any, replays: Replays) -> None:
+    state = train(2, policy=policy, cadence=flowdp.CadenceOptions(anchor=2, max_anchor=4), capture=True)
     assert state.global_step == STEPS
-    assert sum(one.replays for one in captured) > STEPS // 2
+    assert sum(replays.values()) > STEPS // 3
     assert all(tensor.isfinite().all() for tensor in state.state_dict.values())
 
 
-def test_checkpoints_between_replays(captured: list[Always], tmp_path: Path) -> None:
-    options: dict[str, Any] = {"policy": "sync", "max_steps": None}
-    whole = train(2, epochs=3, checkpoint=tmp_path / "whole", **options)
-    train(2, epochs=1, checkpoint=tmp_path / "cut", **options)
-    again = train(2, epochs=3, checkpoint=tmp_path / "cut", resume=True, **options)
+def test_checkpoints_between_replays(replays: Replays, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"policy": "sync", "max_steps": None, "checkpoint": tmp_path}
+    whole = train(2, epochs=3, policy="sync", max_steps=None)
+    train(2, epochs=1, capture=True, **options)
+    again = train(2, epochs=3, resume=True, capture=True, **options)
     for name, tensor in whole.state_dict.items():
         assert torch.equal(tensor, again.state_dict[name]), name
-    assert all(one.replays for one in captured)
+    assert set(replays) == {0, 1}
+
+
+def test_the_ring_is_sized_when_the_graphs_have_their_memory(
+    replays: Replays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sized: list[int] = []
+    own = PrefetchFeed.fit
+    monkeypatch.setattr(PrefetchFeed, "fit", lambda feed: (sized.append(replays[0]), own(feed)))
+    train(policy="sync", capture=True, max_steps=40)
+    train(policy="sync", max_steps=40)
+    captured, eager = sized
+    assert captured >= 2
+    assert eager == replays[0]  # of the run before

@@ -1,0 +1,113 @@
+"""Captured steps against eager ones: what ranks of one card do in a second, and the bits of a run.
+
+The model is one of many small kernels, so that eager ranks wait for their launches and for the interpreter.
+Expected: captured at least 2 times as fast as eager on 1 rank, and more on 4, where eager ranks share the
+interpreter; a difference of 0 after 200 steps, or below `BOUND` where a kernel adds in another order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import flowdp
+from bench.gpu.part import Figure, Finding, Note, Place
+from bench.harness import compare
+from bench.models import Gpt, predict_next, texts
+from flowdp.engine.cuda_graph import BOUND
+
+BATCH_SIZE, LENGTH, TOKENS = 4, 32, 128
+STEPS = 200
+"""Of the run whose bits are compared."""
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """The warnings of flowdp about captures, while this lasts."""
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("flowdp")
+    log.addHandler(handler)
+    try:
+        yield texts
+    finally:
+        log.removeHandler(handler)
+        texts[:] = [text for text in texts if text.startswith("capture")]
+
+
+def trainer(place: Place, ranks: int, steps: int, *, capture: bool, dropout: float = 0.0) -> flowdp.Trainer:
+    """A run of small kernels on one card."""
+    layers = place.pick(12, 2)
+    make: Callable[[], nn.Module] = partial(
+        Gpt, layers=layers, width=64, heads=4, length=LENGTH, tokens=TOKENS
+    )
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        value: Tensor = predict_next(model, batch)
+        # Its share of the loss is small, and all random numbers of the step.
+        return (
+            value if not dropout else value + 1e-3 * nn.functional.dropout(value.expand(64), dropout).mean()
+        )
+
+    torch.manual_seed(0)
+    return flowdp.Trainer(
+        make,
+        lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
+        loss,
+        dataset=texts(BATCH_SIZE * place.pick(100, 10), LENGTH, TOKENS),
+        batch_size=BATCH_SIZE,
+        max_steps=steps,
+        devices=[place.device] * ranks,
+        policy="cadence" if ranks > 1 else "sync",
+        seed=0,
+        progress=False,
+        capture=capture,
+    )
+
+
+def step_ms(place: Place, ranks: int, *, capture: bool) -> float:
+    """Milliseconds for one step of any rank, in the second half of a run."""
+    run = trainer(place, ranks, place.pick(240, 40), capture=capture).start()
+    records = list(run.metrics("round"))
+    run.join()
+    records = records[len(records) // 2 :]
+    return sum(record.wall_ms for record in records) / sum(sum(record.steps) for record in records)
+
+
+def largest_difference(place: Place, dropout: float) -> float:
+    """Of the parameters of a captured and of an eager run, relative to each one's largest value."""
+    steps = place.pick(STEPS, 20)
+    one, other = (
+        trainer(place, 1, steps, capture=capture, dropout=dropout).fit().state_dict
+        for capture in (True, False)
+    )
+    return max(
+        float((one[name] - other[name]).abs().max() / other[name].abs().max().clamp(min=1e-30))
+        for name in one
+    )
+
+
+def measure(place: Place) -> Iterator[Finding]:
+    with heard() as warnings:
+        for ranks in place.pick((1, 2, 4), (1,)):
+            sides = {
+                "eager": partial(step_ms, place, ranks, capture=False),
+                "captured": partial(step_ms, place, ranks, capture=True),
+            }
+            yield compare(f"capture, ranks on one card: {ranks}", sides, pairs=place.pick(3, 1))
+        for dropout in (0.0, 0.1):
+            found = largest_difference(place, dropout)
+            yield Figure(f"capture, {STEPS} steps, dropout {dropout}: largest difference", found)
+            if found > BOUND:
+                raise RuntimeError(
+                    f"captured steps differ from eager ones by {found:.2e} of the largest value"
+                )
+    for text in sorted(set(warnings)):
+        yield Note(text)
