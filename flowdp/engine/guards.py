@@ -362,7 +362,8 @@ def _is_foreign(module: str | None) -> bool:
 def _copied(value: Any, most: int) -> Any:
     """A container with copies of the containers inside."""
     if isinstance(value, dict) and len(value) <= most:
-        return {key: _copied(item, most) for key, item in value.items()}
+        # From a list of its items, made at once: the losses of other ranks may write to the same dict.
+        return {key: _copied(item, most) for key, item in list(value.items())}
     if type(value) in (list, tuple) and len(value) <= most:
         return type(value)(_copied(item, most) for item in value)
     return set(value) if isinstance(value, set) else value

@@ -128,3 +128,20 @@ def test_steps_of_two_ranks_are_alike_where_their_plain_values_are() -> None:
     one, same, other = (guards(Net(p)).snapshot() for p in (0.1, 0.1, 0.2))
     assert is_alike(one, same)
     assert not is_alike(one, other)
+
+
+def test_a_dict_that_another_rank_writes_to_meanwhile_is_copied_all_the_same() -> None:
+    shared: dict[str, Any] = {}
+
+    class Watching(dict[str, int]):
+        """When it is looked at, another rank has added to the dict that it is in."""
+
+        def __len__(self) -> int:
+            shared["added"] = 1
+            return 0
+
+    net = Net()
+    net.names = shared
+    shared["first"] = Watching()
+    assert guards(net).changed() is not None
+    assert list(shared) == ["first", "added"]
