@@ -50,11 +50,10 @@ class OwnStepReplica(Replica):
             TypeError: It returned something else than a mapping of numbers or None.
             ValueError: What stands under "loss" is not a scalar.
         """
-        if self._autocast is None:
-            result = self._train_step(worker, batch)
+        if self.turn is None:
+            result = self._call(batch, worker)
         else:
-            with torch.autocast(self.device.type, dtype=self._autocast):
-                result = self._train_step(worker, batch)
+            result = self.turn.launch_forward(worker.samples, self._call, batch, worker)
         if not self.has_stepped:
             self._check_first()
         if result is None:
@@ -68,6 +67,12 @@ class OwnStepReplica(Replica):
                 worker.record(name, value)
         if "loss" in result:
             self._value = self._scalar(result["loss"])
+
+    def _call(self, batch: Any, worker: CurrentWorker) -> object:
+        if self._autocast is None:
+            return self._train_step(worker, batch)
+        with torch.autocast(self.device.type, dtype=self._autocast):
+            return self._train_step(worker, batch)
 
     def step(self, factor: float = 1.0) -> Tensor | None:  # noqa: ARG002 - there is nothing to scale
         """Clear what the call has left; see `Replica.step`."""
@@ -85,6 +90,12 @@ class OwnStepReplica(Replica):
             if all(parameter.grad is None for parameter in self.trained):
                 self._update_scale()  # else what lies there would be of another scale
             self._differentiate(self._scaler.scale(loss), **options)
+
+    def _differentiate(self, loss: Tensor, **options: Any) -> None:
+        if self.turn is None:
+            super()._differentiate(loss, **options)
+        else:
+            self.turn.run_outside(super()._differentiate, loss, **options)
 
     def optimize(self, optimizer: Optimizer) -> None:
         """See `CurrentWorker.step`."""

@@ -263,7 +263,7 @@ class RankTurn:
         has_place: It was woken with a place.
     """
 
-    __slots__ = ("_turn", "ahead_s", "forward", "has_place", "samples", "step", "wake")
+    __slots__ = ("_holds", "_outside", "_turn", "ahead_s", "forward", "has_place", "samples", "step", "wake")
 
     def __init__(self, turn: LaunchTurn) -> None:
         self._turn = turn
@@ -273,6 +273,9 @@ class RankTurn:
         self.wake = threading.Lock()
         self.wake.acquire()
         self.has_place = False
+        self._holds = False  # a turn
+        # Of the call: time and CPU time without its turn, and the wait to have it back.
+        self._outside = (0.0, 0.0, 0.0)
 
     def launch_forward(self, samples: int, compute: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """Call the user's loss in turn.
@@ -298,6 +301,24 @@ class RankTurn:
         has_turn = turn.covers_step and turn.limit is not None
         return self._launch(tally, has_turn, not tally.count % turn.every, compute, *args, **options)
 
+    def run_outside(self, compute: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """Call something that needs no turn, as the backward of a loss, and have it given away meanwhile."""
+        if not self._holds:
+            return compute(*args, **options)
+        self._holds = False
+        self._turn.give()
+        begin_s, begin_cpu_s = perf_counter(), thread_time()
+        result = compute(*args, **options)
+        end_s, end_cpu_s = perf_counter(), thread_time()
+        self._holds = self._turn.take(self)
+        s, cpu_s, place_s = self._outside
+        self._outside = (
+            s + end_s - begin_s,
+            cpu_s + end_cpu_s - begin_cpu_s,
+            place_s + perf_counter() - end_s,
+        )
+        return result
+
     def leave(self) -> None:
         """The rank launches no more."""
         self._turn.leave()
@@ -314,14 +335,23 @@ class RankTurn:
         if not in_turn and not is_measured:
             return compute(*args, **options)
         asked_s = perf_counter()
-        has_place = in_turn and self._turn.take(self)
+        self._outside = (0.0, 0.0, 0.0)
+        self._holds = in_turn and self._turn.take(self)
         try:
             begin_s, begin_cpu_s = perf_counter(), thread_time()
             result = compute(*args, **options)
             if is_measured and len(tally.measured) < KEPT:
-                cpu_s = thread_time() - begin_cpu_s
-                tally.measured.append((perf_counter() - begin_s, cpu_s, begin_s - asked_s))
+                cpu_s, end_s = thread_time() - begin_cpu_s, perf_counter()
+                outside_s, outside_cpu_s, place_s = self._outside
+                tally.measured.append(
+                    (
+                        end_s - begin_s - outside_s - place_s,
+                        cpu_s - outside_cpu_s,
+                        begin_s - asked_s + place_s,
+                    )
+                )
             return result
         finally:
-            if has_place:
+            if self._holds:
+                self._holds = False
                 self._turn.give()

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flowdp import Callback, Status, Trainer, current_worker
+from flowdp.engine.context import CurrentWorker
 from flowdp.engine.launching import describe_launching
 from flowdp.policy.launch_limit import LaunchLimit, Window
 from flowdp.threads import launch_turn
@@ -95,6 +96,36 @@ def test_turns_to_launch_do_not_change_what_is_computed(policy: str, monkeypatch
     assert most[0] == 1 or policy == "exact"  # which calls the loss to check it, too
     if policy in ("sync", "exact"):
         assert all(torch.equal(turned[name], value) for name, value in free.items())
+
+
+def test_a_step_of_the_users_own_has_a_turn_but_for_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_turn, "LaunchLimit", OneAtATime)
+    monkeypatch.setattr(launch_turn, "TIMEOUT_S", WAIT_S)
+    met, inside, most = threading.Barrier(2), [0], [0]
+
+    class Meets(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: Tensor) -> Tensor:
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            met.wait(WAIT_S)  # both ranks are in their backwards
+            return gradient
+
+    def step(worker: CurrentWorker, batch: Tensor) -> None:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        loss = Meets.apply(mse(worker.model, batch))
+        inside[0] -= 1
+        worker.backward(loss)
+        worker.step(worker.optimizers[0])
+
+    run = trainer(None, train_step=step, policy="sync").start()
+    run.join()
+    assert most[0] == 1
+    assert run._engine.turn is not None
+    assert run._engine.turn._policy._timeouts == 0
 
 
 @pytest.mark.parametrize("policy", ["sync", "async"])

@@ -9,7 +9,7 @@ import pytest
 
 from flowdp.policy.launch_limit import LaunchLimit, Window
 from flowdp.threads import launch_turn
-from flowdp.threads.launch_turn import LaunchTurn
+from flowdp.threads.launch_turn import LaunchTurn, RankTurn
 
 WAIT_S = 20.0
 
@@ -74,6 +74,45 @@ def test_no_more_than_the_limit_are_inside(limit: int) -> None:
 def test_as_many_as_the_limit_are_inside_together() -> None:
     turn, met = LaunchTurn(2, limit=Fixed(2, 2)), threading.Barrier(2)
     run_all(*(lambda rank=rank: rank.launch_forward(1, met.wait, WAIT_S) for rank in turn.ranks))
+
+
+def test_a_backward_inside_gives_the_turn_away_and_takes_it_back() -> None:
+    turn, met, room = LaunchTurn(2, limit=Fixed(2, 1)), threading.Barrier(2), Room()
+
+    def step(rank: RankTurn) -> None:
+        for _ in range(50):
+            room.visit()
+            rank.run_outside(met.wait, WAIT_S)
+            room.visit()
+
+    run_all(*(lambda rank=rank: rank.launch_forward(1, step, rank) for rank in turn.ranks))
+    assert room.most == 1
+    assert turn._held == 0
+    assert turn.ranks[0].run_outside(lambda: 5) == 5
+
+
+def test_a_backward_inside_that_raises_leaves_no_turn_taken() -> None:
+    turn = LaunchTurn(2, limit=Fixed(2, 1))
+
+    def fail() -> None:
+        raise ValueError("of the backward")
+
+    for rank in (*turn.ranks, *turn.ranks):
+        with pytest.raises(ValueError, match="of the backward"):
+            rank.launch_forward(1, rank.run_outside, fail)
+    assert turn._held == 0
+
+
+def test_a_backward_inside_is_not_launching() -> None:
+    policy = Fixed(2, 1)
+    policy.forwards = 6
+    turn = LaunchTurn(2, limit=policy)
+    turn.every = 1
+    for _ in range(10):
+        turn.ranks[0].launch_forward(1, turn.ranks[0].run_outside, threading.Event().wait, 0.02)
+    assert policy.windows
+    assert all(window.forward.ms < 10.0 for window in policy.windows)
+    assert all(window.forward.place_ms < 10.0 for window in policy.windows)
 
 
 def test_without_a_limit_all_are_inside_and_steps_are_where_they_are_not_covered() -> None:
