@@ -1,18 +1,19 @@
-"""The gradients of a replica as flat memory: what ranks average that take one optimizer step together.
+"""The gradients of a replica as flat memory, for one rank alone and for ranks that average them.
 
-The memory is laid out as the replica's own: a gradient lies where its parameter lies there, and the buffers
-follow, as copies. Every parameter's `grad` is a view of it for good. So backward adds up where the mean is
-taken, nothing is allocated, and clipping is one norm and one product.
+The memory is laid out as the replica's own: a gradient lies where its parameter lies there. Every parameter's
+`grad` is a view of it for good. So backward adds up where the optimizer reads, nothing is allocated, zeroing
+is one call for each dtype, and clipping is one norm and one product.
 
 A view that is made with `.data` counts its changes by itself: torch raises its version with every backward
 that adds to it. That tells, without a hook and without asking the device, whether a parameter had a part in
-the loss. The ranks tell each other on the host, before they meet. So a parameter that none of them touched
-has no gradient at the step, as on one device.
+the loss. So a parameter that had none has no gradient at the step, as in plain torch. Code that writes
+gradients past torch says so with `torch.autograd.graph.increment_version`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter, is_, ne
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +21,13 @@ from torch import Tensor, nn
 from flowdp.device.tensors import ALIGNMENT, Flat, FlatReplica, FlatTensors
 from flowdp.errors import OptionError
 
-__all__ = ["FlatGradients", "Touched"]
+__all__ = ["FlatGradients", "SharedGradients", "Touched"]
 
 BLOCK = 1 << 20
 """Elements that are cast to float64 at a time for a norm."""
+
+_grad = attrgetter("grad")
+_version = attrgetter("_version")
 
 
 class Touched:
@@ -60,46 +64,31 @@ class Touched:
         return any(self._rows[turn % 2][member][1] for member in members)
 
 
-class FlatGradients(FlatTensors):
-    """One rank's gradients and buffers, and the weight of its losses, as flat memory.
+class FlatGradients:
+    """One rank's gradients as flat memory.
 
     Args:
         replica: Whose; its parameters get their `grad` here.
-        module: The replica's.
-        touched: What all ranks tell each other.
 
     Attributes:
-        rank: The replica's.
-        flats: As the replica's, gradients in place of parameters; and one for the weight.
-        weight: Of the losses, per sample. Float64, shape [].
-
-    Raises:
-        OptionError: Two parameters of the module are two objects over one memory.
+        parameters: Of the replica, as `FlatReplica.parameters` has them.
+        homes: The memory of each of the replica's flats, parameters at least. Shape (elements,) each.
 
     Threads:
         The owner of the replica.
     """
 
-    def __init__(self, replica: FlatReplica, module: nn.Module, touched: Touched) -> None:
-        self.rank = replica.rank
-        self._replica = replica
-        self._touched = touched
-        self._turn = 0
-        self._specs = replica._specs
-        device = replica.flats[0].memory.device
-        extra = torch.zeros(ALIGNMENT // torch.float64.itemsize, dtype=torch.float64, device=device)
-        self.weight = extra[0]
-        twins = [Flat(torch.zeros_like(flat.memory), flat.split) for flat in replica.flats]
-        self.flats = (*twins, Flat(extra, len(extra)))
-        self._parts = [twin.memory[: twin.split] for twin in twins if twin.split]
-        homes = {flat.memory.dtype: twin.memory for flat, twin in zip(replica.flats, twins, strict=True)}
-        self._parameters: list[nn.Parameter] = []
+    def __init__(self, replica: FlatReplica) -> None:
+        self.homes = [self._open(flat) for flat in replica.flats]
+        self._parts = [
+            home[: flat.split] for flat, home in zip(replica.flats, self.homes, strict=True) if flat.split
+        ]
+        by_dtype = {home.dtype: home for home in self.homes}
+        self.parameters: list[nn.Parameter] = []
         self._gradients: list[Tensor] = []
         for parameter, view in replica.parameters():
-            self._parameters.append(parameter)
-            self._gradients.append(_twin(view, homes))
-        _check_all_there(module, self._parameters, self.rank)
-        self.is_weighted = False
+            self.parameters.append(parameter)
+            self._gradients.append(_twin(view, by_dtype))
         self.clear()
 
     @property
@@ -107,54 +96,32 @@ class FlatGradients(FlatTensors):
         """Whether any backward has added to a gradient since the last `clear`."""
         return any(
             parameter.grad is not own or own._version != version
-            for parameter, own, version in zip(self._parameters, self._gradients, self._versions, strict=True)
+            for parameter, own, version in zip(self.parameters, self._gradients, self._versions, strict=True)
         )
 
-    def trained(self) -> list[Tensor]:
-        """The gradients; see `FlatTensors.trained`."""
-        return self._parts
-
-    def gather(self) -> None:
-        """Bring in the buffers, and what somebody put in the place of a gradient; tell what was touched.
+    def collect(self) -> list[bool]:
+        """Bring in gradients that were put in the place of the views; tell which parameters were touched.
 
         A gradient that was set to None counts as zero, and as not touched.
         """
-        touched: list[bool] = []
-        for parameter, own, version in zip(self._parameters, self._gradients, self._versions, strict=True):
-            gradient = parameter.grad
-            if gradient is own:
-                touched.append(own._version != version)
-                continue
-            touched.append(gradient is not None)
-            if gradient is None:
-                own.zero_()
-            else:
-                own.copy_(gradient)
-            parameter.grad = own
-        self._turn += 1
-        self._touched.put(self.rank, self._turn, touched, self.is_weighted)
-        self._replica.gather()
-        for theirs, mine in self._buffers():
-            mine.copy_(theirs)
+        own = self._gradients
+        touched = list(map(ne, map(_version, own), self._versions))
+        if not all(map(is_, map(_grad, self.parameters), own)):
+            for index, parameter in enumerate(self.parameters):
+                if parameter.grad is not own[index]:
+                    touched[index] = _replace(own[index], parameter.grad)
+                    parameter.grad = own[index]
+        return touched
 
-    def scatter(self) -> None:
-        """Bring the mean of the buffers to the module."""
-        for theirs, mine in self._buffers():
-            theirs.copy_(mine)
-        self._replica.scatter()
-
-    def settle(self, members: Sequence[int]) -> None:
-        """Make of the mean what one device would have: divided by the weight, None where nobody was.
-
-        Args:
-            members: Of the round.
-        """
-        present = self._touched.union(self._turn, members)
-        for parameter, own, is_there in zip(self._parameters, self._gradients, present, strict=True):
+    def show(self, touched: Sequence[bool]) -> None:
+        """Let the parameters that were not touched have no gradient, until the next `clear`."""
+        for parameter, own, is_there in zip(self.parameters, self._gradients, touched, strict=True):
             parameter.grad = own if is_there else None
-        if self._touched.any_weighted(self._turn, members):
-            for part in self._parts:
-                part.div_(self.weight)
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        for part in self._parts:
+            part.mul_(factor)
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients down to this 2-norm where theirs is larger; returns theirs. Shape [].
@@ -185,17 +152,106 @@ class FlatGradients(FlatTensors):
         """Begin another sum: all gradients are zero, and every parameter has its own again."""
         for part in self._parts:
             part.zero_()
+        if not all(map(is_, map(_grad, self.parameters), self._gradients)):
+            for parameter, own in zip(self.parameters, self._gradients, strict=True):
+                parameter.grad = own
+        self._versions = list(map(_version, self._gradients))
+
+    def _open(self, flat: Flat) -> Tensor:
+        return torch.zeros(flat.split, dtype=flat.memory.dtype, device=flat.memory.device)
+
+
+class SharedGradients(FlatGradients, FlatTensors):
+    """One rank's gradients and buffers, and the weight of its losses, as the flat memory that ranks average.
+
+    The buffers follow the gradients, as copies. The ranks tell each other on the host which parameters their
+    backward has touched, before they meet: one that no rank touched has no gradient at the step.
+
+    Args:
+        replica: Whose; its parameters get their `grad` here.
+        module: The replica's.
+        touched: What all ranks tell each other.
+
+    Attributes:
+        rank: The replica's.
+        flats: As the replica's, gradients in place of parameters; and one for the weight.
+        weight: Of the losses, per sample. Float64, shape [].
+
+    Raises:
+        OptionError: Two parameters of the module are two objects over one memory.
+
+    Threads:
+        The owner of the replica.
+    """
+
+    def __init__(self, replica: FlatReplica, module: nn.Module, touched: Touched) -> None:
+        self.rank = replica.rank
+        self._replica = replica
+        self._touched = touched
+        self._turn = 0
+        self._specs = replica._specs
+        device = replica.flats[0].memory.device
+        extra = torch.zeros(ALIGNMENT // torch.float64.itemsize, dtype=torch.float64, device=device)
+        self.weight = extra[0]
+        self.is_weighted = False
+        super().__init__(replica)
+        twins = [Flat(home, flat.split) for flat, home in zip(replica.flats, self.homes, strict=True)]
+        self.flats = (*twins, Flat(extra, len(extra)))
+        _check_all_there(module, self.parameters, self.rank)
+
+    def trained(self) -> list[Tensor]:
+        """The gradients; see `FlatTensors.trained`."""
+        return self._parts
+
+    def gather(self) -> None:
+        """Bring in the buffers, and gradients from elsewhere; tell what was touched. See `collect`."""
+        self._turn += 1
+        self._touched.put(self.rank, self._turn, self.collect(), self.is_weighted)
+        self._replica.gather()
+        for theirs, mine in self._buffers():
+            mine.copy_(theirs)
+
+    def scatter(self) -> None:
+        """Bring the mean of the buffers to the module."""
+        for theirs, mine in self._buffers():
+            theirs.copy_(mine)
+        self._replica.scatter()
+
+    def settle(self, members: Sequence[int]) -> list[bool]:
+        """Divide the mean by the weight, as one device would; returns which parameters any rank has touched.
+
+        Args:
+            members: Of the round.
+        """
+        if self._touched.any_weighted(self._turn, members):
+            for part in self._parts:
+                part.div_(self.weight)
+        return self._touched.union(self._turn, members)
+
+    def clear(self) -> None:
+        """See `FlatGradients.clear`."""
+        super().clear()
         self.weight.zero_()
         self.is_weighted = False
-        for parameter, own in zip(self._parameters, self._gradients, strict=True):
-            parameter.grad = own
-        self._versions = [own._version for own in self._gradients]
+
+    def _open(self, flat: Flat) -> Tensor:
+        return torch.zeros_like(flat.memory)
 
     def _buffers(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The buffers of the replica and their copies here."""
-        for theirs, mine in zip(self._replica.flats, self.flats, strict=False):
+        for theirs, mine in zip(self._replica.flats, self.homes, strict=True):
             if theirs.split < theirs.memory.numel():
-                yield theirs.memory[theirs.split :], mine.memory[theirs.split :]
+                yield theirs.memory[theirs.split :], mine[theirs.split :]
+
+
+def _replace(own: Tensor, gradient: Tensor | None) -> bool:
+    """Make a gradient what stands in its place; whether anything does."""
+    if gradient is None:
+        own.zero_()
+    else:
+        dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
+        own.copy_(dense.detach())
+    return gradient is not None
 
 
 def _twin(view: Tensor, homes: dict[torch.dtype, Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ one on each of some hundred tensors. Frozen parameters stay where they are.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -175,7 +175,7 @@ class FlatReplica(FlatTensors):
         self._views: list[Tensor] = []
         self._moved: list[int] = []
         self._kept: list[Tensor] = []  # the buffers of each flat at the last `keep_buffers`
-        aliases: dict[Tensor, Tensor] = {}
+        self._aliases: dict[Tensor, Tensor] = {}
         groups: dict[torch.dtype, list[_Place]] = {}
         first: dict[object, Tensor] = {}
         for place in _places(module):
@@ -184,10 +184,40 @@ class FlatReplica(FlatTensors):
             if owner is place.tensor:
                 groups.setdefault(_real(place.spec.dtype), []).append(place)
             else:
-                aliases[place.tensor] = owner
+                self._aliases[place.tensor] = owner
         _check_devices(groups, rank)
+        self._lay_out(groups)
+
+    def arrange(self, keys: Sequence[int]) -> None:
+        """Lay the parameters out anew, those with the same key next to each other.
+
+        Before anything else has looked at the flat memory. Values, Parameter objects and ties are kept, and
+        parameters that the module keeps elsewhere stay there.
+
+        Args:
+            keys: Of each of `parameters()`, in that order; the same ones for all replicas.
+        """
+        self.gather()
+        outside = {self._places[index].tensor: self._places[index].tensor.data for index in self._moved}
+        of_parameters = iter(keys)
+        groups: dict[torch.dtype, list[tuple[int, _Place]]] = {}
+        last = max(keys, default=0) + 1
+        for place in self._places:
+            key = next(of_parameters) if _is_parameter(place) else last
+            groups.setdefault(_real(place.spec.dtype), []).append((key, place))
+        self._places, self._views = [], []
+        self._lay_out(
+            {
+                dtype: [place for _, place in sorted(places, key=lambda one: one[0])]
+                for dtype, places in groups.items()
+            }
+        )
+        for tensor, data in outside.items():
+            tensor.data = data
+
+    def _lay_out(self, groups: Mapping[torch.dtype, list[_Place]]) -> None:
         self.flats = tuple(self._flatten(dtype, places) for dtype, places in groups.items())
-        for tensor, owner in aliases.items():
+        for tensor, owner in self._aliases.items():
             tensor.data = owner.data
         self._pointers = [view.data_ptr() for view in self._views]
         self._specs = tuple(place.spec for place in self._places)
@@ -301,8 +331,8 @@ class FlatReplica(FlatTensors):
     def parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Every trained parameter, and its place in the flat memory."""
         for place, view in zip(self._places, self._views, strict=True):
-            if isinstance(parameter := place.tensor, nn.Parameter) and place.spec.kind == "parameter":
-                yield parameter, view
+            if _is_parameter(place):
+                yield place.tensor, view  # type: ignore[misc]
 
     def checksum(self) -> Tensor:
         """The sum of the parameters' bits, as int64: replicas that are equal have the same. Shape []."""
@@ -373,6 +403,10 @@ def _places(module: nn.Module) -> Iterator[_Place]:
                 strides = torch.empty_like(tensor, device="meta").stride()
                 spec = _Spec(name, kind, tuple(tensor.shape), strides, dtype)
                 yield _Place(spec, table, key)
+
+
+def _is_parameter(place: _Place) -> bool:
+    return place.spec.kind == "parameter" and isinstance(place.tensor, nn.Parameter)
 
 
 def _registered(module: nn.Module) -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from flowdp.collective.batch_norm import WindowGroups, check_synchronised, least_part, plain_layers
 from flowdp.device.compiled import uses_compile, warn_of_draws
@@ -19,6 +20,7 @@ from flowdp.device.tensors import FlatReplica
 from flowdp.engine.build import (
     ModelOption,
     OptimizerOption,
+    Optimizers,
     all_of,
     build_models,
     build_optimizers,
@@ -30,6 +32,7 @@ from flowdp.engine.build import (
 )
 from flowdp.engine.capturing import capture_steps
 from flowdp.engine.exact import ExactReplica
+from flowdp.engine.flat_optimizer import group_keys, obstacle
 from flowdp.engine.learning_rate import LearningRate
 from flowdp.engine.replica import LossOption, Replica, loss_function
 from flowdp.engine.sizes import Sizes
@@ -100,8 +103,13 @@ def build_replicas(parts: Parts, devices: Sequence[torch.device]) -> list[Replic
             "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) takes them from all devices",
             parts.sizes.window,
         )
+    optimizers = [_optimizers(parts, *one) for one in zip(modules, lanes, strict=True)]
+    if parts.train_step is None:
+        _arrange(modules[0], flats, lanes, all_of(optimizers[0])[0])
     touched, groups = Touched(len(lanes)), WindowGroups(lanes)
-    replicas = [_replica(parts, *one, touched, groups) for one in zip(modules, flats, lanes, strict=True)]
+    replicas = [
+        _replica(parts, *one, touched, groups) for one in zip(modules, flats, lanes, optimizers, strict=True)
+    ]
     seed_devices(devices, parts.seed)
     if parts.repeats:
         warn_of_draws(devices, uses_compile(modules[0], replicas[0].function))
@@ -110,21 +118,48 @@ def build_replicas(parts: Parts, devices: Sequence[torch.device]) -> list[Replic
             replica.shares_generator = is_shared
     if parts.capture is not None:
         capture_steps(replicas, parts.capture)
-    if lanes[0].is_async and (advice := slow_optimizer(all_of(replicas[0].optimizers)[0])):
+    advice = None if replicas[0].steps_flat else slow_optimizer(all_of(replicas[0].optimizers)[0])
+    if lanes[0].is_async and advice:
         log.info("%s", advice)
     return replicas
 
 
-def _replica(
-    parts: Parts, module: nn.Module, flat: FlatReplica, lane: Lane, touched: Touched, groups: WindowGroups
-) -> Replica:
+def _optimizers(parts: Parts, module: nn.Module, lane: Lane) -> Optimizers:
     source = parts.model if isinstance(parts.model, nn.Module) else None
     with lane.on(lane.compute):
         optimizers = build_optimizers(parts.optimizer, module, source)
-        if parts.train_step is None and len(optimizers) > 1:
-            raise OptionError(several_optimizers(len(optimizers)))
-        if parts.train_step is None:
-            check_closure(all_of(optimizers)[0])
+    if parts.train_step is None and len(optimizers) > 1:
+        raise OptionError(several_optimizers(len(optimizers)))
+    if parts.train_step is None:
+        check_closure(all_of(optimizers)[0])
+    return optimizers
+
+
+def _arrange(
+    module: nn.Module, flats: Sequence[FlatReplica], lanes: Sequence[Lane], optimizer: Optimizer
+) -> None:
+    """Let each parameter group lie in one piece, where the optimizer steps flat memory.
+
+    By the groups of the first rank: all replicas have one layout.
+    """
+    if len(optimizer.param_groups) == 1 or obstacle(optimizer, module, flats[0]) is not None:
+        return
+    keys = group_keys(optimizer, flats[0])
+    for flat, lane in zip(flats, lanes, strict=True):
+        with lane.on(lane.compute):
+            flat.arrange(keys)
+
+
+def _replica(
+    parts: Parts,
+    module: nn.Module,
+    flat: FlatReplica,
+    lane: Lane,
+    optimizers: Optimizers,
+    touched: Touched,
+    groups: WindowGroups,
+) -> Replica:
+    with lane.on(lane.compute):
         rate = LearningRate(all_of(optimizers), *parts.schedule)
         width = parts.sizes.widths[flat.rank]
         rest = rate, lane, parts.precision, parts.max_grad_norm, width

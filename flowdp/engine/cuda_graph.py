@@ -142,7 +142,7 @@ class CudaGraphs:
             yield
         finally:
             for place, value in zip(places, kept, strict=True):
-                place.copy_(value)
+                place.data.copy_(value)  # and no version tells of it: no gradient was touched
             for parameter, gradient in zip(replica.trained, before, strict=True):
                 parameter.grad = gradient
             if random is not None:
@@ -245,7 +245,7 @@ class CudaStepGraph:
             for parameter, gradient, value in zip(trained, before, kept, strict=True):
                 parameter.grad = gradient
                 if gradient is not None and value is not None:
-                    gradient.copy_(value)
+                    gradient.data.copy_(value)  # see `_rehearsing`
             for buffer, value in zip(buffers, kept_buffers, strict=True):
                 buffer.copy_(value)
 

@@ -8,7 +8,7 @@ counts for that; the weights are averaged with the gradients, which are divided 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,7 +20,7 @@ from flowdp.data.portion import Portion
 from flowdp.data.trees import tensors_of
 from flowdp.device.compiled import as_written
 from flowdp.device.draws import OwnDraws
-from flowdp.device.gradients import FlatGradients, Touched
+from flowdp.device.gradients import SharedGradients, Touched
 from flowdp.device.streams import QUIET
 from flowdp.engine.captured import Computed, Factors
 from flowdp.engine.context import CurrentWorker
@@ -55,8 +55,10 @@ class ExactReplica(Replica):
         replica: As of `Replica`.
 
     Raises:
-        OptionError: See `FlatGradients`.
+        OptionError: See `SharedGradients`.
     """
+
+    gradients: SharedGradients
 
     def __init__(
         self,
@@ -67,6 +69,7 @@ class ExactReplica(Replica):
         checks: bool,
         *replica: Any,
     ) -> None:
+        self._touched = touched
         super().__init__(*replica)
         self._seed = seed if self.device.type == "cpu" else None  # a card has a generator of its own
         self._checks = checks
@@ -77,7 +80,7 @@ class ExactReplica(Replica):
         self.meets = bool(self._norms)
         # What ran out of memory on one rank cannot be done again without the others.
         self.can_repeat = not self.meets
-        self.gradients = self.averaged = FlatGradients(self.flat, self.module, touched)
+        self.averaged = self.gradients
         # An overflow of a scaled loss is the scaler's: it finds it in the mean, and leaves the step out.
         self.watched = self.gradients if self._scaler is None else None
         self._size = size
@@ -153,22 +156,19 @@ class ExactReplica(Replica):
         Streams:
             As `Replica.step`.
         """
-        self.gradients.settle([member for member in outcome.members if outcome.samples[member]])
+        touched = self.gradients.settle([member for member in outcome.members if outcome.samples[member]])
         if self.turn is None:
-            self._step_together()
+            self._step_together(touched)
         else:
-            self.turn.launch_step(self._step_together)
+            self.turn.launch_step(lambda: self._step_together(touched))
 
-    def _step_together(self) -> None:
-        if self._scaler is not None:
-            self._scaler.unscale_(self._optimizer)
-        if self._max_grad_norm is not None:
-            self._grad_norms.append(self.gradients.clip(self._max_grad_norm))
-        if self._scaler is None:
-            self._optimizer.step()
+    def _step_together(self, touched: Sequence[bool]) -> None:
+        if self._flat_optimizer is None:
+            self.gradients.show(touched)
+            self._optimize(self._optimizer)
         else:
-            self._scaler.step(self._optimizer)
-            self._scaler.update()
+            self._optimize(self._flat_optimizer.prepare(touched))
+            self._flat_optimizer.finish()
         self.gradients.clear()
 
     def checksum(self) -> Callable[[], int]:
@@ -206,8 +206,8 @@ class ExactReplica(Replica):
         with torch.autocast(self.device.type, dtype=self._autocast):
             return loss(module, batch)
 
-    def _clear(self) -> None:
-        self.gradients.clear()
+    def _open_gradients(self) -> SharedGradients:
+        return SharedGradients(self.flat, self.module, self._touched)
 
     def compute(self, batch: Any, worker: CurrentWorker, factors: Factors) -> Computed:
         """See `Replica.compute`."""

@@ -10,16 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from flowdp.collective.batch_norm import least_part, plain_layers
 from flowdp.data.portion import Portion
 from flowdp.device.draws import NoRedraws, OwnDraws
+from flowdp.device.gradients import FlatGradients
 from flowdp.device.streams import Lane
 from flowdp.device.tensors import FlatReplica, FlatTensors
 from flowdp.engine.adoption import copy_state
 from flowdp.engine.build import Optimizers, all_of
 from flowdp.engine.captured import Captured, Computed, Factors
 from flowdp.engine.context import CurrentWorker, Steps
+from flowdp.engine.flat_optimizer import FlatOptimizer, obstacle
 from flowdp.engine.learning_rate import LearningRate
 from flowdp.errors import DataError
 from flowdp.messages import Outcome, Part
@@ -83,6 +86,9 @@ class Replica:
         captured: Runs forward and backward as recorded graphs; None: they run eagerly.
         turn: Of this rank among those that launch; None where no other rank does.
         draws: The rank's own random numbers; None: it draws from the device's generator.
+        gradients: As flat memory; None where each parameter has its own, or none.
+        may_be_flat: Whether the optimizer may step the flat memory, not parameter by parameter.
+        steps_flat: Whether it does.
         has_state: Whether a forward changes what `mark` notes.
         can_repeat: Whether forward and backward of a step can be done once more.
         shares_generator: Whether other ranks draw from the device's generator, too.
@@ -103,6 +109,8 @@ class Replica:
     captured: Captured | None = None
     turn: RankTurn | None = None
     draws: OwnDraws | None = None
+    gradients: FlatGradients | None = None
+    may_be_flat = True
 
     def __init__(
         self,
@@ -143,6 +151,11 @@ class Replica:
             self._generator = torch.cuda.default_generators[self.device.index]
         self._random: Tensor | None = None  # state of the generator
         self.has_state = self.can_repeat and (self._has_buffers or self._generator is not None)
+        self.steps_flat = self.may_be_flat and obstacle(self._optimizer, module, flat) is None
+        self.gradients = self._open_gradients()
+        self._flat_optimizer: FlatOptimizer | None = None
+        if self.steps_flat and self.gradients is not None:
+            self._flat_optimizer = FlatOptimizer(self._optimizer, flat, self.gradients)
 
     @property
     def uncaptured(self) -> str | None:
@@ -212,14 +225,31 @@ class Replica:
         return self._take_value()
 
     def _update(self, factor: float) -> None:
+        if self._flat_optimizer is None or self.gradients is None:
+            if factor != 1.0:
+                self._rescale(factor)
+            self._optimize(self._optimizer)
+            self._optimizer.zero_grad(set_to_none=True)
+            return
+        touched = self.gradients.collect()
         if factor != 1.0:
             self._rescale(factor)
-        if self._scaler is None:
-            self._clip()
-            self._optimizer.step()
+        self._optimize(self._flat_optimizer.prepare(touched))
+        self._flat_optimizer.finish()
+        self.gradients.clear()
+
+    def _optimize(self, optimizer: Optimizer) -> None:
+        """Clip and step; in "fp16" unless a gradient overflowed, and the scale follows."""
+        scaler = self._scaler
+        if self._max_grad_norm is not None:
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            self._grad_norms.append(self._clip(self._max_grad_norm))
+        if scaler is None:
+            optimizer.step()
         else:
-            self._scaled_step(self._scaler)
-        self._optimizer.zero_grad(set_to_none=True)
+            scaler.step(optimizer)
+            scaler.update()
 
     def take_norms(self) -> Sequence[Tensor]:
         """The 2-norms of the gradients that were clipped since the last call, before that. Shape [] each."""
@@ -261,16 +291,28 @@ class Replica:
         with donor.lane.on(donor.lane.compute), self.lane.on(self.lane.compute):
             for mine, theirs in zip(_tensors(self.module), _tensors(donor.module), strict=True):
                 mine.copy_(theirs)
+            if donor._flat_optimizer is not None:
+                donor._flat_optimizer.publish()
             for own, other in zip(all_of(self.optimizers), all_of(donor.optimizers), strict=True):
                 copy_state(own, other)
+            if self._flat_optimizer is not None:
+                self._flat_optimizer.reload()
             if self._scaler is not None and donor._scaler is not None:
                 self._scaler.load_state_dict(donor._scaler.state_dict())
             self._clear()
         _after(donor.lane, self.lane)
 
+    def _open_gradients(self) -> FlatGradients | None:
+        return FlatGradients(self.flat) if self.steps_flat else None
+
     def _clear(self) -> None:
-        for parameter in self.trained:
-            parameter.grad = None
+        if self.gradients is None:
+            for parameter in self.trained:
+                parameter.grad = None
+            return
+        self.gradients.clear()
+        if self._flat_optimizer is not None:
+            self._flat_optimizer.drop_strays()
 
     def _add_pieces(self, batch: Any, worker: CurrentWorker, share: float) -> None:
         samples, whole = worker.samples, _whole(batch, worker.samples)
@@ -345,7 +387,10 @@ class Replica:
         self._redraws.passed()
 
     def _rescale(self, factor: float) -> None:
-        torch._foreach_mul_([p.grad for p in self.trained if p.grad is not None], factor)
+        if self.gradients is None:
+            torch._foreach_mul_([p.grad for p in self.trained if p.grad is not None], factor)
+        else:
+            self.gradients.scale(factor)
         if self._value is not None:
             self._value = self._value * factor
 
@@ -353,17 +398,10 @@ class Replica:
         value, self._value = self._value, None
         return value
 
-    def _clip(self) -> None:
-        if self._max_grad_norm is not None:
-            self._grad_norms.append(nn.utils.clip_grad_norm_(self.trained, self._max_grad_norm))
-
-    def _scaled_step(self, scaler: torch.amp.GradScaler) -> None:
-        """Step, unless a gradient overflowed; the scale follows."""
-        if self._max_grad_norm is not None:
-            scaler.unscale_(self._optimizer)
-            self._clip()
-        scaler.step(self._optimizer)
-        scaler.update()
+    def _clip(self, max_norm: float) -> Tensor:
+        if self.gradients is None:
+            return nn.utils.clip_grad_norm_(self.trained, max_norm)
+        return self.gradients.clip(max_norm)
 
     def _check_first(self) -> None:
         """Check once what would otherwise be wrong without an error."""
@@ -373,7 +411,11 @@ class Replica:
 
     def _check_gradients(self) -> None:
         """A loss that was computed on another model, the user's own, would train nothing."""
-        if all(parameter.grad is None for parameter in self.trained):
+        if self.gradients is None:
+            is_touched = any(parameter.grad is not None for parameter in self.trained)
+        else:
+            is_touched = self.gradients.is_touched
+        if not is_touched:
             raise ValueError(NOT_OURS)
 
     def _unpack(self, result: object, worker: CurrentWorker) -> Tensor:

@@ -34,6 +34,7 @@ class OwnStepReplica(Replica):
     """
 
     can_repeat = False
+    may_be_flat = False
 
     def __init__(self, train_step: TrainStep, *replica: Any) -> None:
         module, flat, optimizers, *rest = replica

@@ -9,7 +9,7 @@ from torch import nn
 from flowdp.collective import base, local
 from flowdp.collective.base import Averaging
 from flowdp.collective.local import LocalMean, MemoryMean
-from flowdp.device.gradients import FlatGradients, Touched
+from flowdp.device.gradients import SharedGradients, Touched
 from flowdp.device.tensors import Flat, FlatReplica
 from flowdp.errors import CollectiveAborted, OptionError
 from flowdp.messages import Arrival, Outcome
@@ -142,7 +142,7 @@ def test_gradients_that_are_not_numbers_and_give_nothing_are_left_out():
     world = World(3)
     world.mean = LocalMean(
         [
-            FlatGradients(flat, module, touched)
+            SharedGradients(flat, module, touched)
             for flat, module in zip(world.replicas, world.modules, strict=True)
         ],
         lambda rank: world.gate.finish(rank),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.collective.local import LocalMean
-from flowdp.device.gradients import FlatGradients, Touched
+from flowdp.device.gradients import SharedGradients, Touched
 from flowdp.device.tensors import FlatReplica
 from flowdp.errors import OptionError
 from flowdp.messages import Outcome
@@ -36,13 +36,13 @@ class Zoo(nn.Module):
         return (h * self.turn).abs().sum() + self.tied.sum().float()
 
 
-def open_all(count: int = 1) -> tuple[list[nn.Module], list[FlatGradients]]:
+def open_all(count: int = 1) -> tuple[list[nn.Module], list[SharedGradients]]:
     torch.manual_seed(0)
     modules: list[nn.Module] = [Zoo()]
     modules += [copy.deepcopy(modules[0]) for _ in range(count - 1)]
     touched = Touched(count)
     return modules, [
-        FlatGradients(FlatReplica(module, rank), module, touched) for rank, module in enumerate(modules)
+        SharedGradients(FlatReplica(module, rank), module, touched) for rank, module in enumerate(modules)
     ]
 
 
@@ -54,7 +54,7 @@ def data(seed: int) -> Tensor:
     return torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(seed))
 
 
-def meet(all_of: Sequence[FlatGradients], samples: Sequence[int]) -> None:
+def meet(all_of: Sequence[SharedGradients], samples: Sequence[int]) -> None:
     members = tuple(range(len(all_of)))
     mean = LocalMean(all_of, lambda rank: None)
     for rank in members:
@@ -64,7 +64,7 @@ def meet(all_of: Sequence[FlatGradients], samples: Sequence[int]) -> None:
     for rank in members:
         mean.average(rank, outcome)
     for gradients in all_of:
-        gradients.settle(members)
+        gradients.show(gradients.settle(members))
 
 
 def test_backward_adds_up_in_the_flat_memory() -> None:
@@ -75,7 +75,7 @@ def test_backward_adds_up_in_the_flat_memory() -> None:
         module(data(seed)).backward()
         plain(data(seed)).backward()
     gradients.gather()
-    gradients.settle([0])
+    gradients.show(gradients.settle([0]))
     for mine, theirs in zip(trained(module), trained(plain), strict=True):
         if theirs.grad is None:
             assert mine.grad is None
@@ -157,7 +157,7 @@ def test_a_gradient_that_somebody_took_away(how: str) -> None:
     gradients.gather()
     memory = next(flat.memory for flat in gradients.flats if flat.memory.dtype == torch.float64)
     assert set(memory.unique().tolist()) == ({0.0, 5.0} if how == "replaced" else {0.0})
-    gradients.settle([0])
+    gradients.show(gradients.settle([0]))
     assert (bias.grad is None) == (how == "set to none")
     gradients.clear()
     bias.sum().backward()
@@ -203,7 +203,7 @@ def test_second_objects_over_one_memory_are_refused() -> None:
     module.one = nn.Parameter(torch.ones(3))
     module.other = nn.Parameter(module.one.data)
     with pytest.raises(OptionError, match="'other' on rank 0 is a second object over the memory of another"):
-        FlatGradients(FlatReplica(module), module, Touched(1))
+        SharedGradients(FlatReplica(module), module, Touched(1))
 
 
 def test_what_is_trained_are_the_gradients() -> None:

@@ -324,3 +324,54 @@ def test_the_total_and_the_largest_are_of_the_parameters():
     ).detach()
     assert float(replica.total()) == pytest.approx(float(every.sum()), rel=1e-2)
     assert float(replica.largest()) == pytest.approx(float(every.abs().max()))
+
+
+class Halves(nn.Module):
+    """Parameters of two kinds by turns, some of another dtype, one of them tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = nn.ParameterList(torch.randn(3, n + 1) for n in range(3))
+        self.biases = nn.ParameterList(torch.randn(n + 1) for n in range(3))
+        self.wide = nn.Parameter(torch.randn(5, dtype=torch.float64))
+        self.narrow = nn.Parameter(torch.randn(4, dtype=torch.float64))
+        self.tied = self.weights[1]
+        self.twin = nn.Parameter(self.wide.data)  # another object over the same memory
+        self.register_buffer("count", torch.ones(2))
+
+
+def test_parameters_can_be_laid_out_by_groups():
+    module = Halves()
+    replica = FlatReplica(module)
+    before, parameters = state(module), list(module.parameters())
+    module.biases[2].data = module.biases[2].data.clone()  # kept elsewhere, as a chunk of cuDNN's is
+    elsewhere = module.biases[2].data_ptr()
+    keys = {id(one): 1 for one in (module.weights[0], module.weights[2], module.wide)}
+    replica.arrange([keys.get(id(one), 0) for one, _ in replica.parameters()])
+    assert_same(state(module), before)
+    assert all(one is other for one, other in zip(module.parameters(), parameters, strict=True))
+    order = [module.narrow, module.wide, module.tied, *module.biases, module.weights[0], module.weights[2]]
+    assert [id(one) for one, _ in replica.parameters()] == [id(one) for one in order]
+    flat = flat_of(replica, torch.float32)
+    starts = [view.data_ptr() for one, view in replica.parameters() if one.dtype == torch.float32]
+    assert starts == sorted(starts)
+    assert starts[0] == flat.memory.data_ptr()
+    assert starts[-1] < flat.memory[flat.split :].data_ptr() == module.count.data_ptr()
+    assert module.biases[2].data_ptr() == elsewhere
+    assert module.twin.data_ptr() == module.wide.data_ptr()
+    for memory in replica.memories:
+        memory.zero_()
+    replica.gather()
+    replica.scatter()
+    assert [name for name, tensor in module.state_dict().items() if tensor.any()] == ["biases.2"]
+
+
+def test_replicas_that_are_laid_out_alike_are_alike():
+    one, other = FlatReplica(Halves(), 0), FlatReplica(Halves(), 1)
+    keys = [at % 3 for at, _ in enumerate(one.parameters())]
+    one.arrange(keys)
+    with pytest.raises(OptionError, match="another order"):
+        one.check_like(other)
+    other.arrange(keys)
+    one.check_like(other)

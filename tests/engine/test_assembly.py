@@ -115,3 +115,50 @@ def test_an_optimizer_factory_reads_the_marks_on_parameters(devices: int) -> Non
     for replica in build_replicas(parts(model=model, optimizer=by_mark, devices=devices), [CPU] * devices):
         [optimizer] = replica.optimizers
         assert [group["lr"] for group in optimizer.param_groups] == [0.0, 1.0]
+
+
+class Alternating(nn.Module):
+    """Weights and biases by turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+def by_kind(model: nn.Module) -> torch.optim.Optimizer:
+    decay = {one for one in model.parameters() if one.dim() > 1}  # in another order in each process
+    rest = [one for one in model.parameters() if one.dim() == 1]
+    return torch.optim.AdamW([{"params": list(decay)}, {"params": rest, "weight_decay": 0.0}])
+
+
+@pytest.mark.parametrize("policy", ["cadence", "exact"])
+def test_each_parameter_group_lies_in_one_piece_on_every_rank(policy: str) -> None:
+    made = build_replicas(parts(policy, model=Alternating, optimizer=by_kind), [CPU, CPU])
+    made[0].flat.check_like(made[1].flat)
+    for replica in made:
+        assert replica.steps_flat
+        assert [one.dim() for one, _ in replica.flat.parameters()] == [2, 2, 1, 1]
+    for name, tensor in made[0].module.state_dict().items():
+        assert torch.equal(tensor, made[1].module.state_dict()[name])
+
+
+def test_a_step_of_the_users_own_finds_parameters_where_they_were_and_gradients_as_torch_has_them() -> None:
+    options: dict[str, Any] = {"loss": None, "train_step": lambda *_: None}
+    for replica in build_replicas(parts(model=Alternating, optimizer=by_kind, **options), [CPU, CPU]):
+        assert not replica.steps_flat
+        assert replica.gradients is None
+        assert [one.dim() for one, _ in replica.flat.parameters()] == [2, 1, 2, 1]
+        assert all(one.grad is None for one in replica.module.parameters())
+
+
+def test_an_optimizer_of_another_kind_keeps_its_parameters() -> None:
+    def adafactor(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(params)
+
+    [replica] = build_replicas(parts(devices=1, optimizer=adafactor), [CPU])
+    assert not replica.steps_flat
+    assert replica.module.weight.grad is None

@@ -178,6 +178,30 @@ def test_a_restored_rank_goes_on_bit_for_bit(tmp_path: Path, name: str, dtype: t
     assert bits(capture(other, shared=True)()) == bits(capture(original, shared=True)())
 
 
+@pytest.mark.parametrize("name", ["sgd momentum", "nadam, groups"])
+@pytest.mark.parametrize("flat_first", [True, False])
+def test_a_checkpoint_passes_between_flat_memory_and_parameters(
+    tmp_path: Path, name: str, flat_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit; a fused kernel on the CPU may compute the last elements of a tensor otherwise."""
+
+    def made(is_flat: bool, seed: int) -> Replica:
+        monkeypatch.setattr(Replica, "may_be_flat", is_flat)
+        replica = make(OPTIMIZERS[name], seed=seed)
+        assert replica.steps_flat is is_flat
+        return replica
+
+    first, second, straight = made(flat_first, 0), made(not flat_first, 1), made(flat_first, 0)
+    train(first, 0, 3)
+    resume(second, through_a_file(tmp_path, [capture(first, shared=True)()]))
+    assert bits(capture(second, shared=True)()) == bits(capture(first, shared=True)())
+    train(second, 3, 6)
+    resume(first, through_a_file(tmp_path, [capture(second, shared=True)()]))
+    train(first, 6, 8)
+    train(straight, 0, 8)
+    assert bits(capture(first, shared=True)()) == bits(capture(straight, shared=True)())
+
+
 def test_a_tensor_in_a_group_stays_the_one_that_is_read() -> None:
     def optimizer(p: list[nn.Parameter]) -> Optimizer:
         return SGD([{"params": p, "pull": torch.rand(())}], 0.1)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import flowdp
 from flowdp import StepError, current_worker
-from flowdp.device.gradients import FlatGradients, Touched
+from flowdp.device.gradients import SharedGradients, Touched
 from flowdp.device.streams import CudaLane, HostLane
 from flowdp.device.tensors import FlatReplica
 from flowdp.engine.context import CurrentWorker
@@ -76,7 +76,7 @@ def test_large_numbers_are_numbers(finite: Finite, name: str, large: float) -> N
 
 def test_of_gradients_the_gradients_count() -> None:
     module = nn.Linear(3, 2)
-    gradients, finite = FlatGradients(FlatReplica(module), module, Touched(1)), Finite(HostLane(CPU))
+    gradients, finite = SharedGradients(FlatReplica(module), module, Touched(1)), Finite(HostLane(CPU))
     module.weight.data.fill_(math.nan)
     gradients.gather()
     assert finite(gradients)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -66,7 +66,8 @@ def test_a_step_is_that_of_plain_torch() -> None:
         plain.zero_grad()
         assert step(mine)[0] == loss.item()
     assert torch.equal(module.weight, twin.weight)
-    assert module.weight.grad is None
+    assert module.weight.grad is not None
+    assert not module.weight.grad.any()
 
 
 @pytest.mark.parametrize(
@@ -211,6 +212,74 @@ def test_without_buffers_there_is_nothing_to_note() -> None:
     assert replica(module=nn.BatchNorm1d(2)).has_state
 
 
+# ---------------------------------------------------------------- one flat parameter
+class TwoHeads(nn.Module):
+    """A trunk and two heads, of which a batch may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 16)
+        self.heads = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+
+
+def heads(model: nn.Module, batch: tuple[Tensor, Sequence[int]]) -> Tensor:
+    hidden = torch.relu(model.trunk(batch[0]))  # type: ignore[operator]
+    losses = [model.heads[at](hidden).square().mean() for at in batch[1]]  # type: ignore[index]
+    return torch.stack(losses).sum()
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.05])
+@pytest.mark.parametrize("precision", ["32", "fp16"])
+def test_a_head_that_a_batch_leaves_out_is_not_stepped(max_grad_norm: float | None, precision: str) -> None:
+    torch.manual_seed(0)
+    module, twin = TwoHeads(), TwoHeads()
+    twin.load_state_dict(module.state_dict())
+    made, plain = (torch.optim.AdamW(one.parameters(), 0.1, fused=True) for one in (module, twin))
+    mine = Replica(
+        module,
+        FlatReplica(module),
+        [made],
+        heads,
+        LearningRate([made]),
+        HostLane(CPU),
+        precision,  # type: ignore[arg-type]
+        max_grad_norm,
+    )
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+    worker = CurrentWorker(0, CPU, module, samples=3, sink=lambda *_: None)
+    for number in range(12):
+        batch = torch.randn(3, 4), ([0, 1], [0], [1])[number % 3]
+        mine.add(batch, worker)
+        mine.step()
+        with torch.autocast("cpu", torch.float16, enabled=precision == "fp16"):
+            loss = heads(twin, batch)
+        scaler.scale(loss).backward()
+        if max_grad_norm is not None:
+            scaler.unscale_(plain)
+            nn.utils.clip_grad_norm_(twin.parameters(), max_grad_norm)
+        scaler.step(plain)
+        scaler.update()
+        plain.zero_grad()
+    assert mine.steps_flat
+    for one, other in zip(module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    for key, state in plain.state_dict()["state"].items():
+        assert made.state_dict()["state"][key]["step"] == state["step"]
+
+
+def test_what_is_undone_has_touched_nothing() -> None:
+    module = TwoHeads()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, weight_decay=0.5)
+    mine = Replica(module, FlatReplica(module), [optimizer], heads, LearningRate([optimizer]), HostLane(CPU))
+    worker = CurrentWorker(0, CPU, module, samples=3, sink=lambda *_: None)
+    before = module.heads[1].weight.detach().clone()  # type: ignore[union-attr, operator]
+    mine.add((torch.ones(3, 4), [0, 1]), worker)
+    mine.undo()
+    mine.add((torch.ones(3, 4), [0]), worker)
+    mine.step()
+    assert torch.equal(module.heads[1].weight, before)  # type: ignore[arg-type]
+
+
 # ---------------------------------------------------------------- adoption
 def adam(seed: int, steps: int, lane: Any = None, **options: Any) -> Replica:
     torch.manual_seed(seed)
@@ -231,7 +300,9 @@ def test_one_that_adopts_steps_as_its_donor() -> None:
     step(mine)
     mine.add(BATCH, CurrentWorker(0, CPU, mine.module, samples=2, sink=lambda *_: None))
     mine.adopt(donor)
-    assert all(parameter.grad is None for parameter in mine.module.parameters())
+    assert mine.gradients is not None
+    assert not mine.gradients.is_touched
+    assert mine.gradients.norm() == 0
     [own], [other] = mine.optimizers, donor.optimizers
     assert own.param_groups[0]["lr"] == 0.2
     own.param_groups[0]["lr"] = other.param_groups[0]["lr"]

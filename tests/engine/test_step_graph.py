@@ -196,7 +196,7 @@ def test_ranks_of_one_architecture_share_a_graph_and_others_do_not() -> None:
     assert one._traced is same._traced
     assert one._traced is not other._traced
     same.run([X], ONE, None)
-    assert ranks[0].gradients() == [None, None]
+    assert not any(gradient.any() for gradient in ranks[0].gradients())
     assert None not in map(type, ranks[1].gradients())
 
 
