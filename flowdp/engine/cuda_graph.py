@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from flowdp.data.trees import tree_map
 from flowdp.device.draws import DrawsNoted
-from flowdp.device.gradients import FlatGradients
 from flowdp.device.graphs import Graph, GraphPool
 from flowdp.device.streams import CudaLane
 from flowdp.engine.captured import Computed, Factors, NotCaptured, Trial, watching
@@ -127,7 +126,7 @@ class CudaGraphs:
         But for a generator that other ranks draw from: they would draw the same numbers again.
         """
         replica, own = self._replica, self._gradients
-        is_flat = isinstance(getattr(replica, "gradients", None), FlatGradients)
+        is_flat = replica.gradients is not None
         before = [parameter.grad for parameter in replica.trained]
         for parameter in replica.trained:
             if parameter not in own:
