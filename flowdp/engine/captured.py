@@ -232,6 +232,7 @@ class Captured:
 
     Attributes:
         ended: Why the steps run eagerly from now on; None: they are captured, or will be.
+        is_running: Whether the last micro-batch was run by a graph.
 
     Threads:
         The rank's worker. `ended`: any.
@@ -246,6 +247,7 @@ class Captured:
         tell: Callable[[str], None],
     ) -> None:
         self.ended: str | None = None
+        self.is_running = False
         self._replica = replica
         self._plan = CapturePlan(options.graphs, options.compare_every)
         self._modules = modules
@@ -256,7 +258,12 @@ class Captured:
         self._recorder: Recorder | None = None
 
     def run(self, batch: Any, worker: CurrentWorker, factors: Factors) -> Computed | None:
-        """Forward and backward of a micro-batch; None: nothing was done, and it is to be done eagerly."""
+        """Forward and backward of a micro-batch; None: nothing was done, and it is to be done eagerly.
+
+        Raises:
+            Exception: As of an eager one, with a note; its type may be another.
+        """
+        self.is_running = False
         if self.ended is not None or not self._replica.has_stepped:
             return None
         if self._guards is None:
@@ -286,7 +293,14 @@ class Captured:
         if action == "compare":
             return self._compare(form.graph, batch, tensors, worker, factors)
         draws = self._replica.draws
-        computed = form.graph.run(tensors, factors, None if draws is None else draws.generator)
+        try:
+            computed = form.graph.run(tensors, factors, None if draws is None else draws.generator)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            error.add_note("This step ran as a recorded graph; with capture=False the error names its line.")
+            raise
+        self.is_running = True
         for (name, weight), value in zip(form.graph.records, computed.scalars, strict=True):
             worker.sink(name, value, weight)
         return computed

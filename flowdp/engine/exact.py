@@ -157,10 +157,7 @@ class ExactReplica(Replica):
             As `Replica.step`.
         """
         touched = self.gradients.settle([member for member in outcome.members if outcome.samples[member]])
-        if self.turn is None:
-            self._step_together(touched)
-        else:
-            self.turn.launch_step(lambda: self._step_together(touched))
+        self._launch_step(self._step_together, touched)
 
     def _step_together(self, touched: Sequence[bool]) -> None:
         if self._flat_optimizer is None:

@@ -218,11 +218,15 @@ class Replica:
             As `add`; but optimizers that a gradient scaler has to ask (all not fused) are waited for.
         """
         if self.captured is None or not self.captured.step(factor):
-            if self.turn is None:
-                self._update(factor)
-            else:
-                self.turn.launch_step(self._update, factor)
+            self._launch_step(self._update, factor)
         return self._take_value()
+
+    def _launch_step(self, step: Callable[..., None], *args: Any) -> None:
+        """Step the optimizer, in a turn; a captured rank launches little, and needs none."""
+        if self.turn is None or (self.captured is not None and self.captured.is_running):
+            step(*args)
+        else:
+            self.turn.launch_step(step, *args)
 
     def _update(self, factor: float) -> None:
         if self._flat_optimizer is None or self.gradients is None:
