@@ -163,6 +163,8 @@ class CpuRecorder:
         for name, parameter in replica.module.named_parameters():
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 raise NotCaptured(f"parameter {name!r} has hooks, which a recorded backward does not call")
+            if parameter.requires_grad and not any(parameter is one for one in replica.trained):
+                raise NotCaptured(f"parameter {name!r} was frozen when the run began, and requires grad now")
 
     def _trace(
         self,
@@ -254,10 +256,9 @@ class CpuGraph:
                 parameter.grad = own
 
     def trial(self, leaves: Sequence[Tensor], factors: Factors, generator: torch.Generator | None) -> Trial:
-        """See `StepGraph.trial`: the run gets copies."""
-        own = [one.detach() for one in self._tensors]
-        for place in self._buffers:
-            own[place] = own[place].clone()
+        """See `StepGraph.trial`: the run gets copies, as a forward may write to anything it is given."""
+        own = [one.detach().clone() for one in self._tensors]
+        leaves = [one.clone() for one in leaves]
         before = [parameter.grad for parameter in self._trained]
         after = [None if one is None else one.clone() for one in before]
         for place in self._traced.touched:

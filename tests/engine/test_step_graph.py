@@ -174,6 +174,36 @@ def test_a_trial_changes_nothing() -> None:
     assert not all(torch.equal(one, other) for one, other in zip(trial.buffers, before, strict=False))
 
 
+class Writing(nn.Embedding):
+    """Writes to its weights and its input in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__(7, 6, max_norm=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(3).abs().long().clamp(max=6))
+
+
+def test_a_trial_of_a_forward_that_writes_leaves_parameters_and_batch_alone() -> None:
+    rank = Rank(Writing())
+    weight = rank.replica.module.weight
+    graph, before, batch = rank.record(X), weight.detach().clone(), X.clone()
+    trial = graph.trial([batch], ONE, None)
+    assert torch.equal(weight, before)
+    assert torch.equal(batch, X)
+    assert torch.equal(trial.computed.loss, rank.eager(batch).loss)
+    assert not torch.equal(weight, before)
+
+
+def test_a_parameter_that_has_thawed_is_refused() -> None:
+    model = nn.Linear(6, 2)
+    model.bias.requires_grad_(False)
+    rank = Rank(model)
+    model.bias.requires_grad_(True)
+    with pytest.raises(NotCaptured, match="'bias' was frozen when the run began"):
+        rank.record(X)
+
+
 def test_shares_of_the_loss_are_inputs() -> None:
     rank = Rank(nn.Linear(6, 2))
     graph = rank.record(X)
