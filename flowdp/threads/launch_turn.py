@@ -263,7 +263,18 @@ class RankTurn:
         has_place: It was woken with a place.
     """
 
-    __slots__ = ("_holds", "_outside", "_turn", "ahead_s", "forward", "has_place", "samples", "step", "wake")
+    __slots__ = (
+        "_has_launched",
+        "_holds",
+        "_outside",
+        "_turn",
+        "ahead_s",
+        "forward",
+        "has_place",
+        "samples",
+        "step",
+        "wake",
+    )
 
     def __init__(self, turn: LaunchTurn) -> None:
         self._turn = turn
@@ -274,6 +285,7 @@ class RankTurn:
         self.wake.acquire()
         self.has_place = False
         self._holds = False  # a turn
+        self._has_launched = False  # a forward of the step under way
         # Of the call: time and CPU time without its turn, and the wait to have it back.
         self._outside = (0.0, 0.0, 0.0)
 
@@ -288,6 +300,7 @@ class RankTurn:
         """
         turn, tally = self._turn, self.forward
         tally.count += 1
+        self._has_launched = True
         looks = not tally.count % turn.every
         result = self._launch(tally, turn.limit is not None, looks, compute, *args, **options)
         self.samples += samples
@@ -295,7 +308,10 @@ class RankTurn:
         return result
 
     def launch_step(self, compute: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """Call the optimizer's step, in turn where that pays."""
+        """Call the optimizer's step, in turn where that pays; not behind a forward that was no launch."""
+        if not self._has_launched:
+            return compute(*args, **options)
+        self._has_launched = False
         turn, tally = self._turn, self.step
         tally.count += 1
         has_turn = turn.covers_step and turn.limit is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -120,7 +121,22 @@ def test_without_a_limit_all_are_inside_and_steps_are_where_they_are_not_covered
     turn = LaunchTurn(3, limit=Fixed(3, None))
     run_all(*(lambda rank=rank: rank.launch_forward(1, met.wait, WAIT_S) for rank in turn.ranks))
     turn = LaunchTurn(3, limit=Fixed(3, 1))
+    run_all(*(lambda rank=rank: step_of(rank, met.wait, WAIT_S) for rank in turn.ranks))
+
+
+def step_of(rank: RankTurn, *call: Any) -> None:
+    """A step of which the optimizer makes a call."""
+    rank.launch_forward(1, lambda: None)
+    rank.launch_step(*call)
+
+
+def test_a_step_whose_forward_was_captured_has_no_turn() -> None:
+    met = threading.Barrier(3)
+    turn = LaunchTurn(3, limit=Fixed(3, 1, covers_step=True))
+    for rank in turn.ranks:
+        step_of(rank, lambda: None)
     run_all(*(lambda rank=rank: rank.launch_step(met.wait, WAIT_S) for rank in turn.ranks))
+    assert [rank.step.count for rank in turn.ranks] == [1, 1, 1]
 
 
 def test_a_loss_that_raises_gives_its_turn_back() -> None:
