@@ -247,6 +247,7 @@ class SyncAck:
         checksum: Of the bits of the replica's parameters after the step of the last round, where its outcome
             compares; else None.
         norm: 2-norm of the averaged parameters in the last round; None where the drift is not measured.
+        bad: The device has left the rank out of the last round's mean, which its outcome could not tell.
     """
 
     rank: int
@@ -257,6 +258,7 @@ class SyncAck:
     drift: float | None = None
     checksum: int | None = None
     norm: float | None = None
+    bad: bool = False
 
 
 @dataclass(frozen=True, slots=True)

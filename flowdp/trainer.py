@@ -162,7 +162,8 @@ class Trainer:
             from tensors, is kept in the host's memory for that, all batches between two means at most; a loss
             must leave its batch as it is.
         on_nan: "quarantine": a replica with NaN or infinite numbers is left out of the mean and goes on from
-            the others. "raise": it ends the run.
+            the others. "raise": it ends the run. CUDA devices leave it out themselves, and the host hears of
+            it one round later.
         handle_sigterm: SIGTERM stops the run as `stop()` does; a second one ends the process.
         progress: True for a progress bar (needs tqdm), "auto" for one where there is a terminal or notebook;
             it steps aside for what is printed in a loop over `run.metrics()` or in a callback. False also

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -24,11 +25,13 @@ __all__ = [
     "Averaging",
     "BlockMean",
     "Collective",
+    "Judge",
     "Reading",
     "arithmetic",
     "is_held",
     "relative_drift",
     "shift",
+    "unjudged",
 ]
 
 BLOCK = 1 << 17
@@ -67,6 +70,16 @@ Reading = Callable[[], Averaging]
 """What a mean cost and found, told later: call it when the device has passed the averaging, or it waits."""
 
 
+Judge = Callable[[], Tensor | None]
+"""A look at what a rank brings, enqueued behind its last step. Returns, on the device, whether it holds
+anything that is not finite: then it is left out of the mean there. Bool, shape []. None: it counts for its
+samples, for the host knows all that there is to know."""
+
+
+def unjudged() -> None:
+    """No look: everything counts for its samples."""
+
+
 def is_held(outcome: Outcome) -> bool:
     """Whether a round averages anything: several members, and samples."""
     return len(outcome.members) > 1 and any(outcome.samples)
@@ -76,10 +89,19 @@ class Collective(Protocol):
     """Averages the replicas of a round: by the last arrival, by all members together, or by both.
 
     A round with one member or without samples changes nothing.
+
+    Attributes:
+        masks: What a judge finds on the device is left out there; else the host has to know it at the gate.
     """
 
-    def prepare(self, rank: int) -> None:
+    masks: bool
+
+    def prepare(self, rank: int, judge: Judge = unjudged) -> None:
         """Bring what the module moved into the flat memory, and mark on `compute` that the replica is ready.
+
+        Args:
+            rank: Whose.
+            judge: Called in between.
 
         Raises:
             CollectiveError: The module lost a tensor or changed its shape.
@@ -188,12 +210,16 @@ class BlockMean:
                     theirs = _cut([memories[index] for memories in targets], first, last)
                 blocks += zip(ours, theirs, strict=True)
 
-    def reduce(self, samples: Sequence[int], *, drift: bool) -> Tensor | None:
+    def reduce(
+        self, samples: Sequence[int], *, drift: bool, bad: Sequence[Tensor | None] = ()
+    ) -> Tensor | None:
         """Write the mean of this part.
 
         Args:
             samples: Weight of each member. Shape (members,).
             drift: Whether to sum the squares.
+            bad: Of each member whether its weight is 0 all the same, on any device; it holds zeros then. If
+                all are, the mean is NaN. Empty: of none. Shape (members,).
 
         Returns:
             Over the parameters of this part: the sum of (source - mean)^2 for each member, 0 for one with
@@ -207,7 +233,11 @@ class BlockMean:
         if total <= 0:
             raise ProtocolError("a mean of replicas that trained no samples was asked for")
         givers = [member for member, count in enumerate(samples) if count]
-        shares = [samples[member] / total for member in givers]
+        weights = [samples[member] / total for member in givers]
+        if any(flag is not None for flag in bad):
+            shares: _Shares = _DeviceShares(weights, [bad[member] for member in givers], self._device)
+        else:
+            shares = _Shares(weights)
         squares = self._sums() if drift else None
         for ours, theirs in self._parameters:
             self._mean(ours, theirs, givers, shares, squares)
@@ -232,7 +262,7 @@ class BlockMean:
         sources: Sequence[Tensor],
         targets: Sequence[Tensor],
         givers: Sequence[int],
-        shares: Sequence[float],
+        shares: _Shares,
         squares: Sequence[_Sum] | None,
     ) -> None:
         dtype = arithmetic(sources[0].dtype)
@@ -246,10 +276,11 @@ class BlockMean:
         # the bit, which a sum of products does not promise.
         if mean is not sources[givers[0]]:
             mean.copy_(sources[givers[0]])
-        so_far = shares[0]
-        for giver, share in zip(givers[1:], shares[1:], strict=True):
-            so_far += share
-            mean.lerp_(self._near(dtype, giver, sources), share / so_far)
+        first, *steps = shares.steps(dtype)
+        for giver, step in zip(givers[1:], steps, strict=True):
+            mean.lerp_(self._near(dtype, giver, sources), step)
+        if not steps and isinstance(first, Tensor):
+            mean.mul_(first)  # NaN where the only one is left out
         if squares is not None:
             for giver in givers:
                 away = self._room(dtype, 1, sources[giver])
@@ -261,20 +292,20 @@ class BlockMean:
         self,
         sources: Sequence[Tensor],
         targets: Sequence[Tensor],
-        shares: Sequence[float],
+        shares: _Shares,
         squares: Sequence[_Sum] | None,
     ) -> None:
         """Two replicas lie on opposite sides of their mean, so the distance of one is that of both."""
-        heavy, light = (0, 1) if shares[0] >= shares[1] else (1, 0)
+        heavy, light = (0, 1) if shares.weights[0] >= shares.weights[1] else (1, 0)
         in_place = targets is sources
         mean = sources[heavy] if in_place else targets[0]
-        torch.lerp(sources[heavy], sources[light], shares[light], out=mean)
+        torch.lerp(sources[heavy], sources[light], shares.of_all(mean.dtype)[light], out=mean)
         if squares is not None:
             # The lighter replica is the farther one: its distance loses the fewest digits.
             away = sources[light] if in_place else self._room(mean.dtype, 1, mean)
             square = _square(torch.sub(sources[light], mean, out=away))
             squares[light].add_(square)
-            squares[heavy].add_(square, alpha=(shares[light] / shares[heavy]) ** 2)
+            squares[heavy].add_(square, alpha=(shares.weights[light] / shares.weights[heavy]) ** 2)
             squares[-1].add_(_square(mean))
         _spread(mean, targets)
 
@@ -283,12 +314,17 @@ class BlockMean:
         sources: Sequence[Tensor],
         targets: Sequence[Tensor],
         givers: Sequence[int],
-        shares: Sequence[float],
+        shares: _Shares,
     ) -> None:
         mean = self._room(torch.float64, 0, sources[0])
-        mean.copy_(sources[givers[0]]).mul_(shares[0])
-        for giver, share in zip(givers[1:], shares[1:], strict=True):
-            mean.add_(self._near(torch.float64, giver, sources), alpha=share)
+        first, *others = shares.of_all(torch.float64)
+        mean.copy_(sources[givers[0]]).mul_(first)
+        for giver, share in zip(givers[1:], others, strict=True):
+            source = self._near(torch.float64, giver, sources)
+            if isinstance(share, Tensor):
+                mean.addcmul_(source, share)
+            else:
+                mean.add_(source, alpha=share)
         _spread(mean, targets)
 
     def _maximum(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
@@ -332,6 +368,64 @@ def shift(flat: Flat, mean: Tensor, snapshot: Tensor) -> None:
             ours.copy_(wide.copy_(ours).add_(difference))
         else:
             ours.add_(difference)
+
+
+class _Shares:
+    """What each giver counts for.
+
+    Args:
+        weights: Of the givers, summing to 1.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self.weights = weights
+
+    def of_all(self, dtype: torch.dtype) -> Sequence[float | Tensor]:  # noqa: ARG002 - a number is of any
+        """Each one's share of all."""
+        return self.weights
+
+    def steps(self, dtype: torch.dtype) -> Sequence[float | Tensor]:  # noqa: ARG002
+        """Each one's share of those up to it."""
+        return [
+            weight / so_far for weight, so_far in zip(self.weights, accumulate(self.weights), strict=True)
+        ]
+
+
+class _DeviceShares(_Shares):
+    """The same where the device alone knows which givers count.
+
+    Args:
+        weights: Of the givers, summing to 1 if all count.
+        bad: Whether a giver does not.
+        device: Where the shares are made; nothing is copied from the host.
+    """
+
+    def __init__(self, weights: Sequence[float], bad: Sequence[Tensor | None], device: torch.device) -> None:
+        super().__init__(weights)
+        counting = torch.empty(len(weights), dtype=torch.float64, device=device)
+        for cell, weight, is_bad in zip(counting.unbind(), weights, bad, strict=True):
+            cell.fill_(weight)
+            if is_bad is not None:
+                cell.masked_fill_(is_bad.to(device, non_blocking=True), 0.0)
+        so_far = counting.cumsum(0)
+        self._of_all = counting / so_far[-1]
+        self._steps = counting / so_far
+        self._steps[:-1].nan_to_num_(0.0)  # nobody counts so far
+        self._cast: dict[tuple[torch.dtype, bool], Sequence[Tensor]] = {}
+
+    def of_all(self, dtype: torch.dtype) -> Sequence[float | Tensor]:
+        """See `_Shares.of_all`."""
+        return self._in(dtype, is_step=False)
+
+    def steps(self, dtype: torch.dtype) -> Sequence[float | Tensor]:
+        """See `_Shares.steps`."""
+        return self._in(dtype, is_step=True)
+
+    def _in(self, dtype: torch.dtype, *, is_step: bool) -> Sequence[Tensor]:
+        key = dtype, is_step
+        if key not in self._cast:
+            self._cast[key] = (self._steps if is_step else self._of_all).to(dtype).unbind()
+        return self._cast[key]
 
 
 class _HostSum:

@@ -104,10 +104,19 @@ class Side:
             for tensor, counts in [*summed, (self.tail[:2], False)]
         ]
 
-    def scale(self, weight: float, *, drift: bool) -> None:
-        """What comes before the sum. A weight of 0 leaves the replica out; 0 times NaN would be NaN."""
+    def scale(self, weight: float, *, drift: bool, equal: bool = False, bad: Tensor | None = None) -> None:
+        """What comes before the sum. A weight of 0 leaves the replica out; 0 times NaN would be NaN.
+
+        Args:
+            weight: Of the replica.
+            drift: Whether the square is wanted.
+            equal: All weights that are not 0 are this one: it is left out of the parameters' sum.
+            bad: Whether the replica weighs nothing all the same, and holds zeros; None: it does not.
+        """
         self.tail.zero_()
         self._weight.fill_(weight)
+        if bad is not None:
+            self._weight.masked_fill_(bad, 0.0)
         for carried in self._carried:
             if weight == 0.0 and not carried.counts:
                 carried.work.zero_()
@@ -117,13 +126,27 @@ class Side:
             if carried.counts:
                 continue
             self._add_square(carried, self._square, weight, drift)
-            carried.work.mul_(weight)
+            # A buffer may be as large as its dtype allows, which no sum may be.
+            if not (equal and carried.drifts):
+                carried.work.mul_(weight)
 
-    def divide(self, *, drift: bool) -> None:
-        """What comes behind the sum."""
+    def divide(self, weight: float, *, drift: bool, equal: bool = False) -> None:
+        """What comes behind the sum.
+
+        Args:
+            weight: As for `scale`; of any rank where all are equal.
+            drift: Whether the square is wanted.
+            equal: As for `scale`.
+        """
         for carried in self._carried:
             if not carried.counts:
-                carried.work.div_(carried.weight.copy_(self._weight))
+                carried.weight.copy_(self._weight)
+                if equal and carried.drifts:
+                    carried.weight.div_(weight)  # how many there are
+                if carried.is_staged and not (drift and carried.drifts):
+                    torch.div(carried.work, carried.weight, out=carried.memory)
+                    continue
+                carried.work.div_(carried.weight)
                 self._add_square(carried, self._mean_square, 1.0, drift)
             if carried.is_staged:
                 carried.memory.copy_(carried.work)
@@ -165,14 +188,24 @@ def _parts(flat: Flat) -> Iterator[_Carried]:
 
 
 def sum_replicas(
-    nccl: Any, comms: Sequence[Any], sides: Sequence[Side], samples: Sequence[int], *, drift: bool
+    nccl: Any,
+    comms: Sequence[Any],
+    sides: Sequence[Side],
+    samples: Sequence[int],
+    *,
+    drift: bool,
+    bad: Sequence[Tensor | None] = (),
 ) -> None:
-    """Enqueue one mean over all ranks. When NCCL refuses, what is carried in place is scaled already."""
+    """Enqueue one mean over all ranks. When NCCL refuses, what is carried in place is scaled already.
+
+    Equal samples need one pass over the parameters, behind the sum; others one more before it.
+    """
     # Divided by a power of two: the weights, and so their sum, stay exact.
     bits = sum(samples).bit_length()
-    for side, count in zip(sides, samples, strict=True):
+    equal = len(set(samples).difference({0})) == 1
+    for rank, (side, count) in enumerate(zip(sides, samples, strict=True)):
         with side.lane.on(side.lane.comm):
-            side.scale(ldexp(count, -bits), drift=drift)
+            side.scale(ldexp(count, -bits), drift=drift, equal=equal, bad=bad[rank] if bad else None)
     nccl.groupStart()
     try:
         for comm, side in zip(comms, sides, strict=True):
@@ -182,7 +215,7 @@ def sum_replicas(
         nccl.groupEnd()
     for side in sides:
         with side.lane.on(side.lane.comm):
-            side.divide(drift=drift)
+            side.divide(ldexp(max(samples), -bits), drift=drift, equal=equal)
 
 
 class Opening:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from flowdp.collective.base import NOTHING, Averaging, Reading, is_held
+from flowdp.collective.base import NOTHING, Averaging, Judge, Reading, is_held, unjudged
 from flowdp.collective.local import MemoryMean
 from flowdp.collective.streamed import ROUNDS
 from flowdp.device.streams import QUIET, Event, Lane
@@ -45,6 +45,8 @@ class HostMean:
         OptionError: The replicas differ in structure.
     """
 
+    masks = False
+
     def __init__(
         self, replicas: Sequence[FlatTensors], lanes: Sequence[Lane], meet: Callable[[int], None]
     ) -> None:
@@ -60,10 +62,11 @@ class HostMean:
         self._copies = [[_Copies(lane) for _ in range(ROUNDS)] for lane in lanes]
         self._rounds = [0] * len(replicas)  # prepared, of each rank
 
-    def prepare(self, rank: int) -> None:
+    def prepare(self, rank: int, judge: Judge = unjudged) -> None:
         """See `Collective.prepare`. The host waits until the copy is down."""
         replica, lane = self._replicas[rank], self._lanes[rank]
         replica.gather()
+        judge()
         if not lane.is_async:
             return
         memories = self._memories[rank]

@@ -20,7 +20,16 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from flowdp.collective.base import NOTHING, Averaging, BlockMean, Reading, is_held, relative_drift
+from flowdp.collective.base import (
+    NOTHING,
+    Averaging,
+    BlockMean,
+    Judge,
+    Reading,
+    is_held,
+    relative_drift,
+    unjudged,
+)
 from flowdp.collective.streamed import StreamedMean
 from flowdp.device.streams import Lane
 from flowdp.device.tensors import Flat, FlatTensors
@@ -112,15 +121,18 @@ class LocalMean:
         OptionError: The replicas differ in structure.
     """
 
+    masks = False
+
     def __init__(self, replicas: Sequence[FlatTensors], meet: Callable[[int], None]) -> None:
         for replica in replicas:
             replica.check_like(replicas[0])
         self._replicas = tuple(replicas)
         self._mean = MemoryMean(replicas[0].flats, [replica.memories for replica in replicas], meet)
 
-    def prepare(self, rank: int) -> None:
+    def prepare(self, rank: int, judge: Judge = unjudged) -> None:
         """See `Collective.prepare`."""
         self._replicas[rank].gather()
+        judge()
 
     def launch(self, outcome: Outcome) -> None:
         """Reduce a small model; see `Collective.launch`."""
@@ -174,6 +186,7 @@ class DeviceMean(StreamedMean):
             self._plan = members, {}
         means = self._plan[1]
         samples = [outcome.samples[member] for member in members]
+        bad = [self._bad[member] for member in members]
         rows = {}
         for part, worker in enumerate(workers):
             with ExitStack() as stack:
@@ -184,7 +197,7 @@ class DeviceMean(StreamedMean):
                 stack.enter_context(self._lanes[worker].on(self._lanes[worker].comm))
                 if worker not in means:
                     means[worker] = self._mean_of(members, worker, part, len(workers))
-                squares = means[worker].reduce(samples, drift=outcome.drift)
+                squares = means[worker].reduce(samples, drift=outcome.drift, bad=bad)
             if squares is not None:
                 rows[worker] = squares
         return rows

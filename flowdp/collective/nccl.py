@@ -4,9 +4,11 @@ A kernel of NCCL spins until its peers run too. So nothing that may wait for the
 first and the last of them: the last arrival at the gate launches them all in one group, while the workers
 stand in the gate and nobody else allocates or pins (`QUIET`).
 
-Each rank scales its replica by its samples, the group sums, and each divides by the summed weight, which
-rides along in a tail of its own. Not NCCL's own mean: that knows no weights, rounds 1 / n to the tensor's
-dtype, and loses the reduction inside the switch. Only here is cupy imported, which calls NCCL, at first use.
+Each rank scales its replica by its samples where these differ, the group sums, and each divides by the
+summed weight, which rides along in a tail of its own. So a rank that its device finds not to be finite leaves
+itself out, and all hear of it in that sum. Not NCCL's own mean: that knows no weights, rounds 1 / n to the
+tensor's dtype, and loses the reduction inside the switch. Only here is cupy imported, which calls NCCL, at
+first use.
 
 A communicator knows no fewer ranks than it was made for. When ranks have left, the next launch makes new ones
 for the others, while these stand in the gate.
@@ -19,7 +21,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from math import sqrt
+from math import nan, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -271,7 +273,8 @@ class NcclMean(StreamedMean):
         ):
             sides = [self._sides[member] for member in workers]
             samples = [outcome.samples[member] for member in workers]
-            sum_replicas(self._nccl, comms, sides, samples, drift=outcome.drift)
+            bad = [self._bad[member] for member in workers]
+            sum_replicas(self._nccl, comms, sides, samples, drift=outcome.drift, bad=bad)
         # One row for all: they hold the same bits, and one copy to the host is enough.
         return {workers[0]: self._sides[workers[0]].tail} if outcome.drift else {}
 
@@ -285,5 +288,7 @@ class NcclMean(StreamedMean):
         rows: Sequence[Sequence[float]],
     ) -> tuple[float, float]:
         weight, square, mean_square = rows[0]
+        if weight == 0.0:
+            return nan, nan
         away = square / weight - mean_square
         return relative_drift(0.0 if away < 0.0 else away, mean_square), sqrt(mean_square)

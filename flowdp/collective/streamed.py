@@ -2,7 +2,7 @@
 
 One round, per rank::
 
-    compute   ... step | gather | ready            (waits done) | scatter | step ...
+    compute   ... step | gather | judge | ready    (waits done) | scatter | step ...
     comm      (waits every member's ready) | start | arithmetic | done | drift to the host | told
     host      prepare, gate, launch by the last arrival, average      ...rounds later: the reading
 
@@ -17,7 +17,7 @@ from contextlib import ExitStack
 
 from torch import Tensor, float64
 
-from flowdp.collective.base import NOTHING, Averaging, Reading, is_held
+from flowdp.collective.base import NOTHING, Averaging, Judge, Reading, is_held, unjudged
 from flowdp.device.streams import QUIET, Event, Lane
 from flowdp.device.tensors import FlatTensors
 from flowdp.errors import OptionError, ProtocolError
@@ -55,6 +55,8 @@ class StreamedMean(ABC):
         OptionError: The replicas differ in structure, or a rank trains on the CPU.
     """
 
+    masks = True
+
     def __init__(self, replicas: Sequence[FlatTensors], lanes: Sequence[Lane], width: int) -> None:
         for replica, lane in zip(replicas, lanes, strict=True):
             replica.check_like(replicas[0])
@@ -66,6 +68,7 @@ class StreamedMean(ABC):
         self._replicas = tuple(replicas)
         self._lanes = tuple(lanes)
         self._ready = [lane.event() for lane in lanes]
+        self._bad: list[Tensor | None] = [None] * len(lanes)  # what the judge of each rank has found
         with QUIET:
             pinned = [lane.pinned((ROUNDS, width), float64).unbind() for lane in lanes]
         self._slots = [_Slot(lanes, rows) for rows in zip(*pinned, strict=True)]
@@ -73,9 +76,17 @@ class StreamedMean(ABC):
         # Of the last launch. Every member reads it between two gates, and none launches meanwhile.
         self._slot = self._slots[0]
 
-    def prepare(self, rank: int) -> None:
-        """See `Collective.prepare`."""
+    def prepare(self, rank: int, judge: Judge = unjudged) -> None:
+        """See `Collective.prepare`.
+
+        A replica that does not count is written over with zeros, as NaN times 0 is NaN; the mean comes there.
+        """
         self._replicas[rank].gather()
+        bad = self._bad[rank] = judge()
+        if bad is not None and len(self._lanes) > 1:
+            for flat in self._replicas[rank].flats:
+                if not flat.counts:
+                    flat.memory.masked_fill_(bad, 0.0)
         self._ready[rank].record(self._lanes[rank].compute)
 
     def launch(self, outcome: Outcome) -> None:
@@ -148,7 +159,10 @@ class StreamedMean(ABC):
 
     @abstractmethod
     def _drift(self, rank: int, outcome: Outcome, rows: Sequence[Sequence[float]]) -> tuple[float, float]:
-        """The drift of a rank and the norm of the mean, from what the workers have reported, in order."""
+        """The drift of a rank and the norm of the mean, from what the workers have reported, in order.
+
+        NaN where no member counted.
+        """
 
     def _read(self, rank: int, outcome: Outcome, slot: _Slot, writers: Sequence[int]) -> Averaging:
         if slot.outcome is not outcome:

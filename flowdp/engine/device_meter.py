@@ -40,19 +40,41 @@ def open_meter(lane: Lane) -> Meter:
 class _Page:
     """Numbers of one order, on the device and, behind it, on the host.
 
-    Losses and norms of gradients fill it from the front, sums of scalars from the back.
+    Losses fill it from the front, one behind the other; all else from the back.
+
+    Attributes:
+        losses: Samples, step, round, and whether a weight was kept before it.
+        weights: Samples and cell.
+        norms: Cells.
+        scalars: Name -> cell, sum of weights.
+        others: Cells that the last three have taken.
+        seen: Losses that `DeviceMeter.losses` has seen.
     """
 
     device: Tensor
     cells: tuple[Tensor, ...]
     host: Tensor
-    # Of a loss its samples and step; of a weight the samples, None; of a norm 0, None.
-    losses: list[tuple[int, Step | None]] = field(default_factory=list)
-    scalars: dict[str, tuple[int, float]] = field(default_factory=dict)  # name -> (cell, sum of weights)
+    losses: list[tuple[int, Step, int, bool]] = field(default_factory=list)
+    weights: list[tuple[int, int]] = field(default_factory=list)
+    norms: list[int] = field(default_factory=list)
+    scalars: dict[str, tuple[int, float]] = field(default_factory=dict)
+    others: int = 0
+    seen: int = 0
 
     @property
     def is_full(self) -> bool:
-        return len(self.losses) + len(self.scalars) >= PAGE
+        return len(self.losses) + self.others >= PAGE
+
+    def other(self) -> int:
+        """A cell from the back."""
+        self.others += 1
+        return PAGE - self.others
+
+    def clear(self) -> None:
+        for kept in (self.losses, self.weights, self.norms):
+            kept.clear()
+        self.scalars = {}
+        self.others = self.seen = 0
 
 
 @dataclass(slots=True)
@@ -60,7 +82,7 @@ class _Flight:
     """Something that the device has yet to pass, and what to do then."""
 
     land: Callable[[], None]
-    passed: Event | None = None  # of a step or a round; anything else is passed when a later one is
+    passed: Event | None = None  # of a page none: it is passed when a later one is
 
 
 class DeviceMeter(Meter):
@@ -82,7 +104,9 @@ class DeviceMeter(Meter):
         self._full: list[_Page] = []  # of the step under way, before the page
         self._saved = torch.zeros_like(self._page.device)  # the page's cells when the step began
         self._saved_scalars: dict[str, tuple[int, float]] = {}
-        self._weight: float | None = None  # of the loss that lands next
+        self._saved_others = 0
+        self._weights: deque[float] = deque()  # of the losses that land next
+        self._odd: Tensor | None = None  # see `losses`: of pages that were left
         self._begin = self._mark()  # of the step under way
         self._last = self._mark()  # up to here the device's time is counted
 
@@ -93,7 +117,7 @@ class DeviceMeter(Meter):
         self._begin = self._mark()
         if self._open:
             self._count_recorded()
-        self._saved_scalars = dict(self._page.scalars)
+        self._saved_scalars, self._saved_others = dict(self._page.scalars), self._page.others
         if self._saved_scalars:
             self._saved.copy_(self._page.device)
 
@@ -109,10 +133,14 @@ class DeviceMeter(Meter):
         sums = self._sums
         if loss is not None:
             if weight is not None:
-                self._keep(weight, samples, None)
-            self._keep(loss, samples, step)
+                page, cell = self._keep(weight)
+                page.weights.append((samples, cell))
+            page = self._page_with_room()
+            page.cells[len(page.losses)].copy_(loss)
+            page.losses.append((samples, step, self.round, weight is not None))
         for norm in norms:
-            self._keep(norm, 0, None)
+            page, cell = self._keep(norm)
+            page.norms.append(cell)
         if self._open:
             self._count_recorded()
         if self._full:
@@ -145,16 +173,26 @@ class DeviceMeter(Meter):
         self._page, *later = self._full
         self._full.clear()
         for page in later:
-            page.scalars.clear()
+            page.clear()
             self._pages.append(page)
-        self._page.scalars = dict(self._saved_scalars)
+        self._page.scalars, self._page.others = dict(self._saved_scalars), self._saved_others
         if self._saved_scalars:
             self._page.device.copy_(self._saved)
+
+    def send(self) -> None:
+        """See `Meter.send`."""
+        self._hand_over()
 
     def look(self) -> None:
         """See `Meter.look`."""
         self._hand_over()
         self.settle()
+
+    def losses(self) -> Tensor | None:
+        """See `Meter.losses`."""
+        self._see(self._page)
+        odd, self._odd = self._odd, None
+        return odd
 
     def scalar(self, name: str, value: float | Tensor, weight: float) -> None:
         """See `Meter.scalar`; a tensor of the device stays there."""
@@ -167,7 +205,7 @@ class DeviceMeter(Meter):
             page.cells[index].add_(value, alpha=weight)
         else:
             page = self._page_with_room()
-            index, weights = PAGE - 1 - len(page.scalars), 0.0
+            index, weights = page.other(), 0.0
             page.cells[index].copy_(value).mul_(weight)
         page.scalars[name] = index, weights + weight
 
@@ -175,10 +213,10 @@ class DeviceMeter(Meter):
         """See `Meter.meet`; rounds without steps are bounded as steps are.
 
         Others may be awaited long, and nobody plans further while a report is missing: one that no step of
-        this round has brought, because it had so few, is fetched.
+        this round has brought, because it had so few, is fetched. Its steps go on on the device meanwhile.
         """
-        if self._owes:
-            self.settle()
+        while self._owes:
+            self._land_next()
         while self._rounds >= STEPS_AHEAD:
             self._land_next()
 
@@ -199,7 +237,8 @@ class DeviceMeter(Meter):
     def stepped(self, norms: Sequence[Tensor] = ()) -> None:
         """See `Meter.stepped`."""
         for norm in norms:
-            self._keep(norm, 0, None)
+            page, cell = self._keep(norm)
+            page.norms.append(cell)
         if self._full:
             self._hand_over_full()
         sums, last, end = self._sums, self._last, self._mark()
@@ -220,56 +259,68 @@ class DeviceMeter(Meter):
 
     def then(self, post: Callable[[], None]) -> None:
         """See `Meter.then`."""
+        here = self._mark()
 
         def land() -> None:
+            self._events.append(here)
             self._owes -= 1
             post()
 
         self._owes += 1
-        self._flights.append(_Flight(land))
+        self._flights.append(_Flight(land, here))
 
     def settle(self) -> None:
         """See `Meter.settle`."""
         if self._flights:
             here = self._mark()
-            self._wait_for(here)
+            self.wait_for(here)
             self._events.append(here)
             while self._flights:
                 self._flights.popleft().land()
         self._last.record(self._lane.compute)
 
     def _land_next(self) -> None:
-        """Wait for the oldest step or round in flight, and read what the device has passed with it."""
+        """Wait for the oldest mark in flight, and read what the device has passed with it."""
         flights = self._flights
         oldest = next(flight.passed for flight in flights if flight.passed is not None)
-        self._wait_for(oldest)
+        self.wait_for(oldest)
         landed = None
         while landed is not oldest:
             flight = flights.popleft()
             flight.land()
             landed = flight.passed
 
-    def _wait_for(self, event: Event) -> None:
+    def wait_for(self, event: Event) -> None:
+        """See `Meter.wait_for`."""
         start_s = perf_counter()
         event.synchronize()
         self._ahead_s += perf_counter() - start_s
 
-    def _keep(self, number: Tensor, samples: int, step: Step | None) -> None:
-        """Leave a loss, or without a step its weight or a norm, in the page."""
+    def _keep(self, number: Tensor) -> tuple[_Page, int]:
+        """Leave the weight of a loss or a norm in the page, and say where."""
         page = self._page_with_room()
-        page.cells[len(page.losses)].copy_(number)
-        page.losses.append((samples, step))
+        cell = page.other()
+        page.cells[cell].copy_(number)
+        return page, cell
+
+    def _see(self, page: _Page) -> None:
+        if page.seen < len(page.losses):
+            odd = page.device[page.seen : len(page.losses)].sum()
+            self._odd = odd if self._odd is None else self._odd + odd
+            page.seen = len(page.losses)
 
     def _page_with_room(self) -> _Page:
         """The page of this order, with a free cell."""
         if self._page.is_full:
+            self._see(self._page)
             self._full.append(self._page)
             self._page = self._pages.pop() if self._pages else self._new_page()
         return self._page
 
     def _hand_over(self) -> None:
         """Send all pages to the host behind what is on the stream, and go on with another."""
-        if self._page.losses or self._page.scalars:
+        if self._page.losses or self._page.others:
+            self._see(self._page)
             self._full.append(self._page)
             self._page = self._pages.pop() if self._pages else self._new_page()
         self._hand_over_full()
@@ -285,22 +336,19 @@ class DeviceMeter(Meter):
 
         def land() -> None:
             numbers = page.host.tolist()
-            for number, (samples, step) in zip(numbers, page.losses, strict=False):
-                if step is None and samples:
-                    self._weight = number * samples
-                elif step is None:
-                    sums.norm(number)
+            self._weights += [numbers[cell] * samples for samples, cell in page.weights]
+            for number, (samples, step, round, is_weighted) in zip(numbers, page.losses, strict=False):
+                weight = self._weights.popleft() if is_weighted else samples
+                if isfinite(number):
+                    sums.loss += number * samples
+                    sums.losses += weight
                 else:
-                    weight, self._weight = self._weight, None
-                    if isfinite(number):
-                        sums.loss += number * samples
-                        sums.losses += samples if weight is None else weight
-                    else:
-                        self.bad = self.bad or step
-            for name, (index, weight) in page.scalars.items():
-                sums.scalar(name, numbers[index], weight)
-            page.losses.clear()
-            page.scalars.clear()
+                    self.bad.setdefault(round, step)
+            for cell in page.norms:
+                sums.norm(numbers[cell])
+            for name, (cell, total) in page.scalars.items():
+                sums.scalar(name, numbers[cell], total)
+            page.clear()
             self._pages.append(page)
 
         self._flights.append(_Flight(land))

@@ -11,6 +11,7 @@ from time import perf_counter
 from torch import Tensor
 
 from flowdp.collective.base import Averaging, Reading
+from flowdp.device.streams import Event
 from flowdp.machine.worker import Done, Step
 from flowdp.messages import Work
 from flowdp.policy.tally import NO_NORMS, pace_ms
@@ -90,7 +91,8 @@ class Meter(ABC):
     Every step is `begin`, then `end`; every round `meet`, then `met`; every order ends with `close`.
 
     Attributes:
-        bad: The first step whose loss was found not to be finite, until somebody sets it to None.
+        round: Counts the means of the rank; the next step is of this one.
+        bad: Round -> its first step whose loss was found not to be finite, until somebody takes it out.
         step_ms: What the last step took, without waiting for data; 0 where only the device knows.
 
     Threads:
@@ -100,7 +102,8 @@ class Meter(ABC):
     def __init__(self) -> None:
         self._sums = Sums()
         self._open: list[tuple[str, float, float]] = []  # what the step under way has recorded
-        self.bad: Step | None = None
+        self.round = 0
+        self.bad: dict[int, Step] = {}
         self.step_ms = 0.0
 
     @abstractmethod
@@ -147,8 +150,22 @@ class Meter(ABC):
         number = value.item() if isinstance(value, Tensor) else value
         self._open.append((name, number * weight, weight))
 
+    def send(self) -> None:  # noqa: B027 - the host has seen every loss
+        """Let the losses of all steps so far come to the host behind them."""
+
+    def wait_for(self, event: Event) -> None:
+        """Wait until the device has passed a mark that the host runs ahead of."""
+        event.synchronize()
+
     def look(self) -> None:  # noqa: B027 - the host has seen every loss
         """Wait for the losses of all steps so far, and see whether they are finite."""
+
+    def losses(self) -> Tensor | None:
+        """On a device, a number that is finite if all losses since the last call are; None without losses.
+
+        Float64, shape [].
+        """
+        return None
 
     @abstractmethod
     def meet(self) -> None:
@@ -228,7 +245,7 @@ class HostMeter(Meter):
                 sums.loss += value * samples
                 sums.losses += samples if weight is None else weight.item() * samples
             else:
-                self.bad = self.bad or step
+                self.bad.setdefault(self.round, step)
         if self._open:
             self._count_recorded()
         sums.samples += samples

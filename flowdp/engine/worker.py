@@ -137,8 +137,13 @@ class Worker:
         self.rank = rank
         self.replica = replica
         self.inbox = inbox
-        self.machine = WorkerMachine(rank, global_step)
         self._lane = replica.lane
+        # Where the others go on without a rank that raises, what it has not given is dealt anew. In exact,
+        # which parameters have a gradient goes by the ranks that count.
+        is_known = snapshots is not None or replica.averaged is not replica.flat
+        is_known |= goes_on and on_nan == "raise"
+        is_late = self._lane.is_async and collective.masks and not is_known
+        self.machine = WorkerMachine(rank, global_step, is_late=is_late)
         with self._lane.on(self._lane.compute):
             self._meter = open_meter(self._lane)
         if replica.turn is not None:
@@ -278,8 +283,8 @@ class Worker:
         meter.end(loss, intake.samples, step, replica.take_norms(), replica.loss_weight)
         if not self._pool.is_fixed:
             set_own_threads(self._pool.worked(meter.step_ms, intake.samples))
-        if meter.bad is not None:
-            self._numbers.left(meter.bad, "the loss is")
+        if meter.bad:
+            self._numbers.saw()
         self.machine.trained(intake.samples)
         intake.end(step)
         current.local_step += 1
@@ -303,11 +308,11 @@ class Worker:
     def _enter(self, action: Enter) -> None:
         self._meter.meet()
         try:
-            self._collective.prepare(self.rank)
-            self._numbers.look()
+            self._numbers.read()  # the verdict on the round before
+            self._collective.prepare(self.rank, self._numbers.judge)
+            self._numbers.decide()
             self._is_bound = True
-            arrival = replace(action.arrival, bad=True) if self.machine.is_bad else action.arrival
-            outcome = self._gate.enter(arrival)
+            outcome = self._gate.enter(self.machine.judged(action.arrival))
             reading = self._collective.average(self.rank, outcome)
         except CollectiveAborted:
             # Somebody else failed, and the coordinator knows: its order to leave is on its way.
@@ -325,18 +330,23 @@ class Worker:
         self._is_bound = False
         if done is not None:
             self._close(done, outcome)
-        self._meter.bad = self._numbers.bad = None
+        self._numbers.met()
 
     def _close(self, done: Done, outcome: Outcome | None = None) -> None:
         """An order has ended, with a mean or without one."""
         self._tell_feed()
-        checksum, bad = None, self._numbers.bad
+        numbers, checksum = self._numbers, None
+        bad, verdict = numbers.bad, numbers.verdict
         if outcome is not None:
             self._fit_feed()
             checksum = self.replica.checksum() if outcome.compare else None
 
         def post(report: meter.Report) -> None:
-            work = report.work if bad is None else replace(report.work, bad=bad)
+            # The last mean's, where no gate comes before this.
+            if verdict is not None and not verdict.is_read:
+                numbers.read(is_reported=True)
+            late = None if verdict is None else verdict.bad
+            work = replace(report.work, bad=bad or late) if bad or late else report.work
             longest_ms = work.busy_ms + work.data_ms - work.pace_ms * max(0, work.steps - 1)
             self.longest_ms = max(self.longest_ms, longest_ms)
             if outcome is None:
@@ -350,9 +360,10 @@ class Worker:
                     work,
                     mean.sync_ms,
                     report.wait_ms,
-                    None if self.rank in outcome.bad else mean.drift,
+                    None if late or self.rank in outcome.bad else mean.drift,
                     None if checksum is None else checksum(),
                     mean.norm,
+                    bad=late is not None,
                 )
             )
 
@@ -390,6 +401,7 @@ class Worker:
         self._is_bound = True
         self.duty = self._duties.name(duty)
         self._post(self._duties.serve(duty, self._await_evaluation, self._moved))
+        self._numbers.bad = None  # a replica that was bad has become what another one is
         self.moves += 1
         self.duty = ""
         self._is_bound = False
@@ -412,12 +424,16 @@ class Worker:
     def _put_snapshot(self, action: Snapshot) -> None:
         assert self._snapshots is not None
         self._snapshots.take(self.rank, action.round)
-        self._numbers.look()
-        is_bad = self.machine.is_bad
-        ready = SnapshotReady(
-            self.rank, action.round, action.steps, 0 if is_bad else action.samples, bad=is_bad
-        )
-        self._meter.then(lambda: self._post(ready))
+        self._numbers.judge()
+        self._meter.send()
+
+        def post() -> None:
+            self._numbers.read(is_reported=True)
+            is_bad = self.machine.is_bad
+            samples = 0 if is_bad else action.samples
+            self._post(SnapshotReady(self.rank, action.round, action.steps, samples, bad=is_bad))
+
+        self._meter.then(post)
 
     def _apply(self, action: Apply) -> None:
         assert self._snapshots is not None

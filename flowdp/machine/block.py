@@ -50,6 +50,11 @@ class Block:
         self.deal = tuple(tuple(batch for batch in hand if batch < end.batches) for hand in whole)
         return [rank for rank, hand in enumerate(whole) if hand != self.deal[rank]]
 
+    @property
+    def late(self) -> list[int]:
+        """Ranks that were left out of the last round's mean, as their devices alone knew."""
+        return [rank for rank, ack in sorted(self.acks.items()) if ack.bad]
+
     def outcome(self, present: Sequence[int]) -> Outcome:
         """Of the last round held.
 

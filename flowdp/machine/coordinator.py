@@ -145,6 +145,8 @@ class Coordinator:
         self._new_lr: float | None = None  # not yet at the gate
         self._wants_meeting = False  # so that an outcome tells the learning rate soon
         self._directives = Directives()
+        # Ranks that are to be healed -> (epoch, batch) where that began, if known.
+        self._sick: dict[int, tuple[int, int] | None] = {}
         if config.start is not None:
             self.epochs.resume(config.start)
             self.rounds.resume(config.start)
@@ -202,6 +204,8 @@ class Coordinator:
                     return self.rounds.end(fact)
             case Evaluated() | Captured() | Adopted() if self.life is Life.RUNNING:
                 self.standstill.take(fact)
+                if isinstance(fact, Adopted):
+                    self._sick.pop(fact.rank, None)
             case _ if self.life is Life.RUNNING:
                 return self._failing(self.rounds.take(fact, now_ms))
             case _ if self.life in (Life.FAILING, Life.DONE):
@@ -214,6 +218,7 @@ class Coordinator:
 
     def _take_exit(self, fact: Exiting, now_ms: float) -> list[Command]:
         self._gone.add(fact.rank)
+        self._sick.pop(fact.rank, None)
         if fact.error is not None:
             if isinstance(self.rounds, PlannedRounds) and fact.is_alone and self._may_go_on():
                 return [LeaveGate(fact.rank), *self.rounds.leave(fact.rank, fact.untold, now_ms)]
@@ -325,15 +330,23 @@ class Coordinator:
                 self.epochs.metric = metrics.eval.get("loss", metrics.loss) if is_seen else None
 
     def _judge_numbers(self) -> list[Command]:
-        """Have replicas healed that have left the numbers, while another one is sound."""
-        bad, self.rounds.bad = self.rounds.bad, {}
+        """Have replicas healed that have left the numbers, while another one is sound.
+
+        One of which an acknowledgment told first is told of once more by the next outcome.
+        """
+        found, self.rounds.bad = self.rounds.bad, {}
+        bad = self._sick | {rank: at for rank, at in found.items() if rank not in self._sick}
         if bad and bad.keys() >= set(self._present()):
             where = [f"rank {rank}: {_named(batch)}" for rank, batch in bad.items()]
             what = "NaN or infinite numbers in every replica, there is none left to go on from"
             return self._failing([Fail(f"{what} ({'; '.join(where)})", kind="numbers")])
-        if bad and self.config.policy != "exact":  # there all take one step, by what the others brought
+        quarantined = [Quarantined(rank, batch) for rank, batch in bad.items() if rank not in self._sick]
+        if (
+            quarantined and self.config.policy != "exact"
+        ):  # there all take one step, by what the others brought
+            self._sick = bad
             self.standstill.heal(tuple(bad))
-        return [Quarantined(rank, batch) for rank, batch in bad.items()]
+        return list[Command](quarantined)
 
     def _position(self, now_ms: float) -> Position:
         done, planned, open_ = self.epochs.position(now_ms)

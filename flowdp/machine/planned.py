@@ -58,7 +58,7 @@ class PlannedRounds:
     Attributes:
         global_step: Steps of all ranks in the rounds held so far.
         limit: Nothing is armed from this global step on; None: no limit.
-        bad: Ranks that had left the numbers in the last round held -> (epoch, batch) where that began, if
+        bad: Ranks that had left the numbers in the last rounds held -> (epoch, batch) where that began, if
             known. Consumed by the coordinator.
     """
 
@@ -318,8 +318,12 @@ class PlannedRounds:
             if work.pace_ms > 0 and rank in self._present:
                 self._pace_ms[rank] = work.pace_ms
         self.global_step = outcome.global_step
-        self.bad = {rank: works[rank].bad for rank in outcome.bad}
-        drifts = tuple(ack.drift for ack in block.acks.values() if ack.drift is not None)
+        late = block.late
+        self.bad = {rank: works[rank].bad for rank in (*outcome.bad, *late)} | self.bad
+        # A mean of one replica is that replica: a distance of 0 would tell the guard that all is well.
+        givers = [rank for rank in outcome.members if outcome.samples[rank] and rank not in late]
+        measured = (ack.drift for ack in block.acks.values() if len(givers) > 1)
+        drifts = tuple(drift for drift in measured if drift is not None)
         drift = DriftReport(drifts).max_drift if drifts else None
         norm = next((ack.norm for ack in block.acks.values() if ack.norm is not None), None)
         reason = self._measure(works, drifts) or why(outcome)

@@ -58,7 +58,8 @@ def decide(
         # A stop makes this the last round, which nobody knew when it was armed.
         compare=any(arrival.compare for arrival in arrivals.values()) or (first.together and directives.stop),
         halt=directives.halt,
-        bad=tuple(rank for rank in members if arrivals[rank].bad),
+        bad=tuple(rank for rank in members if arrivals[rank].bad or arrivals[rank].was_bad),
+        late=all(arrival.late for arrival in arrivals.values()),
     )
 
 

@@ -7,7 +7,7 @@ The shell asks `next()` between any two steps, does what it says, and reports ba
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flowdp.errors import ProtocolError
 from flowdp.messages import (
@@ -146,6 +146,7 @@ class WorkerMachine:
     Args:
         rank: Who.
         global_step: Steps of all ranks before the run began: of the one that it continues.
+        is_late: Devices leave bad replicas out of the means, and their hosts hear of it behind the gate.
 
     Attributes:
         rank: Who.
@@ -155,10 +156,13 @@ class WorkerMachine:
         throttled: Why there are no batches for this rank, while there are none.
         untold: Samples that means hold and no acknowledgment has told of.
         is_bad: The replica has left the numbers since the last meeting: it weighs nothing in the next.
+        was_bad: The rank was left out of the last mean by its device, as its host has heard since. It says so
+            at the next, where it counts, for the mean has come to it; its optimizer is healed behind that.
+        is_late: As given, until a replica of any rank has left the numbers.
         plans: Counts up whenever `upcoming` is another list than before, but for batches trained since.
     """
 
-    def __init__(self, rank: int, global_step: int = 0) -> None:
+    def __init__(self, rank: int, global_step: int = 0, *, is_late: bool = False) -> None:
         self.rank = rank
         self.steps = 0
         self.samples = 0
@@ -166,6 +170,8 @@ class WorkerMachine:
         self.throttled: str | None = None
         self.untold = 0
         self.is_bad = False
+        self.was_bad = False
+        self.is_late = is_late
         self.plans = 0
         self._duties: deque[Duty] = deque()
         self._orders: deque[StartEpoch] = deque()
@@ -231,7 +237,7 @@ class WorkerMachine:
         order = self._order
         if order is None:
             if self._duties:
-                return Serve(self._duties.popleft())
+                return self._stand(self._duties.popleft())
             if not self._orders:
                 return _IDLE
             order = self._order = self._orders.popleft()
@@ -256,9 +262,15 @@ class WorkerMachine:
             drift=sync.drift,
             together=order.parts is not None,
             compare=sync.compare and self._held == sync.count - 1,
-            bad=self.is_bad,
+            late=self.is_late,
         )
-        return Enter(arrival)
+        return Enter(self.judged(arrival))
+
+    def judged(self, arrival: Arrival) -> Arrival:
+        """An arrival with all that is known by now of the replica's numbers."""
+        if not (self.is_bad or self.was_bad) and arrival.late == self.is_late:
+            return arrival
+        return replace(arrival, bad=self.is_bad, was_bad=self.was_bad, late=self.is_late)
 
     def trained(self, samples: int) -> None:
         """The step that `next` named is done."""
@@ -276,7 +288,8 @@ class WorkerMachine:
             raise ProtocolError(f"rank {self.rank} got {outcome} without an order")
         self.untold += self.samples
         self.steps = self.samples = 0
-        self.is_bad = False
+        self.is_bad = self.was_bad = False
+        self.is_late &= outcome.late
         self._snapshot = None
         self._base = outcome.global_step
         self._next_round = outcome.round + 1
@@ -314,6 +327,11 @@ class WorkerMachine:
         self.samples -= self._snapshot.samples
         self._base = global_step
         self._snapshot = None
+
+    def _stand(self, duty: Duty) -> Serve:
+        if isinstance(duty, Adopt):
+            self.was_bad = False
+        return Serve(duty)
 
     def _shorten(self, end: DataEnded) -> None:
         """Drop what the epoch does not have; at the gate it counts as left, which voids what is behind."""

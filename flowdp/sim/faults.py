@@ -234,6 +234,8 @@ def _draw_troubles(rng: random.Random, scenario: Scenario, span_ms: float) -> Sc
         wishes=tuple(sorted(wishes, key=lambda wish: wish.at_ms)),
         crashes=tuple({crash.rank: crash for crash in crashes}.values()),
         bad_steps=tuple((rank, at if has["all"] else rng.randint(0, 20)) for rank in bad),
+        # By the seed, for the same reason as in `draw`.
+        late_verdicts=bool(bad) and scenario.seed // 15 % 2 == 0,
     )
 
 
@@ -271,6 +273,7 @@ def _draw_next(rng: random.Random, before: Scenario) -> Scenario:
         wishes=(),
         differs=None,
         bad_steps=(),
+        late_verdicts=False,
         begins_at=rng.random(),
     )
 

@@ -93,12 +93,19 @@ class VirtualGate:
             rank = world.ranks[member]
             rank.state = "idle"
             done = rank.machine.met(outcome)
+            rank.met()
             if world.source is not None:
                 world.source.settle(member)
             if done is not None:
                 bits = self._bits(member, done.epoch) if outcome.compare else None
-                work = rank.work(done)
-                ack = SyncAck(member, outcome, work, self._sync_ms(outcome), rank.wait_ms, 0.001, bits)
+                is_bad = rank.unread is not None
+                rank.read()
+                if is_bad and world.scenario.config.policy == "exact":
+                    rank.machine.was_bad = False  # one report is enough
+                work, sync_ms = rank.work(done), self._sync_ms(outcome)
+                ack = SyncAck(
+                    member, outcome, work, sync_ms, rank.wait_ms, 0.001, bits, norm=None, bad=is_bad
+                )
                 rank.wait_ms = 0.0
                 world.fact(ack, ("up", member))
             world.clock.after(0.0, world.resume, member, "idle")

@@ -22,7 +22,7 @@
 | S18 | a duty is ordered while all ranks stand still, and nobody moves before all have answered |
 | S19 | a position that is saved or ended in says what was trained and is in the means, no more |
 | S20 | a rank's own failure ends no run: what it did since the last mean is trained by the others |
-| S21 | a replica that has left the numbers weighs nothing, and takes no step before it is healed |
+| S21 | a replica that has left the numbers weighs nothing; once told, it takes no step before it is healed |
 | S22 | a due evaluation sees each batch once, before its epoch is reported; after a stop there is none |
 | S23 | checkpoints are numbered, and the last one of a run that ends well stands at its end |
 | S24 | a run ends when what it watches has not got better for long enough, and knows when it was best |
@@ -255,13 +255,15 @@ class Rules:
         for other in self.outcomes:
             if len(other) >= len(mine) and other[len(mine) - 1] is not outcome:
                 raise Violation("S2", f"rank {rank} got {outcome}, another rank {other[len(mine) - 1]}")
-        true = (self._uncredited(rank), 0 if rank in outcome.bad else self.effect.samples[rank])
+        if rank == outcome.members[0]:
+            self.standing.met(outcome)
+        weight = 0 if rank in self.standing.weightless else self.effect.samples[rank]
+        true = (self._uncredited(rank), weight)
         if (outcome.steps[rank], outcome.samples[rank]) != true:
             raise Violation("S2", f"rank {rank} took (steps, samples) {true}, not those of {outcome}")
         self.effect.met(rank, outcome.steps[rank])
         self._base[rank] = outcome.global_step
         if rank == outcome.members[0]:
-            self.standing.met(outcome)
             self._obeys(outcome)
             if self._windows is not None:
                 self.effect.is_trained(*self._windows.held(outcome))

@@ -90,6 +90,8 @@ class Scenario:
         wishes: What the user does, in order of time.
         differs: (rank, epoch): from the end of that epoch on, the rank's replica is not that of the others.
         bad_steps: (rank, step): in that step of its, the rank's replica leaves the numbers.
+        late_verdicts: Devices leave such a replica out of the mean, and their hosts hear of it one round late
+            (not in async).
         eval_batches: Batches of an evaluation.
         eval_ms: Mean time of one of them.
         capture_ms: Longest time that it takes a rank to put down what a checkpoint keeps of it.
@@ -117,6 +119,7 @@ class Scenario:
     wishes: tuple[Wish, ...] = field(default=())
     differs: tuple[int, int] | None = None
     bad_steps: tuple[tuple[int, int], ...] = ()
+    late_verdicts: bool = False
     eval_batches: int = 1
     eval_ms: float = 1.0
     capture_ms: float = 1.0

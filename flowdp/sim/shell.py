@@ -27,6 +27,8 @@ class Shell:
         asked_ms: When it began to wait for its batch; None: it does not.
         wait_ms: Its waiting in the gate since its last acknowledgment.
         acts: How often it did what a crash may hit.
+        unread: (epoch, batch) of the step that left the numbers before the last mean, while only the device
+            knows.
     """
 
     machine: WorkerMachine
@@ -37,6 +39,7 @@ class Shell:
     asked_ms: float | None = None
     wait_ms: float = 0.0
     acts: Counter[str] = field(default_factory=Counter)
+    unread: tuple[int, int] | None = None
     _expected: deque[int] = field(default_factory=deque)  # plans of the orders to train that are on their way
     _waited_ms: float = 0.0  # for the batch of the next step
     _busy_ms: float = 0.0
@@ -44,6 +47,7 @@ class Shell:
     _longest_ms: float = 0.0
     _steps: int = 0
     _bad: tuple[int, int] | None = None  # the step that left the numbers
+    _fresh: tuple[int, int] | None = None  # the same, of the round under way, where only the device knows
 
     @property
     def stirs(self) -> str:
@@ -77,8 +81,22 @@ class Shell:
 
     def goes_bad(self, step: Step) -> None:
         """The replica leaves the numbers in this step."""
+        at = step.epoch, step.batches[0]
+        if self.machine.is_late:
+            self._fresh = self._fresh or at
+            return
         self.machine.is_bad = True
-        self._bad = self._bad or (step.epoch, step.batches[0])
+        self._bad = self._bad or at
+
+    def read(self) -> None:
+        """Hear of the verdict on the round before."""
+        if self.unread is not None:
+            self._bad, self.unread = self._bad or self.unread, None
+            self.machine.was_bad, self.machine.is_late = True, False
+
+    def met(self) -> None:
+        """A round was held."""
+        self.unread, self._fresh = self._fresh, None
 
     def stepped(self, samples: int, ms: float) -> None:
         """A step is done."""

@@ -30,6 +30,7 @@ class Standing:
         saves: The positions that were saved, each with what the judges knew then.
         is_enough: The run is to end by its monitor.
         is_stopped: The user wants it to end.
+        weightless: Ranks whose samples did not count in the last outcome.
     """
 
     def __init__(self, scenario: Scenario, effect: Effect, memory: Memory) -> None:
@@ -49,6 +50,10 @@ class Standing:
         self._serving: dict[int, Duty] = {}
         self._bad: set[int] = set()  # ranks that have left the numbers, whoever knows
         self._told_bad: set[int] = set()  # those of which an outcome has told
+        self.weightless: set[int] = set()
+        self._unseen: set[int] = set()  # those that went bad since the last outcome, as devices alone know
+        self._due: set[int] = set()  # those that they left out of the last mean: the next outcome tells
+        self._heard: set[int] = set()  # those of which an acknowledgment has told
         self._bad_snapshots: dict[int, int] = {}  # rank -> round of a snapshot that it took then
         self._captures = 0
         self._results: dict[int, tuple[float, float]] = {}  # of the evaluation: batch -> samples, value
@@ -78,6 +83,9 @@ class Standing:
         """
         if stirs:
             raise Violation("S18", f"{duty} is ordered, and {stirs}")
+        bad = self._bad if self._scenario.config.policy != "exact" else set()
+        if bad and not isinstance(duty, Adopt):
+            raise Violation("S21", f"{duty} is ordered, and bad are {bad}")
         if any(other != duty for other in self._serving.values()):
             raise Violation("S18", f"{duty} is ordered while {self._serving} is out")
         self._serving[rank] = duty
@@ -90,7 +98,7 @@ class Standing:
             case Capture():
                 self._captures = duty.number + 1
             case Adopt():
-                if rank not in self._told_bad or duty.donor in self._bad:
+                if rank not in self._told_bad | self._heard or duty.donor in self._bad:
                     raise Violation("S21", f"rank {rank} is to adopt rank {duty.donor}, bad are {self._bad}")
 
     def answered(self, fact: Evaluated | Captured | Adopted) -> None:
@@ -101,33 +109,55 @@ class Standing:
         """The coordinator tells a rank to begin something that is no duty."""
         if self._serving:
             raise Violation("S18", f"rank {rank} and {what} while {self._serving} is out")
+        if rank in self._heard:
+            raise Violation("S21", f"rank {rank} and {what}, and it is known to be bad")
 
     def moves(self, rank: int, what: object) -> None:
         """A rank begins something that is no duty."""
-        self.told(rank, what)
+        if self._serving:
+            raise Violation("S18", f"rank {rank} and {what} while {self._serving} is out")
         if rank in self._told_bad:
             raise Violation("S21", f"rank {rank} and {what}, and nobody has healed it")
 
     def is_gone(self, rank: int) -> None:
         """A rank has left."""
         self._serving.pop(rank, None)
-        self._told_bad.discard(rank)
+        for ranks in (self._told_bad, self._unseen, self._due, self._heard, self._bad):
+            ranks.discard(rank)
 
     # ------------------------------------------------------------------ numbers gone bad
-    def goes_bad(self, rank: int) -> None:
-        """The replica of a rank leaves the numbers."""
+    def goes_bad(self, rank: int, *, is_late: bool = False) -> None:
+        """The replica of a rank leaves the numbers.
+
+        Args:
+            rank: Whose.
+            is_late: Its device leaves it out of the mean, and its host hears of it behind that.
+        """
         self._bad.add(rank)
+        if is_late:
+            self._unseen.add(rank)
 
     def met(self, outcome: Outcome) -> None:
         """A round is held."""
         self._round = outcome.round + 1
-        bad = self._bad.intersection(outcome.members)
-        if bad != set(outcome.bad) or any(outcome.samples[rank] for rank in bad):
+        bad = self._bad.intersection(outcome.members) - self._unseen
+        self.weightless = bad - self._due
+        if bad != set(outcome.bad) or any(outcome.samples[rank] for rank in self.weightless):
             raise Violation("S21", f"bad are {bad}, and the outcome is {outcome}")
         if self._scenario.config.policy == "exact":
             self._bad -= bad  # a gradient was, and is left out
         else:
             self._told_bad |= bad
+        self._due, self._unseen = self._unseen, set()
+
+    def acknowledged(self, rank: int) -> None:
+        """The coordinator hears that a rank was left out of the last mean before it."""
+        if rank not in self._bad:
+            raise Violation("S21", f"rank {rank} says that it is bad, and it is not")
+        if self._scenario.config.policy == "exact":
+            self._bad.discard(rank)
+        else:
+            self._heard.add(rank)
 
     def snapped(self, rank: int, round: int, samples: int) -> None:
         """A rank puts a snapshot down."""
@@ -148,8 +178,8 @@ class Standing:
 
     def healed(self, rank: int) -> None:
         """A rank has become what another one is."""
-        self._bad.discard(rank)
-        self._told_bad.discard(rank)
+        for ranks in (self._bad, self._told_bad, self._due, self._heard):
+            ranks.discard(rank)
 
     # ------------------------------------------------------------------ what is due
     def wishes(self, what: str) -> None:
@@ -272,6 +302,8 @@ class Standing:
         """The run is over."""
         if finish.error is not None:
             return
+        if self._bad and self._scenario.config.policy != "exact":
+            raise Violation("S21", f"the run ends, and bad are {self._bad}")
         if finish.position is not None:
             self._effect.judge_position(finish.position)
         if self._answered < self._wished:

@@ -45,6 +45,7 @@ from flowdp.messages import (
     Requested,
     SnapshotReady,
     StepsDone,
+    SyncAck,
     Tick,
     Updated,
     WorkerReady,
@@ -108,6 +109,9 @@ class World:
         global_step = 0 if start is None else start.global_step
         self.ranks = [Shell(machines.worker(rank, global_step)) for rank in range(world_size)]
         self.step_ms = [0.0] * world_size
+        if scenario.config.policy != "async":
+            for shell in self.ranks:
+                shell.machine.is_late = scenario.late_verdicts
         judge = self.rules.standing
         self._serving = Serving(scenario, self.clock, self._rng, judge, self.crashes, self._served)
         self._has_begun = False
@@ -169,6 +173,8 @@ class World:
             self.rules.knows_end(fact)
         if isinstance(fact, Evaluated | Captured | Adopted):
             self.rules.standing.answered(fact)
+        if isinstance(fact, SyncAck) and fact.bad:
+            self.rules.standing.acknowledged(fact.rank)
         may_go_on = isinstance(fact, Exiting) and self._may_go_on(fact)
         commands = self.coordinator.handle(fact, self.clock.now_ms)
         self.coordinator.check()
@@ -348,7 +354,7 @@ class World:
     def _end_step(self, number: int, step: Step, ms: float) -> None:
         rank = self.ranks[number]
         if (number, rank.machine.total_steps) in self.scenario.bad_steps:
-            self.rules.standing.goes_bad(number)
+            self.rules.standing.goes_bad(number, is_late=rank.machine.is_late)
             rank.goes_bad(step)
         rank.stepped(self.rules.step_ends(number, step), ms)
         self.step_ms[number] += ms
@@ -361,7 +367,9 @@ class World:
             return
         self.rules.is_moving[number] = False
         self.rules.standing.moves(number, "the gate")
-        self.gate.enter(action.arrival)
+        rank = self.ranks[number]
+        rank.read()
+        self.gate.enter(rank.machine.judged(action.arrival))
 
     def _served(self, number: int, fact: Evaluated | Captured | Adopted) -> None:
         self.say("rank {} has done its duty: {}", number, fact)

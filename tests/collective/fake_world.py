@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from flowdp.collective.local import DeviceMean, LocalMean
 from flowdp.collective.nccl import NcclMean
 from flowdp.device.streams import CudaLane, HostLane, Lane
 from flowdp.device.tensors import FlatReplica
+from flowdp.engine.finite import is_odd
 from flowdp.errors import CollectiveError
 from flowdp.messages import Arrival, Outcome
 from flowdp.threads.gate import Gate
@@ -102,6 +104,8 @@ class FakeWorld:
         self.mean = make(self)
         for rank, replica in enumerate(self.replicas):
             self.cuda.watch(f"rank {rank}", *replica.memories)
+        self.flags = [torch.zeros((), dtype=torch.bool) for _ in cards]
+        self.cuda.watch("a verdict", *self.flags)
         self.round = 0
         self.outcomes: list[Outcome] = []
 
@@ -111,6 +115,16 @@ class FakeWorld:
             if memory.dtype.is_floating_point:
                 memory.mul_(1.0 + rank / 64)
 
+    def judge(self, rank: int, is_bad: bool) -> Tensor:
+        """Let a replica leave the numbers, or not, and look at it on its device."""
+        if is_bad:
+            for flat in self.replicas[rank].flats:
+                if not flat.counts:
+                    flat.memory.fill_(torch.nan)
+        flag = self.flags[rank]
+        is_odd(self.replicas[rank].trained(), None, flag)
+        return flag
+
     def hold(
         self,
         samples: Sequence[int],
@@ -118,16 +132,29 @@ class FakeWorld:
         drift: bool = False,
         ranks: Sequence[int] | None = None,
         steps: int = 0,
+        bad: Sequence[int] | None = None,
         delay: Callable[[int], object] = lambda rank: None,
     ) -> list[Reading]:
-        """A round of all ranks after some steps; what they would read."""
+        """A round of all ranks after some steps; what they would read.
+
+        Args:
+            samples: Of each rank.
+            drift: Whether it is measured.
+            ranks: Those that come.
+            steps: Before it and behind it.
+            bad: Ranks that hold NaN, as their devices alone know; None: nobody looks.
+            delay: Called by each rank before it enters the gate.
+        """
 
         def body(rank: int) -> Reading:
             lane = self.lanes[rank]
             with lane.on(lane.compute):
                 for _ in range(steps):
                     self.train(rank)
-                self.mean.prepare(rank)
+                if bad is None:
+                    self.mean.prepare(rank)
+                else:
+                    self.mean.prepare(rank, partial(self.judge, rank, rank in bad))
                 delay(rank)
                 arrival = Arrival(rank, self.round, self.round, 1, samples[rank], drift=drift)
                 outcome = self.gate.enter(arrival)
@@ -215,9 +242,9 @@ def book_on_host(monkeypatch: pytest.MonkeyPatch, world: FakeWorld) -> None:
     host = FakeStream(world.cuda, None, 0)
     host.name = "the host"
 
-    def reduce(mean: BlockMean, samples: Sequence[int], *, drift: bool) -> Tensor | None:
+    def reduce(mean: BlockMean, samples: Sequence[int], **options: Any) -> Tensor | None:
         with world.cuda.stream(host):
-            squares = real(mean, samples, drift=drift)
+            squares = real(mean, samples, **options)
         host.synchronize()  # whatever the host does or launches next comes after it
         return squares
 

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from collections import Counter
 from time import monotonic
 
 import pytest
@@ -229,6 +230,60 @@ def test_weights_are_exact_and_their_sum_is():
     assert mean_square == pytest.approx(sum(float(m.square().sum()) for m in mean), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("samples", "drift", "passes"),
+    [
+        # float32: one division behind the sum; weights that differ, one product before it.
+        ([5, 5, 5], False, {"div_": 1}),
+        ([5, 0, 5], False, {"div_": 1}),
+        ([3, 1, 7], False, {"mul_": 1, "div_": 1}),
+        ([5, 5, 5], True, {"linalg_vector_norm": 2, "div_": 1}),
+    ],
+)
+def test_how_often_a_mean_passes_over_the_parameters(samples, drift, passes):
+    world = Group()
+    world.flats = [[Flat(torch.ones(200), 200)] for _ in world.lanes]
+    comms = world.opening.wait()
+    sides = [Side(world.nccl, lane, rank) for lane, rank in zip(world.lanes, world.flats, strict=True)]
+    counted = Passes(world.flats[0][0].memory)
+    with counted:
+        sum_replicas(world.nccl, comms, sides, samples, drift=drift)
+    assert counted.names == passes
+    assert all(torch.equal(flats[0].memory, torch.ones(200)) for flats in world.flats)
+
+
+@pytest.mark.parametrize(
+    ("samples", "passes"),
+    [([5, 5, 5], {"copy_": 1, "div": 1}), ([3, 1, 7], {"copy_": 1, "mul_": 1, "div": 1})],
+)
+def test_what_is_summed_wider_is_divided_on_its_way_back(samples, passes):
+    world = Group()
+    world.flats = [[Flat(torch.ones(200, dtype=torch.bfloat16), 200)] for _ in world.lanes]
+    comms = world.opening.wait()
+    sides = [Side(world.nccl, lane, rank) for lane, rank in zip(world.lanes, world.flats, strict=True)]
+    counted = Passes(world.flats[0][0].memory, sides[0]._carried[0].work)
+    with counted:
+        sum_replicas(world.nccl, comms, sides, samples, drift=False)
+    assert counted.names == passes
+
+
+class Passes(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the operations on the whole of some memories, by name."""
+
+    def __init__(self, *memories):
+        super().__init__()
+        self.addresses = {memory.data_ptr() for memory in memories}
+        self.names = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        name = func._schema.name.removeprefix("aten::")
+        if name != "lift_fresh" and any(tensor.data_ptr() in self.addresses for tensor in tensors):
+            self.names[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
 def test_a_launch_makes_no_memory(monkeypatch):
     """In the window of a group an allocation may wait for a kernel that waits for a launch behind it."""
     world = Group()
@@ -243,8 +298,11 @@ def test_a_launch_makes_no_memory(monkeypatch):
             made.extend(func for t in torch.utils._pytree.tree_leaves(result) if id(t) not in given)
             return result
 
-    with Watch():
-        sum_replicas(world.nccl, comms, sides, [3, 0, 7], drift=True)
+    bad = [torch.tensor(False), None, torch.tensor(True)]
+    for samples in ([3, 0, 7], [4, 4, 4]):
+        for drift in (True, False):
+            with Watch():
+                sum_replicas(world.nccl, comms, sides, samples, drift=drift, bad=bad)
     assert made == []
 
 

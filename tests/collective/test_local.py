@@ -293,9 +293,9 @@ def current_streams(world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> list[l
     stacks: list[list[FakeStream]] = []
     real = base.BlockMean.reduce
 
-    def reduce(self, samples, *, drift):
+    def reduce(self, samples, **options):
         stacks.append(list(world.cuda._local.stack))
-        return real(self, samples, drift=drift)
+        return real(self, samples, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(base.BlockMean, "reduce", reduce)

@@ -44,6 +44,7 @@ def world(request, monkeypatch) -> FakeWorld:
     if request.param == "host, all members":
         monkeypatch.setattr(local, "SMALL", 0)
     world = FakeWorld(make, cards)
+    world.way = WAYS[request.param]
     if make is host_mean:
         book_on_host(monkeypatch, world)
     return world
@@ -59,6 +60,48 @@ def weighted(states: Sequence[dict[str, Tensor]], samples: Sequence[int]) -> dic
         else:
             wanted[name] = torch.stack([state[name] for state in states]).amax(0)
     return wanted
+
+
+MASKING = [way for way in WAYS if not way.startswith("host")]
+
+
+@pytest.mark.parametrize("world", MASKING, indirect=True)
+@pytest.mark.parametrize("samples", [[8, 8, 8], [320, 192, 64], [5, 0, 9]])
+@pytest.mark.parametrize("bad", [(), (0,), (1,), (2,), (0, 1), (1, 2)])
+@pytest.mark.parametrize("drift", [False, True])
+def test_what_its_device_finds_bad_weighs_nothing(world, samples, bad, drift):
+    """As though its host had known it at the gate, for all ranks and with the same bits."""
+    known = FakeWorld(*WAYS[next(way for way in MASKING if WAYS[way] == world.way)])
+    counted = [0 if rank in bad else count for rank, count in enumerate(samples)]
+    results = world.read(world.hold(samples, drift=drift, bad=bad))
+    wanted = known.read(known.hold(counted, drift=drift))
+    after = world.states()
+    for name, tensor in known.states()[0].items():
+        if samples[0] == samples[1] or tensor.dtype != torch.bfloat16:
+            torch.testing.assert_close(after[0][name], tensor, equal_nan=True)
+        assert all(torch.equal(state[name], after[0][name]) for state in after), name
+    if sum(map(bool, counted)) > 1:
+        for rank, count in enumerate(counted):
+            if drift and count:
+                assert results[rank].drift == pytest.approx(wanted[rank].drift, rel=1e-3)
+                assert results[rank].norm == pytest.approx(wanted[rank].norm, rel=1e-5)
+    assert world.cuda.races == []
+
+
+@pytest.mark.parametrize("world", MASKING, indirect=True)
+@pytest.mark.parametrize("samples", [[8, 8, 8], [1, 2, 3], [0, 4, 0]])
+def test_the_mean_of_none_is_none(world, samples):
+    """What is lost must not look like numbers."""
+    world.read(world.hold(samples, drift=True, bad=(0, 1, 2)))
+    for replica in world.replicas:
+        assert all(bool(part.isnan().all()) for part in replica.trained())
+
+
+@pytest.mark.parametrize("world", MASKING, indirect=True)
+def test_verdicts_are_free_of_races_over_many_rounds(world):
+    for round in range(12):
+        world.hold([3, 1, 2], drift=round % 2 == 0, steps=1, bad=(round % 3,))
+    assert world.cuda.races == []
 
 
 @pytest.mark.parametrize("samples", [[320, 192, 64], [5, 3, 9], [8, 0, 24], [0, 7, 0]])

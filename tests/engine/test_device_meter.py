@@ -224,9 +224,9 @@ def test_nobody_waits_for_the_losses_but_who_looks(lane: CudaLane) -> None:
     meter = DeviceMeter(lane)
     meter.begin(0.0)
     meter.end(torch.tensor(float("nan")), 1, STEP)
-    assert meter.bad is None
+    assert not meter.bad
     meter.look()
-    assert meter.bad is STEP
+    assert meter.bad == {0: STEP}
 
 
 def test_pages_are_used_again(lane: CudaLane, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,3 +270,64 @@ def test_pages_are_free_of_races(cuda: FakeCuda, lane: CudaLane, monkeypatch: py
             meter.close(Done(order, 0, 3), 0.1, lambda report: None)
         meter.settle()
     assert not cuda.races
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_losses_are_seen_once_and_where_they_lie(lane: CudaLane, bad: float) -> None:
+    """Behind other numbers of their step, over pages, and not those of the round before."""
+    meter = DeviceMeter(lane)
+    assert meter.losses() is None
+    for count in (2, PAGE + 3, 1):
+        for wrong in (None, 0, count - 1):
+            for step in range(count):
+                meter.begin(0.0)
+                meter.scalar("odd", torch.tensor(bad), 1.0)
+                loss = torch.tensor(bad if step == wrong else 2.0)
+                meter.end(loss, 1, STEP, [torch.tensor(bad)], torch.tensor(3.0))
+            seen = meter.losses()
+            assert seen is not None
+            assert bool(seen.isfinite()) == (wrong is None)
+            assert meter.losses() is None
+            meter.round += 1
+    report = closed(meter, 0)
+    assert sorted(meter.bad) == [1, 2, 4, 5, 7, 8]
+    sound = 3 * (2 + PAGE + 3 + 1) - 6
+    assert report.work.losses == (2.0 * sound, 3.0 * sound)
+    assert report.work.norms == (0.0, 0.0, 0)
+
+
+def test_a_page_that_a_step_left_and_came_back_to_is_seen_once(lane: CudaLane) -> None:
+    meter = DeviceMeter(lane)
+    meter.begin(0.0)
+    meter.end(torch.tensor(float("nan")), 1, STEP)
+    assert meter.losses() is not None
+    meter.begin(0.0)
+    for number in range(PAGE + 5):
+        meter.scalar(str(number), torch.tensor(1.0), 1.0)
+    meter.discard()
+    meter.end(torch.tensor(1.0), 1, STEP)
+    seen = meter.losses()
+    assert seen is not None
+    assert seen.isfinite()
+
+
+def test_a_report_in_the_pocket_is_fetched_while_the_device_goes_on(
+    lane: CudaLane, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lane.on(lane.compute):
+        meter = DeviceMeter(lane)
+        reports: list[Report] = []
+        steps(meter, 1.0)
+        meter.close(Done(0, 0, 1), 0.1, reports.append)
+        steps(meter, 1.0)
+        passed: list[int] = []
+        synchronize = FakeEvent.synchronize
+
+        def watched(event: FakeEvent) -> None:
+            passed.append(event.clock[lane.compute.number])
+            synchronize(event)
+
+        monkeypatch.setattr(FakeEvent, "synchronize", watched)
+        meter.meet()
+        assert len(reports) == 1
+        assert max(passed) < lane.compute.time  # the second step is behind what was awaited

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,16 +16,15 @@ from torch import Tensor, nn
 import flowdp
 from flowdp import StepError, current_worker
 from flowdp.device.gradients import SharedGradients, Touched
-from flowdp.device.streams import CudaLane, HostLane
-from flowdp.device.tensors import FlatReplica
+from flowdp.device.streams import HostLane
+from flowdp.device.tensors import FlatReplica, FlatTensors
 from flowdp.engine.context import CurrentWorker
-from flowdp.engine.finite import Finite, Numbers
+from flowdp.engine.finite import Numbers, is_finite, is_odd
 from flowdp.engine.learning_rate import LearningRate
 from flowdp.engine.meter import HostMeter
 from flowdp.engine.place import Place
 from flowdp.engine.replica import Replica
 from flowdp.machine.worker import Step, WorkerMachine
-from tests.fakes import FakeCuda, FakeEvent
 from tests.loops import numbers
 
 CPU = torch.device("cpu")
@@ -45,14 +45,24 @@ class Mixed(nn.Module):
         self.register_buffer("count", torch.tensor(3))
 
 
-@pytest.fixture(params=["host", "device"])
-def finite(request: pytest.FixtureRequest) -> Finite:
-    return Finite(HostLane(CPU) if request.param == "host" else CudaLane(CPU, FakeCuda()))
+Look = Callable[[FlatTensors], bool]
+
+
+def is_not_odd(tensors: FlatTensors) -> bool:
+    out = torch.tensor(True)
+    is_odd(tensors.trained(), None, out)
+    return not out
+
+
+@pytest.fixture(params=[is_finite, is_not_odd], ids=["host", "device"])
+def finite(request: pytest.FixtureRequest) -> Look:
+    look: Look = request.param
+    return look
 
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("name", ["wide", "plain", "small", "brain", "wave"])
-def test_one_bad_number_is_found(finite: Finite, name: str, bad: float) -> None:
+def test_one_bad_number_is_found(finite: Look, name: str, bad: float) -> None:
     module = Mixed()
     flat = FlatReplica(module)
     assert finite(flat)
@@ -64,7 +74,7 @@ def test_one_bad_number_is_found(finite: Finite, name: str, bad: float) -> None:
     ("name", "large"),
     [("wide", 1.7e308), ("plain", 3e38), ("small", 65504.0), ("brain", 3.3e38), ("wave", 3e38)],
 )
-def test_large_numbers_are_numbers(finite: Finite, name: str, large: float) -> None:
+def test_large_numbers_are_numbers(finite: Look, name: str, large: float) -> None:
     """Their sum overflows."""
     module = Mixed()
     flat = FlatReplica(module)
@@ -74,9 +84,9 @@ def test_large_numbers_are_numbers(finite: Finite, name: str, large: float) -> N
     assert not finite(flat)
 
 
-def test_of_gradients_the_gradients_count() -> None:
+def test_of_gradients_the_gradients_count(finite: Look) -> None:
     module = nn.Linear(3, 2)
-    gradients, finite = SharedGradients(FlatReplica(module), module, Touched(1)), Finite(HostLane(CPU))
+    gradients = SharedGradients(FlatReplica(module), module, Touched(1))
     module.weight.data.fill_(math.nan)
     gradients.gather()
     assert finite(gradients)
@@ -85,15 +95,14 @@ def test_of_gradients_the_gradients_count() -> None:
     assert not finite(gradients)
 
 
-def test_the_host_waits_for_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    finite, order = Finite(CudaLane(CPU, FakeCuda())), list[str]()
-    synchronize, read = FakeEvent.synchronize, Tensor.__float__
-    monkeypatch.setattr(
-        FakeEvent, "synchronize", lambda event: (order.append("waits"), synchronize(event))[1]
-    )
-    monkeypatch.setattr(Tensor, "__float__", lambda tensor: (order.append("reads"), read(tensor))[1])
-    assert finite(FlatReplica(nn.Linear(3, 2)))
-    assert order == ["waits", "reads"]
+@pytest.mark.parametrize("bad", BAD)
+def test_a_loss_counts_beside_finite_parameters(bad: float) -> None:
+    out = torch.tensor(False)
+    for parts in ([], [torch.ones(3)]):
+        is_odd(parts, torch.tensor(bad, dtype=torch.float64), out)
+        assert out
+        is_odd(parts, torch.tensor(3.0, dtype=torch.float64), out)
+        assert not out
 
 
 @pytest.mark.parametrize("on_nan", ["raise", "quarantine"])
@@ -109,7 +118,7 @@ def test_a_loss_that_is_seen_late_is_told_of_its_own_step(on_nan: Any) -> None:
     meter.end(torch.tensor(math.nan), 4, early)
     place.step, machine.steps = late, 2
     with pytest.raises(FloatingPointError) if on_nan == "raise" else nullcontext():
-        numbers.look()
+        numbers.judge()
     assert machine.is_bad == (on_nan == "quarantine")
     assert numbers.bad == ((2, 7) if machine.is_bad else None)
     assert place.step is (early if on_nan == "raise" else late)
@@ -138,14 +147,14 @@ def mse(model: nn.Module, batch: Any) -> Tensor:
 
 
 class Trouble:
-    """A loss that leaves the numbers once, with a sample of the first epoch."""
+    """A loss that leaves the numbers once with each of these samples, in the first epoch."""
 
-    def __init__(self, sample: int, behind: bool) -> None:
-        self.sample, self.behind = sample, behind
+    def __init__(self, *samples: int, behind: bool) -> None:
+        self.samples, self.behind = set(samples), behind
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         loss = mse(model, batch)
-        if current_worker().epoch or self.sample not in batch[0][:, 0].long().tolist():
+        if current_worker().epoch or self.samples.isdisjoint(batch[0][:, 0].long().tolist()):
             return loss
         return InfiniteBehind.apply(loss) if self.behind else loss * math.nan
 
@@ -188,22 +197,16 @@ EXACT = {"policy": "exact", "global_batch_size": 8, "partition_ratios": [0.5, 0.
 @pytest.mark.parametrize("behind", [False, True], ids=["loss", "gradient"])
 @pytest.mark.parametrize("options", [{}, EXACT], ids=["sync", "exact"])
 def test_the_mean_does_without_a_replica_gone_bad(
-    lanes: str, options: dict[str, Any], behind: bool, monkeypatch: pytest.MonkeyPatch
+    lanes: str, options: dict[str, Any], behind: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    seen: list[tuple[int, int] | None] = []
-    left = Numbers.left
-
-    def watched(self: Numbers, step: Step, what: str) -> None:
-        left(self, step, what)
-        seen.append(self.bad)
-
-    monkeypatch.setattr(Numbers, "left", watched)
-    run = start(Trouble(13, behind), **options)
+    run = start(Trouble(13, behind=behind), **options)
     found = run.join().state_dict
     for name, tensor in by_hand().items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-13)
     assert all(math.isfinite(epoch.loss) for epoch in run.history)
-    assert set(seen) == {(0, 1 if options else 3)}
+    told = [record.getMessage() for record in caplog.records if "NaN" in record.getMessage()]
+    assert len(told) == 1
+    assert f"batch {1 if options else 3} of epoch 0" in told[0]
 
 
 @pytest.mark.parametrize(
@@ -219,7 +222,7 @@ def test_the_mean_does_without_a_replica_gone_bad(
     ],
 )
 def test_it_ends_the_run_where_that_is_asked(policy: str, behind: bool) -> None:
-    run = start(Trouble(13, behind), policy=policy, on_nan="raise")
+    run = start(Trouble(13, behind=behind), policy=policy, on_nan="raise")
     with pytest.raises(StepError) as caught:
         run.join(20)
     error = caught.value
@@ -228,6 +231,69 @@ def test_it_ends_the_run_where_that_is_asked(policy: str, behind: bool) -> None:
     assert error.epoch == 0
     assert 13 in error.indices
     assert isinstance(error.__cause__, FloatingPointError)
+
+
+on_streams = pytest.mark.parametrize("lanes", ["streams"], indirect=True)
+
+
+@on_streams
+@pytest.mark.parametrize("sample", [5, 13, 21])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_device_leaves_it_out_wherever_it_happens(
+    lanes: str, sample: int, epochs: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the first round, in the middle, and in the last one, which no gate follows."""
+    run = start(Trouble(sample, behind=True), epochs=epochs, optimizer=adam)
+    state = run.join(20)
+    assert all(bool(tensor.isfinite().all()) for tensor in state.state_dict.values())
+    told = [record.getMessage() for record in caplog.records if "NaN" in record.getMessage()]
+    assert len(told) == 1
+    assert f"batch {sample // 4} of epoch 0" in told[0]
+
+
+@on_streams
+def test_what_recurs_is_known_at_the_gate(lanes: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Rank 1 in the first round; when it is healed, rank 0 in the third and rank 1 in the fourth."""
+    data = {"dataset": (torch.cat([X, X])[:40], torch.cat([Y, Y])[:40])}
+    data["dataset"][0][:, 0] = torch.arange(40.0)
+    state = start(Trouble(5, 25, 37, behind=True), optimizer=adam, epochs=2, **data).join(20)
+    assert all(bool(tensor.isfinite().all()) for tensor in state.state_dict.values())
+    assert sum("NaN" in record.getMessage() for record in caplog.records) == 3
+
+
+@on_streams
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_all_at_once_end_the_run(lanes: str, policy: str) -> None:
+    run = start(Trouble(*range(SAMPLES), behind=True), policy=policy, epochs=5, optimizer=adam)
+    with pytest.raises(flowdp.FlowdpError, match="NaN or infinite numbers in every replica"):
+        run.join(20)
+
+
+@on_streams
+@pytest.mark.usefixtures("kept_replicas")
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_an_error_that_is_late_names_its_step_and_has_spoilt_nothing(lanes: str, epochs: int) -> None:
+    run = start(Trouble(13 if epochs == 2 else 21, behind=True), on_nan="raise", epochs=epochs)
+    with pytest.raises(StepError, match="the mean of that round was taken without it") as caught:
+        run.join(20)
+    assert (13 if epochs == 2 else 21) in caught.value.indices
+    assert "what the step made of it is not finite" in str(caught.value)
+    for replica in run._engine.replicas:
+        assert all(bool(tensor.isfinite().all()) for tensor in replica.module.state_dict().values())
+
+
+@on_streams
+def test_where_the_others_go_on_an_error_comes_before_the_mean(lanes: str) -> None:
+    """What the rank has not given is dealt anew, so its mean must not have been held."""
+    run = start(Trouble(13, behind=True), on_nan="raise", on_failure="continue", max_steps=24, epochs=None)
+    with pytest.raises(StepError) as caught:
+        run.join(20)
+    assert "the mean of that round" not in str(caught.value)
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    """One whose state does not recover by itself."""
+    return torch.optim.Adam(params, 0.01)
 
 
 def test_what_a_gradient_scaler_leaves_out_is_not_bad() -> None:

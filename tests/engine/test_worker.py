@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from flowdp import CadenceOptions, DataError, FlowdpError, Run, StepError, Trainer, current_worker
+from flowdp.engine.device_meter import DeviceMeter
+from tests.fakes import FakeEvent
 
 pytestmark = pytest.mark.usefixtures("lanes")
 
@@ -295,3 +297,66 @@ def test_the_worker_of_a_step() -> None:
     rounds = [number for _, number, *_ in seen]
     assert rounds[0] == -1
     assert rounds == sorted(rounds)
+
+
+# ---------------------------------------------------------------- where the host waits
+class Drains:
+    """Counts the waits of workers behind which their devices have nothing to do.
+
+    Attributes:
+        count: In rounds; a rank that waits for orders has nothing to do anyway.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self._lock = threading.Lock()
+        self._is_idle = threading.local()
+        synchronize, settle = FakeEvent.synchronize, DeviceMeter.settle
+
+        def watched(event: FakeEvent) -> None:
+            compute, host = event.cuda.current_stream(), event.cuda.host
+            is_worker = threading.current_thread().name.startswith("flowdp-worker")
+            is_last = event.clock.get(compute.number) == compute.time
+            waits = host.get(compute.number, -1) < compute.time
+            if is_worker and not self._settles() and is_last and waits:
+                with self._lock:
+                    self.count += 1
+            synchronize(event)
+
+        def settled(meter: DeviceMeter) -> None:
+            self._is_idle.here = True
+            settle(meter)
+            self._is_idle.here = False
+
+        monkeypatch.setattr(FakeEvent, "synchronize", watched)
+        monkeypatch.setattr(DeviceMeter, "settle", settled)
+
+    def _settles(self) -> bool:
+        return getattr(self._is_idle, "here", False)
+
+
+EXACT = {"global_batch_size": 2 * BATCH, "partition_ratios": [0.5, 0.5]}
+
+
+@pytest.mark.parametrize("lanes", ["streams"], indirect=True)
+@pytest.mark.parametrize(
+    ("policy", "options", "rounds", "drains"),
+    [
+        ("sync", {}, 100, 0),
+        ("sync", {"on_nan": "raise"}, 100, 0),
+        ("exact", EXACT, 100, 200),  # before each mean, on both ranks
+        ("sync", {"on_nan": "raise", "on_failure": "continue"}, 100, 200),
+        ("cadence", {}, 0, 0),
+        ("async", {}, 0, 0),
+    ],
+)
+def test_the_host_does_not_wait_for_a_device_that_has_nothing_else_to_do(
+    policy: str, options: dict[str, Any], rounds: int, drains: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = Drains(monkeypatch)
+    steps = 100 if policy == "exact" else 200
+    run = start(policy, epochs=None, max_steps=steps, **options)
+    run.join(20)
+    # A rank that came to the end of an epoch without a step stands in the gate with nothing to do.
+    spare = 0 if rounds else 20
+    assert drains <= counted.count <= drains + spare

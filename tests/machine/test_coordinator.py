@@ -93,7 +93,11 @@ def others(commands: list[Command]) -> list[Command]:
 
 
 def meet(
-    machine: Coordinator, block: dict[int, StartEpoch], steps: tuple[int, ...] | None = None, **wishes: Any
+    machine: Coordinator,
+    block: dict[int, StartEpoch],
+    steps: tuple[int, ...] | None = None,
+    late: tuple[int, ...] = (),
+    **wishes: Any,
 ) -> list[Command]:
     """All ranks acknowledge that the block ended so."""
     first = block[0].sync
@@ -110,7 +114,7 @@ def meet(
     commands: list[Command] = []
     for rank, order in block.items():
         work = Work(order.epoch, done[rank], 8 * done[rank], busy_ms=done[rank] * 10.0, pace_ms=10.0)
-        commands += machine.handle(SyncAck(rank, outcome, work, 1.0), 100.0)
+        commands += machine.handle(SyncAck(rank, outcome, work, 1.0, bad=rank in late), 100.0)
         machine.check()
     return commands
 
@@ -597,6 +601,50 @@ def test_without_a_sound_replica_the_run_fails() -> None:
     [failure] = [command for command in commands if isinstance(command, Fail)]
     assert failure.kind == "numbers"
     assert machine.life is Life.FAILING
+
+
+def under_way(**given: Any) -> tuple[Coordinator, list[dict[int, StartEpoch]]]:
+    """A run with two blocks out."""
+    machine, out = started(batches=400, **given)
+    commands = meet(machine, orders(out))
+    sent = [c for c in commands if isinstance(c, Send) and isinstance(c.order, StartEpoch)]
+    blocks = [{c.rank: c.order for c in sent[at : at + 2]} for at in (0, 2)]
+    return machine, blocks  # type: ignore[return-value]
+
+
+def test_of_one_replica_acknowledgment_and_outcome_tell_as_of_one() -> None:
+    machine, blocks = under_way()
+    commands = meet(machine, blocks[0], late=(0,))
+    assert Quarantined(0, None) in commands
+    assert Send(0, Adopt(1)) not in commands  # a round is under way
+    commands = meet(machine, blocks[1], bad=(0,), halt=True)
+    assert Quarantined(0, None) not in commands
+    assert Send(0, Adopt(1)) in commands
+    again = machine.handle(Adopted(0), 200.0)
+    assert Quarantined(0, None) in meet(machine, orders(again), late=(0,))
+
+
+def test_what_the_last_acknowledgment_tells_is_healed_before_all_else() -> None:
+    machine, out = started(batches=2, duties=Duties(eval_every=1))
+    commands = meet(machine, orders(out), late=(1,))
+    assert Quarantined(1, None) in commands
+    assert [c.order for c in commands if isinstance(c, Send)] == [Adopt(0)]
+
+
+def test_a_run_fails_whose_only_sound_replica_leaves() -> None:
+    machine, blocks = under_way(on_failure="continue")
+    meet(machine, blocks[0], late=(0,))
+    commands = machine.handle(Exiting(1, "boom", is_alone=True), 200.0)
+    [failure] = [command for command in commands if isinstance(command, Fail)]
+    assert failure.kind == "numbers"
+
+
+def test_a_second_replica_gone_bad_leaves_none_to_go_on_from() -> None:
+    machine, blocks = under_way()
+    meet(machine, blocks[0], late=(0,))
+    commands = meet(machine, blocks[1], late=(1,), bad=(0,))
+    [failure] = [command for command in commands if isinstance(command, Fail)]
+    assert failure.kind == "numbers"
 
 
 def test_in_exact_there_is_nothing_to_heal() -> None:

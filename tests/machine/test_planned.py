@@ -571,10 +571,35 @@ def test_bad_replicas_are_named_with_their_first_bad_batch() -> None:
     ]
     record = settle(machine, answers)
     assert machine.bad == {1: (0, 3)}
+    machine.bad = {}  # as the coordinator does
     assert record.reason == "rank 1 had left the numbers"
     assert machine.is_idle
     settle(machine, acks(orders(decide(machine))[0]))
     assert machine.bad == {}
+
+
+def test_what_devices_alone_knew_comes_with_the_acknowledgment() -> None:
+    machine = rounds()
+    [probe] = orders(decide(machine))
+    answers = [
+        replace(ack, drift=0.5, bad=ack.rank == 1, work=replace(ack.work, bad=(0, 3) if ack.rank else None))
+        for ack in acks(probe)
+    ]
+    record = settle(machine, answers)
+    assert machine.bad == {1: (0, 3)}
+    assert record.drift is None  # the mean is the other replica
+    settle(machine, acks(orders(decide(machine))[0]))
+    assert machine.bad == {1: (0, 3)}  # until the coordinator has heard
+
+
+def test_a_drift_of_several_that_count_is_one() -> None:
+    machine = rounds(world_size=3)
+    [probe] = orders(decide(machine))
+    answers = [
+        replace(ack, drift=None if ack.rank == 1 else 0.5, bad=ack.rank == 1)
+        for ack in acks(probe, pace_ms=(5.0, 5.0, 5.0))
+    ]
+    assert settle(machine, answers).drift == 0.5
 
 
 def test_what_was_measured_goes_on_where_the_ranks_are_as_many() -> None:

@@ -182,6 +182,19 @@ def test_a_bad_replica_weighs_nothing_and_voids_what_is_armed() -> None:
     assert outcome.voids
 
 
+def test_one_that_was_left_out_before_counts_and_voids_what_is_armed() -> None:
+    came = {0: arrival(0, 3), 1: replace(arrival(1, 2), was_bad=True)}
+    outcome = decide(came, Directives(), 2)
+    assert (outcome.samples, outcome.bad) == ((24, 16), (1,))
+    assert outcome.voids
+
+
+@pytest.mark.parametrize(("late", "all_are"), [((True, True), True), ((True, False), False)])
+def test_a_round_is_late_where_all_its_members_are(late: tuple[bool, ...], all_are: bool) -> None:
+    came = {rank: replace(arrival(rank, 1), late=is_late) for rank, is_late in enumerate(late)}
+    assert decide(came, Directives(), 2).late == all_are
+
+
 @pytest.mark.parametrize(
     ("steps", "bad", "wants", "measured"),
     [

@@ -537,3 +537,41 @@ def test_the_schedule_goes_on_where_the_run_before_stood() -> None:
     machine = WorkerMachine(0, 40)
     machine.handle(StartEpoch(0, 0, (0, 1), pace=Pace(4, 2)))
     assert [step(machine).position for _ in range(2)] == [40, 42]
+
+
+def test_a_rank_that_was_left_out_says_so_and_counts() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(planned((0,)))
+    step(machine)
+    machine.was_bad = True
+    action = machine.next(NEVER)
+    assert isinstance(action, Enter)
+    assert (action.arrival.bad, action.arrival.was_bad, action.arrival.samples) == (False, True, 8)
+    machine.met(outcome(bad=(0,)))
+    assert not machine.was_bad
+    plain = action.arrival
+    assert machine.judged(plain) is plain
+
+
+def test_ranks_are_late_until_one_of_them_is_not() -> None:
+    machine = WorkerMachine(0, is_late=True)
+    for number, late in enumerate((True, False)):
+        machine.handle(planned((number,), round=number))
+        step(machine)
+        action = machine.next(NEVER)
+        assert isinstance(action, Enter)
+        assert action.arrival.late
+        machine.met(outcome(round=number, late=late))
+        assert machine.is_late == late
+    assert not machine.judged(action.arrival).late
+
+
+def test_a_replica_that_was_healed_has_nothing_to_say_any_more() -> None:
+    machine = WorkerMachine(0)
+    machine.was_bad = True
+    machine.handle(Capture(0, 1))
+    machine.handle(Adopt(1))
+    assert machine.next(NEVER) == Serve(Capture(0, 1))
+    assert machine.was_bad
+    assert machine.next(NEVER) == Serve(Adopt(1))
+    assert not machine.was_bad

@@ -124,6 +124,7 @@ def later_kinds(scenario: Scenario) -> list[str]:
         "patient": watched is not None and watched.patience is None,
         "the best is kept": duties.keeps_best,
         "bad": bad,
+        "bad and late": scenario.late_verdicts,
         "all bad": len(bad) == config.world_size > 1,
         "survives": config.on_failure == "continue",
         "survives on a stream": config.on_failure == "continue" and config.batches is None,
@@ -151,7 +152,16 @@ def later_kinds(scenario: Scenario) -> list[str]:
 def test_every_kind_of_duty_and_life_comes_up() -> None:
     seen = Counter(kind for scenario in LONG for kind in later_kinds(scenario))
     wanted = [f"saved by {unit}" for unit in (None, "epoch", "step", "minute")]
-    wanted += ["evaluated", "watched", "patient", "the best is kept", "bad", "all bad", "survives"]
+    wanted += [
+        "evaluated",
+        "watched",
+        "patient",
+        "the best is kept",
+        "bad",
+        "bad and late",
+        "all bad",
+        "survives",
+    ]
     wanted += ["crash alone", "several crashes", "crash in evaluate", "crash in capture"]
     wanted += ["wish to checkpoint", "wish to snapshot", "a second life", "a third life", "other devices"]
     wanted += ["another policy", "more epochs", "a limit", "no limit", "a longer limit"]

@@ -23,7 +23,7 @@ from flowdp.machine.position import Position
 from flowdp.machine.rounds import GateState
 from flowdp.machine.snapshots import SnapshotRounds
 from flowdp.machine.standstill import Duties, Standstill
-from flowdp.machine.worker import Action, Done, Enter, Leave, Step, WorkerMachine
+from flowdp.machine.worker import Action, Done, Enter, Leave, Serve, Step, WorkerMachine
 from flowdp.messages import (
     Abort,
     Arrival,
@@ -797,6 +797,24 @@ def a_bad_replica_weighs_what_it_trained(patch: Patch) -> Machines:
             return super().enter(replace(arrival, bad=False))
 
     return Machines(gate=Trusting)
+
+
+@mutant("S21", Lives(500))
+def no_gate_hears_of_a_late_verdict(patch: Patch) -> None:
+    judged = WorkerMachine.judged
+    patch.setattr(
+        WorkerMachine, "judged", lambda self, arrival: replace(judged(self, arrival), was_bad=False)
+    )
+
+
+@mutant("S21", Lives(500))
+def no_acknowledgment_tells_a_late_verdict(patch: Patch) -> None:
+    patch.setattr(Block, "late", ())
+
+
+@mutant("S21", Lives(500))
+def a_healed_replica_says_that_it_was_bad(patch: Patch) -> None:
+    patch.setattr(WorkerMachine, "_stand", lambda self, duty: Serve(duty))
 
 
 @mutant("S21", Lives(100))

@@ -86,3 +86,18 @@ def test_the_first_bad_batch_is_reported_once() -> None:
     assert shell.machine.is_bad
     assert shell.work(Done(0, 1, 2)).bad == (1, 3)
     assert shell.work(Done(0, 1, 0)).bad is None
+
+
+def test_a_late_verdict_is_heard_behind_the_mean() -> None:
+    shell = Shell(WorkerMachine(0, is_late=True))
+    for batch in (3, 4):
+        shell.goes_bad(Step(1, (batch,), 0))
+        shell.stepped(8, 1.0)
+    shell.read()
+    assert (shell.machine.is_bad, shell.machine.was_bad) == (False, False)
+    shell.met()
+    assert shell.unread == (1, 3)
+    shell.read()
+    assert (shell.machine.is_bad, shell.machine.was_bad) == (False, True)
+    assert shell.work(Done(0, 1, 2)).bad == (1, 3)
+    assert not shell.machine.is_late

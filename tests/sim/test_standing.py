@@ -152,6 +152,34 @@ def a_sound_one_adopts(standing: Standing) -> None:
     standing.ordered(0, Adopt(1), "")
 
 
+def late_and_said_at_once(standing: Standing) -> None:
+    standing.goes_bad(1, is_late=True)
+    standing.met(outcome(samples=(8, 8), bad=(1,)))
+
+
+def late_and_never_said(standing: Standing) -> None:
+    standing.goes_bad(1, is_late=True)
+    for _ in range(2):
+        standing.met(outcome(samples=(8, 8)))
+
+
+def heard_and_told_to_go_on(standing: Standing) -> None:
+    standing.goes_bad(1, is_late=True)
+    standing.met(outcome(samples=(8, 8)))
+    standing.acknowledged(1)
+    standing.told(1, "gets an order")
+
+
+def sound_and_heard(standing: Standing) -> None:
+    standing.acknowledged(1)
+
+
+def captures_a_bad_one(standing: Standing) -> None:
+    standing.goes_bad(1, is_late=True)
+    standing.met(outcome(samples=(8, 8)))
+    standing.ordered(0, Capture(0), "")
+
+
 def a_bad_snapshot_weighs(standing: Standing) -> None:
     standing.goes_bad(0)
     standing.snapped(0, 3, 8)
@@ -192,6 +220,11 @@ BROKEN: list[tuple[str, Callable[[Standing], None]]] = [
     ("S21", bad_and_not_said),
     ("S21", sound_and_said),
     ("S21", bad_and_goes_on),
+    ("S21", late_and_said_at_once),
+    ("S21", late_and_never_said),
+    ("S21", heard_and_told_to_go_on),
+    ("S21", sound_and_heard),
+    ("S21", captures_a_bad_one),
     ("S21", adopts_from_a_bad_one),
     ("S21", a_sound_one_adopts),
     ("S21", a_bad_snapshot_weighs),
