@@ -354,18 +354,14 @@ class RankTurn:
         self._outside = (0.0, 0.0, 0.0)
         self._holds = in_turn and self._turn.take(self)
         try:
+            if not is_measured or len(tally.measured) >= KEPT:
+                return compute(*args, **options)
             begin_s, begin_cpu_s = perf_counter(), thread_time()
             result = compute(*args, **options)
-            if is_measured and len(tally.measured) < KEPT:
-                cpu_s, end_s = thread_time() - begin_cpu_s, perf_counter()
-                outside_s, outside_cpu_s, place_s = self._outside
-                tally.measured.append(
-                    (
-                        end_s - begin_s - outside_s - place_s,
-                        cpu_s - outside_cpu_s,
-                        begin_s - asked_s + place_s,
-                    )
-                )
+            cpu_s, end_s = thread_time() - begin_cpu_s, perf_counter()
+            outside_s, outside_cpu_s, place_s = self._outside
+            s = end_s - begin_s - outside_s - place_s
+            tally.measured.append((s, cpu_s - outside_cpu_s, begin_s - asked_s + place_s))
             return result
         finally:
             if self._holds:
