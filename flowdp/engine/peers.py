@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import compress
 from math import nan
 from typing import Any, TypeVar, cast
 
@@ -125,7 +126,7 @@ class Peers:
         self._ran: set[int] = set()
         self._now: list[State] = []
         self._due: list[list[int]] = []  # per rank, the tensors that it has to be sent
-        self._sources: list[Tensor] = []
+        self._sources: dict[int, Tensor] = {}
         self._sent: list[list[State]] = [[] for _ in lanes]
         self._left_in: int | None = None  # the backward that left gradients at all ranks
         self._left: dict[
@@ -166,12 +167,8 @@ class Peers:
 
     def trained(self, rank: int) -> list[Tensor]:
         """The parameters that require grad on rank 0, as they are on a rank."""
-        flags = (tensor.requires_grad for tensor in self._tables[0].parameters)
-        return [
-            tensor
-            for tensor, is_trained in zip(self._tables[rank].parameters, flags, strict=True)
-            if is_trained
-        ]
+        flags = [tensor.requires_grad for tensor in self._tables[0].parameters]
+        return list(compress(self._tables[rank].parameters, flags))
 
     def buffers(self, rank: int) -> list[Tensor]:
         """The buffers of a rank, in the same order on all ranks."""
@@ -201,24 +198,21 @@ class Peers:
             self._forget_sent()
         if self.wire is not None:
             self.wire.send(self._now)
-        self._sources = [now[0].detach() for now in self._now]
-        # What the first rank's forward writes to, while the others are still reading, is copied before.
-        first = len(self._now) - len(self._tables[0].buffers)
-        places = range(len(self._now))
-        self._due = [
-            [i for i in places if self._is_due(rank, i)] if rank else [] for rank in range(len(self.modules))
-        ]
-        changed = sorted(
-            {
-                i
-                for due, sharing in zip(self._due, self._sharings, strict=True)
-                for i in due
-                if i >= first or (sharing is not None and not sharing.has(i))
-            }
-        )
-        with torch.no_grad():
-            for i, copy_of in zip(changed, copied([self._sources[i] for i in changed]), strict=True):
-                self._sources[i] = copy_of
+        self._due = self._find_due()
+        self._sources = {}
+        copies: set[int] = set()
+        first = len(self._tables[0].parameters)
+        for due, sharing in zip(self._due, self._sharings, strict=True):
+            for i in due:
+                # What the first rank's forward may write to while others still read is copied before.
+                if i >= first or (sharing is not None and not sharing.has(i)):
+                    copies.add(i)
+                elif sharing is None and i not in self._sources and not self._is_wired(i):
+                    self._sources[i] = self._now[i][0].detach()
+        if copies:
+            with torch.no_grad():
+                made = copied([self._now[i][0].detach() for i in sorted(copies)])
+            self._sources.update(zip(sorted(copies), made, strict=True))
 
     def note(self) -> None:
         """Note the modules as the forward of a call has left them.
@@ -236,15 +230,30 @@ class Peers:
         if (sharing := self._sharings[rank]) is not None:
             sharing.count_writes()
 
-    def _is_due(self, rank: int, index: int) -> bool:
-        """Whether a replica has to be sent a tensor."""
-        sent, sharing = self._sent[rank], self._sharings[rank]
-        if not sent or _differs(self._now[index], sent[index]):
-            return True
-        if self._unseen is not None or (sharing is not None and sharing.has(index)):
-            return False
-        # Always, where the host has it: to compare takes longer than to copy, and a write to `.data` is seen.
-        return not (self._kept[rank] and index >= len(self._tables[0].parameters))
+    def _find_due(self) -> list[list[int]]:
+        """Per rank, the tensors that it has to be sent."""
+        now, first = self._now, len(self._tables[0].parameters)
+        known: dict[int, list[int]] = {}  # of ranks that were last sent the same
+        found: list[list[int]] = [[]]
+        for sent, sharing, is_kept in zip(self._sent[1:], self._sharings[1:], self._kept[1:], strict=True):
+            if not sent:
+                found.append(list(range(len(now))))
+            elif self._unseen is not None:
+                if id(sent) not in known:
+                    pairs = zip(now, sent, strict=True)
+                    known[id(sent)] = [i for i, pair in enumerate(pairs) if _differs(*pair)]
+                found.append(known[id(sent)])
+            else:
+                # Always, where the host has it: to compare takes longer than to copy, and a write to `.data`
+                # is seen.
+                shared = [sharing is not None and sharing.has(i) for i in range(first)]
+                spared = [*shared, *[is_kept] * (len(now) - first)]
+                columns = enumerate(zip(spared, now, sent, strict=True))
+                found.append([i for i, (is_spared, *pair) in columns if not is_spared or _differs(*pair)])
+        return found
+
+    def _is_wired(self, index: int) -> bool:
+        return self.wire is not None and self.wire.carries(index)
 
     def forget(self) -> None:
         """Send everything anew: something may have written to the user's module and left no trace."""
@@ -436,7 +445,6 @@ class Peers:
         if rank == 0:
             return
         before, sharing, mine = self._sent[rank], self._sharings[rank], self._tables[rank]
-        wire = self.wire
         tensors = mine.tensors
         changed: list[int] = []
         for i in self._due[rank]:
@@ -447,11 +455,13 @@ class Peers:
                     sharing.attach(i)
             if tensors[i].requires_grad is not now[3]:
                 tensors[i].requires_grad_(now[3])
-            if not ((sharing is not None and sharing.has(i)) or (wire is not None and wire.carries(i))):
+            if not ((sharing is not None and sharing.has(i)) or self._is_wired(i)):
                 changed.append(i)
         if changed:
             targets = [tensors[i] for i in changed]
-            sources = carry([self._sources[i] for i in changed], self.devices[rank])
+            # One that has ceased to be shared is not among the sources.
+            sources = [self._sources[i] if i in self._sources else self._now[i][0].detach() for i in changed]
+            sources = carry(sources, self.devices[rank])
             # A buffer that an inference made anew can be written in another one alone.
             with torch.inference_mode(any(target.is_inference() for target in targets)), torch.no_grad():
                 torch._foreach_copy_(targets, sources)

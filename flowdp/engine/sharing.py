@@ -76,6 +76,9 @@ class Sharing:
         """
         mine, users = self._mine.parameters, self._users.parameters
         own_now, users_now = _versions(mine), _versions(users)
+        is_kept = own_now == self._own_versions and users_now == self._versions
+        if is_kept and not self._before and all(self._shared):
+            return
         for index, (own, other) in enumerate(zip(mine, users, strict=True)):
             is_kept = (
                 own_now[index] == self._own_versions[index] and users_now[index] == self._versions[index]

@@ -578,6 +578,7 @@ def test_what_the_user_has_zeroed_is_not_added_again(world: World) -> None:
 def test_weights_of_the_callers_own_get_the_gradients(world: World) -> None:
     found = []
     for call, module in ((world, world.module), (world.twin, world.twin)):
+        loss_of(call(numbers(5, 6))).backward()  # from then on CPU devices share the parameters
         weights = {name: (2 * p.detach()).requires_grad_() for name, p in module.named_parameters()}
         with torch.nn.utils.stateless._reparametrize_module(module, weights):
             loss_of(call(numbers(5, 6))).backward()
