@@ -84,11 +84,13 @@ class Trial:
         computed: See there.
         gradients: Of each trained parameter behind the run, in the order of the module; None: it has none.
         buffers: Of the module behind the run, in its order.
+        touched: Whether the graph adds to the gradient of each trained parameter: torch steps no other.
     """
 
     computed: Computed
     gradients: Sequence[Tensor | None]
     buffers: Sequence[Tensor]
+    touched: Sequence[bool]
 
 
 class StepGraph(Protocol):
@@ -379,12 +381,14 @@ class Captured:
         if before is not None:
             generator.set_state(before)
         told: list[tuple[str, float | Tensor, float]] = []
+        marks = [_mark(parameter) for parameter in replica.trained]
         with scope, _listening(worker, told):
             computed = self._eager(batch, worker, factors)
         if self.ended is not None:
             return computed
         if trial is not None:
-            failure = self._difference(graph, trial, computed, told)
+            touched = [_mark(one) != mark for one, mark in zip(replica.trained, marks, strict=True)]
+            failure = self._difference(graph, trial, computed, told, touched)
         if not failure and after is not None and not torch.equal(after, generator.get_state()):
             failure = "it draws other random numbers"
         if failure:
@@ -397,6 +401,7 @@ class Captured:
         trial: Trial,
         computed: Computed,
         told: Sequence[tuple[str, float | Tensor, float]],
+        touched: Sequence[bool],
     ) -> str:
         """The first value of a trial that is not that of the eager step, in words; "" where all are."""
         assert self._recorder is not None
@@ -410,8 +415,13 @@ class Captured:
         for (name, value, _), mine in zip(told, trial.computed.scalars, strict=True):
             pairs.append((f"{name!r}", mine, torch.as_tensor(value)))
         names = {id(one): name for name, one in module.named_parameters()}
-        for parameter, gradient in zip(self._replica.trained, trial.gradients, strict=True):
-            pairs.append((f"the gradient of {names[id(parameter)]!r}", gradient, parameter.grad))
+        for place, (parameter, gradient) in enumerate(
+            zip(self._replica.trained, trial.gradients, strict=True)
+        ):
+            name = f"the gradient of {names[id(parameter)]!r}"
+            if trial.touched[place] != touched[place]:
+                return f"{name} is there in one of them alone"
+            pairs.append((name, gradient, parameter.grad))
         for (name, buffer), mine in zip(module.named_buffers(), trial.buffers, strict=False):
             pairs.append((f"buffer {name!r}", mine, buffer))
         for name, one, other in pairs:
@@ -479,6 +489,11 @@ def _listening(worker: CurrentWorker, told: list[tuple[str, float | Tensor, floa
         yield
     finally:
         worker.sink = sink
+
+
+def _mark(parameter: Tensor) -> tuple[int, int]:
+    """Another one where a backward has added to the gradient since."""
+    return (0, 0) if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -239,7 +239,8 @@ class CudaStepGraph:
         try:
             computed = self.run(leaves, factors, generator)
             gradients = [None if p.grad is None else p.grad.clone() for p in trained]
-            return Trial(computed, gradients, [buffer.clone() for buffer in buffers])
+            touched = [any(parameter is one for one in self._parameters) for parameter in trained]
+            return Trial(computed, gradients, [buffer.clone() for buffer in buffers], touched)
         finally:
             for parameter, gradient, value in zip(trained, before, kept, strict=True):
                 parameter.grad = gradient

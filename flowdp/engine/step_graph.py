@@ -267,7 +267,8 @@ class CpuGraph:
         gradients = [after[place] for place in self._traced.touched]
         script_list = torch._C.ScriptList
         computed = self._call(script_list(own), script_list(gradients), leaves, factors, generator)
-        return Trial(computed, after, [own[place] for place in self._buffers])
+        touched = [place in self._traced.touched for place in range(len(self._trained))]
+        return Trial(computed, after, [own[place] for place in self._buffers], touched)
 
     def _call(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from os import environ
 from pathlib import Path
@@ -250,6 +251,36 @@ def test_a_difference_that_comes_late_is_found_by_the_next_comparison(
     )
     # Step 3 is the first captured one, so the 21st is step 23: the first multiple of 7 behind the change.
     assert [(step, kind) for step, kind, _ in journal.events] == [(23, "_end")]
+
+
+class Branches(nn.Module):
+    """Has parameters that take part by the environment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(36, 5), nn.Linear(36, 5)
+
+    def forward(self, x: Tensor) -> Any:
+        made = self.first(x.flatten(1))
+        return made + 0 * self.second(x.flatten(1)) if environ["FLOWDP_TEST_SCALE"] == "2" else made
+
+
+def test_a_gradient_of_zeros_is_not_the_same_as_none(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(capture: bool | flowdp.CaptureOptions) -> dict[str, Tensor]:
+        monkeypatch.setenv("FLOWDP_TEST_SCALE", "1")
+        plant = partial(monkeypatch.setenv, "FLOWDP_TEST_SCALE", "2")
+        return journal.run(capture, lambda _: plant(), images, model=Branches)
+
+    eager, captured = run(False), run(flowdp.CaptureOptions(compare_every=1))
+    assert [(step, kind) for step, kind, _ in journal.events] == [(PLANT, "_end")]
+    assert "the gradient of 'second.weight' is there in one of them alone" in journal.events[0][2]
+    assert equal(eager, captured)
+
+
+def images(model: nn.Module, batch: Any) -> Any:
+    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def test_another_shape_gets_a_graph_of_its_own_and_too_many_run_eagerly(
