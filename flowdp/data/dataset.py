@@ -16,6 +16,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     TensorDataset,
     default_collate,
 )
@@ -179,6 +180,28 @@ def _check_tensors(named: Mapping[str, object]) -> list[Tensor]:
     return tensors
 
 
+def _subset_of_tensors(dataset: Any) -> tuple[TensorDataset, Tensor] | None:
+    """A `TensorDataset` and the rows that a `Subset` has of it, or a subset of that; None for any other."""
+    rows: Tensor | None = None
+    while type(dataset) is Subset:
+        indices = dataset.indices
+        try:
+            given = indices if isinstance(indices, range | Tensor | np.ndarray) else list(indices)
+            own = torch.as_tensor(np.asarray(given)).cpu()
+        except (TypeError, ValueError, RuntimeError):
+            return None
+        if own.dim() != 1 or own.dtype not in (torch.int32, torch.int64):
+            return None
+        own = own.long()
+        if ((own < 0) | (own >= _length(dataset.dataset))).any():
+            return None  # counted from the end, or an error: read item by item
+        rows = own if rows is None else own[rows]
+        dataset = dataset.dataset
+    if rows is None or type(dataset) is not TensorDataset:
+        return None
+    return dataset, rows
+
+
 def _length(dataset: object) -> int:
     reads = any(hasattr(dataset, name) for name in ("__getitem__", "__getitems__", "get_batch"))
     if isinstance(dataset, (str, bytes)) or not reads or not hasattr(dataset, "__len__"):
@@ -214,6 +237,8 @@ def _from_dataset(
     length = len(tensors[0][0]) if tensors is not None else _length(dataset)
     _check_batches(length, batch_size, drop_last)
     order = EpochOrder(length, batch_size, seed, options["shuffle"] is not False, drop_last)
+    if collate is None and num_workers == 0 and (found := _subset_of_tensors(dataset)) is not None:
+        return TensorSource(found[0].tensors, _as_it_is, order, found[1])
     if tensors is not None:
         if collate is None and num_workers == 0:
             return TensorSource(*tensors, order)
@@ -288,6 +313,10 @@ def _from_loader(
         tensors = as_tensors(dataset)
         if tensors is not None and not isinstance(order, BatchSamplerOrder):
             return TensorSource(*tensors, order)
+    if loader.num_workers == 0 and collate is default_collate and not isinstance(order, BatchSamplerOrder):
+        found = _subset_of_tensors(dataset)
+        if found is not None:
+            return TensorSource(found[0].tensors, _as_it_is, order, found[1])
     return Reader(dataset, order, collate_fn=collate, **options)
 
 

@@ -33,8 +33,8 @@ def open_feeds(
 ) -> list[Feed]:
     """One feed per rank: direct on the CPU, on CUDA resident where the dataset fits, else prefetched.
 
-    Only a dataset of tensors can be resident. Tensors on another device than the rank's are copied there, or
-    to the host once where they do not fit.
+    Only a dataset of tensors can be resident, or a subset that has at least half of them. Tensors on another
+    device than the rank's are copied there, or to the host once where they do not fit.
 
     Args:
         source: Of all ranks' batches.
@@ -86,7 +86,7 @@ def open_feeds(
 def _bring(source: Source, lane: Lane, ranks: int, usage: float, cuda: Any) -> ResidentData | None:
     """The dataset on a device, where it is made of tensors and fits there."""
     memory = read_memory(lane, cuda)
-    if not isinstance(source, TensorSource) or memory is None:
+    if not isinstance(source, TensorSource) or source.is_part or memory is None:
         return None
     if not fits(memory, ResidentData.needed_bytes(source, lane.device, ranks), usage=usage):
         return None

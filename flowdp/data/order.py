@@ -81,6 +81,7 @@ class Order(ABC):
     def __init__(self, drawn: int, batch_size: int, drop_last: bool, kept: int) -> None:
         self.batches = batches_per_epoch(drawn, batch_size, drop_last)
         self._size, self._stop = batch_size, min(drawn, self.batches * batch_size)
+        self._full = self._stop // batch_size  # batches that are
         self.batch_size: int | None = self._size
         self.samples: int | None = self._stop
         self._kept = kept
@@ -122,6 +123,8 @@ class Order(ABC):
         Raises:
             IndexError: An epoch has no such batch.
         """
+        if 0 <= batch < self._full:  # on the path of every step
+            return self._size
         self._check(batch)
         start, stop = self._span(epoch, batch)
         return stop - start

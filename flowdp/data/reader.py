@@ -7,7 +7,9 @@ needs no turn.
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -28,8 +30,11 @@ from flowdp.errors import DataError, ProtocolError
 from flowdp.machine.position import Position
 from flowdp.messages import Part
 from flowdp.policy.formats import format_error, format_indices
+from flowdp.policy.reader_load import ReaderLoad
 
 __all__ = ["NOTHING", "LoaderSource", "Reader"]
+
+log = logging.getLogger("flowdp")
 
 _Key = tuple[int, int]  # (epoch, batch): its order is the order of reading
 
@@ -60,6 +65,8 @@ class LoaderSource(Source):
         on_demand: An epoch is read when somebody waits for it.
         keeps: See `Source`; for batches that are taken whole.
     """
+
+    _advice = ""  # to a user whose reading takes much of the time
 
     def __init__(
         self,
@@ -267,12 +274,18 @@ class LoaderSource(Source):
     ) -> None:
         try:
             set_own_threads(1)  # the cores belong to the workers
+            load = ReaderLoad(time.monotonic(), time.thread_time())
             while self._has_room():
                 read = next(feed, None)
                 if read is None:
                     return
                 for rank in self._put(*read):
                     wake(rank, *read[0])
+                share = load.passed(time.monotonic(), time.thread_time())
+                if share is not None and self._advice:
+                    log.warning(
+                        "reading the dataset computes %.0f %% of the time %s", 100 * share, self._advice
+                    )
         except BaseException as error:  # also a SystemExit of the dataset: whoever waits must hear of it
             self._fail(self._reading, error, wake, failed)
         finally:
@@ -409,6 +422,12 @@ class Reader(LoaderSource):
             on_demand=on_demand,
             keeps=keeps,
         )
+        if made.num_workers == 0:
+            self._advice = (
+                "in a thread of this process, beside the devices' launches, which need the interpreter lock, "
+                "too: num_workers=2, of the Trainer or the DataLoader, has processes read; a dataset with "
+                "__getitems__(indices) or get_batch(indices) reads a batch in one call"
+            )
 
     def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[_Key, Any]]:
         assert iterator is not None

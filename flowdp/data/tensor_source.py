@@ -23,10 +23,12 @@ class TensorSource(Source):
         tensors: Equal in length. Each of shape [samples, ...].
         pack: Makes the batch of the gathered parts.
         order: Which samples each batch holds.
+        rows: Of the tensors, the samples' own, int64; None: all. Shape [samples].
 
     Attributes:
         tensors: As given.
         pack: As given.
+        is_part: Most rows of the tensors are no samples.
     """
 
     batch_size: int
@@ -34,11 +36,17 @@ class TensorSource(Source):
     samples: int
 
     def __init__(
-        self, tensors: Sequence[Tensor], pack: Callable[[list[Tensor]], Batch], order: Order
+        self,
+        tensors: Sequence[Tensor],
+        pack: Callable[[list[Tensor]], Batch],
+        order: Order,
+        rows: Tensor | None = None,
     ) -> None:
         super().__init__(order)
         self.tensors = tuple(tensors)
         self.pack = pack
+        self._rows = rows
+        self.is_part = rows is not None and 2 * len(rows) < len(self.tensors[0])
 
     def on_host(self) -> TensorSource:
         """The same source with its tensors in the host's memory; itself where they lie there.
@@ -48,7 +56,7 @@ class TensorSource(Source):
         """
         if all(tensor.device.type == "cpu" for tensor in self.tensors):
             return self
-        return TensorSource([tensor.cpu() for tensor in self.tensors], self.pack, self._order)
+        return TensorSource([tensor.cpu() for tensor in self.tensors], self.pack, self._order, self._rows)
 
     def start(
         self,
@@ -64,7 +72,7 @@ class TensorSource(Source):
         return self.pack(rows) if part is None else Portion.gathered(rows, self.pack)
 
     def index(self, epoch: int, batch: int) -> Tensor:
-        """The dataset indices of a batch, int64. Shape [samples_in(epoch, batch)].
+        """The rows of a batch in the tensors, int64. Shape [samples_in(epoch, batch)].
 
         Threads:
             Any.
@@ -73,7 +81,8 @@ class TensorSource(Source):
             DataError: The sampler failed.
             IndexError: An epoch has no such batch.
         """
-        return self._order.indices(epoch, batch)
+        index = self._order.indices(epoch, batch)
+        return index if self._rows is None else self._rows[index]
 
     def gather(
         self, epoch: int, batch: int, part: Part | None = None, out: Sequence[Tensor] | None = None
@@ -93,7 +102,7 @@ class TensorSource(Source):
             DataError: An index lies outside the tensors, or the sampler failed.
             IndexError: An epoch has no such batch.
         """
-        index = self._order.indices(epoch, batch)
+        index = self.index(epoch, batch)
         if part is not None:
             index = index[part.start : part.stop]
         try:

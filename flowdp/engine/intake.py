@@ -55,6 +55,7 @@ class Intake:
         self.samples = 0
         self.micros: list[MicroBatch] = []
         self._feed = feed
+        self._samples_in = source.samples_in
         self._source = source
         self._width = width
         self._open: list[Batch] = []  # of them, those of the next micro-batch
@@ -86,7 +87,8 @@ class Intake:
             batch = self._feed.take(step.epoch, batches[at], step.part)
             if batch is None:
                 return None
-            samples = self._samples_in(step, at)
+            part = step.part
+            samples = self._samples_in(step.epoch, batches[at]) if part is None else part.samples
             self.taken = at + 1
         elif not self._fill(step):
             return None
@@ -95,7 +97,7 @@ class Intake:
             self._open.clear()
             self._sizes.clear()
         if not self.samples:
-            self._planned = samples * -(-len(batches) // self._width)
+            self._planned = samples if len(batches) == 1 else samples * -(-len(batches) // self._width)
         self.samples += samples
         micro = MicroBatch(batch, samples, samples / self._planned)
         self.micros.append(micro)
@@ -108,14 +110,9 @@ class Intake:
             if batch is None:
                 return False
             self._open.append(batch)
-            self._sizes.append(self._samples_in(step, self.taken))
+            self._sizes.append(self._samples_in(step.epoch, step.batches[self.taken]))
             self.taken += 1
         return True
-
-    def _samples_in(self, step: Step, at: int) -> int:
-        if step.part is not None:
-            return step.part.samples
-        return self._source.samples_in(step.epoch, step.batches[at])
 
     def is_last(self, step: Step) -> bool:
         """Whether the last micro-batch ended the step."""

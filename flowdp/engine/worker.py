@@ -206,13 +206,14 @@ class Worker:
 
     def _loop(self) -> None:
         machine, inbox, gate, intake = self.machine, self.inbox, self._gate, self._intake
+        is_empty = inbox.is_empty
         while True:
-            while inbox.pending:
+            while not is_empty():
                 self._read(inbox.get())
             if self._fed != machine.plans:
                 self._tell_feed()
             # A step that has begun is finished: its batches have been taken, some of them trained.
-            action = machine.next(-1 if intake.is_inside else gate.hurry)
+            action = machine.next(-1 if intake.taken else gate.hurry)
             if type(action) is Step:
                 self._step(action)
             elif type(action) is Enter:
@@ -252,7 +253,8 @@ class Worker:
         start_s = perf_counter()
         current, meter, replica, intake = self.current, self._meter, self.replica, self._intake
         self._place.step = step
-        while not intake.is_last(step):
+        is_over = intake.taken > 0 and intake.is_last(step)  # its end was cut off meanwhile
+        while not is_over:
             is_first = not intake.samples
             micro = intake.next(step)
             if micro is None:
@@ -267,6 +269,7 @@ class Worker:
                 if replica.has_state:
                     replica.mark()
             current.samples = micro.samples
+            is_over = intake.is_last(step)
             try:
                 self._add(micro.batch, current, micro.share)
                 continue

@@ -28,12 +28,16 @@ class Inbox(Generic[T]):
     Args:
         limit: Most messages that may wait.
         name: Whose inbox, for the error.
+
+    Attributes:
+        is_empty: The opposite of `pending`, as a function of the queue itself: for a loop.
     """
 
     def __init__(self, limit: int, name: str) -> None:
         self.limit = limit
         self.name = name
         self._queue: SimpleQueue[T] = SimpleQueue()
+        self.is_empty = self._queue.empty
 
     def post(self, message: T) -> None:
         """Put a message in; returns at once.
@@ -61,4 +65,4 @@ class Inbox(Generic[T]):
     @property
     def pending(self) -> bool:
         """Whether a message waits; no lock, so it may be asked between any two steps."""
-        return not self._queue.empty()
+        return not self.is_empty()

@@ -7,6 +7,7 @@ import queue
 from collections import namedtuple
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -17,10 +18,12 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
     get_worker_info,
+    random_split,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -125,6 +128,56 @@ def test_tensors_may_be_taken_again_and_by_any_rank():
 
 
 # ---------------------------------------------------------------- as torch's own DataLoader
+class Itemwise(Subset[Any]):
+    """A subset that is read sample by sample."""
+
+
+SUBSETS = {
+    "list": [5, 0, 22, 7, 7, 3, 11],
+    "range": range(1, 23, 2),
+    "array": np.array([4, 9, 1, 20, 13, 2], np.int32),
+    "tensor": torch.arange(22, 4, -1),
+}
+
+
+@pytest.mark.parametrize("indices", SUBSETS.values(), ids=SUBSETS)
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"drop_last": True}], ids=str)
+def test_a_subset_of_tensors_is_gathered_as_torch_reads_it(indices, options):
+    whole = TensorDataset(X, Y)
+    ours, plain = (opened(kind(whole, indices), **options) for kind in (Subset, Itemwise))
+    assert isinstance(ours, TensorSource)
+    assert isinstance(plain, Reader)
+    assert [ours.indices(0, batch) for batch in range(ours.batches)] == [
+        plain.indices(0, batch) for batch in range(plain.batches)
+    ]
+    assert_same(read(ours, epochs=2), read(plain, epochs=2))
+
+
+def test_subsets_of_subsets_and_in_a_loader_are_gathered_too():
+    parts = random_split(TensorDataset(X, Y), [15, 8], torch.Generator().manual_seed(3))
+    inner = Subset(parts[0], [14, 2, 2, 7, 0, 9])
+    for dataset in (parts[1], inner):
+        loader = DataLoader(dataset, 4, sampler=[3, 1, 0, 5, 2])
+        source = opened(loader)
+        assert isinstance(source, TensorSource)
+        assert_same(read(source), list(loader))
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Subset(TensorDataset(X, Y), [-1, 3, 5, 7, 0]),
+        Subset(Pairs(), [1, 3, 5, 7, 0]),
+        Itemwise(TensorDataset(X, Y), [1, 3, 5, 7, 0]),
+    ],
+    ids=["from the end", "of samples", "a class of its own"],
+)
+def test_other_subsets_are_read_by_sample(dataset):
+    source = opened(dataset, shuffle=False)
+    assert isinstance(source, Reader)
+    assert_same(read(source), list(DataLoader(dataset, 5)))
+
+
 def mapping(samples):
     x, index = zip(*samples, strict=True)
     return {"x": torch.stack(x), "index": torch.tensor(index)}

@@ -49,6 +49,14 @@ def test_tensors_on_the_host_stay_as_they_are():
     assert made.on_host() is made
 
 
+@pytest.mark.parametrize("samples", [10, 5, 4])
+def test_a_small_part_of_the_rows_is_known_as_one(samples):
+    order = EpochOrder(samples, 2, 0, shuffle=True, drop_last=False)
+    made = TensorSource((X, Y), tuple, order, torch.arange(10)[10 - samples :])
+    assert made.is_part is (samples < 5)
+    assert torch.equal(made.take(0, 0, 1)[1], Y[10 - samples :][order.indices(0, 1)])
+
+
 def test_tensors_of_a_device_are_brought_to_the_host_once():
     class Far:
         device = torch.device("cuda", 1)
