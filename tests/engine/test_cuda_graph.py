@@ -269,9 +269,18 @@ def raises(module: nn.Module, batch: Any) -> Tensor:
     raise ValueError("no such class")
 
 
+def full(module: nn.Module, batch: Any) -> Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
-    [(reads, r"capturing.*\.item\(\)"), (notes_python, "'one'"), (raises, r"no such.*test_cuda_graph\.py:")],
+    [
+        (full, "no room for a second set"),
+        (reads, r"capturing.*\.item\(\)"),
+        (notes_python, "'one'"),
+        (raises, r"no such.*test_cuda_graph\.py:"),
+    ],
 )
 def test_a_step_that_cannot_be_captured_says_why_and_leaves_nothing(loss: Loss, message: str) -> None:
     rank = Rank(model(), loss)

@@ -7,6 +7,7 @@ reads at the wrong time is another number.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import flowdp
 from bench.gpu.checks import Single
 from flowdp.data.prefetch import PrefetchFeed
 from flowdp.engine.cuda_graph import CudaStepGraph
+from tests.fake_graphs import Captures
 
 SAMPLES, STEPS = 70, 24
 GENERATOR = torch.Generator().manual_seed(0)
@@ -29,19 +31,24 @@ Replays = dict[int, int]
 
 
 @pytest.fixture
-def replays(lanes: str, monkeypatch: pytest.MonkeyPatch) -> Replays:
-    """Replays of each rank so far."""
+def replays(lanes: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replays]:
+    """Replays of each rank so far; in the end, what no thread may have done beside a capture."""
     if lanes == "cpu":
         pytest.skip("a CPU has no streams")
     count: Replays = defaultdict(int)
+    seen: list[Captures] = []
     own = CudaStepGraph.run
 
     def run(graph: CudaStepGraph, *arguments: Any) -> Any:
         count[graph._replica.flat.rank] += 1
+        seen.append(graph._replica.lane.cuda.captures)  # type: ignore[attr-defined]
         return own(graph, *arguments)
 
     monkeypatch.setattr(CudaStepGraph, "run", run)
-    return count
+    yield count
+    assert seen
+    assert [call for call in seen[0].unsafe_calls if "memory" in call] == []
+    assert seen[0].diverted == []
 
 
 def model(dropout: float = 0.0) -> nn.Module:
