@@ -93,6 +93,11 @@ class Ddp:
         self.devices = tuple(devices)
         self._kinds = frozenset(device.type for device in devices)
         self._crew: Crew | None = None
+        self._norms = [SharedStatistics(model) for model in models]
+        self._calls: list[FirstCalls] = []  # made with the first function that is called
+        self._lanes = open_lanes(devices) if self._norms[0] and len(models) > 1 else []
+        self._layouts: dict[tuple[int, ...], Rows] = {}
+        self._nccl = self._open_nccl(backend) if len(models) > 1 else None
         with ExitStack() as stack:
             if len(models) > 1:
                 prepare_torch()
@@ -105,11 +110,6 @@ class Ddp:
                 stack.callback(self._crew.close)
             self._close = weakref.finalize(self, stack.pop_all().close)
             self._close.atexit = False  # a job that hangs would hold up the end of the process
-        self._norms = [SharedStatistics(model) for model in models]
-        self._calls: list[FirstCalls] = []  # made with the first function that is called
-        self._lanes = open_lanes(devices) if self._norms[0] and len(models) > 1 else []
-        self._layouts: dict[tuple[int, ...], Rows] = {}
-        self._nccl = self._open_nccl(backend) if len(models) > 1 else None
         self._give_back = weakref.finalize(self, _close_all, [self._nccl])
 
     @classmethod

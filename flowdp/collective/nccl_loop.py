@@ -198,13 +198,13 @@ class NcclLoop:
             except CollectiveError as error:
                 abort_all(self._take(error))
                 raise
-            for done, lane in zip(marks.done, self._lanes, strict=True):
+            marks.is_recorded = True
+            # Held back to here: rows that an interrupt lets go may be allocated again.
+            for done, lane, current in zip(marks.done, self._lanes, here, strict=True):
                 done.record(lane.comm)
-        marks.is_recorded = True
-        for done, lane, current in zip(marks.done, self._lanes, here, strict=True):
-            current.wait_event(done)
-            # What the rank's thread allocated may be freed now, and allocated again by that thread.
-            lane.compute.wait_event(done)
+                current.wait_event(done)
+                # What the rank's thread allocated may be freed now, and allocated again by that thread.
+                lane.compute.wait_event(done)
         self._watchdog.launched(self._launches, marks.start, marks.done)
 
     def _next_marks(self) -> _Marks:

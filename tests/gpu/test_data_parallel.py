@@ -108,3 +108,33 @@ def test_devices_that_run_late_change_nothing(ranks: Ranks) -> None:
 def late_gradient(_module: nn.Module, _inputs: object, outputs: tuple[torch.Tensor, ...]) -> None:
     if outputs[0].is_cuda:
         torch.cuda._sleep(2_000_000)
+
+
+def test_replicas_averaged_by_hand_are_those_of_one_device(ranks: Ranks) -> None:
+    """Over NCCL where each replica has a card of its own and NCCL is there."""
+    devices = ranks(2)
+    twin = small_model().to(devices[0])
+    models = [small_model().to(device) for device in devices]
+    with torch.no_grad():
+        models[1][0].weight.zero_()  # type: ignore[index]
+
+    def backward(_rank: int, model: nn.Module, part: tuple[torch.Tensor, torch.Tensor]) -> int:
+        x, y = (tensor.to(next(model.parameters()).device) for tensor in part)
+        F.cross_entropy(model(x), y).backward()
+        return len(x)
+
+    with flowdp.Ddp.wrap(models, devices) as ddp:
+        ddp.sync_params()
+        optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (*models, twin)]
+        for x, y in batches():
+            counts = ddp.parallel(backward, [(x[:2], y[:2]), (x[2:], y[2:])])
+            ddp.weighted_all_reduce_gradients(counts)
+            backward(0, twin, (x, y))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for model in models:
+            for (name, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(
+                    mine.cpu(), theirs.cpu(), rtol=0, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}"
+                )
