@@ -105,7 +105,6 @@ class Numbers:
     ) -> None:
         lane = self._lane = replica.lane
         self._watched = replica.watched
-        self._is_shared = replica.averaged is not replica.flat  # all take one step, by what is averaged
         self._machine = machine
         self._meter = meter
         self._place = place
@@ -182,7 +181,7 @@ class Numbers:
             self.left(bad, what)
         elif self._on_nan == "raise":
             self.left(bad, f"{what}; the mean of that round was taken without it")
-        elif not (is_reported and self._is_shared):  # of a gradient that is behind, one report is enough
+        else:
             self._machine.was_bad, self.bad = True, verdict.bad
         self._machine.is_late = False  # what happens twice may hit the next replica before this one is healed
 

@@ -100,8 +100,6 @@ class VirtualGate:
                 bits = self._bits(member, done.epoch) if outcome.compare else None
                 is_bad = rank.unread is not None
                 rank.read()
-                if is_bad and world.scenario.config.policy == "exact":
-                    rank.machine.was_bad = False  # one report is enough
                 work, sync_ms = rank.work(done), self._sync_ms(outcome)
                 ack = SyncAck(
                     member, outcome, work, sync_ms, rank.wait_ms, 0.001, bits, norm=None, bad=is_bad

@@ -91,7 +91,7 @@ class Scenario:
         differs: (rank, epoch): from the end of that epoch on, the rank's replica is not that of the others.
         bad_steps: (rank, step): in that step of its, the rank's replica leaves the numbers.
         late_verdicts: Devices leave such a replica out of the mean, and their hosts hear of it one round late
-            (not in async).
+            (sync and cadence).
         eval_batches: Batches of an evaluation.
         eval_ms: Mean time of one of them.
         capture_ms: Longest time that it takes a rank to put down what a checkpoint keeps of it.

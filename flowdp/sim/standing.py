@@ -154,10 +154,7 @@ class Standing:
         """The coordinator hears that a rank was left out of the last mean before it."""
         if rank not in self._bad:
             raise Violation("S21", f"rank {rank} says that it is bad, and it is not")
-        if self._scenario.config.policy == "exact":
-            self._bad.discard(rank)
-        else:
-            self._heard.add(rank)
+        self._heard.add(rank)
 
     def snapped(self, rank: int, round: int, samples: int) -> None:
         """A rank puts a snapshot down."""

@@ -109,7 +109,7 @@ class World:
         global_step = 0 if start is None else start.global_step
         self.ranks = [Shell(machines.worker(rank, global_step)) for rank in range(world_size)]
         self.step_ms = [0.0] * world_size
-        if scenario.config.policy != "async":
+        if scenario.config.policy in ("sync", "cadence"):
             for shell in self.ranks:
                 shell.machine.is_late = scenario.late_verdicts
         judge = self.rules.standing
