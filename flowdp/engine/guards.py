@@ -35,7 +35,9 @@ NAMESPACES = (SimpleNamespace, Namespace)
 """Types of Python's own whose objects are settings."""
 
 MOST = 1000
-"""Items of a container that are looked at."""
+"""Items of a container whose contents are looked at; of longer ones, the length."""
+
+OBSCURE = "something that is watched cannot be compared with what it was"
 
 DEPTH = 3
 """Functions that name functions that name functions are followed so far."""
@@ -71,6 +73,7 @@ class Guards:
         self._tables: list[tuple[str, dict[Any, Any], tuple[Any, ...]]] = []  # name, table, keys
         self._empty: list[tuple[str, Mapping[Any, Any]]] = []
         self._containers: list[tuple[str, Any, Any]] = []  # name, object, copy
+        self._long: list[tuple[str, Any, int]] = []  # containers: name, object, length
         self._cells: list[tuple[str, CellType]] = []
         self._variables: list[tuple[str, dict[str, Any], str]] = []
         self.iterator: str | None = None
@@ -108,11 +111,18 @@ class Guards:
                 self._has_same_hooks()
                 and self._look() == self._values
                 and [own for _, own, _ in self._containers] == self._copies
+                and all(len(own) == length for _, own, length in self._long)
             ):
                 return None
+            return self._explain() or OBSCURE
         except Exception:  # tensors and arrays that are compared say so by an error
-            pass
-        return self._explain()
+            return self._explained()
+
+    def _explained(self) -> str:
+        try:
+            return self._explain() or OBSCURE
+        except Exception:  # what is gone, or changes meanwhile
+            return OBSCURE
 
     def snapshot(self) -> list[tuple[str, object]]:
         """All that is watched, by name, as it was when it was last taken."""
@@ -251,6 +261,8 @@ class Guards:
     def _container(self, where: str, value: Any) -> None:
         if len(value) <= MOST:
             self._containers.append((where, value, _copied(value, MOST)))
+        else:
+            self._long.append((where, value, len(value)))
 
     # ------------------------------------------------------------ in words
     def _named(self) -> Iterator[tuple[str, object]]:
@@ -285,6 +297,9 @@ class Guards:
         for where, own, copy in self._containers:
             if not _is_same(own, copy):
                 return f"the contents of {where} have changed"
+        for where, own, length in self._long:
+            if len(own) != length:
+                return f"{where} has {len(own)} entries instead of {length}"
         return self._explain_tensors()
 
     def _explain_tensors(self) -> str | None:

@@ -558,7 +558,7 @@ def lower(graph: fx.Graph) -> Function:
     module = fx.GraphModule(nn.Module(), graph)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is deprecated is said in the documentation
-        interpreted: Function = torch.jit.script(module)
+        interpreted: Function = torch.jit.script(module).forward
 
     def function(*inputs: Any) -> list[Tensor]:
         # Its optimizations decompose kernels, and so round otherwise. The switch is the thread's.

@@ -7,6 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -110,6 +111,34 @@ def test_closures_and_arguments_of_the_loss_are_seen() -> None:
     table["x"] = 2
     assert "'weight'" in (watched.changed() or "")
     assert "an argument of the loss" in (other.changed() or "")
+
+
+def test_what_cannot_be_compared_or_is_gone_counts_as_changed() -> None:
+    net = Net()
+    net.table = {n: n for n in range(2000)}
+    net.array = np.ones(2)
+    value: Any = 1.0
+
+    def closed(model: nn.Module, batch: Any) -> Any:
+        return model(batch) * value  # noqa: F821 - it is gone below
+
+    watched = guards(net, closed)
+    assert watched.changed() is None
+    net.array = np.ones(2)
+    assert "array is another object" in (watched.changed() or "")
+    watched.retake()
+    net.table[2000] = 0
+    assert "2001 entries instead of 2000" in (watched.changed() or "")
+    watched.retake()
+    del value
+    assert watched.changed() is not None
+
+
+def test_an_iterator_is_named() -> None:
+    ticks = iter([1.0, 2.0])
+    assert guards(Net()).iterator is None
+    watched = guards(Net(), lambda model, batch: model(batch) * next(ticks))
+    assert "'ticks'" in (watched.iterator or "")
 
 
 def test_switches_of_torch_are_seen() -> None:
