@@ -241,8 +241,11 @@ def _train_all(
     home = peers.devices[0]
     parameters = peers.trained(rank)
 
+    def run(module: nn.Module, piece: Piece) -> _Answer:
+        return _train(module, piece, samples, recipe, home, partial(peers.watch, rank))
+
     def train(piece: Piece) -> _Answer:
-        return _train(peers.modules[rank], piece, samples, recipe, home, partial(peers.watch, rank))
+        return peers.call(rank, piece.samples, run, piece)
 
     if rank == 0 and not (into and has_hooks(parameters)):
         answers = [train(piece) for piece in pieces]

@@ -161,6 +161,40 @@ def test_setup_compiles_behind_its_trial_of_the_model(backend: Backend, is_insta
     assert_compiled(backend, calls=4 * RANKS, most=3)  # one more where a share is one sample
 
 
+def test_windows_of_setup_compile_once_for_all(backend: Backend) -> None:
+    model = torch.compile(Net(), backend=backend)
+    batches = [(X[:8], Y[:8])] * (2 * RANKS) + [(X[:6], Y[:6])] * RANKS
+    with flowdp.setup(
+        model,
+        sgd(model.parameters()),
+        devices=["cpu"] * RANKS,
+        cadence=True,
+        inputs=0,
+        loss_fn=lambda context: F.cross_entropy(context.output, context.batch[1]),
+    ) as dp:
+        for window in dp.epoch(batches):
+            dp.forward_batch(window)
+            dp.step()
+    assert_compiled(backend, calls=3 * RANKS, most=2)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at a result's
+def test_a_decorated_function_survives_the_trial_of_the_model(backend: Backend) -> None:
+    double = torch.compile(lambda x: 2 * x, backend=backend)
+
+    class Inside(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = double(super().forward(x))
+            return made
+
+    model = Inside()
+    with flowdp.setup(model, sgd(model.parameters()), devices=["cpu"] * 4) as dp:
+        for _ in range(3):
+            error(dp, (X[:32], Y[:32])).backward()
+            dp.step()
+    assert backend.calls == 3 * 4
+
+
 def test_ddp_compiles_once_for_all(backend: Backend) -> None:
     models = [torch.compile(Net(), backend=backend) for _ in range(RANKS)]
     with flowdp.Ddp.wrap(models) as ddp:
