@@ -24,7 +24,7 @@ from flowdp.errors import OptionError
 __all__ = ["FlatGradients", "SharedGradients", "Touched"]
 
 BLOCK = 1 << 20
-"""Elements that are cast to float64 at a time for a norm."""
+"""Elements of which a norm is taken at a time: so many are cast, and so many rounding errors add up."""
 
 _grad = attrgetter("grad")
 _version = attrgetter("_version")
@@ -136,12 +136,9 @@ class FlatGradients:
         return norm
 
     def norm(self) -> Tensor:
-        """The 2-norm of all gradients, in float64, so that it is the same on cards that add in another order.
-
-        Shape [].
-        """
+        """The 2-norm of all gradients. Float64, shape []."""
         blocks = [
-            torch.linalg.vector_norm(block, dtype=torch.float64)
+            torch.linalg.vector_norm(block, dtype=self._sums_in(part.dtype)).double()
             for part in self._parts
             for block in part.split(BLOCK)
         ]
@@ -156,6 +153,10 @@ class FlatGradients:
             for parameter, own in zip(self.parameters, self._gradients, strict=True):
                 parameter.grad = own
         self._versions = list(map(_version, self._gradients))
+
+    def _sums_in(self, dtype: torch.dtype) -> torch.dtype:
+        """The type in which a norm adds up."""
+        return dtype if dtype == torch.float64 else torch.float32
 
     def _open(self, flat: Flat) -> Tensor:
         return torch.zeros(flat.split, dtype=flat.memory.dtype, device=flat.memory.device)
@@ -233,6 +234,10 @@ class SharedGradients(FlatGradients, FlatTensors):
         super().clear()
         self.weight.zero_()
         self.is_weighted = False
+
+    def _sums_in(self, dtype: torch.dtype) -> torch.dtype:  # noqa: ARG002 - for all alike
+        # So that it is the same on cards that add in another order.
+        return torch.float64
 
     def _open(self, flat: Flat) -> Tensor:
         return torch.zeros_like(flat.memory)

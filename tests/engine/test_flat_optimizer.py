@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from flowdp.device.gradients import FlatGradients
 from flowdp.device.tensors import FlatReplica
-from flowdp.engine.flat_optimizer import ELEMENTWISE, FUSED, FlatOptimizer, group_keys, obstacle
+from flowdp.engine.flat_optimizer import ELEMENTWISE, FUSED, LARGE, FlatOptimizer, group_keys, obstacle
 
 STEPS = 20
 
@@ -562,6 +562,24 @@ def test_it_says_which_models_need_a_step_parameter_by_parameter(
     found = obstacle(optim.Adam(bag.parameters()), bag, FlatReplica(bag))
     assert found is not None
     assert why in found
+
+
+@pytest.mark.parametrize(
+    ("make", "gains"),
+    [
+        (lambda params: optim.AdamW(params), True),  # a fused kernel instead of ten that are not
+        (lambda params: optim.AdamW(params, fused=True), False),
+        (lambda params: optim.SGD(params, lr=0.1), False),
+    ],
+)
+def test_few_and_large_parameters_are_stepped_one_by_one_where_it_gains_nothing(
+    make: Make, gains: bool
+) -> None:
+    bag = Bag([(LARGE * 3,), (LARGE,), (16,)])
+    found = obstacle(make(list(bag.all)), bag, FlatReplica(bag))
+    assert (found is None) is gains
+    small = Bag([(LARGE,), (16,)])
+    assert obstacle(make(list(small.all)), small, FlatReplica(small)) is None
 
 
 def test_a_scheduler_of_torchs_is_no_step_of_the_users() -> None:
