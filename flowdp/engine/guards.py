@@ -98,6 +98,7 @@ class Guards:
             for key in keys
             if isinstance(table[key], Tensor)
         ] + [one for one in self._variables if isinstance(one[1].get(one[2]), Tensor)]
+        self._tensor_cells = [one for _, one in self._cells if isinstance(one.cell_contents, Tensor)]
         self._kept = [table.get(key) for _, table, key in self._held]  # an id is not given twice meanwhile
         self._values = self._look()
         self._copies = [copy for _, _, copy in self._containers]
@@ -147,6 +148,7 @@ class Guards:
             [*map(Tensor.data_ptr, self._owned)],
             [*map(id, chain.from_iterable(map(dict.values, self._homes)))],
             [id(table.get(key)) for _, table, key in self._held],
+            [id(cell.cell_contents) for cell in self._tensor_cells],
             [cell.cell_contents for _, cell in self._cells],
             [space.get(name, _GONE) for _, space, name in self._variables],
             _switches(),
@@ -176,11 +178,15 @@ class Guards:
                 self._watch_value(f"{where}.{key}", value, 1)
         for table in (module._parameters, module._buffers):
             self._tensors += [(f"{where}.{key}", one) for key, one in table.items() if one is not None]
-        for kind in type(module).__mro__:
-            if not _is_library(kind.__module__):
-                for function in vars(kind).values():
-                    self._watch_function(f"{kind.__name__}", function, DEPTH)
-                self._methods(kind)
+        self._watch_class(type(module), DEPTH)
+
+    def _watch_class(self, kind: type, depth: int) -> None:
+        """Look at the methods of a user's class."""
+        for base in kind.__mro__:
+            if not _is_foreign(base.__module__):
+                for function in vars(base).values():
+                    self._watch_function(base.__name__, function, depth)
+                self._methods(base)
 
     def _methods(self, kind: type) -> None:
         if id(kind) in self._seen:
@@ -199,7 +205,8 @@ class Guards:
             if isinstance(function, MethodType):
                 self._watch_value(f"the object of {where}", function.__self__, depth)
             function = function.__func__
-        function = getattr(function, "__wrapped__", function)
+        if not isinstance(function, FunctionType):
+            function = getattr(function, "__wrapped__", function)  # of a cache, say
         if not isinstance(function, FunctionType):
             if not isinstance(function, (type, nn.Module)) and callable(function):
                 self._watch_value(where, function, depth)
@@ -234,7 +241,11 @@ class Guards:
         """Look inside of a value, too: a container, a function, or a plain object."""
         if isinstance(value, type) and not _is_foreign(value.__module__):
             self._methods(value)
-        if isinstance(value, (*PLAIN, Tensor, type, ModuleType, nn.Module)) or id(value) in self._seen:
+        if isinstance(value, (*PLAIN, Tensor, type, ModuleType)) or id(value) in self._seen:
+            return
+        if isinstance(value, nn.Module):
+            for name, part in value.named_modules(prefix=where):
+                self._watch_module(name, part)
             return
         if hasattr(type(value), "__next__"):
             self.iterator = self.iterator or where
@@ -249,8 +260,12 @@ class Guards:
             for item in value:
                 self._watch_value(where, item, depth)
         elif isinstance(value, NAMESPACES) or not _is_foreign(type(value).__module__):
-            with suppress(TypeError):
-                self._table(where, vars(value))
+            inside = getattr(value, "__dict__", {})
+            self._table(where, inside)
+            if depth > 0:
+                for key, item in list(inside.items()):
+                    self._watch_value(f"{where}.{key}", item, depth - 1)
+            self._watch_class(type(value), depth - 1)
 
     def _table(self, where: str, table: dict[Any, Any]) -> None:
         if table:
@@ -268,9 +283,9 @@ class Guards:
     def _named(self) -> Iterator[tuple[str, object]]:
         for (where, _, keys), values in zip(self._tables, self._values[0], strict=True):
             yield from zip((f"{where}.{key}" for key in keys), values, strict=True)
-        for (where, _), value in zip(self._cells, self._values[7], strict=True):
+        for (where, _), value in zip(self._cells, self._values[8], strict=True):
             yield where, value
-        for (where, _, _), value in zip(self._variables, self._values[8], strict=True):
+        for (where, _, _), value in zip(self._variables, self._values[9], strict=True):
             yield where, value
         for where, _, copy in self._containers:
             yield where, copy
@@ -288,10 +303,10 @@ class Guards:
                     return f"{where}.{key} {_how(other, now)}"
             if len(table) != length:
                 return f"{where} has {len(table)} entries instead of {length}"
-        for (where, cell), before in zip(self._cells, self._values[7], strict=True):
+        for (where, cell), before in zip(self._cells, self._values[8], strict=True):
             if not _is_same(cell.cell_contents, before):
                 return f"{where} {_how(before, cell.cell_contents)}"
-        for (where, space, name), before in zip(self._variables, self._values[8], strict=True):
+        for (where, space, name), before in zip(self._variables, self._values[9], strict=True):
             if not _is_same(now := space.get(name, _GONE), before):
                 return f"{where} {_how(before, now)}"
         for where, own, copy in self._containers:
@@ -303,7 +318,9 @@ class Guards:
         return self._explain_tensors()
 
     def _explain_tensors(self) -> str | None:
-        _, _, types, free, pointers, homes, held, *_, switches = self._values
+        _, _, types, free, pointers, homes, held, cells, *_, switches = self._values
+        if [id(cell.cell_contents) for cell in self._tensor_cells] != cells:
+            return "a tensor in a variable of a function is another object"
         owners = [
             (module, key) for module in self._modules for key in (*module._parameters, *module._buffers)
         ]

@@ -361,8 +361,13 @@ class _Recording(RankMode):
         """Run an operation.
 
         Raises:
-            NotCaptured: It draws in a backward.
+            NotCaptured: It draws in a backward, or takes a number out of any tensor.
         """
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise NotCaptured(
+                "the step takes a number out of a tensor (.item(), float(), or an if on a tensor), and goes "
+                "on by it"
+            )
         if is_random(func, args, kwargs or {}) and torch._C._current_graph_task_id() != -1:
             raise NotCaptured(
                 f"its backward draws random numbers ({func}), as a forward does that torch.utils.checkpoint "

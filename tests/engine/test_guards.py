@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,6 +132,45 @@ def test_what_cannot_be_compared_or_is_gone_counts_as_changed() -> None:
     watched.retake()
     del value
     assert watched.changed() is not None
+
+
+class Loss:
+    """A loss as an object, with a module and a method that reads a global."""
+
+    def __init__(self) -> None:
+        self.noise = nn.Dropout(0.1)
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        return self.noise(model(batch)) * FACTOR
+
+
+def decorated(function: Callable[..., Any], scale: list[float]) -> Callable[..., Any]:
+    @wraps(function)
+    def inside(model: nn.Module, batch: Any) -> Any:
+        return function(model, batch) * scale[0]
+
+    return inside
+
+
+def test_objects_decorators_and_their_modules_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    called, scale = Loss(), [1.0]
+    watched, other = guards(Net(), called), guards(Net(), decorated(loss, scale))
+    called.noise.p = 0.2
+    assert "noise.p was 0.1, it is 0.2" in (watched.changed() or "")
+    watched.retake()
+    monkeypatch.setattr(f"{__name__}.FACTOR", 2.0)
+    assert "FACTOR" in (watched.changed() or "")
+    other.retake()
+    scale[0] = 2.0
+    assert "scale" in (other.changed() or "")
+
+
+def test_a_tensor_of_a_closure_is_told_apart_as_an_object() -> None:
+    weight = torch.ones(1)
+    watched = guards(Net(), lambda model, batch: model(batch) * weight)
+    assert watched.changed() is None
+    weight = torch.ones(1)
+    assert "is another object" in (watched.changed() or "")
 
 
 def test_an_iterator_is_named() -> None:

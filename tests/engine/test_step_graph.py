@@ -251,11 +251,16 @@ class Buffered(nn.Linear):
 
 
 PARAMETERS: list[nn.Parameter] = []
+TEMPERATURE = torch.ones(())
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any]]] = {
     "takes a number out of a tensor": (
         lambda: nn.Linear(6, 2),
         lambda model, batch: model(batch).mean() * (2 if batch.sum() > 0 else 1),
+    ),
+    "out of a tensor .* goes on by it": (
+        lambda: nn.Linear(6, 2),
+        lambda model, batch: model(batch).mean() * TEMPERATURE.item(),
     ),
     "depends on data": (lambda: nn.Linear(6, 2), lambda model, batch: model(batch)[batch[:, :2] > 0].mean()),
     "records a number of Python": (
