@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from flowdp.engine import context
 from flowdp.engine.context import CurrentWorker, bind, current_worker, record_scalar
 
 Recorded = dict[str, list[tuple[float, float]]]
@@ -45,7 +46,8 @@ def test_more_than_one_number_is_refused() -> None:
         worker()[0].record("hits", torch.ones(3))
 
 
-def test_outside_a_worker() -> None:
+def test_outside_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(context._local, "worker", raising=False)  # of another test, in this thread
     record_scalar("accuracy", 1.0)  # nothing happens, so a loss can be tested alone
     with pytest.raises(RuntimeError, match="this thread is no worker"):
         current_worker()
