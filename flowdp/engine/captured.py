@@ -214,12 +214,11 @@ def watching(worker: CurrentWorker) -> Iterator[Watched]:
     """
     seen = Watched()
     sink, worker.sink = worker.sink, seen.take
-    context.bind(_Asked(worker))  # type: ignore[arg-type]
     try:
-        yield seen
+        with context.bound(_Asked(worker)):  # type: ignore[arg-type]
+            yield seen
     finally:
         worker.sink = sink
-        context.bind(worker)
 
 
 class Captured:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, SupportsFloat
 
@@ -115,6 +116,17 @@ _local = threading.local()
 def bind(worker: CurrentWorker) -> None:
     """Make a worker the calling thread's own."""
     _local.worker = worker
+
+
+@contextmanager
+def bound(worker: CurrentWorker) -> Iterator[None]:
+    """Make a worker the calling thread's own for a while."""
+    before: CurrentWorker | None = getattr(_local, "worker", None)
+    _local.worker = worker
+    try:
+        yield
+    finally:
+        _local.worker = before
 
 
 def current_worker() -> CurrentWorker:

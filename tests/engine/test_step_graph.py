@@ -30,6 +30,12 @@ def mean(model: nn.Module, batch: Any) -> Any:
     return model(batch).square().mean()
 
 
+@pytest.fixture(autouse=True)
+def _bound_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread belongs to no worker before the test, nor behind it."""
+    monkeypatch.setattr(context._local, "worker", None, raising=False)
+
+
 class Rank:
     """A replica and the recorder of its graphs."""
 

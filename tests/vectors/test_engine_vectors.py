@@ -25,6 +25,7 @@ from flowdp.data.dataset import open_source
 from flowdp.data.feed import open_feeds
 from flowdp.device.streams import HostLane
 from flowdp.device.tensors import FlatReplica
+from flowdp.engine import context
 from flowdp.engine.context import CurrentWorker, bind
 from flowdp.engine.failures import Failures
 from flowdp.engine.learning_rate import LearningRate
@@ -152,6 +153,12 @@ def a_single_device(vector: dict[str, Any]) -> Answers:
 
 
 # ---------------------------------------------------------------- numbers of the loss
+@pytest.fixture(autouse=True)
+def _bound_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread belongs to no worker before the test, nor behind it."""
+    monkeypatch.setattr(context._local, "worker", None, raising=False)
+
+
 def fresh_worker() -> HostMeter:
     """Make the calling thread a worker's; returns what its numbers go to."""
     meter = HostMeter()
