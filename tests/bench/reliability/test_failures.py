@@ -79,7 +79,7 @@ def test_a_failure_that_is_said_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_numbers_gone_bad_that_nobody_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Numbers, "look", lambda numbers: None)
+    monkeypatch.setattr(Numbers, "judge", lambda numbers: None)
     monkeypatch.setattr(Numbers, "left", lambda numbers, step, what: None)
     wrong = wrong_with(Case("nan", "forward", "sync", 2, "local", "middle", 0, "quarantine"))
     assert "the answer is not finite" in wrong
