@@ -50,7 +50,10 @@ CLEAR_ROUNDS = 3
 """... or only so often, where it is far slower than the best."""
 
 FAR = 2 / 3
-"""A limit below this part of the best rate is far slower."""
+"""A limit below this part of the best rate is far slower, ..."""
+
+CLEAR = 1.2
+"""... and one whose fastest window is slower than the slowest of the best by this factor."""
 
 LOST_ROUNDS = 1
 """A faster limit is slower in so many rounds at most. Of two that are equal one would be chosen in 1 of 28
@@ -349,7 +352,7 @@ class _Search:
         if self._next:
             return False
         if self._rounds >= CLEAR_ROUNDS:
-            best = max(median(self.rates[limit]) for limit in self._order)
+            best = max((self.rates[limit] for limit in self._order), key=median)
             self._order = [limit for limit in self._order if self._may_win(limit, best)]
         self._order.reverse()
         self._next.extend(self._order)
@@ -366,8 +369,8 @@ class _Search:
                 return known
         return best
 
-    def _may_win(self, limit: int | None, best: float) -> bool:
-        if max(self.rates[limit]) < FAR * best:
+    def _may_win(self, limit: int | None, best: Sequence[float]) -> bool:
+        if max(self.rates[limit]) < max(FAR * median(best), min(best) / CLEAR):
             return False
         return (
             limit is None
