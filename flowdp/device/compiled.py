@@ -31,6 +31,7 @@ __all__ = [
     "Uncompiled",
     "as_written",
     "compile_alike",
+    "has_compiled",
     "make_room",
     "take_out",
     "uses_compile",
@@ -185,6 +186,12 @@ def _in_turn() -> Iterator[None]:
     finally:
         if has_turn:
             _turn.release()
+
+
+def has_compiled() -> bool:
+    """Whether torch.compile has compiled anything in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and bool(utils.counters.get("frames"))
 
 
 def uses_compile(*parts: object) -> bool:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from flowdp.collective.batch_norm import least_part, plain_layers
 from flowdp.data.portion import Portion
+from flowdp.device.compiled import has_compiled
 from flowdp.device.draws import NoRedraws, OwnDraws
 from flowdp.device.gradients import FlatGradients
 from flowdp.device.streams import Lane
@@ -338,8 +339,23 @@ class Replica:
         else:
             loss = self.turn.launch_forward(worker.samples, self._forward, batch, worker)
         loss, weight = self.weigh(loss, factors.share, factors.of)
-        self._differentiate(loss if self._scaler is None else self._scaler.scale(loss))
+        options = {"retain_graph": True} if self._frees_at_once() else {}
+        self._differentiate(loss if self._scaler is None else self._scaler.scale(loss), **options)
         return Computed(loss.detach(), weight)
+
+    def _frees_at_once(self) -> bool:
+        """Whether the graph is kept during the backward, and freed at once behind it.
+
+        Tensors of a graph belong to Python as well, and the backward would ask for the interpreter lock to
+        free each: some hundred times, against the rank whose turn it is to launch. On CUDA memory is dearer,
+        and compiled backwards give parts of their graph away.
+        """
+        return (
+            self.turn is not None
+            and self.turn.is_limited
+            and self.device.type == "cpu"
+            and not has_compiled()
+        )
 
     def weigh(
         self,

@@ -289,6 +289,11 @@ class RankTurn:
         # Of the call: time and CPU time without its turn, and the wait to have it back.
         self._outside = (0.0, 0.0, 0.0)
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether ranks take turns now."""
+        return self._turn.limit is not None
+
     def launch_forward(self, samples: int, compute: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """Call the user's loss in turn.
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,14 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 import flowdp
-from flowdp.device.compiled import FirstCalls, Uncompiled, compile_alike, make_room, uses_compile
+from flowdp.device.compiled import (
+    FirstCalls,
+    Uncompiled,
+    compile_alike,
+    has_compiled,
+    make_room,
+    uses_compile,
+)
 from flowdp.engine.copying import copy_module
 from flowdp.threads.crew import Crew
 
@@ -332,3 +340,16 @@ def test_first_calls_take_turns(backend: Backend) -> None:
             assert not entered.is_set()
     thread.join(10)
     assert entered.is_set()
+
+
+def test_a_process_in_which_something_was_compiled_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = dict(counters)
+    counters.clear()
+    try:
+        assert not has_compiled()
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+        assert has_compiled()
+        monkeypatch.delitem(sys.modules, "torch._dynamo.utils")
+        assert not has_compiled()
+    finally:
+        counters.update(counts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from flowdp.device.tensors import FlatReplica
 from flowdp.engine.context import CurrentWorker
 from flowdp.engine.learning_rate import LearningRate
 from flowdp.engine.replica import Replica, cuts, loss_function
+from flowdp.threads.launch_turn import LaunchTurn
 from tests.fakes import FakeCuda
 
 CPU = torch.device("cpu")
@@ -339,3 +341,41 @@ def test_both_streams_are_in_order(side: str) -> None:
         with lane.on(lane.compute):
             one.module[1].weight.data.mul_(2)  # type: ignore[index, union-attr]
     assert not cuda.races
+
+
+class Freed(torch.autograd.Function):
+    """A step of a graph that tells when the graph is freed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, told: list[str]) -> Tensor:
+        ctx.told, ctx.freed = told, weakref.finalize(ctx, told.append, "freed")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.told.append("backward")
+        return gradient, None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("limit", [None, 1])
+def test_a_graph_is_kept_until_the_backward_is_over_where_ranks_take_turns(
+    limit: int | None, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+    backward = Tensor.backward
+
+    def listen(loss: Tensor, **options: Any) -> None:
+        asked.append(options)
+        backward(loss, **options)
+
+    told: list[str] = []
+    mine = replica(lambda model, batch: Freed.apply(mse(model, batch), told))  # type: ignore[no-untyped-call]
+    turn = LaunchTurn(2)
+    turn.limit, mine.turn = limit, turn.ranks[0]
+    monkeypatch.setattr(Tensor, "backward", listen)
+    monkeypatch.setattr("flowdp.engine.replica.has_compiled", lambda: compiled)
+    step(mine)
+    kept = limit is not None and not compiled
+    assert asked == [{"retain_graph": True} if kept else {}]
+    assert told == ["backward", "freed"]
