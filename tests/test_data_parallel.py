@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import inspect
@@ -308,6 +309,51 @@ def test_gradients_that_are_zeroed_in_place_are_so_everywhere(setup: Setup, way:
     for seed in (1, 2):
         loss_of(twin, seed=seed).backward()
     assert_equal(gradients(model), gradients(twin))
+
+
+@pytest.mark.parametrize("when", ["before the forward", "before the backward", "before the step"])
+@pytest.mark.parametrize("way", ["none", "other", "zeroed"])
+def test_one_gradient_that_is_let_go_is_so_everywhere(setup: Setup, way: str, when: str) -> None:
+    model = mlp()
+    twin = copy.deepcopy(model)
+    dp = setup(model)
+
+    def let_go(module: Any) -> None:
+        if way == "zeroed":
+            module[0].weight.grad.zero_()
+        else:
+            module[0].weight.grad = None if way == "none" else torch.zeros_like(module[0].weight)
+
+    for module, scope in ((dp, dp.no_sync()), (twin, contextlib.nullcontext())):
+        own = model if module is dp else twin
+        with scope:
+            loss_of(module).backward()
+            loss_of(module).backward()
+        if when == "before the forward":
+            let_go(own)
+        loss = loss_of(module, seed=1)
+        if when == "before the backward":
+            let_go(own)
+        if when != "before the step":
+            loss.backward()
+        else:
+            let_go(own)
+    dp.step()
+    SGD(twin.parameters(), 0.1).step()
+    assert_equal(values(model), values(twin))
+
+
+def test_another_gradient_in_the_place_of_the_first_devices_is_an_error(setup: Setup) -> None:
+    model = mlp()
+    dp = setup(model)
+    with dp.no_sync():
+        loss_of(dp).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad * 0.5
+    if dp.is_distributed:
+        with pytest.raises(FlowdpError, match=r"gradient of '0.weight'.* written to"):
+            dp.step()
 
 
 def test_clipping_the_first_devices_gradients_alone_is_an_error(setup: Setup) -> None:

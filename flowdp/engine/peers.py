@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from flowdp.collective.batch_norm import SharedStatistics, taking_part
 from flowdp.collective.local_group import group_lanes
@@ -129,9 +130,7 @@ class Peers:
         self._sources: dict[int, Tensor] = {}
         self._sent: list[list[State]] = [[] for _ in lanes]
         self._left_in: int | None = None  # the backward that left gradients at all ranks
-        self._left: dict[
-            int, tuple[int, int]
-        ] = {}  # the user's own behind it: by index, which, and its version
+        self._left: dict[int, tuple[TensorWeakRef, int]] = {}  # the user's own behind it, and its version
         self._is_spoilt = False
         self._is_first_backward = len(lanes) > 1
         self._shares = [not repeats and is_shared for is_shared in share_generator(self.devices)]
@@ -294,10 +293,9 @@ class Peers:
 
     @contextmanager
     def backward(self, *, leaves: bool) -> Iterator[None]:
-        """Around what makes gradients: none are left at the replicas that the user has no use for.
+        """Around a backward: no gradients are left at the replicas that the user has no use for.
 
-        That is so after an error, and where he has set those of his own module to None, by
-        `optimizer.zero_grad()`, which knows nothing of the replicas.
+        He has none after an error, and where he has let his own go: `zero_grad()` knows nothing of replicas.
 
         Args:
             leaves: Whether the replicas' gradients stay with them, beside those of the user's module.
@@ -307,6 +305,8 @@ class Peers:
         is_other = self._left_in is not None and (task == -1 or task != self._left_in)
         if self._is_spoilt or (is_other and all(tensor.grad is None for tensor in self.trained(0))):
             self.drop_gradients()
+        elif is_other:
+            self._drop_zeroed()
         if leaves:
             self._left_in = task
             if task != -1:  # the user's own gradients come at its end
@@ -339,30 +339,30 @@ class Peers:
         Raises:
             FlowdpError: They have, by clipping or scaling for instance.
         """
-        for index, gradient in self._written():
-            if any(table.parameters[index].grad is not None for table in self._tables[1:]):
-                raise FlowdpError(
-                    f"the gradient of {self._tables[0].names[index]!r}, of shape {tuple(gradient.shape)}, "
-                    "has been written to (clipped or scaled) while no_sync() had left those of the other "
-                    "devices there: let the last backward be outside no_sync(), or clip by "
-                    "clip_grad_norm_() of what setup() returned"
-                )
+        self._drop_zeroed()
+        for index, _ in self._written():
+            raise FlowdpError(
+                f"the gradient of {self._tables[0].names[index]!r} has been written to (clipped or scaled) "
+                "while no_sync() had left those of the other devices there: let the last backward be outside "
+                "no_sync(), or clip by clip_grad_norm_() of what setup() returned"
+            )
 
     def _note_left(self) -> None:
         own = ((index, tensor.grad) for index, tensor in enumerate(self._tables[0].parameters))
-        self._left = {index: (id(grad), grad._version) for index, grad in own if grad is not None}
+        self._left = {index: (TensorWeakRef(grad), grad._version) for index, grad in own if grad is not None}
 
-    def _written(self) -> Iterator[tuple[int, Tensor]]:
-        """The user's gradients that have been written to since gradients were left, with their index."""
-        for index, (identity, version) in self._left.items():
+    def _written(self) -> Iterator[tuple[int, Tensor | None]]:
+        """The user's gradients that are not as left beside those of the replicas, with their index."""
+        for index, (left, version) in self._left.items():
             grad = self._tables[0].parameters[index].grad
-            if grad is not None and id(grad) == identity and grad._version != version:
+            is_other = grad is None or grad is not left() or grad._version != version
+            if is_other and any(table.parameters[index].grad is not None for table in self._tables[1:]):
                 yield index, grad
 
     def _drop_zeroed(self) -> None:
-        """Forget the replicas' gradients where the user has zeroed his own in place."""
+        """Forget the replicas' gradients where the user has let his own go, or zeroed it."""
         for index, grad in self._written():
-            if grad.layout is torch.strided and not grad.any():
+            if grad is None or (grad.layout is torch.strided and not grad.any()):
                 for table in self._tables[1:]:
                     table.parameters[index].grad = None
 
