@@ -45,7 +45,7 @@ def _recorder(
     replica: Replica, modules: Mapping[str, nn.Module], shared: SharedGraphs, guards: Guards
 ) -> Recorder:
     if isinstance(replica.lane, CudaLane):
-        return CudaGraphs(replica)
+        return CudaGraphs(replica, [module for module in modules.values() if module is not replica.module])
     return CpuRecorder(replica, modules, guards, shared)
 
 

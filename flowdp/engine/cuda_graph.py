@@ -31,6 +31,7 @@ from flowdp.data.trees import tree_map
 from flowdp.device.draws import DrawsNoted
 from flowdp.device.graphs import Graph, GraphPool
 from flowdp.device.streams import CudaLane
+from flowdp.device.writes import WritesNoted
 from flowdp.engine.captured import Computed, Factors, NotCaptured, Trial, watching
 from flowdp.engine.context import CurrentWorker
 from flowdp.engine.replica import Replica
@@ -55,6 +56,7 @@ class CudaGraphs:
 
     Args:
         replica: The rank's; its lane is a CUDA device's.
+        others: Modules that the loss holds.
 
     Attributes:
         bound: See `Recorder`. Zero where torch was told to use deterministic algorithms.
@@ -63,12 +65,13 @@ class CudaGraphs:
         The rank's worker.
     """
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, others: Sequence[nn.Module] = ()) -> None:
         assert isinstance(replica.lane, CudaLane)
         self.bound = BOUND if replica._autocast is None else HALF_BOUND
         if torch.are_deterministic_algorithms_enabled():
             self.bound = 0.0
         self._replica = replica
+        self._modules = nn.ModuleList([replica.module, *others])
         self._lane = replica.lane
         self._pool: GraphPool | None = None
         self._gradients: dict[nn.Parameter, Tensor] = {}
@@ -84,7 +87,7 @@ class CudaGraphs:
             NotCaptured: See `Recorder.record`; nothing is left of the attempt.
         """
         self._check(leaves)
-        graph = CudaStepGraph(self._replica, leaves)
+        graph = CudaStepGraph(self._replica, leaves, self._modules)
         with self._rehearsing():
             refusal = graph.rehearse(batch, leaves, worker, factors)
             if refusal is None and graph.draws and self._replica.shares_generator:
@@ -133,7 +136,8 @@ class CudaGraphs:
                 mine = parameter.grad if is_flat else None
                 own[parameter] = torch.zeros_like(parameter.data) if mine is None else mine
             parameter.grad = own[parameter]
-        places = [*(own[parameter] for parameter in replica.trained), *replica.module.buffers()]
+        modules = self._modules  # a forward may write to parameters, too: max_norm, a teacher's average
+        places = [*(own[one] for one in replica.trained), *modules.buffers(), *modules.parameters()]
         kept = [place.clone() for place in places]
         generator = _generator(replica.device)
         random = None if replica.shares_generator else generator.get_state()
@@ -154,23 +158,26 @@ class CudaStepGraph:
     Args:
         replica: Whose.
         leaves: The tensors of such a micro-batch.
+        modules: All that the step reads: the replica's, and those that the loss holds.
 
     Attributes:
         records: See `StepGraph`.
         draws: See `StepGraph`.
     """
 
-    def __init__(self, replica: Replica, leaves: Sequence[Tensor]) -> None:
+    def __init__(self, replica: Replica, leaves: Sequence[Tensor], modules: nn.Module) -> None:
         self._batch: Any = None  # of the inputs
         self.records: Sequence[tuple[str, float]] = ()
         self.draws = False
         self._replica = replica
+        self._modules = modules
         self._graph: Graph | None = None
         self._inputs = [leaf.clone() for leaf in leaves]
         self._factors: Factors | None = None  # as they are on the device
         self._share, self._of = torch.zeros(2, dtype=torch.float64, device=replica.device).unbind()
         self._parameters: list[nn.Parameter] = []  # that have a part in the loss
         self._gradients: list[Tensor] = []  # of them
+        self._written: list[Tensor] = []  # buffers, and parameters that a forward writes to
         self._results: list[Tensor] = []  # the loss; its weight, if it names one; the scalars
         self._stacked: Tensor | None = None  # all of them, where they are of one dtype
         self._has_weight = False
@@ -186,19 +193,28 @@ class CudaStepGraph:
         Returns:
             The reason why it cannot be captured; None: it can, so far.
         """
-        trained = self._replica.trained
+        trained, modules = self._replica.trained, self._modules
         twins = {id(leaf): own for leaf, own in zip(leaves, self._inputs, strict=True)}
         self._batch = tree_map(lambda leaf: twins.get(id(leaf), leaf), batch)
         self._put(factors)
         versions = [_owned(parameter)._version for parameter in trained]
-        with DrawsNoted() as noted:
+        before = [(parameter, parameter._version) for parameter in modules.parameters()]
+        known = [*modules.buffers(), *modules.parameters(), *map(_owned, trained), *self._inputs]
+        with DrawsNoted() as noted, WritesNoted(known) as writes:
             refusal = self._attempt(lambda: self._compute(worker))
+        writes.undo()
+        if refusal is None and writes.found:
+            refusal = (
+                f"it writes to a tensor of {writes.found[0].numel()} numbers that no module holds, which a "
+                "recorded step would do twice: register it as a buffer"
+            )
         self.draws = noted.has_drawn
         for parameter, version in zip(trained, versions, strict=True):
             gradient = _owned(parameter)
             if gradient._version != version:
                 self._parameters.append(parameter)
                 self._gradients.append(gradient)
+        self._written += [*modules.buffers(), *(one for one, version in before if one._version != version)]
         return refusal
 
     def capture(self, pool: GraphPool, worker: CurrentWorker) -> str | None:
@@ -235,7 +251,7 @@ class CudaStepGraph:
         trained, buffers = self._replica.trained, list(self._replica.module.buffers())
         before = [parameter.grad for parameter in trained]
         kept = [None if gradient is None else gradient.clone() for gradient in before]
-        kept_buffers = [buffer.clone() for buffer in buffers]
+        kept_others = [tensor.detach().clone() for tensor in self._written]
         try:
             computed = self.run(leaves, factors, generator)
             gradients = [None if p.grad is None else p.grad.clone() for p in trained]
@@ -246,8 +262,8 @@ class CudaStepGraph:
                 parameter.grad = gradient
                 if gradient is not None and value is not None:
                     gradient.data.copy_(value)  # see `_rehearsing`
-            for buffer, value in zip(buffers, kept_buffers, strict=True):
-                buffer.copy_(value)
+            for tensor, value in zip(self._written, kept_others, strict=True):
+                tensor.data.copy_(value)
 
     def _attempt(self, work: Callable[[], None]) -> str | None:
         """Do something that runs the user's code; returns the reason why a step with it is not captured."""

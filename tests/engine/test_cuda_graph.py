@@ -329,3 +329,68 @@ def test_sparse_gradients_stay_eager() -> None:
     rank = Rank(nn.Sequential(nn.Linear(3, 2), nn.Embedding(3, 2, sparse=True)))
     with pytest.raises(NotCaptured, match="1 has sparse gradients"):
         rank.record(batches(1)[0])
+
+
+class Teacher(nn.Module):
+    """Moves parameters in its forward: a bound on an embedding's rows, and a slow average of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.own, self.slow = nn.Embedding(2, 3, max_norm=0.1), nn.Linear(3, 2), nn.Linear(3, 2)
+        self.slow.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.slow.weight.mul_(0.5).add_(self.own.weight, alpha=0.5)
+        rows = self.rows(torch.ones(len(x), dtype=torch.long))
+        return self.own(x + rows) + self.slow(x)
+
+
+def test_parameters_that_a_forward_writes_to_move_once_a_step() -> None:
+    torch.manual_seed(0)
+    module = Teacher()
+    eager, captured = Rank(copy.deepcopy(module)), Rank(module)
+    first, second = batches(2)
+    for rank in (eager, captured):
+        with rank.lane.on(rank.lane.compute):
+            rank.eager(first)
+            rank.replica.step()
+    with captured.lane.on(captured.lane.compute):
+        graph = captured.record(first)
+        assert_equal(eager, captured)
+        graph.trial(list(tensors_of(second)), ONE, None)
+        assert_equal(eager, captured)
+        captured.run(graph, second)
+    with eager.lane.on(eager.lane.compute):
+        eager.eager(second)
+    assert_equal(eager, captured)
+
+
+def test_a_loss_that_writes_to_a_tensor_of_its_own_stays_eager() -> None:
+    seen = torch.zeros(2)
+
+    def loss(module: nn.Module, batch: Any) -> Tensor:
+        seen[0].add_(len(batch["y"]))
+        return classify(module, batch)
+
+    rank = Rank(model(), loss)
+    with rank.lane.on(rank.lane.compute), pytest.raises(NotCaptured, match=r"tensor of 2 numbers .* buffer"):
+        rank.record(batches(1)[0])
+    assert seen.tolist() == [0.0, 0.0]
+    assert rank.is_clean()
+
+
+def test_modules_that_the_loss_holds_are_put_back() -> None:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(3)
+
+    def loss(module: nn.Module, batch: Any) -> Tensor:
+        return classify(module, {**batch, "x": norm(batch["x"])})
+
+    rank = Rank(model(), loss)
+    rank.graphs = CudaGraphs(rank.replica, [norm])
+    with rank.lane.on(rank.lane.compute):
+        graph = rank.record(batches(1)[0])
+        graph.trial(list(tensors_of(batches(1)[0])), ONE, None)
+    assert norm.running_mean is not None
+    assert not norm.running_mean.any()
