@@ -4,7 +4,7 @@ Both gather their batches from the same tensors by index, in a shuffled order. W
 allocator setting on both sides the difference is flowdp's own code; with the default one for the
 hand loop, as a user's loop has it, it is what flowdp brings. The setting has no way back, so there
 the hand loop runs in its own processes. "As most people write it" is AdamW without `fused=True`, on
-both sides; the other rows have a fused Adam.
+both sides, each in processes of its own; the other rows have a fused Adam.
 """
 
 from __future__ import annotations
@@ -142,10 +142,13 @@ def null_step_us(steps: int = 20_000) -> float:
     return 1e3 * sum(r.wall_ms for r in records) / sum(sum(r.steps) for r in records)
 
 
-def fresh_hand_ms(name: str, steps: int) -> float:
-    """The hand loop in a new process, with the allocator as it comes."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(hand_ms, name, steps).result()
+def fresh_ms(
+    measure: Callable[..., float], name: str, steps: int, make: Make = fused_adam, *, tuned: bool = False
+) -> float:
+    """A side in a new process, where the other one has left no threads; `tuned`: with flowdp's allocator."""
+    start = keep_freed_memory if tuned else None
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=start) as pool:
+        return pool.submit(measure, name, steps, make).result()
 
 
 def main() -> None:
@@ -161,7 +164,7 @@ def main() -> None:
             compare(
                 f"{name}, default allocator",
                 {
-                    "hand": partial(fresh_hand_ms, name, steps),
+                    "hand": partial(fresh_ms, hand_ms, name, steps),
                     "flowdp": partial(flowdp_ms, name, steps),
                 },
                 pairs=own_pairs,
@@ -179,15 +182,15 @@ def main() -> None:
                 pairs=pairs,
             )
         )
-    for name, steps in (("mlp", 600), ("cnn", 80), ("gpt", 100)):
+    for name, steps in (("mlp", 2000), ("cnn", 300), ("gpt", 300)):
         results.append(
             compare(
                 f"{name}, AdamW as most people write it",
                 {
-                    "flowdp": partial(flowdp_ms, name, steps, plain_adamw),
-                    "hand": partial(hand_ms, name, steps, plain_adamw),
+                    "flowdp": partial(fresh_ms, flowdp_ms, name, steps, plain_adamw, tuned=True),
+                    "hand": partial(fresh_ms, hand_ms, name, steps, plain_adamw, tuned=True),
                 },
-                pairs=pairs,
+                pairs=own_pairs,
             )
         )
     pause_openmp()
