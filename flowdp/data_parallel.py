@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flowdp.checks import check_flag, check_loop_backend, fixed_ratios
+from flowdp.checks import check_capture, check_flag, check_loop_backend, fixed_ratios
 from flowdp.data.trees import tree_map
 from flowdp.device.compiled import make_room
 from flowdp.device.cores import open_pools
@@ -25,23 +24,24 @@ from flowdp.device.topology import resolve_devices
 from flowdp.device.transfer import move
 from flowdp.engine.alias import AliasModule
 from flowdp.engine.backends import open_loop
+from flowdp.engine.copying import ReplicaFactory
 from flowdp.engine.evaluate import evaluating
 from flowdp.engine.first_call import Call, check_call
 from flowdp.engine.gather import Joining
-from flowdp.engine.layout import Callee, DimOption, JoinFunction, Layout, ReduceOption, SplitFunction
+from flowdp.engine.layout import DimOption, JoinFunction, Layout, ReduceOption, SplitFunction
 from flowdp.engine.live import check_free
 from flowdp.engine.loading import Epoch
 from flowdp.engine.modes import start_training
 from flowdp.engine.pacing import Alone, Pacing
-from flowdp.engine.peers import Peers, ReplicaFactory
+from flowdp.engine.peers import Peers
 from flowdp.engine.predict import batches_of, predict
 from flowdp.engine.recipe import Inputs, InputsOption, LossFunction, Recipe, Taps
 from flowdp.engine.scatter import Part, bound, call_module
-from flowdp.engine.schedule import Schedule
+from flowdp.engine.schedule import Schedule, Schedules
 from flowdp.engine.setup import (
     OptimizerOption,
-    check_batch_norm,
     check_cadence,
+    check_layers,
     check_loss,
     check_model,
     check_norm,
@@ -52,16 +52,14 @@ from flowdp.engine.setup import (
 )
 from flowdp.engine.sharded import call_sharded, cut, parts_of
 from flowdp.engine.stepping import Stepping
-from flowdp.engine.whole_batch import check_embeddings
+from flowdp.engine.window_step import WindowCapture
 from flowdp.engine.windows import Window, WindowResult, run_window, window_call
-from flowdp.errors import FlowdpError, OptionError
+from flowdp.errors import FlowdpError
 from flowdp.observe.banner import tell_devices
-from flowdp.options import Buffers, CadenceOptions, LoopBackend, one_of
+from flowdp.options import Buffers, CadenceOptions, CaptureOptions, LoopBackend, one_of
 from flowdp.policy.el_che import ElChe
 
 __all__ = ["DataParallel", "setup"]
-
-log = logging.getLogger("flowdp")
 
 
 def setup(
@@ -83,6 +81,7 @@ def setup(
     reduce: ReduceOption = "mean",
     check: bool = True,
     backend: LoopBackend = "auto",
+    capture: bool | CaptureOptions = False,
     tune_process: bool | ProcessTuning = True,
     progress: bool = True,
 ) -> DataParallel:
@@ -136,6 +135,8 @@ def setup(
         backend: How parameters and gradients travel between CUDA devices: "nccl"; "local", by copies between
             each device and the first; "auto", by NCCL where each replica has a CUDA device of its own and
             NCCL works, else by copies. Without an optimizer nothing but "nccl" takes NCCL.
+        capture: Record forward, loss and backward of `forward_batch` with a `loss_fn` as a graph, which runs
+            without the interpreter lock. What cannot be captured runs eagerly; `uncaptured` says why.
         tune_process: Process-wide settings while this lives (see `ProcessTuning`); False leaves all alone.
         progress: False leaves out the line on stderr that names the devices, once in a process.
 
@@ -148,20 +149,17 @@ def setup(
     check_norm(max_grad_norm)
     one_of("buffers", buffers, Buffers)
     chosen = resolve_devices(devices)
-    recipe = Recipe(Inputs(inputs, model), Taps(tags, model), check_loss(loss_fn))
+    captures = check_capture(capture, None)
+    recipe = Recipe(Inputs(inputs, model), Taps(tags, model), check_loss(loss_fn, captures), captures)
     check_loop_backend(backend, chosen)
     ratios = None if partition_ratios is None else fixed_ratios(partition_ratios, len(chosen))
     options, windows = check_cadence(cadence, chosen, ratios)
-    check_batch_norm(model, chosen, windows=windows)
-    if len(chosen) > 1:
-        check_embeddings(model, "setup", is_shared=True)
-    layout = Layout(dim, split, join, reduce)
-    layout.check_names(model)
+    check_layers(model, chosen, windows=windows)
+    layout = Layout(dim, split, join, reduce).checked(model)
     check_flag("check", check)
     tuning = as_tuning(tune_process)
-    check_flag("progress", progress)
     check_free(chosen)
-    if progress:
+    if check_flag("progress", progress):
         tell_devices(chosen)
     with kept_after_errors(model):
         model.to(chosen[0])
@@ -226,7 +224,7 @@ class DataParallel(AliasModule):
         self.max_grad_norm = max_grad_norm
         self._recipe = recipe
         self._layout = layout
-        self._schedules: dict[Any, Schedule] = {}
+        self._schedules = Schedules(module)
         self._checks = check
         self._averages = buffers == "average"
         self._is_syncing = True
@@ -255,6 +253,7 @@ class DataParallel(AliasModule):
         )
         self._stepping = Stepping(module, self._peers, self._pacing, averages=self._averages)
         self._stepping.use(optimizers or None)
+        self._capture = WindowCapture.of((module, *self.replicas), recipe, self._lanes, self._peers)
         self._seal(setup, ("devices", "world_size", "module"))
 
     def __repr__(self) -> str:
@@ -305,6 +304,11 @@ class DataParallel(AliasModule):
     def loss_fn(self) -> LossFunction | None:
         """The loss function of `forward_batch`."""
         return self._recipe.loss
+
+    @property
+    def uncaptured(self) -> tuple[str, ...]:
+        """Why windows run eagerly where they were to be captured; empty where none does."""
+        return () if self._capture is None else self._capture.ended
 
     # ------------------------------------------------------------------ forward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -361,7 +365,9 @@ class DataParallel(AliasModule):
         layout = self._layout
         batches = batches_of(data, batch_size, layout.dim if isinstance(layout.dim, int) else 0)
         with evaluating(self.module):
-            outputs = predict(self, batches, self._recipe.inputs, layout, self._schedule("forward").callee)
+            outputs = predict(
+                self, batches, self._recipe.inputs, layout, self._schedules.of("forward").callee
+            )
         if self.optimizers and isinstance(self._pacing, Pacing):
             self._pacing.discard()  # nothing of it is part of a step
         return outputs
@@ -380,20 +386,14 @@ class DataParallel(AliasModule):
         kwargs: Any,
     ) -> Any:
         assert self._peers is not None
-        layout, schedule = self._layout, self._schedule(function)
+        layout, schedule = self._layout, self._schedules.of(function)
         callee = schedule.callee
         arguments = layout.arguments(callee, args, kwargs)
         layout = layout.of(arguments)
         sizes = self._pacing.cut(arguments.samples) if arguments.samples else (0,) * self.world_size
         if arguments.samples is None and not self._has_warned:
             self._has_warned = True
-            log.warning(
-                "nothing in a call can be cut (%s), so %s does such calls alone, and the other devices "
-                "do nothing; give tensors or arrays whose first dimension is the batch, in tuples, dicts or "
-                "dataclasses",
-                arguments,
-                self.devices[0],
-            )
+            arguments.warn_uncut(self.devices[0])
         own = tuple(size for size in sizes if size)
         is_cut = len(own) > 1
         if is_cut and layout.split is None:
@@ -426,20 +426,6 @@ class DataParallel(AliasModule):
         if not self._peers.at_home(partial(check_call, self.module, call)):
             schedule.give_up()
 
-    def _schedule(self, function: str | Callable[..., Any]) -> Schedule:
-        # A lambda is another object in every call, and its code is not.
-        own = function.func if isinstance(function, partial) else function
-        key = own if isinstance(own, str) else getattr(own, "__code__", type(own))
-        known = self._schedules.get(key)
-        if known is None:
-            if isinstance(function, str):
-                callee = Callee(getattr(self.module, function, self.module.forward))
-                callee.name = f"{type(self.module).__name__}.{function}"
-            else:
-                callee = Callee(function, skip=1)
-            known = self._schedules[key] = Schedule(callee)
-        return known
-
     def _bring_home(self, leaf: Any) -> Any:
         return move(leaf, self.devices[0]) if isinstance(leaf, Tensor) else leaf
 
@@ -470,11 +456,7 @@ class DataParallel(AliasModule):
         Raises:
             OptionError: `setup` was given `dim`, `split`, `join` or `reduce`, which are for calls.
         """
-        if not self._layout.is_plain:
-            raise OptionError(
-                "dim, split, join and reduce are for calls of the module, and epoch() cuts along dim 0: call "
-                "the module in a loop over the loader, or leave them out"
-            )
+        self._layout.check_plain()
         self._epochs = (self._epochs if epoch is None else epoch) + 1
         set_epoch(loader, self._epochs - 1)
         return Epoch(loader, self._lanes, self._pacing.quotas, self._pacing.cut, self._pacing.due)
@@ -495,17 +477,15 @@ class DataParallel(AliasModule):
         """
         if not isinstance(batch, Window):
             raise FlowdpError(f"forward_batch takes what epoch() yields, not {type(batch).__name__}")
-        recipe = self._recipe
-        if scaler is not None:
-            scaler.scale(torch.zeros((), device=self.devices[0]))  # makes its scale, once, in this thread
-            recipe = replace(recipe, scale=scaler.scale)
+        recipe = self._recipe if scaler is None else self._recipe.scaled(scaler, self.devices[0])
         if batch.whole is not None and self._checks and self._peers is not None:
-            schedule = self._schedule("forward_batch")
+            schedule = self._schedules.of("forward_batch")
             if schedule.is_due(self._peers.flags):
                 self._check(schedule, window_call(batch, recipe, self.devices[0]))
             schedule.is_still_due((None, (recipe.loss is not None,)))
             schedule.passed()
-        result = run_window((self.module, *self.replicas), batch, recipe, self._peers, sync=self._is_syncing)
+        modules, sync = (self.module, *self.replicas), self._is_syncing
+        result = run_window(modules, batch, recipe, self._peers, sync=sync, capture=self._capture)
         self._did(*batch.per_rank(self.world_size))
         return result
 
@@ -549,8 +529,11 @@ class DataParallel(AliasModule):
         self._stepping.set_lr(lr)
 
     def set_loss_fn(self, loss_fn: LossFunction | None) -> None:
-        """Replace the loss function of `forward_batch`."""
-        self._recipe = replace(self._recipe, loss=check_loss(loss_fn))
+        """Replace the loss function of `forward_batch`; what was captured of the old one is let go."""
+        capture = self._capture
+        self._recipe = replace(self._recipe, loss=check_loss(loss_fn, self._recipe.capture))
+        if capture is not None:
+            self._capture = capture.anew(self._recipe)
 
     def set_optimizer(self, optimizer: OptimizerOption) -> None:
         """Replace the optimizers: one, several, a factory of them, or None."""

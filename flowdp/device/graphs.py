@@ -57,7 +57,8 @@ class Graph(Protocol):
 class GraphPool:
     """The graphs of one rank and the memory that they share.
 
-    They share one pool because they are never under way at once: all are launched on `compute`. A tensor that
+    They share one pool because they are never under way at once: all are launched on the rank's stream, which
+    is `compute` or, in a loop that the user owns, the first rank's current one. A tensor that
     a graph has made keeps its memory for as long as somebody holds it; all else is written over by the next
     graph.
 
@@ -85,10 +86,11 @@ class GraphPool:
                 cannot be captured. No stream captures then, and the memory is given back.
         """
         lane = self._lane
+        here = lane.current()
         graph: Graph = lane.cuda.CUDAGraph()
         with QUIET:
             # What torch writes around a capture, the state of the generator, is ordered with the replays.
-            self._before.record(lane.compute)
+            self._before.record(here)
             lane.capturing.wait_event(self._before)
             with lane.on(lane.capturing):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -103,7 +105,7 @@ class GraphPool:
                     self._end_allocation()
                     raise
             self._behind.record(lane.capturing)
-            lane.compute.wait_event(self._behind)
+            here.wait_event(self._behind)
         self._graphs.append(graph)
         return graph
 

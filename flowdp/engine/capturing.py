@@ -1,16 +1,19 @@
-"""Captured steps for the replicas of a run: which recorder makes their graphs."""
+"""Captured steps for the ranks of a run or of a loop: which recorder makes their graphs."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from torch import nn
 
 from flowdp.device.streams import CudaLane
-from flowdp.engine.captured import Captured, Recorder
+from flowdp.engine.capturable import Capturable, Recorder
+from flowdp.engine.captured import Captured
 from flowdp.engine.cuda_graph import CudaGraphs
 from flowdp.engine.guards import Guards
 from flowdp.engine.rebuild import variables
@@ -18,7 +21,7 @@ from flowdp.engine.replica import Replica
 from flowdp.engine.step_graph import CpuRecorder, SharedGraphs
 from flowdp.options import CaptureOptions
 
-__all__ = ["capture_steps"]
+__all__ = ["Capturing", "capture_steps", "modules_of"]
 
 log = logging.getLogger("flowdp")
 
@@ -33,20 +36,61 @@ def capture_steps(replicas: Sequence[Replica], options: CaptureOptions) -> None:
     Threads:
         The one that builds.
     """
-    shared, once = SharedGraphs(), _Once()
-    for replica in replicas:
-        modules = {"": replica.module, **_modules_of_loss(replica)}
-        replica.captured = Captured(
-            replica, options, modules, partial(_recorder, replica, modules, shared), once.tell
-        )
+    capturing = Capturing(options)
+    held = [modules_of(replica._loss, replica.module) for replica in replicas]
+    holders = Counter(id(module) for modules in held for module in {*modules.values()})
+    for replica, modules in zip(replicas, held, strict=True):
+        own = {name: module for name, module in modules.items() if holders[id(module)] == 1}
+        read = {"": replica.module, **modules}
+        replica.captured = capturing.of(replica, replica._loss, read, {"": replica.module, **own})
 
 
-def _recorder(
-    replica: Replica, modules: Mapping[str, nn.Module], shared: SharedGraphs, guards: Guards
-) -> Recorder:
-    if isinstance(replica.lane, CudaLane):
-        return CudaGraphs(replica, [module for module in modules.values() if module is not replica.module])
-    return CpuRecorder(replica, modules, guards, shared)
+class Capturing:
+    """What the ranks that capture have in common.
+
+    Args:
+        options: Of all.
+
+    Attributes:
+        lock: Held while a rank records on the CPU: its module's tables are not as they are then.
+    """
+
+    def __init__(self, options: CaptureOptions) -> None:
+        self._options = options
+        self._shared = SharedGraphs()
+        self._once = _Once()
+        self.lock = self._shared.lock
+
+    def of(
+        self,
+        step: Capturable,
+        function: Callable[..., Any],
+        modules: Mapping[str, nn.Module],
+        own: Mapping[str, nn.Module],
+    ) -> Captured:
+        """Captured steps of one rank.
+
+        Args:
+            step: What is captured.
+            function: The user's, which a step calls.
+            modules: All that the step reads, by name.
+            own: Those of them that no other rank computes with: while a step is recorded on the CPU, their
+                tensors are replaced.
+        """
+        guard = partial(Guards, modules, function)
+        make = partial(self._recorder, step, modules, own)
+        return Captured(step, self._options, guard, make, self._once.tell)
+
+    def _recorder(
+        self,
+        step: Capturable,
+        modules: Mapping[str, nn.Module],
+        own: Mapping[str, nn.Module],
+        guards: Guards,
+    ) -> Recorder:
+        if isinstance(step.lane, CudaLane):
+            return CudaGraphs(step, [module for module in modules.values() if module is not step.module])
+        return CpuRecorder(step, own, guards, self._shared)
 
 
 class _Once:
@@ -68,10 +112,10 @@ class _Once:
             log.warning("%s", text)
 
 
-def _modules_of_loss(replica: Replica) -> dict[str, nn.Module]:
-    """The modules that a loss holds: a criterion, a teacher."""
+def modules_of(function: object, model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that a loss holds besides the model: a criterion, a teacher."""
     return {
         f"{name} of the loss": value
-        for name, value in variables(replica._loss)
-        if isinstance(value, nn.Module) and value is not replica.module
+        for name, value in variables(function)
+        if isinstance(value, nn.Module) and value is not model
     }

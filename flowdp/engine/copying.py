@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
@@ -14,10 +17,14 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from flowdp.data.trees import tensors_of
 from flowdp.device.compiled import compile_alike
+from flowdp.device.streams import Lane
 from flowdp.engine.hooks import Twins
+from flowdp.errors import OptionError
 from flowdp.policy.formats import format_error
 
-__all__ = ["CopyError", "copy_module"]
+__all__ = ["CopyError", "ReplicaFactory", "copy_module", "make_replica"]
+
+ReplicaFactory = Callable[[torch.device], nn.Module]
 
 
 class CopyError(Exception):
@@ -75,3 +82,49 @@ def _reason(module: nn.Module, error: Exception) -> str:
                 shown = repr(f"{name}.{key}" if name else key)
                 return f"its attribute {shown} holds a tensor with a graph: detach it, or set it to None"
     return format_error(error)
+
+
+def make_replica(module: nn.Module, factory: ReplicaFactory | None, lane: Lane) -> nn.Module:
+    """The module of another device, by the user's factory, or as a copy.
+
+    Args:
+        module: The user's.
+        factory: Of the device; its draws leave no trace. None: a copy.
+        lane: Of the device.
+
+    Raises:
+        OptionError: The module cannot be copied, or the factory makes none.
+    """
+    lane.adopt()
+    with lane.on(lane.compute):
+        if factory is not None:
+            with _draws_of_the_caller(lane):
+                made = factory(lane.device)
+            if not isinstance(made, nn.Module) or made is module:
+                raise OptionError(
+                    f"replica({str(lane.device)!r}) must build a new module, not return {made!r:.80}"
+                )
+            made = made.to(lane.device)
+        else:
+            try:
+                made = copy_module(module, lane.device)
+            except CopyError as error:
+                raise OptionError(
+                    f"the model cannot be copied for {lane.device} ({error}); give a factory: "
+                    f"replica=lambda device: MyModel(...)"
+                ) from error.__cause__
+    lane.drain()
+    return made
+
+
+@contextmanager
+def _draws_of_the_caller(lane: Lane) -> Iterator[None]:
+    """Put generators back: a factory draws the weights of its module, and a script without it does not."""
+    cards = [lane.device] if lane.is_async and lane.device.type == "cuda" else []
+    python, arrays = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(cards):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(arrays)

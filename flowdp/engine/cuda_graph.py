@@ -32,9 +32,16 @@ from flowdp.device.draws import DrawsNoted
 from flowdp.device.graphs import Graph, GraphPool
 from flowdp.device.streams import CudaLane
 from flowdp.device.writes import WritesNoted
-from flowdp.engine.captured import Computed, Factors, NotCaptured, Trial, watching
+from flowdp.engine.capturable import (
+    Capturable,
+    Computed,
+    Factors,
+    NotCaptured,
+    Outputs,
+    Trial,
+    watching,
+)
 from flowdp.engine.context import CurrentWorker
-from flowdp.engine.replica import Replica
 
 __all__ = ["BOUND", "HALF_BOUND", "CudaGraphs", "CudaStepGraph"]
 
@@ -55,29 +62,29 @@ class CudaGraphs:
     """Makes the graphs of one rank on CUDA; a `Recorder`.
 
     Args:
-        replica: The rank's; its lane is a CUDA device's.
+        step: What is captured; its lane is a CUDA device's.
         others: Modules that the loss holds.
 
     Attributes:
         bound: See `Recorder`. Zero where torch was told to use deterministic algorithms.
 
     Threads:
-        The rank's worker.
+        The rank's.
     """
 
-    def __init__(self, replica: Replica, others: Sequence[nn.Module] = ()) -> None:
-        assert isinstance(replica.lane, CudaLane)
-        self.bound = BOUND if replica._autocast is None else HALF_BOUND
+    def __init__(self, step: Capturable, others: Sequence[nn.Module] = ()) -> None:
+        assert isinstance(step.lane, CudaLane)
+        self.bound = BOUND if step.casts is None else HALF_BOUND
         if torch.are_deterministic_algorithms_enabled():
             self.bound = 0.0
-        self._replica = replica
-        self._modules = nn.ModuleList([replica.module, *others])
-        self._lane = replica.lane
+        self._step = step
+        self._modules = nn.ModuleList([step.module, *others])
+        self._lane = step.lane
         self._pool: GraphPool | None = None
-        self._gradients: dict[nn.Parameter, Tensor] = {}
+        self._gradients: dict[Tensor, Tensor] = {}
 
     def record(
-        self, batch: Any, leaves: Sequence[Tensor], worker: CurrentWorker, factors: Factors
+        self, batch: Any, leaves: Sequence[Tensor], worker: CurrentWorker | None, factors: Factors
     ) -> CudaStepGraph:
         """Capture forward and backward of micro-batches like this one; see `Recorder.record`.
 
@@ -87,10 +94,10 @@ class CudaGraphs:
             NotCaptured: See `Recorder.record`; nothing is left of the attempt.
         """
         self._check(leaves)
-        graph = CudaStepGraph(self._replica, leaves, self._modules)
+        graph = CudaStepGraph(self._step, leaves, self._modules)
         with self._rehearsing():
             refusal = graph.rehearse(batch, leaves, worker, factors)
-            if refusal is None and graph.draws and self._replica.shares_generator:
+            if refusal is None and graph.draws and self._step.shares_generator:
                 refusal = _SHARED
             if refusal is None:
                 if self._pool is None:
@@ -112,13 +119,15 @@ class CudaGraphs:
         self._gradients.clear()
 
     def _check(self, leaves: Sequence[Tensor]) -> None:
+        if (obstacle := self._step.obstacle) is not None:
+            raise NotCaptured(obstacle)
         for leaf in leaves:
             if leaf.device != self._lane.device or leaf.layout is not torch.strided:
                 raise NotCaptured(
                     f"a tensor of the batch, {leaf.layout} on {leaf.device}, does not lie densely on "
                     f"{self._lane.device}"
                 )
-        for name, module in self._replica.module.named_modules():
+        for name, module in self._step.module.named_modules():
             if getattr(module, "sparse", False) is True:
                 raise NotCaptured(f"{name or 'the model'} has sparse gradients, which have no fixed memory")
 
@@ -128,25 +137,25 @@ class CudaGraphs:
 
         But for a generator that other ranks draw from: they would draw the same numbers again.
         """
-        replica, own = self._replica, self._gradients
-        is_flat = replica.gradients is not None
-        before = [parameter.grad for parameter in replica.trained]
-        for parameter in replica.trained:
+        step, own = self._step, self._gradients
+        trained = step.trained
+        before = [parameter.grad for parameter in trained]
+        for parameter in trained:
             if parameter not in own:
-                mine = parameter.grad if is_flat else None
+                mine = parameter.grad if step.has_flat_gradients else None
                 own[parameter] = torch.zeros_like(parameter.data) if mine is None else mine
             parameter.grad = own[parameter]
         modules = self._modules  # a forward may write to parameters, too: max_norm, a teacher's average
-        places = [*(own[one] for one in replica.trained), *modules.buffers(), *modules.parameters()]
+        places = [*(own[one] for one in trained), *modules.buffers(), *modules.parameters()]
         kept = [place.clone() for place in places]
-        generator = _generator(replica.device)
-        random = None if replica.shares_generator else generator.get_state()
+        generator = _generator(self._lane.device)
+        random = None if step.shares_generator else generator.get_state()
         try:
             yield
         finally:
             for place, value in zip(places, kept, strict=True):
                 place.data.copy_(value)  # and no version tells of it: no gradient was touched
-            for parameter, gradient in zip(replica.trained, before, strict=True):
+            for parameter, gradient in zip(trained, before, strict=True):
                 parameter.grad = gradient
             if random is not None:
                 generator.set_state(random)
@@ -156,34 +165,37 @@ class CudaStepGraph:
     """A CUDA graph of forward and backward of micro-batches of one form; a `StepGraph`.
 
     Args:
-        replica: Whose.
+        step: What is captured.
         leaves: The tensors of such a micro-batch.
-        modules: All that the step reads: the replica's, and those that the loss holds.
+        modules: All that the step reads: the rank's, and those that the loss holds.
 
     Attributes:
         records: See `StepGraph`.
         draws: See `StepGraph`.
     """
 
-    def __init__(self, replica: Replica, leaves: Sequence[Tensor], modules: nn.Module) -> None:
+    def __init__(self, step: Capturable, leaves: Sequence[Tensor], modules: nn.Module) -> None:
         self._batch: Any = None  # of the inputs
         self.records: Sequence[tuple[str, float]] = ()
         self.draws = False
-        self._replica = replica
+        self._step = step
         self._modules = modules
+        self._device = step.lane.device
         self._graph: Graph | None = None
         self._inputs = [leaf.clone() for leaf in leaves]
         self._factors: Factors | None = None  # as they are on the device
-        self._share, self._of = torch.zeros(2, dtype=torch.float64, device=replica.device).unbind()
-        self._parameters: list[nn.Parameter] = []  # that have a part in the loss
+        self._share, self._of = torch.zeros(2, dtype=torch.float64, device=self._device).unbind()
+        self._parameters: list[Tensor] = []  # that have a part in the loss
         self._gradients: list[Tensor] = []  # of them
         self._written: list[Tensor] = []  # buffers, and parameters that a forward writes to
         self._results: list[Tensor] = []  # the loss; its weight, if it names one; the scalars
         self._stacked: Tensor | None = None  # all of them, where they are of one dtype
+        self._made: list[Tensor] = []  # further results
+        self._outputs: Outputs | None = None  # the tree that they make
         self._has_weight = False
 
     def rehearse(
-        self, batch: Any, leaves: Sequence[Tensor], worker: CurrentWorker, factors: Factors
+        self, batch: Any, leaves: Sequence[Tensor], worker: CurrentWorker | None, factors: Factors
     ) -> str | None:
         """Run it eagerly once, as it will be captured; the parameters' gradients lie where they stay.
 
@@ -193,7 +205,7 @@ class CudaStepGraph:
         Returns:
             The reason why it cannot be captured; None: it can, so far.
         """
-        trained, modules = self._replica.trained, self._modules
+        trained, modules = self._step.trained, self._modules
         twins = {id(leaf): own for leaf, own in zip(leaves, self._inputs, strict=True)}
         self._batch = tree_map(lambda leaf: twins.get(id(leaf), leaf), batch)
         self._put(factors)
@@ -217,7 +229,7 @@ class CudaStepGraph:
         self._written += [*modules.buffers(), *(one for one, version in before if one._version != version)]
         return refusal
 
-    def capture(self, pool: GraphPool, worker: CurrentWorker) -> str | None:
+    def capture(self, pool: GraphPool, worker: CurrentWorker | None) -> str | None:
         """Capture it, after `rehearse`; returns the reason why it cannot be captured, as that does."""
 
         def captured() -> None:
@@ -233,22 +245,46 @@ class CudaStepGraph:
     ) -> Computed:
         """See `StepGraph.run`."""
         assert self._graph is not None
-        self._attach()
+        gives = self._step.gives_gradients
+        if gives:
+            torch._foreach_zero_(self._gradients)
+        else:
+            self._attach()
         if self._inputs:
             torch._foreach_copy_(self._inputs, list(leaves))
         self._put(factors)
         self._graph.replay()
-        # Whoever asks which parameters a backward has touched looks at the versions.
-        torch.autograd.graph.increment_version(self._gradients)
+        if gives:
+            self._give()
+        else:
+            # Whoever asks which parameters a backward has touched looks at the versions.
+            torch.autograd.graph.increment_version(self._gradients)
         if self._stacked is not None:
             loss, *others = self._stacked.clone().unbind()
         else:
             loss, *others = (result.clone() for result in self._results)
-        return Computed(loss, others.pop(0) if self._has_weight else None, others)
+        outputs = None if self._outputs is None else self._outputs.of([one.clone() for one in self._made])
+        return Computed(loss, others.pop(0) if self._has_weight else None, others, outputs)
+
+    def _give(self) -> None:
+        """Add to the gradients that are there; one that is not lies in fresh memory."""
+        there, more = [], []
+        # Times one, which a few launches do for all.
+        fresh = torch._foreach_mul(self._gradients, 1.0)
+        for parameter, gradient in zip(self._parameters, fresh, strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                there.append(parameter.grad)
+                more.append(gradient)
+        if there:
+            torch._foreach_add_(there, more)
+        # The replicas are sent what torch has seen written.
+        torch.autograd.graph.increment_version(self._written)
 
     def trial(self, leaves: Sequence[Tensor], factors: Factors, generator: torch.Generator | None) -> Trial:
         """See `StepGraph.trial`."""
-        trained, buffers = self._replica.trained, list(self._replica.module.buffers())
+        trained, buffers = self._step.trained, list(self._step.module.buffers())
         before = [parameter.grad for parameter in trained]
         kept = [None if gradient is None else gradient.clone() for gradient in before]
         kept_others = [tensor.detach().clone() for tensor in self._written]
@@ -275,19 +311,24 @@ class CudaStepGraph:
             return _reason(error)
         return None
 
-    def _compute(self, worker: CurrentWorker) -> None:
+    def _compute(self, worker: CurrentWorker | None) -> None:
         """Forward and backward of the inputs, as they are captured."""
-        replica = self._replica
-        with watching(worker) as seen:
-            loss = replica._forward(self._batch, worker)
-        self.records, scalars = seen.records, seen.values
-        loss, weight = replica.weigh(loss, self._share.to(loss.dtype), self._of)
-        (loss if replica._scaler is None else replica._scaler.scale(loss)).backward()
-        elsewhere = [scalar.device for scalar in scalars if scalar.device != replica.device]
+        # Under a caller's autocast, casts of parameters may lie there from before, and would stay.
+        torch.clear_autocast_cache()
+        with torch.autograd.set_multithreading_enabled(False):
+            with watching(worker) as seen:
+                passed = self._step.forward(self._batch, worker, self._share, self._of)
+            self.records, scalars = seen.records, seen.values
+            loss, weight = passed.loss, passed.weight
+            self._step.scale(loss).backward()
+        torch.clear_autocast_cache()
+        made, self._outputs = Outputs.opened(passed.outputs)
+        self._made = [one.detach() for one in made]
+        elsewhere = [one.device for one in (*scalars, *made) if one.device != self._device]
         if elsewhere:
             raise NotCaptured(
-                f"the loss records a tensor that lies on {elsewhere[0]}, which a captured step would repeat "
-                "as it is: record one of the device"
+                f"it records or returns a tensor that lies on {elsewhere[0]}, which a captured step would "
+                "repeat as it is: let it be one of the device"
             )
         results = [loss.detach(), *(() if weight is None else (weight,)), *scalars]
         self._has_weight = weight is not None
@@ -316,7 +357,7 @@ class CudaStepGraph:
             self._factors = factors
 
 
-def _owned(parameter: nn.Parameter) -> Tensor:
+def _owned(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
 

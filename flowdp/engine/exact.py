@@ -22,7 +22,7 @@ from flowdp.device.compiled import as_written
 from flowdp.device.draws import OwnDraws
 from flowdp.device.gradients import SharedGradients, Touched
 from flowdp.device.streams import QUIET
-from flowdp.engine.captured import Computed, Factors
+from flowdp.engine.capturable import Computed, Factors
 from flowdp.engine.context import CurrentWorker
 from flowdp.engine.first_loss import check_mean
 from flowdp.engine.replica import NOT_OURS, Replica, cuts

@@ -45,7 +45,6 @@ DEPTH = 3
 _GONE = object()
 _OWN = frozenset(vars(nn.Module()))
 _LIBRARIES = ("torch", "numpy", "flowdp", "builtins")
-_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _FREE = attrgetter("requires_grad")
 
 
@@ -103,7 +102,7 @@ class Guards:
         self._values = self._look()
         self._copies = [copy for _, _, copy in self._containers]
         self._handles = RemovableHandle.next_id
-        self._hooked = [*map(_HOOKS, self._parameters)]
+        self._hooked = [*map(_hooks_of, self._parameters)]
 
     def changed(self) -> str | None:
         """The first thing that has changed, in words; None where nothing has."""
@@ -134,7 +133,7 @@ class Guards:
         if RemovableHandle.next_id == self._handles:
             return True
         handles = RemovableHandle.next_id
-        if any(self._blank) or [*map(_HOOKS, self._parameters)] != self._hooked:
+        if any(self._blank) or [*map(_hooks_of, self._parameters)] != self._hooked:
             return False
         self._handles = handles
         return True
@@ -337,7 +336,7 @@ class Guards:
         for (name, one), was_free, had in zip(named, free, self._hooked, strict=True):
             if one.requires_grad != was_free:
                 return f"{name}.requires_grad was {was_free}, it is {one.requires_grad}"
-            if _HOOKS(one) != had:
+            if _hooks_of(one) != had:
                 return f"the hooks of {name} have changed"
         for (name, tensor), pointer in zip(self._tensors, pointers, strict=True):
             if tensor.data_ptr() != pointer:
@@ -360,6 +359,14 @@ def _switches() -> tuple[Any, ...]:
         len(torch_module._global_forward_pre_hooks),
         len(torch_module._global_backward_hooks),
         len(torch_module._global_backward_pre_hooks),
+    )
+
+
+def _hooks_of(parameter: Tensor) -> tuple[tuple[int, ...], ...]:
+    """The numbers of a parameter's hooks: their tables stay the same objects when hooks come and go."""
+    return (
+        tuple(parameter._backward_hooks or ()),
+        tuple(parameter._post_accumulate_grad_hooks or ()),
     )
 
 

@@ -134,14 +134,26 @@ class Layout:
         else:
             _check_reduction("reduce", self.reduce)
 
-    def check_names(self, module: nn.Module) -> None:
-        """Check that the arguments in `dim` are some of the module's.
+    def check_plain(self) -> None:
+        """Check that nothing is said of it, for windows.
+
+        Raises:
+            OptionError: Something is.
+        """
+        if not self.is_plain:
+            raise OptionError(
+                "dim, split, join and reduce are for calls of the module, and epoch() cuts along dim 0: call "
+                "the module in a loop over the loader, or leave them out"
+            )
+
+    def checked(self, module: nn.Module) -> Layout:
+        """It itself, when the arguments in `dim` are some of the module's.
 
         Raises:
             OptionError: One is not.
         """
         if not isinstance(self.dim, Mapping):
-            return
+            return self
         callee = Callee(module.forward)
         for name in self.dim:
             if isinstance(name, int) or name == RETURN or callee.parameters is None:
@@ -151,6 +163,7 @@ class Layout:
                     f"dim names {name!r}, and the parameters of {type(module).__name__}.forward are "
                     f"{list(callee.parameters)}"
                 )
+        return self
 
     @property
     def is_plain(self) -> bool:

@@ -9,7 +9,6 @@ memory of the user's parameters.
 from __future__ import annotations
 
 import logging
-import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -18,7 +17,6 @@ from itertools import compress
 from math import nan
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
@@ -35,7 +33,7 @@ from flowdp.device.openmp import set_own_threads
 from flowdp.device.streams import Lane
 from flowdp.device.transfer import carry, copied
 from flowdp.engine.attributes import Attributes
-from flowdp.engine.copying import CopyError, copy_module
+from flowdp.engine.copying import ReplicaFactory, make_replica
 from flowdp.engine.hooks import Outside
 from flowdp.engine.lost_gradients import check_transforms
 from flowdp.engine.sharing import Sharing
@@ -48,14 +46,13 @@ from flowdp.policy.pool_size import PoolSize
 from flowdp.policy.recheck import Recheck
 from flowdp.threads.crew import Crew
 
-__all__ = ["Peers", "ReplicaFactory"]
+__all__ = ["Peers"]
 
 log = logging.getLogger("flowdp")
 
 T = TypeVar("T")
 U = TypeVar("U")
 
-ReplicaFactory = Callable[[torch.device], nn.Module]
 Modes = Callable[[], AbstractContextManager[None]]
 
 
@@ -102,7 +99,7 @@ class Peers:
         self._lanes = tuple(lanes)
         self.pools = tuple(pools)
         self._repeats = repeats
-        replicas = [_replica(module, factory, lane) for lane in lanes[1:]]
+        replicas = [make_replica(module, factory, lane) for lane in lanes[1:]]
         self.modules = (module, *replicas)
         self._tables = [Tables(peer) for peer in self.modules]
         for table, device in zip(self._tables[1:], self.devices[1:], strict=True):
@@ -135,6 +132,7 @@ class Peers:
         self._is_first_backward = len(lanes) > 1
         self._shares = [not repeats and is_shared for is_shared in share_generator(self.devices)]
         self._redraws = [Recheck() for _ in lanes]
+        self._lent: list[OwnDraws | None] = [None] * len(lanes)
         self._kinds = frozenset(device.type for device in self.devices)
         self._asked = [lane.event() for lane in lanes]
         self._done = [(lane.event(), lanes[0].event()) for lane in lanes]
@@ -383,6 +381,8 @@ class Peers:
         jobs: Sequence[Callable[[], T] | None],
         modes: Modes | None = None,
         parts: Sequence[Sequence[object]] = (),
+        *,
+        enters_draws: bool = True,
     ) -> list[T | None]:
         """Run a job on every rank at once.
 
@@ -391,6 +391,8 @@ class Peers:
             modes: In which they run; None: the caller's.
             parts: Of each rank, in one batch: ranks that have one take the statistics of SyncBatchNorm
                 together. Empty: none does.
+            enters_draws: Whether what a job draws repeats, where it shall. False: it sees to that by
+                `own_draws`, for the mode holds the lock at each operation.
 
         Raises:
             BaseException: What the first of them raised, with a note that names rank and device.
@@ -412,6 +414,9 @@ class Peers:
         is_backward = torch._C._current_graph_task_id() != -1
         seed = draw_seed() if self._repeats and not is_backward else None
         draws = [self._draws(rank, seed, is_backward=is_backward) for rank in range(len(jobs))]
+        self._lent = [one if isinstance(one, OwnDraws) else None for one in draws]
+        if not enters_draws:
+            draws = [nullcontext()] * len(jobs)
         try:
             return self._crew.run(
                 [
@@ -494,6 +499,14 @@ class Peers:
         lanes = [self._lanes[rank] for rank in ranks]
         return dict(zip(ranks, group_lanes(lanes, threading.TIMEOUT_MAX), strict=True))
 
+    def own_draws(self, rank: int) -> OwnDraws | None:
+        """What a rank draws from in its job; None: from the device's generator."""
+        return self._lent[rank]
+
+    def shares_generator(self, rank: int) -> bool:
+        """Whether a rank draws from a generator from which others draw, too."""
+        return self._shares[rank]
+
     def watch(self, rank: int) -> AbstractContextManager[object]:
         """For a backward of a rank: now and then, whether it draws what a forward has drawn."""
         return self._watched(rank) if self._shares[rank] else nullcontext()
@@ -562,39 +575,3 @@ def _differs(now: State, then: State) -> bool:
 
 def _is_elsewhere(now: State, then: State) -> bool:
     return now[0] is not then[0] or now[2] != then[2]
-
-
-def _replica(module: nn.Module, factory: ReplicaFactory | None, lane: Lane) -> nn.Module:
-    lane.adopt()
-    with lane.on(lane.compute):
-        if factory is not None:
-            with _draws_of_the_caller(lane):
-                made = factory(lane.device)
-            if not isinstance(made, nn.Module) or made is module:
-                raise OptionError(
-                    f"replica({str(lane.device)!r}) must build a new module, not return {made!r:.80}"
-                )
-            made = made.to(lane.device)
-        else:
-            try:
-                made = copy_module(module, lane.device)
-            except CopyError as error:
-                raise OptionError(
-                    f"the model cannot be copied for {lane.device} ({error}); give a factory: "
-                    f"replica=lambda device: MyModel(...)"
-                ) from error.__cause__
-    lane.drain()
-    return made
-
-
-@contextmanager
-def _draws_of_the_caller(lane: Lane) -> Iterator[None]:
-    """Put generators back: a factory draws the weights of its module, and a script without it does not."""
-    cards = [lane.device] if lane.is_async and lane.device.type == "cuda" else []
-    python, arrays = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(cards):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(arrays)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flowdp.data.trees import field_names, field_of
 from flowdp.errors import OptionError
+from flowdp.options import CaptureOptions
 
 __all__ = ["Inputs", "InputsOption", "LossContext", "LossFunction", "Recipe", "Taps", "Traces"]
 
@@ -50,6 +52,9 @@ class Inputs:
             tensor goes whole, of a sequence the first, of others by name what `forward` has parameters for.
         module: The model.
 
+    Attributes:
+        function: Of the batch, if one was given.
+
     Raises:
         OptionError: They name nothing.
     """
@@ -66,7 +71,7 @@ class Inputs:
                     raise OptionError(
                         f"inputs must be keys (str) or positions (int) of a batch, not {field!r}"
                     )
-        self._function = fields if callable(fields) else None
+        self.function = fields if callable(fields) else None
         self._fields: tuple[str | int, ...] | None = None
         if isinstance(fields, (str, int)):
             self._fields = (fields,)
@@ -82,8 +87,8 @@ class Inputs:
         Raises:
             OptionError: The batch has no such field; the message lists those it has.
         """
-        if self._function is not None:
-            made = self._function(batch)
+        if self.function is not None:
+            made = self.function(batch)
             return (made if isinstance(made, tuple) else (made,)), {}
         there = field_names(batch)
         if self._fields is not None:
@@ -145,10 +150,17 @@ class Recipe:
         inputs: What of it the module takes.
         taps: Which submodules are listened to.
         loss: The loss function; None: the caller computes a loss on the joined output.
+        capture: How forward, loss and backward are captured; None: they are not.
         scale: What a gradient scaler makes of a loss.
     """
 
     inputs: Inputs
     taps: Taps
     loss: LossFunction | None = None
+    capture: CaptureOptions | None = None
     scale: Callable[[Tensor], Tensor] | None = None
+
+    def scaled(self, scaler: torch.amp.GradScaler, device: torch.device) -> Recipe:
+        """The same with losses that a scaler scales; its scale is made on the device, in this thread."""
+        scaler.scale(torch.zeros((), device=device))
+        return replace(self, scale=scaler.scale)

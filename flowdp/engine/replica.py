@@ -21,7 +21,8 @@ from flowdp.device.streams import Lane
 from flowdp.device.tensors import FlatReplica, FlatTensors
 from flowdp.engine.adoption import copy_state
 from flowdp.engine.build import Optimizers, all_of
-from flowdp.engine.captured import Captured, Computed, Factors
+from flowdp.engine.capturable import Computed, Factors, Passed, shared
+from flowdp.engine.captured import Captured
 from flowdp.engine.context import CurrentWorker, Steps
 from flowdp.engine.flat_optimizer import FlatOptimizer, obstacle
 from flowdp.engine.learning_rate import LearningRate
@@ -88,6 +89,7 @@ class Replica:
         turn: Of this rank among those that launch; None where no other rank does.
         draws: The rank's own random numbers; None: it draws from the device's generator.
         gradients: As flat memory; None where each parameter has its own, or none.
+        gives_gradients: Never: they are the replica's own.
         may_be_flat: Whether the optimizer may step the flat memory, not parameter by parameter.
         steps_flat: Whether it does.
         has_state: Whether a forward changes what `mark` notes.
@@ -111,6 +113,7 @@ class Replica:
     turn: RankTurn | None = None
     draws: OwnDraws | None = None
     gradients: FlatGradients | None = None
+    gives_gradients = False
     may_be_flat = True
 
     def __init__(
@@ -162,6 +165,25 @@ class Replica:
     def uncaptured(self) -> str | None:
         """Why its steps are not captured, where they were to be."""
         return None if self.captured is None else self.captured.ended
+
+    @property
+    def casts(self) -> object:
+        """See `Capturable`."""
+        return self._autocast
+
+    @property
+    def has_flat_gradients(self) -> bool:
+        """See `Capturable`."""
+        return self.gradients is not None
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why none of its steps can be captured; None: nothing stands in the way."""
+        if self.meets:
+            return "its forwards meet those of the other ranks (SyncBatchNorm)"
+        if self._scaler is not None and not self.lane.is_async:
+            return "precision='fp16' scales its loss by Python on the CPU: use 'bf16'"
+        return None
 
     def mark(self) -> None:
         """A step begins: note what a repetition of its forward and backward has to start from."""
@@ -340,8 +362,16 @@ class Replica:
             loss = self.turn.launch_forward(worker.samples, self._forward, batch, worker)
         loss, weight = self.weigh(loss, factors.share, factors.of)
         options = {"retain_graph": True} if self._frees_at_once() else {}
-        self._differentiate(loss if self._scaler is None else self._scaler.scale(loss), **options)
+        self._differentiate(self.scale(loss), **options)
         return Computed(loss.detach(), weight)
+
+    def forward(self, batch: Any, worker: CurrentWorker, share: float | Tensor, of: int | Tensor) -> Passed:
+        """The weighed loss of a micro-batch, as it is recorded; see `Capturable.forward`."""
+        return Passed(*self.weigh(self._forward(batch, worker), share, of))
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """A loss as its backward begins, scaled in "fp16"."""
+        return loss if self._scaler is None else self._scaler.scale(loss)
 
     def _frees_at_once(self) -> bool:
         """Whether the graph is kept during the backward, and freed at once behind it.
@@ -371,7 +401,7 @@ class Replica:
             of: Samples of the rank's part (exact). A tensor while a graph is recorded.
         """
         if isinstance(share, Tensor):
-            return loss * share.to(loss.dtype), None
+            return shared(loss, share), None
         return (loss if share == 1.0 else loss * share), None
 
     def count(self, computed: Computed, factors: Factors) -> None:  # noqa: ARG002 - as above

@@ -6,6 +6,7 @@ whole.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from flowdp.device.transfer import move
 from flowdp.errors import FlowdpError
 
 __all__ = ["Arguments", "Handed", "KeyPath", "Part", "bound", "call_module"]
+
+log = logging.getLogger("flowdp")
 
 KeyPath = tuple[Any, ...]
 """See `Form.key_paths`."""
@@ -169,6 +172,16 @@ class Arguments:
             ]
         self.wanting = [leaf for leaf, _ in asking]
         self._wanting_cuts = [dim for _, dim in asking]
+
+    def warn_uncut(self, device: torch.device) -> None:
+        """Log that nothing of them can be cut, so that one device does the call."""
+        log.warning(
+            "nothing in a call can be cut (%s), so %s does such calls alone, and the other devices do "
+            "nothing; give tensors or arrays whose first dimension is the batch, in tuples, dicts or "
+            "dataclasses",
+            self,
+            device,
+        )
 
     def check(self) -> None:
         """Check that the batch can be cut.

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+from torch import nn
 
 from flowdp.engine.layout import Callee
 from flowdp.policy.recheck import Recheck
 
-__all__ = ["Schedule"]
+__all__ = ["Schedule", "Schedules"]
 
 MOST_FORMS = 16
 """Forms that are told apart: outputs whose form changes with every call would cost a check each."""
@@ -88,3 +91,30 @@ class Schedule:
             return self._others
         self._forms.append(_Form(self._modes, outputs))
         return self._forms[-1]
+
+
+class Schedules:
+    """The schedules of all functions that are called, each made at its first call.
+
+    Args:
+        module: Whose methods are called by name.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._known: dict[Any, Schedule] = {}
+
+    def of(self, function: str | Callable[..., Any]) -> Schedule:
+        """The schedule of a method's name, or of a function of the module."""
+        # A lambda is another object in every call, and its code is not.
+        own = function.func if isinstance(function, partial) else function
+        key = own if isinstance(own, str) else getattr(own, "__code__", type(own))
+        known = self._known.get(key)
+        if known is None:
+            if isinstance(function, str):
+                callee = Callee(getattr(self._module, function, self._module.forward))
+                callee.name = f"{type(self._module).__name__}.{function}"
+            else:
+                callee = Callee(function, skip=1)
+            known = self._known[key] = Schedule(callee)
+        return known

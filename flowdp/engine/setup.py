@@ -17,13 +17,14 @@ from flowdp.device.topology import devices as find_devices
 from flowdp.engine.attributes import check_leaves
 from flowdp.engine.build import check_plain
 from flowdp.engine.recipe import LossFunction
+from flowdp.engine.whole_batch import check_embeddings
 from flowdp.errors import OptionError
-from flowdp.options import CadenceOptions
+from flowdp.options import CadenceOptions, CaptureOptions
 
 __all__ = [
     "OptimizerOption",
-    "check_batch_norm",
     "check_cadence",
+    "check_layers",
     "check_loss",
     "check_model",
     "check_norm",
@@ -80,12 +81,22 @@ def check_norm(max_grad_norm: object) -> None:
         raise OptionError(f"max_grad_norm must be a number above 0, not {max_grad_norm!r}")
 
 
-def check_loss(loss_fn: object) -> LossFunction | None:
+def check_loss(loss_fn: object, capture: CaptureOptions | None = None) -> LossFunction | None:
     """Check that `loss_fn` is a function, or None; returns it.
 
+    Args:
+        loss_fn: As the user gave it.
+        capture: How steps of it are captured; None: they are not.
+
     Raises:
-        OptionError: It is something else.
+        OptionError: It is something else, or is missing where it is captured.
     """
+    if loss_fn is None and capture is not None:
+        raise OptionError(
+            "capture records forward, loss and backward of windows, and there is no loss: give loss_fn= and "
+            "call dp.forward_batch for each batch of dp.epoch(loader); around a plain call dp(x) the loss is "
+            "in your own code, which runs as it is written: leave capture out there"
+        )
     if loss_fn is not None and not callable(loss_fn):
         raise OptionError(f"loss_fn must be a function of a LossContext, not {loss_fn!r}")
     return loss_fn
@@ -122,11 +133,12 @@ def check_cadence(
     return options, option is not False and options.windows and len(devices) > 1
 
 
-def check_batch_norm(model: nn.Module, devices: Sequence[torch.device], *, windows: bool) -> None:
-    """Check that layers of SyncBatchNorm, if there are any, can be synchronised.
+def check_layers(model: nn.Module, devices: Sequence[torch.device], *, windows: bool) -> None:
+    """Check that SyncBatchNorm can be synchronised, and that embeddings do not need the whole batch.
 
     Raises:
-        OptionError: The devices are of several kinds, or work through batches of their own.
+        OptionError: Of SyncBatchNorm, the devices are of several kinds, or work through batches of their
+            own; or see `check_embeddings`.
     """
     if windows and len(devices) > 1 and SharedStatistics(model):
         raise OptionError(
@@ -134,6 +146,8 @@ def check_batch_norm(model: nn.Module, devices: Sequence[torch.device], *, windo
             "works through batches of its own: give setup(..., cadence=False), which cuts each batch"
         )
     check_synchronised([model] * len(devices), "exact", devices)
+    if len(devices) > 1:
+        check_embeddings(model, "setup", is_shared=True)
 
 
 @contextmanager

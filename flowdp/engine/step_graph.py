@@ -2,21 +2,21 @@
 
 A loss is run once under torch's tracing modes, on tensors without contents, backward included. So nothing
 is computed, drawn or written meanwhile, and a loss that takes a number out of a tensor is found out. The
-inputs of the graph are the replica's tensors themselves: it reads the parameters where they are, adds to the
-gradients and updates the buffers in place. Ranks of one architecture share a graph.
+inputs of the graph are the rank's tensors themselves: it reads the parameters where they are, adds to the
+gradients and updates the buffers in place. Gradients that somebody else keeps it makes anew instead, as an
+eager backward does. Ranks of one architecture share a graph.
 
-`lower` makes of a graph a function that needs no interpreter lock; another executor can take its place there.
+`lowering` makes of a graph a function that needs no interpreter lock.
 """
 
 from __future__ import annotations
 
 import operator
 import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -29,31 +29,37 @@ from torch.fx.experimental import proxy_tensor
 
 from flowdp.data.trees import tree_map
 from flowdp.device.dispatch import RankMode
-from flowdp.device.draws import is_random, seeded_form
-from flowdp.engine.captured import Computed, Factors, NotCaptured, Trial, watching
+from flowdp.device.draws import is_random
+from flowdp.engine.capturable import (
+    Capturable,
+    Computed,
+    Factors,
+    NotCaptured,
+    Outputs,
+    Trial,
+    watching,
+)
 from flowdp.engine.context import CurrentWorker
 from flowdp.engine.guards import Guards, is_alike
+from flowdp.engine.lowering import Function, Inputs, lower
 from flowdp.policy.formats import format_error
 
-if TYPE_CHECKING:
-    from flowdp.engine.replica import Replica
-
-__all__ = ["CpuGraph", "CpuRecorder", "SharedGraphs", "lower"]
-
-Function = Callable[..., list[Tensor]]
+__all__ = ["CpuGraph", "CpuRecorder", "SharedGraphs"]
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A recorded step, as a function of a replica's tensors.
+    """A recorded step, as a function of a rank's tensors.
 
     Attributes:
-        function: Of (own tensors, gradients, leaves, share, of[, generator]); returns the loss, its weight
-            where it names one, and the recorded values.
+        function: Of (own tensors[, gradients], leaves, share, of[, generator]); returns the loss, its weight
+            where it names one, the recorded values and further results. It adds to gradients that it is
+            given, else it returns them, too.
         touched: Places of the trained parameters that get a gradient, among all trained ones.
         records: See `StepGraph`.
         draws: See `StepGraph`.
         has_weight: Whether the loss names a weight.
+        outputs: Further results; None: there are none.
         constants: Tensors that belong to nobody's tables; they follow the own tensors.
         watched: Snapshot of the guards of the rank that recorded.
         form: Of the micro-batch and of the parameters, for comparison.
@@ -64,6 +70,7 @@ class Traced:
     records: Sequence[tuple[str, float]]
     draws: bool
     has_weight: bool
+    outputs: Outputs | None
     constants: Sequence[Tensor]
     watched: Sequence[tuple[str, object]]
     form: object
@@ -98,21 +105,21 @@ class SharedGraphs:
 
 
 class CpuRecorder:
-    """Makes the graphs of one replica on the CPU; see `Recorder`.
+    """Makes the graphs of one rank on the CPU; see `Recorder`.
 
     Args:
-        replica: Whose.
-        modules: All that the step reads, by name: the replica's, and those in the loss.
-        guards: Of the replica.
-        shared: Of the run.
+        step: What is recorded.
+        modules: Those that the step reads and no other rank, by name: the rank's, and those in its loss.
+        guards: Of the rank.
+        shared: Of all ranks.
     """
 
     bound = 0.0
 
     def __init__(
-        self, replica: Replica, modules: Mapping[str, nn.Module], guards: Guards, shared: SharedGraphs
+        self, step: Capturable, modules: Mapping[str, nn.Module], guards: Guards, shared: SharedGraphs
     ) -> None:
-        self._replica = replica
+        self._step = step
         self._tables = _Tables(modules)
         self._guards = guards
         self._shared = shared
@@ -121,7 +128,7 @@ class CpuRecorder:
         self,
         batch: Any,
         leaves: Sequence[Tensor],
-        worker: CurrentWorker,
+        worker: CurrentWorker | None,
         factors: Factors,  # noqa: ARG002 - inputs of the graph
     ) -> CpuGraph:
         """Record a step, or take what another rank has recorded; see `Recorder.record`."""
@@ -131,20 +138,20 @@ class CpuRecorder:
         own = tables.tensors
         form = [
             [(tuple(one.shape), one.stride(), one.dtype, one.requires_grad) for one in (*own, *leaves)],
-            worker.samples,
-            self._replica._autocast,
+            0 if worker is None else worker.samples,
+            self._step.casts,
         ]
         with self._shared.lock:
             traced = self._shared.find(form, self._guards)
             if traced is None:
                 traced = self._trace(batch, leaves, worker, form)
                 self._shared.add(traced)
-        trained = self._replica.trained
         return CpuGraph(
             traced,
             [*own, *traced.constants],
             [place for place, one in enumerate(own) if not isinstance(one, nn.Parameter)],
-            trained,
+            self._step.trained,
+            gives=self._step.gives_gradients,
         )
 
     def step(self, factor: float) -> bool:  # noqa: ARG002 - there is no graph of it on the CPU
@@ -155,27 +162,25 @@ class CpuRecorder:
         """See `Recorder.forget`; the other ranks may still need what is shared."""
 
     def _check(self) -> None:
-        replica = self._replica
-        if replica._scaler is not None:
-            raise NotCaptured("precision='fp16' scales its loss by Python on the CPU: use 'bf16'")
-        if replica.meets:
-            raise NotCaptured("its forwards meet those of the other ranks (SyncBatchNorm)")
-        for name, parameter in replica.module.named_parameters():
+        step = self._step
+        if (obstacle := step.obstacle) is not None:
+            raise NotCaptured(obstacle)
+        for name, parameter in step.module.named_parameters():
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 raise NotCaptured(f"parameter {name!r} has hooks, which a recorded backward does not call")
-            if parameter.requires_grad and not any(parameter is one for one in replica.trained):
+            if parameter.requires_grad and not any(parameter is one for one in step.trained):
                 raise NotCaptured(f"parameter {name!r} was frozen when the run began, and requires grad now")
 
     def _trace(
         self,
         batch: Any,
         leaves: Sequence[Tensor],
-        worker: CurrentWorker,
+        worker: CurrentWorker | None,
         form: object,
     ) -> Traced:
         try:
             with watching(worker) as seen:
-                trace = _Trace(self._replica, self._tables)
+                trace = _Trace(self._step, self._tables)
                 trace.run(batch, leaves, worker, seen.values)
             function = lower(trace.graph)
         except (NotCaptured, torch.OutOfMemoryError):
@@ -200,6 +205,7 @@ class CpuRecorder:
             seen.records,
             trace.draws,
             trace.has_weight,
+            trace.outputs,
             trace.constants,
             self._guards.snapshot(),
             form,
@@ -211,9 +217,10 @@ class CpuGraph:
 
     Args:
         traced: The function, which other ranks may use too.
-        own: The replica's tensors.
+        own: The rank's tensors.
         buffers: Places of the buffers among them.
-        trained: The parameters that the optimizer steps.
+        trained: The parameters of which gradients are asked.
+        gives: Whether the function returns the gradients.
     """
 
     def __init__(
@@ -221,7 +228,9 @@ class CpuGraph:
         traced: Traced,
         own: Sequence[Tensor],
         buffers: Sequence[int],
-        trained: Sequence[nn.Parameter],
+        trained: Sequence[Tensor],
+        *,
+        gives: bool,
     ) -> None:
         self.records = traced.records
         self.draws = traced.draws
@@ -229,6 +238,7 @@ class CpuGraph:
         self._tensors = own
         self._buffers = buffers
         self._trained = trained
+        self._gives = gives
         self._touched = [trained[place] for place in traced.touched]
         self._own = torch._C.ScriptList([one.detach() for one in own])
         self._factors: Factors | None = None
@@ -238,10 +248,26 @@ class CpuGraph:
 
     def run(self, leaves: Sequence[Tensor], factors: Factors, generator: torch.Generator | None) -> Computed:
         """See `StepGraph.run`."""
+        if self._gives:
+            computed, given = self._call(self._own, (), leaves, factors, generator)
+            self._take(given)
+            return computed
         gradients = [parameter.grad for parameter in self._touched]
         if not self._into or not all(map(operator.is_, gradients, self._into)):
             self._attach(gradients)
-        return self._call(self._own, self._gradients, leaves, factors, generator)
+        return self._call(self._own, (self._gradients,), leaves, factors, generator)[0]
+
+    def _take(self, gradients: Sequence[Tensor]) -> None:
+        """Let gradients be those of the parameters, as a backward does: it adds where there is one."""
+        there, more = [], []
+        for parameter, gradient in zip(self._touched, gradients, strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                there.append(parameter.grad)
+                more.append(gradient)
+        if there:
+            torch._foreach_add_(there, more)
 
     def _attach(self, gradients: Sequence[Tensor | None]) -> None:
         """Let the graph add to the gradients that are there, and to its own where there are none."""
@@ -261,33 +287,49 @@ class CpuGraph:
         leaves = [one.clone() for one in leaves]
         before = [parameter.grad for parameter in self._trained]
         after = [None if one is None else one.clone() for one in before]
-        for place in self._traced.touched:
-            if after[place] is None:
-                after[place] = torch.zeros_like(self._trained[place]).detach()
-        gradients = [after[place] for place in self._traced.touched]
         script_list = torch._C.ScriptList
-        computed = self._call(script_list(own), script_list(gradients), leaves, factors, generator)
+        if self._gives:
+            computed, given = self._call(script_list(own), (), leaves, factors, generator)
+            for place, gradient in zip(self._traced.touched, given, strict=True):
+                known = after[place]
+                after[place] = gradient if known is None else known + gradient
+        else:
+            for place in self._traced.touched:
+                if after[place] is None:
+                    after[place] = torch.zeros_like(self._trained[place]).detach()
+            into = script_list([after[place] for place in self._traced.touched])
+            computed, _ = self._call(script_list(own), (into,), leaves, factors, generator)
         touched = [place in self._traced.touched for place in range(len(self._trained))]
         return Trial(computed, after, [own[place] for place in self._buffers], touched)
 
     def _call(
         self,
         own: Any,
-        gradients: Any,
+        into: Sequence[Any],
         leaves: Sequence[Tensor],
         factors: Factors,
         generator: torch.Generator | None,
-    ) -> Computed:
+    ) -> tuple[Computed, Sequence[Tensor]]:
+        """The results, and the gradients where they are returned."""
         if factors != self._factors:
             self._factors = factors
             self._numbers = _numbers(factors)
-        inputs = [own, gradients, list(leaves), *self._numbers]
+        inputs = [own, *into, list(leaves), *self._numbers]
         if self.draws:
             inputs.append(torch.default_generator if generator is None else generator)
         # With gradients enabled, as nothing asks for them: some kernels keep for a backward what it needs.
-        loss, *rest = self._traced.function(*inputs)
+        # Its casts are in the graph: a caller's autocast would look for them at each operation.
+        with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
+            loss, *rest = self._traced.function(*inputs)
+        given: Sequence[Tensor] = ()
+        if not into:
+            count = len(rest) - len(self._touched)
+            rest, given = rest[:count], rest[count:]
         weight = rest.pop(0) if self._traced.has_weight else None
-        return Computed(loss, weight, rest)
+        if self._traced.outputs is None:
+            return Computed(loss, weight, rest), given
+        count = len(self.records)
+        return Computed(loss, weight, rest[:count], self._traced.outputs.of(rest[count:])), given
 
 
 def _numbers(factors: Factors) -> tuple[Tensor, Tensor]:
@@ -379,8 +421,8 @@ class _Recording(RankMode):
 class _Trace:
     """One run of a step under torch's tracing modes, and the graph that it leaves."""
 
-    def __init__(self, replica: Replica, tables: _Tables) -> None:
-        self._replica = replica
+    def __init__(self, step: Capturable, tables: _Tables) -> None:
+        self._step = step
         self._tables = tables
         self._tracer = proxy_tensor.PythonKeyTracer()
         self._tracer.root = nn.Module()
@@ -388,14 +430,15 @@ class _Trace:
         self._tracer.graph = self.graph
         self._tracer.tensor_attrs = {}
         self.touched: list[int] = []
-        self.constants: list[Tensor] = []
+        self.constants: Sequence[Tensor] = ()
+        self.outputs: Outputs | None = None
         self.draws = self.has_weight = False
 
     def run(
         self,
         batch: Any,
         leaves: Sequence[Tensor],
-        worker: CurrentWorker,
+        worker: CurrentWorker | None,
         recorded: Sequence[Tensor],
     ) -> None:
         """Record; `recorded` gets the values that the loss records.
@@ -415,22 +458,23 @@ class _Trace:
             outputs = self._differentiate(batch, leaves, inputs, worker, recorded)
         nodes = [self._node(one) for one in outputs]
         count = len(outputs) - len(self.touched)
-        _Inputs(self.graph, self._tracer.root, own, len(leaves)).rewrite(self, nodes[:count], nodes[count:])
+        inside = Inputs(self.graph, self._tracer.root, own, gives=self._step.gives_gradients)
+        self.constants, self.draws = inside.rewrite(nodes[:count], nodes[count:])
 
     def _differentiate(
         self,
         batch: Any,
         leaves: Sequence[Tensor],
         inputs: Sequence[Tensor],
-        worker: CurrentWorker,
+        worker: CurrentWorker | None,
         recorded: Sequence[Tensor],
     ) -> list[Tensor]:
-        """The loss, its weight, recorded values, and the gradients of the touched parameters."""
-        replica, own = self._replica, self._tables.tensors
+        """The loss, its weight, recorded values, outputs, and the gradients of the touched parameters."""
+        step, own = self._step, self._tables.tensors
         *own_inputs, share, of = inputs
         twins = {id(leaf): twin for leaf, twin in zip(leaves, own_inputs[len(own) :], strict=True)}
         batch = tree_map(lambda leaf: twins.get(id(leaf), leaf), batch)
-        trained = {id(one): place for place, one in enumerate(replica.trained) if one.requires_grad}
+        trained = {id(one): place for place, one in enumerate(step.trained) if one.requires_grad}
         stand_ins, wanted = [], []
         for one, twin in zip(own, own_inputs[: len(own)], strict=True):
             if id(one) in trained:
@@ -438,9 +482,10 @@ class _Trace:
                 wanted.append((trained[id(one)], twin))
             stand_ins.append(twin)
         with self._tables.replaced(stand_ins):
-            loss, weight = replica.weigh(replica._forward(batch, worker), share, of)
+            passed = step.forward(batch, worker, share, of)
+            loss, weight = passed.loss, passed.weight
             gradients = torch.autograd.grad(loss, [twin for _, twin in wanted], allow_unused=True)
-        found = []
+        found, given = [], []
         for (place, twin), gradient in zip(wanted, gradients, strict=True):
             if gradient is None:
                 continue
@@ -448,10 +493,16 @@ class _Trace:
                 raise NotCaptured("a gradient is sparse, or of another dtype than its parameter")
             self.touched.append(place)
             found.append(gradient)
+            given.append(twin)
         if not found:
             raise NotCaptured("no parameter of the replica has a part in the loss")
         self.has_weight = weight is not None
-        return [loss.detach(), *(() if weight is None else (weight,)), *recorded, *found]
+        made, self.outputs = Outputs.opened(passed.outputs)
+        results = [loss.detach(), *(() if weight is None else (weight,)), *recorded, *made]
+        if step.gives_gradients:
+            taken = {*map(_memory, (*inputs, *results))}
+            found = [_as_own(gradient, twin, taken) for gradient, twin in zip(found, given, strict=True)]
+        return [*results, *found]
 
     def _node(self, tensor: Tensor) -> fx.Node:
         try:
@@ -462,115 +513,22 @@ class _Trace:
         return node
 
 
-class _Inputs:
-    """Makes of a recorded graph one whose inputs are lists: a call hands over a few objects."""
+def _as_own(gradient: Tensor, parameter: Tensor, taken: set[int]) -> Tensor:
+    """A gradient in memory that is its own and lies as the parameter's: a copy where it does not.
 
-    def __init__(self, graph: fx.Graph, root: nn.Module, own: Sequence[Tensor], leaves: int) -> None:
-        self._graph = graph
-        self._root = root
-        self._own = own
-        self._leaves = leaves
-
-    def rewrite(self, trace: _Trace, results: Sequence[fx.Node], gradients: Sequence[fx.Node]) -> None:
-        """Rewrite the graph of a trace, and note its constants and whether it draws."""
-        graph = self._graph
-        old = [node for node in graph.nodes if node.op == "placeholder"]
-        tensors = list[Tensor]
-        with graph.inserting_before(old[0]):
-            own, into, leaves = (
-                graph.placeholder(name, type_expr=tensors) for name in ("own", "gradients", "leaves")
-            )
-            share, of = graph.placeholder("share"), graph.placeholder("of")
-            generator = graph.placeholder("generator", type_expr=torch.Generator)
-        count = len(self._own)
-        with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
-            for place, node in enumerate(old[:-2]):
-                source, at = (own, place) if place < count else (leaves, place - count)
-                _replace(graph, node, graph.call_function(operator.getitem, (source, at)))
-        _replace(graph, old[-2], share)
-        _replace(graph, old[-1], of)
-        for node in list(graph.nodes):
-            if node.op == "get_attr":
-                with graph.inserting_before(node):
-                    at = count + self._constant(trace, node)
-                    _replace(graph, node, graph.call_function(operator.getitem, (own, at)))
-            elif node.target is torch.ops.aten.detach.default:
-                kept: Any = node.args[0]
-                results = [kept if one is node else one for one in results]
-                gradients = [kept if one is node else one for one in gradients]
-                _replace(graph, node, kept)
-            elif isinstance(node.target, torch._ops.OpOverload) and is_random(
-                node.target, node.args, node.kwargs
-            ):
-                self._draw(trace, node, generator)
-        graph.call_function(torch.ops.aten._foreach_add_.List, (into, list(gradients)))
-        graph.output(list(results))
-        graph.eliminate_dead_code(_has_effect)
-        if not trace.draws:
-            graph.erase_node(generator)
-
-    def _constant(self, trace: _Trace, node: fx.Node) -> int:
-        tensor = getattr(self._root, str(node.target))
-        storages = {one.untyped_storage().data_ptr() for one in self._own if one.numel()}
-        if isinstance(tensor, nn.Parameter) or tensor.untyped_storage().data_ptr() in storages:
-            raise NotCaptured("the loss reads a parameter past the model that is passed in")
-        for place, one in enumerate(trace.constants):
-            if one is tensor:
-                return place
-        trace.constants.append(tensor)
-        return len(trace.constants) - 1
-
-    def _draw(self, trace: _Trace, node: fx.Node, generator: fx.Node) -> None:
-        trace.draws = True
-        form = seeded_form(node.target)
-        if form is None:
-            raise NotCaptured(f"{node.target} draws random numbers and takes no generator")
-        node.target = form
-        node.kwargs = {**node.kwargs, "generator": generator}
-
-
-def _replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
-    old.replace_all_uses_with(new)
-    graph.erase_node(old)
-
-
-def _has_effect(node: fx.Node) -> bool:
-    """Whether a node is kept even if its result is not used."""
-    if node.op in ("placeholder", "output"):
-        return True
-    target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    return bool(target._schema.is_mutable) or torch.Tag.nondeterministic_seeded in target.tags
-
-
-def lower(graph: fx.Graph) -> Function:
-    """A function that runs a graph of torch's operations without the interpreter lock.
-
-    Today by TorchScript's interpreter, the only one in torch's wheels that gives the lock away for a whole
-    graph, needs no compiler and runs the kernels of an eager step. Torch has declared it deprecated.
-
-    Raises:
-        NotCaptured: This torch has no such interpreter, or it does not know an operation of the graph.
+    Args:
+        gradient: As a backward has made it, on fake memory.
+        parameter: Whose.
+        taken: The memory of all that is read or returned besides; the gradient's is added.
     """
-    for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload):
-            node.target = node.target.overloadpacket
-        elif node.op == "call_function" and node.target is not operator.getitem:
-            raise NotCaptured(f"{node.target} is no operation of torch's own")
-    if not hasattr(torch.jit, "script"):
-        raise NotCaptured("this torch has no TorchScript, which runs recorded graphs on the CPU")
-    module = fx.GraphModule(nn.Module(), graph)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is deprecated is said in the documentation
-        interpreted: Function = torch.jit.script(module).forward
+    if _memory(gradient) in taken or gradient.stride() != parameter.stride():
+        gradient = torch.empty_like(parameter).copy_(gradient)
+    taken.add(_memory(gradient))
+    return gradient
 
-    def function(*inputs: Any) -> list[Tensor]:
-        # Its optimizations decompose kernels, and so round otherwise. The switch is the thread's.
-        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
-            return interpreted(*inputs)
 
-    return function
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _place(error: BaseException) -> str:

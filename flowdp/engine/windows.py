@@ -6,8 +6,8 @@ by its samples in the window: the sum is the gradient of the mean over all of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowdp.data.trees import field_of, tree_map
+from flowdp.data.trees import field_of
 from flowdp.device.transfer import move
 from flowdp.engine.first_call import Call
 from flowdp.engine.gather import Returned, join
@@ -25,8 +25,8 @@ from flowdp.engine.recipe import LossContext, Recipe, Traces
 from flowdp.engine.scatter import Arguments, Part
 from flowdp.engine.sharded import Shard, call_sharded
 from flowdp.engine.sums import accumulate, has_hooks, take_gradients, without_hooks
+from flowdp.engine.window_step import Watch, WindowCapture, WindowStep, call, differentiate, last
 from flowdp.engine.wire import Copying, Packed, Reducing
-from flowdp.errors import FlowdpError
 
 __all__ = [
     "Piece",
@@ -144,7 +144,7 @@ class WindowResult:
     @property
     def tags(self) -> dict[str, Any]:
         """What each of the tagged submodules returned in its last call."""
-        return _last(self.traces)
+        return last(self.traces)
 
 
 def window_call(window: Window, recipe: Recipe, home: torch.device) -> Call:
@@ -157,10 +157,10 @@ def window_call(window: Window, recipe: Recipe, home: torch.device) -> Call:
     """
 
     def run(module: nn.Module, part: Part) -> Any:
-        output, traces = _forward(module, part.args[0], recipe)
+        output, traces = call(module, part.args[0], recipe)
         if recipe.loss is None:
             return output
-        return {"loss": recipe.loss(LossContext(output, part.args[0], _last(traces), traces)).squeeze()}
+        return {"loss": recipe.loss(LossContext(output, part.args[0], last(traces), traces)).squeeze()}
 
     sizes = tuple(piece.samples for piece in window.pieces)
     callee = Callee(run)
@@ -169,7 +169,13 @@ def window_call(window: Window, recipe: Recipe, home: torch.device) -> Call:
 
 
 def run_window(
-    modules: Sequence[nn.Module], window: Window, recipe: Recipe, peers: Peers | None, *, sync: bool = True
+    modules: Sequence[nn.Module],
+    window: Window,
+    recipe: Recipe,
+    peers: Peers | None,
+    *,
+    sync: bool = True,
+    capture: WindowCapture | None = None,
 ) -> WindowResult:
     """Let every device work through its batches of a window.
 
@@ -182,6 +188,7 @@ def run_window(
         recipe: What is done with each.
         peers: Runs the ranks; None for one device, whose work is done by the calling thread.
         sync: Whether the gradients are summed over the ranks.
+        capture: Captured steps of this loss; None: it is run eagerly.
 
     Raises:
         FlowdpError: The loss is not a scalar, or depends on nothing that is trained.
@@ -193,8 +200,9 @@ def run_window(
         return _look(modules, window, recipe, peers, sync)
     of_rank = [[piece for piece in window.pieces if piece.rank == rank] for rank in range(len(modules))]
     if peers is None:
+        train = partial(_train, window.samples, recipe, step=None if capture is None else capture.steps[0])
         done: list[tuple[list[_Answer], Packed | None] | None] = [
-            ([_train(modules[0], piece, window.samples, recipe) for piece in of_rank[0]], None)
+            ([train(modules[0], piece) for piece in of_rank[0]], None)
         ]
     else:
         peers.follow()
@@ -203,11 +211,11 @@ def run_window(
         carrier = peers.carrier(peers.trained(0), is_whole=is_summed and all(busy))
         into = carrier if is_summed else None
         jobs = [
-            partial(_train_all, peers, rank, own, window.samples, recipe, into) if is_busy else None
+            partial(_train_all, peers, rank, own, window.samples, recipe, into, capture) if is_busy else None
             for rank, (own, is_busy) in enumerate(zip(of_rank, busy, strict=True))
         ]
         with peers.backward(leaves=not sync and bool(of_rank[0])):
-            done = peers.each(jobs, parts=of_rank)
+            done = peers.each(jobs, parts=of_rank, enters_draws=capture is None)
             peers.note()
         if is_summed:
             with peers.summing.running():
@@ -235,14 +243,15 @@ def _train_all(
     samples: int,
     recipe: Recipe,
     into: Copying | Reducing | None,
+    capture: WindowCapture | None,
 ) -> tuple[list[_Answer], Packed | None]:
     """A rank's job; without `into` gradients stay at the rank."""
-    peers.receive(rank)
+    with nullcontext() if capture is None else capture.lock:
+        peers.receive(rank)
+        parameters = peers.trained(rank)
     home = peers.devices[0]
-    parameters = peers.trained(rank)
-
-    def run(module: nn.Module, piece: Piece) -> _Answer:
-        return _train(module, piece, samples, recipe, home, partial(peers.watch, rank))
+    step = None if capture is None else capture.steps[rank]
+    run = partial(_train, samples, recipe, home=home, watch=partial(peers.watch, rank), step=step)
 
     def train(piece: Piece) -> _Answer:
         return peers.call(rank, piece.samples, run, piece)
@@ -263,39 +272,22 @@ def _train_all(
 
 
 def _train(
-    module: nn.Module,
-    piece: Piece,
     samples: int,
     recipe: Recipe,
+    module: nn.Module,
+    piece: Piece,
+    *,
     home: torch.device | None = None,
-    watch: Callable[[], AbstractContextManager[object]] = nullcontext,
+    watch: Watch = nullcontext,
+    step: WindowStep | None = None,
 ) -> _Answer:
-    assert recipe.loss is not None
     piece.arrive()
-    output, traces = _forward(module, piece.batch, recipe)
-    loss = recipe.loss(LossContext(output, piece.batch, _last(traces), traces))
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        form = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise FlowdpError(f"the loss function must return one number, the mean over the batch, not {form}")
-    loss = loss.squeeze()
-    if torch.is_grad_enabled():
-        if not loss.requires_grad:
-            raise FlowdpError("the loss depends on no parameter of the model: compute it from the context")
-        part = loss * (piece.samples / samples)
-        with watch():
-            (part if recipe.scale is None else recipe.scale(part)).backward()
-    kept = tree_map(_detached, [output, traces])
-    return _Answer(piece.samples, move(loss.detach(), home or loss.device), *kept)
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-def _forward(module: nn.Module, batch: Any, recipe: Recipe) -> tuple[Any, Traces]:
-    with recipe.taps.listening(module) as traces:
-        args, kwargs = recipe.inputs.of(batch)
-        return module(*args, **kwargs), traces
+    share = piece.samples / samples
+    if step is None:
+        loss, output, traces = differentiate(module, piece.batch, recipe, share, watch)
+    else:
+        loss, output, traces = step.run(piece.batch, recipe, share)
+    return _Answer(piece.samples, move(loss, home or loss.device), output, traces)
 
 
 def _look(
@@ -305,7 +297,7 @@ def _look(
     if peers is None:
         (piece,) = window.pieces
         piece.arrive()
-        both = _forward(modules[0], piece.batch, recipe)
+        both = call(modules[0], piece.batch, recipe)
     else:
         shards = [
             Shard(piece.rank, Arguments((place, piece.batch)), 0, piece.samples)
@@ -315,7 +307,7 @@ def _look(
         def run(module: nn.Module, part: Part) -> tuple[Any, Traces]:
             place, batch = part.args
             window.pieces[place].arrive()
-            return _forward(module, batch, recipe)
+            return call(module, batch, recipe)
 
         both = call_sharded(peers, shards, run, sync=sync)
     return WindowResult(window.samples, None, lambda: both)
@@ -338,7 +330,3 @@ def _join(trees: Sequence[Any], samples: Sequence[int], home: torch.device) -> A
     parts = [Returned(tree, count, home) for tree, count in zip(trees, samples, strict=True)]
     joined = join(parts, [[move(tensor.detach(), home) for tensor in part.tensors] for part in parts])
     return joined.tree(joined.tensors)
-
-
-def _last(traces: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    return {name: calls[-1] for name, calls in traces.items() if calls}

@@ -95,6 +95,7 @@ class CapturePlan:
 
     def changed(self) -> bool:
         """The graphs are void, for something has changed; returns whether that happens too often."""
-        if any(form.void() < PAYS for form in self.forms):
+        ran = [form.void() for form in self.forms]
+        if ran and min(ran) < PAYS:
             self._futile += 1
         return self._futile >= FUTILE

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flowdp.data.trees import tensors_of
 from flowdp.device.streams import QUIET, CudaLane
 from flowdp.device.tensors import FlatReplica
-from flowdp.engine.captured import Factors, NotCaptured
+from flowdp.engine.capturable import Factors, NotCaptured
 from flowdp.engine.context import CurrentWorker
 from flowdp.engine.cuda_graph import CudaGraphs, CudaStepGraph
 from flowdp.engine.learning_rate import LearningRate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flowdp.engine.layout import Callee
-from flowdp.engine.schedule import Schedule
+from flowdp.engine.schedule import Schedule, Schedules
 from tests.loops import mlp
 
 
@@ -65,3 +65,13 @@ def test_a_check_that_failed_is_due_again() -> None:
     assert not schedule.is_due(True)
     assert schedule.is_still_due(form(True))  # another form; it fails behind the call
     assert schedule.is_due(True)
+
+
+def test_each_function_has_a_schedule_of_its_own() -> None:
+    module = mlp()
+    schedules = Schedules(module)
+    forward = schedules.of("forward")
+    assert forward.callee.name == "Sequential.forward"
+    assert schedules.of("forward") is forward
+    made = [schedules.of(lambda module: module) for _ in range(2)]  # another object, the same code
+    assert made[0] is made[1] is not forward

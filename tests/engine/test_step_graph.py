@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flowdp.device.streams import open_lanes
 from flowdp.device.tensors import FlatReplica
 from flowdp.engine import context
-from flowdp.engine.captured import Computed, Factors, NotCaptured
+from flowdp.engine.capturable import Computed, Factors, NotCaptured
 from flowdp.engine.context import CurrentWorker
 from flowdp.engine.guards import Guards
 from flowdp.engine.learning_rate import LearningRate
 from flowdp.engine.replica import Replica
-from flowdp.engine.step_graph import CpuGraph, CpuRecorder, SharedGraphs, lower
+from flowdp.engine.step_graph import CpuGraph, CpuRecorder, SharedGraphs
 
 CPU = torch.device("cpu")
 X = torch.randn(4, 6)
@@ -312,12 +312,6 @@ def test_hooks_of_parameters_and_scaled_losses_are_refused() -> None:
         rank.record(X)
     with pytest.raises(NotCaptured, match="fp16"):
         Rank(nn.Linear(6, 2), precision="fp16").record(X)
-
-
-def test_without_torchscript_a_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.jit, "script")
-    with pytest.raises(NotCaptured, match="TorchScript"):
-        lower(fx.Graph())
 
 
 def test_a_criterion_with_numbers_of_its_own() -> None:

@@ -40,8 +40,8 @@ def replays(lanes: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replays]:
     own = CudaStepGraph.run
 
     def run(graph: CudaStepGraph, *arguments: Any) -> Any:
-        count[graph._replica.flat.rank] += 1
-        seen.append(graph._replica.lane.cuda.captures)  # type: ignore[attr-defined]
+        count[graph._step.flat.rank] += 1
+        seen.append(graph._step.lane.cuda.captures)  # type: ignore[attr-defined]
         return own(graph, *arguments)
 
     monkeypatch.setattr(CudaStepGraph, "run", run)

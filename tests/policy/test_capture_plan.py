@@ -71,3 +71,16 @@ def test_graphs_that_serve_few_steps_end_it_and_those_that_serve_many_do_not() -
                 form.next(is_steady=True)
             ended.append(plan.changed())
         assert ended == [False] * (FUTILE - 1) + [ends]
+
+
+def test_a_change_makes_the_graphs_of_all_forms_void() -> None:
+    plan = CapturePlan(2, 500)
+    forms = [plan.add(), plan.add()]
+    for form in forms:
+        assert form is not None
+        while form.next(is_steady=True) != "record":
+            pass
+        form.recorded()
+        form.next(is_steady=True)
+    plan.changed()
+    assert [form.next(is_steady=True) for form in forms if form is not None] == ["eager", "eager"]
