@@ -351,6 +351,20 @@ def test_several_ranks_have_the_bits_of_eager_ones(journal: Journal, options: di
     assert equal(eager, captured)
 
 
+def test_a_teacher_that_all_ranks_read_is_left_alone_while_one_records(journal: Journal) -> None:
+    torch.manual_seed(1)
+    parts = [nn.Sequential(nn.Linear(36, 36), nn.Tanh()) for _ in range(30)]  # so that recording takes long
+    teacher = nn.Sequential(nn.Flatten(), *parts, nn.Linear(36, 5)).requires_grad_(False)
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        return F.mse_loss(model(batch[0]), teacher(batch[0]))
+
+    cadence = flowdp.CadenceOptions(anchor=4, max_anchor=8)
+    options: dict[str, Any] = {"devices": ["cpu"] * 3, "steps": 200, "model": layers, "loss": loss}
+    journal.run(True, policy="async", cadence=cadence, **options)
+    assert not journal.events
+
+
 def test_ranks_that_share_a_generator_are_captured_and_compared(journal: Journal) -> None:
     journal.run(flowdp.CaptureOptions(compare_every=1), devices=["cpu"] * 3, steps=60)
     assert not journal.events

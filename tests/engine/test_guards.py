@@ -213,3 +213,13 @@ def test_a_dict_that_another_rank_writes_to_meanwhile_is_copied_all_the_same() -
     shared["first"] = Watching()
     assert guards(net).changed() is not None
     assert list(shared) == ["first", "added"]
+
+
+def test_a_hook_in_a_table_that_was_there_is_seen() -> None:
+    net = Net()
+    net.layer.weight.register_hook(lambda gradient: gradient).remove()
+    watched = guards(net)
+    handle = net.layer.weight.register_hook(lambda gradient: gradient * 2)
+    assert watched.changed() == "the hooks of layer.weight have changed"
+    handle.remove()
+    assert watched.changed() is None
