@@ -367,8 +367,9 @@ class Peers:
     def drop_gradients(self) -> None:
         """Forget the gradients at the replicas."""
         self._crew.settle()
-        for module in self.modules[1:]:
-            module.zero_grad(set_to_none=True)
+        for table in self._tables[1:]:
+            for parameter in table.parameters:
+                parameter.grad = None
         self._left_in, self._is_spoilt = None, False
         self._left = {}
 
