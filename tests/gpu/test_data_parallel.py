@@ -58,15 +58,15 @@ def test_a_call_is_that_of_one_device(ranks: Ranks, world_size: int) -> None:
             torch.testing.assert_close(dp(x), twin(x))
 
 
-@pytest.mark.parametrize("has_loss", [True, False])
-def test_a_window_is_one_big_batch(ranks: Ranks, has_loss: bool) -> None:
+@pytest.mark.parametrize(("has_loss", "capture"), [(True, False), (False, False), (True, True)])
+def test_a_window_is_one_big_batch(ranks: Ranks, has_loss: bool, capture: bool) -> None:
     devices = ranks(2)
     model = small_model().to(devices[0])
     twin = copy.deepcopy(model)
     ours, theirs = (torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, twin))
     options = flowdp.CadenceOptions(anchor=2, speed_hint=(1, 2.0))
     loss = (lambda context: F.cross_entropy(context.output, context.batch[1])) if has_loss else None
-    with flowdp.setup(model, ours, devices=devices, cadence=options, loss_fn=loss) as dp:
+    with flowdp.setup(model, ours, devices=devices, cadence=options, loss_fn=loss, capture=capture) as dp:
         samples = 0
         for window in dp.epoch(batches()):
             result = dp.forward_batch(window)
@@ -79,6 +79,7 @@ def test_a_window_is_one_big_batch(ranks: Ranks, has_loss: bool) -> None:
             samples += window.samples
         assert samples == sum(len(x) for x, _ in batches())
         assert_same(model, twin)
+        assert dp.uncaptured == ()
 
 
 def test_devices_that_run_late_change_nothing(ranks: Ranks) -> None:
