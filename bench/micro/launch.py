@@ -33,6 +33,7 @@ from torch import nn
 
 import flowdp
 import flowdp.engine.launch
+import flowdp.engine.peers
 from bench.harness import Comparison, options, report
 from bench.models import Gpt, predict_next, texts
 from flowdp.threads.crew import Crew
@@ -56,24 +57,26 @@ class Variant:
     """One way to train on several ranks.
 
     Attributes:
-        how: Who runs the ranks. A process each, a bare thread each, or a Trainer.
+        how: Who runs the ranks. A process each, a bare thread each, a Trainer, or `setup`, whose loop cuts a
+            batch of a sample for each rank.
         is_fused: AdamW(fused=True); False: as most people write it.
         is_compiled: The model goes through torch.compile.
         has_turns: Ranks take turns to launch, where that is faster.
-        trainer: Arguments of the Trainer beside those of every variant.
+        options: Arguments of the Trainer, or of `setup`, beside those of every variant.
     """
 
-    how: Literal["processes", "threads", "flowdp"]
+    how: Literal["processes", "threads", "flowdp", "setup"]
     is_fused: bool = True
     is_compiled: bool = False
     has_turns: bool = True
-    trainer: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def missing(self) -> str:
         """Arguments that this version of flowdp does not have, in words; empty where it has all."""
-        unknown = self.trainer.keys() - signature(flowdp.Trainer).parameters.keys()
-        return f"this flowdp has no Trainer({', '.join(sorted(unknown))}=)" if unknown else ""
+        door: Callable[..., object] = flowdp.setup if self.how == "setup" else flowdp.Trainer
+        unknown = self.options.keys() - signature(door).parameters.keys()
+        return f"this flowdp has no {door.__name__}({', '.join(sorted(unknown))}=)" if unknown else ""
 
 
 PROCESSES = "processes"
@@ -87,7 +90,10 @@ VARIANTS = {
     "flowdp, no turns": Variant("flowdp", has_turns=False),
     "flowdp, not fused": Variant("flowdp", is_fused=False),
     "flowdp, compiled": Variant("flowdp", is_compiled=True),
-    "flowdp, captured": Variant("flowdp", trainer={"capture": True}),
+    "flowdp, captured": Variant("flowdp", options={"capture": True}),
+    "setup": Variant("setup"),
+    "setup, no turns": Variant("setup", has_turns=False),
+    "setup, captured": Variant("setup", options={"capture": True}),
 }
 QUICK = (PROCESSES, "threads", "flowdp")
 
@@ -167,7 +173,7 @@ class Task:
             cadence=flowdp.CadenceOptions(max_anchor=10),
             progress=False,
             stall_timeout=None,  # it is paused for long
-            **variant.trainer,
+            **variant.options,
         )
 
 
@@ -240,13 +246,68 @@ def training(task: Task, variant: Variant, ranks: int) -> Iterator[Rate]:
             run.stop()
 
 
+@contextmanager
+def looping(task: Task, variant: Variant, ranks: int) -> Iterator[Rate]:
+    """A loop over what `setup` returns."""
+    model = task.model(variant.is_compiled)
+    data = texts(SAMPLES, task.length, TOKENS)[0]
+    batches = [(data[start : start + ranks],) for start in range(0, SAMPLES, ranks)]
+    with flowdp.setup(
+        model,
+        adamw(model.parameters(), is_fused=variant.is_fused),
+        devices=task.devices(ranks),
+        cadence=False,
+        loss_fn=loss_of_window,
+        inputs=without_last,
+        **variant.options,
+    ) as dp:
+
+        def steps() -> Iterator[None]:
+            while True:
+                for window in dp.epoch(batches):
+                    dp.forward_batch(window)
+                    dp.step()
+                    yield
+
+        stepped = steps()
+
+        def rate(seconds: float) -> float:
+            count, start_s = 0, time.perf_counter()
+            while not count or time.perf_counter() - start_s < seconds:
+                next(stepped)
+                count += ranks
+            return count / (time.perf_counter() - start_s)
+
+        rate(WARM_S)
+        start_s = time.perf_counter()
+        while is_searching(dp) and time.perf_counter() - start_s < SEARCH_S:
+            rate(0.0)
+        yield rate
+
+
+def without_last(batch: tuple[torch.Tensor]) -> torch.Tensor:
+    return batch[0][:, :-1]
+
+
+def loss_of_window(context: flowdp.LossContext) -> torch.Tensor:
+    logits: torch.Tensor = context.output
+    return nn.functional.cross_entropy(logits.flatten(0, 1), context.batch[0][:, 1:].flatten())
+
+
+def is_searching(dp: flowdp.DataParallel) -> bool:
+    """Whether the number of ranks that may launch at once is searched for."""
+    turns = None if dp._peers is None else dp._peers.turns
+    return turns is not None and turns.every == 1
+
+
 def serve(pipe: Connection, task: Task, variant: Variant, ranks: int) -> None:
     """The body of a process: measures whenever it is asked; a text is what went wrong."""
     torch.set_num_threads(1)
     if not variant.has_turns:
         setattr(flowdp.engine.launch, "open_turns", lambda _: None)  # noqa: B010 - it is that module's
+        setattr(flowdp.engine.peers, "turns_of", lambda _: None)  # noqa: B010 - as above
     try:
-        opened = training if variant.how == "flowdp" else hand_loops
+        opened = {"flowdp": training, "setup": looping}.get(variant.how, hand_loops)
         with opened(task, variant, ranks) as rate:
             pipe.send(None)
             while (seconds := pipe.recv()) is not None:

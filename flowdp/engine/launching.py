@@ -9,7 +9,7 @@ from functools import partial
 from flowdp.engine.replica import Replica
 from flowdp.threads.launch_turn import LaunchTurn
 
-__all__ = ["describe_launching", "open_turns"]
+__all__ = ["describe_launching", "open_turns", "turns_of"]
 
 log = logging.getLogger("flowdp")
 
@@ -19,10 +19,15 @@ def open_turns(replicas: Sequence[Replica]) -> LaunchTurn | None:
     if len(replicas) < 2 or any(replica.meets for replica in replicas):
         return None
     captures = any(replica.captured is not None for replica in replicas)
-    turn = LaunchTurn(len(replicas), partial(_tell, len(replicas), captures))
+    turn = LaunchTurn(len(replicas), partial(_tell, len(replicas), captures=captures))
     for replica, one in zip(replicas, turn.ranks, strict=True):
         replica.turn = one
     return turn
+
+
+def turns_of(ranks: int) -> LaunchTurn:
+    """Turns to launch for the ranks of a loop of one's own."""
+    return LaunchTurn(ranks, partial(_tell, ranks))
 
 
 def describe_launching(waiting: float, ranks: int, *, captures: bool) -> str:
@@ -40,5 +45,5 @@ def describe_launching(waiting: float, ranks: int, *, captures: bool) -> str:
     )
 
 
-def _tell(ranks: int, captures: bool, waiting: float) -> None:
+def _tell(ranks: int, waiting: float, *, captures: bool = False) -> None:
     log.warning("%s", describe_launching(waiting, ranks, captures=captures))

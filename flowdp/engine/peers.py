@@ -26,7 +26,7 @@ from flowdp.collective.local_group import group_lanes
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.data.slots import keep_for_compute
 from flowdp.data.trees import tensors_of
-from flowdp.device.compiled import FirstCalls, warn_of_draws
+from flowdp.device.compiled import FirstCalls, has_compiled, warn_of_draws
 from flowdp.device.draws import NoRedraws, OwnDraws, draw_seed, share_generator
 from flowdp.device.modes import caller_modes, unhooked
 from flowdp.device.openmp import set_own_threads
@@ -35,6 +35,7 @@ from flowdp.device.transfer import carry, copied
 from flowdp.engine.attributes import Attributes
 from flowdp.engine.copying import ReplicaFactory, make_replica
 from flowdp.engine.hooks import Outside
+from flowdp.engine.launching import turns_of
 from flowdp.engine.lost_gradients import check_transforms
 from flowdp.engine.sharing import Sharing
 from flowdp.engine.stopwatch import Stopwatch
@@ -75,6 +76,7 @@ class Peers:
         summing: How long the sums of gradients took.
         pools: As given; told by whoever reads the watches.
         wire: NCCL between the ranks; None without it.
+        turns: To launch; None where forwards meet.
 
     Raises:
         OptionError: The module cannot be copied, or the replicas differ.
@@ -108,6 +110,8 @@ class Peers:
         if repeats:
             warn_of_draws(self.devices, self._calls[0].are_compiled)
         self._norms = [SharedStatistics(peer) for peer in self.modules]
+        # Forwards that meet in SyncBatchNorm cannot come one after another.
+        self.turns = turns_of(len(lanes)) if len(lanes) > 1 and not self._norms[0] else None
         for norm, device in zip(self._norms, self.devices, strict=True):
             if len(norm) != len(self._norms[0]):
                 raise OptionError(
@@ -444,6 +448,24 @@ class Peers:
         """Run a replica with so many samples, part of its job; what that compiles, other ranks find done."""
         with nullcontext() if self._norms[0] else self._calls[rank].turn(samples):
             return run(self.modules[rank], given)
+
+    def launch(self, rank: int, samples: int, forward: Callable[..., T], *args: Any) -> T:
+        """Call a forward of so many samples, part of a rank's job, in turn, where ranks take turns to launch.
+
+        Args:
+            rank: Whose.
+            samples: In the call.
+            forward: Launches; the backward behind it needs no turn.
+            args: Its arguments.
+        """
+        if self.turns is None:
+            return forward(*args)
+        return self.turns.ranks[rank].launch_forward(samples, forward, *args)
+
+    def frees_at_once(self, rank: int) -> bool:
+        """Whether a backward keeps its graph, which is freed behind it; see `Replica._frees_at_once`."""
+        is_limited = self.turns is not None and self.turns.limit is not None
+        return is_limited and self.devices[rank].type == "cpu" and not has_compiled()
 
     def receive(self, rank: int) -> None:
         """Bring what `follow` saw to a replica; part of its job, before it computes."""

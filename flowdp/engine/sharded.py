@@ -394,7 +394,8 @@ class _Call:
             peers.hold(rank, (part.args, part.kwargs))
             weights = self._joining.weigh(part)
             try:
-                output = peers.call(rank, shard.samples, self._run, part)
+                launch = partial(peers.launch, rank, shard.samples, self._run)
+                output = peers.call(rank, shard.samples, launch, part)
             except Exception as error:
                 given = shard.arguments.in_words(shard.start, shard.samples, self._joining.positional)
                 error.add_note(f"flowdp: called with {given}")
@@ -433,7 +434,8 @@ class _Call:
         leaves = [leaf for leaf, one in zip([*parameters, *wanting], asked, strict=True) if one]
         found: Gradients = [None] * len(asked)
         outputs, seeds = _columns(roots)
-        keep = keep or self._is_shared
+        # Where turns are taken, to free the graph node by node would be against the rank that launches.
+        keep = keep or self._is_shared or self._peers.frees_at_once(rank)
         with self._walking(rank), _reentrant_refused():
             if not roots or not leaves:
                 pass

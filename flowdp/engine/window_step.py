@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,9 +22,7 @@ from flowdp.engine.recipe import LossContext, Recipe, Traces
 from flowdp.errors import FlowdpError
 from flowdp.options import CaptureOptions
 
-__all__ = ["Results", "Watch", "WindowCapture", "WindowStep", "call", "differentiate", "last"]
-
-Watch = Callable[[], AbstractContextManager[object]]
+__all__ = ["Results", "WindowCapture", "WindowStep", "call", "differentiate", "last"]
 
 
 class Results(NamedTuple):
@@ -68,7 +66,7 @@ def _results(module: nn.Module, batch: Any, recipe: Recipe) -> Results:
 
 
 def differentiate(
-    module: nn.Module, batch: Any, recipe: Recipe, share: float, watch: Watch = nullcontext
+    module: nn.Module, batch: Any, recipe: Recipe, factors: Factors, peers: Peers | None, rank: int
 ) -> Results:
     """Forward, loss and, where gradients are enabled, backward of a batch.
 
@@ -76,8 +74,9 @@ def differentiate(
         module: The rank's.
         batch: On its device.
         recipe: Has a loss.
-        share: Of the loss in that of the window.
-        watch: Made for the backward.
+        factors: Its share, and its samples.
+        peers: All ranks; None: it is the only one.
+        rank: Whose.
 
     Returns:
         All of it detached.
@@ -85,11 +84,18 @@ def differentiate(
     Raises:
         FlowdpError: The loss is not one number, or depends on no parameter.
     """
-    results = _results(module, batch, recipe)
+    if peers is None:
+        results = _results(module, batch, recipe)
+    else:
+        results = peers.launch(rank, factors.of, _results, module, batch, recipe)
     if torch.is_grad_enabled():
-        part = results.loss * share
-        with watch():
-            (part if recipe.scale is None else recipe.scale(part)).backward()
+        loss = results.loss * factors.share
+        loss = loss if recipe.scale is None else recipe.scale(loss)
+        if peers is None:
+            loss.backward()
+        else:
+            with peers.watch(rank):
+                loss.backward(retain_graph=peers.frees_at_once(rank))
     return Results(*tree_map(_detached, [*results]))
 
 
@@ -168,10 +174,9 @@ class WindowStep:
         found = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
         return found or None
 
-    def run(self, batch: Any, recipe: Recipe, share: float) -> Results:
+    def run(self, batch: Any, recipe: Recipe, factors: Factors) -> Results:
         """Forward, loss and backward of a batch; see `differentiate`."""
         self._recipe = recipe
-        factors = Factors(share, 0)
         computed = None
         if recipe.scale is not None:
             self.captured.give_up("a GradScaler scales its loss by Python")
@@ -185,7 +190,7 @@ class WindowStep:
     def compute(self, batch: Any, worker: None, factors: Factors) -> Computed:  # noqa: ARG002 - it has none
         """Forward, loss and backward by the user's Python; see `Capturable.compute`."""
         with self.draws or nullcontext():
-            results = differentiate(self.module, batch, self._recipe, factors.share, self._watch)
+            results = differentiate(self.module, batch, self._recipe, factors, self._peers, self._rank)
         self.has_stepped = self.has_stepped or torch.is_grad_enabled()
         return Computed(results.loss * factors.share, outputs=[*results])
 
@@ -198,9 +203,6 @@ class WindowStep:
     def scale(self, loss: Tensor) -> Tensor:
         """The loss itself; see `Capturable.scale`."""
         return loss
-
-    def _watch(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._peers is None else self._peers.watch(self._rank)
 
 
 def _is_plain() -> bool:

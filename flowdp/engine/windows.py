@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from flowdp.data.trees import field_of
 from flowdp.device.transfer import move
+from flowdp.engine.capturable import Factors
 from flowdp.engine.first_call import Call
 from flowdp.engine.gather import Returned, join
 from flowdp.engine.layout import Callee, Layout
@@ -25,7 +26,7 @@ from flowdp.engine.recipe import LossContext, Recipe, Traces
 from flowdp.engine.scatter import Arguments, Part
 from flowdp.engine.sharded import Shard, call_sharded
 from flowdp.engine.sums import accumulate, has_hooks, take_gradients, without_hooks
-from flowdp.engine.window_step import Watch, WindowCapture, WindowStep, call, differentiate, last
+from flowdp.engine.window_step import WindowCapture, WindowStep, call, differentiate, last
 from flowdp.engine.wire import Copying, Packed, Reducing
 
 __all__ = [
@@ -251,7 +252,7 @@ def _train_all(
         parameters = peers.trained(rank)
     home = peers.devices[0]
     step = None if capture is None else capture.steps[rank]
-    run = partial(_train, samples, recipe, home=home, watch=partial(peers.watch, rank), step=step)
+    run = partial(_train, samples, recipe, peers=peers, step=step)
 
     def train(piece: Piece) -> _Answer:
         return peers.call(rank, piece.samples, run, piece)
@@ -277,17 +278,16 @@ def _train(
     module: nn.Module,
     piece: Piece,
     *,
-    home: torch.device | None = None,
-    watch: Watch = nullcontext,
+    peers: Peers | None = None,
     step: WindowStep | None = None,
 ) -> _Answer:
     piece.arrive()
-    share = piece.samples / samples
+    factors = Factors(piece.samples / samples, piece.samples)
     if step is None:
-        loss, output, traces = differentiate(module, piece.batch, recipe, share, watch)
+        loss, output, traces = differentiate(module, piece.batch, recipe, factors, peers, piece.rank)
     else:
-        loss, output, traces = step.run(piece.batch, recipe, share)
-    return _Answer(piece.samples, move(loss, home or loss.device), output, traces)
+        loss, output, traces = step.run(piece.batch, recipe, factors)
+    return _Answer(piece.samples, loss if peers is None else move(loss, peers.devices[0]), output, traces)
 
 
 def _look(

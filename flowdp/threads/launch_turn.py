@@ -133,20 +133,30 @@ class LaunchTurn:
                 return True
             rank.has_place = False
             self._waiting.append(rank)
-        if rank.wake.acquire(timeout=TIMEOUT_S):
-            return rank.has_place
-        with self._lock:
-            is_late = rank in self._waiting
-            if is_late:
-                self._waiting.remove(rank)
-        if not is_late:  # it was woken just now
-            rank.wake.acquire()
+        try:
+            if rank.wake.acquire(timeout=TIMEOUT_S):
+                return rank.has_place
+        except BaseException:  # an interrupt: the main thread may be a rank of a loop of one's own
+            if self._has_come(rank) and rank.has_place:
+                self.give()
+            raise
+        if self._has_come(rank):
             return rank.has_place
         with self._judge:
             if self.limit is not None:  # else another rank has given up
                 self._policy.gave_up()
                 self._obey()
         return False
+
+    def _has_come(self, rank: RankTurn) -> bool:
+        """Whether a rank that waits no longer was woken just now; else it is taken off the list."""
+        with self._lock:
+            is_late = rank in self._waiting
+            if is_late:
+                self._waiting.remove(rank)
+        if not is_late:
+            rank.wake.acquire(blocking=False)  # it has been released, and an interrupt may come behind this
+        return not is_late
 
     def give(self) -> None:
         """Give a place back."""
@@ -357,8 +367,8 @@ class RankTurn:
             return compute(*args, **options)
         asked_s = perf_counter()
         self._outside = (0.0, 0.0, 0.0)
-        self._holds = in_turn and self._turn.take(self)
         try:
+            self._holds = in_turn and self._turn.take(self)
             if not is_measured or len(tally.measured) >= KEPT:
                 return compute(*args, **options)
             begin_s, begin_cpu_s = perf_counter(), thread_time()

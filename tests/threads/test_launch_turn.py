@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -213,6 +214,34 @@ def test_ranks_that_wait_for_each_other_inside_go_on_without_a_turn(monkeypatch:
     assert policy._timeouts == 1  # one standstill, however many ranks were in it
     assert not turn._waiting
     assert turn._held == 0
+
+
+def test_an_interrupted_wait_leaves_no_turn_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_turn, "TIMEOUT_S", WAIT_S)
+    turn, go = LaunchTurn(2, limit=Fixed(2, 1)), threading.Event()
+    mine, other = turn.ranks
+
+    def interrupt() -> None:
+        wait_for(lambda: bool(turn._waiting))
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    holder = threading.Thread(target=other.launch_forward, args=(1, go.wait, WAIT_S))
+    holder.start()
+    wait_for(lambda: turn._held == 1)
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            mine.launch_forward(1, go.wait, WAIT_S)
+    finally:
+        interrupter.join(WAIT_S)
+        signal.signal(signal.SIGINT, before)
+        go.set()
+        holder.join(WAIT_S)
+    assert not turn._waiting
+    assert turn._held == 0
+    assert mine.launch_forward(1, lambda: turn._held) == 1
 
 
 def test_a_rank_that_leaves_ends_the_turns_of_the_last_one() -> None:
