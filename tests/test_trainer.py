@@ -547,6 +547,29 @@ def test_autocast_is_entered_in_every_worker() -> None:
     assert model.weight.dtype == torch.float32
 
 
+@pytest.mark.parametrize("policy", ["sync", "exact"])
+def test_a_rank_that_leaves_autocast_is_of_no_account_to_the_others(policy: str) -> None:
+    """It empties the process's cache of casts; a weight that is cast twice has other gradients than once."""
+
+    def trained(*, is_emptied: bool) -> Tensor:
+        def loss(model: nn.Module, batch: Any) -> Tensor:
+            hidden = model(batch[0]).tanh()
+            if is_emptied:
+                torch.clear_autocast_cache()
+            out: Tensor = model(hidden)
+            return out.float().square().mean()
+
+        torch.manual_seed(0)
+        model = nn.Linear(33, 33, bias=False)
+        fixed = {"partition_ratios": [1, 1]} if policy == "exact" else {}
+        trainer(
+            model=model, loss=loss, dataset=(torch.randn(64, 33),), precision="bf16", policy=policy, **fixed
+        ).fit()
+        return model.weight.detach()
+
+    assert torch.equal(trained(is_emptied=False), trained(is_emptied=True))
+
+
 # ---------------------------------------------------------------- the story
 @pytest.mark.parametrize(
     "options",

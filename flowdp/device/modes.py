@@ -24,7 +24,6 @@ def caller_modes(kinds: frozenset[str]) -> Callable[[], AbstractContextManager[N
     """
     has_grad, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
-    is_cached = torch.is_autocast_cache_enabled()
 
     @contextmanager
     def modes() -> Iterator[None]:
@@ -34,7 +33,9 @@ def caller_modes(kinds: frozenset[str]) -> Callable[[], AbstractContextManager[N
                 stack.enter_context(torch.inference_mode(is_inference))
             stack.enter_context(torch.set_grad_enabled(has_grad))
             for kind, dtype in casts:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=is_cached))
+                # The cache of casts is the process's: each thread that leaves autocast empties it for all,
+                # and how often a weight is cast that is used twice would be a matter of chance.
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
             yield
 
     return modes

@@ -110,6 +110,8 @@ def build_replicas(parts: Parts, devices: Sequence[torch.device]) -> list[Replic
     replicas = [
         _replica(parts, *one, touched, groups) for one in zip(modules, flats, lanes, optimizers, strict=True)
     ]
+    for replica in replicas:
+        replica.caches_casts = len(replicas) == 1
     seed_devices(devices, parts.seed)
     if parts.repeats:
         warn_of_draws(devices, uses_compile(modules[0], replicas[0].function))

@@ -414,7 +414,7 @@ def _on_device(leaf: Any, lane: Lane) -> Any:
 def _precision(replica: Replica) -> AbstractContextManager[Any]:
     if replica._autocast is None:
         return nullcontext()
-    return torch.autocast(replica.device.type, dtype=replica._autocast)
+    return replica.casting(replica._autocast)
 
 
 @contextmanager

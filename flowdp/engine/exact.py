@@ -200,7 +200,7 @@ class ExactReplica(Replica):
         )  # in a trial, where dynamo would take it for one that cannot be compiled
         if self._autocast is None:
             return loss(module, batch)
-        with torch.autocast(self.device.type, dtype=self._autocast):
+        with self.casting(self._autocast):
             return loss(module, batch)
 
     def _open_gradients(self) -> SharedGradients:

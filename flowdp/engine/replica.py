@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, pairwise
 from typing import Any
 
@@ -95,6 +95,9 @@ class Replica:
         has_state: Whether a forward changes what `mark` notes.
         can_repeat: Whether forward and backward of a step can be done once more.
         shares_generator: Whether other ranks draw from the device's generator, too.
+        caches_casts: Whether autocast casts a weight that is used twice only once. Torch's cache of casts is
+            the process's, and each rank that leaves autocast empties it: of several ranks none has it, or
+            the rounding of their gradients would be a matter of chance.
         steps: What a `train_step` may ask; None with a loss.
         loss_weight: Of the last step's loss, per sample, where losses name one (exact). Shape [].
 
@@ -146,6 +149,7 @@ class Replica:
         self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._grad_norms: list[Tensor] = []  # of the gradients, before they were clipped
         self.shares_generator = False
+        self.caches_casts = True
         self.has_stepped = False
         self._redraws = Recheck()  # where the generator is shared
         self._value: Tensor | None = None  # of the loss, over the micro-batches of the step so far
@@ -409,12 +413,15 @@ class Replica:
         value = computed.loss
         self._value = value if self._value is None else self._value + value
 
+    def casting(self, dtype: torch.dtype) -> AbstractContextManager[object]:
+        """Autocast to a dtype. It is a state of the thread: entered where the step runs, and per step."""
+        return torch.autocast(self.device.type, dtype=dtype, cache_enabled=self.caches_casts)
+
     def _forward(self, batch: Any, worker: CurrentWorker) -> Tensor:
         if self._autocast is None:
             result = self._loss(self.module, batch)
         else:
-            # Autocast is a state of the thread: it is entered where the step runs, and per step.
-            with torch.autocast(self.device.type, dtype=self._autocast):
+            with self.casting(self._autocast):
                 result = self._loss(self.module, batch)
         loss = result if isinstance(result, Tensor) else self._unpack(result, worker)
         if loss.dim() != 0:

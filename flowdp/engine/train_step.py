@@ -72,7 +72,7 @@ class OwnStepReplica(Replica):
     def _call(self, batch: Any, worker: CurrentWorker) -> object:
         if self._autocast is None:
             return self._train_step(worker, batch)
-        with torch.autocast(self.device.type, dtype=self._autocast):
+        with self.casting(self._autocast):
             return self._train_step(worker, batch)
 
     def step(self, factor: float = 1.0) -> Tensor | None:  # noqa: ARG002 - there is nothing to scale
