@@ -300,6 +300,9 @@ def is_searching(dp: flowdp.DataParallel) -> bool:
     return turns is not None and turns.every == 1
 
 
+DOORS = {"processes": hand_loops, "threads": hand_loops, "flowdp": training, "setup": looping}
+
+
 def serve(pipe: Connection, task: Task, variant: Variant, ranks: int) -> None:
     """The body of a process: measures whenever it is asked; a text is what went wrong."""
     torch.set_num_threads(1)
@@ -307,8 +310,7 @@ def serve(pipe: Connection, task: Task, variant: Variant, ranks: int) -> None:
         setattr(flowdp.engine.launch, "open_turns", lambda _: None)  # noqa: B010 - it is that module's
         setattr(flowdp.engine.peers, "turns_of", lambda _: None)  # noqa: B010 - as above
     try:
-        opened = {"flowdp": training, "setup": looping}.get(variant.how, hand_loops)
-        with opened(task, variant, ranks) as rate:
+        with DOORS[variant.how](task, variant, ranks) as rate:
             pipe.send(None)
             while (seconds := pipe.recv()) is not None:
                 pipe.send(rate(seconds))

@@ -35,15 +35,16 @@ def test_the_table_leaves_a_case_out_that_was_not_measured() -> None:
 
 
 def test_a_remedy_that_this_flowdp_does_not_have_is_named() -> None:
-    assert Variant("flowdp", trainer={"magic": 1}).missing == "this flowdp has no Trainer(magic=)"
-    assert Variant("flowdp", trainer={"policy": "sync"}).missing == ""
+    assert Variant("flowdp", options={"magic": 1}).missing == "this flowdp has no Trainer(magic=)"
+    assert Variant("flowdp", options={"policy": "sync"}).missing == ""
+    assert Variant("setup", options={"policy": "sync"}).missing == "this flowdp has no setup(policy=)"
 
 
-@pytest.mark.parametrize("name", ["threads", "flowdp"])
+@pytest.mark.parametrize("name", ["threads", "flowdp", "setup", "setup, captured"])
 def test_ranks_in_threads_give_a_rate_again_and_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "WARM_S", 0.01)
-    open_ranks = launch.training if name == "flowdp" else launch.hand_loops
-    with open_ranks(TINY, launch.VARIANTS[name], 2) as rate:
+    monkeypatch.setattr(launch, "SEARCH_S", 0.01)
+    with launch.DOORS[launch.VARIANTS[name].how](TINY, launch.VARIANTS[name], 2) as rate:
         assert rate(0.01) > 0
         assert rate(0.01) > 0
 
@@ -51,7 +52,7 @@ def test_ranks_in_threads_give_a_rate_again_and_again(name: str, monkeypatch: py
 def test_a_variant_that_fails_says_why() -> None:
     here, there = Pipe()
     with here, there:
-        launch.serve(there, TINY, Variant("flowdp", trainer={"policy": "none"}), 1)
+        launch.serve(there, TINY, Variant("flowdp", options={"policy": "none"}), 1)
         with pytest.raises(RuntimeError, match="OptionError: policy"):
             Side([here]).answers()
 
