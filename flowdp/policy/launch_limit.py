@@ -49,6 +49,10 @@ ROUNDS = 8
 CLEAR_ROUNDS = 3
 """... or only so often, where it is far slower than the best."""
 
+WAITS = 0.5
+"""... or once, where besides a forward waits for this part of its time though no other rank launches: for a
+file, or its device. With turns the others would wait with it."""
+
 FAR = 2 / 3
 """A limit below this part of the best rate is far slower, ..."""
 
@@ -298,6 +302,7 @@ class LaunchLimit:
     def _try(self, search: _Search, window: Window) -> None:
         if search.limit == 1:
             search.idle.append((window.forward.idle_ms, window.step.idle_ms))
+            search.waits = window.forward.idle_ms >= WAITS * window.forward.ms > 0.0
         if not search.tried(window.rate, window.moving_ms):
             self.limit = search.limit
             return
@@ -325,11 +330,13 @@ class _Search:
     Attributes:
         rates: Samples per millisecond, of each limit's windows so far.
         idle: Time that a forward, and a step, waited though no other rank launched, per window.
+        waits: Whether that was much of a forward, in the last of these windows.
     """
 
     def __init__(self, limits: Sequence[int | None]) -> None:
         self.rates: dict[int | None, list[float]] = {limit: [] for limit in limits}
         self.idle: list[tuple[float, float]] = []
+        self.waits = False
         self._spent: list[tuple[float, float]] = []  # (milliseconds, rate) of each window
         self._order = [*limits]
         self._next = deque(self._order)
@@ -351,9 +358,13 @@ class _Search:
         self._spent.append((ms, rate))
         if self._next:
             return False
+        ahead = max(self._order, key=lambda limit: median(self.rates[limit]))
+        best = self.rates[ahead]
         if self._rounds >= CLEAR_ROUNDS:
-            best = max((self.rates[limit] for limit in self._order), key=median)
             self._order = [limit for limit in self._order if self._may_win(limit, best)]
+        elif self.waits and ahead is None:
+            far = FAR * median(best)
+            self._order = [limit for limit in self._order if max(self.rates[limit]) >= far]
         self._order.reverse()
         self._next.extend(self._order)
         return self._rounds == ROUNDS or len(self._order) == 1

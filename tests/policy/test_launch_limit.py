@@ -38,6 +38,11 @@ def computing(limit: int | None) -> float:
     return {1: 60.0, 2: 85.0, None: 100.0}[limit]
 
 
+def waiting(limit: int | None) -> float:
+    """A loss that waits for its device, and has its turn meanwhile."""
+    return {1: 143.0, None: 350.0}[limit]
+
+
 def equal(limit: int | None) -> float:
     """Backward is long: there is always time for a forward."""
     return 100.0
@@ -53,6 +58,7 @@ class Machine:
         noise: Standard deviation of a window's rate, relative.
         forward_ms: Time of a forward without a wait.
         lost: Part of a forward in which its thread does not run, with all ranks at once.
+        waits: Part of it in which it waits for something else, under a limit.
     """
 
     rate: Rate
@@ -60,6 +66,7 @@ class Machine:
     noise: float = 0.0
     forward_ms: float = 3.0
     lost: float = 0.8
+    waits: float = 0.0
     seed: int = 0
     tried: set[int | None] = field(default_factory=set)
     chosen: list[int | None] = field(default_factory=list)
@@ -89,7 +96,7 @@ class Machine:
         if policy.limit is None:
             forward = Calls(steps, cpu_ms / (1.0 - self.lost), cpu_ms)
         else:
-            forward = Calls(steps, cpu_ms, cpu_ms, place_ms=2 * cpu_ms)
+            forward = Calls(steps, cpu_ms / (1.0 - self.waits), cpu_ms, place_ms=2 * cpu_ms)
         was_trying = policy.is_trying
         policy.seen(Window(ms + gap_ms, gap_ms or ms / steps, steps, forward, Calls(steps, 0.1, 0.1)))
         self.tried.add(policy.limit)
@@ -276,6 +283,21 @@ def test_outliers_do_not_count() -> None:
     assert calls.count == 100
     assert (calls.ms, calls.cpu_ms, calls.place_ms) == pytest.approx((3.0, 2.0, 1.0))
     assert Calls.of(5, []) == Calls(5)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_a_limit_under_which_losses_wait_is_tried_once(noise: float) -> None:
+    machine = Machine(waiting, ranks=2, noise=noise, lost=0.9, waits=0.9)
+    under_it = 0
+    while machine.spent_ms < 5_000:
+        under_it += machine.policy.limit == 1
+        machine.window()
+    assert under_it == 1
+    assert machine.policy.limit is None
+    # But not where such a wait goes with a gain: other programs have the cores.
+    crowded = Machine(convoy, noise=noise, waits=0.6)
+    crowded.run(10_000)
+    assert crowded.policy.limit == 1
 
 
 def test_too_few_forwards_tell_nothing() -> None:
