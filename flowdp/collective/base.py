@@ -91,7 +91,8 @@ class Collective(Protocol):
     A round with one member or without samples changes nothing.
 
     Attributes:
-        masks: What a judge finds on the device is left out there; else the host has to know it at the gate.
+        masks: Whether replicas that a judge rejects are left out on the device; else the host must know of
+            them at the gate.
     """
 
     masks: bool
@@ -100,8 +101,8 @@ class Collective(Protocol):
         """Bring what the module moved into the flat memory, and mark on `compute` that the replica is ready.
 
         Args:
-            rank: Whose.
-            judge: Called in between.
+            rank: Index of the replica.
+            judge: Called between the two.
 
         Raises:
             CollectiveError: The module lost a tensor or changed its shape.
@@ -371,7 +372,7 @@ def shift(flat: Flat, mean: Tensor, snapshot: Tensor) -> None:
 
 
 class _Shares:
-    """What each giver counts for.
+    """The weight of each giver in a mean.
 
     Args:
         weights: Of the givers, summing to 1.

@@ -105,7 +105,9 @@ class Side:
         ]
 
     def scale(self, weight: float, *, drift: bool, equal: bool = False, bad: Tensor | None = None) -> None:
-        """What comes before the sum. A weight of 0 leaves the replica out; 0 times NaN would be NaN.
+        """Multiply by the weight, before the sum.
+
+        A weight of 0 leaves the replica out: 0 times NaN would be NaN.
 
         Args:
             weight: Of the replica.
@@ -131,7 +133,7 @@ class Side:
                 carried.work.mul_(weight)
 
     def divide(self, weight: float, *, drift: bool, equal: bool = False) -> None:
-        """What comes behind the sum.
+        """Divide by the sum of the weights, after the sum.
 
         Args:
             weight: As for `scale`; of any rank where all are equal.

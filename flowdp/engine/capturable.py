@@ -1,4 +1,4 @@
-"""What is captured, and what captures it: forward and backward of a rank, and graphs of them.
+"""Interfaces of captured steps: the forward and backward of a rank, and graphs of them.
 
 A `Recorder` makes graphs, one for each kind of device: on the CPU `step_graph`, on CUDA `cuda_graph`. Both
 record the `forward` of a `Capturable` and its gradients, inside of `watching(worker)`. Capturable are the
@@ -41,7 +41,7 @@ PLAIN = (bool, int, float, str, type(None))
 """Types of values that a graph may repeat as they are."""
 
 FREE = frozenset({"rank", "device", "model", "samples", "record", "sink"})
-"""What a loss may ask its worker: it is the same in every step of a graph."""
+"""Attributes of its worker that a loss may read: they are the same in every step of a graph."""
 
 
 class NotCaptured(Exception):

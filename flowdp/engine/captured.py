@@ -38,7 +38,7 @@ class Captured:
     """Decides for each micro-batch of a rank whether a recorded graph runs; see the module.
 
     Args:
-        step: What is captured.
+        step: Forward and backward to capture.
         options: Of the run.
         guard: Makes the guards of all that the step reads.
         make: Makes the recorder, of the guards.
@@ -295,7 +295,7 @@ class _Form:
         specs: Samples, autocast and modes; shape, strides and dtype of each tensor, and the values of other
             leaves.
         tree: How the leaves make a batch.
-        plan: What is done with its steps.
+        plan: Decides whether a step is recorded, replayed or compared.
         graph: Once it is recorded.
     """
 

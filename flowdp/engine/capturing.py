@@ -46,7 +46,7 @@ def capture_steps(replicas: Sequence[Replica], options: CaptureOptions) -> None:
 
 
 class Capturing:
-    """What the ranks that capture have in common.
+    """State that all capturing ranks share: options, graphs and the log.
 
     Args:
         options: Of all.
@@ -71,7 +71,7 @@ class Capturing:
         """Captured steps of one rank.
 
         Args:
-            step: What is captured.
+            step: Forward and backward to capture.
             function: The user's, which a step calls.
             modules: All that the step reads, by name.
             own: Those of them that no other rank computes with: while a step is recorded on the CPU, their

@@ -62,13 +62,14 @@ def _trace(part: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Verdict:
-    """What a device has found, on its way to the host.
+    """A verdict of the device on its replica, copied to the host.
 
     Attributes:
         round: The meter's.
         last: The last step that it is about.
-        bad: (epoch, batch) of the step that left the numbers; None: none has, or it was not read yet.
-        is_read: It was.
+        bad: (epoch, batch) of the step that first gave NaN or infinity; None: there was none, or the verdict
+            has not been read.
+        is_read: Whether the host has read it.
     """
 
     round: int
@@ -201,7 +202,7 @@ class Numbers:
 
         Args:
             step: Which.
-            what: What is not finite, in words.
+            what: Name of the value that is not finite.
 
         Raises:
             FloatingPointError: on_nan is "raise".

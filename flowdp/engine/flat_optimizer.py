@@ -273,7 +273,7 @@ class FlatOptimizer:
 
     # ---------------------------------------------------------------- the twin
     def _look(self) -> list[object]:
-        """What would ask for another twin if it changed."""
+        """Properties of the groups whose change makes another twin necessary."""
         return [(len(group["params"]), group.get("eps")) for group in self._own.param_groups]
 
     def _rebuild(self) -> None:
@@ -426,7 +426,7 @@ class FlatOptimizer:
         return found
 
     def _form(self, at: int) -> list[object]:
-        """What parameters must have in common to share a flat state."""
+        """Properties that parameters must share to lie in one flat state."""
         return [
             (name, value.dtype if name in self._names else float(value))
             for name, value in sorted(self._state_of(at).items())

@@ -26,12 +26,12 @@ __all__ = ["Results", "WindowCapture", "WindowStep", "call", "differentiate", "l
 
 
 class Results(NamedTuple):
-    """What a module and a loss make of a batch.
+    """Loss and outputs of a batch.
 
     Attributes:
         loss: Mean over the batch. Shape [].
-        output: What the module returned.
-        traces: What the tagged submodules returned.
+        output: Return value of the module.
+        traces: Return values of the tagged submodules, call by call.
     """
 
     loss: Tensor
@@ -47,7 +47,7 @@ def call(module: nn.Module, batch: Any, recipe: Recipe) -> tuple[Any, Traces]:
 
 
 def last(traces: Traces) -> dict[str, Any]:
-    """What the tagged submodules returned in their last calls."""
+    """The return values of the tagged submodules in their last calls."""
     return {name: calls[-1] for name, calls in traces.items() if calls}
 
 
@@ -76,7 +76,7 @@ def differentiate(
         recipe: Has a loss.
         factors: Its share, and its samples.
         peers: All ranks; None: it is the only one.
-        rank: Whose.
+        rank: Index of the rank.
 
     Returns:
         All of it detached.
@@ -108,11 +108,11 @@ class WindowStep:
 
     Args:
         module: The rank's.
-        recipe: What is done with each batch.
+        recipe: Inputs, loss and tags of each batch.
         lane: The rank's.
         rank: Which.
         peers: All ranks; None: it is the only one.
-        capturing: What all ranks have in common.
+        capturing: State that all ranks share.
 
     Attributes:
         module: As given.
@@ -219,7 +219,7 @@ class WindowCapture:
 
     Args:
         modules: One per rank.
-        recipe: What is done with each batch; another loss needs another one of these.
+        recipe: Inputs, loss and tags; another loss needs another one of these.
         options: How that is captured.
         lanes: One per rank.
         peers: Runs the ranks; None: there is one.

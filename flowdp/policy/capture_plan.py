@@ -24,7 +24,7 @@ FUTILE = 8
 
 
 class FormPlan:
-    """What is done with the steps of one form: structure, shapes and dtypes.
+    """The plan for steps of one form: structure, shapes and dtypes.
 
     Args:
         compare_every: Captured steps between two comparisons, at most.
@@ -37,7 +37,7 @@ class FormPlan:
         self._is_recorded = False
 
     def next(self, *, is_steady: bool) -> Action:
-        """What to do with the next step.
+        """Choose the action for the next step.
 
         Args:
             is_steady: The last eager step has changed nothing that is watched.
@@ -59,7 +59,7 @@ class FormPlan:
 
 
 class CapturePlan:
-    """What is done with the steps of one rank.
+    """The plan for all steps of one rank.
 
     Args:
         graphs: Forms that may be recorded.

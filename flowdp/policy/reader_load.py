@@ -16,7 +16,7 @@ class ReaderLoad:
 
     Args:
         now_s: When the reading begins.
-        cpu_s: What the thread has computed until then.
+        cpu_s: CPU time of the thread until then.
     """
 
     def __init__(self, now_s: float, cpu_s: float) -> None:
@@ -28,7 +28,7 @@ class ReaderLoad:
 
         Args:
             now_s: The time.
-            cpu_s: What the thread has computed so far.
+            cpu_s: CPU time of the thread so far.
 
         Returns:
             The share of the time in which it has computed, where that is much, once; else None.
