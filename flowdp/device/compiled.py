@@ -31,6 +31,7 @@ __all__ = [
     "Uncompiled",
     "as_written",
     "compile_alike",
+    "frees_at_once",
     "has_compiled",
     "make_room",
     "take_out",
@@ -156,7 +157,7 @@ class FirstCalls:
             loss(model, batch).backward()
 
     Args:
-        parts: What will be called: modules and functions.
+        parts: The callables of the run: modules and functions.
 
     Attributes:
         are_compiled: Whether something in them is compiled; else no call waits for a turn.
@@ -192,6 +193,19 @@ def has_compiled() -> bool:
     """Whether torch.compile has compiled anything in this process."""
     utils = sys.modules.get("torch._dynamo.utils")
     return utils is not None and bool(utils.counters.get("frames"))
+
+
+def frees_at_once(device: torch.device) -> bool:
+    """Whether backwards of ranks that take turns keep their graph, to free it at once behind them.
+
+    Tensors of a graph belong to Python as well, and the backward would ask for the interpreter lock to
+    free each: some hundred times, against the rank whose turn it is to launch. On CUDA memory is dearer,
+    and compiled backwards give parts of their graph away.
+
+    Args:
+        device: Of the rank.
+    """
+    return device.type == "cpu" and not has_compiled()
 
 
 def uses_compile(*parts: object) -> bool:

@@ -42,6 +42,7 @@ from flowdp.engine.capturable import (
     watching,
 )
 from flowdp.engine.context import CurrentWorker
+from flowdp.engine.sums import give_gradients
 
 __all__ = ["BOUND", "HALF_BOUND", "CudaGraphs", "CudaStepGraph"]
 
@@ -62,7 +63,7 @@ class CudaGraphs:
     """Makes the graphs of one rank on CUDA; a `Recorder`.
 
     Args:
-        step: What is captured; its lane is a CUDA device's.
+        step: Forward and backward to capture; its lane is a CUDA device's.
         others: Modules that the loss holds.
 
     Attributes:
@@ -165,7 +166,7 @@ class CudaStepGraph:
     """A CUDA graph of forward and backward of micro-batches of one form; a `StepGraph`.
 
     Args:
-        step: What is captured.
+        step: Forward and backward to capture.
         leaves: The tensors of such a micro-batch.
         modules: All that the step reads: the rank's, and those that the loss holds.
 
@@ -255,7 +256,10 @@ class CudaStepGraph:
         self._put(factors)
         self._graph.replay()
         if gives:
-            self._give()
+            # Copies, by a few launches for all: the graph writes to its own again.
+            give_gradients(self._parameters, torch._foreach_mul(self._gradients, 1.0))
+            # The replicas are sent what torch has seen written.
+            torch.autograd.graph.increment_version(self._written)
         else:
             # Whoever asks which parameters a backward has touched looks at the versions.
             torch.autograd.graph.increment_version(self._gradients)
@@ -265,22 +269,6 @@ class CudaStepGraph:
             loss, *others = (result.clone() for result in self._results)
         outputs = None if self._outputs is None else self._outputs.of([one.clone() for one in self._made])
         return Computed(loss, others.pop(0) if self._has_weight else None, others, outputs)
-
-    def _give(self) -> None:
-        """Add to the gradients that are there; one that is not lies in fresh memory."""
-        there, more = [], []
-        # Times one, which a few launches do for all.
-        fresh = torch._foreach_mul(self._gradients, 1.0)
-        for parameter, gradient in zip(self._parameters, fresh, strict=True):
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                there.append(parameter.grad)
-                more.append(gradient)
-        if there:
-            torch._foreach_add_(there, more)
-        # The replicas are sent what torch has seen written.
-        torch.autograd.graph.increment_version(self._written)
 
     def trial(self, leaves: Sequence[Tensor], factors: Factors, generator: torch.Generator | None) -> Trial:
         """See `StepGraph.trial`."""

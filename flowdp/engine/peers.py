@@ -26,7 +26,7 @@ from flowdp.collective.local_group import group_lanes
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.data.slots import keep_for_compute
 from flowdp.data.trees import tensors_of
-from flowdp.device.compiled import FirstCalls, has_compiled, warn_of_draws
+from flowdp.device.compiled import FirstCalls, frees_at_once, warn_of_draws
 from flowdp.device.draws import NoRedraws, OwnDraws, draw_seed, share_generator
 from flowdp.device.modes import caller_modes, unhooked
 from flowdp.device.openmp import set_own_threads
@@ -453,7 +453,7 @@ class Peers:
         """Call a forward of so many samples, part of a rank's job, in turn, where ranks take turns to launch.
 
         Args:
-            rank: Whose.
+            rank: Index of the rank.
             samples: In the call.
             forward: Launches; the backward behind it needs no turn.
             args: Its arguments.
@@ -463,9 +463,9 @@ class Peers:
         return self.turns.ranks[rank].launch_forward(samples, forward, *args)
 
     def frees_at_once(self, rank: int) -> bool:
-        """Whether a backward keeps its graph, which is freed behind it; see `Replica._frees_at_once`."""
+        """Whether the backward of a rank keeps its graph, which is freed behind it."""
         is_limited = self.turns is not None and self.turns.limit is not None
-        return is_limited and self.devices[rank].type == "cpu" and not has_compiled()
+        return is_limited and frees_at_once(self.devices[rank])
 
     def receive(self, rank: int) -> None:
         """Bring what `follow` saw to a replica; part of its job, before it computes."""
@@ -523,7 +523,7 @@ class Peers:
         return dict(zip(ranks, group_lanes(lanes, threading.TIMEOUT_MAX), strict=True))
 
     def own_draws(self, rank: int) -> OwnDraws | None:
-        """What a rank draws from in its job; None: from the device's generator."""
+        """The generator that a rank draws from in its job; None: from the device's generator."""
         return self._lent[rank]
 
     def shares_generator(self, rank: int) -> bool:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from flowdp.collective.batch_norm import least_part, plain_layers
 from flowdp.data.portion import Portion
-from flowdp.device.compiled import has_compiled
+from flowdp.device.compiled import frees_at_once
 from flowdp.device.draws import NoRedraws, OwnDraws
 from flowdp.device.gradients import FlatGradients
 from flowdp.device.streams import Lane
@@ -365,7 +365,8 @@ class Replica:
         else:
             loss = self.turn.launch_forward(worker.samples, self._forward, batch, worker)
         loss, weight = self.weigh(loss, factors.share, factors.of)
-        options = {"retain_graph": True} if self._frees_at_once() else {}
+        is_limited = self.turn is not None and self.turn.is_limited
+        options = {"retain_graph": True} if is_limited and frees_at_once(self.device) else {}
         self._differentiate(self.scale(loss), **options)
         return Computed(loss.detach(), weight)
 
@@ -376,20 +377,6 @@ class Replica:
     def scale(self, loss: Tensor) -> Tensor:
         """A loss as its backward begins, scaled in "fp16"."""
         return loss if self._scaler is None else self._scaler.scale(loss)
-
-    def _frees_at_once(self) -> bool:
-        """Whether the graph is kept during the backward, and freed at once behind it.
-
-        Tensors of a graph belong to Python as well, and the backward would ask for the interpreter lock to
-        free each: some hundred times, against the rank whose turn it is to launch. On CUDA memory is dearer,
-        and compiled backwards give parts of their graph away.
-        """
-        return (
-            self.turn is not None
-            and self.turn.is_limited
-            and self.device.type == "cpu"
-            and not has_compiled()
-        )
 
     def weigh(
         self,

@@ -42,6 +42,7 @@ from flowdp.engine.capturable import (
 from flowdp.engine.context import CurrentWorker
 from flowdp.engine.guards import Guards, is_alike
 from flowdp.engine.lowering import Function, Inputs, lower
+from flowdp.engine.sums import give_gradients
 from flowdp.policy.formats import format_error
 
 __all__ = ["CpuGraph", "CpuRecorder", "SharedGraphs"]
@@ -108,7 +109,7 @@ class CpuRecorder:
     """Makes the graphs of one rank on the CPU; see `Recorder`.
 
     Args:
-        step: What is recorded.
+        step: Forward and backward to record.
         modules: Those that the step reads and no other rank, by name: the rank's, and those in its loss.
         guards: Of the rank.
         shared: Of all ranks.
@@ -250,24 +251,12 @@ class CpuGraph:
         """See `StepGraph.run`."""
         if self._gives:
             computed, given = self._call(self._own, (), leaves, factors, generator)
-            self._take(given)
+            give_gradients(self._touched, given)
             return computed
         gradients = [parameter.grad for parameter in self._touched]
         if not self._into or not all(map(operator.is_, gradients, self._into)):
             self._attach(gradients)
         return self._call(self._own, (self._gradients,), leaves, factors, generator)[0]
-
-    def _take(self, gradients: Sequence[Tensor]) -> None:
-        """Let gradients be those of the parameters, as a backward does: it adds where there is one."""
-        there, more = [], []
-        for parameter, gradient in zip(self._touched, gradients, strict=True):
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                there.append(parameter.grad)
-                more.append(gradient)
-        if there:
-            torch._foreach_add_(there, more)
 
     def _attach(self, gradients: Sequence[Tensor | None]) -> None:
         """Let the graph add to the gradients that are there, and to its own where there are none."""

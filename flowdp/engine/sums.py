@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 from torch.autograd.variable import Variable
 
-__all__ = ["Gradients", "accumulate", "add_up", "added", "has_hooks", "take_gradients", "without_hooks"]
+__all__ = [
+    "Gradients",
+    "accumulate",
+    "add_up",
+    "added",
+    "give_gradients",
+    "has_hooks",
+    "take_gradients",
+    "without_hooks",
+]
 
 Gradients = list[Tensor | None]
 
@@ -21,6 +30,20 @@ def take_gradients(tensors: Sequence[Tensor]) -> Gradients:
     for tensor in tensors:
         tensor.grad = None
     return taken
+
+
+@torch.no_grad()
+def give_gradients(tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Add gradients to those of leaves, without hooks; a leaf that has none keeps the given tensor."""
+    there, more = [], []
+    for tensor, gradient in zip(tensors, gradients, strict=True):
+        if tensor.grad is None:
+            tensor.grad = gradient
+        else:
+            there.append(tensor.grad)
+            more.append(gradient)
+    if there:
+        torch._foreach_add_(there, more)
 
 
 @torch.no_grad()

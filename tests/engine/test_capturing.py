@@ -26,14 +26,6 @@ PLANT = 20
 """The step at which something is changed."""
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class Net(nn.Module):
     """BatchNorm, dropout, and things that a user may change."""
 

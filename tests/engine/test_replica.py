@@ -374,7 +374,7 @@ def test_a_graph_is_kept_until_the_backward_is_over_where_ranks_take_turns(
     turn = LaunchTurn(2)
     turn.limit, mine.turn = limit, turn.ranks[0]
     monkeypatch.setattr(Tensor, "backward", listen)
-    monkeypatch.setattr("flowdp.engine.replica.has_compiled", lambda: compiled)
+    monkeypatch.setattr("flowdp.device.compiled.has_compiled", lambda: compiled)
     step(mine)
     kept = limit is not None and not compiled
     assert asked == [{"retain_graph": True} if kept else {}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,14 +22,6 @@ from flowdp.engine.windows import Piece, Window
 CPU = torch.device("cpu")
 PLANT, STEPS = 16, 40
 SCALE = 1.0
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Net(nn.Module):
