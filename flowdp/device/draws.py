@@ -17,7 +17,16 @@ from flowdp.device.compiled import Uncompiled
 from flowdp.device.dispatch import RankMode
 from flowdp.errors import FlowdpError
 
-__all__ = ["DrawsNoted", "NoRedraws", "OwnDraws", "draw_seed", "is_random", "seeded_form", "share_generator"]
+__all__ = [
+    "DrawsNoted",
+    "NoRedraws",
+    "OwnDraws",
+    "device_generator",
+    "draw_seed",
+    "is_random",
+    "seeded_form",
+    "share_generator",
+]
 
 
 def draw_seed() -> int:
@@ -26,6 +35,11 @@ def draw_seed() -> int:
     So `torch.manual_seed` and `torch.set_rng_state` have their effect on what the ranks draw.
     """
     return int(torch.randint(2**62, ()))
+
+
+def device_generator(device: torch.device) -> torch.Generator:
+    """The generator from which operations on a device draw, if they are given none."""
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 
 def share_generator(devices: Sequence[torch.device]) -> list[bool]:

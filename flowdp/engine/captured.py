@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flowdp.data.trees import Form, flatten
-from flowdp.device.draws import OwnDraws, draw_seed
+from flowdp.device.draws import OwnDraws, device_generator, draw_seed
 from flowdp.engine.capturable import (
     PLAIN,
     Capturable,
@@ -199,7 +199,7 @@ class Captured:
             scope = draws = OwnDraws(draw_seed())
         generator = None if draws is None else draws.generator
         if generator is None:
-            generator = _generator(device)
+            generator = device_generator(device)
         before = generator.get_state() if graph.draws else None
         after, trial, failure = None, None, ""
         try:
@@ -334,10 +334,6 @@ def _listening(worker: Any, told: list[tuple[str, float | Tensor, float]]) -> It
 def _mark(parameter: Tensor) -> tuple[int, int]:
     """Another one where a backward has added to the gradient since."""
     return (0, 0) if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 
 def _unlike(mine: Tensor | None, theirs: Tensor | None, bound: float) -> str:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.data.trees import tree_map
-from flowdp.device.draws import DrawsNoted
+from flowdp.device.draws import DrawsNoted, device_generator
 from flowdp.device.graphs import Graph, GraphPool
 from flowdp.device.streams import CudaLane
 from flowdp.device.writes import WritesNoted
@@ -149,7 +149,7 @@ class CudaGraphs:
         modules = self._modules  # a forward may write to parameters, too: max_norm, a teacher's average
         places = [*(own[one] for one in trained), *modules.buffers(), *modules.parameters()]
         kept = [place.clone() for place in places]
-        generator = _generator(self._lane.device)
+        generator = device_generator(self._lane.device)
         random = None if step.shares_generator else generator.get_state()
         try:
             yield
@@ -348,10 +348,6 @@ class CudaStepGraph:
 def _owned(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 
 def _reason(error: Exception) -> str:
