@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from flowdp.device.cores import usable_cores
-from flowdp.device.topology import cpu_name
+from flowdp.device.discovery import cpu_name
 
 __all__ = ["Comparison", "compare", "machine", "options", "report", "step_ms", "table"]
 

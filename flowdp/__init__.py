@@ -15,19 +15,19 @@
     state = run.join()
 """
 
-from flowdp.collective.buckets import GradientBucket
+from flowdp.checkpoint.writer import Checkpoint
 from flowdp.collective.local_group import local_groups
 from flowdp.collective.process_group import ProcessGroup, Work
-from flowdp.collective.synchronizer import GradientSynchronizer
-from flowdp.data_parallel import DataParallel, setup
-from flowdp.ddp import Ddp
-from flowdp.device.process import ProcessTuning
-from flowdp.device.topology import devices
-from flowdp.distributed import DistributedDataParallel
-from flowdp.engine.checkpoint import Checkpoint
-from flowdp.engine.context import current_worker, record_scalar
-from flowdp.engine.recipe import LossContext
-from flowdp.engine.windows import Window, WindowResult
+from flowdp.data_parallel.loss_context import LossContext
+from flowdp.data_parallel.windows import Window, WindowResult
+from flowdp.data_parallel.wrapper import DataParallel, setup
+from flowdp.ddp.buckets import GradientBucket
+from flowdp.ddp.distributed import DistributedDataParallel
+from flowdp.ddp.manual import Ddp
+from flowdp.ddp.synchronizer import GradientSynchronizer
+from flowdp.device.discovery import devices
+from flowdp.device.process_tuning import ProcessTuning
+from flowdp.device.worker_context import current_worker, record_scalar
 from flowdp.errors import (
     CheckpointError,
     CollectiveAborted,
@@ -43,14 +43,14 @@ from flowdp.errors import (
     StateError,
     StepError,
 )
-from flowdp.machine.commands import RoundEnded
 from flowdp.observe.callbacks import Callback, EarlyStopping
 from flowdp.options import CadenceOptions, CaptureOptions, CheckpointOptions
 from flowdp.policy.el_che import ElChe
 from flowdp.policy.tally import EpochMetrics, RankMetrics
+from flowdp.protocol.commands import RoundEnded
+from flowdp.result import Status, TrainedState
 from flowdp.run import Run, runs
 from flowdp.sim.plan import Prediction, simulate
-from flowdp.state import Status, TrainedState
 from flowdp.trainer import Trainer
 
 __all__ = [  # noqa: RUF022 - in the order in which a reader meets them

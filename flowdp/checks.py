@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flowdp.engine.build import check_closure, several_optimizers
 from flowdp.errors import OptionError
 from flowdp.options import (
     Backend,
@@ -25,6 +24,7 @@ from flowdp.options import (
     one_of,
 )
 from flowdp.policy.shares import normalised_ratios
+from flowdp.replica.factories import check_closure, several_optimizers
 
 __all__ = [
     "check_backend",

@@ -15,17 +15,17 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import nn
 
-from flowdp.engine import live
+from flowdp.engine import active_runs
+from flowdp.engine.engine import Engine
 from flowdp.engine.interrupts import hearing_interrupts
-from flowdp.engine.launch import Engine
 from flowdp.engine.pauses import Pauses
 from flowdp.errors import FlowdpError, OptionError, StateError
-from flowdp.machine.commands import RoundEnded
-from flowdp.messages import Requested
 from flowdp.observe.observer import Observer
 from flowdp.policy.formats import format_error, format_text
 from flowdp.policy.tally import EpochMetrics
-from flowdp.state import Status, TrainedState, alone, optimizer_state
+from flowdp.protocol.commands import RoundEnded
+from flowdp.protocol.messages import Requested
+from flowdp.result import Status, TrainedState, alone, optimizer_state
 
 __all__ = ["Run", "runs"]
 
@@ -501,5 +501,5 @@ def runs() -> tuple[Run, ...]:
     Threads:
         Any. A forked child has none.
     """
-    handles = [engine.handle for engine in live.runs()]
+    handles = [engine.handle for engine in active_runs.runs()]
     return tuple(handle for handle in handles if handle is not None)

@@ -15,6 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from flowdp.checkpoint.fingerprint import fingerprint, orders
+from flowdp.checkpoint.folder import Store
+from flowdp.checkpoint.resume import Resumed
+from flowdp.checkpoint.writer import Checkpoint
 from flowdp.checks import (
     check_backend,
     check_cadence,
@@ -28,30 +32,17 @@ from flowdp.checks import (
     check_story,
     check_words,
 )
-from flowdp.data.dataset import dataset_length, loader_order, open_source
+from flowdp.data.open_source import dataset_length, loader_order, open_source
 from flowdp.data.source import Source
-from flowdp.device.process import ProcessTuning, as_tuning
-from flowdp.device.topology import resolve_devices
-from flowdp.engine.assembly import Parts, build_replicas
-from flowdp.engine.build import ModelOption, OptimizerOption, all_of
-from flowdp.engine.care import Care
-from flowdp.engine.checkpoint import Checkpoint
-from flowdp.engine.evaluate import EvalStep
-from flowdp.engine.fingerprint import fingerprint, orders
-from flowdp.engine.launch import open_engine
-from flowdp.engine.learning_rate import LrLambda, SchedulerOption, check_schedule
-from flowdp.engine.live import check_free
-from flowdp.engine.replica import LossOption, Replica
-from flowdp.engine.resume import Resumed
-from flowdp.engine.shield import interrupts_held
-from flowdp.engine.signals import SigtermStop, check_sigterm
-from flowdp.engine.sizes import plan_sizes
-from flowdp.engine.store import Store
-from flowdp.engine.train_step import TrainStep
+from flowdp.device.discovery import resolve_devices
+from flowdp.device.process_tuning import ProcessTuning, as_tuning
+from flowdp.engine.active_runs import check_free
+from flowdp.engine.engine import open_engine
+from flowdp.engine.evaluation import EvalStep
+from flowdp.engine.services import Care
+from flowdp.engine.sigterm import SigtermStop, check_sigterm
 from flowdp.errors import OptionError
 from flowdp.machine.coordinator import RunConfig
-from flowdp.machine.position import Position
-from flowdp.messages import Requested
 from flowdp.observe.banner import tell_devices
 from flowdp.observe.bar import ProgressBar, wants_progress
 from flowdp.observe.callbacks import Callback
@@ -68,8 +59,17 @@ from flowdp.options import (
     SchedulerUnit,
 )
 from flowdp.policy.schedule import lr_factor
+from flowdp.protocol.messages import Requested
+from flowdp.protocol.position import Position
+from flowdp.replica.batch_sizes import plan_sizes
+from flowdp.replica.build import Parts, build_replicas
+from flowdp.replica.custom_step import TrainStep
+from flowdp.replica.factories import ModelOption, OptimizerOption, all_of
+from flowdp.replica.learning_rate import LrLambda, SchedulerOption, check_schedule
+from flowdp.replica.replica import LossOption, Replica
+from flowdp.result import TrainedState
 from flowdp.run import Run
-from flowdp.state import TrainedState
+from flowdp.threads.shield import interrupts_held
 from flowdp.upkeep import Upkeep
 
 __all__ = ["Trainer"]

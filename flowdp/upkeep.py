@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
+from flowdp.checkpoint.folder import Store
+from flowdp.checkpoint.resume import Resumed, find
+from flowdp.checkpoint.writer import Checkpoint
 from flowdp.checks import (
     check_checkpoint,
     check_function,
@@ -16,19 +19,16 @@ from flowdp.checks import (
     check_resume,
     check_stall_timeout,
 )
-from flowdp.data.dataset import Source
-from flowdp.data.evaluation import open_evaluation
-from flowdp.engine.care import Care
-from flowdp.engine.checkpoint import Checkpoint
-from flowdp.engine.evaluate import EvalStep, Evaluator, check_evaluation
-from flowdp.engine.resume import Resumed, find
-from flowdp.engine.shield import interrupts_held
-from flowdp.engine.store import Store
+from flowdp.data.open_evaluation import open_evaluation
+from flowdp.data.open_source import Source
+from flowdp.engine.evaluation import EvalStep, Evaluator, check_evaluation
+from flowdp.engine.services import Care
 from flowdp.errors import OptionError
-from flowdp.machine.standstill import Duties, SavePlan
+from flowdp.machine.barrier_tasks import Duties, SavePlan
 from flowdp.observe.callbacks import Callback, OnCheckpoint, check_callbacks, monitor_of
 from flowdp.options import CheckpointOptions, OnFailure, OnNan, Policy
-from flowdp.state import TrainedState
+from flowdp.result import TrainedState
+from flowdp.threads.shield import interrupts_held
 
 __all__ = ["Upkeep"]
 

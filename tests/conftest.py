@@ -121,22 +121,24 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     if request.param == "cpu":
         yield request.param
         return
-    from flowdp.data.feed import open_feeds
+    from flowdp.data.open_feeds import open_feeds
     from flowdp.device.streams import CudaLane
-    from flowdp.engine import assembly, build, launch
+    from flowdp.engine import engine as engine_module
+    from flowdp.replica import build as build_module
+    from flowdp.replica import factories
     from tests.data.cards import Card
 
     card = Card() if request.param == "streams" else Card(total=1)
 
     def equal_start(modules: Any, lanes: Any) -> Any:
-        replicas = build.equal_start(modules, lanes)
+        replicas = factories.equal_start(modules, lanes)
         for replica in replicas:
             card.watch(f"rank {replica.rank}", *replica.memories)
         return replicas
 
-    monkeypatch.setattr(assembly, "open_lanes", lambda devices: [CudaLane(d, card) for d in devices])
-    monkeypatch.setattr(assembly, "equal_start", equal_start)
-    monkeypatch.setattr(launch, "open_feeds", partial(open_feeds, cuda=card))
+    monkeypatch.setattr(build_module, "open_lanes", lambda devices: [CudaLane(d, card) for d in devices])
+    monkeypatch.setattr(build_module, "equal_start", equal_start)
+    monkeypatch.setattr(engine_module, "open_feeds", partial(open_feeds, cuda=card))
     yield request.param
     assert not card.races
 
@@ -144,7 +146,7 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 @pytest.fixture
 def kept_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a run that is over keep its replicas, for a test that looks at them."""
-    from flowdp.engine.launch import Engine
+    from flowdp.engine.engine import Engine
 
     monkeypatch.setattr(Engine, "let_go", lambda engine: None)
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from flowdp.data_parallel.nccl_transfer import Link
+from flowdp.data_parallel.replicas import Peers
 from flowdp.device.streams import HostLane, Lane
-from flowdp.engine.peers import Peers
-from flowdp.engine.wire import Link
 from flowdp.policy.pool_size import PoolSize
 
 CPU = torch.device("cpu")

@@ -211,7 +211,7 @@ def test_a_failed_run_with_a_stuck_rank_does_not_hold_the_exit() -> None:
                 never.wait()
             steps.acquire()
             raise ValueError("boom")
-        import flowdp.engine.live as live
+        import flowdp.engine.active_runs as live
         live.EXIT_GRACE_S = 3.0
         run = trainer(failing, policy="sync").start()
         """

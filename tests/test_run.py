@@ -32,8 +32,8 @@ from flowdp import (
     runs,
 )
 from flowdp.device.streams import HostLane
-from flowdp.engine import live
-from flowdp.messages import Requested
+from flowdp.engine import active_runs
+from flowdp.protocol.messages import Requested
 from tests.watched import Watched, both
 
 WAIT_S = 10.0
@@ -63,7 +63,7 @@ def trainer(loss: Callable[..., Any] = mse, **options: Any) -> Trainer:
 def stop_runs() -> Iterator[None]:
     """End what a failed test left going, so that the tests end, too."""
     yield
-    for engine in list(live._live):
+    for engine in list(active_runs._live):
         engine.request(Requested("stop"))
 
 

@@ -28,9 +28,9 @@ from flowdp import (
     current_worker,
     record_scalar,
 )
-from flowdp.engine import live
-from flowdp.machine.story import replay
-from flowdp.messages import Requested
+from flowdp.engine import active_runs
+from flowdp.machine.event_log import replay
+from flowdp.protocol.messages import Requested
 
 POLICIES = ["sync", "cadence", "async"]
 SAMPLES = 60
@@ -57,7 +57,7 @@ def trainer(**options: Any) -> Trainer:
 def stop_runs() -> Iterator[None]:
     """End what a failed test left going, so that the tests end, too."""
     yield
-    for engine in list(live._live):
+    for engine in list(active_runs._live):
         engine.request(Requested("stop"))
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from flowdp.engine.resume import Resumed
+from flowdp.checkpoint.resume import Resumed
 from flowdp.errors import CheckpointError, OptionError
-from flowdp.machine.standstill import SavePlan
+from flowdp.machine.barrier_tasks import SavePlan
 from flowdp.observe.callbacks import Callback, EarlyStopping
 from flowdp.options import CheckpointOptions
-from flowdp.state import TrainedState
+from flowdp.result import TrainedState
 from flowdp.upkeep import Upkeep
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from flowdp.collective.nccl_loop import NcclLoop
+from flowdp.data_parallel.nccl_transfer import Link
+from flowdp.data_parallel.replicas import Peers
 from flowdp.device.streams import CudaLane, Lane
-from flowdp.engine.peers import Peers
-from flowdp.engine.wire import Link
 from tests.collective.fake_nccl import FakeNccl
 from tests.fakes import FakeCuda
 from tests.loops import CPU, peers_of

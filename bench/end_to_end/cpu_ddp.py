@@ -22,7 +22,7 @@ import flowdp
 from bench.harness import compare, options, report
 from bench.models import MODELS, Batch, classify, images
 from flowdp.device.openmp import pause_openmp
-from flowdp.device.process import keep_freed_memory
+from flowdp.device.process_tuning import keep_freed_memory
 from flowdp.options import Policy
 
 WORLD_SIZE = 2

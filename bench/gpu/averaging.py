@@ -20,9 +20,9 @@ from bench.harness import compare
 from flowdp.collective.base import Averaging, Collective
 from flowdp.collective.host import HostMean
 from flowdp.collective.local import DeviceMean
+from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import Lane
-from flowdp.device.tensors import FlatReplica
-from flowdp.messages import Arrival, Outcome
+from flowdp.protocol.messages import Arrival, Outcome
 from flowdp.threads.gate import Gate
 
 TENSORS = 60  # as many as a ResNet-18 has

@@ -23,12 +23,12 @@ import flowdp
 from bench.gpu.averaging import Make, one_round, outcome_of
 from bench.gpu.part import lanes_of
 from flowdp.collective import host
+from flowdp.collective.async_mean import Snapshots
 from flowdp.collective.local import DeviceMean
 from flowdp.collective.nccl import NcclMean
-from flowdp.collective.snapshot import Snapshots
 from flowdp.data.prefetch import PrefetchFeed
-from flowdp.device.tensors import Flat, FlatReplica
-from flowdp.engine.replica import Replica
+from flowdp.device.flat_parameters import Flat, FlatReplica
+from flowdp.replica.replica import Replica
 
 __all__ = ["STALLS", "Single", "Witness", "deviation", "faults_of", "model", "samples"]
 

@@ -17,14 +17,14 @@ from torch import nn
 
 import flowdp
 from bench.gpu.part import Figure, Finding, Note, Place
-from flowdp.data.base import DirectFeed
+from flowdp.data.feed import DirectFeed
 from flowdp.data.resident import ResidentFeed
 from flowdp.engine.device_meter import DeviceMeter
-from flowdp.engine.learning_rate import LearningRate
 from flowdp.engine.meter import HostMeter
-from flowdp.engine.replica import Replica
-from flowdp.engine.worker import Worker
+from flowdp.engine.worker_thread import Worker
 from flowdp.machine.worker import WorkerMachine
+from flowdp.replica.learning_rate import LearningRate
+from flowdp.replica.replica import Replica
 
 SAMPLES, BATCH_SIZE = 64_000, 8
 

@@ -15,8 +15,8 @@ from bench.gpu.averaging import against_copies, open_replicas
 from bench.gpu.checks import deviation, faults_of
 from bench.gpu.part import Figure, Finding, Note, Place, timed_ms
 from bench.harness import step_ms
-from flowdp.collective.group import Opening, Side, abort_all, sum_replicas
 from flowdp.collective.nccl import NcclMean, load
+from flowdp.collective.nccl_setup import Opening, Side, abort_all, sum_replicas
 from flowdp.device.streams import QUIET
 
 

@@ -31,9 +31,9 @@ from torch import nn
 
 from bench.harness import Comparison, compare, options, report
 from flowdp.collective.local import LocalMean
-from flowdp.device.process import ProcessTuning, tuned_process
-from flowdp.device.tensors import FlatReplica
-from flowdp.messages import Arrival, Outcome
+from flowdp.device.flat_parameters import FlatReplica
+from flowdp.device.process_tuning import ProcessTuning, tuned_process
+from flowdp.protocol.messages import Arrival, Outcome
 from flowdp.threads.gate import Gate
 
 CASES = ((100_000, 5), (100_000, 20), (1_000_000, 5), (25_000_000, 5))

@@ -24,12 +24,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import flowdp.distributed
+import flowdp.ddp.distributed
 from bench.harness import Comparison, compare, options, report, step_ms
 from flowdp.collective.local_group import local_groups
 from flowdp.collective.process_group import ProcessGroup
-from flowdp.collective.synchronizer import GradientSynchronizer, Strategy
-from flowdp.device.process import ProcessTuning, keep_freed_memory, tuned_process
+from flowdp.ddp.synchronizer import GradientSynchronizer, Strategy
+from flowdp.device.process_tuning import ProcessTuning, keep_freed_memory, tuned_process
 
 WORLD_SIZE = 2
 WIDTH = 2240
@@ -82,7 +82,7 @@ def in_threads(work: Callable[[int, ProcessGroup], float]) -> float:
 
 def ours(strategy: Strategy) -> float:
     def work(rank: int, group: ProcessGroup) -> float:
-        model = flowdp.distributed.DistributedDataParallel(mlp(), group, strategy=strategy)
+        model = flowdp.ddp.distributed.DistributedDataParallel(mlp(), group, strategy=strategy)
         return rate(model, rank, group.barrier)
 
     return in_threads(work)

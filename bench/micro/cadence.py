@@ -20,9 +20,9 @@ from torch import nn
 import flowdp
 from bench.harness import options, report
 from bench.models import Batch, classify
-from flowdp.engine.context import CurrentWorker
-from flowdp.engine.replica import Replica
+from flowdp.device.worker_context import CurrentWorker
 from flowdp.options import Policy
+from flowdp.replica.replica import Replica
 
 MIXES: dict[str, tuple[float, ...]] = {
     "1:2.5 at 4 ms": (4.0, 10.0),

@@ -32,8 +32,8 @@ import torch
 from torch import nn
 
 import flowdp
-import flowdp.engine.launch
-import flowdp.engine.peers
+import flowdp.data_parallel.replicas
+import flowdp.engine.engine
 from bench.harness import Comparison, options, report
 from bench.models import Gpt, predict_next, texts
 from flowdp.threads.crew import Crew
@@ -307,8 +307,8 @@ def serve(pipe: Connection, task: Task, variant: Variant, ranks: int) -> None:
     """The body of a process: measures whenever it is asked; a text is what went wrong."""
     torch.set_num_threads(1)
     if not variant.has_turns:
-        setattr(flowdp.engine.launch, "open_turns", lambda _: None)  # noqa: B010 - it is that module's
-        setattr(flowdp.engine.peers, "turns_of", lambda _: None)  # noqa: B010 - as above
+        setattr(flowdp.engine.engine, "open_turns", lambda _: None)  # noqa: B010 - it is that module's
+        setattr(flowdp.data_parallel.replicas, "turns_of", lambda _: None)  # noqa: B010 - as above
     try:
         with DOORS[variant.how](task, variant, ranks) as rate:
             pipe.send(None)

@@ -14,11 +14,11 @@ from statistics import median
 from time import perf_counter, thread_time
 
 from bench.harness import Comparison, compare, options, report
-from flowdp.device.process import SWITCH_INTERVAL_S
+from flowdp.device.process_tuning import SWITCH_INTERVAL_S
 from flowdp.machine.coordinator import Coordinator, RunConfig
-from flowdp.machine.story import Story
-from flowdp.messages import Arrival
+from flowdp.machine.event_log import Story
 from flowdp.options import CadenceOptions, Policy
+from flowdp.protocol.messages import Arrival
 from flowdp.sim.faults import Scenario, draw
 from flowdp.sim.world import World
 from flowdp.threads.gate import Gate

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 import flowdp
 from bench.harness import Comparison, compare, options, report
 from bench.models import MODELS, Gpt, classify, images, predict_next, texts
-from flowdp.data.dataset import TensorSource
+from flowdp.data.open_source import TensorSource
 from flowdp.device.openmp import pause_openmp
-from flowdp.device.process import keep_freed_memory
-from flowdp.engine.replica import Replica
+from flowdp.device.process_tuning import keep_freed_memory
+from flowdp.replica.replica import Replica
 
 WARM_UP = 20
 SAMPLES = 60_000  # as in Fashion-MNIST

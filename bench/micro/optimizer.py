@@ -14,11 +14,11 @@ from torch import nn, optim
 
 from bench.harness import Comparison, compare, options, report, step_ms
 from bench.models import Gpt, classify, images, predict_next, small_mlp, texts
+from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import HostLane
-from flowdp.device.tensors import FlatReplica
-from flowdp.engine.context import CurrentWorker
-from flowdp.engine.learning_rate import LearningRate
-from flowdp.engine.replica import Replica
+from flowdp.device.worker_context import CurrentWorker
+from flowdp.replica.learning_rate import LearningRate
+from flowdp.replica.replica import Replica
 
 CPU = torch.device("cpu")
 

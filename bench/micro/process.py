@@ -1,4 +1,4 @@
-"""What the settings of `flowdp.device.process` bring on this machine's CPU.
+"""What the settings of `flowdp.device.process_tuning` bring on this machine's CPU.
 
 Every measurement runs in a process of its own: the allocator's thresholds have no way back.
 """
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from bench.harness import Comparison, compare, options, report, step_ms
 from flowdp.device.cores import usable_cores
 from flowdp.device.openmp import pause_openmp
-from flowdp.device.process import SWITCH_INTERVAL_S, keep_freed_memory
+from flowdp.device.process_tuning import SWITCH_INTERVAL_S, keep_freed_memory
 
 Measured = tuple[float, float]  # ms per step, page faults per step
 

@@ -19,7 +19,7 @@ import flowdp
 from bench.harness import Comparison, compare, options, report
 from bench.models import MODELS, Batch, classify, images
 from flowdp.device.openmp import pause_openmp
-from flowdp.device.process import keep_freed_memory
+from flowdp.device.process_tuning import keep_freed_memory
 
 WARM_UP = 20
 SAMPLES = 4_096

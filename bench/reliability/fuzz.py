@@ -33,11 +33,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils._pytree import tree_leaves
 
-from flowdp.engine.checkpoint_file import read, sealed, write
-from flowdp.engine.learning_rate import LearningRate
+from flowdp.checkpoint.file import read, sealed, write
 from flowdp.errors import CheckpointError
-from flowdp.machine.position import OpenEpoch, Position
 from flowdp.policy.tally import EpochMetrics, RankMetrics, RankSums
+from flowdp.protocol.position import OpenEpoch, Position
+from flowdp.replica.learning_rate import LearningRate
 
 __all__ = ["Report", "files", "fuzz", "mutated"]
 

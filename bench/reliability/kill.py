@@ -28,7 +28,7 @@ import torch
 
 from bench.harness import report as save_record
 from bench.reliability.lives import BATCH_SIZE, DEVICES, EPOCHS, SAMPLES, Aim, Plan, live, trainer
-from flowdp.engine.checkpoint_file import UNFINISHED, read
+from flowdp.checkpoint.file import UNFINISHED, read
 from flowdp.errors import CheckpointError
 from flowdp.options import Policy
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import flowdp
-from flowdp.engine.checkpoint_file import UNFINISHED
+from flowdp.checkpoint.file import UNFINISHED
 from flowdp.options import Policy
 
 __all__ = ["BATCH_SIZE", "DEVICES", "EPOCHS", "SAMPLES", "Aim", "Plan", "live", "trainer"]

@@ -16,9 +16,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from flowdp.device.tensors import Flat
+from flowdp.device.flat_parameters import Flat
 from flowdp.errors import ProtocolError
-from flowdp.messages import Outcome
+from flowdp.protocol.messages import Outcome
 
 __all__ = [
     "NOTHING",

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from flowdp.collective.base import NOTHING, Averaging, Judge, Reading, is_held, unjudged
 from flowdp.collective.local import MemoryMean
-from flowdp.collective.streamed import ROUNDS
+from flowdp.collective.on_streams import ROUNDS
+from flowdp.device.flat_parameters import FlatTensors
 from flowdp.device.streams import QUIET, Event, Lane
-from flowdp.device.tensors import FlatTensors
 from flowdp.errors import ProtocolError
-from flowdp.messages import Outcome
+from flowdp.protocol.messages import Outcome
 
 __all__ = ["HostMean"]
 

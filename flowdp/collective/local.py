@@ -30,10 +30,10 @@ from flowdp.collective.base import (
     relative_drift,
     unjudged,
 )
-from flowdp.collective.streamed import StreamedMean
+from flowdp.collective.on_streams import StreamedMean
+from flowdp.device.flat_parameters import Flat, FlatTensors
 from flowdp.device.streams import Lane
-from flowdp.device.tensors import Flat, FlatTensors
-from flowdp.messages import Outcome
+from flowdp.protocol.messages import Outcome
 
 __all__ = ["SMALL", "DeviceMean", "LocalMean", "MemoryMean"]
 

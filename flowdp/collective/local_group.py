@@ -24,8 +24,8 @@ from torch import Tensor
 from flowdp.collective.base import BLOCK, CUDA_BLOCK
 from flowdp.collective.process_group import ProcessGroup, Work
 from flowdp.collective.reduction import Op, reduce_all
+from flowdp.device.discovery import DevicesOption, resolve_devices
 from flowdp.device.streams import QUIET, Event, Lane, open_lanes
-from flowdp.device.topology import DevicesOption, resolve_devices
 from flowdp.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, OptionError
 from flowdp.policy.formats import format_error
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from flowdp.collective.base import relative_drift
-from flowdp.collective.group import (
+from flowdp.collective.nccl_setup import (
     ABORT_S,
     REMAKING_S,
     Opening,
@@ -38,12 +38,12 @@ from flowdp.collective.group import (
     nccl_errors,
     sum_replicas,
 )
-from flowdp.collective.streamed import StreamedMean
+from flowdp.collective.on_streams import StreamedMean
 from flowdp.collective.watchdog import LIMIT_S, Watchdog
+from flowdp.device.flat_parameters import FlatTensors
 from flowdp.device.streams import QUIET, Event, Lane
-from flowdp.device.tensors import FlatTensors
 from flowdp.errors import CollectiveError
-from flowdp.messages import Outcome
+from flowdp.protocol.messages import Outcome
 
 __all__ = ["NcclMean", "load"]
 

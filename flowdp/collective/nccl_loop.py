@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowdp.collective.group import ABORT_S, CHECKED, Opening, abort_all, nccl_errors
 from flowdp.collective.nccl import load
-from flowdp.collective.streamed import ROUNDS
+from flowdp.collective.nccl_setup import ABORT_S, CHECKED, Opening, abort_all, nccl_errors
+from flowdp.collective.on_streams import ROUNDS
 from flowdp.collective.watchdog import LIMIT_S, Watchdog
+from flowdp.device.flat_parameters import Flat
 from flowdp.device.streams import QUIET, Lane
-from flowdp.device.tensors import Flat
 from flowdp.errors import CollectiveError
 
 __all__ = ["SUMMED", "NcclLoop"]

@@ -15,7 +15,7 @@ from time import monotonic
 
 import torch
 
-from flowdp.collective.streamed import ROUNDS
+from flowdp.collective.on_streams import ROUNDS
 from flowdp.device.streams import Event
 from flowdp.errors import CollectiveError, CollectiveTimeout
 

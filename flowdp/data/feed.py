@@ -1,100 +1,144 @@
-"""Which feed each rank gets: decided once, before the workers start."""
+"""What one worker sees of the data: a batch on its device, and what will be wanted next.
+
+A feed stands between a rank and the `Source` of all ranks. On the CPU the source's batches are used as they
+are (`DirectFeed`). On CUDA they are copied ahead into a ring (`PrefetchFeed`), or the whole dataset lies on
+the device and a batch is a gather (`ResidentFeed`). A worker treats all of them alike.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
-import torch
+from flowdp.data.source import Batch, Source
+from flowdp.protocol.messages import Part
 
-from flowdp.data.base import DirectFeed, Feed
-from flowdp.data.prefetch import PrefetchFeed
-from flowdp.data.resident import ResidentData, ResidentFeed
-from flowdp.data.source import Source
-from flowdp.data.tensor_source import TensorSource
-from flowdp.device.memory import read_memory, reset_peak
-from flowdp.device.streams import QUIET, Lane
-from flowdp.policy.budget import USAGE, fits
-
-__all__ = ["DirectFeed", "Feed", "open_feeds"]
+__all__ = ["DirectFeed", "Feed"]
 
 
-def open_feeds(
-    source: Source,
-    lanes: Sequence[Lane],
-    *,
-    held: Sequence[int] | None = None,
-    rows: int | None = None,
-    usage: float = USAGE,
-    poison: bool = False,
-    cuda: Any = torch.cuda,
-) -> list[Feed]:
-    """One feed per rank: direct on the CPU, on CUDA resident where the dataset fits, else prefetched.
+class Feed(ABC):
+    """The batches of one rank.
 
-    Only a dataset of tensors can be resident, or a subset that has at least half of them. Tensors on another
-    device than the rank's are copied there, or to the host once where they do not fit.
+    In a round the worker calls `take`, once or more, enqueues what uses the batches, and calls `release`,
+    again and again; `follow` whenever what it will train has changed.
+
+    Threads:
+        The worker of the rank, unless a method says otherwise.
+    """
+
+    @abstractmethod
+    def start(self, notify: Callable[[int, int], None]) -> None:
+        """Begin. Call it once, after the source was started.
+
+        Args:
+            notify: Called as `notify(epoch, batch)` once a batch is there that `take` did not have, or
+                `take` would raise. Must not block.
+
+        Threads:
+            The one that starts the run.
+        """
+
+    @abstractmethod
+    def follow(self, upcoming: Sequence[tuple[int, int, Part | None]]) -> None:
+        """Say what this rank will train if nothing changes.
+
+        Level-triggered: the whole list, whenever it is another one than the steps since have left of the
+        last. A batch that was fetched and is not in it is back at the source when this returns.
+
+        Args:
+            upcoming: (epoch, batch, part) of each, in order.
+        """
+
+    @abstractmethod
+    def take(self, epoch: int, batch: int, part: Part | None = None) -> Batch | None:
+        """Hand a batch over, on the device; None where it is not there yet, and `notify` follows.
+
+        Args:
+            epoch: Its epoch.
+            batch: Its number in the epoch.
+            part: The samples of it that are this rank's, as a `Portion`. None: all, as a batch.
+
+        Streams:
+            `compute` waits for the batch's copy.
+
+        Raises:
+            DataError: The dataset failed, or its batches cannot be cut.
+            IndexError: There is no such batch.
+            ProtocolError: The batch was taken before, or too many before it were not released.
+            RuntimeError: The device failed.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """All that uses the batches taken so far is enqueued; their memory may be written again.
+
+        Streams:
+            A mark is recorded on `compute`.
+        """
+
+    @abstractmethod
+    def wake(self, epoch: int, batch: int) -> None:
+        """Hear from the source that a batch is there which it did not have.
+
+        Threads:
+            The source's own. Does not block.
+        """
+
+    @abstractmethod
+    def fit(self) -> None:
+        """Look how much memory is left, and use it. Call it once, when the first mean is in."""
+
+    def shrink(self) -> None:  # noqa: B027 - most hold nothing ahead
+        """Hold less ahead: the rank has run out of memory."""
+
+    @abstractmethod
+    def close(self) -> bool:
+        """End what was started, and let its memory go; takes 1 s at most, and may be called twice.
+
+        Call it at any moment after which no batch is taken.
+
+        Returns:
+            False where a thread still waits for the device; it ends with that wait.
+
+        Threads:
+            Any but the feed's own.
+        """
+
+
+class DirectFeed(Feed):
+    """Batches as the source has them, for a CPU device: they lie in its memory already.
 
     Args:
         source: Of all ranks' batches.
-        lanes: One per rank.
-        held: Batches that each rank uses at a time; None: one.
-        rows: Samples of a part, for which a prefetched one has a slot; None: batches are taken whole.
-        usage: Part of a device's memory that may be in use.
-        poison: Write over each prefetched batch once its step is done, to find steps that keep one.
-        cuda: What stands for `torch.cuda`, in tests.
-
-    Threads:
-        The one that made the dataset's tensors, before the workers exist.
+        rank: Whose feed this is.
     """
-    ranks = Counter(lane.device for lane in lanes)
-    datasets: dict[torch.device, ResidentData | None] = {}
-    for lane in lanes:
-        if lane.is_async and lane.device not in datasets:
-            reset_peak(lane, cuda)
-            datasets[lane.device] = _bring(source, lane, ranks[lane.device], usage, cuda)
-    if isinstance(source, TensorSource) and any(datasets.get(lane.device) is None for lane in lanes):
-        streamed: Source = source.on_host()
-    else:
-        streamed = source
-    neighbours: dict[torch.device, list[PrefetchFeed]] = {device: [] for device in ranks}
-    feeds: list[Feed] = []
-    for rank, lane in enumerate(lanes):
-        data = datasets.get(lane.device)
-        if not lane.is_async:
-            feeds.append(DirectFeed(streamed, rank))
-        elif data is not None:
-            feeds.append(ResidentFeed(data, lane))
-        else:
-            feeds.append(
-                PrefetchFeed(
-                    streamed,
-                    rank,
-                    lane,
-                    gauge=partial(read_memory, lane, cuda),
-                    neighbours=neighbours[lane.device],
-                    held=1 if held is None else held[rank],
-                    rows=rows,
-                    usage=usage,
-                    poison=poison,
-                )
-            )
-    return feeds
 
+    def __init__(self, source: Source, rank: int) -> None:
+        self._source = source
+        self._rank = rank
+        self._notify: Callable[[int, int], None]
 
-def _bring(source: Source, lane: Lane, ranks: int, usage: float, cuda: Any) -> ResidentData | None:
-    """The dataset on a device, where it is made of tensors and fits there."""
-    memory = read_memory(lane, cuda)
-    if not isinstance(source, TensorSource) or source.is_part or memory is None:
-        return None
-    if not fits(memory, ResidentData.needed_bytes(source, lane.device, ranks), usage=usage):
-        return None
-    try:
-        return ResidentData(source, lane)
-    except torch.OutOfMemoryError:
-        pass
-    # Here, where no traceback keeps what was copied so far: it lies in the cache, for the copy stream alone.
-    with QUIET:
-        cuda.empty_cache()
-    return None
+    def start(self, notify: Callable[[int, int], None]) -> None:
+        """See `Feed.start`."""
+        self._notify = notify
+
+    def follow(self, upcoming: Sequence[tuple[int, int, Part | None]]) -> None:
+        """Nothing is fetched ahead; see `Feed.follow`."""
+
+    def take(self, epoch: int, batch: int, part: Part | None = None) -> Batch | None:
+        """Ask the source; see `Feed.take`."""
+        return self._source.take(self._rank, epoch, batch, part)
+
+    def release(self) -> None:
+        """Nothing is written twice; see `Feed.release`."""
+
+    def wake(self, epoch: int, batch: int) -> None:
+        """Pass it on; see `Feed.wake`."""
+        self._notify(epoch, batch)
+
+    def fit(self) -> None:
+        """Nothing to size; see `Feed.fit`."""
+
+    def close(self) -> bool:
+        """Nothing to end; see `Feed.close`."""
+        return True

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from flowdp.data.base import Feed
-from flowdp.data.portion import Portion, taken_apart
+from flowdp.data.batch_slice import Portion, taken_apart
+from flowdp.data.feed import Feed
 from flowdp.data.slots import (
     HostSlots,
     Layout,
@@ -42,8 +42,8 @@ from flowdp.data.tensor_source import TensorSource
 from flowdp.device.openmp import set_own_threads
 from flowdp.device.streams import Lane
 from flowdp.errors import ProtocolError
-from flowdp.messages import Part
 from flowdp.policy.budget import USAGE, Memory, payload_depth, prefetch_depth
+from flowdp.protocol.messages import Part
 
 __all__ = ["PrefetchFeed"]
 

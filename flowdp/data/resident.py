@@ -12,14 +12,14 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from flowdp.data.base import Feed
-from flowdp.data.portion import Portion
+from flowdp.data.batch_slice import Portion
+from flowdp.data.feed import Feed
 from flowdp.data.slots import keep_for_compute
 from flowdp.data.source import Batch
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.streams import QUIET, Event, Lane
 from flowdp.errors import DataError
-from flowdp.messages import Part
+from flowdp.protocol.messages import Part
 
 __all__ = ["ORDERS_KEPT", "ResidentData", "ResidentFeed"]
 

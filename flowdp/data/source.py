@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flowdp.data.order import Order
+from flowdp.data.epoch_order import Order
 from flowdp.errors import DataError
-from flowdp.messages import Part
+from flowdp.protocol.messages import Part
 
 __all__ = ["Batch", "Source"]
 

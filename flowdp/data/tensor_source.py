@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flowdp.data.order import Order
-from flowdp.data.portion import Portion
+from flowdp.data.batch_slice import Portion
+from flowdp.data.epoch_order import Order
 from flowdp.data.source import Batch, Source
 from flowdp.errors import DataError
-from flowdp.messages import Part
+from flowdp.protocol.messages import Part
 
 __all__ = ["TensorSource"]
 

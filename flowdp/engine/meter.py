@@ -13,8 +13,8 @@ from torch import Tensor
 from flowdp.collective.base import Averaging, Reading
 from flowdp.device.streams import Event
 from flowdp.machine.worker import Done, Step
-from flowdp.messages import Work
 from flowdp.policy.tally import NO_NORMS, pace_ms
+from flowdp.protocol.messages import Work
 
 __all__ = ["HostMeter", "Meter", "Report", "Sums"]
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowdp.engine.attributes import OWN, seal
+from flowdp.modules.attributes import OWN, seal
 
 __all__ = ["Pool", "States", "is_metric", "named_metrics", "reset", "source_of", "updates"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from flowdp.messages import Requested
+from flowdp.protocol.messages import Requested
 
 __all__ = ["Pauses"]
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
-from flowdp.machine.commands import Finish, RoundEnded
 from flowdp.policy.tally import EpochMetrics
+from flowdp.protocol.commands import Finish, RoundEnded
 from flowdp.threads.inbox import LISTEN_S
 
 __all__ = ["Feed", "Numbered", "Record", "Records"]

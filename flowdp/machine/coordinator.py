@@ -18,7 +18,14 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.commands import (
+from flowdp.machine.async_rounds import SnapshotRounds
+from flowdp.machine.barrier_tasks import Duties, Standstill
+from flowdp.machine.epochs import Epochs
+from flowdp.machine.exact_rounds import ExactRounds
+from flowdp.machine.planned_rounds import PlannedRounds
+from flowdp.options import CadenceOptions, OnFailure, Policy
+from flowdp.policy.cadence import Cadence
+from flowdp.protocol.commands import (
     AbortGate,
     Command,
     Direct,
@@ -30,13 +37,7 @@ from flowdp.machine.commands import (
     Quarantined,
     Send,
 )
-from flowdp.machine.epochs import Epochs
-from flowdp.machine.exact import ExactRounds
-from flowdp.machine.planned import PlannedRounds
-from flowdp.machine.position import Position
-from flowdp.machine.snapshots import SnapshotRounds
-from flowdp.machine.standstill import Duties, Standstill
-from flowdp.messages import (
+from flowdp.protocol.messages import (
     Abort,
     Adopted,
     Captured,
@@ -54,8 +55,7 @@ from flowdp.messages import (
     Tick,
     WorkerReady,
 )
-from flowdp.options import CadenceOptions, OnFailure, Policy
-from flowdp.policy.cadence import Cadence
+from flowdp.protocol.position import Position
 
 __all__ = ["Coordinator", "Life", "RunConfig"]
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.position import OpenEpoch, Position
-from flowdp.messages import Work
 from flowdp.policy.ledger import ENDLESS, Ledger
 from flowdp.policy.tally import EpochMetrics, Tally
+from flowdp.protocol.messages import Work
+from flowdp.protocol.position import OpenEpoch, Position
 
 __all__ = ["Epochs"]
 

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from flowdp.errors import ProtocolError
-from flowdp.messages import (
+from flowdp.protocol.messages import (
     Abort,
     Adopt,
     Arrival,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from flowdp.device.topology import devices as find_devices
+from flowdp.device.discovery import devices as find_devices
 
 __all__ = ["tell_devices"]
 

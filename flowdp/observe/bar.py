@@ -10,10 +10,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from flowdp.errors import OptionError
-from flowdp.machine.commands import RoundEnded
 from flowdp.observe.callbacks import Callback
 from flowdp.policy.launch_limit import BOUND
 from flowdp.policy.tally import EpochMetrics
+from flowdp.protocol.commands import RoundEnded
 
 if TYPE_CHECKING:
     from tqdm import tqdm

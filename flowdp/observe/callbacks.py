@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from flowdp.errors import OptionError
-from flowdp.machine.commands import RoundEnded
 from flowdp.policy.monitor import Monitor
 from flowdp.policy.tally import EpochMetrics
+from flowdp.protocol.commands import RoundEnded
 
 __all__ = ["METHODS", "Callback", "EarlyStopping", "OnCheckpoint", "check_callbacks", "monitor_of"]
 

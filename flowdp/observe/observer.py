@@ -14,10 +14,10 @@ from typing import Any
 from flowdp.engine.records import Record, Records
 from flowdp.engine.stacks import stacks
 from flowdp.errors import FlowdpError
-from flowdp.machine.commands import RoundEnded
 from flowdp.observe.callbacks import METHODS, Callback
 from flowdp.policy.formats import format_error
 from flowdp.policy.tally import EpochMetrics
+from flowdp.protocol.commands import RoundEnded
 from flowdp.threads.inbox import LISTEN_S
 
 __all__ = ["Observer"]

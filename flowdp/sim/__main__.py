@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import get_args
 
 from flowdp.errors import OptionError
-from flowdp.machine.story import replay
+from flowdp.machine.event_log import replay
 from flowdp.options import Policy
 from flowdp.sim.faults import draw
 from flowdp.sim.lives import play

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from flowdp.machine.position import Position
 from flowdp.machine.worker import Step
 from flowdp.policy.monitor import Best
+from flowdp.protocol.position import Position
 from flowdp.sim.scenario import Scenario
 from flowdp.sim.violation import Violation
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from flowdp.machine.barrier_tasks import MINUTE_MS, Duties, SavePlan
 from flowdp.machine.coordinator import RunConfig
-from flowdp.machine.standstill import MINUTE_MS, Duties, SavePlan
-from flowdp.messages import Requested
 from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.monitor import Monitor
+from flowdp.protocol.messages import Requested
 from flowdp.sim.scenario import Crash, Disturbance, Scenario, Wish
 
 __all__ = ["Crash", "Disturbance", "Scenario", "Wish", "draw"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flowdp.errors import CollectiveAborted
-from flowdp.machine.rounds import GateState
+from flowdp.machine.gate import GateState
 from flowdp.machine.worker import Leave
-from flowdp.messages import Arrival, Directives, Outcome, SyncAck
+from flowdp.protocol.messages import Arrival, Directives, Outcome, SyncAck
 
 if TYPE_CHECKING:
     from flowdp.sim.world import World

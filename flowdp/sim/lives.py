@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
-from flowdp.machine.position import Position
-from flowdp.machine.story import decode, encode
+from flowdp.machine.event_log import decode, encode
+from flowdp.protocol.position import Position
 from flowdp.sim.effect import Memory
 from flowdp.sim.recovery import judge_recovery
 from flowdp.sim.scenario import Scenario

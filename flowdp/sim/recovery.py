@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowdp.machine.commands import EpochEnded, RoundEnded
+from flowdp.protocol.commands import EpochEnded, RoundEnded
 from flowdp.sim.violation import Violation
 from flowdp.sim.world import World
 

@@ -41,11 +41,11 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from flowdp.machine.commands import EpochEnded, Finish, Paused, RoundEnded
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.worker import Step
-from flowdp.messages import DataEnded, Exiting, Order, Outcome, Requested, StartEpoch, Update
 from flowdp.policy.ledger import ENDLESS
+from flowdp.protocol.commands import EpochEnded, Finish, Paused, RoundEnded
+from flowdp.protocol.messages import DataEnded, Exiting, Order, Outcome, Requested, StartEpoch, Update
 from flowdp.sim.effect import Effect, Memory
 from flowdp.sim.scenario import Scenario
 from flowdp.sim.standing import Standing

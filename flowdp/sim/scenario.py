@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+from flowdp.machine.barrier_tasks import Duties
 from flowdp.machine.coordinator import RunConfig
-from flowdp.machine.standstill import Duties
-from flowdp.messages import Requested
+from flowdp.protocol.messages import Requested
 
 __all__ = ["LATENCY_MS", "STALL", "Crash", "Disturbance", "Scenario", "Wish"]
 

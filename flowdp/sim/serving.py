@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from flowdp.messages import Adopt, Adopted, Capture, Captured, Duty, Evaluate, Evaluated, Evaluation
+from flowdp.protocol.messages import Adopt, Adopted, Capture, Captured, Duty, Evaluate, Evaluated, Evaluation
 from flowdp.sim.clock import Clock
 from flowdp.sim.scenario import Scenario
 from flowdp.sim.standing import Standing

@@ -6,8 +6,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from flowdp.machine.worker import Done, Step, WorkerMachine
-from flowdp.messages import Order, StartEpoch
 from flowdp.policy.tally import Work, pace_ms
+from flowdp.protocol.messages import Order, StartEpoch
 from flowdp.sim.rules import Violation
 
 __all__ = ["Shell"]

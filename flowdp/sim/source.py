@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flowdp.messages import DataEnded
+from flowdp.protocol.messages import DataEnded
 from flowdp.sim.clock import Clock
 from flowdp.sim.scenario import Scenario
 

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import math
 
-from flowdp.machine.commands import EpochEnded, Finish, RoundEnded, Save
-from flowdp.machine.standstill import MINUTE_MS
-from flowdp.messages import Adopt, Adopted, Capture, Captured, Duty, Evaluate, Evaluated, Evaluation, Outcome
+from flowdp.machine.barrier_tasks import MINUTE_MS
 from flowdp.policy.monitor import Best
+from flowdp.protocol.commands import EpochEnded, Finish, RoundEnded, Save
+from flowdp.protocol.messages import (
+    Adopt,
+    Adopted,
+    Capture,
+    Captured,
+    Duty,
+    Evaluate,
+    Evaluated,
+    Evaluation,
+    Outcome,
+)
 from flowdp.sim.effect import Effect, Memory
 from flowdp.sim.scenario import Scenario
 from flowdp.sim.violation import Violation

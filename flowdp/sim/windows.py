@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flowdp.machine.commands import Finish
 from flowdp.machine.worker import Step
-from flowdp.messages import Outcome
+from flowdp.protocol.commands import Finish
+from flowdp.protocol.messages import Outcome
 from flowdp.sim.scenario import Scenario
 from flowdp.sim.violation import Violation
 

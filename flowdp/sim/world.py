@@ -12,7 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.commands import (
+from flowdp.machine.coordinator import Coordinator, Life
+from flowdp.machine.event_log import brief
+from flowdp.machine.gate import GateState
+from flowdp.machine.worker import Apply, Enter, Idle, Leave, Report, Serve, Snapshot, Step, WorkerMachine
+from flowdp.protocol.commands import (
     AbortGate,
     Average,
     Command,
@@ -28,11 +32,7 @@ from flowdp.machine.commands import (
     Save,
     Send,
 )
-from flowdp.machine.coordinator import Coordinator, Life
-from flowdp.machine.rounds import GateState
-from flowdp.machine.story import brief
-from flowdp.machine.worker import Apply, Enter, Idle, Leave, Report, Serve, Snapshot, Step, WorkerMachine
-from flowdp.messages import (
+from flowdp.protocol.messages import (
     Adopted,
     Averaged,
     Captured,

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flowdp.errors import CollectiveAborted
-from flowdp.machine.rounds import GateState
-from flowdp.messages import Arrival, Directives, Outcome
+from flowdp.machine.gate import GateState
 from flowdp.policy.formats import format_error
+from flowdp.protocol.messages import Arrival, Directives, Outcome
 
 __all__ = ["Gate", "Waiting"]
 

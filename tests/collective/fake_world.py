@@ -15,11 +15,11 @@ from flowdp.collective.base import Averaging, BlockMean, Collective, Reading
 from flowdp.collective.host import HostMean
 from flowdp.collective.local import DeviceMean, LocalMean
 from flowdp.collective.nccl import NcclMean
+from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import CudaLane, HostLane, Lane
-from flowdp.device.tensors import FlatReplica
-from flowdp.engine.finite import is_odd
+from flowdp.engine.nan_guard import is_odd
 from flowdp.errors import CollectiveError
-from flowdp.messages import Arrival, Outcome
+from flowdp.protocol.messages import Arrival, Outcome
 from flowdp.threads.gate import Gate
 from tests.collective.fake_nccl import FakeNccl
 from tests.fakes import FakeCuda, FakeEvent, FakeStream

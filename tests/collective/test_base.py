@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowdp.collective import base
 from flowdp.collective.base import BlockMean, arithmetic, relative_drift, shift
-from flowdp.device.tensors import Flat
+from flowdp.device.flat_parameters import Flat
 from flowdp.errors import ProtocolError
 
 SPLIT, LENGTH = 1600, 1920

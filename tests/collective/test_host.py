@@ -5,7 +5,7 @@ import pytest
 from flowdp.collective import base, local
 from flowdp.device.streams import QUIET
 from flowdp.errors import CollectiveAborted
-from flowdp.messages import Arrival
+from flowdp.protocol.messages import Arrival
 from tests.collective.fake_world import (
     FakeWorld,
     book_on_host,

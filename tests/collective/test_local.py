@@ -9,10 +9,10 @@ from torch import nn
 from flowdp.collective import base, local
 from flowdp.collective.base import Averaging
 from flowdp.collective.local import LocalMean, MemoryMean
-from flowdp.device.gradients import SharedGradients, Touched
-from flowdp.device.tensors import Flat, FlatReplica
+from flowdp.device.flat_gradients import SharedGradients, Touched
+from flowdp.device.flat_parameters import Flat, FlatReplica
 from flowdp.errors import CollectiveAborted, OptionError
-from flowdp.messages import Arrival, Outcome
+from flowdp.protocol.messages import Arrival, Outcome
 from flowdp.threads.gate import Gate
 from tests.collective.fake_world import FakeWorld, device_mean, in_threads
 from tests.fakes import FakeStream

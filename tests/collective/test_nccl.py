@@ -11,13 +11,13 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from flowdp.collective import group, nccl
+from flowdp.collective import nccl, nccl_setup
 from flowdp.collective.nccl import NcclMean, load
 from flowdp.device.streams import QUIET
 from flowdp.errors import CollectiveError, CollectiveTimeout
 from tests.collective.fake_nccl import FakeNccl, NcclError
 from tests.collective.fake_world import FakeWorld, nccl_mean
-from tests.collective.test_group import wait_for_the_helper
+from tests.collective.test_nccl_setup import wait_for_the_helper
 
 TWO = [torch.device("cuda", 0), torch.device("cuda", 1)]
 
@@ -252,7 +252,7 @@ def test_where_that_fails_the_round_does(world, monkeypatch, what):
 
     def now():
         if what == "full":
-            monkeypatch.setattr(group, "_stand_in", full)
+            monkeypatch.setattr(nccl_setup, "_stand_in", full)
         fake(world).broken = what == "wrong"
         fake(world).hangs = "make" if what == "hangs" else None
         fake(world).wake.clear()
@@ -437,7 +437,7 @@ def test_what_a_sum_needs_is_allocated_while_nobody_launches(monkeypatch):
     assert seen == [True] * 2
 
 
-@pytest.mark.parametrize("where", [nccl, group])
+@pytest.mark.parametrize("where", [nccl, nccl_setup])
 def test_a_full_device_is_an_error_of_the_collective(monkeypatch, where):
     """On which backend="auto" falls back."""
 
@@ -460,17 +460,17 @@ def test_what_fails_keeps_no_memory(monkeypatch, what):
     def refuse(*_, **__):
         raise torch.OutOfMemoryError if what == "allocate" else NcclError("unhandled cuda error")
 
-    def side(*given, real=group.Side):
+    def side(*given, real=nccl_setup.Side):
         own = real(*given)
         made.append(weakref.ref(own))
         return own
 
     monkeypatch.setattr(nccl, "Side", side)
-    monkeypatch.setattr(group, "Side", side)
+    monkeypatch.setattr(nccl_setup, "Side", side)
     at = {
         "make": (FakeNccl, "get_unique_id"),
-        "allocate": (group, "_stand_in"),
-        "sum": (group, "sum_replicas"),
+        "allocate": (nccl_setup, "_stand_in"),
+        "sum": (nccl_setup, "sum_replicas"),
     }
     monkeypatch.setattr(*at[what], refuse)
     with no_collection():

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from flowdp.collective import nccl_loop
-from flowdp.collective.group import Opening
 from flowdp.collective.nccl_loop import NcclLoop
-from flowdp.collective.streamed import ROUNDS
+from flowdp.collective.nccl_setup import Opening
+from flowdp.collective.on_streams import ROUNDS
 from flowdp.device.streams import QUIET, CudaLane
 from flowdp.errors import CollectiveError, CollectiveTimeout
 from tests.collective.fake_nccl import FakeNccl, NcclError

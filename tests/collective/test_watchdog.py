@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flowdp.collective.streamed import ROUNDS
+from flowdp.collective.on_streams import ROUNDS
 from flowdp.collective.watchdog import Watchdog
 from flowdp.errors import CollectiveError, CollectiveTimeout
 from tests.fakes import FakeCuda, FakeEvent

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from flowdp.data.dataset import open_source
-from flowdp.data.order import EpochOrder
+from flowdp.data.epoch_order import EpochOrder
+from flowdp.data.loader_source import LoaderSource
+from flowdp.data.open_source import open_source
 from flowdp.data.prefetch import PrefetchFeed
-from flowdp.data.reader import LoaderSource
 from flowdp.data.slots import HOST_SLOTS
 from flowdp.data.source import Batch, Source
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.memory import read_memory
 from flowdp.device.streams import HostLane, Lane
 from flowdp.errors import DataError, ProtocolError
-from flowdp.messages import Part
 from flowdp.policy.budget import Memory
+from flowdp.protocol.messages import Part
 from tests.data.cards import Card, CardLane
 
 Key = tuple[int, int]

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowdp.data.order import EpochOrder, SamplerOrder
+from flowdp.data.epoch_order import EpochOrder, SamplerOrder
 from flowdp.data.resident import ResidentData, ResidentFeed
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.streams import HostLane, Lane
 from flowdp.errors import DataError
-from flowdp.messages import Part
+from flowdp.protocol.messages import Part
 from tests.data.cards import Card, CardLane
 
 LENGTH, BATCH, BATCHES = 23, 5, 5

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from flowdp.data.order import EpochOrder, SamplerOrder
+from flowdp.data.epoch_order import EpochOrder, SamplerOrder
 from flowdp.data.source import Source
-from flowdp.messages import Part
+from flowdp.protocol.messages import Part
 
 
 class Plain(Source):

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from flowdp.data.order import EpochOrder
+from flowdp.data.epoch_order import EpochOrder
 from flowdp.data.tensor_source import TensorSource
 from flowdp.errors import DataError
-from flowdp.messages import Part
+from flowdp.protocol.messages import Part
 
 X, Y = torch.rand(10, 3), torch.arange(10)
 

@@ -22,7 +22,7 @@ from flowdp.device.compiled import (
     make_room,
     uses_compile,
 )
-from flowdp.engine.copying import copy_module
+from flowdp.modules.copying import copy_module
 from flowdp.threads.crew import Crew
 
 RANKS = 10

@@ -10,7 +10,7 @@ import torch
 
 from flowdp.device import openmp
 from flowdp.device.openmp import barrier_ms, pause_openmp, set_own_threads
-from flowdp.device.process import ProcessTuning, tuned_process
+from flowdp.device.process_tuning import ProcessTuning, tuned_process
 from tests.device.fresh_thread import in_thread
 
 pytestmark = pytest.mark.usefixtures("three_threads")

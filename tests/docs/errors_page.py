@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 import flowdp
-from flowdp.messages import Averaged
+from flowdp.protocol.messages import Averaged
 
 __all__ = ["EXAMPLES", "PAGE", "missing", "named", "output", "rewritten", "same"]
 

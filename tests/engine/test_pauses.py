@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowdp.engine.pauses import Pauses
-from flowdp.messages import Requested
+from flowdp.protocol.messages import Requested
 
 
 class Wishes:

@@ -11,8 +11,8 @@ from queue import SimpleQueue
 import pytest
 
 from flowdp.engine.records import KEPT_CHECKPOINTS, KEPT_ROUNDS, Record, Records
-from flowdp.machine.commands import Finish, RoundEnded
 from flowdp.policy.tally import EpochMetrics, Tally
+from flowdp.protocol.commands import Finish, RoundEnded
 
 FINISH = Finish(None, False, 10, 2)
 

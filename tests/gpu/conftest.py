@@ -9,10 +9,11 @@ from itertools import cycle, islice
 import pytest
 import torch
 
-from flowdp import data_parallel
-from flowdp.data.feed import open_feeds
+from flowdp.data.open_feeds import open_feeds
+from flowdp.data_parallel import wrapper
 from flowdp.device.streams import CudaLane
-from flowdp.engine import assembly, launch
+from flowdp.engine import engine as engine_module
+from flowdp.replica import build
 
 Ranks = Callable[[int], Sequence[torch.device]]
 
@@ -68,6 +69,6 @@ def fake_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     def open_lanes(devices: Sequence[torch.device]) -> list[CudaLane]:
         return [CudaLane(device, card) for device in devices]
 
-    for door in (assembly, data_parallel):
+    for door in (build, wrapper):
         monkeypatch.setattr(door, "open_lanes", open_lanes)
-    monkeypatch.setattr(launch, "open_feeds", partial(open_feeds, cuda=card))
+    monkeypatch.setattr(engine_module, "open_feeds", partial(open_feeds, cuda=card))

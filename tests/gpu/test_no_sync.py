@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import flowdp
 from bench.gpu.checks import BATCH_SIZE, Single, faults_of, model, samples
 from flowdp.data import prefetch
-from flowdp.engine import launch
+from flowdp.engine import engine as engine_module
 
 # torch says once in a process that this mode is a prototype.
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode")
@@ -29,7 +29,7 @@ def poisonings(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> list[in
     count: list[int] = []
     own = prefetch.poison
     monkeypatch.setattr(prefetch, "poison", lambda memory: (count.append(1), own(memory)))
-    monkeypatch.setattr(launch, "open_feeds", partial(launch.open_feeds, poison=True))
+    monkeypatch.setattr(engine_module, "open_feeds", partial(engine_module.open_feeds, poison=True))
     return count
 
 

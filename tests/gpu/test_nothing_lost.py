@@ -16,16 +16,16 @@ from torch import Tensor, nn
 import flowdp
 from bench.gpu.checks import BATCH_SIZE, deviation, faults_of, held_by, samples
 from bench.gpu.checks import model as perceptron
+from flowdp.checkpoint.rank_state import capture
 from flowdp.collective.host import HostMean
 from flowdp.collective.local import DeviceMean
 from flowdp.collective.nccl import NcclMean
+from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import CudaLane, Lane, open_lanes
-from flowdp.device.tensors import FlatReplica
-from flowdp.engine import launch
-from flowdp.engine.capture import capture
-from flowdp.engine.context import CurrentWorker
-from flowdp.engine.learning_rate import LearningRate
-from flowdp.engine.replica import Replica
+from flowdp.device.worker_context import CurrentWorker
+from flowdp.engine import engine as engine_module
+from flowdp.replica.learning_rate import LearningRate
+from flowdp.replica.replica import Replica
 from tests.collective.fake_nccl import FakeNccl
 from tests.fakes import FakeCuda, FakeEvent
 from tests.gpu.conftest import Ranks, fake_streams
@@ -234,7 +234,7 @@ def over_nccl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     def collective(_: Any, policy: Any, replicas: Any, lanes: Any, meet: Any, hung: Any) -> NcclMean:
         return NcclMean(replicas, lanes, FakeNccl(lanes[0].cuda, lanes), hung)
 
-    monkeypatch.setattr(launch, "open_collective", collective)
+    monkeypatch.setattr(engine_module, "open_collective", collective)
     return {"devices": ["cpu"] * 3}
 
 

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.commands import (
+from flowdp.machine.async_rounds import SnapshotRounds
+from flowdp.machine.barrier_tasks import MINUTE_MS, Duties, SavePlan
+from flowdp.machine.coordinator import Coordinator, Life, RunConfig
+from flowdp.machine.exact_rounds import ExactRounds
+from flowdp.machine.planned_rounds import PlannedRounds
+from flowdp.options import CadenceOptions, Policy
+from flowdp.policy.drift import DriftReport
+from flowdp.policy.monitor import Monitor
+from flowdp.policy.tally import Tally
+from flowdp.protocol.commands import (
     AbortGate,
     Command,
     Direct,
@@ -23,13 +32,7 @@ from flowdp.machine.commands import (
     Save,
     Send,
 )
-from flowdp.machine.coordinator import Coordinator, Life, RunConfig
-from flowdp.machine.exact import ExactRounds
-from flowdp.machine.planned import PlannedRounds
-from flowdp.machine.position import Position
-from flowdp.machine.snapshots import SnapshotRounds
-from flowdp.machine.standstill import MINUTE_MS, Duties, SavePlan
-from flowdp.messages import (
+from flowdp.protocol.messages import (
     Abort,
     Adopt,
     Adopted,
@@ -52,10 +55,7 @@ from flowdp.messages import (
     Work,
     WorkerReady,
 )
-from flowdp.options import CadenceOptions, Policy
-from flowdp.policy.drift import DriftReport
-from flowdp.policy.monitor import Monitor
-from flowdp.policy.tally import Tally
+from flowdp.protocol.position import Position
 
 
 def coordinator(policy: Policy = "cadence", **given: Any) -> Coordinator:

@@ -6,10 +6,10 @@ import pytest
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.epochs import Epochs
-from flowdp.machine.position import OpenEpoch, Position
-from flowdp.messages import Work
 from flowdp.policy.ledger import Ledger
 from flowdp.policy.tally import RankSums
+from flowdp.protocol.messages import Work
+from flowdp.protocol.position import OpenEpoch, Position
 
 PACE = (1.0, 1.0)
 

@@ -20,7 +20,7 @@ from flowdp.machine.worker import (
     Step,
     WorkerMachine,
 )
-from flowdp.messages import (
+from flowdp.protocol.messages import (
     Abort,
     Adopt,
     Arrival,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import flowdp
-from flowdp.engine.context import CurrentWorker
+from flowdp.device.worker_context import CurrentWorker
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import flowdp
-from flowdp.engine.context import CurrentWorker
+from flowdp.device.worker_context import CurrentWorker
 
 SAMPLES, BATCH_SIZE, LR = 302, 4, 0.125
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import flowdp
 from bench.models import Gpt
-from flowdp import data_parallel
+from flowdp.data_parallel import wrapper
 from flowdp.device.streams import CudaLane
-from flowdp.engine.cuda_graph import CudaStepGraph
-from flowdp.engine.step_graph import CpuGraph
+from flowdp.graphs.cpu_graph import CpuGraph
+from flowdp.graphs.cuda_graph import CudaStepGraph
 from tests.collective.fake_nccl import FakeNccl
 from tests.fakes import FakeCuda
 from tests.wired import fake_link
@@ -127,11 +127,11 @@ def test_captured_steps_have_the_bits_of_eager_ones(
 def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """CPU devices as CUDA devices would run; in the end every access was ordered."""
     made = FakeCuda()
-    monkeypatch.setattr(data_parallel, "open_lanes", lambda devices: [CudaLane(d, made) for d in devices])
+    monkeypatch.setattr(wrapper, "open_lanes", lambda devices: [CudaLane(d, made) for d in devices])
     reached: list[FakeNccl] = []
     if request.param == "nccl":
         link = fake_link(reached.append)
-        monkeypatch.setattr(data_parallel, "open_loop", lambda _, lanes, sizes: link(lanes, sizes))
+        monkeypatch.setattr(wrapper, "open_loop", lambda _, lanes, sizes: link(lanes, sizes))
     with made.stream(made.default):
         yield made
     assert not made.races

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import flowdp
 from bench.gpu.checks import Single
 from flowdp.data.prefetch import PrefetchFeed
-from flowdp.engine.cuda_graph import CudaStepGraph
+from flowdp.graphs.cuda_graph import CudaStepGraph
 from tests.fake_graphs import Captures
 
 SAMPLES, STEPS = 70, 24

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import flowdp
-from flowdp import data_parallel
+from flowdp.data_parallel import wrapper
 from flowdp.device.streams import CudaLane
 from tests.collective.fake_nccl import FakeNccl
 from tests.fakes import FakeCuda
@@ -105,11 +105,11 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         yield None
         return
     cuda = FakeCuda()
-    monkeypatch.setattr(data_parallel, "open_lanes", lambda devices: [CudaLane(d, cuda) for d in devices])
+    monkeypatch.setattr(wrapper, "open_lanes", lambda devices: [CudaLane(d, cuda) for d in devices])
     made: list[FakeNccl] = []
     if request.param == "nccl":
         link = fake_link(made.append)
-        monkeypatch.setattr(data_parallel, "open_loop", lambda _, lanes, sizes: link(lanes, sizes))
+        monkeypatch.setattr(wrapper, "open_loop", lambda _, lanes, sizes: link(lanes, sizes))
     yield cuda
     assert not cuda.races
     for nccl in made:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, get_worker_info
 
 import flowdp
-from flowdp.engine.context import CurrentWorker
+from flowdp.device.worker_context import CurrentWorker
 from tests.numerics.conftest import WAIT_S, Door
 
 POLICIES = ("sync", "cadence", "async")

@@ -20,10 +20,10 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 
 import flowdp
 from flowdp import CollectiveError, OptionError, current_worker, record_scalar
-from flowdp.data.order import epoch_order
+from flowdp.data.epoch_order import epoch_order
+from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import CudaLane
-from flowdp.device.tensors import FlatReplica
-from flowdp.engine.exact import ExactReplica
+from flowdp.replica.exact_replica import ExactReplica
 
 SAMPLES, WINDOW, EPOCHS = 203, 20, 5  # 11 windows an epoch, the last of 3 samples; 55 steps
 STEPS = 55

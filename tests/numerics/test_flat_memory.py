@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flowdp
-from flowdp.engine.replica import Replica
+from flowdp.replica.replica import Replica
 
 SAMPLES, BATCH_SIZE, EPOCHS = 256, 4, 2
 WIDTH = 16

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import flowdp
-from flowdp.engine.context import CurrentWorker
+from flowdp.device.worker_context import CurrentWorker
 
 SAMPLES, BATCH_SIZE, EPOCHS = 203, 8, 3
 

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import flowdp
 from flowdp import OptionError, current_worker, record_scalar
-from flowdp.data.order import epoch_order
-from flowdp.engine.coordinator import CoordinatorShell
-from flowdp.machine.commands import Hurry
+from flowdp.data.epoch_order import epoch_order
+from flowdp.engine.coordinator_thread import CoordinatorShell
+from flowdp.protocol.commands import Hurry
 
 SAMPLES = 57
 draw = torch.Generator().manual_seed(0)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import flowdp
-from flowdp import FlowdpError, OptionError, data_parallel
+from flowdp import FlowdpError, OptionError
+from flowdp.data_parallel import wrapper
 from flowdp.device.streams import CudaLane
 from tests.collective.fake_world import in_threads
 from tests.fakes import FakeCuda
@@ -92,7 +93,7 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         yield None
         return
     cuda = FakeCuda()
-    monkeypatch.setattr(data_parallel, "open_lanes", lambda devices: [CudaLane(d, cuda) for d in devices])
+    monkeypatch.setattr(wrapper, "open_lanes", lambda devices: [CudaLane(d, cuda) for d in devices])
     yield cuda
     assert not cuda.races
 

@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flowdp import Callback, EpochMetrics, OptionError, StepError, Trainer, current_worker
-from flowdp.machine.commands import RoundEnded
 from flowdp.observe import banner, bar
 from flowdp.observe.bar import ProgressBar, wants_progress
 from flowdp.policy.tally import Tally
+from flowdp.protocol.commands import RoundEnded
 
 
 class Terminal(io.StringIO):

@@ -16,11 +16,11 @@ import pytest
 from flowdp.engine import records as records_module
 from flowdp.engine.records import Records
 from flowdp.errors import FlowdpError
-from flowdp.machine.commands import Finish, RoundEnded
 from flowdp.observe import observer as observer_module
 from flowdp.observe.callbacks import METHODS, Callback, EarlyStopping, OnCheckpoint
 from flowdp.observe.observer import Observer
 from flowdp.policy.tally import EpochMetrics, Tally
+from flowdp.protocol.commands import Finish, RoundEnded
 
 FINISH = Finish(None, False, 10, 2)
 

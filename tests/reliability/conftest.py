@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flowdp.engine import live
-from flowdp.messages import Requested
+from flowdp.engine import active_runs
+from flowdp.protocol.messages import Requested
 from tests.numerics.conftest import Witness
 
 
@@ -25,7 +25,7 @@ def one_thread() -> Iterator[None]:
 def stop_runs() -> Iterator[None]:
     """End what a failed test left going, so that the tests end, too."""
     yield
-    for engine in list(live._live):
+    for engine in list(active_runs._live):
         engine.request(Requested("stop"))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import flowdp
-from flowdp.engine.context import CurrentWorker
+from flowdp.device.worker_context import CurrentWorker
 from tests.numerics.conftest import WAIT_S, Door, Witness
 
 SAMPLES = 23

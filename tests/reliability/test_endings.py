@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import flowdp
 from flowdp import OptionError, StepError
-from flowdp.engine.checkpoint_file import read
+from flowdp.checkpoint.file import read
 from tests.numerics.conftest import Witness
 from tests.reliability.small import ENDLESS, SAMPLES, WAIT_S, Counts, Written, count, held_at, same, trainer
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import flowdp
 from flowdp import CheckpointOptions, EarlyStopping, FlowdpError, OptionError, StepError
-from flowdp.engine.checkpoint_file import read
+from flowdp.checkpoint.file import read
 from tests.numerics.conftest import Witness
 from tests.reliability.small import ENDLESS, WAIT_S, Door, count, stop, trainer
 

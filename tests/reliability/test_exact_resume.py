@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import flowdp
 from flowdp import CheckpointOptions
-from flowdp.engine.checkpoint_file import read
+from flowdp.checkpoint.file import read
 from tests.reliability.small import WAIT_S, Written, same
 
 pytestmark = pytest.mark.usefixtures("kept_replicas")

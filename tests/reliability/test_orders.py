@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler
 
 from flowdp import CheckpointError, CheckpointOptions, EpochMetrics, OptionError
-from flowdp.engine.checkpoint_file import read
+from flowdp.checkpoint.file import read
 from tests.numerics.conftest import Witness
 from tests.reliability.small import SAMPLES, stop_at, trainer
 

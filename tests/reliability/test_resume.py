@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomS
 
 import flowdp
 from flowdp import CheckpointError, CheckpointOptions, OptionError, StepError
-from flowdp.engine.checkpoint_file import read
-from flowdp.engine.context import CurrentWorker
+from flowdp.checkpoint.file import read
+from flowdp.device.worker_context import CurrentWorker
 from tests.numerics.conftest import Witness
 from tests.reliability.small import (
     ENDLESS,

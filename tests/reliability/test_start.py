@@ -15,7 +15,7 @@ from torch import nn
 
 import flowdp
 from bench.reliability.interrupts import interrupt, make, places
-from flowdp.engine.launch import Engine
+from flowdp.engine.engine import Engine
 from flowdp.threads.crew import Crew
 
 SAMPLED = 6
@@ -34,7 +34,7 @@ def test_a_ctrl_c_anywhere_in_start(tmp_path: Path) -> None:
     lines = places(trainer)
     assert len(lines) > 500
     # Most lines build what nothing holds yet; `python -m bench.reliability.interrupts` takes them all.
-    late = [place for place in lines if place.startswith(("engine/launch.py", "trainer.py"))][-14:]
+    late = [place for place in lines if place.startswith(("engine/engine.py", "trainer.py"))][-14:]
     chosen = [*lines[:: len(lines) // SAMPLED], *late]
     faults = [interrupt(trainer, place) for place in chosen]
     assert [fault for fault in faults if fault] == []

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import flowdp
 from flowdp import OutOfDeviceMemory, StepError
-from flowdp.data.reader import LoaderSource
+from flowdp.data.loader_source import LoaderSource
 from tests.numerics.conftest import Step, Witness
 from tests.reliability.small import BATCH, SAMPLES, WAIT_S, Counts, Written, count, trainer
 

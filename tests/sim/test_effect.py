@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from flowdp.machine.coordinator import RunConfig
-from flowdp.machine.position import OpenEpoch, Position
 from flowdp.machine.worker import Step
 from flowdp.policy.tally import RankSums
+from flowdp.protocol.position import OpenEpoch, Position
 from flowdp.sim.effect import Effect, Memory
 from flowdp.sim.scenario import Scenario
 from flowdp.sim.violation import Violation

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowdp.machine.coordinator import RunConfig
-from flowdp.messages import Arrival, Directives, StartEpoch, SyncNow
+from flowdp.protocol.messages import Arrival, Directives, StartEpoch, SyncNow
 from flowdp.sim.scenario import Crash, Scenario
 from flowdp.sim.world import World
 

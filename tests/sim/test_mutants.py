@@ -13,18 +13,23 @@ from typing import Any
 
 import pytest
 
-from flowdp.machine.block import Block
-from flowdp.machine.commands import AbortGate, Command, EpochEnded, Finish, Send
+from flowdp.machine.armed_rounds import Block
+from flowdp.machine.async_rounds import SnapshotRounds
+from flowdp.machine.barrier_tasks import Duties, Standstill
 from flowdp.machine.coordinator import Coordinator, Life, RunConfig
 from flowdp.machine.epochs import Epochs
-from flowdp.machine.exact import ExactRounds
-from flowdp.machine.planned import PlannedRounds
-from flowdp.machine.position import Position
-from flowdp.machine.rounds import GateState
-from flowdp.machine.snapshots import SnapshotRounds
-from flowdp.machine.standstill import Duties, Standstill
+from flowdp.machine.exact_rounds import ExactRounds
+from flowdp.machine.gate import GateState
+from flowdp.machine.planned_rounds import PlannedRounds
 from flowdp.machine.worker import Action, Done, Enter, Leave, Serve, Step, WorkerMachine
-from flowdp.messages import (
+from flowdp.options import CadenceOptions
+from flowdp.policy.cadence import Cadence
+from flowdp.policy.ledger import Deal, Ledger
+from flowdp.policy.recovery import OutlierFilter
+from flowdp.policy.shares import part_sizes
+from flowdp.policy.tally import EpochMetrics, RankSums
+from flowdp.protocol.commands import AbortGate, Command, EpochEnded, Finish, Send
+from flowdp.protocol.messages import (
     Abort,
     Arrival,
     DataEnded,
@@ -42,12 +47,7 @@ from flowdp.messages import (
     Tick,
     Work,
 )
-from flowdp.options import CadenceOptions
-from flowdp.policy.cadence import Cadence
-from flowdp.policy.ledger import Deal, Ledger
-from flowdp.policy.recovery import OutlierFilter
-from flowdp.policy.shares import part_sizes
-from flowdp.policy.tally import EpochMetrics, RankSums
+from flowdp.protocol.position import Position
 from flowdp.sim.effect import Effect
 from flowdp.sim.faults import Disturbance, Scenario, draw
 from flowdp.sim.lives import play
@@ -458,7 +458,9 @@ def ranks_are_told_of_different_splits(patch: Patch) -> None:
 
 @mutant("S15", 400)
 def a_rank_may_get_one_sample_whatever_the_model_needs(patch: Patch) -> None:
-    patch.setattr("flowdp.machine.exact.part_sizes", lambda samples, ratios, _: part_sizes(samples, ratios))
+    patch.setattr(
+        "flowdp.machine.exact_rounds.part_sizes", lambda samples, ratios, _: part_sizes(samples, ratios)
+    )
 
 
 @mutant("S16", 100)
@@ -490,7 +492,7 @@ def nobody_compares(patch: Patch) -> Machines:
 
 @mutant("S17", 1000)
 def replicas_that_differ_go_on(patch: Patch) -> None:
-    patch.setattr("flowdp.machine.exact._different", lambda acks: [])
+    patch.setattr("flowdp.machine.exact_rounds._different", lambda acks: [])
 
 
 @mutant("S1", 200)
@@ -954,7 +956,7 @@ def test_the_failing_seed_of_the_page_fails_so(monkeypatch: Patch) -> None:
 
 def test_a_short_timeout_that_doubles_is_no_bug(monkeypatch: Patch) -> None:
     """The control of the mutant: from the same short timeout, doubling reaches what is needed."""
-    monkeypatch.setattr("flowdp.machine.snapshots.SNAPSHOT_TIMEOUT_MS", 2.0)
+    monkeypatch.setattr("flowdp.machine.async_rounds.SNAPSHOT_TIMEOUT_MS", 2.0)
     World(SLOW_LINKS).run()
     for seed in range(100):
         World(draw(seed)).run()

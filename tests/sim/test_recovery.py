@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from flowdp.machine.coordinator import RunConfig
-from flowdp.machine.position import Position
 from flowdp.options import Policy
 from flowdp.policy.cadence import Cadence
+from flowdp.protocol.position import Position
 from flowdp.sim.faults import Disturbance, draw
 from flowdp.sim.lives import play
 from flowdp.sim.recovery import RECOVERY, judge_recovery

@@ -7,12 +7,21 @@ from collections.abc import Callable
 
 import pytest
 
-from flowdp.machine.commands import EpochEnded, Finish, Paused, RoundEnded
 from flowdp.machine.coordinator import Coordinator, RunConfig
 from flowdp.machine.worker import Step
-from flowdp.messages import DataEnded, Exiting, Outcome, Pace, Requested, Shutdown, StartEpoch, Update
 from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.tally import Tally, Work
+from flowdp.protocol.commands import EpochEnded, Finish, Paused, RoundEnded
+from flowdp.protocol.messages import (
+    DataEnded,
+    Exiting,
+    Outcome,
+    Pace,
+    Requested,
+    Shutdown,
+    StartEpoch,
+    Update,
+)
 from flowdp.sim.effect import Memory
 from flowdp.sim.faults import Scenario
 from flowdp.sim.rules import Rules, Violation

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from flowdp.machine.barrier_tasks import Duties, SavePlan
 from flowdp.machine.coordinator import RunConfig
-from flowdp.machine.position import OpenEpoch, Position
-from flowdp.machine.standstill import Duties, SavePlan
-from flowdp.messages import Requested
+from flowdp.protocol.messages import Requested
+from flowdp.protocol.position import OpenEpoch, Position
 from flowdp.sim.scenario import Crash, Scenario, Wish
 
 

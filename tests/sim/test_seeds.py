@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flowdp.machine.snapshots import SnapshotRounds
-from flowdp.machine.story import Story, replay
+from flowdp.machine.async_rounds import SnapshotRounds
+from flowdp.machine.event_log import Story, replay
 from flowdp.sim import __main__ as command_line
 from flowdp.sim.faults import draw
 from flowdp.sim.lives import play

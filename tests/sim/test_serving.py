@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from flowdp.machine.barrier_tasks import Duties
 from flowdp.machine.coordinator import RunConfig
-from flowdp.machine.standstill import Duties
-from flowdp.messages import Adopt, Adopted, Capture, Captured, Evaluate, Evaluated
+from flowdp.protocol.messages import Adopt, Adopted, Capture, Captured, Evaluate, Evaluated
 from flowdp.sim.clock import Clock
 from flowdp.sim.effect import Effect, Memory
 from flowdp.sim.scenario import Scenario

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flowdp.machine.worker import Done, Step, WorkerMachine
-from flowdp.messages import Outcome, StartEpoch, SyncNow, Throttle
 from flowdp.policy.tally import pace_ms
+from flowdp.protocol.messages import Outcome, StartEpoch, SyncNow, Throttle
 from flowdp.sim.rules import Violation
 from flowdp.sim.shell import Shell
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 from flowdp.machine.coordinator import RunConfig
-from flowdp.machine.position import Position
-from flowdp.messages import DataEnded
+from flowdp.protocol.messages import DataEnded
+from flowdp.protocol.position import Position
 from flowdp.sim.clock import Clock
 from flowdp.sim.faults import Scenario
 from flowdp.sim.source import VirtualReader

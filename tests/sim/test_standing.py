@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from flowdp.machine.commands import EpochEnded, Finish, RoundEnded, Save
+from flowdp.machine.barrier_tasks import MINUTE_MS, Duties, SavePlan
 from flowdp.machine.coordinator import RunConfig
-from flowdp.machine.position import OpenEpoch, Position
-from flowdp.machine.standstill import MINUTE_MS, Duties, SavePlan
-from flowdp.messages import Adopt, Capture, Captured, Evaluate, Outcome
 from flowdp.policy.monitor import Best, Monitor
 from flowdp.policy.tally import RankSums, Tally, Work
+from flowdp.protocol.commands import EpochEnded, Finish, RoundEnded, Save
+from flowdp.protocol.messages import Adopt, Capture, Captured, Evaluate, Outcome
+from flowdp.protocol.position import OpenEpoch, Position
 from flowdp.sim.effect import Effect, Memory
 from flowdp.sim.scenario import Scenario
 from flowdp.sim.standing import Standing

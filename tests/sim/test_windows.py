@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from flowdp.machine.commands import Finish
 from flowdp.machine.coordinator import RunConfig
 from flowdp.machine.worker import Step
-from flowdp.messages import Outcome, Part
+from flowdp.protocol.commands import Finish
+from flowdp.protocol.messages import Outcome, Part
 from flowdp.sim.faults import Crash, Scenario
 from flowdp.sim.violation import Violation
 from flowdp.sim.windows import Windows

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from flowdp.machine.commands import Command, EpochEnded, RoundEnded
 from flowdp.machine.coordinator import Coordinator, RunConfig
 from flowdp.machine.worker import WorkerMachine
-from flowdp.messages import Fact, Requested, Tick, WorkerReady
 from flowdp.options import Policy
+from flowdp.protocol.commands import Command, EpochEnded, RoundEnded
+from flowdp.protocol.messages import Fact, Requested, Tick, WorkerReady
 from flowdp.sim.faults import Crash, Scenario, Wish
 from flowdp.sim.rules import Violation
 from flowdp.sim.world import Machines, World

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from flowdp.errors import CollectiveAborted, ProtocolError
-from flowdp.messages import Arrival, Directives, Outcome
+from flowdp.protocol.messages import Arrival, Directives, Outcome
 from flowdp.threads.gate import Gate, Waiting
 from tests.watched import Watched
 

@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import nn
 
+from flowdp.collective.async_mean import Snapshots
 from flowdp.collective.local import DeviceMean, LocalMean
 from flowdp.collective.nccl import NcclMean
-from flowdp.collective.snapshot import Snapshots
+from flowdp.device.discovery import resolve_devices
+from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import HostLane
-from flowdp.device.tensors import FlatReplica
-from flowdp.device.topology import resolve_devices
 from flowdp.errors import OptionError, ProtocolError
-from flowdp.machine.commands import Average, Command, RoundAbandoned, RoundEnded, Send
 from flowdp.machine.coordinator import Coordinator, RunConfig
-from flowdp.machine.rounds import GateState
-from flowdp.messages import (
+from flowdp.machine.gate import GateState
+from flowdp.protocol.commands import Average, Command, RoundAbandoned, RoundEnded, Send
+from flowdp.protocol.messages import (
     Arrival,
     Averaged,
     Fact,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowdp.data.dataset import open_source
+from flowdp.data.open_source import open_source
 from flowdp.data.prefetch import PrefetchFeed
 from flowdp.device.streams import HostLane
 from flowdp.policy.budget import Memory, clamp_usage, prefetch_depth

@@ -19,21 +19,20 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiStepLR
 
 from flowdp import OptionError, Trainer, current_worker, record_scalar
+from flowdp.collective.async_mean import Snapshots
 from flowdp.collective.local import LocalMean
-from flowdp.collective.snapshot import Snapshots
-from flowdp.data.dataset import open_source
-from flowdp.data.feed import open_feeds
+from flowdp.data.open_feeds import open_feeds
+from flowdp.data.open_source import open_source
+from flowdp.device import worker_context
+from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import HostLane
-from flowdp.device.tensors import FlatReplica
-from flowdp.engine import context
-from flowdp.engine.context import CurrentWorker, bind
+from flowdp.device.worker_context import CurrentWorker, bind
 from flowdp.engine.failures import Failures
-from flowdp.engine.learning_rate import LearningRate
 from flowdp.engine.meter import HostMeter, Report
-from flowdp.engine.replica import Replica
-from flowdp.engine.worker import Mail, Worker
+from flowdp.engine.worker_thread import Mail, Worker
 from flowdp.machine.worker import Done
-from flowdp.messages import (
+from flowdp.policy.pool_size import PoolSize
+from flowdp.protocol.messages import (
     Abort,
     Fact,
     RequestParams,
@@ -43,7 +42,8 @@ from flowdp.messages import (
     StepsDone,
     SyncNow,
 )
-from flowdp.policy.pool_size import PoolSize
+from flowdp.replica.learning_rate import LearningRate
+from flowdp.replica.replica import Replica
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
 
@@ -156,7 +156,7 @@ def a_single_device(vector: dict[str, Any]) -> Answers:
 @pytest.fixture(autouse=True)
 def _bound_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread belongs to no worker before the test, nor behind it."""
-    monkeypatch.setattr(context._local, "worker", None, raising=False)
+    monkeypatch.setattr(worker_context._local, "worker", None, raising=False)
 
 
 def fresh_worker() -> HostMeter:

@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 
-from flowdp.machine.commands import Command, EpochEnded, RoundEnded, Send
+from flowdp.machine.async_rounds import SnapshotRounds
 from flowdp.machine.coordinator import Coordinator, RunConfig
 from flowdp.machine.epochs import Epochs
-from flowdp.machine.rounds import GateState, decide
-from flowdp.machine.snapshots import SnapshotRounds
+from flowdp.machine.gate import GateState, decide
 from flowdp.machine.worker import Enter, Idle, Leave, Snapshot, Step, WorkerMachine
-from flowdp.messages import (
+from flowdp.options import CadenceOptions
+from flowdp.policy.cadence import Cadence
+from flowdp.policy.lead import Overshoot
+from flowdp.policy.ledger import Ledger
+from flowdp.protocol.commands import Command, EpochEnded, RoundEnded, Send
+from flowdp.protocol.messages import (
     Arrival,
     Averaged,
     Directives,
@@ -34,10 +38,6 @@ from flowdp.messages import (
     Work,
     WorkerReady,
 )
-from flowdp.options import CadenceOptions
-from flowdp.policy.cadence import Cadence
-from flowdp.policy.lead import Overshoot
-from flowdp.policy.ledger import Ledger
 from tests.vectors.book import Answers, Book, Vector
 
 AREAS = {

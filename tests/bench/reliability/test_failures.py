@@ -12,8 +12,8 @@ import pytest
 from bench.reliability import trial
 from bench.reliability.failures import main, matrix
 from bench.reliability.faults import ALL, BACKENDS, POLICIES, WHENS, Case, Fault, all_cases
-from flowdp.engine.finite import Numbers
-from flowdp.engine.place import Place
+from flowdp.engine.error_context import Place
+from flowdp.engine.nan_guard import Numbers
 from flowdp.engine.records import Records
 
 FOUND_FAULTS = {

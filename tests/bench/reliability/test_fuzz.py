@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from bench.reliability.fuzz import MUTATIONS, files, fuzz, main, mutated
-from flowdp.engine import checkpoint_file
-from flowdp.engine.checkpoint_file import read
+from flowdp.checkpoint import file as checkpoint_file
+from flowdp.checkpoint.file import read
 
 
 def test_mutations_are_read_or_refused() -> None:

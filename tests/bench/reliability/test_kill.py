@@ -11,8 +11,8 @@ import pytest
 from bench.reliability import kill as bench
 from bench.reliability.kill import POINTS, POLICIES, kill, main
 from bench.reliability.lives import Aim, Plan
-from flowdp.engine import store
-from flowdp.engine.resume import Resumed
+from flowdp.checkpoint import folder
+from flowdp.checkpoint.resume import Resumed
 
 SECOND = Aim("sync folder", write=2)
 
@@ -45,8 +45,8 @@ def test_a_model_that_is_not_put_back_is_seen(policy: Any, monkeypatch: pytest.M
 
 
 def test_work_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = store.Store.paths
-    monkeypatch.setattr(store.Store, "paths", lambda own: paths(own)[1:] or paths(own))
+    paths = folder.Store.paths
+    monkeypatch.setattr(folder.Store, "paths", lambda own: paths(own)[1:] or paths(own))
     faults = kill(1, plans=[Plan("sync")], aims=[SECOND]).faults
     assert any("a life began at" in fault for fault in faults)
 
@@ -59,8 +59,8 @@ def test_a_file_that_has_its_name_too_early_is_seen(monkeypatch: pytest.MonkeyPa
         path.with_name("x.tmp").touch()  # the second file that is opened: here it ends
         path.write_bytes(whole)
 
-    write = store.write
-    monkeypatch.setattr(store, "write", careless)
+    write = folder.write
+    monkeypatch.setattr(folder, "write", careless)
     faults = kill(1, plans=[Plan("cadence")], aims=[Aim("open", write=2)]).faults
     assert any("has the name of a whole one" in fault for fault in faults)
 
@@ -71,11 +71,11 @@ def test_a_file_that_is_left_over_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
             left.touch()  # of no write that follows: none replaces it
         write(path, state, also=also)
 
-    write = store.write
-    monkeypatch.setattr(store, "write", careless)
+    write = folder.write
+    monkeypatch.setattr(folder, "write", careless)
     killed_twice: dict[str, Any] = {"plans": [Plan("sync")], "aims": [SECOND, SECOND]}
     assert kill(2, **killed_twice).faults == []
-    monkeypatch.setattr(store, "LEFT_OVER", re.compile("x"))
+    monkeypatch.setattr(folder, "LEFT_OVER", re.compile("x"))
     assert any("is still there" in fault for fault in kill(2, **killed_twice).faults)
 
 

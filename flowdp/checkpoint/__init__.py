@@ -1,0 +1,1 @@
+"""Checkpoints: the state of each rank, the file, the folder, and resuming."""

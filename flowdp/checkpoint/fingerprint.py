@@ -1,0 +1,133 @@
+"""What of a run must be the same where a checkpoint of it is resumed, and how two runs differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flowdp.checkpoint.file import plain
+from flowdp.data.source import Source
+from flowdp.protocol.position import Position
+
+__all__ = ["differences", "fingerprint", "orders", "table_differences", "tensor_form"]
+
+SHOWN = 5
+"""Differences of a model that are named."""
+
+
+def fingerprint(
+    module: nn.Module,
+    optimizers: Iterable[Optimizer],
+    *,
+    dataset_length: int | None,
+    monitor: Sequence[str] | None = None,
+    **order: Any,
+) -> dict[str, Any]:
+    """What a checkpoint says of its run, as plain data.
+
+    Args:
+        module: The model, on any device.
+        optimizers: Of a replica, in order.
+        dataset_length: Samples of the dataset; None where it has no length.
+        monitor: Name and mode of what early stopping watches; another one is no reason to refuse.
+        order: What decides which samples a batch of an epoch has, by the names of the user's arguments:
+            batch_size, seed, shuffle, drop_last and the like.
+
+    Raises:
+        CheckpointError: An argument is not plain.
+    """
+    tables = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    model = {name: _form(tensor) for table in tables for name, tensor in table}
+    kinds = [type(optimizer).__name__ for optimizer in optimizers]
+    said: dict[str, Any] = plain(
+        {
+            "model": model,
+            "optimizers": kinds,
+            "dataset_length": dataset_length,
+            "monitor": monitor,
+            "order": order,
+        }
+    )
+    return said
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, inside_epoch: bool) -> list[str]:
+    """Why a run cannot go on from a checkpoint; empty where it can.
+
+    Args:
+        saved: Fingerprint of the checkpoint.
+        now: That of the run.
+        inside_epoch: Whether the checkpoint lies inside an epoch: then its batches must be the same ones.
+    """
+    found = []
+    if model := table_differences(_table(saved, "model"), now["model"]):
+        found.append(f"another model: {model}")
+    # Another one would take its state and its learning rate for its own.
+    if saved.get("optimizers") != now["optimizers"]:
+        found.append(f"the optimizers were {saved.get('optimizers')}, they are {now['optimizers']} now")
+    length = saved.get("dataset_length")
+    if length != now["dataset_length"]:
+        found.append(f"the dataset had {_count(length)}, it has {_count(now['dataset_length'])} now")
+    if inside_epoch:
+        before, after = _table(saved, "order"), now["order"]
+        found += [
+            f"{name} was {before.get(name)!r}, it is {after.get(name)!r} now: inside an epoch it must stay"
+            for name in _union(before, after)
+            if before.get(name) != after.get(name)
+        ]
+    return found
+
+
+def orders(source: Source, position: Position) -> dict[int, int]:
+    """Checksums of what a sampler has drawn, by epoch, of those of which a part is trained.
+
+    Empty where the order is flowdp's own, which the fingerprint tells.
+
+    Args:
+        source: Of the run. It has dealt what is trained, or was asked for it.
+        position: Where the run stands.
+
+    Threads:
+        Any.
+    """
+    begun = [one.epoch for one in position.open if one.position > len(one.missing)]
+    found = {epoch: source.checksum(epoch) for epoch in begun}
+    return {epoch: checksum for epoch, checksum in found.items() if checksum is not None}
+
+
+def table_differences(saved: Mapping[str, str], own: Mapping[str, str]) -> str:
+    """The first differences of two tables of tensors in words; "" where there are none."""
+    found = [
+        f"{name!r} is {saved.get(name, 'missing')} in the checkpoint and {own.get(name, 'missing')} here"
+        for name in _union(saved, own)
+        if saved.get(name) != own.get(name)
+    ]
+    more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return "; ".join(found[:SHOWN]) + more
+
+
+def tensor_form(tensor: Tensor) -> str:
+    """Dtype and shape, as text."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _form(tensor: Tensor) -> str:
+    is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    return tensor_form(tensor) + (" frozen" if is_frozen else "")
+
+
+def _count(length: object) -> str:
+    return "no length" if length is None else f"{length} samples"
+
+
+def _table(saved: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A part of a fingerprint that came from a file, where nothing but its being a dict is known."""
+    table = saved.get(name)
+    return table if isinstance(table, dict) else {}
+
+
+def _union(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    return [*saved, *(name for name in own if name not in saved)]

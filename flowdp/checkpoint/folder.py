@@ -1,0 +1,172 @@
+"""The folder of a run's checkpoints: which file is the newest, and which ones stay."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flowdp.checkpoint.file import UNFINISHED, plain, read, remove, write
+from flowdp.checkpoint.folder_lock import FolderLock
+from flowdp.errors import CheckpointError
+from flowdp.options import CheckpointOptions
+from flowdp.policy.monitor import Monitor
+
+__all__ = ["Store", "plain", "read", "write"]
+
+BEST = "best.pt"
+NAME = re.compile(r"step-\d{12,}-(\d+)\.pt")
+LEFT_OVER = re.compile(rf"(step-\d{{12,}}-\d+|best)\.pt{re.escape(UNFINISHED)}")
+
+log = logging.getLogger("flowdp")
+
+
+class Store:
+    """The checkpoints of one run.
+
+    Files are called `step-<global step>-<number>.pt`. Each new one has a higher number than all that are
+    there, whatever its step: so the newest is that of the last run also where this went back to an earlier
+    checkpoint, or began anew in a used folder.
+
+    Args:
+        options: The folder, which is made, and what stays in it. What a killed process has left unfinished
+            there is removed at the first `save`.
+
+    Attributes:
+        best: Best value of the metric that `keep_best` names; None before the first.
+
+    Raises:
+        CheckpointError: The folder cannot be made or read.
+
+    Threads: one at a time. A run that writes into the folder takes it first.
+    """
+
+    def __init__(self, options: CheckpointOptions) -> None:
+        self.options = options
+        self.best: float | None = None
+        self._folder = Path(options.dir)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._lost(error) from error
+        self._lock = FolderLock(self._folder)
+        self._is_swept = False
+        self._refused: set[Path] = set()  # none to go on from, so none of those that stay
+
+    def take(self) -> None:
+        """Take the folder for a run.
+
+        Raises:
+            OptionError: Another live run writes there.
+        """
+        self._lock.take()
+
+    def end(self) -> None:
+        """Note that the run has ended: it releases the folder once its last file is written."""
+        self._lock.end()
+
+    def give_back(self) -> None:
+        """Let another run have the folder; a second time does nothing.
+
+        Threads:
+            Any.
+        """
+        self._lock.give_back()
+
+    def paths(self) -> list[Path]:
+        """The checkpoints that are there, newest first; `best.pt` is not among them."""
+        numbered = [
+            (int(match[1]), path)
+            for path in self._files()
+            if (match := NAME.fullmatch(path.name)) is not None
+        ]
+        return [path for _, path in sorted(numbered, reverse=True)]
+
+    def newest(self) -> tuple[Path, dict[str, Any]] | None:
+        """The newest checkpoint that can be read, after all others `best.pt`; None where there is none.
+
+        One that cannot be read is logged with its reason.
+        """
+        best = self._folder / BEST
+        for path in [*self.paths(), *([best] if best.exists() else [])]:
+            try:
+                return path, read(path)
+            except CheckpointError as error:
+                log.warning("%s; the one before it is taken", error)
+                self._refused.add(path)
+        return None
+
+    def follow(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint: its best value is the one to beat, if it is of the same metric."""
+        self.best = state["best"] if state.get("keep_best") == self.options.keep_best else None
+
+    def save(
+        self, state: Mapping[str, Any], *, version: int, global_step: int, value: float | None = None
+    ) -> Path:
+        """Write a checkpoint, then remove those that need not stay.
+
+        Args:
+            state: As of `write`; what is said here is filled in.
+            version: Of the checkpoint in its run.
+            global_step: Steps of all ranks before it.
+            value: Of the metric that `keep_best` names; None where it has none here.
+
+        Raises:
+            CheckpointError: It could not be written; those before it are untouched.
+        """
+        self._sweep()
+        there = self.paths()
+        number = version if not there else max(version, _number(there[0]) + 1)
+        path = self._folder / f"step-{global_step:012d}-{number}.pt"
+        is_best = value is not None and self._is_better(value)
+        best = value if is_best else self.best
+        filled = {
+            **state,
+            "version": version,
+            "global_step": global_step,
+            "best": None if best is None else float(best),
+            "keep_best": self.options.keep_best,
+        }
+        try:
+            write(path, filled, also=self._folder / BEST if is_best else None)
+        except CheckpointError as error:
+            error.version = version
+            raise
+        self.best = best
+        whole = [one for one in self.paths() if one not in self._refused]
+        for old in whole[self.options.keep_last :]:
+            remove(old)
+        return path
+
+    def _sweep(self) -> None:
+        """Once, and not before this run writes: until then the folder may be another one's, at work."""
+        if not self._is_swept:
+            self._is_swept = True
+            for path in self._files():
+                if LEFT_OVER.fullmatch(path.name):
+                    remove(path)
+
+    def _is_better(self, value: float) -> bool:
+        keep_best = self.options.keep_best
+        if keep_best is None:
+            return False
+        return Monitor(*keep_best).is_better(value, math.nan if self.best is None else self.best)
+
+    def _files(self) -> list[Path]:
+        try:
+            return list(self._folder.iterdir())
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"the checkpoint folder {self._folder} cannot be used ({error.strerror}); give another one",
+            path=str(self._folder),
+        )
+
+
+def _number(path: Path) -> int:
+    return int(path.stem.rpartition("-")[2])

@@ -1,0 +1,249 @@
+"""What one rank keeps in a checkpoint: copied to the host at a standstill, and put back before a run.
+
+All ranks have the same parameters then, so one of them gives the model for all. Optimizers, scale of the
+loss, random numbers and learning rates are each rank's own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from flowdp.checkpoint.fingerprint import table_differences, tensor_form
+from flowdp.device.streams import QUIET, Lane
+from flowdp.errors import CheckpointError
+from flowdp.policy.formats import format_error
+from flowdp.replica.factories import all_of
+from flowdp.replica.replica import Replica
+
+__all__ = ["capture", "of_rank", "restore"]
+
+
+def capture(replica: Replica, *, shared: bool) -> Callable[[], dict[str, Any]]:
+    """Copy to the host what a checkpoint keeps of a rank.
+
+    Args:
+        replica: The rank's.
+        shared: Also "model", the module's state_dict by its own names, and "buffers", those that are not in
+            it. One rank does so for all.
+
+    Returns:
+        What waits for the copies, and gives them: a dict of "optimizers" (in the form in which the user gave
+        them), "scaler", "generator" (both None where there is none), "learning_rate". No tensor in it shares
+        memory with the replica; those that are one there are one here.
+
+    Threads:
+        The rank's worker, while all ranks stand still. The result: any, once.
+
+    Streams:
+        On `compute`, which must be the current one. The host goes on at once, but for the scale of "fp16".
+    """
+    scaler = replica._scaler
+    state: dict[str, Any] = {
+        "optimizers": _each(replica.optimizers, lambda optimizer: optimizer.state_dict()),
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "generator": _generator_state(replica.device),
+        "learning_rate": replica.learning_rate.state_dict(),
+    }
+    if shared:
+        module = replica.module
+        state["model"] = dict(module.state_dict())
+        state["buffers"] = _hidden_buffers(module)
+    leaves, form = tree_flatten(state)
+    copies, arrived = _to_host(leaves, replica.lane)
+
+    def wait() -> dict[str, Any]:
+        arrived()
+        made: dict[str, Any] = tree_unflatten(copies, form)
+        return made
+
+    return wait
+
+
+def of_rank(ranks: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
+    """What a rank takes from a checkpoint of any number of ranks: that of rank `rank % len(ranks)`.
+
+    A rank beyond the saved ones keeps the random numbers it was seeded with: two devices must not draw the
+    same ones.
+    """
+    state = dict(ranks[rank % len(ranks)])
+    return state if rank < len(ranks) else {**state, "generator": None}
+
+
+@torch.no_grad()
+def restore(
+    replica: Replica, state: Mapping[str, Any], model: Mapping[str, Any], buffers: Mapping[str, Tensor]
+) -> None:
+    """Make of a replica what was captured: the same bits, in the memory it has.
+
+    Args:
+        replica: Newly built.
+        state: Of its rank; see `of_rank`. It may be given to several ranks. All but "optimizers" may be None.
+        model: Of the checkpoint.
+        buffers: Of the checkpoint.
+
+    Raises:
+        CheckpointError: Model, optimizers or schedulers are others than those of the checkpoint.
+
+    Threads:
+        The one that builds, before the workers run.
+
+    Streams:
+        On `compute`; all of it is done on return.
+    """
+    lane = replica.lane
+    try:
+        with lane.on(lane.compute):
+            _restore_model(replica.module, model, buffers)
+            _restore_optimizers(replica, state["optimizers"])
+            if replica._scaler is not None and state["scaler"] is not None:
+                replica._scaler.load_state_dict(state["scaler"])
+            replica.learning_rate.load_state_dict(state["learning_rate"])
+        if state["generator"] is not None and replica.device.type == "cuda":
+            torch.cuda.set_rng_state(state["generator"], replica.device)
+    except CheckpointError:
+        raise
+    except Exception as error:  # of whatever stands in a file that fits none of what it is given to
+        raise CheckpointError(
+            f"the checkpoint does not fit this run ({format_error(error)}): resume with the model, "
+            f"optimizer and scheduler that were trained"
+        ) from error
+    finally:
+        lane.drain()
+
+
+# ---------------------------------------------------------------- to the host
+def _to_host(leaves: Sequence[Any], lane: Lane) -> tuple[list[Any], Callable[[], None]]:
+    """Copies of the leaves, tensors on the host, and what waits for them."""
+    made: dict[object, Tensor] = {}
+    copies: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            key = _memory(leaf)
+            if key not in made:
+                made[key] = _copied(leaf.detach(), lane)
+            copies.append(made[key])
+        else:
+            copies.append(_copied_object(leaf))
+    if not lane.is_async:
+        return copies, _nothing
+    mark = lane.event()
+    mark.record(lane.compute)
+    return copies, mark.synchronize
+
+
+def _copied(tensor: Tensor, lane: Lane) -> Tensor:
+    # What lies on the host is the host's to change: it is copied now.
+    if not lane.is_async or tensor.device != lane.device or tensor.layout is not torch.strided:
+        return tensor.clone()
+    with QUIET:
+        host = lane.pinned((tensor.numel(),), tensor.dtype)
+    strides = torch.empty_like(tensor, device="meta").stride()
+    return host.as_strided(tensor.shape, strides).copy_(tensor, non_blocking=True)
+
+
+def _copied_object(leaf: Any) -> Any:
+    try:
+        return copy.deepcopy(leaf)
+    except Exception:  # what cannot be copied is not plain: the writer names its place
+        return leaf
+
+
+def _memory(tensor: Tensor) -> object:
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _nothing() -> None: ...
+
+
+def _generator_state(device: torch.device) -> Tensor | None:
+    """Of a CUDA device; that of the CPU belongs to the process, and the user."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def _hidden_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers that the state_dict leaves out."""
+    shown = module.state_dict().keys()
+    return {name: buffer for name, buffer in module.named_buffers() if name not in shown}
+
+
+def _each(optimizers: Any, take: Callable[[Optimizer], Any]) -> Any:
+    """What `take` makes of every optimizer, in the form in which they are."""
+    if isinstance(optimizers, Mapping):
+        return {name: take(optimizer) for name, optimizer in optimizers.items()}
+    return [take(optimizer) for optimizer in optimizers]
+
+
+# ---------------------------------------------------------------- and back
+def _restore_model(module: nn.Module, model: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> None:
+    own, hidden = module.state_dict(), _hidden_buffers(module)
+    found = table_differences(
+        {name: _form(value) for name, value in {**model, **buffers}.items()},
+        {name: _form(value) for name, value in {**own, **hidden}.items()},
+    )
+    if found:
+        raise CheckpointError(
+            f"the checkpoint is of another model: {found}; build the model that was trained, or start anew "
+            f"with resume=False"
+        )
+    own.update(model)  # it has the versions of the layers, by which some of them read
+    module.load_state_dict(own)
+    for name, tensor in buffers.items():
+        hidden[name].copy_(tensor)
+
+
+def _form(value: Any) -> str:
+    return tensor_form(value) if isinstance(value, Tensor) else "no tensor"
+
+
+def _restore_optimizers(replica: Replica, saved: Any) -> None:
+    mine = replica.optimizers
+    if _names(mine) != _names(saved):
+        raise CheckpointError(
+            f"the checkpoint has the optimizers {_names(saved)}, this run has {_names(mine)}: resume with "
+            f"the same ones"
+        )
+    states = saved.values() if isinstance(saved, Mapping) else saved
+    for optimizer, state in zip(all_of(mine), states, strict=True):
+        _restore_optimizer(optimizer, state)
+
+
+def _names(optimizers: Any) -> list[Any]:
+    return list(optimizers) if isinstance(optimizers, Mapping) else list(range(len(optimizers)))
+
+
+def _restore_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    groups = optimizer.param_groups
+    optimizer.load_state_dict(dict(saved))
+    # The groups stay the objects that the learning rate knows, tensors in them what a captured step reads.
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        for name, value in loaded.items():
+            if isinstance(group.get(name), Tensor) and isinstance(value, Tensor):
+                group[name].copy_(value)
+            else:
+                group[name] = value
+    optimizer.param_groups = groups
+    # Torch has put the state where it belongs, in the dtype of the parameter. Now each value becomes the
+    # saved one, and this optimizer's alone.
+    parameters = dict(enumerate(parameter for group in groups for parameter in group["params"]))
+    for key, entry in saved["state"].items():
+        placed = optimizer.state[parameters.get(key, key)]
+        for name in entry.keys() & placed.keys():
+            placed[name] = _as_saved(entry[name], placed[name])
+
+
+def _as_saved(value: Any, placed: Any) -> Any:
+    devices = [leaf.device for leaf in tree_leaves(placed) if isinstance(leaf, Tensor)]
+
+    def copied(leaf: Any) -> Any:
+        return leaf.to(devices[0], copy=True) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+
+    return tree_map(copied, value)

@@ -1,0 +1,357 @@
+"""Where a run begins: at a checkpoint, at what another run has made, or at its beginning."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from flowdp.checkpoint.file import read
+from flowdp.checkpoint.fingerprint import differences, orders
+from flowdp.checkpoint.folder import Store
+from flowdp.checkpoint.rank_state import of_rank, restore
+from flowdp.data.source import Source
+from flowdp.errors import CheckpointError, OptionError
+from flowdp.options import CheckpointOptions
+from flowdp.policy.monitor import Best
+from flowdp.policy.tally import EpochMetrics
+from flowdp.protocol.position import Position
+from flowdp.replica.exact_replica import ExactReplica
+from flowdp.replica.learning_rate import LearningRate
+from flowdp.replica.replica import Replica
+
+__all__ = ["Resumed", "Stood", "find"]
+
+ANEW = "the epoch in which the given state stood begins anew: %s"
+
+log = logging.getLogger("flowdp")
+
+
+@dataclass(frozen=True)
+class Stood:
+    """Where a run stood, and of which batches that speaks.
+
+    Attributes:
+        position: Where.
+        fingerprint: Of the run.
+        learning_rate: As of `LearningRate.state_dict`.
+        orders: Checksums of what a sampler drew for the open epochs; None: nobody knows.
+    """
+
+    position: Position
+    fingerprint: Mapping[str, Any]
+    learning_rate: Mapping[str, Any]
+    orders: Mapping[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run goes on from.
+
+    Attributes:
+        position: Where it stood.
+        model: The module's state_dict.
+        buffers: What of its buffers is not in that.
+        ranks: What each rank kept for itself; at least one.
+        history: Records of the epochs that were complete.
+        best: Model of the best epoch, where that was kept.
+        fingerprint: Of the run; None: nobody knows.
+        orders: Checksums of what a sampler drew for the open epochs; None: nobody knows.
+        path: The file; None where there is none.
+        older: Files before it in the folder, to go on from where its order of samples cannot be had again.
+        stood: Where in its epochs it stood, if `position` is but the first one's beginning.
+    """
+
+    position: Position
+    model: Mapping[str, Any]
+    ranks: Sequence[Mapping[str, Any]]
+    history: Sequence[EpochMetrics] = ()
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    best: Mapping[str, Tensor] | None = None
+    fingerprint: Mapping[str, Any] | None = None
+    orders: Mapping[int, int] | None = None
+    path: Path | None = None
+    stood: Stood | None = None
+    older: Iterator[Resumed] = field(default_factory=lambda: iter(()))
+
+    @classmethod
+    def of(
+        cls,
+        model: Mapping[str, Any],
+        optimizers: Any,
+        history: Sequence[EpochMetrics],
+        global_step: int,
+        stood: Stood | None = None,
+    ) -> Resumed:
+        """To go on from a model and what its optimizers had, at an epoch's beginning to begin with.
+
+        Args:
+            model: The module's state_dict.
+            optimizers: Of one optimizer its state_dict, of several a sequence or a mapping of these.
+            history: Records of the complete epochs.
+            global_step: Steps of all ranks so far.
+            stood: Where it stood inside an epoch; None: nobody knows.
+        """
+        is_one = isinstance(optimizers, Mapping) and "param_groups" in optimizers
+        # One that `max_steps` cut short has a record, too.
+        done = sum(one.is_complete for one in history) if stood is None else stood.position.done
+        own = {"scaler": None, "generator": None, "learning_rate": None}
+        return cls(
+            position=Position(world_size=1, done=done, global_step=global_step, planned=global_step),
+            model=model,
+            ranks=[{"optimizers": [optimizers] if is_one else optimizers, **own}],
+            history=history[:done],
+            stood=stood,
+        )
+
+    def enter(
+        self,
+        fingerprint: Mapping[str, Any],
+        epochs: int | None,
+        max_steps: int | None,
+        learning_rate: LearningRate,
+        open_source: Callable[[Position], Source],
+    ) -> tuple[Resumed, Source]:
+        """Open the dataset where the run goes on, and say where that is.
+
+        Where a sampler draws another order than that of an open epoch, the files before are tried, those of
+        the ends of epochs among them; the log says which was left out, and why.
+
+        A TrainedState may be used for anything: where the epoch in which it stood has other batches in this
+        run, that begins anew, and the log says so; where the run begins with another learning rate or other
+        schedulers, these are its own. Of a file the same batches and schedulers are demanded.
+
+        Args:
+            fingerprint: Of the run.
+            epochs: How many it has.
+            max_steps: After how many it ends.
+            learning_rate: Of a replica as it was built.
+            open_source: Opens the dataset at a position.
+
+        Raises:
+            CheckpointError: Its model or its data are others.
+            DataError: A sampler failed.
+            OptionError: The run would end before.
+
+        Threads:
+            The one that starts the run; samplers draw in it.
+        """
+        given = self._rated(learning_rate)
+        resumed = given._inside(fingerprint)
+        resumed.check(fingerprint, epochs, max_steps)
+        try:
+            source = open_source(resumed.position)
+            resumed.check_orders(source)
+        except CheckpointError as error:
+            if resumed is given:
+                older = next(self.older, None)
+                if older is None:
+                    raise
+                log.warning("%s; %s is taken", error, older)
+                older = replace(older, older=self.older)
+                return older.enter(fingerprint, epochs, max_steps, learning_rate, open_source)
+            log.warning(ANEW, error)
+            return given, open_source(given.position)
+        return resumed, source
+
+    def _rated(self, learning_rate: LearningRate) -> Resumed:
+        if self.stood is None or not learning_rate.is_like(self.stood.learning_rate):
+            return self
+        return replace(self, ranks=[{**self.ranks[0], "learning_rate": self.stood.learning_rate}])
+
+    def _inside(self, fingerprint: Mapping[str, Any]) -> Resumed:
+        stood = self.stood
+        if stood is None:
+            return self
+        is_open = bool(stood.position.open)
+        if found := differences(stood.fingerprint, fingerprint, inside_epoch=is_open):
+            if is_open:
+                log.warning(ANEW, "; ".join(found))
+            return self
+        is_new = self.ranks[0]["learning_rate"] is None  # such a scheduler has no epochs to judge
+        position = replace(
+            stood.position,
+            metric=None if is_new else stood.position.metric,
+            best=replace(stood.position.best, bad=0),  # who goes on after an early stop wants more than none
+        )
+        return replace(self, position=position, fingerprint=stood.fingerprint, orders=stood.orders)
+
+    def check(self, fingerprint: Mapping[str, Any], epochs: int | None, max_steps: int | None) -> None:
+        """Check that a run can go on from here.
+
+        Args:
+            fingerprint: Of the run.
+            epochs: How many it has.
+            max_steps: After how many it ends.
+
+        Raises:
+            CheckpointError: Its model or its data are others.
+            OptionError: The run would end before.
+        """
+        position = self.position
+        if self.fingerprint is not None:
+            found = differences(self.fingerprint, fingerprint, inside_epoch=bool(position.open))
+            if found:
+                raise self._refused(
+                    f"{'; '.join(found)}. Give what it was trained with, or resume=False and another folder "
+                    "to start anew"
+                )
+        # An epoch may have been opened ahead of time, and nothing dealt of it.
+        begun = position.done + sum(bool(one.position) for one in position.open)
+        if epochs is not None and epochs < begun:
+            raise OptionError(f"epochs={epochs} is less than the {begun} that {self} has begun")
+        if max_steps is not None and max_steps < position.global_step:
+            raise OptionError(f"max_steps={max_steps} is less than the {position.global_step} of {self}")
+
+    def check_orders(self, source: Source) -> None:
+        """Check that the epochs of which a part is trained have the batches that they had.
+
+        Where a sampler makes them it draws these epochs here, and no other.
+
+        Args:
+            source: Of the run that goes on, before it starts.
+
+        Raises:
+            CheckpointError: A sampler draws another order.
+            DataError: It failed.
+
+        Threads:
+            The one that starts the run.
+        """
+        for one in self.position.open:
+            source.indices(one.epoch, 0)
+        now = orders(source, self.position)
+        for one in self.position.open:
+            if self.orders is not None and self.orders.get(one.epoch) != now.get(one.epoch):
+                raise self._refused(
+                    f"in epoch {one.epoch}, of which a part is trained, the sampler draws another order than "
+                    "that of the run it comes from; samples would be trained twice or left out. Give it a "
+                    "`set_epoch` that seeds by the epoch, or a fresh sampler with the same seed, or go on "
+                    "from a checkpoint at an epoch's end"
+                )
+
+    def _refused(self, why: str) -> CheckpointError:
+        path = None if self.path is None else str(self.path)
+        return CheckpointError(
+            f"this run cannot go on from {self}: {why}", path=path, version=self.position.versions
+        )
+
+    def watching(self, watched: Sequence[str] | None, restores_best: bool) -> Resumed:
+        """The same, without what early stopping has seen where that was of another number.
+
+        Args:
+            watched: Name and mode of what the run watches.
+            restores_best: Its answer is the best model: one that nobody has kept cannot be beaten.
+        """
+        before = None if self.fingerprint is None else self.fingerprint.get("monitor")
+        if before == watched and not (restores_best and self.best is None):
+            return self
+        return replace(self, best=None, position=replace(self.position, best=Best()))
+
+    def put_back(self, replicas: Sequence[Replica]) -> None:
+        """Make of newly built replicas what the ranks were.
+
+        A rank takes what the rank of its number kept; where there are more ranks than before, they begin with
+        what the first ones had. Under exact all begin with what rank 0 had.
+
+        Raises:
+            CheckpointError: Models, optimizers or schedulers are others.
+        """
+        for rank, replica in enumerate(replicas):
+            kept = of_rank(self.ranks, rank)
+            if isinstance(replica, ExactReplica):  # all take one step together, so from one state
+                kept |= {name: self.ranks[0][name] for name in ("optimizers", "scaler", "learning_rate")}
+            restore(replica, kept, self.model, self.buffers)
+
+    def __str__(self) -> str:
+        return "the given state" if self.path is None else f"checkpoint {str(self.path)!r}"
+
+
+def find(resume: bool | str | PathLike[str], store: Store | None) -> Resumed | None:
+    """What to go on from; None: begin at the beginning.
+
+    Args:
+        resume: True: the newest checkpoint of the folder, if there is one; or the path of a checkpoint, or
+            of a folder of such.
+        store: The folder of the run; it follows what is found.
+
+    Raises:
+        CheckpointError: There is none, or it cannot be read.
+        OptionError: The run would write into the folder of another one.
+    """
+    folder = store if resume is True else None
+    if isinstance(resume, bool):
+        found = None if folder is None else _newest(folder)
+    else:
+        path = Path(resume)
+        folder = Store(CheckpointOptions(path)) if path.is_dir() else None
+        found = (path, read(path)) if folder is None else _newest(folder)
+        if found is None:
+            raise CheckpointError(f"the folder {str(path)!r} holds no checkpoint", path=str(path))
+    if store is not None:
+        _check_own(store, None if found is None else found[0])
+    return None if found is None else _resumed(*found, store, folder)
+
+
+def _older(path: Path, store: Store | None, folder: Store) -> Iterator[Resumed]:
+    """The files before this one, from the newest, as far as they can be read."""
+    there = folder.paths()
+    for older in there[there.index(path) + 1 :] if path in there else []:
+        try:
+            state = read(older)
+        except CheckpointError as error:
+            log.warning("%s; the one before it is taken", error)
+            continue
+        yield _resumed(older, state, store, None)
+
+
+def _resumed(path: Path, state: Mapping[str, Any], store: Store | None, folder: Store | None) -> Resumed:
+    """The contents of a file.
+
+    Args:
+        path: Of the file.
+        state: As it was read.
+        store: The folder of the run; it follows what is found.
+        folder: Where the files before it lie; None: this one was asked for.
+    """
+    if store is not None:
+        store.follow(state)
+    return Resumed(
+        older=iter(()) if folder is None else _older(path, store, folder),
+        position=state["position"],
+        model=state["model"],
+        buffers=state["buffers"],
+        ranks=state["ranks"],
+        history=state["history"],
+        best=state["best_model"] or None,
+        fingerprint=state["fingerprint"],
+        orders=state["orders"],
+        path=path,
+    )
+
+
+def _newest(store: Store) -> tuple[Path, dict[str, Any]] | None:
+    found, there = store.newest(), store.paths()
+    if found is None and there:
+        # To begin anew would be to lose, silently, what days may have made.
+        raise CheckpointError(
+            f"none of the {len(there)} checkpoints in {str(there[0].parent)!r} can be read; the log says "
+            "why. Give the path of another one, or resume=False and another folder to begin anew",
+            path=str(there[0]),
+        )
+    return found
+
+
+def _check_own(store: Store, found: Path | None) -> None:
+    """Check that the folder is this run's: what another one has written there would be removed in time."""
+    there = store.paths()
+    if there and (found is None or found.resolve().parent != there[0].resolve().parent):
+        raise OptionError(
+            f"the folder {str(there[0].parent)!r} holds checkpoints of another run, the newest "
+            f"{there[0].name!r}: go on from it with resume=True, or give another folder"
+        )

@@ -1,0 +1,407 @@
+"""From what the ranks put down at a standstill to checkpoints, snapshots and the best state of a run.
+
+The ranks copy to the host and train on; one thread writes. A disk that is slower than the run is asked for
+gets the newest checkpoint and the best one, not all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from flowdp.checkpoint.file import write
+from flowdp.checkpoint.folder import Store
+from flowdp.errors import CheckpointError
+from flowdp.policy.formats import format_error
+from flowdp.policy.monitor import Monitor, number_of
+from flowdp.policy.tally import EpochMetrics
+from flowdp.protocol.commands import Save
+from flowdp.protocol.position import Position
+from flowdp.threads.inbox import LISTEN_S
+
+__all__ = ["Checkpoint", "Saver", "Standing"]
+
+log = logging.getLogger("flowdp")
+
+Part = Callable[[], dict[str, Any]]
+"""Gives what a rank has put down, once its device has come that far."""
+
+
+class Standing:
+    """All that was put down at one standstill.
+
+    Args:
+        parts: Of the ranks that were there.
+        model: The rank whose part holds the model.
+        position: Where the run stood.
+        history: Records of the epochs that were complete.
+        orders: Checksums of what a sampler drew for the open epochs; None: nobody knows.
+
+    Threads:
+        Any. The first one that asks waits for the devices.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[int, Part],
+        model: int,
+        position: Position,
+        history: Sequence[EpochMetrics],
+        orders: Mapping[int, int] | None = None,
+    ) -> None:
+        self.position = position
+        self.history = tuple(history)
+        self.orders = orders
+        self._parts = dict(parts)
+        self._first = model
+        self._lock = threading.Lock()  # serialises the first reading
+        self._read: dict[str, Any] | None = None
+
+    def read(self) -> dict[str, Any]:
+        """What `store.write` takes, but for the descriptions of the run."""
+        with self._lock:
+            if self._read is None:
+                ranks = {rank: part() for rank, part in sorted(self._parts.items())}
+                shared = {name: ranks[self._first].pop(name) for name in ("model", "buffers")}
+                self._read = {**shared, "ranks": list(ranks.values())}
+                self._parts = {}
+            return self._read
+
+    @property
+    def model(self) -> dict[str, Tensor]:
+        """The module's state_dict, on the CPU."""
+        model: dict[str, Tensor] = self.read()["model"]
+        return model
+
+
+class Checkpoint:
+    """The state of a run at the end of a round, as `on_checkpoint` gets it.
+
+    Attributes:
+        version: Number of the checkpoint in its run, from 1; a resumed run counts on.
+        epoch: Complete epochs.
+        global_step: Steps of all ranks.
+        path: The file; None where the run has no checkpoint folder.
+
+    Threads:
+        Any.
+    """
+
+    def __init__(self, state: Mapping[str, Any], path: Path | None) -> None:
+        self._state = state
+        self.version: int = state["version"]
+        self.epoch: int = state["epoch"]
+        self.global_step: int = state["global_step"]
+        self.path = path
+
+    @cached_property
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """Parameters and buffers, averaged over the ranks, by the module's own names, on the CPU.
+
+        A copy: what is done to it changes no file, nor the best model.
+        """
+        model = self._state["model"]
+        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in model.items()}
+
+    def load_into(self, module: nn.Module) -> nn.Module:
+        """Copy the parameters and buffers into a module of the same structure, and return it."""
+        module.load_state_dict(self.state_dict)
+        return module
+
+    def save(self, path: str | Path) -> None:
+        """Write it to another place, from where `resume=` takes it.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        write(path, self._state)
+
+    def __repr__(self) -> str:
+        where = "" if self.path is None else f" in {str(self.path)!r}"
+        return f"<Checkpoint {self.version} at step {self.global_step}, {self.epoch} epochs complete{where}>"
+
+
+@dataclass(slots=True)
+class _Job:
+    """A checkpoint to write.
+
+    Attributes:
+        version: Its number.
+        standing: What is in it.
+        best: The best model at that moment; None where there is none.
+        value: Of the metric that `keep_best` names; None where it has none here.
+    """
+
+    version: int
+    standing: Standing
+    best: Standing | None
+    value: float | None
+
+
+@dataclass(slots=True)
+class _Desk:
+    """What lies between the threads; guarded by the saver's condition."""
+
+    parts: dict[int, Part] = field(default_factory=dict)
+    pending: list[_Job] = field(default_factory=list)
+    is_writing: bool = False
+    is_closed: bool = False
+    is_over: bool = False
+    snapshot: Standing | None = None
+    answered: int = 0
+
+
+class Saver:
+    """Takes what the ranks put down, and makes of it what was asked for.
+
+    Args:
+        store: The folder; None: there is none.
+        describe: What of the run must be the same where a checkpoint of it is resumed.
+        saved: Called with each checkpoint, on the writer's thread; None: nobody listens.
+        failed: Called where none can ever be written, for what the run holds is not plain.
+        best: The best model so far, where the run keeps it.
+        evaluates: The run has an evaluation.
+
+    Attributes:
+        problems: What could not be written, in words.
+        orders: Tells the checksums of what a sampler drew for the epochs that are open at a position; None:
+            nobody knows them.
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        describe: Mapping[str, Any],
+        saved: Callable[[Checkpoint], object] | None,
+        failed: Callable[[CheckpointError], object],
+        best: Mapping[str, Tensor] | None = None,
+        evaluates: bool = False,
+    ) -> None:
+        self.problems: list[str] = []
+        self.orders: Callable[[Position], Mapping[int, int] | None] = lambda _: None
+        self._store = store
+        self._describe = describe
+        self._saved = saved
+        self._failed = failed
+        self._old_best = best
+        self._evaluates = evaluates
+        self._best: Standing | None = None
+        self._is_warned = False  # of a metric that is not there
+        self._desk = _Desk()
+        self._changed = threading.Condition()  # guards the desk
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the writer's thread, where there is anything to write or to tell.
+
+        Threads:
+            The one that starts the run.
+        """
+        if self.writes:
+            self._thread = threading.Thread(target=self._run, name="flowdp-checkpoint", daemon=True)
+            self._thread.start()
+
+    @property
+    def writes(self) -> bool:
+        """Whether a checkpoint goes anywhere."""
+        return self._store is not None or self._saved is not None
+
+    @property
+    def thread(self) -> threading.Thread | None:
+        """The writer's; None without one."""
+        return self._thread
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being written, or waits to be."""
+        with self._changed:
+            return self._desk.is_writing or bool(self._desk.pending)
+
+    @property
+    def last(self) -> Path | None:
+        """The newest file in the folder, of this run or of what it continues; None while there is none."""
+        there = [] if self._store is None else self._store.paths()
+        return there[0] if there else None
+
+    @property
+    def best(self) -> Mapping[str, Tensor] | None:
+        """The model of the best epoch, where the run keeps it and there was one."""
+        return self._old_best if self._best is None else self._best.model
+
+    def put(self, rank: int, part: Part) -> None:
+        """Take what a rank puts down.
+
+        Threads:
+            The worker of the rank, at a standstill.
+        """
+        with self._changed:
+            self._desk.parts[rank] = part
+
+    def save(self, command: Save, history: Sequence[EpochMetrics]) -> None:
+        """All ranks have put theirs down: make of it what the command says. Does not wait.
+
+        Threads:
+            The coordinator.
+        """
+        with self._changed:
+            desk = self._desk
+            parts, desk.parts = desk.parts, {}
+            position = command.position
+            # Now, for a writer that comes late may find that the sampler has long gone on.
+            orders = self.orders(position)
+            standing = Standing(parts, command.model, position, history[: position.done], orders)
+            if command.is_best:
+                self._best = standing
+            if command.snapshots > desk.answered:
+                desk.snapshot, desk.answered = standing, command.snapshots
+            if command.version is not None and self._thread is not None:
+                self._queue(_Job(command.version, standing, self._best, self._value(standing)))
+            self._changed.notify_all()
+
+    def wait_for_snapshot(self, wish: int) -> Standing | None:
+        """What answers this wish for a snapshot; None where the run ends before.
+
+        Threads:
+            The user's.
+        """
+        with self._changed:
+            while self._desk.answered < wish:
+                if self._desk.is_over:
+                    return None
+                self._changed.wait(LISTEN_S)
+            return self._desk.snapshot
+
+    def end(self) -> None:
+        """The run has ended: no wish is answered any more.
+
+        Threads:
+            The coordinator.
+        """
+        if self._store is not None:
+            self._store.end()
+        with self._changed:
+            self._desk.is_over = True
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Write what waits, and end the thread; False where it is not done in time.
+
+        Threads:
+            The coordinator, when no rank puts anything down any more.
+        """
+        with self._changed:
+            self._desk.is_closed = True
+            self._desk.parts.clear()
+            self._changed.notify_all()
+        if self._thread is None or self._thread.ident is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def give_back(self) -> None:
+        """Let another run have the folder: this one writes no more."""
+        if self._store is not None:
+            self._store.give_back()
+
+    def let_go(self) -> None:
+        """Drop what was put down, but for the best model, who was asked and told, of a run that is over."""
+        self._desk = _Desk(is_closed=True, is_over=True)
+        self.orders = lambda _: None
+        self._saved = None
+        self._failed = lambda _: None
+
+    def _run(self) -> None:
+        """The body of the writer's thread."""
+        while (job := self._next()) is not None:
+            try:
+                self._write(job)
+            except CheckpointError as error:
+                self._complain(
+                    error, is_final=error.path is None and not isinstance(error.__cause__, OSError)
+                )
+            except BaseException as cause:
+                text = f"checkpoint {job.version} failed: {format_error(cause)}"
+                failure = CheckpointError(text, version=job.version)
+                failure.__cause__ = cause
+                self._complain(failure, is_final=True)
+
+    def _next(self) -> _Job | None:
+        with self._changed:
+            desk = self._desk
+            desk.is_writing = False
+            self._changed.wait_for(lambda: desk.pending or desk.is_closed)
+            desk.is_writing = bool(desk.pending)
+            return desk.pending.pop(0) if desk.pending else None
+
+    def _queue(self, job: _Job) -> None:
+        """Let a job wait; those that wait already give way, but for the best one."""
+        kept: list[_Job] = []
+        for one in self._desk.pending:
+            if self._is_better(one, job) and not (kept and self._is_better(kept[0], one)):
+                kept = [one]
+        for one in self._desk.pending:
+            if one not in kept:
+                log.info("checkpoint %d is not written: a newer one is there", one.version)
+        self._desk.pending = [*kept, job]
+
+    def _is_better(self, one: _Job, other: _Job) -> bool:
+        keep_best = None if self._store is None else self._store.options.keep_best
+        if keep_best is None or one.value is None:
+            return False
+        return Monitor(*keep_best).is_better(one.value, math.nan if other.value is None else other.value)
+
+    def _value(self, standing: Standing) -> float | None:
+        """Of the metric that `keep_best` names, where the standing is the end of an epoch."""
+        keep_best = None if self._store is None else self._store.options.keep_best
+        if keep_best is None or not standing.history or standing.position.open:
+            return None
+        last = standing.history[-1]
+        value = number_of(keep_best[0], last, evaluates=self._evaluates)
+        if value is None and (last.eval or not self._evaluates) and not self._is_warned:
+            self._is_warned = True
+            text = (
+                f"keep_best: nothing in epoch {last.epoch} is called {keep_best[0]!r}, so there is no best.pt"
+            )
+            self.problems.append(text)
+            log.warning("%s", text)
+        return value
+
+    def _write(self, job: _Job) -> None:
+        position, history = job.standing.position, job.standing.history
+        best = self._old_best if job.best is None else job.best.model
+        state = {
+            **job.standing.read(),
+            "version": job.version,
+            "epoch": position.done,
+            "global_step": position.global_step,
+            "position": position,
+            "history": history,
+            "fingerprint": self._describe,
+            "orders": job.standing.orders,
+            "best": None,
+        }
+        if best is not None:
+            state["best_model"] = dict(best)
+        path = None
+        if self._store is not None:
+            step = position.global_step
+            path = self._store.save(state, version=job.version, global_step=step, value=job.value)
+            log.info("checkpoint %d: %s", job.version, path)
+        if self._saved is not None:
+            self._saved(Checkpoint(state, path))
+
+    def _complain(self, error: CheckpointError, *, is_final: bool) -> None:
+        """A full disk may be emptied while the run goes on; what is not plain never will be."""
+        self.problems.append(str(error))
+        if is_final:
+            self._failed(error)
+        else:
+            log.error("%s; the run goes on, and tries again when the next one is due", error)

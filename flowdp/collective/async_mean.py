@@ -1,0 +1,207 @@
+"""The mean of snapshots, taken while the ranks train on.
+
+Each rank puts a copy of its replica down, a helper averages the copies, and each rank adds the difference
+between the mean and its own copy: the steps it took meanwhile are kept.
+
+On CUDA streams, with what waits for what::
+
+    compute of each rank  ... take | taken         ... (waits mean) apply | applied ...
+    comm of one rank      (waits taken, applied of the round before) | average | mean
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from flowdp.collective.base import BlockMean, arithmetic, relative_drift, shift
+from flowdp.device.flat_parameters import FlatReplica
+from flowdp.device.streams import QUIET, Event, Lane
+from flowdp.errors import ProtocolError
+
+__all__ = ["Snapshots"]
+
+
+class Snapshots:
+    """A slot per rank and their mean, all tagged with the round they belong to.
+
+    A slot that does not belong to the round is never averaged or applied. Memory: one replica per rank and
+    one for the mean on each device (bfloat16 and float16 parameters in float32), made at the first use and
+    kept.
+
+    Args:
+        replicas: One per rank.
+        lanes: One per rank.
+
+    Raises:
+        OptionError: The replicas differ in structure.
+
+    Threads: ranks take and apply at the same time, the helper averages between. That `take` of the next
+        round comes after every `apply` of this one, if there is one, is the coordinator's promise.
+    Streams: ranks take and apply with their `compute` current; the mean is taken on `comm`.
+    """
+
+    def __init__(self, replicas: Sequence[FlatReplica], lanes: Sequence[Lane]) -> None:
+        for replica in replicas:
+            replica.check_like(replicas[0])
+        self._replicas = tuple(replicas)
+        self._lanes = tuple(lanes)
+        self._slots: list[list[Tensor]] = [[] for _ in replicas]
+        self._taken: list[int | None] = [None] * len(replicas)
+        self._mean: dict[torch.device, list[Tensor]] = {}
+        self._parts: tuple[Sequence[int], BlockMean] | None = None
+        self._averaged: int | None = None
+        self._is_down = [lane.event() for lane in lanes]
+        self._is_applied = [lane.event() for lane in lanes]
+        self._marks = [(lane.event(timing=True), lane.event(timing=True)) for lane in lanes]
+        self._is_averaged: Event | None = None
+        self._squares: list[Tensor] = []  # pinned, per rank that may average
+
+    def take(self, rank: int, round: int) -> None:
+        """Copy the replica into this rank's slot.
+
+        Raises:
+            CollectiveError: The module lost a tensor or changed its shape.
+
+        Threads: worker `rank`.
+        """
+        replica = self._replicas[rank]
+        replica.gather()
+        self._taken[rank] = None
+        if not self._slots[rank]:
+            self._slots[rank] = [torch.empty_like(memory) for memory in replica.memories]
+        for slot, memory in zip(self._slots[rank], replica.memories, strict=True):
+            slot.copy_(memory)
+        self._is_down[rank].record(self._lanes[rank].compute)
+        self._taken[rank] = round
+
+    def average(self, round: int, samples: Sequence[int]) -> tuple[float, tuple[float, ...]]:
+        """Average the snapshots of a round.
+
+        Args:
+            round: Which.
+            samples: Weight per rank. Shape (world_size,). A rank with 0 need not have a snapshot.
+
+        Returns:
+            Time it took, in milliseconds, and the drift ||snapshot - mean|| / ||mean|| per rank, 0.0 for
+            one without samples.
+
+        Raises:
+            ProtocolError: A rank with samples has no snapshot of this round, or no rank has samples.
+
+        Threads: the helper; no rank takes or applies meanwhile.
+        """
+        for rank, count in enumerate(samples):
+            if count and self._taken[rank] != round:
+                raise ProtocolError(
+                    f"the snapshot of rank {rank} is of round {self._taken[rank]}, not of round {round}"
+                )
+        members = [rank for rank, taken in enumerate(self._taken) if taken == round]
+        if not members:
+            raise ProtocolError(f"a mean of round {round} was asked for, of which there is no snapshot")
+        self._averaged = None
+        # On a device if there is one: what the host does is done, so nobody need wait for it by an event.
+        home = next((member for member in members if self._lanes[member].is_async), members[0])
+        lane, (start, end) = self._lanes[home], self._marks[home]
+        with ExitStack() as stack:
+            # What it makes at its first use is made while no grouped collective is being launched.
+            stack.enter_context(QUIET if lane.is_async else nullcontext())
+            for other in self._one_per_device(lane):
+                # Torch orders a copy between two devices with the current streams of both.
+                stack.enter_context(other.on(other.comm))
+                self._wait_for(other, members)
+            start.record(lane.comm)
+            squares = self._mean_of(members, home).reduce([samples[member] for member in members], drift=True)
+            assert squares is not None
+            row = self._row(home)[: len(squares)].copy_(squares, non_blocking=True)
+            if not lane.is_async:  # no mark of its own tells when the copies to other devices are done
+                for other in self._one_per_device(lane):
+                    other.comm.synchronize()
+            end.record(lane.comm)
+        end.synchronize()
+        *distances, mean_square = row.tolist()
+        self.norm = sqrt(mean_square)
+        drifts = [0.0] * len(samples)
+        for member, square in zip(members, distances, strict=True):
+            drifts[member] = relative_drift(square, mean_square)
+        self._is_averaged = end if lane.is_async else None
+        self._averaged = round
+        return start.elapsed_time(end), tuple(drifts)
+
+    def apply(self, rank: int, round: int) -> None:
+        """Bring the mean into the replica, once.
+
+        Parameters move by `mean - snapshot`, so no local step is lost. Float buffers are replaced: a
+        difference can make a variance negative. Integers and flags take the maximum.
+
+        Raises:
+            ProtocolError: The mean or the snapshot is of another round.
+            CollectiveError: The module lost a tensor or changed its shape.
+
+        Threads: worker `rank`; others may apply at the same time.
+        """
+        if not round == self._averaged == self._taken[rank]:
+            raise ProtocolError(
+                f"rank {rank} was told to apply round {round}; its snapshot is of round {self._taken[rank]}, "
+                f"the mean of round {self._averaged}"
+            )
+        replica, lane = self._replicas[rank], self._lanes[rank]
+        if self._is_averaged is not None:
+            lane.compute.wait_event(self._is_averaged)
+        replica.gather()
+        for flat, mean, slot in zip(replica.flats, self._mean[lane.device], self._slots[rank], strict=True):
+            if flat.counts:
+                torch.maximum(flat.memory, mean, out=flat.memory)
+            else:
+                shift(flat, mean, slot)
+                flat.memory[flat.split :].copy_(mean[flat.split :])
+        replica.scatter()
+        self._is_applied[rank].record(lane.compute)
+        self._taken[rank] = None
+
+    def _one_per_device(self, home: Lane) -> list[Lane]:
+        """A lane on each device, and `home` last, for its device."""
+        lanes = {lane.device: lane for lane in self._lanes if lane.device != home.device}
+        return [*lanes.values(), home]
+
+    def _wait_for(self, lane: Lane, members: Sequence[int]) -> None:
+        """Let a comm stream wait for the slots, and for the last mean to be read."""
+        for rank, other in enumerate(self._lanes):
+            if other.is_async:
+                lane.comm.wait_event(self._is_applied[rank])
+                if rank in members:
+                    lane.comm.wait_event(self._is_down[rank])
+
+    def _mean_of(self, members: Sequence[int], home: int) -> BlockMean:
+        if not self._mean:
+            for replica, lane in zip(self._replicas, self._lanes, strict=True):
+                if lane.device not in self._mean:
+                    self._mean[lane.device] = [
+                        torch.empty(
+                            flat.memory.shape,
+                            dtype=flat.memory.dtype if flat.counts else arithmetic(flat.memory.dtype),
+                            device=flat.memory.device,
+                        )
+                        for flat in replica.flats
+                    ]
+        if self._parts is None or self._parts[0] != members:
+            here = self._lanes[home].device
+            mean = BlockMean(
+                self._replicas[home].flats,
+                [self._slots[member] for member in members],
+                [self._mean[here], *(memories for at, memories in self._mean.items() if at != here)],
+                far=[at for at, member in enumerate(members) if self._lanes[member].device != here],
+            )
+            self._parts = members, mean
+        return self._parts[1]
+
+    def _row(self, rank: int) -> Tensor:
+        """Where the squares arrive on the host."""
+        if not self._squares:
+            width = len(self._lanes) + 1
+            self._squares = [lane.pinned((width,), torch.float64) for lane in self._lanes]
+        return self._squares[rank]

@@ -1,0 +1,398 @@
+"""A group of ranks that sum by NCCL: how its communicators are made and checked, and what one sum is.
+
+`nccl` is cupy's module of that name throughout, or what stands for it in tests.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from math import ldexp
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowdp.collective.base import arithmetic
+from flowdp.device.flat_parameters import Flat
+from flowdp.device.streams import QUIET, Lane
+from flowdp.errors import CollectiveError
+from flowdp.policy.formats import format_error
+
+__all__ = ["ABORT_S", "REMAKING_S", "Opening", "Side", "abort_all", "nccl_errors", "sum_replicas"]
+
+MAKING_S = 120.0
+"""For making the communicators: one or two seconds as a rule, but eight big cards have taken 55, nearly all
+of it to load kernels (NVIDIA/nccl#1646)."""
+
+REMAKING_S = 30.0
+"""For making them once more, when ranks have left: the kernels are loaded by then."""
+
+SUMS_S = 10.0
+"""For the first sums, from when the communicators are made."""
+
+ABORT_S = 2.0
+"""How long an abort may take before its threads are left alone."""
+
+CHECKED = 1 << 26
+"""Elements of a part of a flat that the first sums have, at most. NCCL connects an algorithm when a size
+first asks for it, so the first sums have the sizes of all later ones; beyond this its choice is the same."""
+
+_MAKING = threading.Lock()
+"""Communicators are made by one thread of the process at a time: two that wait for their devices in turns
+would wait for each other."""
+
+_NAMES = {
+    torch.int8: "NCCL_INT8",
+    torch.uint8: "NCCL_UINT8",
+    torch.int32: "NCCL_INT32",
+    torch.int64: "NCCL_INT64",
+    torch.float32: "NCCL_FLOAT32",
+    torch.float64: "NCCL_FLOAT64",
+}
+
+
+class _Carried:
+    """A part of a flat on its way: its memory, or a wider copy where NCCL would round or has no such dtype.
+
+    Attributes:
+        counts: Whether it takes the maximum.
+        drifts: Whether its distance from the mean counts: parameters.
+    """
+
+    def __init__(
+        self, memory: Tensor, wide: torch.dtype, *, counts: bool = False, drifts: bool = False
+    ) -> None:
+        self.memory = memory
+        self.work = memory if memory.dtype == wide else torch.empty_like(memory, dtype=wide)
+        self.is_staged = self.work is not memory
+        self.counts = counts
+        self.drifts = drifts
+        # Of the work's dtype, so that a division by it casts nothing; and the norm likewise.
+        self.weight = torch.zeros((), dtype=wide, device=memory.device)
+        self.norm = torch.zeros((), dtype=wide, device=memory.device)
+
+
+class Side:
+    """One rank's part in a sum. All that it needs is made here, so that a launch allocates nothing.
+
+    Attributes:
+        tail: The weight, the weighted square of the parameters, and, of this rank alone, the square of the
+            mean. Float64, shape (3,).
+        calls: The arguments of each all-reduce: address, count, dtype and operation of NCCL, stream.
+    """
+
+    def __init__(self, nccl: Any, lane: Lane, flats: Sequence[Flat]) -> None:
+        self.lane = lane
+        with lane.on(lane.comm):
+            self._carried = [part for flat in flats for part in _parts(flat) if part.memory.numel()]
+            self.tail = torch.zeros(3, dtype=torch.float64, device=flats[0].memory.device)
+            self._norm = torch.zeros((), dtype=torch.float64, device=self.tail.device)
+        self._weight, self._square, self._mean_square = self.tail.unbind()
+        stream = getattr(lane.comm, "cuda_stream", 0)
+        summed = [(carried.work, carried.counts) for carried in self._carried]
+        self.calls = [
+            (
+                tensor.data_ptr(),
+                tensor.numel(),
+                int(getattr(nccl, _NAMES[tensor.dtype])),
+                int(nccl.NCCL_MAX if counts else nccl.NCCL_SUM),
+                stream,
+            )
+            for tensor, counts in [*summed, (self.tail[:2], False)]
+        ]
+
+    def scale(self, weight: float, *, drift: bool, equal: bool = False, bad: Tensor | None = None) -> None:
+        """Multiply by the weight, before the sum.
+
+        A weight of 0 leaves the replica out: 0 times NaN would be NaN.
+
+        Args:
+            weight: Of the replica.
+            drift: Whether the square is wanted.
+            equal: All weights that are not 0 are this one: it is left out of the parameters' sum.
+            bad: Whether the replica weighs nothing all the same, and holds zeros; None: it does not.
+        """
+        self.tail.zero_()
+        self._weight.fill_(weight)
+        if bad is not None:
+            self._weight.masked_fill_(bad, 0.0)
+        for carried in self._carried:
+            if weight == 0.0 and not carried.counts:
+                carried.work.zero_()
+                continue
+            if carried.is_staged:
+                carried.work.copy_(carried.memory)
+            if carried.counts:
+                continue
+            self._add_square(carried, self._square, weight, drift)
+            # A buffer may be as large as its dtype allows, which no sum may be.
+            if not (equal and carried.drifts):
+                carried.work.mul_(weight)
+
+    def divide(self, weight: float, *, drift: bool, equal: bool = False) -> None:
+        """Divide by the sum of the weights, after the sum.
+
+        Args:
+            weight: As for `scale`; of any rank where all are equal.
+            drift: Whether the square is wanted.
+            equal: As for `scale`.
+        """
+        for carried in self._carried:
+            if not carried.counts:
+                carried.weight.copy_(self._weight)
+                if equal and carried.drifts:
+                    carried.weight.div_(weight)  # how many there are
+                if carried.is_staged and not (drift and carried.drifts):
+                    torch.div(carried.work, carried.weight, out=carried.memory)
+                    continue
+                carried.work.div_(carried.weight)
+                self._add_square(carried, self._mean_square, 1.0, drift)
+            if carried.is_staged:
+                carried.memory.copy_(carried.work)
+
+    def fill(self, value: float, count: int) -> None:
+        """Give floats one value and integers another."""
+        with self.lane.on(self.lane.comm):
+            for carried in self._carried:
+                carried.memory.fill_(count if carried.counts else value)
+
+    def distance(self, value: float, count: int) -> float:
+        """How far what lies here is from these values, and what is not a number shows; overwrites it.
+
+        Threads: any; it waits for the device.
+        """
+        with self.lane.on(self.lane.comm):
+            away = [
+                carried.memory.sub_(count if carried.counts else value).abs_().max()
+                for carried in self._carried
+            ]
+            return sum(map(float, away))
+
+    def _add_square(self, carried: _Carried, to: Tensor, weight: float, drift: bool) -> None:
+        if drift and carried.drifts:
+            torch.linalg.vector_norm(carried.work, out=carried.norm)
+            self._norm.copy_(carried.norm)
+            to.addcmul_(self._norm, self._norm, value=weight)
+
+
+def _parts(flat: Flat) -> Iterator[_Carried]:
+    """Parameters; buffers in float64, from which a constant comes out as it went in; integers and flags."""
+    memory = flat.memory
+    if flat.counts:
+        memory = memory.view(torch.uint8) if memory.dtype == torch.bool else memory
+        yield _Carried(memory, torch.int32 if memory.dtype == torch.int16 else memory.dtype, counts=True)
+    else:
+        yield _Carried(memory[: flat.split], arithmetic(memory.dtype), drifts=True)
+        yield _Carried(memory[flat.split :], torch.float64)
+
+
+def sum_replicas(
+    nccl: Any,
+    comms: Sequence[Any],
+    sides: Sequence[Side],
+    samples: Sequence[int],
+    *,
+    drift: bool,
+    bad: Sequence[Tensor | None] = (),
+) -> None:
+    """Enqueue one mean over all ranks. When NCCL refuses, what is carried in place is scaled already.
+
+    Equal samples need one pass over the parameters, behind the sum; others one more before it.
+    """
+    # Divided by a power of two: the weights, and so their sum, stay exact.
+    bits = sum(samples).bit_length()
+    equal = len(set(samples).difference({0})) == 1
+    for rank, (side, count) in enumerate(zip(sides, samples, strict=True)):
+        with side.lane.on(side.lane.comm):
+            side.scale(ldexp(count, -bits), drift=drift, equal=equal, bad=bad[rank] if bad else None)
+    nccl.groupStart()
+    try:
+        for comm, side in zip(comms, sides, strict=True):
+            for address, count, dtype, operation, stream in side.calls:
+                comm.allReduce(address, address, count, dtype, operation, stream)
+    finally:
+        nccl.groupEnd()
+    for side in sides:
+        with side.lane.on(side.lane.comm):
+            side.divide(ldexp(max(samples), -bits), drift=drift, equal=equal)
+
+
+class Opening:
+    """Communicators in the making, on a thread of its own: what hangs in there cannot be called back.
+
+    `QUIET` is held only for what is allocated before the first sum: a thread that hangs would never give it
+    back. What another run allocates meanwhile can at worst make this one late. Where threads of this run
+    allocate, too, whoever waits holds it all the time.
+
+    Whoever takes the communicators away hands them out or aborts them, so that each is aborted once. While
+    the thread may be inside NCCL, nobody else aborts them: NCCL would free what the thread uses.
+
+    Args:
+        nccl: See above.
+        lanes: One per rank.
+        flats: One list per rank; nothing is changed in them.
+        quiet: `QUIET`, or nothing where the caller of `wait` holds it.
+    """
+
+    def __init__(
+        self,
+        nccl: Any,
+        lanes: Sequence[Lane],
+        flats: Sequence[Sequence[Flat]],
+        quiet: AbstractContextManager[Any] = QUIET,
+    ) -> None:
+        self._nccl = nccl
+        self._quiet = quiet
+        self._lanes = lanes
+        self._flats = flats
+        self._errors: list[BaseException] = []
+        self._is_made = threading.Event()
+        self._is_over = threading.Event()
+        self._lock = threading.Lock()  # guards the three below, and what comes first: the end or giving up
+        self._comms: list[Any] = []
+        self._is_given_up = False
+        self._is_outside = False  # of NCCL: the thread waits for the device
+
+    def wait(self, making_s: float = MAKING_S, sums_s: float = SUMS_S) -> list[Any]:
+        """The communicators, one per rank, whose sums were right.
+
+        Args:
+            making_s: For making them.
+            sums_s: For the first sums, from then on.
+
+        Raises:
+            CollectiveError: They could not be made, or are late or wrong. None is left, or what hangs inside
+                NCCL aborts them itself when it comes back.
+        """
+        for lane in self._lanes:
+            lane.drain()
+        if not _MAKING.acquire(timeout=making_s):
+            raise CollectiveError("another run of this process still hangs in NCCL's start")
+        threading.Thread(target=self._run, name="flowdp-nccl", daemon=True).start()
+        try:
+            is_made = self._is_made.wait(making_s)
+            is_over = is_made and self._is_over.wait(sums_s)
+        except BaseException:  # Ctrl-C
+            abort_all(self._leave())
+            raise
+        comms = self._leave()
+        if is_over and not self._errors:
+            return comms
+        abort_all(comms)
+        if is_over:
+            # Taken out: an error that is kept keeps its frames, and they what the sums have allocated.
+            raise self._errors.pop()
+        if is_made:
+            raise CollectiveError(
+                f"NCCL's first sums on {self._where()} were not there within {sums_s:g} s. If the boards "
+                "cannot reach each other's memory, NCCL_P2P_DISABLE=1 helps; NCCL_DEBUG=INFO says more"
+            )
+        raise CollectiveError(
+            f"NCCL did not make its communicators for {self._where()} within {making_s:g} s; NCCL_DEBUG=INFO "
+            "says what it is doing"
+        )
+
+    def _leave(self) -> list[Any]:
+        """Wait no more; those communicators that may be used or aborted now."""
+        with self._lock:
+            self._is_given_up = not self._is_over.is_set()
+            return self._take() if self._is_outside or not self._is_given_up else []
+
+    def _take(self) -> list[Any]:
+        comms, self._comms = self._comms, []
+        return comms
+
+    def _run(self) -> None:
+        try:
+            with nccl_errors(self._nccl, f"make communicators for {self._where()}"):
+                self._make()
+            self._is_made.set()
+            self._check()
+        except BaseException as error:
+            self._errors.append(error)
+        with self._lock:
+            self._is_over.set()
+            comms = self._take() if self._is_given_up else []
+        self._is_made.set()
+        abort_all(comms)
+        _MAKING.release()
+
+    def _make(self) -> None:
+        """In one group, for each alone would wait for the others.
+
+        `initAll` does the same, but holds the interpreter lock meanwhile.
+        """
+        name = self._nccl.get_unique_id()
+        self._nccl.groupStart()
+        try:
+            for rank, lane in enumerate(self._lanes):
+                with lane.on(lane.comm):  # NCCL takes the current device
+                    self._comms.append(self._nccl.NcclCommunicator(len(self._lanes), name, rank))
+        finally:
+            self._nccl.groupEnd()
+
+    def _check(self) -> None:
+        """Take two means of known values; what they need for the first time, later ones find there."""
+        self._go(outside=False)
+        with self._quiet:
+            sides = [
+                Side(self._nccl, lane, [_stand_in(lane, flat) for flat in flats])
+                for lane, flats in zip(self._lanes, self._flats, strict=True)
+            ]
+        for samples in (range(1, len(sides) + 1), range(len(sides))):
+            if not any(samples):
+                continue
+            self._go(outside=False)
+            for rank, side in enumerate(sides):
+                side.fill(rank + 1, rank % 2)
+            with nccl_errors(self._nccl, f"take its first sums on {self._where()}"):
+                sum_replicas(self._nccl, self._comms, sides, samples, drift=True)
+            self._go(outside=True)
+            mean = sum(count * (rank + 1) for rank, count in enumerate(samples)) / sum(samples)
+            for rank, side in enumerate(sides):
+                if not (away := side.distance(mean, min(len(sides) - 1, 1))) < 1e-2 * mean:
+                    raise CollectiveError(
+                        f"NCCL on {self._where()} gives rank {rank} wrong sums, {away:g} away from {mean:g}: "
+                        "the boards do not reach each other's memory as they claim; try NCCL_P2P_DISABLE=1"
+                    )
+
+    def _go(self, *, outside: bool) -> None:
+        """On, in NCCL or outside of it, if anybody still waits for this."""
+        with self._lock:
+            if self._is_given_up:
+                raise CollectiveError("NCCL was given up")
+            self._is_outside = outside
+
+    def _where(self) -> str:
+        return ", ".join(str(lane.device) for lane in self._lanes)
+
+
+def _stand_in(lane: Lane, flat: Flat) -> Flat:
+    """A flat that may be written over. Its memory is training's, and so is not lost to it afterwards."""
+    split = min(flat.split, CHECKED)
+    length = split + min(flat.memory.numel() - flat.split, CHECKED)
+    with lane.on(lane.compute):
+        memory = torch.empty(length, dtype=flat.memory.dtype, device=flat.memory.device)
+    return Flat(memory, split)
+
+
+def abort_all(comms: Sequence[Any]) -> None:
+    """Abort all, each on a thread of its own: one that is aborted waits for those that are not yet."""
+    threads = [threading.Thread(target=comm.abort, name="flowdp-nccl-abort", daemon=True) for comm in comms]
+    for thread in threads:
+        thread.start()
+    end_s = monotonic() + ABORT_S
+    for thread in threads:
+        thread.join(max(0.0, end_s - monotonic()))
+
+
+@contextmanager
+def nccl_errors(nccl: Any, what: str) -> Iterator[None]:
+    """Turn what cupy raises into a `CollectiveError` that says what NCCL could not do."""
+    try:
+        yield
+    except (nccl.NcclError, KeyError) as error:  # cupy has no name for the newer errors: a KeyError
+        raise CollectiveError(f"NCCL could not {what}: {format_error(error)}") from error

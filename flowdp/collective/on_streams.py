@@ -1,0 +1,179 @@
+"""What all collectives on CUDA streams share: which work waits for which, and how the host hears of it.
+
+One round, per rank::
+
+    compute   ... step | gather | judge | ready    (waits done) | scatter | step ...
+    comm      (waits every member's ready) | start | arithmetic | done | drift to the host | told
+    host      prepare, gate, launch by the last arrival, average      ...rounds later: the reading
+
+Nobody waits on the host but who reads, and by then the device has long passed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from torch import Tensor, float64
+
+from flowdp.collective.base import NOTHING, Averaging, Judge, Reading, is_held, unjudged
+from flowdp.device.flat_parameters import FlatTensors
+from flowdp.device.streams import QUIET, Event, Lane
+from flowdp.errors import OptionError, ProtocolError
+from flowdp.protocol.messages import Outcome
+
+__all__ = ["ROUNDS", "StreamedMean"]
+
+ROUNDS = 8
+"""Rounds whose times and drift are kept for a late reading. The host runs a few steps ahead of the device, so
+at one round a step a reading comes a few rounds late."""
+
+
+class _Slot:
+    """The marks of one round, and where its drift arrives. Used again `ROUNDS` rounds later."""
+
+    def __init__(self, lanes: Sequence[Lane], rows: Sequence[Tensor]) -> None:
+        self.start = [lane.event(timing=True) for lane in lanes]
+        self.done = [lane.event(timing=True) for lane in lanes]
+        self.told = [lane.event() for lane in lanes]
+        self.rows = rows
+        self.outcome: Outcome | None = None
+        self.workers: Sequence[int] = ()
+        self.reporters: Sequence[int] = ()
+
+
+class StreamedMean(ABC):
+    """A collective whose arithmetic runs on the comm streams; see `Collective`.
+
+    Args:
+        replicas: One per rank.
+        lanes: One per rank.
+        width: Numbers that a worker reports, at most.
+
+    Raises:
+        OptionError: The replicas differ in structure, or a rank trains on the CPU.
+    """
+
+    masks = True
+
+    def __init__(self, replicas: Sequence[FlatTensors], lanes: Sequence[Lane], width: int) -> None:
+        for replica, lane in zip(replicas, lanes, strict=True):
+            replica.check_like(replicas[0])
+            if not lane.is_async:
+                raise OptionError(
+                    f"rank {replica.rank} trains on {lane.device}, which has no streams; ranks on the CPU "
+                    "and on CUDA devices average together in the host's memory: backend='cpu'"
+                )
+        self._replicas = tuple(replicas)
+        self._lanes = tuple(lanes)
+        self._ready = [lane.event() for lane in lanes]
+        self._bad: list[Tensor | None] = [None] * len(lanes)  # what the judge of each rank has found
+        with QUIET:
+            pinned = [lane.pinned((ROUNDS, width), float64).unbind() for lane in lanes]
+        self._slots = [_Slot(lanes, rows) for rows in zip(*pinned, strict=True)]
+        self._held = 0
+        # Of the last launch. Every member reads it between two gates, and none launches meanwhile.
+        self._slot = self._slots[0]
+
+    def prepare(self, rank: int, judge: Judge = unjudged) -> None:
+        """See `Collective.prepare`.
+
+        A replica that does not count is written over with zeros, as NaN times 0 is NaN; the mean comes there.
+        """
+        self._replicas[rank].gather()
+        bad = self._bad[rank] = judge()
+        if bad is not None and len(self._lanes) > 1:
+            for flat in self._replicas[rank].flats:
+                if not flat.counts:
+                    flat.memory.masked_fill_(bad, 0.0)
+        self._ready[rank].record(self._lanes[rank].compute)
+
+    def launch(self, outcome: Outcome) -> None:
+        """See `Collective.launch`."""
+        if not is_held(outcome):
+            return
+        slot = self._slots[self._held % ROUNDS]
+        self._held += 1
+        slot.outcome, slot.workers = outcome, self._workers(outcome)
+        with QUIET:  # for the kernels of a group, and for scratch that is made at the first use
+            for worker in slot.workers:
+                comm = self._lanes[worker].comm
+                for member in outcome.members:
+                    comm.wait_event(self._ready[member])
+                slot.start[worker].record(comm)
+            reports = self._enqueue(outcome, slot.workers)
+            for worker in slot.workers:
+                slot.done[worker].record(self._lanes[worker].comm)
+            for reporter, report in reports.items():
+                lane = self._lanes[reporter]
+                with lane.on(lane.comm):
+                    slot.rows[reporter][: len(report)].copy_(report, non_blocking=True)
+                slot.told[reporter].record(lane.comm)
+        slot.reporters = tuple(reports)
+        self._slot = slot
+        start, done = ([marks[worker] for worker in slot.workers] for marks in (slot.start, slot.done))
+        self._launched(outcome, start, done)
+
+    def average(self, rank: int, outcome: Outcome) -> Reading:
+        """See `Collective.average`."""
+        if not is_held(outcome):
+            return lambda: NOTHING
+        slot = self._slot
+        writers = self._writers(rank, slot.workers)
+        for writer in writers:
+            self._lanes[rank].compute.wait_event(slot.done[writer])
+        self._replicas[rank].scatter()
+        return lambda: self._read(rank, outcome, slot, writers)
+
+    def abort(self) -> None:  # noqa: B027 - no method of the subclasses that have nothing to do here
+        """Ordinary kernels wait for nobody, so none hangs."""
+
+    def close(self) -> None:
+        """Wait for the last round's work, which writes to memory that goes now."""
+        with ExitStack() as draining:  # of every lane, also where the device of one is dead
+            for lane in self._lanes:
+                draining.callback(lane.drain)
+
+    @abstractmethod
+    def _workers(self, outcome: Outcome) -> Sequence[int]:
+        """The ranks whose comm streams work in this round."""
+
+    @abstractmethod
+    def _writers(self, rank: int, workers: Sequence[int]) -> Sequence[int]:
+        """The workers that write this rank's memory."""
+
+    @abstractmethod
+    def _enqueue(self, outcome: Outcome, workers: Sequence[int]) -> dict[int, Tensor]:
+        """Put the arithmetic on the comm streams of the workers.
+
+        Returns:
+            What some workers report: float64 on their device, at most `width` numbers. They are written
+            anew in the next round. Empty where the drift is not measured.
+        """
+
+    def _launched(  # noqa: B027 - most have nobody to tell
+        self, outcome: Outcome, start: Sequence[Event], done: Sequence[Event]
+    ) -> None:
+        """The round is on the comm streams, between these marks of its workers."""
+
+    @abstractmethod
+    def _drift(self, rank: int, outcome: Outcome, rows: Sequence[Sequence[float]]) -> tuple[float, float]:
+        """The drift of a rank and the norm of the mean, from what the workers have reported, in order.
+
+        NaN where no member counted.
+        """
+
+    def _read(self, rank: int, outcome: Outcome, slot: _Slot, writers: Sequence[int]) -> Averaging:
+        if slot.outcome is not outcome:
+            raise ProtocolError(f"rank {rank} read round {outcome.round} more than {ROUNDS} rounds late")
+        for writer in writers:
+            slot.done[writer].synchronize()
+        sync_ms = max(slot.start[writer].elapsed_time(slot.done[writer]) for writer in writers)
+        drift = norm = None
+        if outcome.drift and outcome.samples[rank]:
+            for reporter in slot.reporters:
+                slot.told[reporter].synchronize()
+            rows = [slot.rows[reporter].tolist() for reporter in slot.reporters]
+            drift, norm = self._drift(rank, outcome, rows)
+        return Averaging(sync_ms, drift, norm)

@@ -1,0 +1,370 @@
+"""The order of an epoch: which samples make up batch b of epoch e.
+
+An epoch has exactly ceil(samples / batch_size) batches on any number of devices (floor with drop_last), and
+every sample lies in one of them; a batch sampler makes batches of its own. Batches are numbered within their
+epoch: (epoch, batch) names one for good.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import threading
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowdp.errors import CheckpointError, DataError, ProtocolError
+from flowdp.policy.formats import format_error
+from flowdp.protocol.position import Position
+
+__all__ = [
+    "NOTHING_TRAINED",
+    "AllEpochs",
+    "BatchSamplerOrder",
+    "EpochOrder",
+    "Order",
+    "SamplerOrder",
+    "batches_per_epoch",
+    "epoch_order",
+]
+
+NOTHING_TRAINED = Position(world_size=1)
+"""Where a run stands that has just begun, as far as its data go."""
+
+# Ranks stand in at most two epochs at once, and an error may still name a batch of the one before. More
+# epochs are alive only where they are short, and a short one is quickly drawn again.
+KEPT_EPOCHS = 3
+
+# What a sampler drew cannot be drawn again, so of short epochs enough are kept for all batches in flight.
+KEPT_BATCHES = 4096
+
+_DRAWING = threading.RLock()
+"""Held while a sampler is iterated, which two runs may share."""
+
+
+def epoch_order(samples: int, seed: int, epoch: int) -> Tensor:
+    """The shuffled indices of an epoch, a function of (seed, epoch) alone.
+
+    The pair is hashed, not added: with seed + epoch, epoch 1 of seed 0 would be epoch 0 of seed 1.
+
+    Returns:
+        A permutation of 0..samples - 1, int64. Shape [samples].
+    """
+    state = np.random.SeedSequence(seed, spawn_key=(epoch,)).generate_state(1, np.uint64)
+    generator = torch.Generator().manual_seed(int(state[0]))
+    return torch.randperm(samples, generator=generator, device="cpu")
+
+
+def batches_per_epoch(samples: int, batch_size: int, drop_last: bool) -> int:
+    """Batches of an epoch: floor(samples / batch_size) with `drop_last`, else the ceiling."""
+    return samples // batch_size if drop_last else -(-samples // batch_size)
+
+
+class Order(ABC):
+    """Which indices each batch of each epoch holds.
+
+    Threads:
+        Any, at once: ranks may stand in different epochs.
+
+    Attributes:
+        batch_size: Samples of every batch but, without drop_last, an epoch's last; None where they differ.
+        batches: Batches of an epoch.
+        samples: Samples dealt in an epoch, without a dropped tail; None where epochs differ.
+    """
+
+    def __init__(self, drawn: int, batch_size: int, drop_last: bool, kept: int) -> None:
+        self.batches = batches_per_epoch(drawn, batch_size, drop_last)
+        self._size, self._stop = batch_size, min(drawn, self.batches * batch_size)
+        self._full = self._stop // batch_size  # batches that are
+        self.batch_size: int | None = self._size
+        self.samples: int | None = self._stop
+        self._kept = kept
+        self._epochs: dict[int, Tensor] = {}
+        self._lock = threading.Lock()  # serialises drawing, so that no epoch is drawn twice
+
+    def indices(self, epoch: int, batch: int) -> Tensor:
+        """The dataset indices of a batch, int64. Shape [samples_in(epoch, batch)].
+
+        Raises:
+            IndexError: An epoch has no such batch.
+        """
+        self._check(batch)
+        # On the path of every step: no lock, because reading a dict is atomic and a kept order never changes.
+        order = self._epochs.get(epoch)
+        if order is None:
+            order = self._find(epoch)
+        start, stop = self._span(epoch, batch)
+        return order[start:stop]
+
+    def begin_at(self, epoch: int) -> None:  # noqa: B027 - whoever can draw any epoch has nothing to do
+        """Earlier epochs than this one will not be asked for. Call it before anything is."""
+
+    @property
+    def unseeded(self) -> str | None:
+        """The sampler that draws another order each time, so that no epoch can be entered; None: all can."""
+        return None
+
+    def checksum(self, epoch: int) -> int | None:  # noqa: ARG002 - what can be drawn again needs none
+        """Of the batches that a sampler has drawn for an epoch, as long as any of them can be under way.
+
+        None where it has not drawn them yet, and where the order is flowdp's own.
+        """
+        return None
+
+    def samples_in(self, epoch: int, batch: int) -> int:
+        """How many samples a batch holds.
+
+        Raises:
+            IndexError: An epoch has no such batch.
+        """
+        if 0 <= batch < self._full:  # on the path of every step
+            return self._size
+        self._check(batch)
+        start, stop = self._span(epoch, batch)
+        return stop - start
+
+    def _check(self, batch: int) -> None:
+        if not 0 <= batch < self.batches:
+            raise IndexError(f"batch {batch} of an epoch of {self.batches} batches")
+
+    def _span(self, epoch: int, batch: int) -> tuple[int, int]:  # noqa: ARG002 - all epochs are cut alike
+        start = batch * self._size
+        return start, min(start + self._size, self._stop)
+
+    def _find(self, epoch: int) -> Tensor:
+        with self._lock:
+            order = self._epochs.get(epoch)
+            return self._draw(epoch) if order is None else order
+
+    def _keep(self, epoch: int, order: Tensor) -> Tensor:
+        self._epochs[epoch] = order
+        if len(self._epochs) > self._kept:
+            del self._epochs[next(iter(self._epochs))]
+        return order
+
+    @abstractmethod
+    def _draw(self, epoch: int) -> Tensor:
+        """Draw the indices of an epoch and keep them; called under the lock."""
+
+
+class EpochOrder(Order):
+    """flowdp's own order: shuffled from (seed, epoch), or the dataset's own.
+
+    Args:
+        samples: Samples of the dataset.
+        batch_size: Samples of a batch.
+        seed: Of the shuffling.
+        shuffle: False: 0, 1, 2, ... in every epoch.
+        drop_last: Leave out a last batch that is not full.
+    """
+
+    def __init__(self, samples: int, batch_size: int, seed: int, shuffle: bool, drop_last: bool) -> None:
+        super().__init__(samples, batch_size, drop_last, kept=KEPT_EPOCHS)
+        self._seed = seed
+        self._drawn = samples
+        self._straight = None if shuffle else torch.arange(samples, device="cpu")
+
+    def _draw(self, epoch: int) -> Tensor:
+        if self._straight is not None:
+            return self._keep(epoch, self._straight)
+        return self._keep(epoch, epoch_order(self._drawn, self._seed, epoch))
+
+
+class SizedIterable(Protocol):
+    """What a sampler must be: its length is known, and it can be iterated again and again."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class SamplerOrder(Order):
+    """The order of a torch sampler, which is iterated once per epoch, in the order of the epochs.
+
+    It is iterated when an epoch is first asked for; epochs that were skipped are drawn on the way, so that
+    epoch e is always the sampler's e-th. Where the sampler has `set_epoch`, that is called first, and says
+    all: of a run that is resumed no earlier epoch is drawn. Any other sampler must then draw again what it
+    drew in the first process, so it needs a generator of its own with a fixed seed; checksums tell whether
+    it did.
+
+    Args:
+        sampler: Anything with a length that yields dataset indices.
+        batch_size: Samples of a batch.
+        drop_last: Leave out a last batch that is not full.
+    """
+
+    _what = "indices"
+
+    def __init__(self, sampler: SizedIterable, batch_size: int, drop_last: bool) -> None:
+        self._sampler = sampler
+        self._length = len(sampler)
+        super().__init__(self._length, batch_size, drop_last, kept=KEPT_EPOCHS)
+        self._kept += KEPT_BATCHES // max(self.batches, 1)
+        self._checksums: dict[int, int] = {}
+        self._next = 0
+
+    def begin_at(self, epoch: int) -> None:
+        """See `Order.begin_at`."""
+        if self._told() is not None:
+            self._next = epoch
+
+    def checksum(self, epoch: int) -> int | None:
+        """See `Order.checksum`."""
+        return self._checksums.get(epoch)
+
+    @property
+    def unseeded(self) -> str | None:
+        """See `Order.unseeded`; of samplers that have a `generator`, as torch's, and no `set_epoch`."""
+        sampler = getattr(self._sampler, "sampler", self._sampler)
+        is_unseeded = self._told() is None and getattr(sampler, "generator", self) is None
+        return type(sampler).__name__ if is_unseeded else None
+
+    def check_repeats(self) -> None:
+        """Check that the sampler may draw an epoch again that it drew before, in another process.
+
+        Raises:
+            CheckpointError: It draws by a generator that nobody has seeded.
+        """
+        if self.unseeded is not None:
+            raise CheckpointError(
+                f"a part is trained of an epoch of the sampler {self.unseeded}, which draws "
+                "another order each time: give it a generator with a seed, or `set_epoch`, or go on from a "
+                "checkpoint at an epoch's end"
+            )
+
+    def _draw(self, epoch: int) -> Tensor:
+        if epoch < self._next:
+            raise ProtocolError(
+                f"epoch {epoch} of the sampler was asked for again after epoch {self._next - 1}; "
+                f"the last {self._kept} are kept"
+            )
+        while self._next <= epoch:
+            drawn = self._iterate(self._next)
+            self._checksums[self._next] = self._sum(self._next, drawn)  # before anybody can train of it
+            if len(self._checksums) > KEPT_BATCHES:
+                del self._checksums[next(iter(self._checksums))]
+            order = self._keep(self._next, drawn)
+            self._next += 1
+        return order
+
+    def _iterate(self, epoch: int) -> Tensor:
+        name = type(self._sampler).__name__
+        try:
+            with _DRAWING:
+                set_epoch = self._told()
+                if set_epoch is not None:
+                    set_epoch(epoch)
+                # One item at a time: a sampler may fill the list that it yields anew for each batch.
+                drawn = [self._indices_of(item) for item in self._sampler]
+            order = self._joined(epoch, drawn)
+        except Exception as error:
+            raise DataError(
+                f"the sampler {name} failed in epoch {epoch}: {format_error(error)}", epoch=epoch
+            ) from error
+        if len(drawn) != self._length:
+            raise DataError(
+                f"the sampler {name} yielded {len(drawn)} {self._what} in epoch {epoch}, but its length is "
+                f"{self._length}; make `__len__` and `__iter__` agree",
+                epoch=epoch,
+            )
+        return order
+
+    def _told(self) -> Callable[[int], object] | None:
+        """What tells the sampler the epoch, or the one that it draws from."""
+        for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
+            set_epoch: Callable[[int], object] | None = getattr(sampler, "set_epoch", None)
+            if set_epoch is not None:
+                return set_epoch
+        return None
+
+    def _indices_of(self, item: Any) -> Any:
+        """A copy of one thing that the sampler yields, as plain integers."""
+        return operator.index(item)
+
+    def _joined(self, epoch: int, drawn: list[Any]) -> Tensor:  # noqa: ARG002 - all epochs are cut alike
+        return torch.tensor(drawn, dtype=torch.int64, device="cpu")
+
+    def _sum(self, epoch: int, order: Tensor) -> int:  # noqa: ARG002 - all epochs are cut alike
+        return zlib.crc32(order[: self._stop].numpy().tobytes())
+
+
+class BatchSamplerOrder(SamplerOrder):
+    """The batches of a torch batch sampler, which is iterated once per epoch, as `SamplerOrder` says.
+
+    Args:
+        batch_sampler: Anything with a length that yields lists of dataset indices, of any sizes but 0.
+    """
+
+    _what = "batches"
+
+    def __init__(self, batch_sampler: SizedIterable) -> None:
+        super().__init__(batch_sampler, 1, drop_last=False)
+        self.batch_size = self.samples = None
+        self._stops: dict[int, list[int]] = {}  # of the epochs that are kept: where each batch ends
+
+    def samples_in(self, epoch: int, batch: int) -> int:
+        """How many samples a batch holds; draws the epoch if that is new. See `Order.samples_in`."""
+        return len(self.indices(epoch, batch))
+
+    def _indices_of(self, item: Any) -> Any:
+        return [operator.index(index) for index in item]
+
+    def _joined(self, epoch: int, drawn: list[Any]) -> Tensor:
+        if not all(drawn):
+            raise ValueError(f"batch {drawn.index([])} has no samples")
+        self._stops = {kept: self._stops[kept] for kept in self._epochs}
+        self._stops[epoch] = list(itertools.accumulate(map(len, drawn)))
+        return torch.tensor([index for batch in drawn for index in batch], dtype=torch.int64, device="cpu")
+
+    def _sum(self, epoch: int, order: Tensor) -> int:
+        stops = np.array(self._stops[epoch], np.int64)
+        return zlib.crc32(stops.tobytes(), zlib.crc32(order.numpy().tobytes()))
+
+    def _span(self, epoch: int, batch: int) -> tuple[int, int]:
+        stops = self._stops[epoch]
+        return stops[batch - 1] if batch else 0, stops[batch]
+
+
+class AllEpochs:
+    """The batches of all epochs one after another, as torch's DataLoader asks for them: a batch sampler.
+
+    Of a run that is resumed, those that are not trained yet; the open epochs' in ascending order.
+
+    torch asks for indices long before it hands their batch over, and for the first ones from the thread that
+    starts it. So a sampler that fails ends the iteration, and its error waits in `error` until the batches
+    before it have come.
+
+    Args:
+        order: Which samples each batch holds.
+        epochs: How many epochs; None: without end.
+        start: What is trained already.
+    """
+
+    def __init__(self, order: Order, epochs: int | None, start: Position = NOTHING_TRAINED) -> None:
+        self.error: DataError | None = None
+        self._order = order
+        self._epochs = epochs
+        self._start = start
+
+    def walk(self) -> Iterator[tuple[int, int]]:
+        """Every (epoch, batch) in the order of reading."""
+        first = self._start.done
+        for epoch in itertools.count(first) if self._epochs is None else range(first, self._epochs):
+            position, missing = self._start.remaining(epoch) or (0, ())
+            for batch in itertools.chain(missing, range(position, self._order.batches)):
+                yield (epoch, batch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for epoch, batch in self.walk():
+            try:
+                indices = self._order.indices(epoch, batch)
+            except DataError as error:
+                self.error = error
+                return
+            yield indices.tolist()

@@ -1,0 +1,181 @@
+"""Reading an IterableDataset: the number of its batches is known when its iterator ends, and not before.
+
+Batches are dealt as though an epoch had no end. When the reader finds it, the coordinator takes back what was
+dealt beyond; a rank that waits there is told, and until then its waiting only makes the reader go on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from flowdp.data.epoch_order import NOTHING_TRAINED
+from flowdp.data.loader_source import NOTHING, LoaderSource
+from flowdp.data.processes import begin
+from flowdp.data.source import Batch
+from flowdp.data.trees import batch_length
+from flowdp.errors import CheckpointError, DataError
+from flowdp.protocol.position import Position
+
+__all__ = ["Counted", "Measured", "StreamReader"]
+
+Collate = Callable[[Any], Batch]
+
+
+class StreamReader(LoaderSource):
+    """Reads an IterableDataset anew in each epoch, which ends where its iterator ends.
+
+    The worker processes live through all epochs. Where the dataset has `set_epoch`, that is called before
+    each, in this process; what a worker process has to know of it must lie in shared memory.
+
+    A run is resumed at the beginning of an epoch alone, and the dataset is then iterated for the first time:
+    one whose epochs differ must have `set_epoch`.
+
+    Args:
+        dataset: What is iterated.
+        batch_size: Samples of a batch; None: each item is a batch.
+        epochs: Epochs to read; None: without end.
+        ahead: See `LoaderSource`.
+        start: See `LoaderSource`.
+        on_demand: See `LoaderSource`.
+        keeps: See `LoaderSource`.
+        collate_fn: Makes a batch of the list of its samples, or of the item.
+        num_workers: Processes that read.
+        worker_init_fn: Called with its number in each worker process before it reads.
+        loader: Further arguments of `torch.utils.data.DataLoader`.
+
+    Raises:
+        CheckpointError: Part of an epoch is trained already.
+    """
+
+    can_resume_inside = False
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        batch_size: int | None,
+        *,
+        epochs: int | None,
+        ahead: int,
+        start: Position = NOTHING_TRAINED,
+        on_demand: bool = False,
+        keeps: bool = False,
+        collate_fn: Collate,
+        num_workers: int,
+        worker_init_fn: Callable[[int], None] | None = None,
+        **loader: Any,
+    ) -> None:
+        for epoch in start.open:
+            if len(epoch.missing) < epoch.position:
+                raise CheckpointError(
+                    f"the checkpoint lies inside epoch {epoch.epoch}, and {type(dataset).__name__} is an "
+                    "IterableDataset, which cannot be entered in the middle: resume from a checkpoint at the "
+                    "end of an epoch, or give a map-style dataset"
+                )
+        made: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_size,
+            collate_fn=Measured(collate_fn) if batch_size is None else Counted(collate_fn),
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            worker_init_fn=partial(begin, worker_init_fn),
+            **loader,
+        )
+        super().__init__(
+            None,
+            made,
+            epochs=epochs,
+            ahead=ahead,
+            is_counted=True,
+            start=start,
+            on_demand=on_demand,
+            keeps=keeps,
+        )
+        self.batch_size = batch_size
+        self._lengths: dict[int, int] = {}  # of the epochs that have been read to their end; under the lock
+
+    def indices(self, epoch: int, batch: int) -> tuple[int, ...]:  # noqa: ARG002 - samples have no number
+        """Nothing; see `Source.indices`."""
+        return ()
+
+    def _comes(self, key: tuple[int, int]) -> bool:
+        epoch, batch = key
+        if batch >= self._lengths.get(epoch, batch + 1):
+            return False
+        return super()._comes(key)
+
+    def _begin(self) -> Iterator[Batch] | None:
+        # Without processes the reader thread alone touches the dataset.
+        return self._iterate(self._start.done) if self._loader.num_workers else None
+
+    def _iterate(self, epoch: int) -> Iterator[Batch]:
+        set_epoch = getattr(self._loader.dataset, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        return iter(self._loader)
+
+    def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[tuple[int, int], Any]]:
+        first = self._start.done
+        for epoch in itertools.count(first) if self.epochs is None else range(first, self.epochs):
+            if not self._may_read(epoch):
+                return
+            self._reading = (epoch, 0)
+            current = self._in_turn(partial(self._iterate, epoch)) if iterator is None else iterator
+            while (read := self._in_turn(partial(next, current, NOTHING))) is not NOTHING:
+                yield self._reading, read
+                self._reading = (epoch, self._reading[1] + 1)
+            iterator = None
+            self._end(*self._reading)
+
+    def _end(self, epoch: int, batches: int) -> None:
+        if batches == 0:
+            less = " that is full, and drop_last=True leaves out any other" if self._loader.drop_last else ""
+            raise DataError(
+                f"epoch {epoch} of {type(self._loader.dataset).__name__} has no batch{less}: its iterator "
+                f"ended at once. `__iter__` must return a new iterator each time",
+                epoch=epoch,
+            )
+        with self._changed:
+            self._lengths[epoch] = batches
+            # They will not come, and for them the reader would go on however much lies here.
+            for key in [key for key in self._waiting if key[0] == epoch]:
+                del self._waiting[key]
+        if self._ended is not None:
+            self._ended(epoch, batches)
+
+
+class Counted:
+    """A collate function that also says how many samples it was given."""
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> tuple[int, Batch]:
+        """(samples, batch) of a list of samples."""
+        return len(samples), self._collate(samples)
+
+
+class Measured:
+    """A function of an item that is a batch already, and says how many samples there are in it.
+
+    Args:
+        convert: What is done to the item.
+    """
+
+    def __init__(self, convert: Collate) -> None:
+        self._convert = convert
+
+    def __call__(self, item: Any) -> tuple[int, Batch]:
+        """(samples, batch) of an item."""
+        batch = self._convert(item)
+        samples = batch_length(batch)
+        if samples is None:
+            raise TypeError(
+                "with batch_size=None an item is a batch, and the length of its first tensor is the number "
+                f"of its samples; there is no tensor with a dimension in this {type(batch).__name__}"
+            )
+        return samples, batch

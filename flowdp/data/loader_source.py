@@ -1,0 +1,442 @@
+"""Reading a dataset: one thread, one torch DataLoader, all devices.
+
+`Reader` is the source of map-style datasets. Sources of this process whose datasets could share an object,
+the parts of a split for instance, read in turns (`ReadingTurns`), batch by batch. What worker processes read
+needs no turn.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from flowdp.data.batch_slice import Portion
+from flowdp.data.epoch_order import KEPT_BATCHES, NOTHING_TRAINED, AllEpochs, Order
+from flowdp.data.memory import OwnMemory
+from flowdp.data.processes import GRACE_S, Processes, begin
+from flowdp.data.shared import ReadingTurns
+from flowdp.data.source import Batch, Source
+from flowdp.data.trees import tree_map
+from flowdp.device.openmp import set_own_threads
+from flowdp.errors import DataError, ProtocolError
+from flowdp.policy.formats import format_error, format_indices
+from flowdp.policy.reader_load import ReaderLoad
+from flowdp.protocol.messages import Part
+from flowdp.protocol.position import Position
+
+__all__ = ["NOTHING", "LoaderSource", "Reader"]
+
+log = logging.getLogger("flowdp")
+
+_Key = tuple[int, int]  # (epoch, batch): its order is the order of reading
+
+NOTHING = object()
+"""An iterator's answer at its end."""
+
+
+class LoaderSource(Source):
+    """One thread that reads one DataLoader, ahead of the ranks that will take its batches.
+
+    Deadlock: the reader stands still only while `ahead` batches lie here and no rank waits for a later one.
+    So whoever holds up a round by waiting for its batch is served, whatever others have left lying. That
+    stays bounded: batches are dealt in the order of reading, so everything read on the way to a batch that is
+    waited for belongs to this plan or an earlier one. What lies here is at most `ahead` batches or those
+    dealt and not taken, whichever is more; torch's processes hold num_workers * prefetch_factor besides, and
+    where it `keeps`, what is in no mean yet lies here, too.
+
+    On demand, an epoch begins when a batch of it is waited for, and the thread starts with the first one: so
+    nothing but the processes exists until then, and another source may start processes of its own.
+
+    Args:
+        order: Which samples each batch holds; None: the dataset's own.
+        loader: What is read.
+        epochs: Epochs to read; None: without end.
+        ahead: Batches read and not taken above which the reader waits, unless a rank waits for it.
+        is_counted: What the loader yields is (samples, batch), because nothing else tells how many there are.
+        start: What is trained already, and not read again.
+        on_demand: An epoch is read when somebody waits for it.
+        keeps: See `Source`; for batches that are taken whole.
+    """
+
+    _advice = ""  # to a user whose reading takes much of the time
+
+    def __init__(
+        self,
+        order: Order | None,
+        loader: DataLoader[Any],
+        *,
+        epochs: int | None,
+        ahead: int,
+        is_counted: bool,
+        start: Position = NOTHING_TRAINED,
+        on_demand: bool = False,
+        keeps: bool = False,
+    ) -> None:
+        super().__init__(order)
+        self.keeps = keeps
+        self.epochs = epochs
+        self.ahead = ahead
+        self._loader = loader
+        is_here = loader.num_workers == 0
+        self._turns = ReadingTurns(loader.dataset, loader.collate_fn) if is_here else None
+        self._is_counted = is_counted
+        self._start = start
+        self._on_demand = on_demand
+        self._reading: _Key = (start.done, 0)  # what the reader is at
+        self._begun = -1  # the last epoch that was waited for, on demand; the reader's own
+        self._thread: threading.Thread | None = None
+        self._processes: Processes | None = None
+        self._memory = OwnMemory()  # the reader's own; processes send batches in new memory
+
+        # Serialises everything below; notified when the reader may have something to do.
+        self._changed = threading.Condition()
+        self._read: dict[_Key, Batch] = {}  # read and not taken
+        self._lent: dict[_Key, tuple[int, Batch]] = {}  # kept: who took it, and what
+        self._samples: dict[_Key, int] = {}  # of those, and of the last that were taken
+        self._left: dict[_Key, int] = {}  # of those that were taken in part: samples that were not
+        self._waiting: dict[_Key, list[int]] = {}  # asked for and not read -> the ranks that asked
+        self._last: _Key = (start.done, -1)  # everything up to it has been read, or was before
+        self._error: DataError | None = None
+        self._closing = False
+
+    def start(self, *, wake: Callable[[int, int, int], None], failed: Callable[[DataError], None]) -> None:
+        """Begin to read; see `Source.start`."""
+        try:
+            iterator = self._begin()
+        except Exception as error:
+            raise DataError(f"the DataLoader could not be started: {format_error(error)}") from error
+        if self._loader.num_workers > 0:
+            self._processes = Processes(iterator)
+        self._thread = threading.Thread(
+            target=self._run, args=(self._feed(iterator), wake, failed), name="flowdp-reader", daemon=True
+        )
+        if not self._on_demand:
+            self._thread.start()
+
+    def threads(self) -> list[threading.Thread]:
+        """The reader thread; see `Source.threads`."""
+        return [] if self._thread is None else [self._thread]
+
+    def waits_for(self) -> str:
+        """The worker process that is to deliver the next batch; see `Source.waits_for`."""
+        process = "" if self._processes is None else self._processes.awaited
+        epoch, batch = self._reading
+        return f"waiting for {process} to read batch {batch} of epoch {epoch}" if process else ""
+
+    def take(self, rank: int, epoch: int, batch: int, part: Part | None = None) -> Batch | None:
+        """Hand a batch over, or None and a `wake` later; see `Source.take`."""
+        key = (epoch, batch)
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            payload = self._take(rank, key, part)
+            if payload is None:
+                if self._closing or not self._comes(key):
+                    return None
+                # Of a batch that is one rank's alone, who asks last has it: it was dealt anew.
+                ranks = [] if part is None else self._waiting.get(key, [])
+                self._waiting[key] = [*(other for other in ranks if other != rank), rank]
+                if self._thread is not None and self._thread.ident is None:
+                    self._thread.start()
+            self._changed.notify()
+        if payload is None or part is None:
+            return payload
+        return Portion.of(payload, self.samples_in(epoch, batch), part)
+
+    def _take(self, rank: int, key: _Key, part: Part | None) -> Batch | None:
+        """A batch that lies here, which stays until all its samples are taken; under the lock."""
+        if part is None or key not in self._read:
+            payload = self._read.pop(key, None)
+            if self.keeps and payload is not None:
+                self._lent[key] = rank, payload
+            return payload
+        left = self._left.pop(key, self._order.samples_in(*key)) - part.samples
+        if left == 0:
+            return self._read.pop(key)
+        self._left[key] = left
+        return self._read[key]
+
+    def samples_in(self, epoch: int, batch: int) -> int:
+        """How many samples a batch holds that was taken lately, or lies here; see `Source.samples_in`."""
+        if not self._is_counted:
+            return super().samples_in(epoch, batch)
+        with self._changed:
+            samples = self._samples.get((epoch, batch))
+        if samples is None:
+            raise IndexError(f"batch {batch} of epoch {epoch} has not been read, or long ago")
+        return samples
+
+    def give_back(self, epoch: int, batch: int, payload: Batch, part: Part | None = None) -> None:
+        """Return a batch untrained; see `Source.give_back`."""
+        key = (epoch, batch)
+        with self._changed:
+            if self._closing:
+                return
+            if part is not None:
+                left = self._left.pop(key, 0) + part.samples
+                if left < self._order.samples_in(epoch, batch):
+                    self._left[key] = left
+            self._lent.pop(key, None)
+            self._read[key] = payload if part is None else payload.whole
+
+    def settle(self, keys: Sequence[_Key]) -> None:
+        """Let go of what is in a mean; see `Source.settle`."""
+        with self._changed:
+            for key in keys:
+                self._lent.pop(key, None)
+
+    def reclaim(self, rank: int) -> None:
+        """Take back what a lost rank has; see `Source.reclaim`."""
+        with self._changed:
+            for key, (taker, payload) in list(self._lent.items()):
+                if taker == rank:
+                    del self._lent[key]
+                    self._read[key] = payload
+
+    def close(self) -> bool:
+        """Stop reading; see `Source.close`."""
+        with self._changed:
+            self._closing = True
+            self._read.clear()
+            self._lent.clear()
+            self._left.clear()
+            self._waiting.clear()
+            self._changed.notify()
+        if self._turns is not None:
+            self._turns.look()
+        if self._thread is None:
+            return True
+        if self._thread.ident is None:
+            if self._processes is not None:
+                self._processes.terminate()
+                self._processes.shut_down()
+            return True
+        if self._processes is not None:
+            self._thread.join(GRACE_S)
+            # Whoever is left is inside the dataset's code, and torch would wait 5 s for each.
+            self._processes.terminate()
+        self._thread.join(GRACE_S)
+        if self._turns is not None:  # it may still be inside the dataset's code, and runs to come read, too
+            self._turns.take_away(self._thread)
+        return not self._thread.is_alive()
+
+    def _comes(self, key: _Key) -> bool:
+        """Whether a batch that is not here will be read; raises if there is none, or it was taken."""
+        epoch, batch = key
+        most = batch + 1 if self.batches is None else self.batches
+        if not 0 <= batch < most or epoch < 0 or (self.epochs is not None and epoch >= self.epochs):
+            raise IndexError(
+                f"batch {batch} of epoch {epoch}: {self.epochs} epochs of {self.batches} batches"
+            )
+        left = self._start.remaining(epoch)
+        if left is None or (batch < left[0] and batch not in left[1]):
+            raise ProtocolError(f"batch {batch} of epoch {epoch} was trained before the run was resumed")
+        if key <= self._last:
+            raise ProtocolError(f"batch {batch} of epoch {epoch} was taken before and not given back")
+        return True
+
+    def _begin(self) -> Iterator[Batch] | None:
+        """The loader's iterator, made on the thread that its worker processes are started by."""
+        return iter(self._loader)
+
+    def _in_turn(self, read: Callable[[], Any]) -> Any:
+        """Call the dataset's own code, when no other reader of this process does; on the reader thread."""
+        if self._turns is None:
+            return read()
+        if not self._turns.begin(lambda: self._closing):
+            raise ProtocolError("the source was closed while it waited for its turn to read")
+        try:
+            return read()
+        finally:
+            self._turns.end()
+
+    @abstractmethod
+    def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[_Key, Any]]:
+        """Everything there is to read, in order; runs on the reader thread, with `_reading` up to date.
+
+        Before it reads anything of an epoch it asks `_may_read`.
+        """
+
+    # ------------------------------------------------------------ the reader thread
+    def _run(
+        self,
+        feed: Iterator[tuple[_Key, Any]],
+        wake: Callable[[int, int, int], None],
+        failed: Callable[[DataError], None],
+    ) -> None:
+        try:
+            set_own_threads(1)  # the cores belong to the workers
+            load = ReaderLoad(time.monotonic(), time.thread_time())
+            while self._has_room():
+                read = next(feed, None)
+                if read is None:
+                    return
+                for rank in self._put(*read):
+                    wake(rank, *read[0])
+                share = load.passed(time.monotonic(), time.thread_time())
+                if share is not None and self._advice:
+                    log.warning(
+                        "reading the dataset computes %.0f %% of the time %s", 100 * share, self._advice
+                    )
+        except BaseException as error:  # also a SystemExit of the dataset: whoever waits must hear of it
+            self._fail(self._reading, error, wake, failed)
+        finally:
+            self._memory = OwnMemory()  # the one before holds batches
+            if self._processes is not None:
+                self._processes.shut_down()
+
+    def _has_room(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._waiting or len(self._read) < self.ahead)
+            return not self._closing
+
+    def _may_read(self, epoch: int) -> bool:
+        """Wait until an epoch may be read; False at the end. For `_feed`, on the reader thread."""
+        if not self._on_demand or epoch <= self._begun:
+            return True
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or any(key[0] >= epoch for key in self._waiting))
+            self._begun = epoch
+            return not self._closing
+
+    def _put(self, key: _Key, payload: Any) -> Sequence[int]:
+        """Lay a batch down; returns who waits for it."""
+        samples, payload = payload if self._is_counted else (0, payload)
+        if payload is None:
+            raise TypeError("the batch is None; the collate function must return one")
+        if self._processes is None:
+            payload = self._memory.own(payload, f"batch {key[1]} of epoch {key[0]}", key[0])
+        elif self.keeps:
+            payload = tree_map(_unshared, payload)
+        with self._changed:
+            if self._closing:
+                return ()
+            self._read[key] = payload
+            self._last = key
+            if self._is_counted:
+                self._samples[key] = samples
+                self._forget()
+            return self._waiting.pop(key, ())
+
+    def _forget(self) -> None:
+        """Keep the counts of what lies here, and of so many that were taken as can be under way."""
+        while len(self._samples) > len(self._read) + len(self._lent) + KEPT_BATCHES:
+            oldest = next(iter(self._samples))
+            samples = self._samples.pop(oldest)
+            if oldest in self._read or oldest in self._lent:
+                self._samples[oldest] = samples
+
+    def _fail(
+        self,
+        key: _Key,
+        error: BaseException,
+        wake: Callable[[int, int, int], None],
+        failed: Callable[[DataError], None],
+    ) -> None:
+        if not isinstance(error, DataError):
+            error = self._describe(key, error)
+        with self._changed:
+            if self._closing:  # ending the processes may break a read; nobody waits for it
+                return
+            self._error = error
+            waiting = list(self._waiting.items())
+            self._waiting.clear()
+            self._read.clear()
+            self._lent.clear()
+        failed(error)
+        for (epoch, batch), ranks in waiting:
+            for rank in ranks:
+                wake(rank, epoch, batch)
+
+    def _describe(self, key: _Key, cause: BaseException) -> DataError:
+        epoch, batch = key
+        indices = self.indices(epoch, batch)
+        shown = format_indices(indices)
+        samples = f" (samples {shown})" if indices else ""
+        error = DataError(
+            f"reading batch {batch} of epoch {epoch}{samples} failed: {format_error(cause)}",
+            epoch=epoch,
+            indices=indices,
+        )
+        error.__cause__ = cause
+        return error
+
+
+def _unshared(leaf: Any) -> Any:
+    """A tensor from a process, as memory of our own: shared memory is scarce, and each one an open file."""
+    is_shared = isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.is_shared()
+    return leaf.clone() if is_shared else leaf
+
+
+class Reader(LoaderSource):
+    """Reads every batch of every epoch of a map-style dataset.
+
+    The DataLoader runs over all epochs, so its worker processes never drain at an epoch's end.
+
+    Args:
+        dataset: Map-style.
+        order: Which samples each batch holds.
+        epochs: Epochs to read; None: without end.
+        ahead: See `LoaderSource`.
+        is_counted: See `LoaderSource`.
+        start: See `LoaderSource`.
+        on_demand: See `LoaderSource`; processes hold some batches of the next epochs, and no more.
+        keeps: See `LoaderSource`.
+        worker_init_fn: Called with its number in each worker process before it reads.
+        loader: Further arguments of `torch.utils.data.DataLoader`.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        order: Order,
+        *,
+        epochs: int | None,
+        ahead: int,
+        is_counted: bool = False,
+        start: Position = NOTHING_TRAINED,
+        on_demand: bool = False,
+        keeps: bool = False,
+        worker_init_fn: Callable[[int], None] | None = None,
+        **loader: Any,
+    ) -> None:
+        self._plan = AllEpochs(order, epochs, start)
+        made: DataLoader[Any] = DataLoader(
+            dataset, batch_sampler=self._plan, worker_init_fn=partial(begin, worker_init_fn), **loader
+        )
+        super().__init__(
+            order,
+            made,
+            epochs=epochs,
+            ahead=ahead,
+            is_counted=is_counted,
+            start=start,
+            on_demand=on_demand,
+            keeps=keeps,
+        )
+        if made.num_workers == 0:
+            self._advice = (
+                "in a thread of this process, beside the devices' launches, which need the interpreter lock, "
+                "too: num_workers=2, of the Trainer or the DataLoader, has processes read; a dataset with "
+                "__getitems__(indices) or get_batch(indices) reads a batch in one call"
+            )
+
+    def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[_Key, Any]]:
+        assert iterator is not None
+        for key in self._plan.walk():
+            if not self._may_read(key[0]):
+                return
+            self._reading = key
+            try:
+                payload = self._in_turn(partial(next, iterator))
+            except StopIteration as stop:  # behind a sampler that failed, or the dataset's own
+                raise self._plan.error or self._describe(key, stop)  # noqa: B904 - both have their cause
+            yield key, payload

@@ -1,0 +1,51 @@
+"""What an evaluation reads: a dataset in its own order, and only while somebody evaluates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from flowdp.data.open_source import Collate, Source, as_tensors, open_source
+from flowdp.errors import OptionError
+
+__all__ = ["open_evaluation"]
+
+
+def open_evaluation(
+    dataset: object,
+    *,
+    batch_size: int,
+    collate_fn: Collate | None,
+    num_workers: int | None,
+    world_size: int,
+) -> Source:
+    """The source of an evaluation: each epoch of it is one, in the dataset's own order, begun on demand.
+
+    Args:
+        dataset: As of `open_source`. A DataLoader has its own settings.
+        batch_size: Samples of a batch.
+        collate_fn: As of the training; it and `num_workers` are left out where they have no use.
+        num_workers: As of the training.
+        world_size: Ranks that evaluate.
+
+    Raises:
+        OptionError: The dataset cannot be read.
+    """
+    options: dict[str, Any] = {
+        "batch_size": batch_size,
+        "shuffle": None if isinstance(dataset, IterableDataset) else False,
+        "drop_last": False,
+        "collate_fn": collate_fn,
+        "num_workers": num_workers,
+    }
+    try:
+        if isinstance(dataset, DataLoader):
+            options = dict.fromkeys(options)
+        elif type(dataset) is not TensorDataset and as_tensors(dataset) is not None:
+            options["collate_fn"] = options["num_workers"] = None
+        elif hasattr(dataset, "get_batch"):
+            options["collate_fn"] = None
+        return open_source(dataset, **options, seed=0, epochs=None, world_size=world_size, on_demand=True)
+    except OptionError as error:
+        raise OptionError(f"eval_dataset: {error}") from error

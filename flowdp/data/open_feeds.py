@@ -1,0 +1,100 @@
+"""Which feed each rank gets: decided once, before the workers start."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from flowdp.data.feed import DirectFeed, Feed
+from flowdp.data.prefetch import PrefetchFeed
+from flowdp.data.resident import ResidentData, ResidentFeed
+from flowdp.data.source import Source
+from flowdp.data.tensor_source import TensorSource
+from flowdp.device.memory import read_memory, reset_peak
+from flowdp.device.streams import QUIET, Lane
+from flowdp.policy.budget import USAGE, fits
+
+__all__ = ["DirectFeed", "Feed", "open_feeds"]
+
+
+def open_feeds(
+    source: Source,
+    lanes: Sequence[Lane],
+    *,
+    held: Sequence[int] | None = None,
+    rows: int | None = None,
+    usage: float = USAGE,
+    poison: bool = False,
+    cuda: Any = torch.cuda,
+) -> list[Feed]:
+    """One feed per rank: direct on the CPU, on CUDA resident where the dataset fits, else prefetched.
+
+    Only a dataset of tensors can be resident, or a subset that has at least half of them. Tensors on another
+    device than the rank's are copied there, or to the host once where they do not fit.
+
+    Args:
+        source: Of all ranks' batches.
+        lanes: One per rank.
+        held: Batches that each rank uses at a time; None: one.
+        rows: Samples of a part, for which a prefetched one has a slot; None: batches are taken whole.
+        usage: Part of a device's memory that may be in use.
+        poison: Write over each prefetched batch once its step is done, to find steps that keep one.
+        cuda: What stands for `torch.cuda`, in tests.
+
+    Threads:
+        The one that made the dataset's tensors, before the workers exist.
+    """
+    ranks = Counter(lane.device for lane in lanes)
+    datasets: dict[torch.device, ResidentData | None] = {}
+    for lane in lanes:
+        if lane.is_async and lane.device not in datasets:
+            reset_peak(lane, cuda)
+            datasets[lane.device] = _bring(source, lane, ranks[lane.device], usage, cuda)
+    if isinstance(source, TensorSource) and any(datasets.get(lane.device) is None for lane in lanes):
+        streamed: Source = source.on_host()
+    else:
+        streamed = source
+    neighbours: dict[torch.device, list[PrefetchFeed]] = {device: [] for device in ranks}
+    feeds: list[Feed] = []
+    for rank, lane in enumerate(lanes):
+        data = datasets.get(lane.device)
+        if not lane.is_async:
+            feeds.append(DirectFeed(streamed, rank))
+        elif data is not None:
+            feeds.append(ResidentFeed(data, lane))
+        else:
+            feeds.append(
+                PrefetchFeed(
+                    streamed,
+                    rank,
+                    lane,
+                    gauge=partial(read_memory, lane, cuda),
+                    neighbours=neighbours[lane.device],
+                    held=1 if held is None else held[rank],
+                    rows=rows,
+                    usage=usage,
+                    poison=poison,
+                )
+            )
+    return feeds
+
+
+def _bring(source: Source, lane: Lane, ranks: int, usage: float, cuda: Any) -> ResidentData | None:
+    """The dataset on a device, where it is made of tensors and fits there."""
+    memory = read_memory(lane, cuda)
+    if not isinstance(source, TensorSource) or source.is_part or memory is None:
+        return None
+    if not fits(memory, ResidentData.needed_bytes(source, lane.device, ranks), usage=usage):
+        return None
+    try:
+        return ResidentData(source, lane)
+    except torch.OutOfMemoryError:
+        pass
+    # Here, where no traceback keeps what was copied so far: it lies in the cache, for the copy stream alone.
+    with QUIET:
+        cuda.empty_cache()
+    return None

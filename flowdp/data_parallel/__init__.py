@@ -1,0 +1,1 @@
+"""`setup`: a loop that the user owns, on several devices."""

@@ -1,0 +1,210 @@
+"""Checks of the arguments of `setup`, before a thread starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from flowdp.collective.batch_norm import SharedStatistics, check_synchronised
+from flowdp.data_parallel.loss_context import LossFunction
+from flowdp.device.discovery import devices as find_devices
+from flowdp.errors import OptionError
+from flowdp.modules.attributes import check_leaves
+from flowdp.modules.whole_batch import check_embeddings
+from flowdp.options import CadenceOptions, CaptureOptions
+from flowdp.replica.factories import check_plain
+
+__all__ = [
+    "OptimizerOption",
+    "check_cadence",
+    "check_layers",
+    "check_loss",
+    "check_model",
+    "check_norm",
+    "check_optimizers",
+    "check_replica",
+    "kept_after_errors",
+    "set_epoch",
+]
+
+OptimizerOption = Optimizer | Sequence[Optimizer] | Callable[[list[nn.Parameter]], Any] | None
+
+
+def check_model(model: object, optimizer: object) -> None:
+    """Check that the model is a module of parameters with shapes, some to train where an optimizer is given.
+
+    Raises:
+        OptionError: It is no module, is not complete, or has nothing to train.
+    """
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"model must be a torch.nn.Module, not {model!r}; a factory goes to replica=")
+    check_plain(model)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise OptionError(
+                f"the model has parameters without a shape yet ({name!r}, of a LazyLinear or its like): call "
+                "it once on a batch before setup()"
+            )
+    if optimizer is not None and not any(parameter.requires_grad for parameter in model.parameters()):
+        check_leaves(list(model.modules()))  # layers in a plain list are why there are none
+        raise OptionError(
+            "the model has no parameter that requires grad: there is nothing to train; give optimizer=None "
+            "to use it as it is"
+        )
+
+
+def check_replica(replica: object) -> None:
+    """Check that `replica` is a factory, or None.
+
+    Raises:
+        OptionError: It cannot be called.
+    """
+    if replica is not None and (not callable(replica) or isinstance(replica, nn.Module)):
+        raise OptionError(f"replica must be a function of the device that makes a module, not {replica!r}")
+
+
+def check_norm(max_grad_norm: object) -> None:
+    """Check that the norm is a positive number, or None.
+
+    Raises:
+        OptionError: It is no positive number.
+    """
+    is_number = isinstance(max_grad_norm, (int, float)) and not isinstance(max_grad_norm, bool)
+    if max_grad_norm is not None and not (is_number and float(str(max_grad_norm)) > 0):
+        raise OptionError(f"max_grad_norm must be a number above 0, not {max_grad_norm!r}")
+
+
+def check_loss(loss_fn: object, capture: CaptureOptions | None = None) -> LossFunction | None:
+    """Check that `loss_fn` is a function, or None; returns it.
+
+    Args:
+        loss_fn: As the user gave it.
+        capture: How steps of it are captured; None: they are not.
+
+    Raises:
+        OptionError: It is something else, or is missing where it is captured.
+    """
+    if loss_fn is None and capture is not None:
+        raise OptionError(
+            "capture records forward, loss and backward of windows, and there is no loss: give loss_fn= and "
+            "call dp.forward_batch for each batch of dp.epoch(loader); around a plain call dp(x) the loss is "
+            "in your own code, which runs as it is written: leave capture out there"
+        )
+    if loss_fn is not None and not callable(loss_fn):
+        raise OptionError(f"loss_fn must be a function of a LossContext, not {loss_fn!r}")
+    return loss_fn
+
+
+def check_cadence(
+    option: object, devices: Sequence[torch.device], ratios: Sequence[float] | None = None
+) -> tuple[CadenceOptions, bool]:
+    """The options of a cadence, and whether there are windows.
+
+    Args:
+        option: As the user gave it.
+        devices: One per rank.
+        ratios: Fixed shares, which cut each batch; None: by measured speed.
+
+    Raises:
+        OptionError: It is no cadence, or does not go with fixed shares.
+    """
+    if ratios is not None:
+        if option is not None and option is not False:
+            raise OptionError(
+                f"cadence={option!r} sizes the work by measured speed, and partition_ratios fixes it: leave "
+                "one of them out"
+            )
+        option = False
+    if option is not None and not isinstance(option, (bool, CadenceOptions)):
+        raise OptionError(f"cadence must be None, True, False or a CadenceOptions, not {option!r}")
+    options = option if isinstance(option, CadenceOptions) else CadenceOptions()
+    if options.speed_hint is not None and options.speed_hint[0] >= len(devices):
+        raise OptionError(f"cadence.speed_hint names rank {options.speed_hint[0]} of {len(devices)} devices")
+    if option is None:
+        names = {info.device: info.name for info in find_devices(probe=False).devices}
+        return options, len({names.get(device, device.type) for device in devices}) > 1
+    return options, option is not False and options.windows and len(devices) > 1
+
+
+def check_layers(model: nn.Module, devices: Sequence[torch.device], *, windows: bool) -> None:
+    """Check that SyncBatchNorm can be synchronised, and that embeddings do not need the whole batch.
+
+    Raises:
+        OptionError: Of SyncBatchNorm, the devices are of several kinds, or work through batches of their
+            own; or see `check_embeddings`.
+    """
+    if windows and len(devices) > 1 and SharedStatistics(model):
+        raise OptionError(
+            "SyncBatchNorm takes the statistics of one batch from all devices, and in windows each device "
+            "works through batches of its own: give setup(..., cadence=False), which cuts each batch"
+        )
+    check_synchronised([model] * len(devices), "exact", devices)
+    if len(devices) > 1:
+        check_embeddings(model, "setup", is_shared=True)
+
+
+@contextmanager
+def kept_after_errors(model: nn.Module) -> Iterator[None]:
+    """Give a model back as it was, if an error ends this: devices, modes, gradients and flags."""
+    parts = list(model.modules())
+    modes = [part.training for part in parts]
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (table, dict(table)) for part in parts for table in (part._parameters, part._buffers)
+    ]
+    tensors = [(tensor, tensor.data, tensor.requires_grad) for tensor in model.parameters()]
+    gradients = [(tensor, tensor.grad, tensor.grad.data) for tensor, *_ in tensors if tensor.grad is not None]
+    try:
+        yield
+    except BaseException:
+        for part, mode in zip(parts, modes, strict=True):
+            part.training = mode
+        for table, before in tables:
+            table.clear()
+            table.update(before)
+        for tensor, data, requires_grad in tensors:
+            tensor.grad = None  # it would have to be like the data
+            tensor.data = data
+            tensor.requires_grad_(requires_grad)
+        for tensor, gradient, data in gradients:
+            gradient.data = data
+            tensor.grad = gradient
+        raise
+
+
+def check_optimizers(option: OptimizerOption, model: nn.Module) -> tuple[Optimizer, ...]:
+    """The optimizers that were given, or that a factory makes; none for None.
+
+    Raises:
+        OptionError: They are no optimizers, or of another model.
+    """
+    if option is None:
+        return ()
+    made: Any = option
+    if not isinstance(option, (Optimizer, Sequence)) and callable(option):
+        made = option([parameter for parameter in model.parameters() if parameter.requires_grad])
+    optimizers = tuple(made) if isinstance(made, Sequence) else (made,)
+    own = set(model.parameters())
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise OptionError(f"optimizer must be a torch optimizer or a factory of one, not {optimizer!r}")
+        if not any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise OptionError(
+                "the optimizer holds no parameter of the model; make it from model.parameters()"
+            )
+    if not optimizers:
+        raise OptionError("optimizer must name at least one optimizer, or be None")
+    return optimizers
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell a loader, and its samplers, which epoch begins, where they want to know."""
+    for owner in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+        if callable(tell := getattr(owner, "set_epoch", None)):
+            tell(epoch)

@@ -1,0 +1,209 @@
+"""Who does how much in a loop that the user owns: the balancer of single batches, and El Che's windows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor
+
+from flowdp.collective.batch_norm import least_part, plain_layers
+from flowdp.data_parallel.replicas import Peers
+from flowdp.options import CadenceOptions
+from flowdp.policy.cadence import Cadence
+from flowdp.policy.shares import ThroughputBalance, shard_sizes, weights_from
+
+__all__ = ["Alone", "Pacing"]
+
+log = logging.getLogger("flowdp")
+
+SMOOTHING = 0.3
+"""Weight of the newest step in the throughput of a single device."""
+
+
+class Alone:
+    """One device: everything is its own, and its throughput is that of the loop.
+
+    Attributes:
+        ratios: All of it. Shape (1,).
+        throughput: Samples per millisecond between steps, smoothed. Shape (1,).
+    """
+
+    cadence = None
+    ratios = (1.0,)
+
+    def __init__(self) -> None:
+        self.throughput: tuple[float, ...] = (0.0,)
+        self._last = 0
+        self._samples = 0
+        self._stepped_s: float | None = None
+
+    @property
+    def shard_sizes(self) -> tuple[int, ...]:
+        """Samples in the last call or window. Shape (1,)."""
+        return (self._last,)
+
+    def saw(self, args: tuple[Any, ...]) -> None:
+        """Note the arguments of a call; a fraction of a microsecond of the loop's time."""
+        first = args[0] if args else None
+        shape = first.shape if type(first) is Tensor or isinstance(first, Tensor) else ()
+        self._last = shape[0] if shape else 0
+        self._samples += self._last
+
+    def cut(self, samples: int) -> tuple[int, ...]:
+        """All of a batch."""
+        return (samples,)
+
+    def quotas(self) -> tuple[int, ...]:
+        """A batch is a window."""
+        return (1,)
+
+    def due(self) -> tuple[int, ...]:
+        """A device alone is never without work."""
+        return ()
+
+    def did(self, samples: Sequence[int], batches: Sequence[int] | None = None) -> None:  # noqa: ARG002
+        """Note what was done."""
+        self._last = samples[0]
+        self._samples += self._last
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """Samples since the last step. Shape (1,)."""
+        return (self._samples,)
+
+    def step(self) -> None:
+        """The optimizer has stepped."""
+        now_s = perf_counter()
+        if self._stepped_s is not None and now_s > self._stepped_s:
+            seen = self._samples / (now_s - self._stepped_s) / 1e3
+            known = self.throughput[0]
+            self.throughput = (SMOOTHING * seen + (1 - SMOOTHING) * known if known else seen,)
+        self._stepped_s, self._samples = now_s, 0
+
+
+class Pacing:
+    """Shares by measured speed, from step to step.
+
+    Args:
+        peers: The ranks; their stopwatches are read, and their pools told.
+        options: Of the windows, and the speed hint.
+        windows: Whether there are windows; else every batch is cut.
+        ratios: Fixed shares, summing to 1; None: by measured speed. Shape (world_size,).
+
+    Attributes:
+        balance: Ratios for cutting a batch, and the throughput.
+        cadence: Of the windows; None without.
+        shard_sizes: Samples per rank in the last call or window. Shape (world_size,).
+
+    Threads: the user's; `quotas`, `due` and `cut` by the thread that reads ahead, too: they read one value
+        each.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        options: CadenceOptions,
+        *,
+        windows: bool,
+        ratios: tuple[float, ...] | None = None,
+    ) -> None:
+        world_size = len(peers.modules)
+        self.balance = ThroughputBalance(weights_from([0.0] * world_size, options.speed_hint))
+        self._ratios = ratios
+        self.cadence = Cadence(world_size, options) if windows else None
+        self.shard_sizes: tuple[int, ...] = (0,) * world_size
+        self._norms = plain_layers(peers.modules[0])
+        self._has_told = False
+        self._watches = peers.watches
+        self._pools = peers.pools
+        self._summing = peers.summing
+        self._samples = [0] * world_size  # since the last step
+        self._batches = [0] * world_size
+        self._is_mixed = False
+        self._pending: list[tuple[list[int], list[int]]] = []
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Fraction of a batch per rank. Shape (world_size,)."""
+        return self.balance.ratios if self._ratios is None else self._ratios
+
+    @property
+    def throughput(self) -> tuple[float, ...]:
+        """Samples per millisecond of each rank, smoothed. Shape (world_size,)."""
+        return self.balance.throughput
+
+    def cut(self, samples: int) -> tuple[int, ...]:
+        """Samples per rank of a batch. Shape (world_size,)."""
+        return shard_sizes(samples, self.ratios, least_part(self._norms))
+
+    def quotas(self) -> tuple[int, ...] | None:
+        """Whole batches per rank of a window; None where batches are cut. Shape (world_size,)."""
+        return None if self.cadence is None else self.cadence.quotas
+
+    def due(self) -> tuple[int, ...]:
+        """Ranks that get a batch of the next window in any case; see `Cadence.due`."""
+        return () if self.cadence is None else self.cadence.due
+
+    def did(self, samples: Sequence[int], batches: Sequence[int] | None = None) -> None:
+        """Note what the ranks were given.
+
+        Args:
+            samples: Per rank. Shape (world_size,).
+            batches: Whole batches per rank, of a window; None: a call. Shape (world_size,).
+        """
+        self.shard_sizes = tuple(samples)
+        for rank, count in enumerate(samples):
+            self._samples[rank] += count
+        for rank, count in enumerate(batches or ()):
+            self._batches[rank] += count
+        # Calls beside a window would count as its time.
+        self._is_mixed |= batches is None and any(self._batches)
+        if not self._has_told and sum(count > 0 for count in samples) > 1 and least_part(self._norms) > 1:
+            self._has_told = True
+            log.warning(
+                "BatchNorm normalises the part of each device by itself, so the result is not that of one "
+                "device: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before setup() takes the "
+                "statistics of the whole batch, and GroupNorm needs none"
+            )
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """Samples per rank since the last step. Shape (world_size,)."""
+        return tuple(self._samples)
+
+    def step(self) -> None:
+        """The optimizer has stepped: learn from what the devices have passed since."""
+        if self._is_mixed or not any(self._samples):
+            self.discard()
+            return
+        for watch in (*self._watches, self._summing):
+            watch.lap()
+        self._pending.append((self._samples, self._batches))
+        self._forget()
+        while self._pending and all(watch.is_known for watch in (*self._watches, self._summing)):
+            self._learn(*self._pending.pop(0))
+
+    def discard(self) -> None:
+        """Learn nothing from what was done since the last step."""
+        for watch in (*self._watches, self._summing):
+            watch.discard()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._samples = [0] * len(self._samples)
+        self._batches = [0] * len(self._samples)
+        self._is_mixed = False
+
+    def _learn(self, samples: Sequence[int], batches: Sequence[int]) -> None:
+        took_ms = [watch.take_ms() for watch in self._watches]
+        sync_ms = self._summing.take_ms()
+        self.balance.update(samples, took_ms)
+        for pool, ms, count in zip(self._pools, took_ms, samples, strict=True):
+            if not pool.is_fixed:
+                pool.worked(ms, count)
+        if self.cadence is not None and any(batches):
+            pace = [ms / count if count else 0.0 for ms, count in zip(took_ms, batches, strict=True)]
+            self.cadence.measured(pace, batches, sync_ms, None)

@@ -1,0 +1,41 @@
+"""The mean of the replicas' buffers, in the user's module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flowdp.data_parallel.replicas import Peers
+from flowdp.device.copies import carry
+
+__all__ = ["average_buffers"]
+
+
+@torch.no_grad()
+def average_buffers(peers: Peers, samples: Sequence[int]) -> None:
+    """Replace the buffers of the user's module by those of all ranks together.
+
+    Float and complex buffers: the mean weighted by samples, in float64; integers and flags: the maximum.
+
+    Args:
+        peers: The modules.
+        samples: Weight per rank; one with 0 gives nothing. Shape (world_size,).
+
+    Streams:
+        The caller's current ones, which come after the ranks' work.
+    """
+    givers = [rank for rank, count in enumerate(samples) if count]
+    if not givers or givers == [0]:
+        return
+    whole = sum(samples)
+    columns = zip(*(carry(peers.buffers(rank), peers.devices[0]) for rank in givers), strict=True)
+    for own, column in zip(peers.buffers(0), columns, strict=True):
+        if own.is_floating_point() or own.is_complex():
+            shares = (samples[rank] / whole for rank in givers)
+            mean = torch.zeros_like(own, dtype=torch.complex128 if own.is_complex() else torch.float64)
+            for share, buffer in zip(shares, column, strict=True):
+                mean.add_(buffer, alpha=share)
+            own.copy_(mean)
+        else:
+            own.copy_(torch.stack(column).amax(0))

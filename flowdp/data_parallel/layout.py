@@ -1,0 +1,388 @@
+"""Layout of the batch in a call's arguments and outputs: `dim`, `split`, `join`, `reduce` of `setup`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from flowdp.data_parallel.scatter import Arguments, KeyPath
+from flowdp.errors import FlowdpError, OptionError
+
+__all__ = [
+    "Callee",
+    "DimOption",
+    "JoinFunction",
+    "Layout",
+    "ReduceOption",
+    "Reduction",
+    "SplitFunction",
+    "WeightFunction",
+    "output_name",
+]
+
+DimOption = int | Mapping[str | int, Any]
+"""A dim of all tensors, or of each argument by name or position: an int, or None for "goes whole".
+
+Under "return" is the outputs': an int, or a mapping from the name of an output, or of a container of them."""
+
+SplitFunction = Callable[[tuple[Any, ...], dict[str, Any], tuple[int, ...]], Any]
+"""(args, kwargs, samples of each part) -> for each part its (args, kwargs)."""
+
+JoinFunction = Callable[[list[Any], tuple[int, ...]], Any]
+"""(outputs of each part, samples of each part) -> the output."""
+
+WeightFunction = Callable[..., Any]
+"""A part's arguments, by name -> one number: how many things the part's mean is a mean of."""
+
+Reduction = Literal["mean", "sum"] | WeightFunction
+ReduceOption = Reduction | Mapping[str | int, Reduction]
+"""One for all numbers that a module returns, or by the output's name."""
+
+RETURN = "return"
+"""Names the outputs in a mapping of dims, as in `__annotations__`."""
+
+
+def output_name(path: KeyPath) -> str:
+    """Name of an output within what a module returns: "loss", "1", "heads.0"; "" where it is all there is."""
+    return ".".join(map(str, path))
+
+
+class Callee:
+    """The parameters of a function that is called with parts of a batch.
+
+    Args:
+        function: A module's `forward`, or another method or function.
+        skip: Leading parameters that flowdp fills in itself.
+
+    Attributes:
+        name: For messages.
+        positional: Names of the parameters that may be given by position, in order.
+        told: Buffers and attributes that the log has named.
+        ways: How leaves of the arguments were given when they first had a length: see `Arguments.ways`.
+        pattern: Of the last call that was cut: see `Arguments.pattern`.
+        has_entries: Whether lists among its arguments have been found to have an entry for each sample.
+    """
+
+    def __init__(self, function: Callable[..., Any], skip: int = 0) -> None:
+        self.name = getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
+        self.positional: tuple[str, ...] = ()
+        self.told: set[str] = set()
+        self.ways: dict[KeyPath, int | None] = {}
+        self.pattern: tuple[Any, ...] = ()
+        self.has_entries = False
+        self.parameters: tuple[str, ...] | None = None  # None: any name goes
+        try:
+            parameters = list(inspect.signature(function).parameters.values())[skip:]
+        except (TypeError, ValueError):  # a builtin, or a scripted method
+            return
+        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self.positional = tuple(p.name for p in parameters if p.kind in by_position)
+        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+            self.parameters = tuple(p.name for p in parameters)
+
+    def names(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str | int]:
+        """A name for each argument of a call: its parameter's, or its position where it has none."""
+        known = self.positional[: len(args)]
+        return [*known, *range(len(known), len(args)), *kwargs]
+
+    def named(self, path: KeyPath) -> KeyPath:
+        """The path to a leaf of the arguments, with the parameter's name in place of its position."""
+        place, *inside = path
+        is_known = isinstance(place, int) and place < len(self.positional)
+        return (self.positional[place] if is_known else place, *inside)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Options by which calls are cut, and their outputs joined.
+
+    Attributes:
+        dim: Where the samples lie.
+        split: Cuts a call instead; None: along `dim`.
+        join: Joins the outputs of the parts instead; None: along `dim`.
+        reduce: What becomes of a number that each part returns.
+
+    Raises:
+        OptionError: One of them is of the wrong kind.
+    """
+
+    dim: DimOption = 0
+    split: SplitFunction | None = None
+    join: JoinFunction | None = None
+    reduce: ReduceOption = "mean"
+
+    def __post_init__(self) -> None:
+        """Check the types."""
+        if isinstance(self.dim, Mapping):
+            for name, dim in self.dim.items():
+                _check_dim(f"dim[{name!r}]", dim, is_return=name == RETURN)
+        else:
+            _check_dim("dim", self.dim, is_return=True)
+            if self.dim is None:
+                raise OptionError("dim must be an int or a mapping from arguments to dims, not None")
+        for name, function in (("split", self.split), ("join", self.join)):
+            if function is not None and not callable(function):
+                raise OptionError(f"{name} must be a function or None, not {function!r}")
+        if isinstance(self.reduce, Mapping):
+            for name, reduction in self.reduce.items():
+                _check_reduction(f"reduce[{name!r}]", reduction)
+        else:
+            _check_reduction("reduce", self.reduce)
+
+    def check_plain(self) -> None:
+        """Check that nothing is said of it, for windows.
+
+        Raises:
+            OptionError: Something is.
+        """
+        if not self.is_plain:
+            raise OptionError(
+                "dim, split, join and reduce are for calls of the module, and epoch() cuts along dim 0: call "
+                "the module in a loop over the loader, or leave them out"
+            )
+
+    def checked(self, module: nn.Module) -> Layout:
+        """It itself, when the arguments in `dim` are some of the module's.
+
+        Raises:
+            OptionError: One is not.
+        """
+        if not isinstance(self.dim, Mapping):
+            return self
+        callee = Callee(module.forward)
+        for name in self.dim:
+            if isinstance(name, int) or name == RETURN or callee.parameters is None:
+                continue
+            if name not in callee.parameters:
+                raise OptionError(
+                    f"dim names {name!r}, and the parameters of {type(module).__name__}.forward are "
+                    f"{list(callee.parameters)}"
+                )
+        return self
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but the samples of dim 0 counts."""
+        return self.dim == 0 and self.split is None and self.join is None and self.reduce == "mean"
+
+    # ------------------------------------------------------------------ arguments
+    def dims(self, callee: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | list[int | None]:
+        """The dim of all arguments, or of each: positional ones, then those by name."""
+        if not isinstance(self.dim, Mapping):
+            return self.dim
+        names = callee.names(args, kwargs)
+        return [
+            self.dim[place] if place in self.dim and place < len(args) else self.dim.get(name, 0)
+            for place, name in enumerate(names)
+        ]
+
+    def arguments(self, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The arguments of a call, with the dims along which they are cut.
+
+        Lists that have once had an entry for each sample are not taken for anything else.
+        """
+        made = Arguments(args, kwargs, self.dims(callee, args, kwargs), has_entries=callee.has_entries)
+        callee.has_entries = callee.has_entries or bool(made.listed)
+        return made
+
+    def of(self, arguments: Arguments) -> Layout:
+        """The layout of one call: lists with an entry for each sample are cut as if the user did it."""
+        if self.split is None and arguments.listed:
+            return replace(self, split=arguments.apart)
+        return self
+
+    def check(self, callee: Callee, arguments: Arguments) -> None:
+        """Check that a call can be cut, and that nothing is cut that went whole in an earlier one.
+
+        Args:
+            callee: Which remembers its calls.
+            arguments: Of the call.
+
+        Raises:
+            FlowdpError: An argument holds samples, and cannot be cut; or it has gone whole so far, and is as
+                long as this batch by chance.
+        """
+        arguments.check()
+        if arguments.sparse is not None:
+            raise FlowdpError(
+                f"{_argument(callee, arguments.sparse)} is a sparse tensor as long as the batch "
+                f"({arguments.samples}), and cannot be cut: if it is no part of the batch, "
+                f"{self._advice(callee, arguments.sparse, None)}, and it goes whole to every device; a batch "
+                "that is one graph cannot be cut at all: call the bare module (dp.module), on one device"
+            )
+        pattern = arguments.pattern
+        if pattern == callee.pattern:
+            return
+        ways = arguments.ways()
+        for path, length in ways.items():
+            before = callee.ways.get(path)
+            if length is None and before is not None and not self._is_named(callee, path[0]):
+                raise FlowdpError(
+                    f"{_argument(callee, path)} has gone whole to every device so far, with a length of "
+                    f"{before} beside batches of another, and is now as long as the batch "
+                    f"({arguments.samples}), so it would be cut. If it is no part of the batch, "
+                    f"{self._advice(callee, path, None)}; if it is, {self._advice(callee, path, 0)}"
+                )
+        callee.ways = {**ways, **callee.ways}
+        callee.pattern = pattern
+
+    def dims_with(self, names: Sequence[str | int], own: Mapping[str | int, int | None]) -> DimOption:
+        """The option `dim` that gives some arguments another dim, and leaves the rest as it is.
+
+        Args:
+            names: Of all arguments.
+            own: The dims of some, by name.
+        """
+        known: Mapping[str | int, Any] = {}
+        if isinstance(self.dim, Mapping):
+            known = self.dim
+        elif self.dim != 0:
+            known = {**dict.fromkeys(names, self.dim), RETURN: self.dim}
+        return {**known, **own}
+
+    def _advice(self, callee: Callee, path: KeyPath, dim: int | None) -> str:
+        name, *inside = callee.named(path)
+        if inside:
+            return "give it as an argument of its own, or cut the call by split="
+        if dim is not None and isinstance(self.dim, int):
+            dim = self.dim
+        names = callee.parameters or callee.positional
+        return f"say dim={self.dims_with(names, {name: dim})!r} in setup()"
+
+    def _is_named(self, callee: Callee, place: str | int) -> bool:
+        return isinstance(self.dim, Mapping) and bool(self.dim.keys() & {place, callee.named((place,))[0]})
+
+    def apart(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: tuple[int, ...]
+    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The calls that the user's `split` makes of one.
+
+        Raises:
+            FlowdpError: It returned something else than one (args, kwargs) for each part.
+        """
+        assert self.split is not None
+        made = list(self.split(args, kwargs, sizes))
+        if len(made) != len(sizes) or not all(
+            isinstance(part, tuple)
+            and len(part) == 2
+            and isinstance(part[0], (tuple, list))
+            and isinstance(part[1], dict)
+            for part in made
+        ):
+            raise FlowdpError(
+                f"split must return one (args, kwargs), a tuple and a dict, for each part of {list(sizes)} "
+                f"samples, not {made!r:.200}"
+            )
+        return [(tuple(part[0]), part[1]) for part in made]
+
+    # ------------------------------------------------------------------ outputs
+    def output_dim(self, path: KeyPath, dim: int) -> int:
+        """The dim of one output.
+
+        Args:
+            path: Where it is.
+            dim: That of the first argument that was cut.
+        """
+        if not isinstance(self.dim, Mapping):
+            return self.dim
+        given = self.dim.get(RETURN, dim)
+        return int(_by_name(given, path, 0) if isinstance(given, Mapping) else given)
+
+    def reduction(self, path: KeyPath) -> Reduction:
+        """The reduction of one output that is one number from each part."""
+        if isinstance(self.reduce, Mapping):
+            found: Reduction = _by_name(self.reduce, path, "mean")
+            return found
+        return self.reduce
+
+    @property
+    def weights(self) -> tuple[WeightFunction, ...]:
+        """The functions in `reduce`."""
+        given = self.reduce.values() if isinstance(self.reduce, Mapping) else (self.reduce,)
+        return tuple(reduction for reduction in given if callable(reduction))
+
+    @torch.no_grad()
+    def weigh(
+        self, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[WeightFunction, Tensor]:
+        """The weights of a part; none of a function for which the call has no arguments.
+
+        Args:
+            callee: Which names the arguments.
+            args: Of the part.
+            kwargs: By name.
+
+        Raises:
+            FlowdpError: One is not one number.
+        """
+        if not (functions := self.weights):
+            return {}
+        values = zip(callee.names(args, kwargs), (*args, *kwargs.values()), strict=True)
+        given = {name: value for name, value in values if isinstance(name, str) and value is not None}
+        weights = {}
+        for function in functions:
+            wanted = inspect.signature(function).parameters.values()
+            if any(p.default is p.empty and p.kind not in _MANY and p.name not in given for p in wanted):
+                continue
+            takes_all = any(p.kind is p.VAR_KEYWORD for p in wanted)
+            names = given if takes_all else [p.name for p in wanted if p.name in given]
+            weight = torch.as_tensor(function(**{name: given[name] for name in names}))
+            if weight.numel() != 1:
+                raise FlowdpError(
+                    f"the function in reduce must return one number for a part, how many things its mean is "
+                    f"of, not a tensor of shape {tuple(weight.shape)}"
+                )
+            weights[function] = weight.detach().reshape(()).double()
+        return weights
+
+
+_MANY = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+
+
+def _argument(callee: Callee, path: KeyPath) -> str:
+    """An argument, or what is in it, for a message."""
+    name, *inside = callee.named(path)
+    return f"{callee.name}: argument {name!r}" + "".join(f"[{key!r}]" for key in inside)
+
+
+def _by_name(given: Mapping[Any, Any], path: KeyPath, default: Any) -> Any:
+    """The entry of an output, or of the innermost container around it that has one."""
+    for length in range(len(path), -1, -1):
+        name = output_name(path[:length])
+        if name in given:
+            return given[name]
+        if name.isdecimal() and int(name) in given:
+            return given[int(name)]
+    return default
+
+
+def _check_dim(name: str, dim: object, *, is_return: bool) -> None:
+    if isinstance(dim, Mapping) and is_return and name != "dim":
+        for output, own in dim.items():
+            if own is None:
+                raise OptionError(f"{name}[{output!r}] must be an int, not None")
+            _check_dim(f"{name}[{output!r}]", own, is_return=False)
+    elif dim is not None and (not isinstance(dim, int) or isinstance(dim, bool) or dim < 0):
+        raise OptionError(f"{name} must be an int of at least 0, not {dim!r}")
+    elif dim is None and is_return and name != "dim":
+        raise OptionError(f"{name} must be an int, or a mapping from an output's name, not None")
+
+
+def _check_reduction(name: str, reduction: object) -> None:
+    if reduction not in ("mean", "sum") and not callable(reduction):
+        raise OptionError(
+            f"{name} must be 'mean', 'sum', or a function of a part's arguments that returns how many things "
+            f"the part's mean is a mean of, not {reduction!r}"
+        )
+    if callable(reduction):
+        try:
+            parameters = inspect.signature(reduction).parameters.values()
+        except (TypeError, ValueError) as error:
+            raise OptionError(f"{name}: {reduction!r} has no signature: {error}") from error
+        if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
+            raise OptionError(f"{name}: the function is called by name, and has parameters without one")

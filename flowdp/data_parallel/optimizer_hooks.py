@@ -1,0 +1,162 @@
+"""What surrounds the steps of the optimizers, in a loop that the user owns."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flowdp.data_parallel.arguments import OptimizerOption, check_optimizers
+from flowdp.data_parallel.balancer import Alone, Pacing
+from flowdp.data_parallel.buffer_mean import average_buffers
+from flowdp.data_parallel.replicas import Peers
+from flowdp.data_parallel.sharded_call import collect_gradients
+from flowdp.errors import FlowdpError
+from flowdp.replica.factories import needs_closure
+
+__all__ = ["Stepping"]
+
+
+class Stepping:
+    """The optimizers of a module, and what happens before and after their steps, whoever asks for one.
+
+    Args:
+        module: The user's.
+        peers: What holds gradients, too; None for one device.
+        pacing: Learns from each step.
+        averages: Whether each step takes the mean of all ranks' buffers.
+
+    Attributes:
+        optimizers: The user's own.
+        count: Steps of the first optimizer so far.
+
+    Threads: the user's.
+    """
+
+    def __init__(
+        self, module: nn.Module, peers: Peers | None, pacing: Pacing | Alone, *, averages: bool
+    ) -> None:
+        self.optimizers: tuple[Optimizer, ...] = ()
+        self.count = 0
+        self._module = module
+        self._peers = peers
+        self._pacing = pacing
+        self._averages = averages
+        self._hooks: list[Any] = []
+
+    def use(self, option: OptimizerOption) -> None:
+        """Replace the optimizers.
+
+        Raises:
+            OptionError: They are none, or of another model. Those before remain then.
+        """
+        self.optimizers = check_optimizers(option, self._module)
+        for hook in self._hooks:
+            hook.remove()
+        # An optimizer that outlives this must not keep it, and the replicas behind it.
+        this = weakref.ref(self)
+        self._hooks = [o.register_step_post_hook(partial(_after_step, this)) for o in self.optimizers]
+        if self._peers is not None:
+            self._hooks += [o.register_step_pre_hook(partial(_before_step, this)) for o in self.optimizers]
+
+    def step(self, scaler: torch.amp.GradScaler | None, max_norm: float | None) -> None:
+        """Clip, and step all optimizers.
+
+        Args:
+            scaler: Of the losses' gradients; it decides whether the optimizers step.
+            max_norm: 2-norm to which the gradients are clipped.
+
+        Raises:
+            FlowdpError: There is no optimizer, one needs a closure, or no parameter has a gradient.
+        """
+        if not self.optimizers:
+            raise FlowdpError("step() has no optimizer: give one to setup() or set_optimizer()")
+        for optimizer in self.optimizers:
+            if needs_closure(optimizer):
+                raise FlowdpError(
+                    f"{type(optimizer).__name__} needs a closure: call optimizer.step(closure) instead of "
+                    "step()"
+                )
+        self.collect()
+        if all(parameter.grad is None for parameter in self._module.parameters()):
+            raise FlowdpError("step() found no gradients: call backward() on a loss of the outputs first")
+        if max_norm is not None:
+            if scaler is not None:
+                for optimizer in self.optimizers:
+                    scaler.unscale_(optimizer)
+            self.clip(max_norm, 2.0)
+        for optimizer in self.optimizers:
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+        if scaler is not None:
+            scaler.update()
+
+    def clip(self, max_norm: float, norm_type: float) -> Tensor:
+        """Clip the gradients of all devices together; returns their norm. Shape []."""
+        self.collect()
+        return nn.utils.clip_grad_norm_(self._module.parameters(), max_norm, norm_type)
+
+    def set_lr(self, lr: float) -> None:
+        """Scale the learning rates of all groups of all optimizers so that the very first has `lr`."""
+        if not self.optimizers:
+            raise FlowdpError("set_lr() has no optimizer: give one to setup() or set_optimizer()")
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        first = groups[0]["lr"]
+        for group in groups:
+            group["lr"] = group["lr"] * (lr / first) if first else lr
+
+    def collect(self) -> None:
+        """Add what backwards without a sum have left at the replicas to the user's gradients."""
+        if self._peers is not None:
+            collect_gradients(self._peers)
+
+    def _before(self) -> None:
+        assert self._peers is not None
+        if not any(map(self._peers.has_left, range(len(self._peers.modules)))):
+            return
+        if _is_in_a_scalers_step():
+            raise FlowdpError(
+                "the scaler has unscaled the gradients of the first device alone, because no_sync() has left "
+                "those of the others there: step by dp.step(scaler), or let the last backward be outside"
+            )
+        self.collect()
+
+    def _after(self, optimizer: Optimizer) -> None:
+        if self._peers is not None:
+            written = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+            # Fused steps, and kernels of other libraries, do not count what they write.
+            torch.autograd.graph.increment_version(written)
+        if optimizer is not self.optimizers[0]:
+            return
+        self.count += 1
+        if self._peers is not None and self._averages:
+            average_buffers(self._peers, self._pacing.samples)
+        self._pacing.step()
+
+
+def _before_step(this: weakref.ref[Stepping], *_: Any) -> None:
+    if (owner := this()) is not None:
+        owner._before()
+
+
+def _is_in_a_scalers_step() -> bool:
+    # The scaler does not say so, and what it has unscaled cannot be told from what it has not.
+    frame = sys._getframe()
+    while (above := frame.f_back) is not None:
+        frame = above
+        scaler = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(scaler, torch.amp.GradScaler):
+            return scaler.is_enabled()
+    return False
+
+
+def _after_step(this: weakref.ref[Stepping], optimizer: Optimizer, *_: Any) -> None:
+    if (owner := this()) is not None:
+        owner._after(optimizer)

@@ -1,0 +1,97 @@
+"""The outputs of a module for a whole dataset, batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from flowdp.data.trees import cut, tree_map
+from flowdp.data_parallel.gather import Returned, join
+from flowdp.data_parallel.layout import Callee, Layout
+from flowdp.data_parallel.loss_context import Inputs
+from flowdp.errors import DataError, FlowdpError, OptionError
+
+__all__ = ["batches_of", "predict"]
+
+HOST = torch.device("cpu")
+
+
+def batches_of(data: object, batch_size: int | None, dim: int = 0) -> Iterable[Any]:
+    """The batches of a loader, a dataset, a tensor or an array.
+
+    Args:
+        data: A loader or another iterable of batches; or one of those that are cut into batches.
+        batch_size: Samples of a batch, for a dataset, tensor or array. None: a tensor or array is one batch.
+        dim: Where the samples of a tensor or array lie.
+
+    Raises:
+        OptionError: It is none of these, or the batch size is wrong, missing, or has no use.
+    """
+    is_size = isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size > 0
+    if batch_size is not None and not is_size:
+        raise OptionError(f"batch_size must be an int of at least 1, not {batch_size!r}")
+    if isinstance(data, Tensor | np.ndarray):
+        samples = data.shape[dim]
+        size = batch_size or samples
+        return [cut(data, at, min(size, samples - at), dim) for at in range(0, samples, size)]
+    if isinstance(data, Dataset) and hasattr(data, "__getitem__"):
+        if batch_size is None:
+            raise OptionError("a dataset needs a batch_size: dp.predict(dataset, batch_size=...)")
+        made: DataLoader[Any] = DataLoader(data, batch_size)
+        return made
+    if not isinstance(data, Iterable) or isinstance(data, Mapping | tuple | str):
+        raise OptionError(
+            f"data must be a loader or another iterable of batches, a dataset, a tensor or an array, not a "
+            f"{type(data).__name__}; one batch goes in a list: [batch]"
+        )
+    if batch_size is not None:
+        raise OptionError("batch_size has no use: a loader has its own")
+    return data
+
+
+@torch.no_grad()
+def predict(
+    call: Callable[..., Any], batches: Iterable[Any], inputs: Inputs, layout: Layout, callee: Callee
+) -> Any:
+    """The outputs for all batches, joined in their order, on the CPU.
+
+    Args:
+        call: Calls the module.
+        batches: Each with at least one sample.
+        inputs: Which fields of a batch the module takes.
+        layout: How numbers are reduced, and where samples lie.
+        callee: Names the arguments.
+
+    Raises:
+        DataError: There is no batch, or one without samples.
+        FlowdpError: The outputs cannot be put together.
+    """
+    parts: list[Returned] = []
+    dim = 0
+    for batch in batches:
+        args, kwargs = inputs.of(batch)
+        arguments = layout.arguments(callee, args, kwargs)
+        if not arguments.samples:
+            raise DataError(f"a batch has no samples ({arguments})")
+        weights, dim = layout.weigh(callee, args, kwargs), arguments.dim
+        output = tree_map(_on_host, call(*args, **kwargs))
+        parts.append(Returned(output, arguments.samples, HOST, weights))
+    if not parts:
+        raise DataError("there is no batch to predict from")
+    try:
+        joined = join(parts, [part.tensors for part in parts], layout, dim)
+    except FlowdpError as error:
+        raise FlowdpError(
+            f"the outputs of {len(parts)} batches cannot be put together ({error}); call the module batch by "
+            "batch, after eval() and under torch.no_grad()"
+        ) from None
+    return joined.tree(joined.tensors)
+
+
+def _on_host(leaf: Any) -> Any:
+    return leaf.detach().to(HOST) if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,332 @@
+"""Gradient windows: each device works through its own whole batches, and the gradients are summed once.
+
+Forward, loss and backward run batch by batch, so each device has one graph at a time. A batch's loss counts
+by its samples in the window: the sum is the gradient of the mean over all of them, as of one big batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowdp.collective.gradient_sum import accumulate, has_hooks, take_gradients, without_hooks
+from flowdp.data.trees import field_of
+from flowdp.data_parallel.call_check import Call
+from flowdp.data_parallel.gather import Returned, join
+from flowdp.data_parallel.layout import Callee, Layout
+from flowdp.data_parallel.loss_context import LossContext, Recipe, Traces
+from flowdp.data_parallel.nccl_transfer import Copying, Packed, Reducing
+from flowdp.data_parallel.replicas import Peers
+from flowdp.data_parallel.scatter import Arguments, Part
+from flowdp.data_parallel.sharded_call import Shard, call_sharded
+from flowdp.data_parallel.window_step import WindowCapture, WindowStep, call, differentiate, last
+from flowdp.device.copies import move
+from flowdp.graphs.base import Factors
+
+__all__ = [
+    "Piece",
+    "Window",
+    "WindowResult",
+    "run_window",
+    "window_call",
+]
+
+
+ADVICE = (
+    "A part of a batch counts by its samples, which lie along dim 0. Where a loss is a mean over something "
+    "else, or a sum, leave loss_fn out and compute it of result.output; where the samples lie elsewhere, "
+    "call the module in a loop over the loader: for such calls setup() has dim=, split=, join= and reduce=."
+)
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A batch, or a part of one, for one rank.
+
+    Attributes:
+        rank: Whose it is.
+        batch: On its device.
+        samples: How many it has.
+        arrive: Call it before the batch is used, with the stream current that uses it.
+    """
+
+    rank: int
+    batch: Any
+    samples: int
+    arrive: Callable[[], None] = _nothing
+
+
+class Window:
+    """The batches that all devices work through before the optimizer steps.
+
+    `window[key]` is a field of them all (`window["label"]`, `window[1]`), in the order of the outputs, on the
+    first device.
+
+    Args:
+        pieces: In order.
+        home: The first device.
+        whole: The batch that was cut into the pieces; None where each is a batch of its own.
+
+    Attributes:
+        pieces: As given.
+        whole: As given.
+        samples: Of all of them.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], home: torch.device, whole: Any = None) -> None:
+        self.pieces = tuple(pieces)
+        self.whole = whole
+        self.samples = sum(piece.samples for piece in pieces)
+        self._home = home
+
+    def per_rank(self, world_size: int) -> tuple[list[int], list[int]]:
+        """Samples and batches of each rank. Both of shape (world_size,)."""
+        samples, batches = [0] * world_size, [0] * world_size
+        for piece in self.pieces:
+            samples[piece.rank] += piece.samples
+            batches[piece.rank] += 1
+        return samples, batches
+
+    def __getitem__(self, field: Any) -> Any:
+        for piece in self.pieces:
+            piece.arrive()
+        fields = [field_of(piece.batch, field) for piece in self.pieces]
+        return _join(fields, [piece.samples for piece in self.pieces], self._home)
+
+
+class WindowResult:
+    """What a window gave, joined over its batches on the first device when it is asked for.
+
+    Without a loss function `output` has its graph, for a loss of the caller's; else everything is detached.
+
+    Args:
+        samples: Of the window.
+        loss: Mean over the samples, before the step. Shape []. None without a loss function.
+        joined: Makes the output and the traces.
+
+    Attributes:
+        samples: As given.
+        loss: As given.
+    """
+
+    def __init__(self, samples: int, loss: Tensor | None, joined: Callable[[], tuple[Any, Traces]]) -> None:
+        self.samples = samples
+        self.loss = loss
+        self._join = joined
+
+    @cached_property
+    def _joined(self) -> tuple[Any, Traces]:
+        return self._join()
+
+    @property
+    def output(self) -> Any:
+        """What the module returned.
+
+        Raises:
+            FlowdpError: The outputs of the batches cannot be joined.
+        """
+        return self._joined[0]
+
+    @property
+    def traces(self) -> Traces:
+        """What each of the tagged submodules returned, call by call."""
+        return self._joined[1]
+
+    @property
+    def tags(self) -> dict[str, Any]:
+        """What each of the tagged submodules returned in its last call."""
+        return last(self.traces)
+
+
+def window_call(window: Window, recipe: Recipe, home: torch.device) -> Call:
+    """The work on a batch that was cut for a window, as `check_call` takes it.
+
+    Args:
+        window: Has a `whole`.
+        recipe: What is done with it.
+        home: The first device.
+    """
+
+    def run(module: nn.Module, part: Part) -> Any:
+        output, traces = call(module, part.args[0], recipe)
+        if recipe.loss is None:
+            return output
+        return {"loss": recipe.loss(LossContext(output, part.args[0], last(traces), traces)).squeeze()}
+
+    sizes = tuple(piece.samples for piece in window.pieces)
+    callee = Callee(run)
+    callee.name = "the loss of a window" if recipe.loss else "the module"
+    return Call(callee, run, (window.whole,), {}, sizes, Layout(), home, ADVICE)
+
+
+def run_window(
+    modules: Sequence[nn.Module],
+    window: Window,
+    recipe: Recipe,
+    peers: Peers | None,
+    *,
+    sync: bool = True,
+    capture: WindowCapture | None = None,
+) -> WindowResult:
+    """Let every device work through its batches of a window.
+
+    With a loss function the summed gradients are at the user's module when this returns; where gradients
+    are switched off, only the losses are computed.
+
+    Args:
+        modules: One per rank.
+        window: The batches.
+        recipe: What is done with each.
+        peers: Runs the ranks; None for one device, whose work is done by the calling thread.
+        sync: Whether the gradients are summed over the ranks.
+        capture: Captured steps of this loss; None: it is run eagerly.
+
+    Raises:
+        FlowdpError: The loss is not a scalar, or depends on nothing that is trained.
+
+    Streams:
+        As `Peers.each`.
+    """
+    if recipe.loss is None:
+        return _look(modules, window, recipe, peers, sync)
+    of_rank = [[piece for piece in window.pieces if piece.rank == rank] for rank in range(len(modules))]
+    if peers is None:
+        train = partial(_train, window.samples, recipe, step=None if capture is None else capture.steps[0])
+        done: list[tuple[list[_Answer], Packed | None] | None] = [
+            ([train(modules[0], piece) for piece in of_rank[0]], None)
+        ]
+    else:
+        peers.follow()
+        is_summed = sync and torch.is_grad_enabled()
+        busy = [bool(own) or (sync and peers.has_left(rank)) for rank, own in enumerate(of_rank)]
+        carrier = peers.carrier(peers.trained(0), is_whole=is_summed and all(busy))
+        into = carrier if is_summed else None
+        jobs = [
+            partial(_train_all, peers, rank, own, window.samples, recipe, into, capture) if is_busy else None
+            for rank, (own, is_busy) in enumerate(zip(of_rank, busy, strict=True))
+        ]
+        with peers.backward(leaves=not sync and bool(of_rank[0])):
+            done = peers.each(jobs, parts=of_rank, enters_draws=capture is None)
+            peers.note()
+        if is_summed:
+            with peers.summing.running():
+                packed = [answer[1] for answer in done if answer is not None and answer[1] is not None]
+                if packed:
+                    accumulate(peers.trained(0), carrier.sum(packed))
+    answers = {rank: iter(answer[0]) for rank, answer in enumerate(done) if answer is not None}
+    return _result([next(answers[piece.rank]) for piece in window.pieces], window.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What one batch gave, detached: the loss on the first device, the rest where it was made."""
+
+    samples: int
+    loss: Tensor
+    output: Any
+    traces: Traces
+
+
+def _train_all(
+    peers: Peers,
+    rank: int,
+    pieces: Sequence[Piece],
+    samples: int,
+    recipe: Recipe,
+    into: Copying | Reducing | None,
+    capture: WindowCapture | None,
+) -> tuple[list[_Answer], Packed | None]:
+    """A rank's job; without `into` gradients stay at the rank."""
+    with nullcontext() if capture is None else capture.lock:
+        peers.receive(rank)
+        parameters = peers.trained(rank)
+    home = peers.devices[0]
+    step = None if capture is None else capture.steps[rank]
+    run = partial(_train, samples, recipe, peers=peers, step=step)
+
+    def train(piece: Piece) -> _Answer:
+        return peers.call(rank, piece.samples, run, piece)
+
+    if rank == 0 and not (into and has_hooks(parameters)):
+        answers = [train(piece) for piece in pieces]
+        # It has them already, but NCCL sums all ranks or none.
+        nothing = into.pack([None] * len(parameters), home) if isinstance(into, Reducing) else None
+        return answers, nothing
+    # Hooks run once, on the sum of all ranks.
+    before = take_gradients(parameters) if rank == 0 else []
+    with without_hooks(parameters):
+        answers = [train(piece) for piece in pieces]
+    own = take_gradients(parameters) if into else []
+    for parameter, gradient in zip(parameters, before, strict=bool(before)):
+        parameter.grad = gradient
+    return answers, into.pack(own, peers.devices[rank]) if into else None
+
+
+def _train(
+    samples: int,
+    recipe: Recipe,
+    module: nn.Module,
+    piece: Piece,
+    *,
+    peers: Peers | None = None,
+    step: WindowStep | None = None,
+) -> _Answer:
+    piece.arrive()
+    factors = Factors(piece.samples / samples, piece.samples)
+    if step is None:
+        loss, output, traces = differentiate(module, piece.batch, recipe, factors, peers, piece.rank)
+    else:
+        loss, output, traces = step.run(piece.batch, recipe, factors)
+    return _Answer(piece.samples, loss if peers is None else move(loss, peers.devices[0]), output, traces)
+
+
+def _look(
+    modules: Sequence[nn.Module], window: Window, recipe: Recipe, peers: Peers | None, sync: bool
+) -> WindowResult:
+    """All forwards, joined with their graphs: the caller computes the loss."""
+    if peers is None:
+        (piece,) = window.pieces
+        piece.arrive()
+        both = call(modules[0], piece.batch, recipe)
+    else:
+        shards = [
+            Shard(piece.rank, Arguments((place, piece.batch)), 0, piece.samples)
+            for place, piece in enumerate(window.pieces)
+        ]
+
+        def run(module: nn.Module, part: Part) -> tuple[Any, Traces]:
+            place, batch = part.args
+            window.pieces[place].arrive()
+            return call(module, batch, recipe)
+
+        both = call_sharded(peers, shards, run, sync=sync)
+    return WindowResult(window.samples, None, lambda: both)
+
+
+def _result(answers: Sequence[_Answer], samples: int) -> WindowResult:
+    counts = [answer.samples for answer in answers]
+    loss = torch.stack([answer.loss * (answer.samples / samples) for answer in answers]).sum()
+
+    def joined() -> tuple[Any, Traces]:
+        # The caller's streams on all devices come after what made them.
+        trees = [(answer.output, answer.traces) for answer in answers]
+        both: tuple[Any, Traces] = _join(trees, counts, loss.device)
+        return both
+
+    return WindowResult(samples, loss, joined)
+
+
+def _join(trees: Sequence[Any], samples: Sequence[int], home: torch.device) -> Any:
+    parts = [Returned(tree, count, home) for tree, count in zip(trees, samples, strict=True)]
+    joined = join(parts, [[move(tensor.detach(), home) for tensor in part.tensors] for part in parts])
+    return joined.tree(joined.tensors)

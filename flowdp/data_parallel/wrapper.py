@@ -1,0 +1,581 @@
+"""A loop of your own on several devices: `setup` makes a `DataParallel`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flowdp.checks import check_capture, check_flag, check_loop_backend, fixed_ratios
+from flowdp.collective.select import open_loop
+from flowdp.data.trees import tree_map
+from flowdp.data_parallel.arguments import (
+    OptimizerOption,
+    check_cadence,
+    check_layers,
+    check_loss,
+    check_model,
+    check_norm,
+    check_optimizers,
+    check_replica,
+    kept_after_errors,
+    set_epoch,
+)
+from flowdp.data_parallel.balancer import Alone, Pacing
+from flowdp.data_parallel.call_check import Call, check_call
+from flowdp.data_parallel.check_schedule import Schedule, Schedules
+from flowdp.data_parallel.gather import Joining
+from flowdp.data_parallel.layout import DimOption, JoinFunction, Layout, ReduceOption, SplitFunction
+from flowdp.data_parallel.loader import Epoch
+from flowdp.data_parallel.loss_context import Inputs, InputsOption, LossFunction, Recipe, Taps
+from flowdp.data_parallel.optimizer_hooks import Stepping
+from flowdp.data_parallel.predict import batches_of, predict
+from flowdp.data_parallel.replicas import Peers
+from flowdp.data_parallel.scatter import Part, bound, call_module
+from flowdp.data_parallel.sharded_call import call_sharded, cut, parts_of
+from flowdp.data_parallel.window_step import WindowCapture
+from flowdp.data_parallel.windows import Window, WindowResult, run_window, window_call
+from flowdp.device.compiled import make_room
+from flowdp.device.copies import move
+from flowdp.device.cores import open_pools
+from flowdp.device.discovery import resolve_devices
+from flowdp.device.dispatch import prepare_torch
+from flowdp.device.process_tuning import ProcessTuning, as_tuning, tuned_process
+from flowdp.device.streams import open_lanes
+from flowdp.engine.active_runs import check_free
+from flowdp.engine.evaluation import evaluating
+from flowdp.errors import FlowdpError
+from flowdp.modules.copying import ReplicaFactory
+from flowdp.modules.stand_in import AliasModule
+from flowdp.modules.training_mode import start_training
+from flowdp.observe.banner import tell_devices
+from flowdp.options import Buffers, CadenceOptions, CaptureOptions, LoopBackend, one_of
+from flowdp.policy.el_che import ElChe
+
+__all__ = ["DataParallel", "setup"]
+
+
+def setup(
+    model: nn.Module,
+    optimizer: OptimizerOption = None,
+    *,
+    replica: ReplicaFactory | None = None,
+    devices: Literal["auto"] | int | Sequence[torch.device | str | int] = "auto",
+    cadence: CadenceOptions | bool | None = None,
+    loss_fn: LossFunction | None = None,
+    inputs: InputsOption = None,
+    tags: Sequence[str] = (),
+    buffers: Buffers = "broadcast",
+    max_grad_norm: float | None = None,
+    partition_ratios: Sequence[float] | None = None,
+    dim: DimOption = 0,
+    split: SplitFunction | None = None,
+    join: JoinFunction | None = None,
+    reduce: ReduceOption = "mean",
+    check: bool = True,
+    backend: LoopBackend = "auto",
+    capture: bool | CaptureOptions = False,
+    tune_process: bool | ProcessTuning = True,
+    progress: bool = True,
+) -> DataParallel:
+    """Spread a module over devices, for a training loop that stays as it is.
+
+    ::
+
+        dp = flowdp.setup(model, optimizer)             # instead of model.to(device)
+        for x, y in loader:
+            loss = F.cross_entropy(dp(x), y)            # instead of model(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    `model` and `optimizer` are used themselves, on the first device; the other devices have replicas, which
+    are sent what the step changed. Gradients are summed onto `model` before `backward` returns.
+
+    Args:
+        model: Moved to the first device and, with an optimizer, set to training mode.
+        optimizer: Of the model's parameters, or several; or a factory that gets those that require grad.
+            None: the model is used as it is, for inference or as a frozen part.
+        replica: Makes the model for another device, `replica(device)`; its tensors and numbers are replaced.
+            None: the model is copied.
+        devices: "auto", how many, or a list of devices; a device may repeat. One device: no threads.
+        cadence: Whether `epoch` yields windows of whole batches, by each device's speed, instead of single
+            batches to cut. None: where the devices have different names. A record says how, and may carry a
+            `speed_hint` (with max_anchor=0: without windows).
+        loss_fn: Loss of one batch, for `forward_batch`, which then runs backward, too.
+        inputs: Fields of a batch that the model takes, in order: keys of a mapping or positions of a
+            sequence; or a function of the batch. None: a tensor goes whole, the first field of a sequence,
+            the fields of a mapping that are named like parameters of `forward`.
+        tags: Submodules whose outputs are captured for `loss_fn` and the result of `forward_batch`.
+        buffers: "broadcast": all devices get those of the first one before each forward; "average": the
+            weighted mean of all devices' is taken at each step.
+        max_grad_norm: `step()` clips the summed gradients to this 2-norm.
+        partition_ratios: Fixed shares of each batch, one per device; None: by measured speed. With them CPU
+            devices repeat a run bit for bit from the same `torch.manual_seed`, dropout included.
+        dim: Where the samples lie in the arguments and outputs of a call: one dim for all tensors, or a
+            mapping from `forward`'s parameters (or positions) to dims, with None for what goes whole, 0 for
+            what it does not name, and under "return" the outputs', by name or position where they differ.
+        split: Cuts a call instead: `split(args, kwargs, sizes)` returns (args, kwargs) for each part of so
+            many samples. `dim` says how many samples there are.
+        join: Joins the outputs instead: `join(outputs, sizes)`. It and `split` may ask for gradients; they
+            are not called for a batch that one device does alone.
+        reduce: The reduction of one number from each device: "mean", weighted by samples; "sum"; or the
+            mean weighted by a function of the part's arguments, which it takes by name:
+            `lambda labels: (labels[:, 1:] != -100).sum()`. Or a mapping from an output's name to these.
+        check: Whether the first call that is cut, and some later ones, are compared with the module on the
+            whole batch, on the first device, without gradients; nothing of that stays. A difference is an
+            error that says what to do.
+        backend: How parameters and gradients travel between CUDA devices: "nccl"; "local", by copies between
+            each device and the first; "auto", by NCCL where each replica has a CUDA device of its own and
+            NCCL works, else by copies. Without an optimizer nothing but "nccl" takes NCCL.
+        capture: Record forward, loss and backward of `forward_batch` with a `loss_fn` as a graph, which runs
+            without the interpreter lock. What cannot be captured runs eagerly; `uncaptured` says why.
+        tune_process: Process-wide settings while this lives (see `ProcessTuning`); False leaves all alone.
+        progress: False leaves out the line on stderr that names the devices, once in a process.
+
+    Raises:
+        OptionError: An argument is wrong. No thread has been started then, and the model is as it was.
+        CollectiveError: backend="nccl" does not work here.
+    """
+    check_model(model, optimizer)
+    check_replica(replica)
+    check_norm(max_grad_norm)
+    one_of("buffers", buffers, Buffers)
+    chosen = resolve_devices(devices)
+    captures = check_capture(capture, None)
+    recipe = Recipe(Inputs(inputs, model), Taps(tags, model), check_loss(loss_fn, captures), captures)
+    check_loop_backend(backend, chosen)
+    ratios = None if partition_ratios is None else fixed_ratios(partition_ratios, len(chosen))
+    options, windows = check_cadence(cadence, chosen, ratios)
+    check_layers(model, chosen, windows=windows)
+    layout = Layout(dim, split, join, reduce).checked(model)
+    check_flag("check", check)
+    tuning = as_tuning(tune_process)
+    check_free(chosen)
+    if check_flag("progress", progress):
+        tell_devices(chosen)
+    with kept_after_errors(model):
+        model.to(chosen[0])
+        if optimizer is not None:
+            start_training(model)
+        optimizers = check_optimizers(optimizer, model)
+        return DataParallel(
+            model,
+            optimizers,
+            chosen,
+            replica,
+            recipe,
+            options,
+            windows,
+            buffers,
+            max_grad_norm,
+            ratios,
+            layout,
+            check,
+            backend,
+            tuning,
+        )
+
+
+class DataParallel(AliasModule):
+    """A module on several devices; made by `setup`.
+
+    It stands for the module: its `state_dict`, `parameters()`, modes and attributes are the module's own, and
+    the module's methods are reached by `call`, or by `module`. Called like the module, it cuts tensors of the
+    batch's length among the devices, sends everything else whole, and joins the outputs on the first device.
+    With one device it calls the module, and does nothing else.
+
+    Attributes:
+        module: The user's module.
+        devices: One per rank.
+        world_size: Number of devices.
+        max_grad_norm: `step()` clips to it; None: not at all.
+
+    Threads: one at a time, of the user's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        devices: Sequence[torch.device],
+        replica: ReplicaFactory | None,
+        recipe: Recipe,
+        options: CadenceOptions,
+        windows: bool,
+        buffers: Buffers,
+        max_grad_norm: float | None,
+        ratios: tuple[float, ...] | None,
+        layout: Layout,
+        check: bool,
+        backend: LoopBackend,
+        tuning: ProcessTuning,
+    ) -> None:
+        super().__init__(module)
+        self.devices = tuple(devices)
+        self.world_size = len(devices)
+        self.max_grad_norm = max_grad_norm
+        self._recipe = recipe
+        self._layout = layout
+        self._schedules = Schedules(module)
+        self._checks = check
+        self._averages = buffers == "average"
+        self._is_syncing = True
+        self._has_warned = False  # of a call that the first device does alone
+        self._epochs = 0
+        self._lanes = open_lanes(devices)
+        self._peers: Peers | None = None
+        with ExitStack() as stack:
+            if self.world_size > 1:
+                prepare_torch()
+                make_room(self.world_size)
+                stack.enter_context(tuned_process(tuning))
+                # Where shares follow measured speed, too, the order of sums is free.
+                pools = open_pools(devices, tuning, adapts=ratios is None)
+                link = partial(open_loop, backend) if optimizers or backend == "nccl" else None
+                repeats = ratios is not None
+                self._peers = Peers(module, replica, self._lanes, pools, repeats=repeats, link=link)
+                stack.callback(self._peers.close)
+            self._close = weakref.finalize(self, stack.pop_all().close)
+        self._alone = Alone()  # where there are no peers
+        self._is_on_host = devices[0].type == "cpu"
+        self._pacing = (
+            self._alone
+            if self._peers is None
+            else (Pacing(self._peers, options, windows=windows, ratios=ratios))
+        )
+        self._stepping = Stepping(module, self._peers, self._pacing, averages=self._averages)
+        self._stepping.use(optimizers or None)
+        self._capture = WindowCapture.of((module, *self.replicas), recipe, self._lanes, self._peers)
+        self._seal(setup, ("devices", "world_size", "module"))
+
+    def __repr__(self) -> str:
+        return f"<DataParallel of {type(self.module).__name__} on {', '.join(map(str, self.devices))}>"
+
+    # ------------------------------------------------------------------ what it is
+    @property
+    def replicas(self) -> tuple[nn.Module, ...]:
+        """The modules on the other devices, in order; the user's own is `module`."""
+        return () if self._peers is None else self._peers.modules[1:]
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The user's optimizers, which `step` steps; the replicas are sent the result."""
+        return self._stepping.optimizers
+
+    @property
+    def training_step(self) -> int:
+        """Steps of the first optimizer so far."""
+        return self._stepping.count
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are several devices."""
+        return self._peers is not None
+
+    @property
+    def cadence(self) -> ElChe | None:
+        """The cadence that sizes the windows; None where batches are cut."""
+        return None if self._pacing.cadence is None else self._pacing.cadence.el_che
+
+    @property
+    def chunk_ratios(self) -> tuple[float, ...]:
+        """Fraction of a batch that each device takes. Shape (world_size,)."""
+        return self._pacing.ratios
+
+    @property
+    def throughput(self) -> tuple[float, ...]:
+        """Samples a second of each device, smoothed; 0.0 before it is measured. Shape (world_size,)."""
+        return tuple(1e3 * per_ms for per_ms in self._pacing.throughput)
+
+    @property
+    def shard_sizes(self) -> tuple[int, ...]:
+        """Samples that each device had in the last call or window. Shape (world_size,)."""
+        return self._pacing.shard_sizes
+
+    @property
+    def loss_fn(self) -> LossFunction | None:
+        """The loss function of `forward_batch`."""
+        return self._recipe.loss
+
+    @property
+    def uncaptured(self) -> tuple[str, ...]:
+        """Why windows run eagerly where they were to be captured; empty where none does."""
+        return () if self._capture is None else self._capture.ended
+
+    # ------------------------------------------------------------------ forward
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module.
+
+        Args:
+            args: Its arguments, any pytrees. The length of the first tensor that has one is the batch's.
+            kwargs: Those by name.
+
+        Returns:
+            The outputs, on the first device: tensors joined along dim 0 (`dim`), numbers in tensors averaged
+            with the samples as weights (`reduce`), everything else as it is.
+
+        Raises:
+            FlowdpError: The outputs cannot be joined.
+            Exception: What the module raised, with a note that names rank and device.
+        """
+        if self._peers is None:
+            return self._call_alone(self.module, args, kwargs)
+        return self._call("forward", call_module, args, kwargs)
+
+    def call(self, function: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call another method of the module the same way, or `function(module, ...)`.
+
+        Raises:
+            AttributeError: The module has no such method.
+        """
+        if self._peers is None:
+            return self._call_alone(bound(function, self.module), args, kwargs)
+        return self._call(
+            function, lambda module, part: bound(function, module)(*part.args, **part.kwargs), args, kwargs
+        )
+
+    def predict(self, data: Any, batch_size: int | None = None) -> Any:
+        """The module's outputs for all samples of a dataset: in evaluation mode, without gradients.
+
+        ::
+
+            scores = dp.predict(loader)
+
+        Args:
+            data: A loader or another iterable of batches, of which the module gets the fields that `inputs`
+                says; a map-style dataset, tensor or array, which is cut into batches.
+            batch_size: Samples of a batch, for a dataset, tensor or array. None: one batch of all.
+
+        Returns:
+            What the module returns, joined over the batches in their order as over devices, on the CPU.
+
+        Raises:
+            OptionError: `data` is something else, or `batch_size` does not go with it.
+            DataError: There is no batch, or one without samples.
+            FlowdpError: The outputs cannot be joined.
+        """
+        layout = self._layout
+        batches = batches_of(data, batch_size, layout.dim if isinstance(layout.dim, int) else 0)
+        with evaluating(self.module):
+            outputs = predict(
+                self, batches, self._recipe.inputs, layout, self._schedules.of("forward").callee
+            )
+        if self.optimizers and isinstance(self._pacing, Pacing):
+            self._pacing.discard()  # nothing of it is part of a step
+        return outputs
+
+    def _call_alone(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not self._is_on_host:
+            args, kwargs = tree_map(self._bring_home, [args, kwargs])
+        self._alone.saw(args)
+        return function(*args, **kwargs)
+
+    def _call(
+        self,
+        function: str | Callable[..., Any],
+        run: Callable[[nn.Module, Part], Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        assert self._peers is not None
+        layout, schedule = self._layout, self._schedules.of(function)
+        callee = schedule.callee
+        arguments = layout.arguments(callee, args, kwargs)
+        layout = layout.of(arguments)
+        sizes = self._pacing.cut(arguments.samples) if arguments.samples else (0,) * self.world_size
+        if arguments.samples is None and not self._has_warned:
+            self._has_warned = True
+            arguments.warn_uncut(self.devices[0])
+        own = tuple(size for size in sizes if size)
+        is_cut = len(own) > 1
+        if is_cut and layout.split is None:
+            layout.check(callee, arguments)
+        is_checked = is_cut and self._checks
+        if is_checked and schedule.is_due(self._peers.flags):
+            self._check(schedule, Call(callee, run, args, kwargs, own, layout, self.devices[0]))
+        shards = cut(arguments, sizes)
+        if is_cut and layout.split is not None:
+            shards = parts_of(layout.apart(args, kwargs, own), shards)
+        is_apart = is_cut and layout.join is not None
+        joining = Joining(layout, callee, arguments.dim, is_apart=is_apart)
+        has_graph = self._checks and torch.is_grad_enabled()
+        looks = has_graph and schedule.graphs.is_due
+        outputs = call_sharded(self._peers, shards, run, joining, sync=self._is_syncing, checks=looks)
+        if has_graph:
+            schedule.graphs.passed()
+        if is_checked:
+            if schedule.is_still_due(joining.form):
+                self._check(schedule, Call(callee, run, args, kwargs, own, layout, self.devices[0]))
+            schedule.passed()
+        self._did(sizes)
+        if is_apart:
+            assert layout.join is not None
+            return layout.join(outputs, own)
+        return outputs
+
+    def _check(self, schedule: Schedule, call: Call) -> None:
+        assert self._peers is not None
+        if not self._peers.at_home(partial(check_call, self.module, call)):
+            schedule.give_up()
+
+    def _bring_home(self, leaf: Any) -> Any:
+        return move(leaf, self.devices[0]) if isinstance(leaf, Tensor) else leaf
+
+    def _did(self, samples: Sequence[int], batches: Sequence[int] | None = None) -> None:
+        self._pacing.did(samples, batches)
+        if not self.optimizers:
+            self._pacing.step()  # no other moment tells when to look at the speed
+        if self._peers is not None and self._averages:
+            self._peers.keep_buffers(samples)
+
+    # ------------------------------------------------------------------ windows
+    def epoch(self, loader: Iterable[Any], epoch: int | None = None) -> Epoch:
+        """Go through a loader once, in windows.
+
+        ::
+
+            for batch in dp.epoch(loader):
+                result = dp.forward_batch(batch)
+                dp.step()
+
+        With a cadence a window holds whole batches, each device's by its speed; without one a single batch,
+        cut. The last may hold fewer; no batch is left out.
+
+        Args:
+            loader: Any iterable of batches, a DataLoader for instance.
+            epoch: Told to its sampler, where that has `set_epoch`. None: one more than the last.
+
+        Raises:
+            OptionError: `setup` was given `dim`, `split`, `join` or `reduce`, which are for calls.
+        """
+        self._layout.check_plain()
+        self._epochs = (self._epochs if epoch is None else epoch) + 1
+        set_epoch(loader, self._epochs - 1)
+        return Epoch(loader, self._lanes, self._pacing.quotas, self._pacing.cut, self._pacing.due)
+
+    def forward_batch(self, batch: Window, scaler: torch.amp.GradScaler | None = None) -> WindowResult:
+        """Let every device work through its batches of a window.
+
+        With a `loss_fn`: forward, loss and backward, batch by batch; the gradients are summed when this
+        returns. Without one: forward alone; compute a loss of `result.output` and call backward.
+
+        Args:
+            batch: From `epoch`.
+            scaler: Scales the losses, for fp16; give it to `step`, too.
+
+        Raises:
+            FlowdpError: The loss is not one number, or depends on no parameter.
+            OptionError: `inputs` names what the batch does not have.
+        """
+        if not isinstance(batch, Window):
+            raise FlowdpError(f"forward_batch takes what epoch() yields, not {type(batch).__name__}")
+        recipe = self._recipe if scaler is None else self._recipe.scaled(scaler, self.devices[0])
+        if batch.whole is not None and self._checks and self._peers is not None:
+            schedule = self._schedules.of("forward_batch")
+            if schedule.is_due(self._peers.flags):
+                self._check(schedule, window_call(batch, recipe, self.devices[0]))
+            schedule.is_still_due((None, (recipe.loss is not None,)))
+            schedule.passed()
+        modules, sync = (self.module, *self.replicas), self._is_syncing
+        result = run_window(modules, batch, recipe, self._peers, sync=sync, capture=self._capture)
+        self._did(*batch.per_rank(self.world_size))
+        return result
+
+    # ------------------------------------------------------------------ step
+    def step(self, scaler: torch.amp.GradScaler | None = None) -> None:
+        """Clip, step the optimizers, zero the gradients.
+
+        Args:
+            scaler: Of the losses' gradients; it decides whether the optimizers step.
+
+        Raises:
+            FlowdpError: There is no optimizer, or no parameter has a gradient.
+        """
+        self._stepping.step(scaler, self.max_grad_norm)
+        self.zero_grad()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of all devices together; returns their norm. Shape []."""
+        return self._stepping.clip(max_norm, norm_type)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, those that `no_sync` keeps at the replicas included."""
+        self.module.zero_grad(set_to_none)
+        if self._peers is not None:
+            self._peers.drop_gradients()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave the replicas' gradients where they are: for accumulation over several backwards.
+
+        The first backward of a call outside, or `step`, sums them up.
+        """
+        before, self._is_syncing = self._is_syncing, False
+        try:
+            yield
+        finally:
+            self._is_syncing = before
+
+    def set_lr(self, lr: float) -> None:
+        """Scale the learning rates of all groups of all optimizers so that the very first has `lr`."""
+        self._stepping.set_lr(lr)
+
+    def set_loss_fn(self, loss_fn: LossFunction | None) -> None:
+        """Replace the loss function of `forward_batch`; what was captured of the old one is let go."""
+        capture = self._capture
+        self._recipe = replace(self._recipe, loss=check_loss(loss_fn, self._recipe.capture))
+        if capture is not None:
+            self._capture = capture.anew(self._recipe)
+
+    def set_optimizer(self, optimizer: OptimizerOption) -> None:
+        """Replace the optimizers: one, several, a factory of them, or None."""
+        self._stepping.use(optimizer)
+
+    def sync_params(self) -> None:
+        """Send all parameters and buffers anew before the next forward.
+
+        Needed on CUDA alone, after writes that torch does not count: to `parameter.data`, or by a fused
+        optimizer that this does not know. CPU devices share the memory of the parameters.
+        """
+        if self._peers is not None:
+            self._peers.forget()
+
+    def train(self, mode: bool = True) -> DataParallel:
+        """Set the training mode of the module, and with it of all replicas."""
+        super().train(mode)
+        return self
+
+    def close(self) -> None:
+        """End the threads; a second time does nothing. Collecting the object does the same."""
+        self._close()
+
+    def __enter__(self) -> DataParallel:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a DataParallel cannot be copied or pickled, for it has threads: take its `module`")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+        if self._peers is None:
+            return super()._apply(fn, *args, **kwargs)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            if all(fn(tensor) is tensor for tensor in (*self.module.parameters(), *self.module.buffers())):
+                return self  # `cpu()` of one that is there
+        raise FlowdpError("setup() has replicated the module as it is: convert or move it before setup()")
+
+    def _instead(self, method: str) -> str:
+        return (
+            f"`.call({method!r}, ...)` runs it on all devices, each with its part of the arguments, and "
+            f"`.module.{method}(...)` on the first device alone"
+        )

@@ -1,0 +1,436 @@
+"""Manual control: models of yours on several devices, and the collectives to call between your own lines."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowdp.checks import check_loop_backend
+from flowdp.collective.base import BLOCK, arithmetic
+from flowdp.collective.batch_norm import SharedStatistics, check_synchronised, taking_part
+from flowdp.collective.local import SMALL
+from flowdp.collective.local_group import group_lanes
+from flowdp.collective.nccl_loop import SUMMED, NcclLoop
+from flowdp.collective.process_group import ProcessGroup
+from flowdp.collective.reduction import Op, flat_view, reduce_all
+from flowdp.collective.rows import Rows
+from flowdp.collective.select import open_loop
+from flowdp.ddp.structure import check_alike, check_apart, structure
+from flowdp.device.compiled import FirstCalls, make_room
+from flowdp.device.copies import carry
+from flowdp.device.cores import open_pools
+from flowdp.device.discovery import resolve_devices
+from flowdp.device.dispatch import prepare_torch
+from flowdp.device.openmp import set_own_threads
+from flowdp.device.process_tuning import ProcessTuning, tuned_process
+from flowdp.device.streams import open_lanes
+from flowdp.device.torch_modes import caller_modes
+from flowdp.errors import OptionError
+from flowdp.modules.whole_batch import check_embeddings
+from flowdp.options import LoopBackend
+from flowdp.threads.crew import Crew
+
+__all__ = ["Ddp"]
+
+_SENT = {
+    *SUMMED,
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+}
+"""The dtypes that are sent in rows, as bytes."""
+
+
+class Ddp:
+    """Replicas that you train as you like: GAN, reinforcement learning, several losses.
+
+    ::
+
+        ddp = flowdp.Ddp.wrap([make() for _ in devices], devices)
+        ddp.sync_params()                                   # all start from model 0
+        optimizers = [torch.optim.AdamW(model.parameters()) for model in ddp.models]
+
+        def backward(rank, model, batch):
+            loss_of(model, batch).backward()
+            return len(batch)
+
+        for batches in ...:                                 # one batch per device, of any sizes
+            counts = ddp.parallel(backward, batches)
+            ddp.weighted_all_reduce_gradients(counts)       # every replica: the gradient of the whole
+            for optimizer in optimizers:                    # so the replicas stay equal
+                optimizer.step()
+                optimizer.zero_grad()
+        ddp.close()
+
+    It is a context manager that closes itself. With one model every call still does what it says, alone.
+
+    Attributes:
+        models: As given, one per rank.
+        devices: Where they are, one per rank.
+
+    Threads: one at a time, and none of its own.
+    Streams: on CUDA, work goes to the caller's current streams of all devices.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        devices: Sequence[torch.device],
+        backend: LoopBackend = "auto",
+    ) -> None:
+        self.models = tuple(models)
+        self.devices = tuple(devices)
+        self._kinds = frozenset(device.type for device in devices)
+        self._crew: Crew | None = None
+        self._norms = [SharedStatistics(model) for model in models]
+        self._calls: list[FirstCalls] = []  # made with the first function that is called
+        self._lanes = open_lanes(devices) if self._norms[0] and len(models) > 1 else []
+        self._layouts: dict[tuple[int, ...], Rows] = {}
+        self._nccl = self._open_nccl(backend) if len(models) > 1 else None
+        with ExitStack() as stack:
+            if len(models) > 1:
+                prepare_torch()
+                make_room(len(models))
+                if self._kinds == {"cpu"}:
+                    stack.enter_context(tuned_process(ProcessTuning()))
+                threads = [pool.size for pool in open_pools(devices, ProcessTuning())]
+                names = [f"flowdp-ddp-{rank}" for rank in range(len(models))]
+                self._crew = Crew(names, partial(_around, self.devices, threads))
+                stack.callback(self._crew.close)
+            self._close = weakref.finalize(self, stack.pop_all().close)
+            self._close.atexit = False  # a job that hangs would hold up the end of the process
+        self._give_back = weakref.finalize(self, _close_all, [self._nccl])
+
+    @classmethod
+    def wrap(
+        cls,
+        models: Sequence[nn.Module],
+        devices: Sequence[torch.device | str | int] | None = None,
+        *,
+        backend: LoopBackend = "auto",
+    ) -> Ddp:
+        """Take models, one per rank.
+
+        Args:
+            models: Of the same structure; nothing of them is changed but where they lie.
+            devices: Where each shall lie: those that lie elsewhere are moved. None: where they are.
+            backend: How tensors travel between CUDA devices: "nccl"; "local", by copies to and from the first
+                device; "auto", by NCCL where each model has a CUDA device of its own and NCCL works.
+
+        Raises:
+            CollectiveError: backend="nccl" does not work here.
+            OptionError: No model, one given twice or sharing tensors with another, another number of devices,
+                one that is not there, a model on several devices, models that differ in structure (the
+                parameter is named), or an embedding that needs the indices of all devices' batches.
+        """
+        if not models:
+            raise OptionError("models must have at least one model")
+        if devices is not None and len(devices) != len(models):
+            raise OptionError(f"{len(models)} models need as many devices, not {len(devices)}")
+        check_alike([structure(model) for model in models])
+        check_apart(models)
+        if len(models) > 1:
+            check_embeddings(models[0], "Ddp.wrap", is_shared=True)
+        places = [_device_of(rank, model) for rank, model in enumerate(models)]
+        wanted = places if devices is None else resolve_devices(devices)
+        check_synchronised(models, "exact", wanted)
+        check_loop_backend(backend, wanted)
+        if devices is not None:
+            places = list(resolve_devices(devices))
+            for model, place in zip(models, places, strict=True):
+                model.to(place)
+        return cls(models, places, backend)
+
+    @property
+    def world_size(self) -> int:
+        """Models."""
+        return len(self.models)
+
+    def sync_params(self) -> None:
+        """Give all models the parameters and buffers of model 0."""
+        self._send([[*model.parameters(), *model.buffers()] for model in self.models])
+
+    def sync_buffers(self) -> None:
+        """Give all models the buffers of model 0."""
+        self._send([list(model.buffers()) for model in self.models])
+
+    def all_reduce_gradients(self) -> None:
+        """Replace each gradient by its mean over the replicas.
+
+        One that is missing on a replica counts as zero there; missing on all of them it stays None. Frozen
+        parameters are left alone.
+
+        Raises:
+            OptionError: A gradient is sparse.
+        """
+        self._reduce("mean", None)
+
+    def weighted_all_reduce_gradients(self, batch_counts: Sequence[int]) -> None:
+        """Replace each gradient by the sum of the replicas' gradients, each times its share of the counts.
+
+        With the sizes of the batches, of which each loss was the mean, that is the gradient of the mean over
+        all samples. A replica with count 0 gives nothing and gets the sum.
+
+        Args:
+            batch_counts: One per rank: samples, or `ElChe.batch_counts`.
+
+        Raises:
+            OptionError: As many counts as not, a negative one, or all 0; a gradient is sparse; or the counts
+                differ and the models have SyncBatchNorm.
+        """
+        counts = [float(count) for count in batch_counts]
+        if len(counts) != len(self.models):
+            raise OptionError(f"{len(self.models)} models need as many batch_counts, not {len(counts)}")
+        total = sum(counts)
+        if self._lanes and len(set(counts)) > 1:
+            raise OptionError(
+                "with SyncBatchNorm each loss counts the same in the gradients of the other replicas, which "
+                "cannot be weighted afterwards: multiply each loss by its share, count * replicas / sum of "
+                "counts, and call all_reduce_gradients()"
+            )
+        if not all(count >= 0 for count in counts) or not 0 < total < float("inf"):
+            raise OptionError(f"batch_counts must be 0 or more, and one of them more, not {batch_counts!r}")
+        self._reduce("sum", [count / total for count in counts])
+
+    def parallel(self, fn: Callable[..., Any], *args: Sequence[Any]) -> list[Any]:
+        """Call `fn(rank, model, *its element of each of args)` for every replica at once, each in a thread.
+
+        The threads take over the caller's grad, inference and autocast modes and, on CUDA, its streams.
+
+        SyncBatchNorm takes the statistics of all replicas, whose forwards and backwards must run in here, on
+        all of them; each replica's loss counts the same.
+
+        Returns:
+            What the calls return. Shape (world_size,).
+
+        Raises:
+            OptionError: An argument has not one element per rank.
+            BaseException: What the call of the lowest rank raised, with a note that names rank and device,
+                when all have ended.
+            RuntimeError: It is closed, or called inside of `fn`.
+        """
+        for number, elements in enumerate(args):
+            if len(elements) != len(self.models):
+                raise OptionError(
+                    f"argument {number} of {getattr(fn, '__name__', 'fn')} needs one element for each of "
+                    f"{len(self.models)} replicas, not {len(elements)}"
+                )
+        calls = [
+            partial(fn, rank, model, *(elements[rank] for elements in args))
+            for rank, model in enumerate(self.models)
+        ]
+        if self._crew is None:
+            return [calls[0]()]
+        self._calls = self._calls or [FirstCalls(model, fn) for model in self.models]
+        modes = caller_modes(self._kinds)
+        groups: Sequence[ProcessGroup | None] = [None] * len(calls)
+        if self._lanes:
+            groups = group_lanes(self._lanes, threading.TIMEOUT_MAX)
+        streams = [torch.cuda.current_stream(d) if d.type == "cuda" else None for d in self.devices]
+        try:
+            return self._crew.run(
+                [
+                    partial(self._call, rank, call, modes, stream, group)
+                    for rank, (call, stream, group) in enumerate(zip(calls, streams, groups, strict=True))
+                ]
+            )
+        except BaseException:
+            for group in filter(None, groups):  # a job that never began is waited for, else
+                group.abort("the call was given up")
+            raise
+
+    def close(self) -> None:
+        """End the threads, and give NCCL back; a second time does nothing."""
+        self._close()
+        self._give_back()
+
+    def __enter__(self) -> Ddp:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(
+        self,
+        rank: int,
+        call: Callable[[], Any],
+        modes: Callable[[], AbstractContextManager[None]],
+        stream: torch.cuda.Stream | None,
+        group: ProcessGroup | None,
+    ) -> Any:
+        try:
+            turn = nullcontext() if group else self._calls[rank].turn()
+            # None for a stream or a group: nothing
+            with turn, modes(), torch.cuda.stream(stream), taking_part(self._norms[rank], group):
+                return call()
+        except Exception as error:
+            error.add_note(f"flowdp: on rank {rank}, {self.devices[rank]}")
+            raise
+
+    def _open_nccl(self, backend: LoopBackend) -> NcclLoop | None:
+        trained = [parameter for parameter in self.models[0].parameters() if parameter.requires_grad]
+        sizes: dict[torch.dtype, int] = {}
+        for dtype, size in Rows(trained, SUMMED).sizes.items():
+            wide = arithmetic(dtype)
+            sizes[wide] = max(size, sizes.get(wide, 0))
+        return open_loop(backend, self._lanes or open_lanes(self.devices), sizes)
+
+    @torch.no_grad()
+    def _send(self, tensors: Sequence[Sequence[Tensor]]) -> None:
+        own = [tensor.detach() for tensor in tensors[0]]
+        if self._nccl is not None:
+            self._settle()
+            layout = Rows(own, _SENT)
+            rows = [
+                layout.pack(own if rank == 0 else [None] * len(own), device)
+                for rank, device in enumerate(self.devices)
+            ]
+            if layout.sizes:
+                self._nccl.broadcast(rows)
+            for theirs, received in zip(tensors[1:], rows[1:], strict=True):
+                _fill(theirs, layout.views(received))
+            left = [place is None for place in layout.places]
+            tensors = [[one for one, is_left in zip(row, left, strict=True) if is_left] for row in tensors]
+            own = [tensor.detach() for tensor in tensors[0]]
+        for rank in range(1, len(tensors)):
+            if own:
+                torch._foreach_copy_(list(tensors[rank]), carry(own, self.devices[rank]))
+
+    @torch.no_grad()
+    def _reduce(self, op: Op, shares: Sequence[float] | None) -> None:
+        columns: list[Sequence[Tensor]] = list(self._columns())
+        if self._nccl is not None and columns:
+            columns = self._reduce_by_nccl(self._nccl, columns, op, shares)
+        gradients = list(zip(*map(_gradients, columns), strict=True))  # by rank
+        if not gradients:
+            return
+        home = self.devices[0]
+        near = [carry(own, home) for own in gradients]
+        rows = list(zip(*near, strict=True))
+        flats = [[flat_view(tensor) for tensor in row] for row in rows]
+        pieces = [
+            piece for row in flats for piece in zip(*(flat.split(8 * BLOCK) for flat in row), strict=True)
+        ]
+        if self._crew and home.type == "cpu" and sum(row[0].numel() for row in flats) > SMALL:
+            jobs = len(self.models)
+            self._crew.run([partial(_reduce_pieces, pieces[at::jobs], op, shares) for at in range(jobs)])
+        else:
+            _reduce_pieces(pieces, op, shares)
+        for row, flat_row in zip(rows, flats, strict=True):
+            for tensor, flat in zip(row, flat_row, strict=True):
+                if tensor.data_ptr() != flat.data_ptr():  # not contiguous
+                    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+                    real.copy_(flat.view(real.shape))
+        for own, moved, device in zip(gradients, near, self.devices, strict=True):
+            if moved[0] is not own[0]:
+                torch._foreach_copy_(list(own), carry(moved, device))
+
+    def _reduce_by_nccl(
+        self, nccl: NcclLoop, columns: Sequence[Sequence[Tensor]], op: Op, shares: Sequence[float] | None
+    ) -> list[Sequence[Tensor]]:
+        """Reduce the gradients that can lie in rows; the columns of the others."""
+        self._settle()
+        key = tuple(id(column[0]) for column in columns)
+        if key not in self._layouts:
+            self._layouts[key] = Rows([column[0] for column in columns], SUMMED)
+        layout = self._layouts[key]
+        ranks = list(zip(*map(_gradients, columns), strict=True))
+        is_in = [
+            place is not None and all(map(place.fits, own))
+            for place, own in zip(layout.places, zip(*ranks, strict=True), strict=True)
+        ]
+        rows = []
+        for rank, (own, device) in enumerate(zip(ranks, self.devices, strict=True)):
+            packed = layout.pack(
+                [one if is_one else None for one, is_one in zip(own, is_in, strict=True)], device
+            )
+            wide = [row.to(arithmetic(row.dtype)) for row in packed]
+            if shares is not None:
+                for row in wide:  # 0 times NaN would be NaN
+                    row.mul_(shares[rank]) if shares[rank] else row.zero_()
+            rows.append(wide)
+        if any(is_in):
+            nccl.all_reduce(rows)
+        for own, wide in zip(ranks, rows, strict=True):
+            for row in wide if op == "mean" else ():
+                row.div_(len(ranks))
+            narrow = [row.to(dtype) for row, dtype in zip(wide, layout.sizes, strict=True)]
+            views = layout.views(narrow)
+            _fill(own, [view if is_one else None for view, is_one in zip(views, is_in, strict=True)])
+        return [column for column, is_one in zip(columns, is_in, strict=True) if not is_one]
+
+    def _settle(self) -> None:
+        """Wait for the jobs that an interrupted call has left: they may allocate while NCCL is launched."""
+        if self._crew is not None:
+            self._crew.settle()
+
+    def _columns(self) -> Iterator[Sequence[Tensor]]:
+        """The parameters of all ranks that have a gradient anywhere: zeros where it is missing."""
+        for index, parameters in enumerate(zip(*(model.parameters() for model in self.models), strict=True)):
+            if not any(p.requires_grad and p.grad is not None for p in parameters):
+                continue
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                if parameter.grad.layout is not torch.strided:
+                    name = [name for name, _ in self.models[0].named_parameters()][index]
+                    raise OptionError(
+                        f"the gradient of parameter {name!r} is sparse, which is not averaged: make it with "
+                        "sparse=False"
+                    )
+            yield parameters
+
+
+def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [p.grad.detach() for p in parameters if p.grad is not None]
+
+
+def _fill(tensors: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:
+    """Copy values to tensors; None leaves one as it is."""
+    pairs = [(one, value) for one, value in zip(tensors, values, strict=True) if value is not None]
+    if pairs:
+        torch._foreach_copy_([one for one, _ in pairs], [value for _, value in pairs])
+
+
+def _close_all(opened: Sequence[NcclLoop | None]) -> None:
+    for one in opened:
+        if one is not None:
+            one.close()
+
+
+@contextmanager
+def _around(devices: Sequence[torch.device], threads: Sequence[int], rank: int) -> Iterator[None]:
+    """Where the thread of a rank lives."""
+    if devices[rank].type == "cpu":
+        set_own_threads(threads[rank])
+    # Backward runs in this thread, not in autograd's one per device, which replicas may share.
+    with torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+def _reduce_pieces(pieces: Sequence[Sequence[Tensor]], op: Op, shares: Sequence[float] | None) -> None:
+    with torch.no_grad():
+        for piece in pieces:
+            reduce_all(piece, op, shares)
+
+
+def _device_of(rank: int, model: nn.Module) -> torch.device:
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if len(devices) > 1:
+        raise OptionError(
+            f"model {rank} lies on {' and '.join(sorted(map(str, devices)))}; a replica must lie on one"
+        )
+    return devices.pop() if devices else torch.device("cpu")

@@ -1,0 +1,277 @@
+"""The gradients of a replica as flat memory, for one rank alone and for ranks that average them.
+
+The memory is laid out as the replica's own: a gradient lies where its parameter lies there. Every parameter's
+`grad` is a view of it for good. So backward adds up where the optimizer reads, nothing is allocated, zeroing
+is one call for each dtype, and clipping is one norm and one product.
+
+A view that is made with `.data` counts its changes by itself: torch raises its version with every backward
+that adds to it. That tells, without a hook and without asking the device, whether a parameter had a part in
+the loss. So a parameter that had none has no gradient at the step, as in plain torch. Code that writes
+gradients past torch says so with `torch.autograd.graph.increment_version`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from operator import attrgetter, is_, ne
+
+import torch
+from torch import Tensor, nn
+
+from flowdp.device.flat_parameters import ALIGNMENT, Flat, FlatReplica, FlatTensors
+from flowdp.errors import OptionError
+
+__all__ = ["FlatGradients", "SharedGradients", "Touched"]
+
+BLOCK = 1 << 20
+"""Elements of which a norm is taken at a time: so many are cast, and so many rounding errors add up."""
+
+_grad = attrgetter("grad")
+_version = attrgetter("_version")
+
+
+class Touched:
+    """What each rank's backward has touched in a round, for all others to read behind the gate.
+
+    Two rounds are kept: a rank may write the next one's while a slower one still reads this one's, and comes
+    to the one after only when all have left this one.
+
+    Args:
+        world_size: Ranks.
+
+    Attributes:
+        world_size: Ranks.
+
+    Threads:
+        `put`: each rank's own, once a round, before the gate. `union`, `any_weighted`: any, behind it.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._rows: list[list[tuple[Sequence[bool], bool]]] = [[((), False)] * world_size for _ in range(2)]
+
+    def put(self, rank: int, turn: int, touched: Sequence[bool], is_weighted: bool) -> None:
+        """Say which parameters this rank has touched, and whether its losses named a weight."""
+        self._rows[turn % 2][rank] = touched, is_weighted
+
+    def union(self, turn: int, members: Sequence[int]) -> list[bool]:
+        """Which parameters any of the members has touched."""
+        rows = [self._rows[turn % 2][member][0] for member in members]
+        return [any(column) for column in zip(*rows, strict=True)]
+
+    def any_weighted(self, turn: int, members: Sequence[int]) -> bool:
+        """Whether the losses of any of the members named a weight."""
+        return any(self._rows[turn % 2][member][1] for member in members)
+
+
+class FlatGradients:
+    """One rank's gradients as flat memory.
+
+    Args:
+        replica: Whose; its parameters get their `grad` here.
+
+    Attributes:
+        parameters: Of the replica, as `FlatReplica.parameters` has them.
+        homes: The memory of each of the replica's flats, parameters at least. Shape (elements,) each.
+
+    Threads:
+        The owner of the replica.
+    """
+
+    def __init__(self, replica: FlatReplica) -> None:
+        self.homes = [self._open(flat) for flat in replica.flats]
+        self._parts = [
+            home[: flat.split] for flat, home in zip(replica.flats, self.homes, strict=True) if flat.split
+        ]
+        by_dtype = {home.dtype: home for home in self.homes}
+        self.parameters: list[nn.Parameter] = []
+        self._gradients: list[Tensor] = []
+        for parameter, view in replica.parameters():
+            self.parameters.append(parameter)
+            self._gradients.append(_twin(view, by_dtype))
+        self.clear()
+
+    @property
+    def is_touched(self) -> bool:
+        """Whether any backward has added to a gradient since the last `clear`."""
+        return any(
+            parameter.grad is not own or own._version != version
+            for parameter, own, version in zip(self.parameters, self._gradients, self._versions, strict=True)
+        )
+
+    def collect(self) -> list[bool]:
+        """Bring in gradients that were put in the place of the views; tell which parameters were touched.
+
+        A gradient that was set to None counts as zero, and as not touched.
+        """
+        own = self._gradients
+        touched = list(map(ne, map(_version, own), self._versions))
+        if not all(map(is_, map(_grad, self.parameters), own)):
+            for index, parameter in enumerate(self.parameters):
+                if parameter.grad is not own[index]:
+                    touched[index] = _replace(own[index], parameter.grad)
+                    parameter.grad = own[index]
+        return touched
+
+    def show(self, touched: Sequence[bool]) -> None:
+        """Let the parameters that were not touched have no gradient, until the next `clear`."""
+        for parameter, own, is_there in zip(self.parameters, self._gradients, touched, strict=True):
+            parameter.grad = own if is_there else None
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        for part in self._parts:
+            part.mul_(factor)
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients down to this 2-norm where theirs is larger; returns theirs. Shape [].
+
+        Streams:
+            On the current one; nothing is read back.
+        """
+        norm = self.norm()
+        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for part in self._parts:
+            part.mul_(coefficient)
+        return norm
+
+    def norm(self) -> Tensor:
+        """The 2-norm of all gradients. Float64, shape []."""
+        blocks = [
+            torch.linalg.vector_norm(block, dtype=self._sums_in(part.dtype)).double()
+            for part in self._parts
+            for block in part.split(BLOCK)
+        ]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(blocks))
+        return norm
+
+    def clear(self) -> None:
+        """Begin another sum: all gradients are zero, and every parameter has its own again."""
+        for part in self._parts:
+            part.zero_()
+        if not all(map(is_, map(_grad, self.parameters), self._gradients)):
+            for parameter, own in zip(self.parameters, self._gradients, strict=True):
+                parameter.grad = own
+        self._versions = list(map(_version, self._gradients))
+
+    def _sums_in(self, dtype: torch.dtype) -> torch.dtype:
+        """The type in which a norm adds up."""
+        return dtype if dtype == torch.float64 else torch.float32
+
+    def _open(self, flat: Flat) -> Tensor:
+        return torch.zeros(flat.split, dtype=flat.memory.dtype, device=flat.memory.device)
+
+
+class SharedGradients(FlatGradients, FlatTensors):
+    """One rank's gradients and buffers, and the weight of its losses, as the flat memory that ranks average.
+
+    The buffers follow the gradients, as copies. The ranks tell each other on the host which parameters their
+    backward has touched, before they meet: one that no rank touched has no gradient at the step.
+
+    Args:
+        replica: Whose; its parameters get their `grad` here.
+        module: The replica's.
+        touched: What all ranks tell each other.
+
+    Attributes:
+        rank: The replica's.
+        flats: As the replica's, gradients in place of parameters; and one for the weight.
+        weight: Of the losses, per sample. Float64, shape [].
+
+    Raises:
+        OptionError: Two parameters of the module are two objects over one memory.
+
+    Threads:
+        The owner of the replica.
+    """
+
+    def __init__(self, replica: FlatReplica, module: nn.Module, touched: Touched) -> None:
+        self.rank = replica.rank
+        self._replica = replica
+        self._touched = touched
+        self._turn = 0
+        self._specs = replica._specs
+        device = replica.flats[0].memory.device
+        extra = torch.zeros(ALIGNMENT // torch.float64.itemsize, dtype=torch.float64, device=device)
+        self.weight = extra[0]
+        self.is_weighted = False
+        super().__init__(replica)
+        twins = [Flat(home, flat.split) for flat, home in zip(replica.flats, self.homes, strict=True)]
+        self.flats = (*twins, Flat(extra, len(extra)))
+        _check_all_there(module, self.parameters, self.rank)
+
+    def trained(self) -> list[Tensor]:
+        """The gradients; see `FlatTensors.trained`."""
+        return self._parts
+
+    def gather(self) -> None:
+        """Bring in the buffers, and gradients from elsewhere; tell what was touched. See `collect`."""
+        self._turn += 1
+        self._touched.put(self.rank, self._turn, self.collect(), self.is_weighted)
+        self._replica.gather()
+        for theirs, mine in self._buffers():
+            mine.copy_(theirs)
+
+    def scatter(self) -> None:
+        """Bring the mean of the buffers to the module."""
+        for theirs, mine in self._buffers():
+            theirs.copy_(mine)
+        self._replica.scatter()
+
+    def settle(self, members: Sequence[int]) -> list[bool]:
+        """Divide the mean by the weight, as one device would; returns which parameters any rank has touched.
+
+        Args:
+            members: Of the round.
+        """
+        if self._touched.any_weighted(self._turn, members):
+            for part in self._parts:
+                part.div_(self.weight)
+        return self._touched.union(self._turn, members)
+
+    def clear(self) -> None:
+        """See `FlatGradients.clear`."""
+        super().clear()
+        self.weight.zero_()
+        self.is_weighted = False
+
+    def _sums_in(self, dtype: torch.dtype) -> torch.dtype:  # noqa: ARG002 - for all alike
+        # So that it is the same on cards that add in another order.
+        return torch.float64
+
+    def _open(self, flat: Flat) -> Tensor:
+        return torch.zeros_like(flat.memory)
+
+    def _buffers(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The buffers of the replica and their copies here."""
+        for theirs, mine in zip(self._replica.flats, self.homes, strict=True):
+            if theirs.split < theirs.memory.numel():
+                yield theirs.memory[theirs.split :], mine[theirs.split :]
+
+
+def _replace(own: Tensor, gradient: Tensor | None) -> bool:
+    """Make a gradient what stands in its place; whether anything does."""
+    if gradient is None:
+        own.zero_()
+    else:
+        dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
+        own.copy_(dense.detach())
+    return gradient is not None
+
+
+def _twin(view: Tensor, homes: dict[torch.dtype, Tensor]) -> Tensor:
+    """The same place in the gradients' memory, with a version of its own."""
+    real = view.dtype.to_real() if view.dtype.is_complex else view.dtype
+    home = homes[real].view(view.dtype).as_strided(view.shape, view.stride(), view.storage_offset())
+    own: Tensor = home.data
+    return own
+
+
+def _check_all_there(module: nn.Module, flat: Sequence[nn.Parameter], rank: int) -> None:
+    own = {id(parameter) for parameter in flat}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and id(parameter) not in own:
+            raise OptionError(
+                f"policy='exact': parameter {name!r} on rank {rank} is a second object over the memory of "
+                "another one, and cannot have a gradient of its own; tie them by one nn.Parameter"
+            )

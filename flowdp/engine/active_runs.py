@@ -1,0 +1,150 @@
+"""The runs of this process whose threads live: who holds a device, and what the process's end waits for."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+
+from flowdp.engine.records import Records
+from flowdp.errors import OptionError
+from flowdp.protocol.messages import Requested
+from flowdp.replica.replica import Replica
+
+__all__ = ["Live", "add", "check_free", "remove", "runs"]
+
+EXIT_GRACE_S = 5.0
+"""How long the end of the process waits for a run that was told to stop."""
+
+
+class Live(Protocol):
+    """What is asked of a run here; an `Engine`."""
+
+    replicas: Sequence[Replica]
+    records: Records
+    close_observer: Callable[[float | None], bool]
+
+    def request(self, wish: Requested) -> int:
+        """See `Engine.request`."""
+        ...
+
+    def join(self) -> None:
+        """See `Engine.join`."""
+        ...
+
+
+_live: weakref.WeakSet[Any] = weakref.WeakSet()
+_lock = threading.RLock()
+"""Guards the set, which must not change while it is read. Reentrant: a signal's handler may ask."""
+
+
+def add(run: Live) -> None:
+    """Note a run whose threads are about to begin; forgotten when nobody holds it.
+
+    Raises:
+        OptionError: Another run that has begun since the check at its start holds one of its devices.
+    """
+    with _lock:
+        check_free([replica.device for replica in run.replicas])
+        _live.add(run)
+
+
+def remove(run: Live) -> None:
+    """Forget a run whose start was taken back."""
+    with _lock:
+        _live.discard(run)
+
+
+def _all() -> list[Any]:
+    with _lock:
+        return list(_live)
+
+
+def runs() -> list[Any]:
+    """The runs that are not over, from the oldest."""
+    return sorted((run for run in _all() if not run.records.is_over), key=lambda run: run.begun_s)
+
+
+def check_free(devices: Sequence[torch.device]) -> None:
+    """Check that no CUDA device of these is in the hands of a run: two would share its streams and memory.
+
+    Raises:
+        OptionError: One is.
+    """
+    for engine in _all():
+        held = {replica.device for replica in engine.replicas} - {torch.device("cpu")}
+        if not engine.records.is_over and (taken := held.intersection(devices)):
+            names = ", ".join(sorted(map(str, taken)))
+            raise OptionError(
+                f"devices: {names} is held by another run, which is not over: stop() and join() it first"
+            )
+
+
+def _end_of_process() -> None:
+    """A script that ends without `join()` waits for its runs; Ctrl-C there stops them, and so did one before.
+
+    Daemon threads and this, not plain threads: a plain thread's wait at exit cannot be interrupted without
+    an abort inside torch.
+    """
+    runs = _all()
+    try:
+        if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
+            _stop(runs)  # the script ended by a Ctrl-C that nobody caught
+            return
+        for engine in runs:
+            engine.request(Requested("unpause"))  # nobody is left to do it
+        for engine in runs:
+            engine.records.wait()
+            engine.close_observer(None)
+        _await(runs)
+    except KeyboardInterrupt:
+        with suppress(KeyboardInterrupt):  # a second one does not wait
+            _stop(runs)
+        _exit_interrupted()
+
+
+def _stop(runs: Sequence[Live]) -> None:
+    for engine in runs:
+        engine.request(Requested("stop"))
+    _await(runs)
+
+
+def _await(runs: Sequence[Live]) -> None:
+    """Join runs that have ended or were told to, but for threads that stay inside the user's code."""
+    deadline_s = perf_counter() + EXIT_GRACE_S
+    for engine in runs:
+        engine.records.wait(over=True, timeout_s=max(0.0, deadline_s - perf_counter()))
+        engine.join()
+        engine.close_observer(max(0.0, deadline_s - perf_counter()))
+
+
+def _exit_interrupted() -> None:
+    """Let the process end as by a Ctrl-C that nobody caught: by SIGINT, which a shell shows as 130.
+
+    What an atexit callback raises is printed and changes nothing. The interpreter looks, when all else is
+    done, whether a KeyboardInterrupt has left code that was run from C.
+    """
+    names: ctypes.py_object[dict[str, object]] = ctypes.py_object({})
+    with suppress(KeyboardInterrupt):
+        ctypes.pythonapi.PyRun_String(b"raise KeyboardInterrupt", 257, names, names)  # 257: Py_file_input
+
+
+def _forget_in_child() -> None:
+    """A forked process has no run: their threads are the parent's, and one of them may have held the lock."""
+    global _lock
+    _lock = threading.RLock()
+    _live.clear()
+
+
+atexit.register(_end_of_process)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)

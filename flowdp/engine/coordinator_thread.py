@@ -1,0 +1,358 @@
+"""The coordinator's shell: a thread that carries the machine's commands out, and ends the run.
+
+It is the only one that joins threads and closes the source, so that a run that is over has left nothing
+behind, whichever way it went.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from time import perf_counter
+
+from flowdp.checkpoint.writer import Saver
+from flowdp.collective.async_mean import Snapshots
+from flowdp.collective.base import Collective
+from flowdp.data.source import Source
+from flowdp.engine.diagnostics import Witness
+from flowdp.engine.evaluation import Evaluator
+from flowdp.engine.failures import Failures
+from flowdp.engine.records import Records
+from flowdp.engine.worker_thread import Mail
+from flowdp.errors import CollectiveError, FlowdpError, OptionError, ProtocolError
+from flowdp.machine.coordinator import Coordinator, Life
+from flowdp.machine.event_log import Story
+from flowdp.policy.formats import format_error
+from flowdp.policy.stall import StallWatch
+from flowdp.protocol.commands import (
+    AbortGate,
+    Average,
+    Command,
+    CutEvaluation,
+    Direct,
+    EpochEnded,
+    Fail,
+    Finish,
+    Hurry,
+    LeaveGate,
+    Paused,
+    Quarantined,
+    RoundAbandoned,
+    RoundEnded,
+    Save,
+    Send,
+)
+from flowdp.protocol.messages import Abort, Averaged, Exiting, Fact, Failed, Hurried, Requested, Tick
+from flowdp.threads.gate import Gate
+from flowdp.threads.inbox import Inbox
+
+__all__ = ["CoordinatorShell"]
+
+log = logging.getLogger("flowdp")
+
+GRACE_MS = 1500.0
+"""How long after a failure user code may keep a thread before the failure is reported without it."""
+
+UNHEARD_MS = 500.0
+"""How long a failure waits for somebody to raise it in, before it is printed."""
+
+
+class CoordinatorShell:
+    """The body of the coordinator thread.
+
+    Args:
+        machine: Decides.
+        story: Keeps what it was told.
+        gate: Takes its directives.
+        collective: Is aborted when ranks do not leave after a failure: one may hang in a kernel of it.
+        inbox: Of this thread.
+        workers: Inboxes of the workers.
+        threads: The workers' threads.
+        source: Closed at the end.
+        snapshots: Averaged on a helper thread; None where the policy has no such rounds.
+        saver: Keeps what the ranks put down at a standstill.
+        evaluator: Of the run; None where nothing is evaluated.
+        watch: Says when the run has stalled.
+        witness: Sees what the ranks and threads are doing.
+        records: Takes what is reported.
+        failures: Takes what goes wrong.
+        closing: Called last, when every thread has ended.
+    """
+
+    def __init__(
+        self,
+        machine: Coordinator,
+        story: Story,
+        gate: Gate,
+        collective: Collective,
+        inbox: Inbox[Fact],
+        workers: Sequence[Inbox[Mail]],
+        threads: Sequence[threading.Thread],
+        source: Source,
+        snapshots: Snapshots | None,
+        saver: Saver,
+        evaluator: Evaluator | None,
+        watch: StallWatch,
+        witness: Witness,
+        records: Records,
+        failures: Failures,
+        closing: Callable[[], None],
+    ) -> None:
+        self.machine = machine
+        self.story = story
+        self.inbox = inbox
+        self._gate = gate
+        self._collective = collective
+        self._workers = workers
+        self._threads = threads
+        self._source = source
+        self._snapshots = snapshots
+        self._saver = saver
+        self._evaluator = evaluator
+        self._watch = watch
+        self._witness = witness
+        self._records = records
+        self._failures = failures
+        self._closing = closing
+        self._jobs: Inbox[Average | None] = Inbox(limit=4, name="the averaging thread")
+        self._helper: threading.Thread | None = None
+        self._start_s = perf_counter()
+        self._failing_ms: float | None = None
+        self._finish: Finish | None = None
+        self._left: set[int] = set()  # ranks that the others went on without
+        self._is_reported = False
+
+    def run(self) -> None:
+        """Live until the run is over.
+
+        Threads:
+            The body of the coordinator's own thread.
+        """
+        try:
+            if self._snapshots is not None:
+                average = partial(self._average, self._snapshots)
+                self._helper = threading.Thread(target=average, name="flowdp-average", daemon=True)
+                self._helper.start()
+            while self.machine.life is not Life.DONE:
+                self._turn()
+        except BaseException as error:
+            self._give_up(error)
+        finally:
+            self._end()
+
+    def _now_ms(self) -> float:
+        return (perf_counter() - self._start_s) * 1e3
+
+    def _turn(self) -> None:
+        """Wait for a fact or the deadline, and do what the machine makes of it."""
+        due = (self.machine.deadline_ms(), self._failing_ms, self._watch.deadline_ms())
+        deadlines = [ms for ms in due if ms is not None]
+        fact = self.inbox.get(min(deadlines) - self._now_ms() if deadlines else None)
+        now_ms = self._now_ms()
+        if (look_ms := self._watch.deadline_ms()) is not None and now_ms >= look_ms:
+            self._look(now_ms)
+        if self._failing_ms is not None and now_ms >= self._failing_ms:
+            self._failing_ms = None
+            self._failures.note_stuck(self._threads)
+            self._conclude(over=False)
+            self._collective.abort()
+        fact = fact or Tick()
+        try:
+            commands = self.machine.handle(fact, now_ms)
+        except ProtocolError:
+            self.story.take(fact, now_ms, ())  # the fact that the protocol rules out is the one to see
+            raise
+        self.story.take(fact, now_ms, commands)
+        for command in commands:
+            self._obey(command)
+        if isinstance(fact, Requested):
+            self._records.hear()
+        elif isinstance(fact, Exiting):
+            self._failures.blame(fact.rank)  # unless it has been forgiven
+
+    def _look(self, now_ms: float) -> None:
+        """See whether anything has moved since the last look."""
+        life = self.machine.life
+        verdict = self._watch.look(
+            now_ms,
+            (*self._witness.progress(), self.machine.global_step),
+            all_started=self._witness.have_all_started(),
+            # A run that starts, fails or leaves has deadlines of its own, and a disk may be slow.
+            may_stand=self._records.is_paused or life is not Life.RUNNING or self._failing_ms is not None,
+            longest_ms=self._witness.longest_ms(),
+        )
+        if verdict == "moves":
+            return
+        error = self._witness.stall_error(self._watch.still_ms / 1e3)
+        if verdict == "warn":
+            log.warning("%s", error)
+            self._records.complain(str(error).partition("\n\n")[0].replace("\n ", ";"), "stalled")
+        else:
+            self.inbox.post(Failed(self._failures.add(error)))
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Send():
+                self._workers[command.rank].post(command.order)
+            case LeaveGate():
+                self._left.add(command.rank)
+                self._failures.forgive(command.rank)
+                self._gate.leave(command.rank)
+            case CutEvaluation():
+                if self._evaluator is not None:
+                    self._evaluator.cut()
+            case Save():
+                self._saver.save(command, self._records.epochs)
+            case Quarantined():
+                text = self._witness.quarantined(command)
+                log.warning("%s", text)
+                self._records.complain(text, ("quarantined", command.rank))
+            case RoundEnded():
+                self._records.add(command)
+                if command.share:
+                    shares = " ".join(f"{100 * share:.0f} %" for share in command.share)
+                    log.info("round %d: the shares are %s from now on", command.round, shares)
+                if command.reason:
+                    log.debug("round %d: %s", command.round, command.reason)
+            case EpochEnded():
+                self._records.add(command.metrics)
+                log.info("%s", command.metrics)
+            case Direct():
+                self._gate.direct(command.directives)
+            case Hurry():
+                self._gate.hasten(command.round)
+                for rank, worker in enumerate(self._workers):
+                    if rank not in self._left:  # nobody would read it
+                        worker.post(Hurried())
+            case AbortGate():
+                self._gate.abort(command.reason)
+                self._failing_ms = self._now_ms() + GRACE_MS
+            case Average():
+                self._jobs.post(command)
+            case RoundAbandoned():
+                log.info("round %d is given up: no snapshot of ranks %s", command.round, command.missing)
+            case Paused():
+                self._records.pause(command.value)
+            case Fail():
+                self._failures.add(self._error_of(command))
+            case Finish():
+                self._finish = command
+
+    def _error_of(self, command: Fail) -> FlowdpError:
+        """A failure that the machine has found, for which no thread has an exception."""
+        if command.kind == "option":
+            return OptionError(command.error)
+        if command.kind == "collective":
+            return CollectiveError(command.error)
+        last = self._saver.last
+        kept = "no checkpoint was written" if last is None else f"the last checkpoint is {str(last)!r}"
+        return FlowdpError(f"{command.error}; {kept}")
+
+    def _average(self, snapshots: Snapshots) -> None:
+        """The body of the averaging thread."""
+        while (job := self._jobs.get()) is not None:
+            try:
+                sync_ms, drifts = snapshots.average(job.round, job.samples)
+                self.inbox.post(Averaged(job.round, sync_ms, drifts, snapshots.norm))
+            except BaseException as cause:
+                error = CollectiveError(
+                    f"averaging the snapshots of round {job.round} failed: {format_error(cause)}"
+                )
+                error.__cause__ = cause
+                self.inbox.post(Failed(self._failures.add(error)))
+
+    def _give_up(self, error: BaseException) -> None:
+        """The machine or this shell failed: free everybody without it."""
+        if isinstance(error, ProtocolError) and not error.story:
+            error = ProtocolError(str(error), story=self.story.tail(50)).with_traceback(error.__traceback__)
+        reason = self._failures.add(error)
+        self._gate.abort(reason)
+        for worker in self._workers:
+            with suppress(ProtocolError):  # one that is gone reads nothing
+                worker.post(Abort(reason))
+
+    def _end(self) -> None:
+        """Join every thread, then say that the run is over."""
+        try:
+            self._leave()
+        except BaseException as error:
+            self._failures.add(error)
+        finally:
+            self._saver.give_back()
+            self._conclude(over=True)
+
+    def _leave(self) -> None:
+        deadline_s = perf_counter() + GRACE_MS / 1e3
+        for thread in self._threads:
+            # All have said goodbye; after a failure of ours they may not have, and nobody hears them.
+            is_leaving = self.machine.life is Life.DONE
+            thread.join(None if is_leaving else max(0.0, deadline_s - perf_counter()))
+        if self._helper is not None:
+            self._jobs.post(None)
+            # After a failure it may wait for a device that never gets there.
+            self._helper.join(None if self._failures.first is None else GRACE_MS / 1e3)
+        self._gate.retire()
+        self._close_saver()
+        if self._evaluator is not None and not self._evaluator.close():
+            log.warning(
+                "the evaluation's dataset is still inside its own code; its thread ends with that call"
+            )
+        if not self._source.close():
+            log.warning("the dataset is still inside its own code; its thread ends with that call")
+        self._failures.note_stuck(self._threads)
+        self._close()
+
+    def _close_saver(self) -> None:
+        """Let what was put down be written; a failure is told before that, for a disk may be slow."""
+        if self._failures.first is not None and self._saver.is_busy:
+            self._conclude(over=False)
+        self._saver.close()
+
+    def _close(self) -> None:
+        """Give everything back; after a failure without waiting for ever."""
+        if self._failures.first is None and not self._failures.forgiven:
+            self._closing()
+            return
+        # What lies on a device may wait for what another one never does, and nobody may be left who would
+        # have noticed: all ranks may have failed, or left, with a collective's kernel still on its way.
+        if self._failures.first is not None:
+            self._collective.abort()
+        closer = threading.Thread(target=self._try_closing, name="flowdp-closing", daemon=True)
+        closer.start()
+        closer.join(GRACE_MS / 1e3)
+        if closer.is_alive():
+            log.warning("a device does not come to rest after the failure: its memory stays in use")
+
+    def _try_closing(self) -> None:
+        try:
+            self._closing()
+        except BaseException as error:
+            if self._failures.first is None:  # of a rank that the others went on without
+                log.warning("a device that had failed cannot be given back: %s", error)
+            else:
+                self._failures.add(error)
+
+    def _conclude(self, *, over: bool) -> None:
+        """Let everybody know, and print a failure that nobody comes to ask for."""
+        self._records.end(self._finish, over=over)
+        self._saver.end()
+        error = self._failures.first
+        if over:
+            self._failures.conclude()
+        if error is None or self._is_reported:
+            return
+        self._is_reported = True
+        if not self._records.wait_for_reader(UNHEARD_MS / 1e3):
+            _print_unhandled(error)
+
+
+def _print_unhandled(error: BaseException) -> None:
+    """Print a failure that nobody waits for, as an unhandled exception of a thread is."""
+    thread = threading.current_thread()
+    args = threading.ExceptHookArgs((type(error), error, error.__traceback__, thread))
+    if sys.stderr is not None:
+        threading.excepthook(args)

@@ -1,0 +1,147 @@
+"""What the ranks of a run are doing, as another thread sees it; no rank is asked, none is disturbed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from flowdp.data.source import Source
+from flowdp.engine.stacks import describe_rank, describe_run, stacks, stall_error
+from flowdp.engine.worker_thread import Worker
+from flowdp.errors import StallError
+from flowdp.policy.formats import format_indices
+from flowdp.protocol.commands import Quarantined
+from flowdp.threads.gate import Gate
+
+__all__ = ["Progress", "Witness"]
+
+EVENTS = 50
+"""The last events of the story that a report shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a rank has come.
+
+    Attributes:
+        steps: It has taken.
+        throttled: Why it has no batches; None where it has some.
+        pieces: Into how many its micro-batches are cut.
+        uncaptured: Why its steps are not captured, where they were to be.
+    """
+
+    steps: int
+    throttled: str | None
+    pieces: int
+    uncaptured: str | None = None
+
+
+class Witness:
+    """Looks at workers, gate and threads.
+
+    Args:
+        workers: One per rank.
+        gate: Where they meet.
+        source: Names the samples of a batch.
+        threads: Gives all threads of the run, the readers of its datasets included.
+        tail: The last so many events of the coordinator, as text.
+        steps_at_gate: The optimizers step there, all alike ("exact").
+        readers: Gives what the readers of the datasets wait for, in words.
+
+    Threads:
+        Any. What it sees of several ranks is of moments close to each other, not of one.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        gate: Gate,
+        source: Source,
+        threads: Callable[[], Iterable[threading.Thread]],
+        tail: Callable[[int], list[str]],
+        *,
+        steps_at_gate: bool = False,
+        readers: Callable[[], list[str]] = list,
+    ) -> None:
+        self._workers = workers
+        self._gate = gate
+        self._source = source
+        self._threads = threads
+        self._tail = tail
+        self._steps_at_gate = steps_at_gate
+        self._readers = readers
+
+    def progress(self) -> list[int]:
+        """Counters of all that moves between two rounds. Shape (2 x world_size,).
+
+        A meeting is none of it: ranks that wait for data may meet again and again with nothing to bring.
+        """
+        return [
+            count
+            for worker in self._workers
+            for count in (worker.current.local_step, worker.moves if worker.duty else 0)
+        ]
+
+    def have_all_started(self) -> bool:
+        """Whether every rank has ended its first step, or is in none and waits for no batch."""
+        waiting = self._gate.waiting()
+        return all(
+            worker.has_left
+            or self._has_stepped(worker)
+            or worker.rank in waiting
+            or (worker.step is None and worker.awaited is None)
+            for worker in self._workers
+        )
+
+    def _has_stepped(self, worker: Worker) -> bool:
+        # At the gate, the rank's own part of the step has been counted before.
+        return (worker.moves if self._steps_at_gate else worker.current.local_step) > 0
+
+    def longest_ms(self) -> float:
+        """The longest step of any rank in the orders that have ended."""
+        return max(worker.longest_ms for worker in self._workers)
+
+    def ranks(self) -> list[str]:
+        """What each rank is doing, in words. Shape (world_size,)."""
+        waiting = self._gate.waiting()
+        told = []
+        for worker in self._workers:
+            step = worker.step
+            told.append(
+                describe_rank(
+                    has_left=worker.has_left,
+                    waiting=waiting.get(worker.rank),
+                    awaited=worker.awaited,
+                    step=None if step is None else (step.epoch, step.batches[0]),
+                    duty=worker.duty or None,
+                    idle=worker.machine.throttled,
+                )
+            )
+        return told
+
+    def report(self, headline: str, events: int = EVENTS) -> str:
+        """All that is known at this moment: ranks, stacks, the last events."""
+        return describe_run(
+            headline, self.ranks(), stacks(self._threads()), self._tail(events), self._readers()
+        )
+
+    def stall_error(self, seconds: float) -> StallError:
+        """The error of a run in which nothing has moved for so long."""
+        return stall_error(
+            seconds, self.ranks(), stacks(self._threads()), self._tail(EVENTS), self._readers()
+        )
+
+    def quarantined(self, command: Quarantined) -> str:
+        """A replica had NaN or infinite numbers: which, and since which batch."""
+        device = self._workers[command.rank].current.device
+        text = (
+            f"rank {command.rank} on {device} had NaN or infinite numbers: it was left out of the mean, and "
+            "goes on from the other replicas"
+        )
+        if command.batch is None:
+            return text
+        epoch, batch = command.batch
+        indices = self._source.indices(epoch, batch)
+        shown = format_indices(indices)
+        return f"{text}. The first were those of batch {batch} of epoch {epoch} (indices {shown})"

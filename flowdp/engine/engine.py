@@ -1,0 +1,480 @@
+"""From checked and built parts to running threads, and back: a run that is started is always joined."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from contextvars import copy_context
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flowdp.checkpoint.resume import Stood
+from flowdp.checkpoint.writer import Saver, Standing
+from flowdp.collective.async_mean import Snapshots
+from flowdp.collective.base import Collective
+from flowdp.collective.select import open_collective
+from flowdp.data.open_feeds import open_feeds
+from flowdp.data.source import Source
+from flowdp.device.compiled import make_room
+from flowdp.device.cores import open_pools
+from flowdp.device.dispatch import prepare_torch
+from flowdp.device.process_tuning import ProcessTuning, tuned_process
+from flowdp.engine import active_runs
+from flowdp.engine.coordinator_thread import CoordinatorShell
+from flowdp.engine.diagnostics import Progress, Witness
+from flowdp.engine.event_file import StoryFile
+from flowdp.engine.failures import Failures
+from flowdp.engine.records import Records
+from flowdp.engine.services import Care
+from flowdp.engine.worker_thread import Mail, Worker
+from flowdp.errors import CollectiveError, DataError, FlowdpError
+from flowdp.machine.coordinator import Coordinator, RunConfig
+from flowdp.machine.event_log import Story
+from flowdp.options import Backend
+from flowdp.policy.pool_size import PoolSize
+from flowdp.policy.stall import StallWatch
+from flowdp.protocol.messages import Abort, BatchReady, DataEnded, Fact, Failed, Requested
+from flowdp.protocol.position import Position
+from flowdp.replica.launch_turns import open_turns
+from flowdp.replica.replica import Replica
+from flowdp.threads.gate import Gate
+from flowdp.threads.inbox import Inbox
+from flowdp.threads.latch import Latch
+from flowdp.threads.shield import interrupts_held
+
+__all__ = ["Engine", "open_engine"]
+
+WORKER_INBOX = 64
+"""Orders, notes and requests that may wait for a worker: two orders, one request per abandoned round (their
+deadlines double), one note per batch waited for and per hurried round."""
+
+COORDINATOR_INBOX = 4096
+"""Facts that may wait for the coordinator; a worker has at most a handful out."""
+
+FAILURE_S = 1.8
+"""How long callbacks may keep a failure from being raised."""
+
+
+class Engine:
+    """The threads of one run.
+
+    Args:
+        config: What the coordinator is told.
+        replicas: One per rank, equal.
+        source: Of all batches.
+        tuning: Process-wide settings held while the run lives.
+        backend: How the bytes move when replicas are averaged.
+        care: What watches over the run and keeps its state.
+        sink: Takes every line of the story; None keeps only the last events.
+        closing: Called when every thread has ended.
+
+    Attributes:
+        records: What the run has reported.
+        failures: What went wrong.
+        care: As given.
+        replicas: As given; the run's own until it is over, and none once it has let go of them.
+        story: What the coordinator was told.
+        handle: The user's way to the run, while it lives.
+        begun_s: When it began, by `time.monotonic`.
+        latch: Where all that a start has made waits for `begin`.
+        turn: To launch; None where ranks have none.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        replicas: Sequence[Replica],
+        source: Source,
+        tuning: ProcessTuning,
+        backend: Backend = "auto",
+        *,
+        care: Care | None = None,
+        sink: Callable[[str], object] | None = None,
+        closing: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.config = config
+        self.replicas = replicas
+        self.care = care = Care() if care is None else care
+        self.records = Records(care.history)
+        self.failures = Failures()
+        self.saver = Saver(
+            care.store,
+            care.fingerprint,
+            self.records.add if care.has_listeners else None,
+            self.fail,
+            best=care.best,
+            evaluates=care.evaluator is not None,
+        )
+        self._source = source
+        self._is_numbered = source.can_resume_inside
+        self._read_by: Callable[[], list[threading.Thread]] = source.threads
+        self._tuning = tuning
+        self._settings = ExitStack()
+        self._settings.callback(closing)
+        self._progress: list[Progress] = []
+        self._asked = 0
+        self._asked_snapshots = 0
+        self.handle: Any = None
+        self.begun_s = 0.0
+        self.latch = Latch()
+        self.close_observer: Callable[[float | None], bool] = lambda _: True
+        self._asking = threading.Lock()  # numbers the wishes in the order in which the inbox has them
+        self._letting_go = threading.RLock()  # several threads may join; finalizers may, inside of it
+        self._inbox: Inbox[Fact] = Inbox(COORDINATOR_INBOX, "the coordinator")
+        self._inboxes = [Inbox[Mail](WORKER_INBOX, f"rank {rank}") for rank in range(config.world_size)]
+        make_room(config.world_size)
+        try:
+            self._build(backend, sink)
+        except BaseException:
+            self._settings.close()
+            raise
+
+    def _build(self, backend: Backend, sink: Callable[[str], object] | None) -> None:
+        config = self.config
+        lanes = [replica.lane for replica in self.replicas]
+        averaged = [replica.averaged for replica in self.replicas]
+        collective = open_collective(
+            backend, config.policy, averaged, lanes, lambda rank: gate.finish(rank), self._collective_hung
+        )
+        self._settings.callback(collective.close)
+        self._settings.callback(self.close)
+        gate = Gate(config.world_size, collective.launch)
+        is_async = config.policy == "async" and config.world_size > 1
+        snapshots = Snapshots([replica.flat for replica in self.replicas], lanes) if is_async else None
+        self._feeds = open_feeds(
+            self._source, lanes, held=list(config.groups or (1,) * config.world_size), rows=_rows(config)
+        )
+        for lane, feed in zip(lanes, self._feeds, strict=True):
+            self._settings.callback(lane.drain)
+            self._settings.callback(feed.close)
+        # Where the bits do not depend on measured speed, they shall not depend on the size of a pool either.
+        adapts = config.policy in ("cadence", "async")
+        pools = open_pools([lane.device for lane in lanes], self._tuning, adapts=adapts)
+        self.turn = open_turns(self.replicas)
+        self.workers = [
+            self._worker(rank, gate, collective, snapshots, pools[rank]) for rank in range(config.world_size)
+        ]
+        self._threads = [
+            threading.Thread(  # in the settings of this one: torch.compile's belong to a thread
+                target=copy_context().run,
+                args=(worker.run,),
+                name=f"flowdp-worker-{worker.rank}",
+                daemon=True,
+            )
+            for worker in self.workers
+        ]
+        machine = Coordinator(config)
+        self.story = Story(machine, sink)
+        witness = Witness(
+            self.workers,
+            gate,
+            self._source,
+            self.threads,
+            self.story.tail,
+            steps_at_gate=config.policy == "exact",
+            readers=partial(_waits_of, self._source, self.care),
+        )
+        self._report: Callable[[str, int], str] = witness.report
+        timeout_s = self.care.stall_timeout_s
+        shell = CoordinatorShell(
+            machine,
+            self.story,
+            gate,
+            collective,
+            self._inbox,
+            self._inboxes,
+            self._threads,
+            self._source,
+            snapshots,
+            self.saver,
+            self.care.evaluator,
+            StallWatch(None if timeout_s is None else timeout_s * 1e3),
+            witness,
+            self.records,
+            self.failures,
+            self._settings.close,
+        )
+        # The thread holds this engine, not only its shell: a run whose `Run` nobody keeps must be found at
+        # the end of the process.
+        self._coordinator = threading.Thread(
+            target=partial(self._run, shell), name="flowdp-coordinator", daemon=True
+        )
+
+    def _worker(
+        self, rank: int, gate: Gate, collective: Collective, snapshots: Snapshots | None, pool: PoolSize
+    ) -> Worker:
+        return Worker(
+            rank,
+            self.replicas[rank],
+            self._source,
+            self._feeds[rank],
+            gate,
+            collective,
+            snapshots,
+            self._inboxes[rank],
+            self._inbox.post,
+            self.failures,
+            pool,
+            self.care.on_nan,
+            replicas=self.replicas,
+            saver=self.saver,
+            evaluator=self.care.evaluator,
+            goes_on=self.config.on_failure == "continue",
+            global_step=self.config.start.global_step if self.config.start is not None else 0,
+        )
+
+    def start(self) -> None:
+        """Start all threads; they wait for `begin`. After an error, or without that, `take_back` ends them.
+
+        Raises:
+            DataError: The dataset's worker processes could not be started.
+            DeviceError: The dataset could not be brought to a device.
+            RuntimeError: There is no room for another thread.
+
+        Threads:
+            The user's; it gives its OpenMP pool back.
+        """
+        if len(self.workers) > 1:
+            prepare_torch()
+        self._settings.enter_context(tuned_process(self._tuning))
+        if self.care.evaluator is not None:
+            self.care.evaluator.start(wake=self._wake_evaluation, failed=self._data_failed)
+        self._source.on_end(self._data_ended)
+        self._source.start(wake=self._wake, failed=self._data_failed)
+        for feed, inbox in zip(self._feeds, self._inboxes, strict=True):
+            feed.start(partial(_notify, inbox))
+        self.saver.start()
+        for thread in (*self._threads, self._coordinator):
+            thread.start()
+
+    def begin(self, handle: object) -> None:
+        """Let the run begin: its coordinator plans the first round.
+
+        Args:
+            handle: The user's way to it, kept while it lives.
+        """
+        self.handle = handle
+        self.begun_s = time.monotonic()
+        active_runs.add(self)
+        self.latch.open()
+
+    def take_back(self) -> None:
+        """Undo `start`, however far it came, and leave no thread. A run that has begun is stopped.
+
+        Threads:
+            The one that started it.
+        """
+        with interrupts_held():
+            if not self.latch.shut():
+                self.request(Requested("stop"))
+                self.records.wait(over=True)
+                self.join()
+                self.join_callbacks()
+                self.close()
+                return
+            self.handle = None
+            active_runs.remove(self)
+            with ExitStack() as undo:  # from the last to the first, whatever one of them raises
+                undo.callback(self.close_observer, None)
+                undo.callback(self.records.end, None, over=True)
+                undo.callback(self._settings.close)
+                undo.callback(self._source.close)
+                if self.care.evaluator is not None:
+                    undo.callback(self.care.evaluator.close)
+                undo.callback(self.saver.close)
+                for thread in (*self._threads, self._coordinator):
+                    if thread.ident is not None:
+                        undo.callback(thread.join)
+                for inbox in self._inboxes:
+                    undo.callback(inbox.post, Abort("the start was taken back"))
+
+    def request(self, wish: Requested) -> int:
+        """Tell the coordinator what the user wants; returns at once, with the number of the wish."""
+        with self._asking:
+            if not self.records.is_over:
+                self._asked += 1
+                self._inbox.post(wish)
+            return self._asked
+
+    def snapshot(self) -> Standing | None:
+        """What the ranks have at the end of this round; None where the run ends before.
+
+        Threads:
+            The user's.
+        """
+        with self._asking:
+            self._asked_snapshots += 1
+            wish = self._asked_snapshots
+        self.request(Requested("snapshot"))
+        return self.saver.wait_for_snapshot(wish)
+
+    def join(self) -> None:
+        """Wait for the coordinator thread of a run that is over."""
+        if self.records.is_over:
+            self._coordinator.join()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait for the run's end, with a time for its callbacks, too; False when the time is up."""
+        end_s = time.monotonic() + (timeout_s or 0.0)
+        if not self.records.wait(timeout_s=timeout_s):
+            return False
+        is_heard = timeout_s is None or self.join_callbacks(end_s - time.monotonic())
+        return is_heard or self.failures.first is not None
+
+    def join_callbacks(self, timeout_s: float | None = None) -> bool:
+        """Wait for the callbacks of a run that has ended; False where one does not return.
+
+        Args:
+            timeout_s: How long at most; None: as long as it takes. A failure does not wait so long.
+        """
+        if self.failures.first is not None:
+            timeout_s = self.failures.first_s + FAILURE_S - time.monotonic()
+        return self.close_observer(None if timeout_s is None else max(0.0, timeout_s))
+
+    def close(self) -> None:
+        """Hear no SIGTERM for this run any more.
+
+        Threads:
+            The user's; in the main thread the handler from before is put back.
+        """
+        if self.care.sigterm is not None:
+            self.care.sigterm.close()
+
+    def progress(self) -> list[Progress]:
+        """How far each rank has come."""
+        workers = self.workers  # read first: `let_go` keeps the progress, and then drops them
+        return self._progress or [
+            Progress(
+                worker.current.local_step,
+                worker.machine.throttled,
+                worker.replica.pieces,
+                worker.replica.uncaptured,
+            )
+            for worker in workers
+        ]
+
+    def launch_bound(self) -> float | None:
+        """Part of the ranks' time that they wait to launch; None: not known."""
+        return None if self.turn is None else self.turn.waiting()
+
+    def stood(self, position: Position, **kept: Any) -> Stood | None:
+        """For one who goes on from a TrainedState; None where nobody can from inside an epoch."""
+        return Stood(position, self.care.fingerprint, **kept) if self._is_numbered else None
+
+    def let_go(self) -> None:
+        """Drop replicas, optimizers and all else that holds memory of a device, of a run that is over.
+
+        A notebook keeps its runs. And the garbage collector counts objects, not their bytes: what refers to
+        itself, in the user's model or in torch, may lie on a card for long.
+        """
+        with self._letting_go:
+            if not self.workers:
+                return
+            self._progress = self.progress()
+            has_cards = any(replica.lane.is_async for replica in self.replicas)
+            self.workers, self.replicas, self._feeds = [], (), []
+            # These call us back, or know the workers; another thread may be asking them just now.
+            self._read_by, self._report = list, partial(_last_report, self.story)
+            del self._source
+            self.care.evaluator = None
+            self.close_observer = lambda _: True
+            self.saver.let_go()
+            if has_cards:
+                gc.collect()
+
+    def is_own_thread(self) -> bool:
+        """Whether the calling thread belongs to this run."""
+        return threading.current_thread() in self.threads()
+
+    def threads(self) -> list[threading.Thread]:
+        """All threads of this run but the callbacks', those that read its datasets included."""
+        evaluator = self.care.evaluator
+        readers = [*self._read_by(), *([] if evaluator is None else evaluator.threads())]
+        writer = [] if self.saver.thread is None else [self.saver.thread]
+        return [*self._threads, self._coordinator, *readers, *writer]
+
+    def report(self, headline: str, events: int) -> str:
+        """What the ranks and threads are doing, and the last events, as text of many lines."""
+        return self._report(headline, events)
+
+    def _run(self, shell: CoordinatorShell) -> None:
+        try:
+            if self.latch.wait():
+                shell.run()
+        finally:
+            self.handle = None
+
+    def _wake(self, rank: int, epoch: int, batch: int) -> None:
+        self._feeds[rank].wake(epoch, batch)
+
+    def _wake_evaluation(self, rank: int, epoch: int, batch: int) -> None:
+        _notify(self._inboxes[rank], epoch, batch)
+
+    def _data_ended(self, epoch: int, batches: int) -> None:
+        self._inbox.post(DataEnded(epoch, batches))
+
+    def _data_failed(self, error: DataError) -> None:
+        self._inbox.post(Failed(self.failures.add(error)))
+
+    def _collective_hung(self, error: CollectiveError) -> None:
+        self._inbox.post(Failed(self.failures.add(error)))
+
+    def fail(self, error: FlowdpError) -> None:
+        """End the run by an error that no thread of it has raised.
+
+        Threads:
+            Any.
+        """
+        words = self.failures.add(error, is_awaited=True)
+        with self._asking:
+            if not self.records.is_over:
+                self._inbox.post(Failed(words))
+
+
+def _last_report(story: Story, headline: str, events: int) -> str:
+    return "\n".join([headline, *story.tail(events)])
+
+
+def _waits_of(source: Source, care: Care) -> list[str]:
+    """What the readers of the datasets wait for, in words."""
+    evaluator = care.evaluator
+    waits = [source.waits_for(), "" if evaluator is None else evaluator.waits_for()]
+    return [doing for doing in waits if doing]
+
+
+def _rows(config: RunConfig) -> int | None:
+    """Samples of a rank's part of a window for which prefetched parts have room: twice an equal share."""
+    if config.window is None:
+        return None
+    return min(config.window, -(-2 * config.window // config.world_size))
+
+
+def _notify(inbox: Inbox[Mail], epoch: int, batch: int) -> None:
+    inbox.post(BatchReady(epoch, batch))
+
+
+def open_engine(story: Path | None, *parts: Any, care: Care) -> Engine:
+    """An engine that writes its story to this file, if one is given.
+
+    Args:
+        story: The file.
+        parts: As of `Engine`, up to `care`.
+        care: As of `Engine`.
+
+    Raises:
+        OptionError: The file cannot be opened, or takes no line.
+    """
+    if story is None:
+        return Engine(*parts, care=care)
+    file = StoryFile(story)
+    try:
+        engine = Engine(*parts, care=care, sink=file.write, closing=file.close)
+    except BaseException:
+        file.close()
+        raise
+    file.complain = engine.records.complain
+    return engine

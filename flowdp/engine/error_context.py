@@ -1,0 +1,121 @@
+"""Where a rank stands in its data: what its errors say."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from flowdp.data.source import Source
+from flowdp.device.streams import CudaLane, Lane
+from flowdp.device.worker_context import CurrentWorker
+from flowdp.errors import DataError, OutOfDeviceMemory, ProtocolError, StepError
+from flowdp.machine.worker import Step
+from flowdp.policy.formats import format_error, format_indices, format_text
+
+__all__ = ["Place"]
+
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+class Place:
+    """The step of a rank that is under way, or was the last one.
+
+    Args:
+        current: What the loss is told of the rank.
+        lane: The rank's.
+        source: Knows the samples of a batch.
+
+    Attributes:
+        step: None before the first.
+    """
+
+    def __init__(self, current: CurrentWorker, lane: Lane, source: Source) -> None:
+        self.step: Step | None = None
+        self._current = current
+        self._lane = lane
+        self._source = source
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The dataset indices of the step's first batch."""
+        return () if self.step is None else self._source.indices(self.step.epoch, self.step.batches[0])
+
+    def __str__(self) -> str:
+        """In words."""
+        step, indices = self.step, self.indices
+        epoch, batch = (None, None) if step is None else (step.epoch, step.batches[0])
+        shown = format_indices(indices)
+        return f"in epoch {epoch}, at its step {self._current.local_step} (batch {batch}, indices {shown})"
+
+    def explain(self, cause: BaseException, duty: str = "") -> BaseException:
+        """The error that the user will see, for what went wrong here.
+
+        Args:
+            cause: What was raised.
+            duty: What the rank did, where it was in no step.
+        """
+        try:
+            return self._explained(cause, duty)
+        except Exception:  # of the sampler, say, that is asked for the indices
+            rank = self._current.rank
+            error = StepError(
+                f"rank {rank} failed: {format_error(cause)}", rank=rank, device=str(self._lane.device)
+            )
+            error.__cause__ = cause
+            return error
+
+    def _explained(self, cause: BaseException, duty: str) -> BaseException:
+        if isinstance(cause, OutOfDeviceMemory):
+            return cause.with_traceback(None)  # of ours; its frames hold the replica
+        if isinstance(cause, DataError | ProtocolError):
+            return cause
+        if isinstance(cause, torch.OutOfMemoryError):
+            return self.out_of_memory(cause, "what had no room cannot be done in pieces")
+        who = f"rank {self._current.rank} on {self._lane.device}"
+        notes = "".join(f"; {note}" for note in getattr(cause, "__notes__", ()))
+        if "on the same device" in format_text(cause):
+            notes += (
+                "; the loss has met a tensor of another device: take it from the batch or the model, or move "
+                "it there, tensor.to(flowdp.current_worker().device)"
+            )
+        where = f"while it {duty}" if duty else str(self)
+        error = StepError(
+            f"{who} failed {where}: {format_error(cause)}{notes}",
+            rank=self._current.rank,
+            device=str(self._lane.device),
+            epoch=None if self.step is None else self.step.epoch,
+            step=self._current.local_step,
+            indices=() if duty else self.indices,
+        )
+        error.__cause__ = cause
+        return error
+
+    def out_of_memory(self, cause: torch.OutOfMemoryError, why: str) -> OutOfDeviceMemory:
+        """The error of a rank that cannot go on.
+
+        Args:
+            cause: What torch said.
+            why: Nothing smaller can be tried.
+        """
+        said = format_text(cause)
+        free = _bytes(r"of which ([\d.]+) (\w+) is free", said)
+        if free is None and isinstance(self._lane, CudaLane):
+            free = self._lane.cuda.mem_get_info(self._lane.device)[0]
+        error = OutOfDeviceMemory(
+            f"rank {self._current.rank} on {self._lane.device} ran out of memory {self}: {why}. A list gives "
+            "this device alone a smaller batch_size, batch_size=[...]; gradient_accumulation_steps makes "
+            f"large steps of small batches. torch says: {said}",
+            rank=self._current.rank,
+            needed_bytes=_bytes(r"Tried to allocate ([\d.]+) (\w+)", said),
+            free_bytes=free,
+        )
+        error.__cause__ = cause
+        return error
+
+
+def _bytes(pattern: str, said: str) -> int | None:
+    found = re.search(pattern, said)
+    if found is None or found[2] not in _UNITS:
+        return None
+    return int(float(found[1]) * _UNITS[found[2]])

@@ -1,0 +1,441 @@
+"""Evaluating the model while all ranks stand still: a rank that is free takes the next batch.
+
+The replicas are equal then, so it does not matter who evaluates what: every batch is reported with its
+number, and the means are taken in that order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowdp.data.open_evaluation import open_evaluation
+from flowdp.data.open_source import Collate
+from flowdp.data.source import Batch
+from flowdp.data.tensor_source import TensorSource
+from flowdp.data.trees import moves_itself, tree_map
+from flowdp.device.compiled import FirstCalls
+from flowdp.device.copies import move
+from flowdp.device.streams import Lane
+from flowdp.device.worker_context import CurrentWorker, current_worker
+from flowdp.engine.metrics import Pool, is_metric, named_metrics, reset, source_of, updates
+from flowdp.errors import DataError, OptionError
+from flowdp.modules.training_mode import put_modes
+from flowdp.policy.formats import format_indices
+from flowdp.replica.exact_replica import ExactReplica
+from flowdp.replica.replica import Replica
+
+__all__ = ["EvalStep", "EvalSums", "Evaluator", "check_evaluation", "evaluating"]
+
+EvalStep = Callable[[nn.Module, Any], Mapping[str, Any]]
+"""The user's own: (model, batch) -> means over the batch, or metrics that it has updated, by name."""
+
+EvalSums = tuple[tuple[int, float, tuple[tuple[str, float], ...]], ...]
+"""Of batches: the number, the samples (or what else the means count for), and (name, mean) pairs."""
+
+_Row = tuple[int, float | Tensor, str, float | Tensor]  # batch, weight, name, mean
+
+
+def check_evaluation(eval_dataset: object, eval_step: object, eval_every: object, train_step: object) -> None:
+    """Check the options of the evaluation.
+
+    Raises:
+        OptionError: Something of it is wrong, missing, or has no use.
+    """
+    if not isinstance(eval_every, int) or isinstance(eval_every, bool) or eval_every < 1:
+        raise OptionError(f"eval_every must be a number of epochs, an int of at least 1, not {eval_every!r}")
+    if eval_dataset is None:
+        for name, value, default in (("eval_step", eval_step, None), ("eval_every", eval_every, 1)):
+            if value != default:
+                raise OptionError(f"{name}={value!r} has no use without an eval_dataset: give one")
+        return
+    if eval_step is not None and not callable(eval_step):
+        raise OptionError(f"eval_step must be a function of (model, batch), not {eval_step!r}")
+    if eval_step is None and train_step is not None:
+        raise OptionError(
+            "a train_step says nothing of how to evaluate: give eval_step, a function of (model, batch) that "
+            "returns a mapping of means over the batch"
+        )
+
+
+class Evaluator:
+    """The evaluations of a run: each reads its dataset once, and its ranks share it.
+
+    Args:
+        dataset: As a Trainer's `dataset`; a DataLoader keeps its own settings.
+        eval_step: Function of (model, batch) that returns means over the batch; None: the loss is evaluated,
+            with the scalars that it returns.
+        batch_size: Samples of a batch.
+        collate_fn: As of the training.
+        num_workers: As of the training.
+        world_size: Ranks of the run.
+
+    Threads:
+        The user's, unless a method says otherwise; it has made the dataset's tensors.
+
+    Raises:
+        OptionError: The dataset cannot be read.
+    """
+
+    def __init__(
+        self,
+        dataset: object,
+        eval_step: EvalStep | None = None,
+        *,
+        batch_size: int,
+        collate_fn: Collate | None = None,
+        num_workers: int | None = None,
+        world_size: int = 1,
+    ) -> None:
+        source = open_evaluation(
+            dataset,
+            batch_size=batch_size,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            world_size=world_size,
+        )
+        # A rank gathers for itself, and the tensors may lie on another one's device.
+        self._source = source.on_host() if isinstance(source, TensorSource) else source
+        self._eval_step = eval_step
+        self._pool = Pool()
+        self._wake: Callable[[int, int, int], None]
+
+        # Serialises everything below.
+        self._lock = threading.Lock()
+        self._begun: Counter[int] = Counter()  # evaluations of each rank
+        self._dealt: Counter[int] = Counter()  # batches of each evaluation
+        self._ends: dict[int, int] = {}  # batches of those whose length only the reading tells
+        self._inside: set[int] = set()  # ranks that evaluate
+        self._is_cut = False
+
+    def start(self, *, wake: Callable[[int, int, int], None], failed: Callable[[DataError], None]) -> None:
+        """Start the dataset's processes, and no thread: reading begins with the first evaluation.
+
+        Call it before any other thread of the run exists, that of the training's source included.
+
+        Args:
+            wake: Called as `wake(rank, epoch, batch)`, with the number of the evaluation for an epoch, when
+                what that rank waits for has come: a batch, the end, or a cut. Must not block.
+            failed: Called once, if reading fails.
+
+        Raises:
+            DataError: The processes could not be started.
+        """
+        self._wake = wake
+        self._source.on_end(self._ended)
+        self._source.start(wake=wake, failed=failed)
+
+    def run(
+        self, rank: int, replica: Replica, wait: Callable[[], bool], moved: Callable[[], None]
+    ) -> EvalSums:
+        """Evaluate batches until none is left. Every rank of the run calls it for each evaluation.
+
+        What the user's code records (`record_scalar`) counts towards the evaluation, and not towards the
+        epoch.
+
+        Args:
+            rank: Who.
+            replica: Its own; the module's modes are put back, whatever happens.
+            wait: Blocks until `wake` was called for this rank, or more often; False: told to leave.
+            moved: Called after each batch.
+
+        Returns:
+            Of each batch that this rank evaluated; not of all, if it was cut or told to leave. The last rank
+            to come to the end adds the values of the metrics that all ranks have updated, as a batch of
+            weight 1 behind the others.
+
+        Streams:
+            All is enqueued on the current stream, which is the lane's `compute`, and the results are read
+            when all is.
+
+        Threads:
+            The worker of the rank, all of them at once.
+
+        Raises:
+            DataError: The dataset failed.
+            TypeError: What was returned are neither numbers nor metrics by name.
+            Exception: What the user's code raised, with a note of the batch.
+        """
+        worker = current_worker()
+        rows: list[_Row] = []
+        used = {id(part): updates(part) for part in replica.module.modules() if is_metric(part)}
+        own = _Metrics(self._pool, rank, used)
+        with self._lock:
+            number = self._begun[rank]
+            self._begun[rank] += 1
+            self._inside.add(rank)
+        sink, samples = worker.sink, worker.samples
+        try:
+            with evaluating(replica.module), _own_generator(replica.device), torch.no_grad():
+                while (taken := self._take(rank, number, wait)) is not None:
+                    self._evaluate(number, *taken, replica, worker, rows, own)
+                    moved()
+                return _read(rows) + self._merged(number, own)
+        finally:
+            own.reset()
+            worker.sink, worker.samples = sink, samples
+            with self._lock:
+                self._inside.discard(rank)
+
+    def _merged(self, number: int, own: _Metrics) -> EvalSums:
+        end = self._end(number)
+        found, own.found = own.found, {}  # from here on the pool's: another rank may still fill one
+        values = self._pool.put(number, own.batches, found, end)
+        if not values or end is None:
+            return ()
+        return _read(
+            [(end, 1.0, name, _one(name, value, "what its compute() returns")) for name, value in values]
+        )
+
+    def cut(self) -> None:
+        """No rank takes another batch, of this evaluation or a later one.
+
+        Threads:
+            Any. Does not block.
+        """
+        with self._lock:
+            self._is_cut = True
+        self._wake_all()
+
+    def threads(self) -> list[threading.Thread]:
+        """The threads that read; see `Source.threads`."""
+        return self._source.threads()
+
+    def waits_for(self) -> str:
+        """The worker process for which the reader waits; see `Source.waits_for`."""
+        return self._source.waits_for()
+
+    def close(self) -> bool:
+        """End what was started; see `Source.close`."""
+        return self._source.close()
+
+    # ------------------------------------------------------------ which batch comes next
+    def _take(self, rank: int, number: int, wait: Callable[[], bool]) -> tuple[int, Batch] | None:
+        """Claim a batch and wait until it is there; None where there is none left."""
+        with self._lock:
+            batch = self._dealt[number]
+            self._dealt[number] += 1
+        while not self._is_cut and not self._is_beyond(number, batch):
+            payload = self._source.take(rank, number, batch)
+            if payload is not None:
+                return batch, payload
+            if not wait():
+                return None
+        return None
+
+    def _is_beyond(self, number: int, batch: int) -> bool:
+        end = self._end(number)
+        return end is not None and batch >= end
+
+    def _end(self, number: int) -> int | None:
+        batches = self._source.batches
+        return self._ends.get(number) if batches is None else batches
+
+    def _ended(self, number: int, batches: int) -> None:
+        """On the reader thread. A rank that has claimed a batch beyond the end hears of it."""
+        self._ends[number] = batches
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        with self._lock:
+            inside = [(rank, self._begun[rank] - 1) for rank in self._inside]
+        for rank, number in inside:
+            self._wake(rank, number, 0)
+
+    # ------------------------------------------------------------ a batch
+    def _evaluate(
+        self,
+        number: int,
+        batch: int,
+        payload: Batch,
+        replica: Replica,
+        worker: CurrentWorker,
+        rows: list[_Row],
+        own: _Metrics,
+    ) -> None:
+        is_first, own.batches = not own.batches, own.batches + 1
+        function = self._eval_step or replica._loss
+
+        def sink(name: str, value: object, weight: float | Tensor) -> None:
+            if is_first and (metric := source_of(value, replica.module, function)) is not None:
+                raise TypeError(_of_one_batch(name, metric))
+            rows.append((batch, weight, name, _one(name, value)))
+
+        worker.samples = samples = self._source.samples_in(number, batch)
+        worker.sink = sink
+        is_new = is_first and number == 0
+        turn = FirstCalls(replica.module, function).turn(samples) if is_new else nullcontext()
+        try:
+            own_batch = tree_map(lambda leaf: _on_device(leaf, replica.lane), payload)
+            with turn, _precision(replica):
+                if self._eval_step is None:
+                    self._record_loss(replica, own_batch, worker, sink)
+                    return
+                means = named_metrics(self._eval_step(replica.module, own_batch))
+            if not isinstance(means, Mapping):
+                raise TypeError(
+                    f"eval_step must return a mapping of means over the batch by their names, not "
+                    f"{type(means).__name__}"
+                )
+            for name, mean in means.items():
+                if is_metric(mean):
+                    own.take(name, mean)
+                else:
+                    sink(name, mean, samples)
+        except Exception as error:
+            indices = self._source.indices(number, batch)
+            shown = format_indices(indices)
+            error.add_note(f"in batch {batch} of the evaluation" + (f" (samples {shown})" if indices else ""))
+            raise
+
+    def _record_loss(
+        self,
+        replica: Replica,
+        batch: Batch,
+        worker: CurrentWorker,
+        sink: Callable[[str, object, float | Tensor], None],
+    ) -> None:
+        result = replica._loss(replica.module, batch)
+        weight: float | Tensor = worker.samples
+        if isinstance(replica, ExactReplica) and isinstance(result, Mapping) and "weight" in result:
+            weight = _one("weight", result["weight"])
+        loss = result if isinstance(result, Tensor) else replica._unpack(result, worker)
+        sink("loss", loss, weight)
+
+
+class _Metrics:
+    """The metrics that a rank has updated in an evaluation.
+
+    Args:
+        pool: Of all ranks.
+        rank: Which.
+        used: Updates of the metrics in its module before the evaluation, by their ids.
+
+    Attributes:
+        batches: That it has evaluated.
+        found: Its metrics by their names.
+    """
+
+    def __init__(self, pool: Pool, rank: int, used: Mapping[int, int]) -> None:
+        self.batches = 0
+        self.found: dict[str, Any] = {}
+        self._pool = pool
+        self._rank = rank
+        self._used = used
+
+    def take(self, name: object, metric: Any) -> None:
+        """Take a metric that the user's code has returned.
+
+        Raises:
+            TypeError: It cannot be this rank's alone, or of this evaluation alone.
+        """
+        if self.found.get(_text(name)) is metric:
+            return
+        self._pool.own(self._rank, _text(name), metric)
+        if count := self._used.get(id(metric)):
+            raise TypeError(
+                f"{name!r} had {count} updates before the evaluation began: keep a {type(metric).__name__} "
+                "for the evaluation alone"
+            )
+        if _text(name) in self.found:
+            raise TypeError(
+                f"{name!r} is another {type(metric).__name__} than for the batch before: return the same"
+            )
+        self.found[_text(name)] = metric
+
+    def reset(self) -> None:
+        """Reset them: they are the evaluation's own."""
+        for metric in self.found.values():
+            reset(metric)
+
+
+def _of_one_batch(name: str, metric: object) -> str:
+    return (
+        f"{name!r} is the value of a {type(metric).__name__} for a single batch, and the mean of these is "
+        "not its value for all samples: call its update(...), and return the metric itself, "
+        f"{{{name!r}: metric}}"
+    )
+
+
+def _text(name: object) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"what is evaluated is named by a str, not by {name!r}")
+    return name
+
+
+def _one(name: object, value: object, of: str = "the mean over the batch") -> float | Tensor:
+    """A number, or a copy of a tensor of one: what it is a view of may be large, or written again."""
+    _text(name)
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and not value.is_complex():
+            return value.detach().reshape(()).to(torch.float64, copy=True)
+        what = f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    elif isinstance(value, Mapping):
+        what = f"a dict of {', '.join(map(repr, value))}: return a metric for each number"
+    elif isinstance(value, nn.Module):
+        what = f"a {type(value).__name__}: return numbers, or metrics with states of their own"
+    else:
+        try:
+            return float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            what = repr(value)
+    raise TypeError(f"{name!r} must be one number, {of}, not {what}")
+
+
+def _read(rows: list[_Row]) -> EvalSums:
+    """Bring the numbers to the host; those of a device by one copy."""
+    found = [value for row in rows for value in (row[1], row[3])]
+    for device in {value.device for value in found if isinstance(value, Tensor)}:
+        places = [i for i, v in enumerate(found) if isinstance(v, Tensor) and v.device == device]
+        numbers = torch.stack([torch.as_tensor(found[i]) for i in places]).tolist()
+        for place, number in zip(places, numbers, strict=True):
+            found[place] = number
+    read = ((row[0], float(found[2 * i]), (row[2], float(found[2 * i + 1]))) for i, row in enumerate(rows))
+    return tuple((*key, tuple(map(itemgetter(2), of))) for key, of in groupby(read, key=itemgetter(0, 1)))
+
+
+def _on_device(leaf: Any, lane: Lane) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf.to(lane.device) if moves_itself(leaf) else leaf
+    if leaf.device.type == "cuda":
+        # The dataset works on the default stream, which our streams do not wait for by themselves.
+        lane.await_default(lane.compute, leaf.device)
+    return move(leaf, lane.device)
+
+
+def _precision(replica: Replica) -> AbstractContextManager[Any]:
+    if replica._autocast is None:
+        return nullcontext()
+    return replica.casting(replica._autocast)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode; then each submodule has its own mode again."""
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        module.eval()
+        yield
+    finally:
+        put_modes(modes)
+
+
+@contextmanager
+def _own_generator(device: torch.device) -> Iterator[None]:
+    """Put a card's generator back: who evaluates what depends on speed, and training must not."""
+    if device.type != "cuda":
+        yield
+        return
+    state = torch.cuda.get_rng_state(device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_rng_state(state, device)

@@ -1,0 +1,235 @@
+"""Whether what a rank brings to a mean is made of numbers, and what becomes of it if not.
+
+On a device the verdict is made behind the last step of a round, and the mean goes by it there: what is not
+finite leaves itself out. The host reads the verdict one round late, when the device has the next steps to do;
+or at once, where it has to be known at the gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from flowdp.device.flat_parameters import FlatTensors
+from flowdp.device.streams import QUIET
+from flowdp.engine.error_context import Place
+from flowdp.engine.meter import Meter
+from flowdp.machine.worker import Step, WorkerMachine
+from flowdp.options import OnNan
+from flowdp.replica.replica import Replica
+
+__all__ = ["Numbers", "Verdict", "is_finite", "is_odd"]
+
+
+def is_finite(tensors: FlatTensors) -> bool:
+    """Whether all numbers that training has changed are finite; reads them.
+
+    A finite loss does not promise finite parameters: the gradient may be infinite in the last step before the
+    meeting, and no loss follows it.
+    """
+    # A sum is by far the fastest look. It overflows before its terms do: then every one is looked at.
+    return isfinite(float(tensors.total())) or isfinite(float(tensors.largest()))
+
+
+def is_odd(parts: Sequence[Tensor], losses: Tensor | None, out: Tensor) -> None:
+    """Write whether any number is not finite, without reading it back.
+
+    Args:
+        parts: The memory. Shape (elements,) each.
+        losses: See `Meter.losses`.
+        out: On the same device. Bool, shape [].
+    """
+    numbers = [_trace(part) for part in parts]
+    if losses is not None:
+        numbers.append(losses)
+    total = numbers[0]
+    for number in numbers[1:]:
+        total = total + number
+    torch.ne(total - total, 0.0, out=out)  # of infinity and NaN it is NaN
+
+
+def _trace(part: Tensor) -> Tensor:
+    """A number that is finite if all of these are. Float64, shape []."""
+    if part.dtype != torch.float64:
+        return part.sum(dtype=torch.float64)  # which nothing narrower overflows
+    low, high = torch.aminmax(part)
+    return low / 2 + high / 2  # both are NaN where one number is
+
+
+@dataclass(slots=True)
+class Verdict:
+    """A verdict of the device on its replica, copied to the host.
+
+    Attributes:
+        round: The meter's.
+        last: The last step that it is about.
+        bad: (epoch, batch) of the step that first gave NaN or infinity; None: there was none, or the verdict
+            has not been read.
+        is_read: Whether the host has read it.
+    """
+
+    round: int
+    last: Step
+    bad: tuple[int, int] | None = None
+    is_read: bool = False
+
+
+class Numbers:
+    """Keeps a replica that has left the numbers out of the means, or ends the run.
+
+    Args:
+        replica: Whose.
+        machine: Says at the gate whether it is bad.
+        meter: Sees the losses.
+        place: The step under way.
+        on_nan: What to do.
+
+    Threads:
+        The rank's worker.
+
+    Attributes:
+        bad: (epoch, batch) of the step in which that was seen; None while it is sound.
+        verdict: Of the last mean, while the host has not read it; None: there is none.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        machine: WorkerMachine,
+        meter: Meter,
+        place: Place,
+        on_nan: OnNan,
+    ) -> None:
+        lane = self._lane = replica.lane
+        self._watched = replica.watched
+        self._machine = machine
+        self._meter = meter
+        self._place = place
+        self._on_nan = on_nan
+        self.bad: tuple[int, int] | None = None
+        self.verdict: Verdict | None = None
+        if lane.is_async:
+            with QUIET:
+                self._told = lane.pinned((), torch.bool)
+            with lane.on(lane.compute):
+                self._odd = torch.zeros((), dtype=torch.bool, device=lane.device)
+            self._passed = lane.event()
+
+    def judge(self) -> Tensor | None:
+        """Look at losses and replica before a mean; see `Judge`. On a device, `read` tells what it has found.
+
+        Raises:
+            FloatingPointError: On the CPU: they are not finite, and on_nan is "raise".
+
+        Streams:
+            Enqueued on `compute`.
+        """
+        last = self._place.step
+        if not self._lane.is_async:
+            if not self._machine.is_bad and self._machine.steps and last is not None:
+                self._look(last)
+            return None
+        losses = self._meter.losses()
+        if self._machine.is_bad or not self._machine.steps or last is None:
+            return None
+        parts = [] if self._watched is None else self._watched.trained()
+        if not parts and losses is None:
+            return None
+        is_odd(parts, losses, self._odd)
+        self._told.copy_(self._odd, non_blocking=True)
+        self._passed.record(self._lane.compute)
+        self.verdict = Verdict(self._meter.round, last)
+        return self._odd if self._machine.is_late else None
+
+    def decide(self) -> None:
+        """Read the verdict on this round now, unless it may be late.
+
+        Raises:
+            FloatingPointError: See `read`.
+        """
+        if not self._machine.is_late:
+            self.read()
+
+    def read(self, *, is_reported: bool = False) -> None:
+        """Read the verdict on its way, if there is one.
+
+        Args:
+            is_reported: A report tells it, in which all its losses are.
+
+        Raises:
+            FloatingPointError: It is bad, and on_nan is "raise".
+
+        Streams:
+            The host waits until the device has passed it.
+        """
+        verdict, self.verdict = self.verdict, None
+        if verdict is None:
+            return
+        self._meter.wait_for(self._passed)
+        verdict.is_read = True
+        if not self._told:
+            return
+        if not is_reported:
+            self._meter.look()  # which step's loss it was
+        step = self._meter.bad.get(verdict.round)
+        bad, what = (verdict.last, _REST) if step is None else (step, _LOSS)
+        verdict.bad = bad.epoch, bad.batches[0]
+        if verdict.round == self._meter.round:
+            self.left(bad, what)
+        elif self._on_nan == "raise":
+            self.left(bad, f"{what}; the mean of that round was taken without it")
+        else:
+            self._machine.was_bad, self.bad = True, verdict.bad
+        self._machine.is_late = False  # what happens twice may hit the next replica before this one is healed
+
+    def saw(self) -> None:
+        """A loss was not finite; if it is of this round, the next mean does without the replica.
+
+        Raises:
+            FloatingPointError: on_nan is "raise".
+        """
+        step = self._meter.bad.get(self._meter.round)
+        # The device sees it, too. How soon the host does is chance, and not to decide about a mean.
+        if step is not None and not (self._machine.is_late and self._on_nan == "quarantine"):
+            self.left(step, _LOSS)
+
+    def left(self, step: Step, what: str) -> None:
+        """The replica has left the numbers in this step.
+
+        Args:
+            step: Which.
+            what: Name of the value that is not finite.
+
+        Raises:
+            FloatingPointError: on_nan is "raise".
+        """
+        if self._on_nan == "raise":
+            self._place.step = step
+            raise FloatingPointError(what)
+        if not self._machine.is_bad:
+            self._machine.is_bad = True
+            self.bad = self.bad or (step.epoch, step.batches[0])
+
+    def met(self) -> None:
+        """A mean was held."""
+        self._meter.round += 1
+        self.bad = None
+        if self._meter.bad:
+            first = self._meter.round if self.verdict is None else self.verdict.round
+            self._meter.bad = {at: step for at, step in self._meter.bad.items() if at >= first}
+
+    def _look(self, last: Step) -> None:
+        finite = self._watched is None or is_finite(self._watched)
+        step = self._meter.bad.get(self._meter.round)
+        if step is not None:
+            self.left(step, _LOSS)
+        elif not finite:
+            self.left(last, _REST)
+
+
+_LOSS = "the loss is not finite"
+_REST = "the loss is finite, and what the step made of it is not finite"

@@ -1,0 +1,448 @@
+"""The worker's shell: a thread that does what its machine says.
+
+Between two steps of a round it waits for nobody: it looks at its inbox and at the gate's hurry, takes the
+next batch, and trains it. One message goes up per order, not per step; on a device that runs behind its host
+it goes up when the device is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from flowdp.checkpoint.writer import Saver
+from flowdp.collective.async_mean import Snapshots
+from flowdp.collective.base import Averaging, Collective
+from flowdp.data.open_feeds import Feed
+from flowdp.data.source import Source
+from flowdp.device import worker_context
+from flowdp.device.compiled import FirstCalls
+from flowdp.device.openmp import set_own_threads
+from flowdp.engine import meter
+from flowdp.engine.barrier_tasks import Duties
+from flowdp.engine.device_meter import open_meter
+from flowdp.engine.error_context import Place
+from flowdp.engine.evaluation import Evaluator
+from flowdp.engine.failures import Failures
+from flowdp.engine.micro_batches import Intake
+from flowdp.engine.nan_guard import Numbers
+from flowdp.engine.oom_retry import Retry, without_frames
+from flowdp.errors import CollectiveAborted, DeviceError, StepError
+from flowdp.machine.worker import (
+    Apply,
+    Done,
+    Enter,
+    Idle,
+    Leave,
+    Report,
+    Serve,
+    Snapshot,
+    Step,
+    WorkerMachine,
+)
+from flowdp.options import OnNan
+from flowdp.policy.pool_size import PoolSize
+from flowdp.protocol.messages import (
+    Arrival,
+    BatchReady,
+    Duty,
+    Exiting,
+    Fact,
+    Hurried,
+    Order,
+    Outcome,
+    SnapshotReady,
+    StepsDone,
+    SyncAck,
+    Updated,
+    WorkerReady,
+)
+from flowdp.replica.replica import Replica
+from flowdp.threads.gate import Gate
+from flowdp.threads.inbox import Inbox
+
+__all__ = ["Mail", "Worker"]
+
+Mail = Order | BatchReady | Hurried
+
+CAPTURED_BY = 16
+"""Steps of a rank after which its graphs are there, as a rule, and have taken their memory."""
+
+
+class Worker:
+    """The body of one worker thread.
+
+    Args:
+        rank: Who.
+        replica: Its model and optimizer.
+        source: Of all ranks' batches.
+        feed: Brings this rank's batches to its device.
+        gate: Where the ranks meet.
+        collective: Averages at the gate.
+        snapshots: Averages beside the training; None where the policy has no such rounds.
+        inbox: Of this thread.
+        post: Puts a fact into the coordinator's inbox.
+        failures: Takes what goes wrong.
+        pool: Chooses the size of this thread's OpenMP pool.
+        on_nan: What becomes of a replica that has left the numbers.
+        replicas: Of all ranks: one that has left the numbers becomes what another one is.
+        saver: Takes what this rank puts down for a checkpoint.
+        evaluator: Evaluates; None where nothing is evaluated.
+        goes_on: The others go on where this rank fails by itself.
+        global_step: Steps of all ranks before the run begins.
+
+    Attributes:
+        moves: Counts up with all that is no step: meetings, batches evaluated, duties done.
+        longest_ms: The longest step in the orders that have ended.
+        awaited: (epoch, batch) that it waits for; None: for none.
+        duty: What it does while all stand still, in words; "" while it does none.
+        is_idle: It waits for orders.
+        has_left: Its thread is at its end.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        replica: Replica,
+        source: Source,
+        feed: Feed,
+        gate: Gate,
+        collective: Collective,
+        snapshots: Snapshots | None,
+        inbox: Inbox[Mail],
+        post: Callable[[Fact], None],
+        failures: Failures,
+        pool: PoolSize,
+        on_nan: OnNan = "quarantine",
+        *,
+        replicas: Sequence[Replica] = (),
+        saver: Saver | None = None,
+        evaluator: Evaluator | None = None,
+        goes_on: bool = False,
+        global_step: int = 0,
+    ) -> None:
+        self.moves = 0
+        self.longest_ms = 0.0
+        self.awaited: tuple[int, int] | None = None
+        self.duty = ""
+        self.is_idle = False
+        self.has_left = False
+        self._duties = Duties(replica, replicas, saver, evaluator, rank)
+        self._goes_on = goes_on
+        self._is_bound = False  # what the other ranks do needs this one
+        self.rank = rank
+        self.replica = replica
+        self.inbox = inbox
+        self._lane = replica.lane
+        # Where the others go on without a rank that raises, what it has not given is dealt anew. In exact,
+        # which parameters have a gradient goes by the ranks that count.
+        is_known = snapshots is not None or replica.averaged is not replica.flat
+        is_known |= goes_on and on_nan == "raise"
+        is_late = self._lane.is_async and collective.masks and not is_known
+        self.machine = WorkerMachine(rank, global_step, is_late=is_late)
+        with self._lane.on(self._lane.compute):
+            self._meter = open_meter(self._lane)
+        if replica.turn is not None:
+            replica.turn.ahead_s = self._meter.ahead_s
+        self.current = worker_context.CurrentWorker(
+            rank, replica.device, replica.module, sink=self._meter.scalar, steps=replica.steps
+        )
+        self._calls = FirstCalls(replica.module, replica.function)
+        self._add = self._add_compiled if self._calls.are_compiled else replica.add
+        self._intake = Intake(feed, source, replica.width)
+        self._place = Place(self.current, self._lane, source)
+        self._retry = Retry(replica, self.current, self._meter, feed, self._place)
+        self._numbers = Numbers(replica, self.machine, self._meter, self._place, on_nan)
+        self._feed = feed
+        self._gate = gate
+        self._collective = collective
+        self._snapshots = snapshots
+        self._post = post
+        self._failures = failures
+        self._pool = pool
+        self._fed = 0  # the machine's plans that the feed knows
+        self._is_fit = False
+
+    @property
+    def step(self) -> Step | None:
+        """The step that it is in, or was in last; None while it waits for orders or does a duty."""
+        return None if self.is_idle or self.duty else self._place.step
+
+    def run(self) -> None:
+        """Live until told to leave; whatever goes wrong is reported, never raised.
+
+        Threads:
+            The body of the worker's own thread.
+        """
+        error: str | None = None
+        is_alone = False
+        try:
+            set_own_threads(self._pool.size)
+            worker_context.bind(self.current)
+            # Backward runs in this thread, not in autograd's one per device: no wake-up on the way, ranks
+            # that share a device do not queue there, and a hook finds the thread's own state.
+            with self._lane.on(self._lane.compute), torch.autograd.set_multithreading_enabled(False):
+                self._post(WorkerReady(self.rank))
+                self._loop()
+        except BaseException as cause:
+            explained = self._place.explain(cause, self.duty)
+            is_alone = self._goes_on and not self._is_bound and isinstance(explained, StepError | DeviceError)
+            if is_alone:
+                self._intake.lose(self.rank)
+                with suppress(Exception):  # a dead device tells nothing more
+                    self._meter.settle()  # acknowledgments that wait for it
+            take = self._failures.hold if is_alone else self._failures.add
+            error = take(explained, self.rank)
+        finally:
+            self.replica.leave()
+            if self.replica.turn is not None:
+                self.replica.turn.leave()
+            self.has_left = True
+            self._post(Exiting(self.rank, error, is_alone, self.machine.untold))
+
+    def _loop(self) -> None:
+        machine, inbox, gate, intake = self.machine, self.inbox, self._gate, self._intake
+        is_empty = inbox.is_empty
+        while True:
+            while not is_empty():
+                self._read(inbox.get())
+            if self._fed != machine.plans:
+                self._tell_feed()
+            # A step that has begun is finished: its batches have been taken, some of them trained.
+            action = machine.next(-1 if intake.taken else gate.hurry)
+            if type(action) is Step:
+                self._step(action)
+            elif type(action) is Enter:
+                self._enter(action)
+            elif type(action) is Report:
+                self._close(action.done)
+            elif type(action) is Idle:
+                self._meter.settle()
+                self.is_idle = True
+                self._read(inbox.get())
+                self.is_idle = False
+                self._meter.settle()
+            elif type(action) is Serve:
+                self._serve(action.duty)
+            elif type(action) is Snapshot:
+                self._put_snapshot(action)
+            elif type(action) is Apply:
+                self._apply(action)
+            elif type(action) is Leave:
+                if action.reason is None:
+                    self._meter.settle()
+                return
+
+    def _read(self, mail: Mail | None) -> None:
+        # A note says only that there is something to look at, and the loop looks.
+        if mail is not None and not isinstance(mail, BatchReady | Hurried):
+            self.machine.handle(mail)
+
+    def _tell_feed(self) -> None:
+        """Let the feed know what comes: before a report lets what it holds of a void plan be dealt anew."""
+        if self._fed != self.machine.plans:
+            self._fed = self.machine.plans
+            # Those of a step under way are the machine's until it is done, and the feed has handed some out.
+            self._feed.follow(self.machine.upcoming()[self._intake.taken :])
+
+    def _step(self, step: Step) -> None:
+        start_s = perf_counter()
+        current, meter, replica, intake = self.current, self._meter, self.replica, self._intake
+        self._place.step = step
+        is_over = intake.taken > 0 and intake.is_last(step)  # its end was cut off meanwhile
+        while not is_over:
+            is_first = not intake.samples
+            micro = intake.next(step)
+            if micro is None:
+                self._await_batch(start_s)
+                return
+            if is_first:
+                meter.begin(start_s)
+                replica.part = step.part
+                replica.learning_rate.advance(step.position, step.epoch, step.metric)
+                current.epoch, current.global_step = step.epoch, step.position
+                current.lr = replica.learning_rate.value
+                if replica.has_state:
+                    replica.mark()
+            current.samples = micro.samples
+            is_over = intake.is_last(step)
+            try:
+                self._add(micro.batch, current, micro.share)
+                continue
+            except torch.OutOfMemoryError as error:
+                full = without_frames(error)
+            except CollectiveAborted:
+                if self._failures.first is None:
+                    raise
+                self._await_leave()  # another rank has failed before it came to a SyncBatchNorm
+                return
+            self._retry.run(intake.micros, full)
+        self._feed.release()
+        loss = replica.step(intake.factor)
+        meter.end(loss, intake.samples, step, replica.take_norms(), replica.loss_weight)
+        if not self._pool.is_fixed:
+            set_own_threads(self._pool.worked(meter.step_ms, intake.samples))
+        if meter.bad:
+            self._numbers.saw()
+        self.machine.trained(intake.samples)
+        intake.end(step)
+        current.local_step += 1
+
+    def _add_compiled(self, batch: Any, current: worker_context.CurrentWorker, share: float) -> None:
+        """Train a micro-batch; what it has to compile, other ranks find done."""
+        with nullcontext() if self.replica.meets else self._calls.turn(current.samples):
+            self.replica.add(batch, current, share)
+
+    def _await_batch(self, start_s: float) -> None:
+        """A batch was not read yet. Orders are served meanwhile, and the loop asks the machine anew."""
+        # Inside a step the device's time is the step's; what is due can wait for its end.
+        if not self.inbox.pending and not self._intake.is_inside:
+            self._meter.settle()
+        if (step := self._place.step) is not None:
+            self.awaited = step.epoch, step.batches[self._intake.taken]
+        self._read(self.inbox.get())
+        self.awaited = None
+        self._meter.waited(perf_counter() - start_s)
+
+    def _enter(self, action: Enter) -> None:
+        self._meter.meet()
+        try:
+            self._numbers.read()  # the verdict on the round before
+            self._collective.prepare(self.rank, self._numbers.judge)
+            self._numbers.decide()
+            self._is_bound = True
+            outcome = self._gate.enter(self.machine.judged(action.arrival))
+            reading = self._collective.average(self.rank, outcome)
+        except CollectiveAborted:
+            # Somebody else failed, and the coordinator knows: its order to leave is on its way.
+            self._await_leave()
+            return
+        self._meter.met(reading)
+        self.current.round = outcome.round
+        if action.arrival.together:
+            self._step_together(action.arrival, outcome)
+        elif outcome.lr is not None:
+            self._set_lr(outcome.lr, outcome.global_step)
+        self.moves += 1
+        done = self.machine.met(outcome)
+        self._intake.settle()
+        self._is_bound = False
+        if done is not None:
+            self._close(done, outcome)
+        self._numbers.met()
+
+    def _close(self, done: Done, outcome: Outcome | None = None) -> None:
+        """An order has ended, with a mean or without one."""
+        self._tell_feed()
+        numbers, checksum = self._numbers, None
+        bad, verdict = numbers.bad, numbers.verdict
+        if outcome is not None:
+            self._fit_feed()
+            checksum = self.replica.checksum() if outcome.compare else None
+
+        def post(report: meter.Report) -> None:
+            # The last mean's, where no gate comes before this.
+            if verdict is not None and not verdict.is_read:
+                numbers.read(is_reported=True)
+            late = None if verdict is None else verdict.bad
+            work = replace(report.work, bad=bad or late) if bad or late else report.work
+            longest_ms = work.busy_ms + work.data_ms - work.pace_ms * max(0, work.steps - 1)
+            self.longest_ms = max(self.longest_ms, longest_ms)
+            if outcome is None:
+                self._post(StepsDone(self.rank, done.plan, work))
+                return
+            mean = report.averaging or Averaging(0.0, None)
+            self._post(
+                SyncAck(
+                    self.rank,
+                    outcome,
+                    work,
+                    mean.sync_ms,
+                    report.wait_ms,
+                    None if late or self.rank in outcome.bad else mean.drift,
+                    None if checksum is None else checksum(),
+                    mean.norm,
+                    bad=late is not None,
+                )
+            )
+
+        self._meter.close(done, self.current.lr, post)
+
+    def _fit_feed(self) -> None:
+        """Once, with a mean in, when everything that training needs has been allocated."""
+        if self._is_fit:
+            return
+        captured = self.replica.captured
+        if captured is None or captured.ended is not None or self.current.local_step >= CAPTURED_BY:
+            self._is_fit = True
+            self._feed.fit()
+
+    def _step_together(self, arrival: Arrival, outcome: Outcome) -> None:
+        """The optimizer steps, on all ranks alike: at the window's position and with the gate's rate."""
+        order, replica = self.machine.order, self.replica
+        assert order is not None
+        self.current.epoch = order.epoch
+        replica.learning_rate.advance(arrival.global_step, order.epoch, order.metric)
+        if outcome.lr is not None:
+            self._set_lr(outcome.lr, arrival.global_step)
+        if any(outcome.samples):
+            replica.meet(outcome)
+            self._meter.stepped(replica.take_norms())
+        self.current.lr = replica.learning_rate.value
+
+    def _set_lr(self, lr: float, position: int) -> None:
+        self.replica.learning_rate.set(lr, position, self.current.epoch)
+        self.current.lr = self.replica.learning_rate.value
+
+    def _serve(self, duty: Duty) -> None:
+        """Do something while all ranks stand still, each its part."""
+        self._meter.settle()
+        self._is_bound = True
+        self.duty = self._duties.name(duty)
+        self._post(self._duties.serve(duty, self._await_evaluation, self._moved))
+        self._numbers.bad = None  # a replica that was bad has become what another one is
+        self.moves += 1
+        self.duty = ""
+        self._is_bound = False
+        self._meter.settle()
+
+    def _await_evaluation(self) -> bool:
+        """Wait for a note; False where it was an order to leave."""
+        doing, self.duty = self.duty, f"{self.duty}, waiting for data"
+        self._read(self.inbox.get())
+        self.duty = doing
+        return not self.machine.leaves
+
+    def _moved(self) -> None:
+        self.moves += 1
+
+    def _await_leave(self) -> None:
+        while not isinstance(self.machine.next(-1), Leave):
+            self._read(self.inbox.get())
+
+    def _put_snapshot(self, action: Snapshot) -> None:
+        assert self._snapshots is not None
+        self._snapshots.take(self.rank, action.round)
+        self._numbers.judge()
+        self._meter.send()
+
+        def post() -> None:
+            self._numbers.read(is_reported=True)
+            is_bad = self.machine.is_bad
+            samples = 0 if is_bad else action.samples
+            self._post(SnapshotReady(self.rank, action.round, action.steps, samples, bad=is_bad))
+
+        self._meter.then(post)
+
+    def _apply(self, action: Apply) -> None:
+        assert self._snapshots is not None
+        self._snapshots.apply(self.rank, action.round)
+        self._fit_feed()
+        self.current.round = action.round
+        updated = Updated(self.rank, action.round)
+        self._meter.then(lambda: self._post(updated))

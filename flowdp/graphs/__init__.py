@@ -1,0 +1,1 @@
+"""Captured steps: forward and backward of a rank, recorded once and run without Python."""

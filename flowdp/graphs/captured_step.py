@@ -1,0 +1,342 @@
+"""When a recorded graph runs in place of the user's Python, and whether it does the same.
+
+A `Captured` stands between a rank and its forward and backward. It decides, for each micro-batch, whether
+a recorded graph runs or the user's Python does, and compares the two now and then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowdp.data.trees import Form, flatten
+from flowdp.device.draws import OwnDraws, device_generator, draw_seed
+from flowdp.graphs.base import PLAIN, Capturable, Computed, Factors, NotCaptured, Recorder, StepGraph, Trial
+from flowdp.graphs.guards import Guards
+from flowdp.options import CaptureOptions
+from flowdp.policy.capture_plan import CapturePlan, FormPlan
+from flowdp.policy.formats import format_error
+
+__all__ = ["Captured"]
+
+
+class Captured:
+    """Decides for each micro-batch of a rank whether a recorded graph runs; see the module.
+
+    Args:
+        step: Forward and backward to capture.
+        options: Of the run.
+        guard: Makes the guards of all that the step reads.
+        make: Makes the recorder, of the guards.
+        tell: Logs a text that no other rank has logged.
+
+    Attributes:
+        ended: Why the steps run eagerly from now on; None: they are captured, or will be.
+        is_running: Whether the last micro-batch was run by a graph.
+
+    Threads:
+        The rank's. `ended`: any.
+    """
+
+    def __init__(
+        self,
+        step: Capturable,
+        options: CaptureOptions,
+        guard: Callable[[], Guards],
+        make: Callable[[Guards], Recorder],
+        tell: Callable[[str], None],
+    ) -> None:
+        self.ended: str | None = None
+        self.is_running = False
+        self._step = step
+        self._plan = CapturePlan(options.graphs, options.compare_every)
+        self._guard = guard
+        self._make = make
+        self._tell = tell
+        self._forms: list[_Form] = []
+        self._guards: Guards | None = None
+        self._recorder: Recorder | None = None
+
+    def run(self, batch: Any, worker: Any, factors: Factors) -> Computed | None:
+        """Forward and backward of a micro-batch; None: nothing was done, and it is to be done eagerly.
+
+        Raises:
+            Exception: As of an eager one, with a note; its type may be another.
+        """
+        self.is_running = False
+        if self.ended is not None or not self._step.has_stepped:
+            return None
+        if self._guards is None:
+            self._guards = self._guard()
+            self._recorder = self._make(self._guards)
+            if self._guards.iterator is not None:
+                self._end(
+                    f"{self._guards.iterator} is an iterator, from which a captured step would not take"
+                )
+                return None
+        elif (change := self._guards.changed()) is not None:
+            self._void(change)
+            return None if self.ended else self._eager(batch, worker, factors)
+        leaves, tree = flatten(batch)
+        form = self._form_of(leaves, tree, 0 if worker is None else worker.samples)
+        if form is None:
+            return None
+        action = form.plan.next(is_steady=self._plan.is_steady)
+        if action == "eager":
+            return self._eager(batch, worker, factors)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if action == "record":
+            if not self._record(form, batch, tensors, worker, factors):
+                return None
+            action = form.plan.next(is_steady=True)
+        assert form.graph is not None
+        if action == "compare":
+            return self._compare(form.graph, batch, tensors, worker, factors)
+        draws = self._step.draws
+        try:
+            computed = form.graph.run(tensors, factors, None if draws is None else draws.generator)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            error.add_note("This step ran as a recorded graph; with capture=False the error names its line.")
+            raise
+        self.is_running = True
+        if worker is not None:
+            for (name, weight), value in zip(form.graph.records, computed.scalars, strict=True):
+                worker.sink(name, value, weight)
+        return computed
+
+    def step(self, factor: float) -> bool:
+        """See `Recorder.step`."""
+        return self.ended is None and self._recorder is not None and self._recorder.step(factor)
+
+    def give_up(self, reason: str) -> None:
+        """Steps run eagerly from now on, for a reason that is logged; a second time does nothing."""
+        if self.ended is None:
+            self._end(reason)
+
+    def close(self) -> None:
+        """Let all graphs go, and their memory."""
+        self._forms.clear()
+        if self._recorder is not None:
+            self._recorder.forget()
+
+    def _eager(self, batch: Any, worker: Any, factors: Factors) -> Computed:
+        assert self._guards is not None
+        computed = self._step.compute(batch, worker, factors)
+        change = self._guards.changed()
+        if change is not None:
+            self._guards.retake()
+        if self._plan.stepped(has_changed=change is not None):
+            self._end(f"each step changes Python's state, which a captured one would not do ({change})")
+        return computed
+
+    def _form_of(self, leaves: Sequence[Any], tree: Form, samples: int) -> _Form | None:
+        try:
+            modes = torch._C._len_torch_dispatch_stack()  # another one might do something else
+            specs = samples, self._step.casts, modes, *map(_spec, leaves)
+        except NotCaptured as reason:
+            self._end(str(reason))
+            return None
+        for form in self._forms:
+            if form.specs == specs and form.tree == tree:
+                return form
+        plan = self._plan.add()
+        if plan is None:
+            self._tell(
+                f"capture: batches come in more than {len(self._forms)} forms (shapes, dtypes, numbers), and "
+                "those of others run eagerly; CaptureOptions(graphs=...) allows more"
+            )
+            return None
+        self._forms.append(_Form(specs, tree, plan))
+        return self._forms[-1]
+
+    def _record(
+        self,
+        form: _Form,
+        batch: Any,
+        tensors: Sequence[Tensor],
+        worker: Any,
+        factors: Factors,
+    ) -> bool:
+        assert self._recorder is not None
+        try:
+            form.graph = self._recorder.record(batch, tensors, worker, factors)
+        except NotCaptured as reason:
+            self._end(str(reason))
+            return False
+        form.plan.recorded()
+        return True
+
+    def _compare(
+        self,
+        graph: StepGraph,
+        batch: Any,
+        tensors: Sequence[Tensor],
+        worker: Any,
+        factors: Factors,
+    ) -> Computed:
+        """The step, taken eagerly beside a trial of the graph, which starts from the same state."""
+        step, draws = self._step, self._step.draws
+        device = step.lane.device
+        scope: AbstractContextManager[Any] = nullcontext()
+        if draws is None and graph.draws and step.shares_generator and device.type == "cpu":
+            # Other ranks draw from torch's generator meanwhile.
+            scope = draws = OwnDraws(draw_seed())
+        generator = None if draws is None else draws.generator
+        if generator is None:
+            generator = device_generator(device)
+        before = generator.get_state() if graph.draws else None
+        after, trial, failure = None, None, ""
+        try:
+            trial = graph.trial(tensors, factors, None if draws is None else generator)
+            after = generator.get_state() if graph.draws else None
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            failure = f"it raises {format_error(error)[:400]}"
+        if before is not None:
+            generator.set_state(before)
+        told: list[tuple[str, float | Tensor, float]] = []
+        marks = [_mark(parameter) for parameter in step.trained]
+        with scope, _listening(worker, told):
+            computed = self._eager(batch, worker, factors)
+        if self.ended is not None:
+            return computed
+        if trial is not None:
+            touched = [_mark(one) != mark for one, mark in zip(step.trained, marks, strict=True)]
+            failure = self._difference(graph, trial, computed, told, touched)
+        if not failure and after is not None and not torch.equal(after, generator.get_state()):
+            failure = "it draws other random numbers"
+        if failure:
+            self._end(f"a captured step differs from an eager one: {failure}", differs=True)
+        return computed
+
+    def _difference(
+        self,
+        graph: StepGraph,
+        trial: Trial,
+        computed: Computed,
+        told: Sequence[tuple[str, float | Tensor, float]],
+        touched: Sequence[bool],
+    ) -> str:
+        """The first value of a trial that is not that of the eager step, in words; "" where all are."""
+        assert self._recorder is not None
+        if [(name, weight) for name, _, weight in told] != list(graph.records):
+            return "it records other numbers"
+        module = self._step.module
+        pairs: list[tuple[str, Tensor | None, Tensor | None]] = [
+            ("the loss", trial.computed.loss, computed.loss),
+            ("the loss's weight", trial.computed.weight, computed.weight),
+        ]
+        for (name, value, _), mine in zip(told, trial.computed.scalars, strict=True):
+            pairs.append((f"{name!r}", mine, torch.as_tensor(value)))
+        leaves, tree = flatten(trial.computed.outputs)
+        eager_leaves, eager_tree = flatten(computed.outputs)
+        if tree != eager_tree:
+            return "it returns another structure"
+        for path, one, other in zip(tree.paths(), leaves, eager_leaves, strict=True):
+            if isinstance(one, Tensor) and isinstance(other, Tensor):
+                pairs.append((f"the result{path}", one, other))
+            elif type(one) is not type(other) or one != other:
+                return f"the result{path} is {other!r:.80}, not {one!r:.80}"
+        names = {id(one): name for name, one in module.named_parameters()}
+        for place, (parameter, gradient) in enumerate(zip(self._step.trained, trial.gradients, strict=True)):
+            name = f"the gradient of {names[id(parameter)]!r}"
+            if trial.touched[place] != touched[place]:
+                return f"{name} is there in one of them alone"
+            pairs.append((name, gradient, parameter.grad))
+        for (name, buffer), mine in zip(module.named_buffers(), trial.buffers, strict=False):
+            pairs.append((f"buffer {name!r}", mine, buffer))
+        for name, one, other in pairs:
+            if found := _unlike(one, other, self._recorder.bound):
+                return f"{name} {found}"
+        return ""
+
+    def _void(self, change: str) -> None:
+        assert self._guards is not None
+        assert self._recorder is not None
+        had_graphs = any(form.graph is not None for form in self._forms)
+        for form in self._forms:
+            form.graph = None
+        self._recorder.forget()
+        self._guards.retake()
+        if self._plan.changed():
+            self._end(f"what a step depends on changes too often, the last time: {change}")
+        elif had_graphs:
+            self._tell(f"capture: {change}; the step is captured anew")
+
+    def _end(self, reason: str, *, differs: bool = False) -> None:
+        self.ended = reason
+        self.close()
+        how = "and goes on eagerly, from the eager result" if differs else "and runs eagerly"
+        self._tell(f"capture: the step of this run is not captured {how}: {reason}")
+
+
+@dataclass(slots=True)
+class _Form:
+    """Micro-batches that one graph is for.
+
+    Attributes:
+        specs: Samples, autocast and modes; shape, strides and dtype of each tensor, and the values of other
+            leaves.
+        tree: How the leaves make a batch.
+        plan: Decides whether a step is recorded, replayed or compared.
+        graph: Once it is recorded.
+    """
+
+    specs: tuple[Any, ...]
+    tree: Form
+    plan: FormPlan
+    graph: StepGraph | None = None
+
+
+def _spec(leaf: object) -> object:
+    if type(leaf) is Tensor and leaf.layout is torch.strided:
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
+    if isinstance(leaf, PLAIN):
+        return type(leaf), leaf
+    raise NotCaptured(f"the batch holds a {type(leaf).__name__}, which is no tensor of a fixed shape")
+
+
+@contextmanager
+def _listening(worker: Any, told: list[tuple[str, float | Tensor, float]]) -> Iterator[None]:
+    if worker is None:
+        yield
+        return
+    sink = worker.sink
+
+    def both(name: str, value: float | Tensor, weight: float) -> None:
+        told.append((name, value, weight))
+        sink(name, value, weight)
+
+    worker.sink = both
+    try:
+        yield
+    finally:
+        worker.sink = sink
+
+
+def _mark(parameter: Tensor) -> tuple[int, int]:
+    """Another one where a backward has added to the gradient since."""
+    return (0, 0) if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
+
+
+def _unlike(mine: Tensor | None, theirs: Tensor | None, bound: float) -> str:
+    """How a value differs from the eager one, in words; "" where it does not, by more than the bound."""
+    if mine is None or theirs is None:
+        return "" if mine is theirs else "is there in one of them alone"
+    mine, theirs = mine.detach(), theirs.detach()
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        return f"is a {mine.dtype} {tuple(mine.shape)} instead of a {theirs.dtype} {tuple(theirs.shape)}"
+    if bool(((mine == theirs) | ((mine != mine) & (theirs != theirs))).all()):  # NaN is like NaN
+        return ""
+    wide = torch.complex128 if mine.is_complex() else torch.float64
+    off = float((mine.to(wide) - theirs.to(wide)).abs().max())
+    largest = float(theirs.to(wide).abs().max())
+    return "" if off <= bound * largest else f"differs by {off:.3g}, where the largest value is {largest:.3g}"

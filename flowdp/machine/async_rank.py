@@ -1,0 +1,79 @@
+"""What the coordinator knows of a rank in asynchronous rounds: the orders that are out, and its steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+from flowdp.errors import ProtocolError
+from flowdp.protocol.messages import DataEnded, StartEpoch, Work
+
+__all__ = ["AHEAD", "RankState"]
+
+AHEAD = 2
+"""Orders per rank that are out."""
+
+
+@dataclass(slots=True)
+class RankState:
+    """One rank; all counts are steps since the run began.
+
+    Attributes:
+        orders: Those that are out, oldest first.
+        dealt: Steps it was told to take.
+        trained: Those it has reported.
+        mean: Those in the last mean that was applied.
+        snapshot: Those in the last snapshot, applied or under way.
+        works: Its reports since the last round.
+        is_throttled: It was told that there is nothing for it.
+        bad: (epoch, batch) of the first step since the last meeting that left the numbers.
+    """
+
+    orders: deque[StartEpoch] = field(default_factory=deque)
+    dealt: int = 0
+    trained: int = 0
+    mean: int = 0
+    snapshot: int = 0
+    works: list[Work] = field(default_factory=list)
+    is_throttled: bool = False
+    bad: tuple[int, int] | None = None
+
+    @property
+    def pace_ms(self) -> float:
+        """Time of one step: the median over its reports since the last round; 0 where none measured it."""
+        measured = [work.pace_ms for work in self.works if work.pace_ms > 0.0]
+        return median(measured) if measured else 0.0
+
+    def give(self, order: StartEpoch) -> None:
+        """Send it an order."""
+        self.orders.append(order)
+        self.dealt += order.steps
+        self.is_throttled = False
+
+    def credit(self, order: StartEpoch, work: Work) -> None:
+        """Count what it did of an order; the rest is dealt anew."""
+        self.trained += work.steps
+        self.dealt -= order.steps - work.steps
+        self.works.append(work)
+        self.bad = self.bad or work.bad
+
+    def shorten(self, end: DataEnded) -> bool:
+        """Drop what the epoch does not have; whether there was any."""
+        is_cut = False
+        for index, order in enumerate(self.orders):
+            kept = self.orders[index] = order.until(end)
+            self.dealt -= order.steps - kept.steps
+            is_cut = is_cut or kept.batches != order.batches
+        return is_cut
+
+    def check(self) -> None:
+        """Check that the counts agree.
+
+        Raises:
+            ProtocolError: They do not.
+        """
+        if not self.mean <= self.snapshot <= self.dealt or self.trained > self.dealt:
+            raise ProtocolError(f"counts out of order: {self}")
+        if len(self.orders) > AHEAD:
+            raise ProtocolError(f"{len(self.orders)} orders are out, {AHEAD} may be")

@@ -1,0 +1,402 @@
+"""Asynchronous rounds: snapshots are averaged while the ranks train on, and nobody waits.
+
+Batches go out in small orders, two per rank, so that a rank always has the next one. A round is opened when
+every rank has taken its count of steps or cannot move; it passes through three states, each left by facts
+alone: snapshots are collected, averaged, applied. What has to happen to all ranks at once (a pause, a stop, a
+new learning rate, the end) is a blocking round at the gate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from flowdp.errors import ProtocolError
+from flowdp.machine.async_rank import AHEAD, RankState
+from flowdp.machine.async_round import Blocking, SnapshotRound
+from flowdp.machine.epochs import Epochs
+from flowdp.machine.round_record import rebalanced, round_ended, why
+from flowdp.policy.cadence import Cadence
+from flowdp.policy.drift import DriftReport
+from flowdp.policy.lead import Overshoot, lead_room
+from flowdp.policy.ledger import ENDLESS
+from flowdp.protocol.commands import Average, Command, Hurry, RoundAbandoned, RoundEnded, Send
+from flowdp.protocol.messages import (
+    Averaged,
+    DataEnded,
+    Fact,
+    Pace,
+    RequestParams,
+    SnapshotReady,
+    StartEpoch,
+    StepsDone,
+    SyncAck,
+    SyncNow,
+    Throttle,
+    Update,
+    Updated,
+    Work,
+)
+from flowdp.protocol.position import Position
+
+__all__ = ["SnapshotRounds"]
+
+ORDER_MS = 10.0
+"""Steps go out in orders of about this time. Only a finished order tells that a count is full: with long
+ones a slow rank's round grows, and the fast ranks reach their limit."""
+
+ORDERS_PER_ROUND = 4
+"""A rank's count goes out in at least this many orders."""
+
+SNAPSHOT_TIMEOUT_MS = 5000.0
+"""How long a round waits for its snapshots; doubled when that was too short, halved when it was not."""
+
+
+class SnapshotRounds:
+    """Deals batches in small orders and runs rounds beside the training.
+
+    Args:
+        epochs: Ledgers and tallies.
+        cadence: Counts per rank.
+        world_size: Ranks, at least 2.
+
+    Attributes:
+        global_step: Steps of all ranks in the means applied so far.
+        limit: Of no use here, where orders are small.
+        bad: Ranks that had left the numbers at the last meeting -> (epoch, batch) where that began, if known.
+            Consumed by the coordinator.
+    """
+
+    def __init__(self, epochs: Epochs, cadence: Cadence, world_size: int) -> None:
+        self.epochs = epochs
+        self.cadence = cadence
+        self.world_size = world_size
+        self.global_step = 0
+        self.limit: int | None = None
+        self.bad: dict[int, tuple[int, int] | None] = {}
+        self._is_bad = False  # some rank has said so since the last meeting
+        self._ranks = [RankState() for _ in range(world_size)]
+        self._overshoot = Overshoot(ENDLESS if epochs.batches is None else epochs.batches)
+        self._round: SnapshotRound | None = None
+        self._blocking: Blocking | None = None
+        self._next_round = 0
+        self._plan = 0
+        self._timeout_ms = SNAPSHOT_TIMEOUT_MS
+        self._met_dealt = 0  # batches dealt until the last blocking round: nothing since, nothing to meet for
+        self._round_start_ms = math.nan
+        self._told_share: tuple[float, ...] = (1.0 / world_size,) * world_size
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no order and no round is out."""
+        return self._round is None and self._blocking is None and not self._is_dirty
+
+    @property
+    def anchor(self) -> int:
+        """Steps of the slowest rank in a round."""
+        return self.cadence.anchor
+
+    @property
+    def wants_meeting(self) -> bool:
+        """Whether the ranks must meet before anything else: one of them has left the numbers."""
+        return self._is_bad and self._is_dirty
+
+    @property
+    def next_round(self) -> int:
+        """Number of the next round, where none is under way."""
+        return self._next_round
+
+    @property
+    def pace_ms(self) -> tuple[float, ...]:
+        """Time of one step per rank; 0 where not measured. Shape (world_size,)."""
+        return self.cadence.el_che.ms_per_batch
+
+    def resume(self, position: Position) -> None:
+        """Begin where another run stood; what it measured counts where the ranks are as many."""
+        self.global_step, self._next_round = position.global_step, position.round
+        if position.anchor is not None and len(position.pace_ms) == self.world_size == position.world_size:
+            self.cadence.restore(position.anchor, position.pace_ms, position.drifts)
+
+    @property
+    def _is_dirty(self) -> bool:
+        # An order that has become empty is still answered.
+        is_out = any(rank.orders for rank in self._ranks)
+        return is_out or sum(rank.dealt for rank in self._ranks) > self._met_dealt
+
+    # ------------------------------------------------------------------ facts
+    def take(self, fact: Fact, now_ms: float) -> list[Command]:
+        """Take a fact that concerns rounds."""
+        match fact:
+            case StepsDone():
+                self._take_work(fact)
+            case SnapshotReady():
+                # An answer to an abandoned round comes late and belongs nowhere; its rank may be sound again.
+                if self._round is not None and self._round.number == fact.round:
+                    self._is_bad |= fact.bad
+                    self._round.snapshots[fact.rank] = fact
+                    rank = self._ranks[fact.rank]
+                    rank.snapshot = rank.mean + fact.steps
+            case Averaged():
+                if self._round is not None and self._round.number == fact.round:
+                    self._round.averaged = fact
+                    return self._apply(self._round)
+            case Updated():
+                if self._round is None or self._round.number != fact.round:
+                    raise ProtocolError(f"{fact} while {self._round} is under way")
+                self._round.updated.add(fact.rank)
+                if len(self._round.updated) == self.world_size:
+                    return self._end_round(self._round, now_ms)
+            case SyncAck():
+                return self._take_ack(fact, now_ms)
+            case _:
+                raise ProtocolError(f"asynchronous rounds know no {fact}")
+        return []
+
+    def _take_work(self, fact: StepsDone) -> None:
+        rank = self._ranks[fact.rank]
+        order = rank.orders.popleft() if rank.orders else None
+        if order is None or (order.plan, order.epoch) != (fact.plan, fact.work.epoch):
+            raise ProtocolError(f"unexpected {fact}: the oldest order of rank {fact.rank} is {order}")
+        self._credit(fact.rank, order, fact.work)
+
+    def _credit(self, rank: int, order: StartEpoch, work: Work, wait_ms: float = 0.0) -> None:
+        self._is_bad |= work.bad is not None
+        self.epochs.settle(order.epoch, rank, order.batches, work.steps)
+        self.epochs.record(rank, work, wait_ms=wait_ms)
+        self._ranks[rank].credit(order, work)
+
+    def end(self, end: DataEnded) -> list[Command]:
+        """Shorten what is out of an epoch; an order that becomes empty is answered, too."""
+        return [Send(rank, end) for rank, state in enumerate(self._ranks) if state.shorten(end)]
+
+    # ------------------------------------------------------------------ decisions
+    def decide(self, now_ms: float, *, hold: bool, meet: bool) -> list[Command]:
+        """Deal orders, open a round, or call a blocking one.
+
+        Args:
+            now_ms: The time.
+            hold: Nothing new: the user wants to stop or to stand still.
+            meet: All ranks shall meet at the gate soon.
+        """
+        if self._blocking is not None:
+            # The last one waits for whatever is dealt, which a stop or a pause does not.
+            if not hold or self._blocking.is_hurried:
+                return []
+            self._blocking.is_hurried = True
+            return [Hurry(self._blocking.number)]
+        commands: list[Command] = []
+        # Before the first step since the last meeting there is nothing to meet for.
+        meet = (hold or meet) and self._is_dirty
+        if not hold and not meet:
+            commands += self._deal(now_ms)
+        round_ = self._round
+        if round_ is not None and not round_.is_averaging:
+            if len(round_.snapshots) == self.world_size and not self._is_bad:
+                round_.is_averaging = True
+                self._timeout_ms = max(SNAPSHOT_TIMEOUT_MS, self._timeout_ms / 2)
+                return [*commands, Average(round_.number, round_.samples(self.world_size))]
+            is_late = now_ms >= round_.deadline_ms
+            if not (is_late or meet):
+                return commands
+            self._timeout_ms *= 2 if is_late else 1
+            commands.append(self._abandon(round_))
+        elif round_ is not None:
+            return commands
+        if self._is_dirty and (meet or self.epochs.is_exhausted):
+            return commands + self._meet(is_hurried=meet)
+        if not hold and self._is_due():
+            commands += self._open_round(now_ms)
+        return commands
+
+    def deadline_ms(self) -> float | None:
+        """When `decide` wants to be asked again: a snapshot is overdue then."""
+        return None if self._round is None or self._round.is_averaging else self._round.deadline_ms
+
+    def _deal(self, now_ms: float) -> list[Command]:
+        commands: list[Command] = []
+        counts, pace_ms = self.cadence.quotas, self.cadence.ms_per_step
+        measured = zip(counts, self.cadence.el_che.ms_per_batch, strict=True)
+        sizes = [math.ceil(min(n / ORDERS_PER_ROUND, ORDER_MS / ms if ms else n)) for n, ms in measured]
+        # Those that would finish first are served first, so the end of the data goes to the fast ones.
+        for rank in sorted(range(self.world_size), key=pace_ms.__getitem__):
+            state = self._ranks[rank]
+            while len(state.orders) < AHEAD:
+                room = self._room(rank, counts)
+                ledger = self.epochs.dealing(now_ms)
+                if room <= 0 or ledger is None:
+                    if not state.is_throttled and not state.orders:
+                        reason = "no data" if ledger is None else "at its lead limit"
+                        state.is_throttled = True
+                        commands.append(Send(rank, Throttle(reason)))
+                    break
+                whole = sum(size * group for size, group in zip(sizes, ledger.groups, strict=True))
+                size = min(sizes[rank], room) if ledger.remaining > whole else 1
+                quotas = [size if r == rank else 0 for r in range(self.world_size)]
+                batches = ledger.deal(quotas, pace_ms)[rank]
+                pace = Pace(sum(counts), counts[rank])
+                order = StartEpoch(
+                    self._plan,
+                    ledger.epoch,
+                    batches,
+                    pace=pace,
+                    metric=self.epochs.metric,
+                    group=ledger.groups[rank],
+                )
+                state.give(order)
+                commands.append(Send(rank, order))
+        return commands
+
+    def _room(self, rank: int, counts: tuple[int, ...]) -> int:
+        """How many more steps may be dealt to a rank, by what it has done since its last snapshot."""
+        ahead = counts[rank] + self._overshoot.value - (self._ranks[rank].dealt - self._ranks[rank].snapshot)
+        lead = self.cadence.options.max_batch_diff
+        if lead is None:
+            return ahead
+        room = lead_room(
+            [state.dealt - state.snapshot for state in self._ranks],
+            [state.trained - state.snapshot for state in self._ranks],
+            [self._may_move(state) for state in self._ranks],
+            lead,
+        )[rank]
+        return ahead if room is None else room
+
+    def _may_move(self, state: RankState) -> bool:
+        """Whether a rank is not held back by the data: it has orders, or could get some."""
+        return bool(state.orders) or not self.epochs.is_exhausted
+
+    def _is_due(self) -> bool:
+        steps = 0
+        for state, count in zip(self._ranks, self.cadence.quotas, strict=True):
+            done = state.trained - state.snapshot
+            steps += done
+            if done < count and state.orders:
+                return False
+        return steps > 0
+
+    def _open_round(self, now_ms: float) -> list[Command]:
+        self._round = SnapshotRound(self._next_round, now_ms + self._timeout_ms)
+        self._next_round += 1
+        return [Send(rank, RequestParams(self._round.number)) for rank in range(self.world_size)]
+
+    def _abandon(self, round_: SnapshotRound) -> Command:
+        """Give the round up; its steps stay with their ranks, and count in the next one."""
+        for state in self._ranks:
+            state.snapshot = state.mean
+        self._round = None
+        return RoundAbandoned(round_.number, round_.missing(self.world_size))
+
+    def _meet(self, is_hurried: bool) -> list[Command]:
+        number = self._next_round
+        self._blocking, self._next_round = Blocking(number, is_hurried), number + 1
+        # The meeting belongs to the epoch whose batches are behind it, if any are.
+        epoch = max((rank.orders[-1].epoch for rank in self._ranks if rank.orders), default=self.epochs.done)
+        sync = SyncNow(number, 0, 1, self.global_step, 0)
+        orders: list[Command] = [
+            Send(rank, StartEpoch(self._plan, epoch, (), sync)) for rank in range(self.world_size)
+        ]
+        return [*orders, Hurry(number)] if is_hurried else orders
+
+    # ------------------------------------------------------------------ rounds
+    def _apply(self, round_: SnapshotRound) -> list[Command]:
+        self.global_step += sum(snapshot.steps for snapshot in round_.snapshots.values())
+        return [Send(rank, Update(round_.number, self.global_step)) for rank in range(self.world_size)]
+
+    def _end_round(self, round_: SnapshotRound, now_ms: float) -> list[Command]:
+        averaged = round_.averaged
+        if averaged is None:
+            raise ProtocolError(f"round {round_.number} was applied before it was averaged")
+        steps = [round_.snapshots[rank].steps for rank in range(self.world_size)]
+        for state, taken in zip(self._ranks, steps, strict=True):
+            state.mean += taken
+        paces = [state.pace_ms for state in self._ranks]
+        reason = self.cadence.measured(paces, steps, averaged.sync_ms, averaged.drifts or None)
+        self._overshoot.averaged(self.cadence.action)
+        drift = DriftReport(averaged.drifts).max_drift if averaged.drifts else None
+        self._round = None
+        samples = round_.samples(self.world_size)
+        record = self._record(round_.number, steps, samples, averaged.sync_ms, drift, reason, now_ms)
+        share = rebalanced(self._told_share, self.cadence.quotas)
+        self._told_share = share or self._told_share
+        return [replace(record, param_norm=averaged.norm, share=share)]
+
+    def _take_ack(self, ack: SyncAck, now_ms: float) -> list[Command]:
+        blocking = self._blocking
+        if blocking is None or blocking.number != ack.outcome.round or ack.rank in blocking.acks:
+            raise ProtocolError(f"unexpected {ack}: {blocking} is under way")
+        blocking.acks[ack.rank] = ack
+        if len(blocking.acks) < self.world_size:
+            return []
+        outcome = blocking.outcome()
+        for rank, state in enumerate(self._ranks):
+            theirs = blocking.acks[rank]
+            if state.orders:
+                self._credit(rank, state.orders.popleft(), theirs.work, theirs.wait_ms)
+            for order in state.orders:
+                self.epochs.settle(order.epoch, rank, order.batches, 0)
+                state.dealt -= order.steps
+            state.orders.clear()
+            state.mean = state.snapshot = state.trained
+        self.epochs.fold()
+        self.global_step = outcome.global_step
+        self._blocking = None
+        self.bad = {rank: self._ranks[rank].bad for rank in outcome.bad}
+        self._is_bad = False
+        for state in self._ranks:
+            state.bad = None
+        if outcome.voids:
+            self._plan += 1
+        self._met_dealt = sum(rank.dealt for rank in self._ranks)
+        sync_ms = max(theirs.sync_ms for theirs in blocking.acks.values())
+        reason = why(outcome) or "meeting"
+        return [self._record(outcome.round, outcome.steps, outcome.samples, sync_ms, None, reason, now_ms)]
+
+    def _record(
+        self,
+        number: int,
+        steps: Sequence[int],
+        samples: Sequence[int],
+        sync_ms: float,
+        drift: float | None,
+        reason: str,
+        now_ms: float,
+    ) -> RoundEnded:
+        works = [state.works for state in self._ranks]
+        flat = [work for theirs in works for work in theirs]
+        epoch = max((work.epoch for work in flat), default=self.epochs.done)
+        epoch = self.epochs.close_round(epoch, sync_ms, drift, 1)
+        start_ms, self._round_start_ms = self._round_start_ms, now_ms
+        record = round_ended(
+            works,
+            round=number,
+            rounds=1,
+            epoch=epoch,
+            global_step=self.global_step,
+            steps=steps,
+            samples=samples,
+            lr=flat[-1].lr if flat else 0.0,
+            wall_ms=0.0 if math.isnan(start_ms) else now_ms - start_ms,
+            wait_ms=(0.0,) * self.world_size,
+            sync_ms=sync_ms,
+            anchor=self.anchor,
+            drift=drift,
+            reason=reason,
+        )
+        for state in self._ranks:
+            state.works = []
+        return record
+
+    def check(self) -> None:
+        """Check that what is out is what the ledgers say.
+
+        Raises:
+            ProtocolError: It is not.
+        """
+        out: dict[int, int] = {}
+        for state in self._ranks:
+            for order in state.orders:
+                out[order.epoch] = out.get(order.epoch, 0) + len(order.batches)
+            state.check()
+        for epoch, batches in out.items():
+            if batches and self.epochs.of(epoch).dealt != batches:
+                raise ProtocolError(f"epoch {epoch}: {batches} batches are out, the ledger says otherwise")

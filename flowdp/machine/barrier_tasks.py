@@ -1,0 +1,290 @@
+"""What is done while all ranks stand still: healing, evaluating, putting down what a checkpoint keeps.
+
+Between two rounds, with nothing dealt, the replicas are equal and orders cannot be obeyed in different
+rounds: then an order in the inbox is enough. One thing is done after the other, each in two halves, the
+orders and the answers of all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from flowdp.errors import ProtocolError
+from flowdp.policy.monitor import Best, Monitor, judge
+from flowdp.policy.tally import EpochMetrics, evaluation_means
+from flowdp.protocol.commands import Command, CutEvaluation, EpochEnded, Fail, Save, Send
+from flowdp.protocol.messages import Adopt, Adopted, Capture, Captured, Duty, Evaluate, Evaluated, Evaluation
+from flowdp.protocol.position import Position
+
+__all__ = ["MINUTE_MS", "Duties", "SavePlan", "Standstill"]
+
+
+MINUTE_MS = 60_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """When checkpoints are due, beside those that are asked for and the last one of a run.
+
+    Attributes:
+        every: After so many ...
+        unit: ... of these; "step" is one of all ranks.
+    """
+
+    every: float
+    unit: Literal["epoch", "step", "minute"]
+
+
+@dataclass(frozen=True, slots=True)
+class Duties:
+    """What a run has to do at its standstills.
+
+    Attributes:
+        save: When a checkpoint is due; None: only when it is asked for.
+        eval_every: Epochs between two evaluations; None: there are none.
+        monitor: What ends the run when it does not get better; None: nothing.
+        keeps_best: What the ranks have at the best epoch is kept.
+        is_saved: What the run begins from is a checkpoint in its own folder.
+        inside: A run can go on inside an epoch, too: its last checkpoint may lie there.
+    """
+
+    save: SavePlan | None = None
+    eval_every: int | None = None
+    monitor: Monitor | None = None
+    keeps_best: bool = False
+    is_saved: bool = False
+    inside: bool = True
+
+    def evaluates(self, epoch: int) -> bool:
+        """Whether an evaluation follows this epoch."""
+        return self.eval_every is not None and (epoch + 1) % self.eval_every == 0
+
+    def saves(self, epoch: int) -> bool:
+        """Whether a checkpoint follows this epoch."""
+        save = self.save
+        return save is not None and save.unit == "epoch" and (epoch + 1) % save.every == 0
+
+    def halts(self, epoch: int) -> bool:
+        """Whether all ranks stand still behind this epoch."""
+        return self.evaluates(epoch) or self.saves(epoch) or self.monitor is not None
+
+
+@dataclass(slots=True)
+class _Asked:
+    """An order that is out."""
+
+    duty: Duty
+    waits_for: set[int]
+    results: list[Evaluation] = field(default_factory=list)
+    is_cut: bool = False
+
+
+class Standstill:
+    """Decides what is due, and does it when the ranks stand still.
+
+    Args:
+        duties: Of the run.
+        position: Where it begins; None: at the beginning.
+
+    Attributes:
+        versions: Checkpoints so far, those of the run that this one continues included.
+    """
+
+    def __init__(self, duties: Duties, position: Position | None = None) -> None:
+        self.versions = 0 if position is None else position.versions
+        self._duties = duties
+        self._best = Best() if position is None else position.best
+        self._best_before: dict[int, Best] = {}  # each epoch that was reported
+        self._ended: list[EpochMetrics] = []  # complete, and not reported yet
+        self._to_heal: tuple[int, ...] = ()
+        self._asked: _Asked | None = None
+        self._evaluations = self._captures = 0
+        self._wishes = self._asked_wishes = self._answered = 0  # for a snapshot
+        self._wants_save = self._is_best = self._is_late = False
+        self._saved_step = position.global_step if position is not None and duties.is_saved else -1
+        self._next_step = 0
+        self._next_ms = math.inf
+
+    def best(self, epochs: int) -> Best:
+        """What the monitored number had come to in so many epochs; no fewer than this run began with."""
+        return self._best_before.get(epochs, self._best)
+
+    @property
+    def is_enough(self) -> bool:
+        """What is monitored has not got better for long enough: the run shall end."""
+        monitor = self._duties.monitor
+        return monitor is not None and monitor.patience is not None and self._best.bad >= monitor.patience
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the ranks shall stand still, or do for the sake of this."""
+        wants_capture = self._wants_save or self._is_best or self._answered < self._wishes
+        return bool(self._asked or self._to_heal or self._ended) or wants_capture
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether an answer is out: every rank's part is needed."""
+        return self._asked is not None
+
+    @property
+    def limit(self) -> int | None:
+        """The global step at which the next checkpoint is due; None: none is, at a step."""
+        save = self._duties.save
+        return None if save is None or save.unit != "step" else self._next_step
+
+    def deadline_ms(self) -> float | None:
+        """When the next checkpoint is due by the clock."""
+        return None if math.isinf(self._next_ms) else self._next_ms
+
+    # ------------------------------------------------------------------ what is due
+    def begin(self, now_ms: float, global_step: int) -> None:
+        """The run begins."""
+        self._plan_steps(global_step)
+        self._plan_minutes(now_ms)
+
+    def wish(self, what: Literal["checkpoint", "snapshot"]) -> None:
+        """The user asks for something."""
+        if what == "checkpoint":
+            self._wants_save = True
+        else:
+            self._wishes += 1
+
+    def end(self, global_step: int) -> bool:
+        """The run is about to end; whether a last checkpoint comes first."""
+        if self._duties.save is not None and self._saved_step != global_step:
+            self._wants_save = True
+        return self._wants_save
+
+    def heal(self, bad: Sequence[int]) -> None:
+        """These replicas have left the numbers."""
+        self._to_heal = tuple(bad)
+
+    def ended(self, metrics: EpochMetrics) -> list[Command]:
+        """An epoch is complete; it is reported at once, or when its evaluation is."""
+        if not self._ended and not self._duties.halts(metrics.epoch):
+            return [EpochEnded(metrics)]
+        self._ended.append(metrics)
+        return []
+
+    def look(self, now_ms: float, global_step: int) -> None:
+        """See whether a checkpoint is due by steps or minutes; no second one of the same step is."""
+        if now_ms >= self._next_ms:
+            self._is_late, self._next_ms = True, math.inf
+        is_due = self._is_late or (self.limit is not None and global_step >= self.limit)
+        self._wants_save |= is_due and global_step != self._saved_step
+
+    # ------------------------------------------------------------------ answers
+    def take(self, fact: Evaluated | Captured | Adopted) -> None:
+        """Take an answer.
+
+        Raises:
+            ProtocolError: Nobody asked.
+        """
+        kinds = {Evaluated: Evaluate, Captured: Capture, Adopted: Adopt}
+        asked = self._asked
+        if asked is None or not isinstance(asked.duty, kinds[type(fact)]) or fact.rank not in asked.waits_for:
+            raise ProtocolError(f"unexpected {fact}: {asked} is under way")
+        asked.waits_for.discard(fact.rank)
+        if isinstance(fact, Evaluated):
+            asked.results += fact.results
+
+    # ------------------------------------------------------------------ doing
+    def decide(
+        self, now_ms: float, present: Sequence[int], stand: Callable[[], Position], *, leaves: bool
+    ) -> list[Command]:
+        """Go on with what is to be done; the ranks stand still.
+
+        Args:
+            now_ms: The time.
+            present: The ranks that are there, at least one of them sound.
+            stand: Says where the run stands.
+            leaves: The run shall end: no evaluation, and one under way is cut short.
+        """
+        commands: list[Command] = []
+        while self.is_wanted and not any(isinstance(command, Fail) for command in commands):
+            asked = self._asked
+            if asked is not None and asked.waits_for:
+                if leaves and isinstance(asked.duty, Evaluate) and not asked.is_cut:
+                    asked.is_cut = True
+                    commands.append(CutEvaluation())
+                return commands
+            self._asked = None
+            if asked is not None:
+                commands += self._finish(asked, now_ms, stand)
+            else:
+                commands += self._next(present, leaves=leaves)
+        return commands
+
+    def _next(self, present: Sequence[int], *, leaves: bool) -> list[Command]:
+        """Begin what comes first."""
+        if self._to_heal:
+            bad, self._to_heal = self._to_heal, ()
+            donor = next(rank for rank in present if rank not in bad)
+            return self._ask(Adopt(donor), [rank for rank in present if rank in bad])
+        if self._ended:
+            metrics = self._ended[0]
+            if self._duties.evaluates(metrics.epoch) and not leaves:
+                self._evaluations += 1
+                return self._ask(Evaluate(metrics.epoch, self._evaluations - 1), present)
+            return self._report(self._ended.pop(0))
+        self._asked_wishes = self._wishes
+        self._captures += 1
+        return self._ask(Capture(self._captures - 1, present[0]), present)
+
+    def _ask(self, duty: Duty, ranks: Sequence[int]) -> list[Command]:
+        self._asked = _Asked(duty, set(ranks))
+        return [Send(rank, duty) for rank in ranks]
+
+    def _finish(self, asked: _Asked, now_ms: float, stand: Callable[[], Position]) -> list[Command]:
+        """All answers are there."""
+        match asked.duty:
+            case Evaluate():
+                metrics = self._ended.pop(0)
+                means = {} if asked.is_cut else evaluation_means(asked.results)
+                return self._report(replace(metrics, eval=means))
+            # An epoch whose end was read meanwhile is evaluated and reported first; then it is captured anew.
+            case Capture() if not self._ended:
+                return [self._save(asked.duty, now_ms, stand)]
+        return []
+
+    def _report(self, metrics: EpochMetrics) -> list[Command]:
+        """Report an epoch, and see what it means."""
+        commands: list[Command] = [EpochEnded(metrics)]
+        self._best_before[metrics.epoch] = self._best
+        monitor = self._duties.monitor
+        if monitor is not None:
+            evaluates = self._duties.eval_every is not None
+            self._best, verdict = judge(self._best, monitor, metrics, evaluates=evaluates)
+            self._is_best = verdict.is_best and self._duties.keeps_best
+            if verdict.error is not None:
+                commands.append(Fail(verdict.error, kind="option"))
+        self._wants_save |= self._duties.saves(metrics.epoch)
+        return commands
+
+    def _save(self, capture: Capture, now_ms: float, stand: Callable[[], Position]) -> Command:
+        is_due, self._wants_save = self._wants_save, False
+        is_best, self._is_best = self._is_best, False
+        self._is_late &= not is_due
+        self.versions += is_due
+        self._answered = self._asked_wishes
+        position = stand()
+        if is_due:
+            self._saved_step = position.global_step
+            self._plan_steps(position.global_step)
+            self._plan_minutes(now_ms)
+        version = self.versions if is_due else None
+        return Save(capture.number, position, version, self._answered, capture.model, is_best)
+
+    def _plan_steps(self, global_step: int) -> None:
+        save = self._duties.save
+        if save is not None and save.unit == "step":
+            every = int(save.every)
+            self._next_step = (global_step // every + 1) * every
+
+    def _plan_minutes(self, now_ms: float) -> None:
+        save = self._duties.save
+        if save is not None and save.unit == "minute":
+            self._next_ms = now_ms + save.every * MINUTE_MS

@@ -1,0 +1,131 @@
+"""The gate's decision, as pure code: who takes part in a round, and what all of them do next.
+
+Orders that ranks must agree on travel no other way. Read from inboxes, each natural reading of a stop order
+deadlocks or is obeyed in different rounds by different ranks; taken by the last arrival, once, it cannot.
+`threads/gate.py` puts a lock around this state, `sim/` runs it as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from flowdp.errors import CollectiveAborted, ProtocolError
+from flowdp.protocol.messages import Arrival, Directives, Outcome
+
+__all__ = ["GateState", "decide"]
+
+
+def decide(
+    arrivals: Mapping[int, Arrival], directives: Directives, world_size: int, left: tuple[int, ...] = ()
+) -> Outcome:
+    """The outcome of a round all of whose members stand in the gate.
+
+    Args:
+        arrivals: Member -> how it came. Not empty.
+        directives: What stands at the gate at this moment.
+        world_size: Ranks of the run, those that left included.
+        left: Ranks that left since the last outcome.
+
+    Raises:
+        ProtocolError: The members mean different rounds, or count from different steps.
+    """
+    members = tuple(sorted(arrivals))
+    first = arrivals[members[0]]
+    for arrival in arrivals.values():
+        if (arrival.round, arrival.global_step) != (first.round, first.global_step):
+            raise ProtocolError(f"ranks meet in different rounds: {first} and {arrival}")
+        if arrival.together != first.together:
+            raise ProtocolError(f"ranks meet for rounds of different kinds: {first} and {arrival}")
+    steps, samples = [0] * world_size, [0] * world_size
+    for rank in members:
+        arrival = arrivals[rank]
+        steps[rank], samples[rank] = arrival.steps, 0 if arrival.bad else arrival.samples
+    taken = min(1, sum(steps)) if first.together else sum(steps)
+    return Outcome(
+        round=first.round,
+        global_step=first.global_step + taken,
+        members=members,
+        steps=tuple(steps),
+        samples=tuple(samples),
+        stop=directives.stop,
+        pause=directives.pause,
+        lr=directives.lr,
+        hurried=any(arrival.left for arrival in arrivals.values()),
+        left=left,
+        # A mean of one replica is that replica; a distance of 0 would tell the guard that all is well.
+        drift=sum(map(bool, samples)) > 1 and any(arrival.drift for arrival in arrivals.values()),
+        # A stop makes this the last round, which nobody knew when it was armed.
+        compare=any(arrival.compare for arrival in arrivals.values()) or (first.together and directives.stop),
+        halt=directives.halt,
+        bad=tuple(rank for rank in members if arrivals[rank].bad or arrivals[rank].was_bad),
+        late=all(arrival.late for arrival in arrivals.values()),
+    )
+
+
+class GateState:
+    """Members, arrivals and directives of the gate.
+
+    After `enter`, `leave`: an `Outcome` in the answer completes the round; hand it to every one of its
+    members, and to nobody twice. None: the round is still open.
+
+    Attributes:
+        members: Ranks that every further round needs.
+        arrivals: Who stands in the open round.
+        directives: What the next outcome will say.
+        error: Why the gate was aborted; None while it is open.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.members = set(range(world_size))
+        self.arrivals: dict[int, Arrival] = {}
+        self.directives = Directives()
+        self.error: str | None = None
+        self._left: list[int] = []
+
+    def enter(self, arrival: Arrival) -> Outcome | None:
+        """Take an arrival.
+
+        Raises:
+            CollectiveAborted: The gate was aborted.
+            ProtocolError: The rank is no member, or already inside.
+        """
+        if self.error is not None:
+            raise CollectiveAborted(self.error)
+        if arrival.rank not in self.members:
+            raise ProtocolError(f"rank {arrival.rank} entered the gate after it left")
+        if arrival.rank in self.arrivals:
+            raise ProtocolError(f"rank {arrival.rank} entered round {arrival.round} twice")
+        self.arrivals[arrival.rank] = arrival
+        return self._complete()
+
+    def leave(self, rank: int) -> Outcome | None:
+        """A rank takes no part in the open round, nor in a later one. Leaving twice changes nothing."""
+        if rank in self.members:
+            self.members.discard(rank)
+            self.arrivals.pop(rank, None)
+            self._left.append(rank)
+        return self._complete()
+
+    def abort(self, reason: str) -> None:
+        """Close the gate for ever; the first reason stays."""
+        if self.error is None:
+            self.error = reason
+            self.arrivals.clear()
+
+    def direct(self, directives: Directives) -> None:
+        """Replace what the next outcome will say; a learning rate stays until it is told or replaced."""
+        if directives.lr is None:
+            directives = replace(directives, lr=self.directives.lr)
+        self.directives = directives
+
+    def _complete(self) -> Outcome | None:
+        if self.error is not None or not self.arrivals or len(self.arrivals) < len(self.members):
+            return None
+        outcome = decide(self.arrivals, self.directives, self.world_size, tuple(self._left))
+        self.arrivals = {}
+        self._left = []
+        # A stop holds until the run ends; the other wishes are fulfilled by one outcome.
+        self.directives = replace(self.directives, pause=False, halt=False, lr=None)
+        return outcome

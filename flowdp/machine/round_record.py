@@ -1,0 +1,89 @@
+"""Records of rounds, for those who watch: built from what the ranks say that they did."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from flowdp.policy.tally import joined_norms, mean_and_largest
+from flowdp.protocol.commands import RoundEnded
+from flowdp.protocol.messages import Outcome, Work
+
+__all__ = ["mean_loss", "rebalanced", "round_ended", "why"]
+
+MOVED = 0.02
+"""Change of a share that is reported: quotas are whole steps, and vary by one."""
+
+
+def mean_loss(works: Sequence[Work]) -> float:
+    """Mean over the samples of several pieces of work; NaN without any."""
+    samples = sum(work.losses[1] for work in works)
+    return math.fsum(work.losses[0] for work in works) / samples if samples else math.nan
+
+
+def round_ended(
+    works: Sequence[Sequence[Work]],
+    *,
+    round: int,
+    rounds: int,
+    epoch: int,
+    global_step: int,
+    steps: Sequence[int],
+    samples: Sequence[int],
+    lr: float,
+    wall_ms: float,
+    wait_ms: Sequence[float],
+    sync_ms: float,
+    anchor: int,
+    drift: float | None,
+    reason: str,
+    param_norm: float | None = None,
+    share: Sequence[float] = (),
+) -> RoundEnded:
+    """The record of a round, or of the rounds of one order together.
+
+    `works` is what each rank has reported since the record before, shape (world_size, reports); the rest are
+    fields of `RoundEnded`.
+    """
+    norms = joined_norms(work.norms for theirs in works for work in theirs)
+    grad_norm, grad_norm_max = mean_and_largest(norms)
+    return RoundEnded(
+        round=round,
+        rounds=rounds,
+        epoch=epoch,
+        global_step=global_step,
+        steps=tuple(steps),
+        samples=tuple(samples),
+        loss=mean_loss([work for theirs in works for work in theirs]),
+        lr=lr,
+        wall_ms=wall_ms,
+        busy_ms=tuple(math.fsum(work.busy_ms for work in theirs) for theirs in works),
+        data_ms=tuple(math.fsum(work.data_ms for work in theirs) for theirs in works),
+        wait_ms=tuple(wait_ms),
+        sync_ms=sync_ms,
+        anchor=anchor,
+        drift=drift,
+        reason=reason,
+        grad_norm=grad_norm,
+        grad_norm_max=grad_norm_max,
+        param_norm=param_norm,
+        share=tuple(share),
+    )
+
+
+def rebalanced(told: Sequence[float], weights: Sequence[float]) -> tuple[float, ...]:
+    """The shares that these weights mean, where they differ from those that were told last; else empty."""
+    whole = math.fsum(weights)
+    shares = tuple(weight / whole for weight in weights) if whole else ()
+    moved = [abs(one - two) for one, two in zip(told, shares, strict=False)]
+    return shares if max(moved, default=0.0) >= MOVED else ()
+
+
+def why(outcome: Outcome) -> str:
+    """What made a round other than an ordinary one, in words; "" where nothing did."""
+    if outcome.left:
+        return f"rank {', '.join(map(str, outcome.left))} left"
+    if outcome.bad:
+        return f"rank {', '.join(map(str, outcome.bad))} had left the numbers"
+    wishes = {"stop": outcome.stop, "pause": outcome.pause, "halt": outcome.halt, "hurried": outcome.hurried}
+    return next((wish for wish, is_there in wishes.items() if is_there), "")

@@ -1,0 +1,252 @@
+"""What the coordinator's machine asks of its shell: frozen records, no tensors.
+
+Durations are milliseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flowdp.policy.tally import EpochMetrics
+from flowdp.protocol.messages import Directives, Order
+from flowdp.protocol.position import Position
+
+__all__ = [
+    "AbortGate",
+    "Average",
+    "Command",
+    "CutEvaluation",
+    "Direct",
+    "EpochEnded",
+    "Fail",
+    "Finish",
+    "Hurry",
+    "LeaveGate",
+    "Paused",
+    "Quarantined",
+    "RoundAbandoned",
+    "RoundEnded",
+    "Save",
+    "Send",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Put this order into the inbox of that rank."""
+
+    rank: int
+    order: Order
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """Put these directives at the gate."""
+
+    directives: Directives
+
+
+@dataclass(frozen=True, slots=True)
+class Hurry:
+    """Set the gate's hurry: members of rounds up to this one come with the steps they have."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbortGate:
+    """Release everybody who stands in the gate with an error."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """Average the snapshots of a round on the helper thread (async).
+
+    Attributes:
+        round: The round.
+        samples: Weight per rank. Shape (world_size,).
+    """
+
+    round: int
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundAbandoned:
+    """The snapshots of a round did not come in time, or nobody needs them any more (async).
+
+    Attributes:
+        round: Which.
+        missing: The ranks whose snapshots did not come.
+    """
+
+    round: int
+    missing: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEnded:
+    """A record for those who watch: one round, or the rounds of one order together.
+
+    Attributes:
+        round: Number of the last of them.
+        rounds: How many.
+        epoch: The epoch towards which they count: that of their batches or, where its record came before a
+            mean was there (async), the next one.
+        global_step: Steps of all ranks after them.
+        steps: Steps per rank. Shape (world_size,).
+        samples: Samples per rank. Shape (world_size,).
+        loss: Mean over the samples; NaN without any.
+        lr: Learning rate of the first group.
+        wall_ms: From their beginning to their end.
+        busy_ms: Time in steps per rank. Shape (world_size,).
+        data_ms: Waiting for batches per rank. Shape (world_size,).
+        wait_ms: Waiting in the gate per rank. Shape (world_size,).
+        sync_ms: Averaging time of one round.
+        anchor: Steps of the slowest rank that the cadence aimed at.
+        drift: Largest over the ranks; None where not measured.
+        reason: What the guard or the gate had to say; "" for an ordinary round.
+        grad_norm: Mean over the steps of the 2-norm of the gradients before they were clipped; None without
+            `max_grad_norm`.
+        grad_norm_max: The largest of them.
+        param_norm: 2-norm of the averaged parameters; None where the drift is not measured.
+        share: Fractions of the work in the rounds to come, where the speeds measured in this one have changed
+            them; else empty. Shape (world_size,).
+    """
+
+    round: int
+    rounds: int
+    epoch: int
+    global_step: int
+    steps: tuple[int, ...]
+    samples: tuple[int, ...]
+    loss: float
+    lr: float
+    wall_ms: float
+    busy_ms: tuple[float, ...]
+    data_ms: tuple[float, ...]
+    wait_ms: tuple[float, ...]
+    sync_ms: float
+    anchor: int
+    drift: float | None = None
+    reason: str = ""
+    grad_norm: float | None = None
+    grad_norm_max: float | None = None
+    param_norm: float | None = None
+    share: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EpochEnded:
+    """An epoch is complete: every batch of it was trained and counted once.
+
+    Attributes:
+        metrics: Its record.
+    """
+
+    metrics: EpochMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveGate:
+    """Take a rank that is gone out of the gate, for good."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class CutEvaluation:
+    """The evaluation under way is not wanted any more: no rank takes another batch of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """All ranks have put down what a checkpoint keeps of them.
+
+    Attributes:
+        capture: Number of the capture.
+        position: Where the run stands.
+        version: Number of the checkpoint to write; None: none is due.
+        snapshots: Wishes for a snapshot that this answers, since the run began.
+        model: The rank that has put down the model, too.
+        is_best: What early stopping watches was never better than in the epoch that has ended.
+    """
+
+    capture: int
+    position: Position
+    version: int | None
+    snapshots: int
+    model: int = 0
+    is_best: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """All workers stand still (`value` True) or move again (False)."""
+
+    value: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The machine ends the run by a failure that it found itself; the orders to leave follow.
+
+    Attributes:
+        error: The failure in words; no thread has an exception of it, so the shell makes one.
+        kind: What kind of failure: of the averaging, of an option, or of numbers that are none any more.
+    """
+
+    error: str
+    kind: Literal["collective", "option", "numbers"] = "collective"
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """The replica of a rank had left the numbers, and was left out of the mean.
+
+    Attributes:
+        rank: Which.
+        batch: (epoch, batch) of the first step that showed it; None where the step's loss did not.
+    """
+
+    rank: int
+    batch: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The run is over and every worker has left.
+
+    Attributes:
+        error: The first failure in words, or None.
+        stopped: Whether it ended before its last step.
+        position: Where it stands, for a run that goes on from there; None of one that has failed.
+    """
+
+    error: str | None
+    stopped: bool
+    global_step: int
+    epochs_done: int
+    position: Position | None = None
+
+
+Command = (
+    Send
+    | LeaveGate
+    | CutEvaluation
+    | Quarantined
+    | Save
+    | Direct
+    | Hurry
+    | AbortGate
+    | Average
+    | RoundAbandoned
+    | RoundEnded
+    | EpochEnded
+    | Paused
+    | Fail
+    | Finish
+)

@@ -1,0 +1,387 @@
+"""What threads say to each other: frozen records, no tensors, no torch.
+
+Orders go down (imperative), facts go up (past tense), commands are what the coordinator machine asks of its
+shell. What all ranks must do in the same round is in none of them: it is decided once, at the gate, and
+comes back as an `Outcome`. Durations are milliseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from flowdp.policy.tally import Work
+from flowdp.protocol.gate import Arrival, Directives, Outcome
+from flowdp.protocol.tasks import Adopt, Adopted, Capture, Captured, Duty, Evaluate, Evaluated, Evaluation
+
+__all__ = [
+    "Abort",
+    "Adopt",
+    "Adopted",
+    "Arrival",
+    "Averaged",
+    "BatchReady",
+    "Capture",
+    "Captured",
+    "DataEnded",
+    "Directives",
+    "Duty",
+    "Evaluate",
+    "Evaluated",
+    "Evaluation",
+    "Exiting",
+    "Fact",
+    "Failed",
+    "Hurried",
+    "Order",
+    "Outcome",
+    "Pace",
+    "Part",
+    "RequestParams",
+    "Requested",
+    "Shutdown",
+    "SnapshotReady",
+    "StartEpoch",
+    "StepsDone",
+    "SyncAck",
+    "SyncNow",
+    "Throttle",
+    "Tick",
+    "Update",
+    "Updated",
+    "Work",
+    "WorkerReady",
+]
+
+
+# ---------------------------------------------------------------- orders
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How a rank's own steps stand for the run's: its step i after the last mean is at `i * steps // quota`.
+
+    Attributes:
+        steps: Steps all ranks take together while this rank takes `quota`.
+        quota: Steps of this rank, at least 1.
+    """
+
+    steps: int
+    quota: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Samples [start, stop) of a batch are this rank's (exact); none where both are equal.
+
+    Attributes:
+        start: The first.
+        stop: The first that is not.
+        ranks: Those that have a part of the batch, where they make each forward together; else none.
+        forwards: And as many of each; 0: by the size of a micro-batch.
+    """
+
+    start: int
+    stop: int
+    ranks: tuple[int, ...] = ()
+    forwards: int = 0
+
+    @property
+    def samples(self) -> int:
+        """How many; may be 0."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class SyncNow:
+    """Arms the gate: after every `every` steps of the order, `count` times.
+
+    Attributes:
+        round: Number of the first round; the following ones count up.
+        every: Steps of this rank before each meeting; may be 0.
+        count: Rounds armed.
+        global_step: Steps of all ranks before the first round.
+        steps: Steps of all ranks in one of the rounds.
+        drift: Whether the distance from the mean is measured.
+        compare: Whether the replicas are compared after the last of the rounds (exact).
+    """
+
+    round: int
+    every: int
+    count: int
+    global_step: int
+    steps: int
+    drift: bool = False
+    compare: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StartEpoch:
+    """Train these batches, then do what `sync` says.
+
+    Attributes:
+        plan: Number of the plan; an order of a void plan is dropped by its reader.
+        epoch: Epoch of the batches, from 0.
+        batches: Batch numbers within the epoch, in the order of training.
+        sync: The rounds it arms; None: no meeting (async).
+        pace: Position of the steps where `sync` is None.
+        metric: Loss of the epoch before, where a scheduler waits for it.
+        parts: What of each batch is this rank's; every rank gets the same batches then, and meets after each
+            (exact). None: the batches are this rank's alone. Shape (batches,).
+        group: Batches that make one step of this rank; the last step of an epoch may have fewer.
+    """
+
+    plan: int
+    epoch: int
+    batches: tuple[int, ...]
+    sync: SyncNow | None = None
+    pace: Pace | None = None
+    metric: float | None = None
+    parts: tuple[Part, ...] | None = None
+    group: int = 1
+
+    @property
+    def steps(self) -> int:
+        """Steps that its batches make."""
+        return -(-len(self.batches) // self.group)
+
+    def until(self, end: DataEnded) -> StartEpoch:
+        """The order without the batches that its epoch does not have."""
+        kept = tuple(batch for batch in self.batches if batch < end.batches)
+        return replace(self, batches=kept) if end.epoch == self.epoch else self
+
+
+@dataclass(frozen=True, slots=True)
+class DataEnded:
+    """An epoch of unknown length has so many batches: what was dealt beyond them never existed.
+
+    A fact of the reader's, and an order to the ranks that hold some of that: the coordinator passes it on.
+    """
+
+    epoch: int
+    batches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Throttle:
+    """No batches for you now; the next `StartEpoch` releases.
+
+    Attributes:
+        reason: Why, in words.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestParams:
+    """Put a snapshot of your replica down for this round (async)."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The mean of a round is there: add its difference to your snapshot (async).
+
+    Attributes:
+        round: The round of the snapshot.
+        global_step: Steps of all ranks up to the snapshots.
+    """
+
+    round: int
+    global_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Leave at once; somebody failed.
+
+    Attributes:
+        reason: Whose failure, in words.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """The run is over: leave."""
+
+
+Order = StartEpoch | DataEnded | Throttle | RequestParams | Update | Abort | Shutdown | Duty
+
+
+# ---------------------------------------------------------------- facts
+@dataclass(frozen=True, slots=True)
+class WorkerReady:
+    """The replica of this rank stands and waits for its first order."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepsDone:
+    """An order without a meeting is done (async).
+
+    Attributes:
+        rank: Who.
+        plan: The plan of the order.
+        work: What was done.
+    """
+
+    rank: int
+    plan: int
+    work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class SyncAck:
+    """An order ended with a mean: all its rounds were held, or `outcome` voided the rest.
+
+    Attributes:
+        rank: Who.
+        outcome: Of the last round held.
+        work: What was done, all rounds of the order together.
+        sync_ms: Averaging time of one round, without waiting.
+        wait_ms: Time in the gate waiting for others, all rounds together.
+        drift: ||replica - mean|| / ||mean|| in the last round; None where not measured.
+        checksum: Of the bits of the replica's parameters after the step of the last round, where its outcome
+            compares; else None.
+        norm: 2-norm of the averaged parameters in the last round; None where the drift is not measured.
+        bad: The device has left the rank out of the last round's mean, which its outcome could not tell.
+    """
+
+    rank: int
+    outcome: Outcome
+    work: Work
+    sync_ms: float = 0.0
+    wait_ms: float = 0.0
+    drift: float | None = None
+    checksum: int | None = None
+    norm: float | None = None
+    bad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotReady:
+    """The snapshot of this rank lies ready (async).
+
+    Attributes:
+        rank: Who.
+        round: The round it was asked for.
+        steps: Steps since the last mean that it applied.
+        samples: Samples of those steps: its weight; 0 where `bad`.
+        bad: The replica has left the numbers.
+    """
+
+    rank: int
+    round: int
+    steps: int
+    samples: int
+    bad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Averaged:
+    """The mean of a round's snapshots lies ready (async).
+
+    Attributes:
+        round: The round.
+        sync_ms: Time it took.
+        drifts: ||snapshot - mean|| / ||mean|| per rank, or empty.
+        norm: ||mean||; None where not measured.
+    """
+
+    round: int
+    sync_ms: float
+    drifts: tuple[float, ...] = ()
+    norm: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """The mean of this round is in the replica (async).
+
+    Attributes:
+        rank: Who.
+        round: The round.
+    """
+
+    rank: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReady:
+    """A batch that a worker waits for has been read. Goes to the worker."""
+
+    epoch: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hurried:
+    """The gate's hurry was raised. Goes to every worker, for one that waits for a batch looks at nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exiting:
+    """A worker thread ends.
+
+    Attributes:
+        rank: Who.
+        error: None after an order to leave, else the failure in words.
+        is_alone: The failure is this rank's own: no mean and no duty of the others depends on it.
+        untold: Samples that means hold and no report of this rank has told of.
+    """
+
+    rank: int
+    error: str | None = None
+    is_alone: bool = False
+    untold: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Something beside the workers failed: the reader, the averaging.
+
+    Attributes:
+        error: In words.
+    """
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Requested:
+    """The user asked for something.
+
+    Attributes:
+        what: The wish.
+        value: The learning rate of "set_lr"; None otherwise.
+    """
+
+    what: Literal["stop", "pause", "unpause", "set_lr", "checkpoint", "snapshot"]
+    value: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """The deadline that the machine asked for has passed."""
+
+
+Fact = (
+    WorkerReady
+    | StepsDone
+    | SyncAck
+    | SnapshotReady
+    | Averaged
+    | Updated
+    | DataEnded
+    | Evaluated
+    | Captured
+    | Adopted
+    | Exiting
+    | Failed
+    | Requested
+    | Tick
+)

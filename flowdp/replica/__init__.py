@@ -1,0 +1,1 @@
+"""One model with its optimizers and loss on one device."""

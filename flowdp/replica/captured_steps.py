@@ -1,0 +1,121 @@
+"""Captured steps for the ranks of a run or of a loop: which recorder makes their graphs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from flowdp.device.streams import CudaLane
+from flowdp.graphs.base import Capturable, Recorder
+from flowdp.graphs.captured_step import Captured
+from flowdp.graphs.cpu_graph import CpuRecorder, SharedGraphs
+from flowdp.graphs.cuda_graph import CudaGraphs
+from flowdp.graphs.guards import Guards
+from flowdp.options import CaptureOptions
+from flowdp.replica.optimizer_rebuild import variables
+from flowdp.replica.replica import Replica
+
+__all__ = ["Capturing", "capture_steps", "modules_of"]
+
+log = logging.getLogger("flowdp")
+
+
+def capture_steps(replicas: Sequence[Replica], options: CaptureOptions) -> None:
+    """Let replicas run captured steps.
+
+    Args:
+        replicas: Of all ranks, newly built.
+        options: Of the run.
+
+    Threads:
+        The one that builds.
+    """
+    capturing = Capturing(options)
+    held = [modules_of(replica._loss, replica.module) for replica in replicas]
+    holders = Counter(id(module) for modules in held for module in {*modules.values()})
+    for replica, modules in zip(replicas, held, strict=True):
+        own = {name: module for name, module in modules.items() if holders[id(module)] == 1}
+        read = {"": replica.module, **modules}
+        replica.captured = capturing.of(replica, replica._loss, read, {"": replica.module, **own})
+
+
+class Capturing:
+    """State that all capturing ranks share: options, graphs and the log.
+
+    Args:
+        options: Of all.
+
+    Attributes:
+        lock: Held while a rank records on the CPU: its module's tables are not as they are then.
+    """
+
+    def __init__(self, options: CaptureOptions) -> None:
+        self._options = options
+        self._shared = SharedGraphs()
+        self._once = _Once()
+        self.lock = self._shared.lock
+
+    def of(
+        self,
+        step: Capturable,
+        function: Callable[..., Any],
+        modules: Mapping[str, nn.Module],
+        own: Mapping[str, nn.Module],
+    ) -> Captured:
+        """Captured steps of one rank.
+
+        Args:
+            step: Forward and backward to capture.
+            function: The user's, which a step calls.
+            modules: All that the step reads, by name.
+            own: Those of them that no other rank computes with: while a step is recorded on the CPU, their
+                tensors are replaced.
+        """
+        guard = partial(Guards, modules, function)
+        make = partial(self._recorder, step, modules, own)
+        return Captured(step, self._options, guard, make, self._once.tell)
+
+    def _recorder(
+        self,
+        step: Capturable,
+        modules: Mapping[str, nn.Module],
+        own: Mapping[str, nn.Module],
+        guards: Guards,
+    ) -> Recorder:
+        if isinstance(step.lane, CudaLane):
+            return CudaGraphs(step, [module for module in modules.values() if module is not step.module])
+        return CpuRecorder(step, own, guards, self._shared)
+
+
+class _Once:
+    """Logs each text once, whichever rank comes first.
+
+    Threads: any.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._told: set[str] = set()
+
+    def tell(self, text: str) -> None:
+        """Log a text, unless it was."""
+        with self._lock:
+            is_new = text not in self._told
+            self._told.add(text)
+        if is_new:
+            log.warning("%s", text)
+
+
+def modules_of(function: object, model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that a loss holds besides the model: a criterion, a teacher."""
+    return {
+        f"{name} of the loss": value
+        for name, value in variables(function)
+        if isinstance(value, nn.Module) and value is not model
+    }

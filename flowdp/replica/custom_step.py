@@ -1,0 +1,142 @@
+"""A step of the user's own: several losses and optimizers, as a GAN or reinforcement learning has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flowdp.device.worker_context import CurrentWorker
+from flowdp.replica.factories import all_of, needs_closure
+from flowdp.replica.replica import Replica
+
+__all__ = ["OwnStepReplica", "TrainStep"]
+
+TrainStep = Callable[[CurrentWorker, Any], Mapping[str, Any] | None]
+
+
+class OwnStepReplica(Replica):
+    """A replica whose step is `train_step(worker, batch)`: one call is one step.
+
+    All gradients are cleared when a call returns, for a loss leaves gradients at parameters that are not
+    stepped by it. In "fp16" the optimizers share one gradient scaler, which looks at what they have stepped
+    before the next backward and at the end of the call.
+
+    Args:
+        train_step: The user's.
+        replica: As of `Replica`, without the loss.
+
+    Attributes:
+        steps: This replica.
+    """
+
+    can_repeat = False
+    may_be_flat = False
+
+    def __init__(self, train_step: TrainStep, *replica: Any) -> None:
+        module, flat, optimizers, *rest = replica
+        super().__init__(module, flat, optimizers, _no_loss, *rest)
+        self.steps = self
+        self._train_step = self.function = train_step
+        self._own = all_of(optimizers)
+        self._has_scaled = False  # an optimizer has asked the scaler since its last update
+
+    def add(self, batch: Any, worker: CurrentWorker, share: float = 1.0) -> None:  # noqa: ARG002 - the only one
+        """Call the user's step; see `Replica.add`.
+
+        Raises:
+            TypeError: It returned something else than a mapping of numbers or None.
+            ValueError: What stands under "loss" is not a scalar.
+        """
+        if self.turn is None:
+            result = self._call(batch, worker)
+        else:
+            result = self.turn.launch_forward(worker.samples, self._call, batch, worker)
+        if not self.has_stepped:
+            self._check_first()
+        if result is None:
+            return
+        if not isinstance(result, Mapping):
+            raise TypeError(
+                f"train_step must return a mapping of scalars or None, not {type(result).__name__}"
+            )
+        for name, value in result.items():
+            if name != "loss":
+                worker.record(name, value)
+        if "loss" in result:
+            self._value = self._scalar(result["loss"])
+
+    def _call(self, batch: Any, worker: CurrentWorker) -> object:
+        if self._autocast is None:
+            return self._train_step(worker, batch)
+        with self.casting(self._autocast):
+            return self._train_step(worker, batch)
+
+    def step(self, factor: float = 1.0) -> Tensor | None:  # noqa: ARG002 - there is nothing to scale
+        """Clear what the call has left; see `Replica.step`."""
+        self._update_scale()
+        self.module.zero_grad(set_to_none=True)
+        return self._take_value()
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """See `CurrentWorker.backward`."""
+        # As torch advises: backward runs in the types that forward has chosen.
+        with torch.autocast(self.device.type, enabled=False):
+            if self._scaler is None:
+                self._differentiate(loss, **options)
+                return
+            if all(parameter.grad is None for parameter in self.trained):
+                self._update_scale()  # else what lies there would be of another scale
+            self._differentiate(self._scaler.scale(loss), **options)
+
+    def _differentiate(self, loss: Tensor, **options: Any) -> None:
+        if self.turn is None:
+            super()._differentiate(loss, **options)
+        else:
+            self.turn.run_outside(super()._differentiate, loss, **options)
+
+    def optimize(self, optimizer: Optimizer) -> None:
+        """See `CurrentWorker.step`."""
+        if not any(optimizer is own for own in self._own):
+            raise ValueError(
+                "worker.step takes one of worker.optimizers: the replica's own, not the one given"
+            )
+        if needs_closure(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} needs a closure: call optimizer.step(closure) instead of "
+                "worker.step(optimizer)"
+            )
+        scaler = self._scaler
+        with torch.autocast(self.device.type, enabled=False):
+            if scaler is not None and self._max_grad_norm is not None:
+                scaler.unscale_(optimizer)
+            if self._max_grad_norm is not None:
+                own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                self._grad_norms.append(nn.utils.clip_grad_norm_(own, self._max_grad_norm))
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                self._has_scaled = True
+        optimizer.zero_grad(set_to_none=True)
+
+    def _check_gradients(self) -> None:
+        """A call may step some optimizers only, and has cleared their gradients."""
+
+    def _update_scale(self) -> None:
+        if self._scaler is not None and self._has_scaled:
+            self._scaler.update()
+            self._has_scaled = False
+
+    def _scalar(self, loss: object) -> Tensor:
+        value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss))  # type: ignore[arg-type]
+        if value.numel() != 1:
+            raise ValueError(f"the loss must be a scalar, not a tensor of shape {tuple(value.shape)}")
+        return value.reshape(())
+
+
+def _no_loss(*_: object) -> object:
+    raise AssertionError("the step is the user's own")

@@ -1,0 +1,326 @@
+"""From what the user gave to one replica per device: models, optimizers and criteria, checked.
+
+Factories run one after another on the calling thread, rank 0 first, so that `torch.manual_seed` before the
+start fixes the initial weights. All replicas start from rank 0's. Everything is built under the compute
+stream of its rank, where it will be used: what autograd notes about a parameter names the stream it saw.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flowdp.device.flat_parameters import FlatReplica
+from flowdp.device.streams import Lane
+from flowdp.errors import OptionError
+from flowdp.modules.copying import CopyError, copy_module
+from flowdp.modules.stand_in import AliasModule
+from flowdp.modules.training_mode import kept_in_eval, start_training
+from flowdp.replica.optimizer_rebuild import check_factory, rebuild
+
+__all__ = [
+    "ModelOption",
+    "OptimizerOption",
+    "Optimizers",
+    "all_of",
+    "build_models",
+    "build_optimizers",
+    "check_closure",
+    "check_plain",
+    "equal_start",
+    "needs_closure",
+    "seed_devices",
+    "several_optimizers",
+    "slow_optimizer",
+]
+
+log = logging.getLogger("flowdp")
+
+WRAPPERS = (AliasModule, nn.DataParallel, nn.parallel.DistributedDataParallel)
+"""Modules that stand for another one on several devices."""
+
+ModelOption = nn.Module | Callable[..., nn.Module]
+Optimizers = Sequence[Optimizer] | Mapping[Any, Optimizer]
+"""The optimizers of a replica, in the form in which the user gave them; one alone is a sequence of one."""
+
+OptimizerOption = Optimizer | Optimizers | Callable[..., Optimizer | Optimizers]
+
+
+def build_models(model: ModelOption, lanes: Sequence[Lane]) -> list[nn.Module]:
+    """One module per device, in training mode; parts in eval mode of a module in training mode stay so.
+
+    Args:
+        model: A module, copied for every device and not touched, or a factory: called as `f(device)` if it
+            has one required positional parameter, as `f(device=...)` if it names `device`, else as `f()`.
+        lanes: One per rank.
+
+    Raises:
+        OptionError: It is neither, cannot be copied, or returns something else or the same module twice.
+    """
+    modules: list[nn.Module] = []
+    for rank, lane in enumerate(lanes):
+        lane.adopt()
+        with lane.on(lane.compute):
+            modules.append(_build_model(model, lane.device, rank, modules))
+        lane.drain()
+    return modules
+
+
+def _build_model(
+    model: ModelOption, device: torch.device, rank: int, modules: Sequence[nn.Module]
+) -> nn.Module:
+    if isinstance(model, nn.Module):
+        check_plain(model)
+        module = _copy(model, device)
+    else:
+        module = _call_factory(model, device, rank)
+        check_plain(module)
+    if any(module is other for other in modules):
+        raise OptionError(
+            f"the model factory returned the same module for rank {rank} and an earlier rank: it must "
+            f"build a new one at every call"
+        )
+    module.to(device)
+    if rank == 0:
+        _tell_modes(module)
+    start_training(module)
+    return module
+
+
+def _tell_modes(module: nn.Module) -> None:
+    if not module.training:
+        log.warning(
+            "the model was given in eval mode, and is trained with all of its parts in training mode; parts "
+            "that are set to eval() in a model in training mode stay there: model.train(); model.bn.eval()"
+        )
+    elif names := kept_in_eval(module):
+        log.warning(
+            "these parts of the model were given in eval mode, and are trained so, without dropout and with "
+            "the statistics that BatchNorm has: %s; call model.train() first if this is not meant",
+            ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else ""),
+        )
+
+
+def check_plain(model: nn.Module) -> None:
+    """Check that a model is modules of Python's alone, none of which has several devices of its own.
+
+    Raises:
+        OptionError: It, or a part of it, was made by torch.jit, or hands its batches to several devices.
+    """
+    for name, part in model.named_modules():
+        which = f"its part {name!r}" if name else "it"
+        if isinstance(part, torch.jit.ScriptModule):
+            raise OptionError(
+                f"model: {which} was made by torch.jit.script or trace, and cannot be copied for training: "
+                "give the module that it was made from, and script the trained one"
+            )
+        if isinstance(part, WRAPPERS):
+            raise OptionError(
+                f"model: {which} is a {type(part).__module__.partition('.')[0]} {type(part).__name__}, which "
+                "hands batches to devices itself: give its .module"
+            )
+
+
+def equal_start(modules: Sequence[nn.Module], lanes: Sequence[Lane]) -> list[FlatReplica]:
+    """Flatten the replicas and give all of them rank 0's values, frozen parameters included.
+
+    Raises:
+        OptionError: The replicas differ in structure, or nothing in them can be trained.
+    """
+    if not any(parameter.requires_grad for parameter in modules[0].parameters()):
+        raise OptionError("the model has no parameter that requires grad: there is nothing to train")
+    replicas: list[FlatReplica] = []
+    for rank, (module, lane) in enumerate(zip(modules, lanes, strict=True)):
+        with lanes[0].on(lanes[0].compute), lane.on(lane.compute):
+            replicas.append(FlatReplica(module, rank, may_thaw=len(modules) == 1))
+            _restore_chunks(module)
+            if rank > 0:
+                replicas[rank].copy_from(replicas[0])
+                _copy_frozen(modules[0], module, rank)
+        lane.drain()
+    return replicas
+
+
+def _restore_chunks(module: nn.Module) -> None:
+    """Give recurrent layers on CUDA their weights back in the one chunk that cuDNN wants.
+
+    Else it would gather them anew in every forward, with a warning. The chunk lies outside the flat memory,
+    so these weights are copied in and out at each mean.
+    """
+    for layer in module.modules():
+        if isinstance(layer, nn.RNNBase):
+            layer.flatten_parameters()
+
+
+@torch.no_grad()
+def _copy_frozen(source: nn.Module, target: nn.Module, rank: int) -> None:
+    for (name, mine), (their_name, theirs) in zip(_frozen(target), _frozen(source), strict=True):
+        if (name, mine.shape) != (their_name, theirs.shape):
+            raise OptionError(
+                f"the replicas differ: frozen parameter {name!r} of shape {tuple(mine.shape)} on "
+                f"rank {rank} is {their_name!r} of shape {tuple(theirs.shape)} on rank 0"
+            )
+        mine.copy_(theirs)
+
+
+def build_optimizers(option: OptimizerOption, module: nn.Module, source: nn.Module | None) -> Optimizers:
+    """The optimizers of one replica.
+
+    Args:
+        option: An instance, or a sequence or mapping of instances: each is rebuilt from its class, groups,
+            state and attributes with the replica's parameters in place of the source's. Or a factory of such,
+            which gets the parameters that require grad or, if it names `model`, the module.
+        module: The replica.
+        source: The module that instances were made for; None with a model factory.
+
+    Raises:
+        OptionError: It is neither, it optimizes something else, or looks for the source's parameters.
+    """
+    if isinstance(option, Optimizer | Sequence | Mapping):
+        if source is None:
+            raise OptionError(
+                "an optimizer instance belongs to the parameters of one model: with a model factory, give an "
+                "optimizer factory: optimizer=lambda params: ..."
+            )
+        return _each(option, lambda one: rebuild(one, module, source))
+    if source is not None:
+        check_factory(option, source)
+    made: Any
+    if "model" in _parameters(option):
+        made = option(model=module)
+    else:
+        made = option([parameter for parameter in module.parameters() if parameter.requires_grad])
+    own = set(module.parameters())
+    return _each(made, lambda one: _check_made(one, own))
+
+
+def all_of(optimizers: Optimizers) -> list[Optimizer]:
+    """The optimizers in order, without their names."""
+    return list(optimizers.values() if isinstance(optimizers, Mapping) else optimizers)
+
+
+def _each(given: object, build: Callable[[Any], Optimizer]) -> Optimizers:
+    """What `build` makes of every optimizer, in the form in which they were given."""
+    if isinstance(given, Mapping) and given:
+        return {name: build(one) for name, one in given.items()}
+    if isinstance(given, Sequence) and given:
+        return [build(one) for one in given]
+    return [build(given)]
+
+
+def _check_made(made: object, own: set[nn.Parameter]) -> Optimizer:
+    if not isinstance(made, Optimizer):
+        raise OptionError(f"the optimizer factory returned {type(made).__name__}, not a torch optimizer")
+    if any(parameter not in own for group in made.param_groups for parameter in group["params"]):
+        raise OptionError(
+            "the optimizer factory used parameters of another model than the replica it was called for: "
+            "build it from its argument, optimizer=lambda params: torch.optim.SGD(params, ...)"
+        )
+    return made
+
+
+def several_optimizers(count: int) -> str:
+    """What to say of several optimizers where one is needed."""
+    return (
+        f"the optimizer option gives {count} optimizers, and with a loss one takes the step: give a "
+        "train_step, which says when each of them steps"
+    )
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether an optimizer steps by a function that computes the loss again, as LBFGS does."""
+    given = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return given is not None and given.default is given.empty
+
+
+def check_closure(optimizer: Optimizer) -> None:
+    """An optimizer that steps without a closure.
+
+    Raises:
+        OptionError: It needs one.
+    """
+    if needs_closure(optimizer):
+        raise OptionError(
+            f"optimizer: {type(optimizer).__name__} computes the loss several times in a step, by a closure, "
+            "and with a loss there is one forward a step: give train_step=, a function of (worker, batch) "
+            "that calls worker.optimizers[0].step(closure)"
+        )
+
+
+def seed_devices(devices: Sequence[torch.device], seed: int) -> None:
+    """Seed the generator of every CUDA device, for dropout and the like; each differently.
+
+    The CPU's generator belongs to the process, and the user.
+
+    Args:
+        devices: One per rank. Ranks that share a device share its generator.
+        seed: Of the run.
+    """
+    for place, device in enumerate(dict.fromkeys(devices)):
+        if device.type == "cuda":
+            state = np.random.SeedSequence(seed, spawn_key=(place,)).generate_state(1, np.uint64)
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(int(state[0]))
+
+
+def slow_optimizer(optimizer: Optimizer) -> str | None:
+    """What to say about an optimizer that launches more kernels than it has to; None where there is nothing.
+
+    A step of many small kernels is bound by the host that launches them.
+    """
+    if "fused" not in optimizer.defaults or all(group.get("fused") for group in optimizer.param_groups):
+        return None
+    return f"{type(optimizer).__name__}(..., fused=True) would step with fewer kernel launches"
+
+
+def _copy(model: nn.Module, device: torch.device) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise OptionError(
+                f"model: parameter {name!r} has hooks (register_hook), which the devices' copies would not "
+                "have: register them in a factory, model=make_model"
+            )
+    try:
+        return copy_module(model, device)
+    except CopyError as error:
+        raise OptionError(
+            f"the model cannot be copied for each device ({error}); give a factory: "
+            f"model=lambda: MyModel(...)"
+        ) from error.__cause__
+
+
+def _call_factory(factory: object, device: torch.device, rank: int) -> nn.Module:
+    if not callable(factory):
+        raise OptionError(f"model must be a torch.nn.Module or a factory of one, not {factory!r}")
+    parameters = _parameters(factory)
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [
+        p for p in parameters.values() if p.kind in positional and p.default is inspect.Parameter.empty
+    ]
+    if len(required) == 1:
+        module = factory(device)
+    elif "device" in parameters:
+        module = factory(device=device)
+    else:
+        module = factory()
+    if not isinstance(module, nn.Module):
+        raise OptionError(f"the model factory returned {type(module).__name__} for rank {rank}, not a module")
+    return module
+
+
+def _parameters(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return {}
+
+
+def _frozen(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    return ((name, p) for name, p in module.named_parameters() if not p.requires_grad)

@@ -1,0 +1,497 @@
+"""An optimizer that steps the flat memory of a replica: few long tensors instead of some hundred short ones.
+
+The replica's own optimizer stays as the user made it, parameter by parameter: schedulers, checkpoints and
+state_dicts go on with it. A twin of the same class steps runs of parameters that lie next to each other in
+one group, as one flat parameter each. At each step it takes over all options of the groups; its state is put
+into the replica's optimizer, as views, whenever somebody asks for it, and read from there when it was loaded.
+
+What torch does with a parameter that has no gradient stays true: it is not stepped. So a run whose parameters
+do not all have one is divided, for good, and each of its parts is stepped when it has gradients.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import chain, groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+from torch.optim import optimizer as torch_optimizer
+
+from flowdp.device.flat_gradients import FlatGradients
+from flowdp.device.flat_parameters import ALIGNMENT, FlatReplica
+from flowdp.errors import FlowdpError
+
+__all__ = ["FlatOptimizer", "group_keys", "obstacle"]
+
+log = logging.getLogger("flowdp")
+
+ELEMENTWISE: dict[type[Optimizer], frozenset[str]] = {
+    SGD: frozenset({"momentum_buffer"}),
+    Adam: frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+    AdamW: frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+    NAdam: frozenset({"exp_avg", "exp_avg_sq"}),
+    RAdam: frozenset({"exp_avg", "exp_avg_sq"}),
+    Adamax: frozenset({"exp_avg", "exp_inf"}),
+    RMSprop: frozenset({"square_avg", "momentum_buffer", "grad_avg"}),
+    Adagrad: frozenset({"sum"}),
+    Adadelta: frozenset({"square_avg", "acc_delta"}),
+    Rprop: frozenset({"prev", "step_size"}),
+    ASGD: frozenset({"ax"}),
+}
+"""Optimizers that compute each element from that element alone, and what of their state has the parameter's
+form. The rest of it is one number: steps, or what follows from them."""
+
+FUSED: dict[str, frozenset[type[Optimizer]]] = {
+    "cpu": frozenset({Adam, AdamW, Adagrad}),  # torch 2.13's fused SGD computes nonsense in bfloat16 there
+    "cuda": frozenset({SGD, Adam, AdamW}),
+}
+"""Where torch's fused kernel is taken if the user left the choice to torch."""
+
+LARGE = 16_384
+"""Elements of a parameter, in the mean over all, from which on the CPU writes and reads longer than it calls:
+gradients that are added up in flat memory are zeroed and read once more, some 30 us for 200,000 elements."""
+
+CHOICES = {"fused": None, "foreach": None, "capturable": False}
+"""Options by which a user chooses how a step is computed, and their defaults."""
+
+
+class _Truth(Enum):
+    """Which optimizer's state is up to date."""
+
+    OWN = "the replica's optimizer"
+    TWIN = "the twin"
+    BOTH = "both"
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """Parameters of one group, dtype and state that lie next to each other.
+
+    Attributes:
+        start: First parameter, as the gradients count them.
+        stop: The one behind the last.
+        begin: Where the first one lies in the memory of its dtype, in elements.
+        flat: All of them, with the gaps between. Shape (elements,).
+        gradient: Theirs.
+        is_on: Whether they have gradients in this step.
+    """
+
+    start: int
+    stop: int
+    begin: int
+    flat: nn.Parameter
+    gradient: Tensor
+    is_on: bool = True
+
+
+def obstacle(optimizer: Optimizer, module: nn.Module, replica: FlatReplica) -> str | None:
+    """Why an optimizer has to step its parameters one by one; None: it can step flat memory.
+
+    Args:
+        optimizer: The replica's.
+        module: The replica's.
+        replica: The flat memory.
+    """
+    if type(optimizer) not in ELEMENTWISE:
+        return f"{type(optimizer).__name__} is none of the optimizers that work element by element"
+    if _has_hooks(optimizer) or _has_own_step(optimizer):
+        return "it has hooks, or a step of its own"
+    if any(isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse for part in module.modules()):
+        return "an embedding has sparse gradients"
+    flat = {parameter for parameter, _ in replica.parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if len(set(parameters)) < len(parameters):
+        return "a parameter is in it twice"
+    for parameter in parameters:
+        if parameter.is_complex():
+            return "a parameter is complex"
+        if parameter._post_accumulate_grad_hooks:
+            return "a parameter has a hook that runs when its gradient is there"
+        if parameter.requires_grad and parameter not in flat:
+            return "a parameter does not lie in the flat memory, or shares it with another one"
+    return _unfit_options(optimizer) or _no_gain(optimizer, [view for _, view in replica.parameters()])
+
+
+def group_keys(optimizer: Optimizer, replica: FlatReplica) -> list[int]:
+    """The group of each of the replica's parameters, as `FlatReplica.arrange` takes them."""
+    groups = optimizer.param_groups
+    numbers = {parameter: at for at, group in enumerate(groups) for parameter in group["params"]}
+    return [numbers.get(parameter, len(groups)) for parameter, _ in replica.parameters()]
+
+
+class FlatOptimizer:
+    """Steps a replica's parameters as flat memory, in the name of its optimizer.
+
+    A step is `prepare`, a step of the optimizer that this returns, then `finish`.
+
+    Args:
+        own: The replica's optimizer; `obstacle` has found none.
+        replica: The flat memory, arranged.
+        gradients: Of the replica.
+
+    Threads:
+        The owner of the replica; `publish` any, while the replica is not stepped.
+
+    Streams:
+        On the current one; only `prepare` reads back, and only after a state was loaded.
+    """
+
+    def __init__(self, own: Optimizer, replica: FlatReplica, gradients: FlatGradients) -> None:
+        self._own = own
+        self._gradients = gradients
+        self._parameters = gradients.parameters
+        self._views = [view for _, view in replica.parameters()]
+        self._pointers = [view.data_ptr() for view in self._views]
+        self._memories = {
+            flat.memory.dtype: (flat.memory, home)
+            for flat, home in zip(replica.flats, gradients.homes, strict=True)
+        }
+        self._names = ELEMENTWISE[type(own)]
+        self._twin: Optimizer | None = None
+        self._truth = _Truth.OWN
+        self._is_apart = False  # the replica's optimizer steps for itself, for good
+        self._seen: list[object] = []  # see `_look`
+        self._runs: list[list[_Run]] = []  # of each group
+        self._members: list[int] = []  # parameters of all runs
+        self._all: list[nn.Parameter] = []  # these parameters
+        self._stepped: list[nn.Parameter] = []  # those of this step
+        self._moved: list[int] = []  # those that the module keeps elsewhere
+        self._all_on = True
+        self._picks_fused = False
+        self._lock = threading.Lock()
+        self._strays = self._find_strays()
+        this = weakref.ref(self)
+        own.register_state_dict_pre_hook(lambda _: _publish(this()), prepend=True)
+        own.register_load_state_dict_post_hook(lambda _: _reload(this()))
+
+    def prepare(self, touched: Sequence[bool]) -> Optimizer:
+        """Make all ready for a step by the gradients that lie in flat memory.
+
+        Args:
+            touched: Which parameters have a gradient.
+
+        Returns:
+            The optimizer to step.
+        """
+        own = self._own
+        if not self._is_apart and (self._twin is None or self._look() != self._seen or _has_hooks(own)):
+            self._rebuild()
+        twin = self._twin
+        if twin is None:
+            self._gradients.show(touched)
+            return own
+        for mine, theirs in zip(twin.param_groups, own.param_groups, strict=True):
+            parameters = mine["params"]
+            mine.update(theirs)
+            mine["params"] = parameters
+            if self._picks_fused:
+                mine["fused"] = True
+        if all(touched):
+            self._stepped = self._all
+            if not self._all_on:
+                self._choose(touched)
+        else:
+            self._stepped = [self._parameters[at] for at in self._members if touched[at]]
+            self._choose(touched)
+        pointers = [parameter.data_ptr() for parameter in self._parameters]
+        self._moved = []
+        if pointers != self._pointers:
+            self._moved = [at for at in self._members if pointers[at] != self._pointers[at]]
+            for at in self._moved:
+                self._views[at].copy_(self._parameters[at].data)
+        return twin
+
+    def finish(self) -> None:
+        """The optimizer has stepped: bring that to the module, to autograd and to schedulers."""
+        self.drop_strays()
+        if self._twin is None:
+            return
+        for at in self._moved:
+            self._parameters[at].data.copy_(self._views[at])
+        self._truth = _Truth.TWIN
+        # By its version autograd sees that a parameter has changed since a forward used it.
+        torch.autograd.graph.increment_version(self._stepped)
+        self._own._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it
+
+    def drop_strays(self) -> None:
+        """Clear the gradients of parameters that were frozen when the flat memory was made."""
+        for parameter in self._strays:
+            parameter.grad = None
+
+    def publish(self) -> None:
+        """Give the replica's optimizer the state as it is: views of the flat one, and numbers of its own.
+
+        A number for each parameter: an optimizer of torch's that loads one `step` for all would count it
+        once for each.
+        """
+        with self._lock:
+            if self._twin is None or self._truth is not _Truth.TWIN:
+                return
+            state, own = self._twin.state, self._own.state
+            for run in chain.from_iterable(self._runs):
+                if found := state.get(run.flat):
+                    for at in range(run.start, run.stop):
+                        own[self._parameters[at]] = {
+                            name: self._cut(value, run, at) if name in self._names else self._told(value)
+                            for name, value in found.items()
+                        }
+            for stray in self._strays:
+                if found := state.get(stray):
+                    own[stray] = {
+                        name: value if name in self._names else self._told(value)
+                        for name, value in found.items()
+                    }
+            self._truth = _Truth.BOTH
+
+    def reload(self) -> None:
+        """The state of the replica's optimizer is another one, and the next step begins with it."""
+        self._twin = None
+        self._runs = []
+        self._truth = _Truth.OWN
+
+    # ---------------------------------------------------------------- the twin
+    def _look(self) -> list[object]:
+        """Properties of the groups whose change makes another twin necessary."""
+        return [(len(group["params"]), group.get("eps")) for group in self._own.param_groups]
+
+    def _rebuild(self) -> None:
+        """Make a twin that has the groups and the state of the replica's optimizer."""
+        own = self._own
+        self.publish()
+        self.reload()
+        self._seen = self._look()
+        self._strays = self._find_strays()
+        why = "hooks were registered on it" if _has_hooks(own) else _unfit_options(own) or self._unfit_state()
+        if why is not None:
+            log.debug("the optimizer steps its parameters one by one: %s", why)
+            self._is_apart = True
+            return
+        self._picks_fused = _picks_fused(own, self._views[0].device)
+        options = {"fused": True} if self._picks_fused else {}
+        places = {parameter: at for at, parameter in enumerate(self._parameters)}
+        groups: list[dict[str, Any]] = []
+        for group in own.param_groups:
+            members = sorted(places[one] for one in group["params"] if one in places)
+            self._runs.append(list(self._runs_of(members)))
+            groups.append({**group, **options, "params": []})
+        kinds = inspect.signature(type(own)).parameters
+        defaults = {name: value for name, value in own.defaults.items() if name in kinds}
+        self._twin = type(own)(groups, **{**defaults, **options})
+        self._twin.state.clear()  # Adagrad makes it at once
+        self._fill_groups()
+        self._members = [at for run in chain.from_iterable(self._runs) for at in range(run.start, run.stop)]
+        self._all = [self._parameters[at] for at in self._members]
+        self._all_on = True
+        for run in chain.from_iterable(self._runs):
+            self._absorb(run)
+        for stray in self._strays:
+            if found := own.state.get(stray):
+                self._twin.state[stray] = {
+                    name: value if name in self._names else self._counted(value)
+                    for name, value in found.items()
+                }
+
+    def _fill_groups(self) -> None:
+        assert self._twin is not None
+        strays = set(self._strays)
+        for group, own, runs in zip(self._twin.param_groups, self._own.param_groups, self._runs, strict=True):
+            group["params"] = [run.flat for run in runs] + [one for one in own["params"] if one in strays]
+
+    def _find_strays(self) -> list[Tensor]:
+        flat = set(self._parameters)
+        return [one for group in self._own.param_groups for one in group["params"] if one not in flat]
+
+    # ---------------------------------------------------------------- runs
+    def _runs_of(self, members: Sequence[int]) -> Iterator[_Run]:
+        """The longest runs of parameters that lie next to each other and have been stepped together."""
+        start = 0
+        for stop in range(1, len(members) + 1):
+            before = members[stop - 1]
+            if stop < len(members):
+                at = members[stop]
+                if (
+                    at == before + 1
+                    and self._views[at].dtype == self._views[before].dtype
+                    and self._form(at) == self._form(before)
+                ):
+                    continue
+            yield self._run(members[start], before + 1)
+            start = stop
+
+    def _run(self, start: int, stop: int) -> _Run:
+        first, last = self._views[start], self._views[stop - 1]
+        memory, home = self._memories[first.dtype]
+        step = ALIGNMENT // first.dtype.itemsize
+        begin = int(first.storage_offset())
+        end = -(-(int(last.storage_offset()) + last.numel()) // step) * step
+        flat = nn.Parameter(memory[begin:end])
+        flat.grad = gradient = home[begin:end]
+        return _Run(start, stop, begin, flat, gradient)
+
+    def _choose(self, touched: Sequence[bool]) -> None:
+        """Let the runs have a gradient whose parameters have one; divide those that have some."""
+        self._all_on = all(touched[at] for at in self._members)
+        mixed = [
+            run
+            for run in chain.from_iterable(self._runs)
+            if any(touched[run.start : run.stop]) != all(touched[run.start : run.stop])
+        ]
+        if mixed:
+            for runs in self._runs:
+                runs[:] = chain.from_iterable(self._divide(one, touched) for one in runs)
+            self._fill_groups()
+        for run in chain.from_iterable(self._runs):
+            if run.is_on != touched[run.start]:
+                run.is_on = touched[run.start]
+                run.flat.grad = run.gradient if run.is_on else None
+
+    def _divide(self, run: _Run, touched: Sequence[bool]) -> Iterator[_Run]:
+        assert self._twin is not None
+        pieces = [list(piece) for _, piece in groupby(range(run.start, run.stop), touched.__getitem__)]
+        if len(pieces) == 1:
+            yield run
+            return
+        state = self._twin.state.pop(run.flat, {})
+        for piece in pieces:
+            part = self._run(piece[0], piece[-1] + 1)
+            start = part.begin - run.begin
+            if state:
+                self._twin.state[part.flat] = {
+                    name: value[start : start + part.flat.numel()] if name in self._names else value.clone()
+                    for name, value in state.items()
+                }
+            yield part
+
+    # ---------------------------------------------------------------- state
+    def _absorb(self, run: _Run) -> None:
+        """Move the state of a run's parameters into flat memory; the replica's optimizer gets views of it."""
+        assert self._twin is not None
+        found = {name: value for name, value in self._state_of(run.start).items() if value is not None}
+        if not found:
+            return
+        mine: dict[str, Tensor] = {}
+        for name, value in found.items():
+            if name not in self._names:
+                mine[name] = self._counted(value)
+                continue
+            mine[name] = torch.zeros(run.flat.numel(), dtype=value.dtype, device=run.flat.device)
+            for at in range(run.start, run.stop):
+                view = self._cut(mine[name], run, at)
+                view.copy_(self._state_of(at)[name])
+                self._own.state[self._parameters[at]][name] = view
+        self._twin.state[run.flat] = mine
+
+    def _cut(self, value: Tensor, run: _Run, at: int) -> Tensor:
+        """A parameter's part of a flat state."""
+        view = self._views[at]
+        start = value.storage_offset() + view.storage_offset() - run.begin
+        return value.as_strided(view.shape, view.stride(), start)
+
+    def _counted(self, value: Tensor) -> Tensor:
+        """A number of the state as the twin keeps it."""
+        if self._picks_fused:
+            return value.to(self._views[0].device, torch.float32, copy=True)
+        return value.clone()
+
+    def _told(self, value: Tensor) -> Tensor:
+        """A number of the state as the replica's optimizer would keep it."""
+        if self._picks_fused:
+            return value.to(torch_optimizer._get_scalar_dtype(), copy=True)
+        return value.clone()
+
+    def _state_of(self, at: int) -> dict[str, Any]:
+        found: dict[str, Any] = self._own.state.get(self._parameters[at], {})
+        return found
+
+    def _form(self, at: int) -> list[object]:
+        """Properties that parameters must share to lie in one flat state."""
+        return [
+            (name, value.dtype if name in self._names else float(value))
+            for name, value in sorted(self._state_of(at).items())
+            if value is not None
+        ]
+
+    def _unfit_state(self) -> str | None:
+        for at, parameter in enumerate(self._parameters):
+            for name, value in self._state_of(at).items():
+                shape = parameter.shape if name in self._names else ()
+                if value is not None and (not isinstance(value, Tensor) or value.shape != shape):
+                    return f"its state has {name!r} in another form than torch gives it"
+        return None
+
+
+def _publish(flat: FlatOptimizer | None) -> None:
+    if flat is None:
+        raise FlowdpError(
+            "the replica of this optimizer is gone with its run, and its state, too: take it from the run, "
+            "run.join().optimizer_state, or from a checkpoint"
+        )
+    flat.publish()
+
+
+def _reload(flat: FlatOptimizer | None) -> None:
+    if flat is not None:
+        flat.reload()
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+    )
+
+
+def _has_own_step(optimizer: Optimizer) -> bool:
+    step = vars(optimizer).get("step")
+    return step is not None and not getattr(step, "_wrapped_by_lr_sched", False)
+
+
+def _no_gain(optimizer: Optimizer, views: Sequence[Tensor]) -> str | None:
+    device, elements = views[0].device, sum(view.numel() for view in views)
+    if device.type != "cpu" or elements <= LARGE * len(views) or _picks_fused(optimizer, device):
+        return None
+    return "few and large parameters on the CPU: adding up in flat memory costs more than the calls saved"
+
+
+def _picks_fused(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether a fused kernel is taken, because there is one and the user has left the choice to torch."""
+    return type(optimizer) in FUSED.get(device.type, ()) and not any(
+        group.get(name) is not None and group[name] is not default
+        for group in optimizer.param_groups
+        for name, default in CHOICES.items()
+    )
+
+
+def _unfit_options(optimizer: Optimizer) -> str | None:
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            return "differentiable=True"
+        for parameter in group["params"]:
+            # The gaps between parameters are zero, and would become 0 / 0.
+            if group.get("eps", 1.0) < torch.finfo(parameter.dtype).smallest_normal:
+                return f"eps={group['eps']} is 0 in {parameter.dtype}"
+    return None

@@ -1,0 +1,117 @@
+"""A check of the loss under policy="exact": is it a mean over samples, or over what it names?
+
+The parts of a window count by their samples, or by the weight that the loss names. A loss that is a mean over
+tokens or class weights, or a sum, and does not say so, trains something else than one big batch does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowdp.modules.comparison import is_close
+from flowdp.modules.trial_run import Trials
+from flowdp.policy.formats import format_error
+
+__all__ = ["check_mean"]
+
+log = logging.getLogger("flowdp")
+
+Loss = Callable[[nn.Module, Any], Any]
+
+
+@torch.no_grad()
+def check_mean(
+    module: nn.Module, loss: Loss, rows: Callable[[int, int], Any], samples: int, device: torch.device
+) -> bool:
+    """Compare the loss of a micro-batch with those of its parts.
+
+    Args:
+        module: A replica.
+        loss: Function of (model, batch), as the user's.
+        rows: The batch of samples [start, stop).
+        samples: How many there are, at least two.
+        device: The replica's.
+
+    Returns:
+        Whether it can be compared; if not, the log has said so.
+
+    Raises:
+        ValueError: The parts, weighted, do not give the loss of the whole.
+
+    Threads:
+        The rank's. Other threads may draw random numbers meanwhile, so torch's, numpy's and Python's
+        generators are not put back.
+    """
+    trials = Trials(module, device, is_eval=False, is_wide=False, is_still=True, is_alone=False)
+
+    def of(start: int, stop: int, call: Loss = loss) -> tuple[Tensor, Tensor] | None:
+        return _unpacked(trials.run(call, rows(start, stop)), stop - start)
+
+    bounds = sorted({0, samples // 2, samples // 2 + samples // 3, samples})  # unlike parts: few coincidences
+    try:
+        whole = of(0, samples)
+    except Exception as error:  # the step itself raises it, or it needs a graph
+        log.warning("it could not be checked that the loss is a mean: %s", format_error(error))
+        return False
+    parts = [of(start, stop) for start, stop in pairwise(bounds)]
+    known = [part for part in parts if part is not None]
+    if whole is None or len(known) < len(parts):  # the step says what is wrong with it
+        return True
+    counted = [(value, weight) for value, weight in known if weight > 0]
+    if not counted:
+        return True
+    total = torch.stack([weight for _, weight in counted]).sum()
+    mean = torch.stack([value * (weight / total) for value, weight in counted]).sum().to(whole[0].dtype)
+    if is_close(whole[0], mean, trials.epsilon):
+        return True
+    again = of(0, samples)
+    if again is None or not is_close(whole[0], again[0], trials.epsilon):
+        log.warning("it could not be checked that the loss is a mean: it differs from call to call")
+        return False
+    nudged = of(0, samples, partial(_nudged, loss))
+    if nudged is not None and bool((whole[0] - mean).abs() <= 4 * (whole[0] - nudged[0]).abs()):
+        return True  # a small difference of large numbers, as a loss is at the end of a run
+    is_sum = is_close(whole[0], torch.stack([value for value, _ in known]).sum(), trials.epsilon)
+    remedy = (
+        "it is a sum, so divide it by the samples of its batch"
+        if is_sum
+        else "if it is a mean over something else, tokens or class weights, name that: return "
+        "{'loss': loss, 'weight': (labels != -100).sum()}; if it looks across the batch, as a contrastive "
+        "loss does, no parts of a window give that of the whole"
+    )
+    of_parts = ", ".join(f"{float(value):.6g}" for value, _ in known)
+    sizes = ", ".join(str(stop - start) for start, stop in pairwise(bounds))
+    raise ValueError(
+        f"under policy='exact' a loss counts by its samples, and that of {samples} samples "
+        f"({float(whole[0]):.6g}) is not the mean of those of {sizes} of them ({of_parts}): {remedy}. "
+        f"(check=False in Trainer() leaves this out.)"
+    )
+
+
+def _nudged(loss: Loss, module: nn.Module, batch: Any) -> Any:
+    """The loss with parameters that are off by some roundings; a trial puts them back."""
+    for parameter in filter(Tensor.is_floating_point, module.parameters()):
+        signs = torch.arange(parameter.numel(), device=parameter.device).view(parameter.shape) % 2 * 2 - 1
+        parameter.mul_(1 + 8 * torch.finfo(parameter.dtype).eps * signs.to(parameter.dtype))
+    return loss(module, batch)
+
+
+def _unpacked(result: Any, samples: int) -> tuple[Tensor, Tensor] | None:
+    """The loss and its weight, both of shape []; None where the loss is no number."""
+    weight: Any = samples
+    if isinstance(result, tuple) and len(result) == 2:
+        result = result[0]
+    elif isinstance(result, Mapping):
+        weight = result.get("weight", samples)
+        result = result.get("loss")
+    if not isinstance(result, Tensor) or result.numel() != 1:
+        return None
+    weight = torch.as_tensor(weight, dtype=torch.float64, device=result.device)
+    return (result.reshape(()), weight.reshape(())) if weight.numel() == 1 else None

@@ -1,0 +1,510 @@
+"""One model, its optimizers and its loss on one device: what a step is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flowdp.collective.batch_norm import least_part, plain_layers
+from flowdp.data.batch_slice import Portion
+from flowdp.device.compiled import frees_at_once
+from flowdp.device.draws import NoRedraws, OwnDraws
+from flowdp.device.flat_gradients import FlatGradients
+from flowdp.device.flat_parameters import FlatReplica, FlatTensors
+from flowdp.device.streams import Lane
+from flowdp.device.worker_context import CurrentWorker, Steps
+from flowdp.errors import DataError
+from flowdp.graphs.base import Computed, Factors, Passed, shared
+from flowdp.graphs.captured_step import Captured
+from flowdp.options import Precision
+from flowdp.policy.recheck import Recheck
+from flowdp.protocol.messages import Outcome, Part
+from flowdp.replica.factories import Optimizers, all_of
+from flowdp.replica.flat_optimizer import FlatOptimizer, obstacle
+from flowdp.replica.learning_rate import LearningRate
+from flowdp.replica.optimizer_state import copy_state
+from flowdp.threads.launch_turn import RankTurn
+
+__all__ = ["LossOption", "Replica", "cuts", "loss_function"]
+
+LossOption = Callable[..., Any] | nn.Module
+Loss = Callable[[nn.Module, Any], Any]
+
+NOT_OURS = "the loss does not depend on a parameter of the replica: use the model that is passed in"
+
+
+def loss_function(loss: LossOption, device: torch.device) -> Loss:
+    """The loss as a function of (module, batch); a criterion is copied to the device."""
+    if not isinstance(loss, nn.Module):
+        return loss
+    criterion = copy.deepcopy(loss).to(device)
+
+    def apply(model: nn.Module, batch: Any) -> Any:
+        # Not by trying: a tensor of two samples can be taken apart, too.
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise TypeError(
+                f"a criterion is called as criterion(model(x), y) and needs batches of two parts, not "
+                f"{type(batch).__name__}; give a function instead: loss=lambda model, batch: ..."
+            )
+        inputs, target = batch
+        return criterion(model(inputs), target)
+
+    return apply
+
+
+class Replica:
+    """The trained things of one rank, and what a step of them is: here, a loss and its optimizer.
+
+    A step is `add` for each of its micro-batches, then `step`; after each meeting of the ranks comes `meet`.
+
+    Args:
+        module: On its device, flattened.
+        flat: Its memory.
+        optimizers: Of its parameters.
+        loss: Function of (module, batch).
+        learning_rate: Sets the optimizers' rates.
+        lane: Of the device where all of it lies.
+        precision: "bf16" and "fp16" run forward and loss under autocast, "fp16" with a scaled loss.
+        max_grad_norm: Gradients are clipped to this 2-norm between backward and step; None: not.
+        width: Batches of the source in a micro-batch.
+
+    Attributes:
+        averaged: What the ranks average.
+        function: The user's, which a step calls.
+        watched: What of it must stay finite; None: nothing.
+        pieces: Into how many a micro-batch is cut at least, because the device has run out of memory.
+        least: Samples that a forward must have.
+        meets: Whether forwards and backwards are made together with the other ranks (SyncBatchNorm in exact).
+        part: Of the step, where all ranks share one (exact).
+        trained: The parameters that the optimizer steps.
+        has_stepped: Whether the first micro-batch has been checked.
+        captured: Runs forward and backward as recorded graphs; None: they run eagerly.
+        turn: Of this rank among those that launch; None where no other rank does.
+        draws: The rank's own random numbers; None: it draws from the device's generator.
+        gradients: As flat memory; None where each parameter has its own, or none.
+        gives_gradients: Never: they are the replica's own.
+        may_be_flat: Whether the optimizer may step the flat memory, not parameter by parameter.
+        steps_flat: Whether it does.
+        has_state: Whether a forward changes what `mark` notes.
+        can_repeat: Whether forward and backward of a step can be done once more.
+        shares_generator: Whether other ranks draw from the device's generator, too.
+        caches_casts: Whether autocast casts a weight that is used twice only once. Torch's cache of casts is
+            the process's, and each rank that leaves autocast empties it: of several ranks none has it, or
+            the rounding of their gradients would be a matter of chance.
+        steps: What a `train_step` may ask; None with a loss.
+        loss_weight: Of the last step's loss, per sample, where losses name one (exact). Shape [].
+
+    Threads:
+        The worker of this rank, once it runs.
+    """
+
+    averaged: FlatTensors
+    watched: FlatTensors | None
+    can_repeat = True
+    steps: Steps | None = None
+    loss_weight: Tensor | None = None
+    meets = False
+    part: Part | None = None
+    captured: Captured | None = None
+    turn: RankTurn | None = None
+    draws: OwnDraws | None = None
+    gradients: FlatGradients | None = None
+    gives_gradients = False
+    may_be_flat = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        flat: FlatReplica,
+        optimizers: Optimizers,
+        loss: Loss,
+        learning_rate: LearningRate,
+        lane: Lane,
+        precision: Precision = "32",
+        max_grad_norm: float | None = None,
+        width: int = 1,
+    ) -> None:
+        self.module = module
+        self.flat = self.averaged = self.watched = flat
+        self.width = width
+        self.optimizers = optimizers
+        self.learning_rate = learning_rate
+        self.lane = lane
+        self.device = lane.device
+        self.pieces = 1
+        self.least = least_part(plain_layers(module))
+        self._optimizer = all_of(optimizers)[0]
+        self._loss = loss
+        self.function: Callable[..., Any] = loss
+        self._autocast = {"32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        self._scaler = torch.amp.GradScaler(self.device.type) if precision == "fp16" else None
+        self._max_grad_norm = max_grad_norm
+        self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._grad_norms: list[Tensor] = []  # of the gradients, before they were clipped
+        self.shares_generator = False
+        self.caches_casts = True
+        self.has_stepped = False
+        self._redraws = Recheck()  # where the generator is shared
+        self._value: Tensor | None = None  # of the loss, over the micro-batches of the step so far
+        self._has_buffers = flat.has_buffers
+        self._generator: torch.Generator | None = None
+        if self.device.type == "cuda":
+            self._generator = torch.cuda.default_generators[self.device.index]
+        self._random: Tensor | None = None  # state of the generator
+        self.has_state = self.can_repeat and (self._has_buffers or self._generator is not None)
+        self.steps_flat = self.may_be_flat and obstacle(self._optimizer, module, flat) is None
+        self.gradients = self._open_gradients()
+        self._flat_optimizer: FlatOptimizer | None = None
+        if self.steps_flat and self.gradients is not None:
+            self._flat_optimizer = FlatOptimizer(self._optimizer, flat, self.gradients)
+
+    @property
+    def uncaptured(self) -> str | None:
+        """Why its steps are not captured, where they were to be."""
+        return None if self.captured is None else self.captured.ended
+
+    @property
+    def casts(self) -> object:
+        """See `Capturable`."""
+        return self._autocast
+
+    @property
+    def has_flat_gradients(self) -> bool:
+        """See `Capturable`."""
+        return self.gradients is not None
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why none of its steps can be captured; None: nothing stands in the way."""
+        if self.meets:
+            return "its forwards meet those of the other ranks (SyncBatchNorm)"
+        if self._scaler is not None and not self.lane.is_async:
+            return "precision='fp16' scales its loss by Python on the CPU: use 'bf16'"
+        return None
+
+    def mark(self) -> None:
+        """A step begins: note what a repetition of its forward and backward has to start from."""
+        if self._has_buffers:
+            self.flat.keep_buffers()
+        if self._generator is not None:
+            self._random = self._generator.get_state()
+
+    def undo(self) -> None:
+        """Forget forward and backward since the last `mark`.
+
+        Streams:
+            As `add`.
+        """
+        self._clear()
+        self._value = None
+        if self._has_buffers:
+            self.flat.put_back_buffers()
+        if self._generator is not None and self._random is not None:
+            self._generator.set_state(self._random)
+
+    def add(self, batch: Any, worker: CurrentWorker, share: float = 1.0) -> None:
+        """Forward and backward of a micro-batch.
+
+        Args:
+            batch: On the device.
+            worker: Whose step it is; knows the samples.
+            share: Of its loss in that of the step.
+
+        Raises:
+            TypeError: What the loss returned is not a loss.
+            ValueError: The loss is not a scalar.
+
+        Streams:
+            All of it is enqueued on the current stream, which is the lane's `compute`, and nothing read back.
+        """
+        if self.pieces == 1:
+            self._compute(batch, worker, Factors(share, worker.samples))
+        else:
+            self._add_pieces(batch, worker, share)
+        if not self.has_stepped:
+            self._check_first()
+
+    def step(self, factor: float = 1.0) -> Tensor | None:
+        """Clip and step the optimizer by what the micro-batches have left.
+
+        Args:
+            factor: On loss and gradients, where the shares did not sum to 1.
+
+        Returns:
+            The loss over the step's samples, before the step, on the device. Shape []. None where the
+            user's own step has none.
+
+        Streams:
+            As `add`; but optimizers that a gradient scaler has to ask (all not fused) are waited for.
+        """
+        if self.captured is None or not self.captured.step(factor):
+            self._launch_step(self._update, factor)
+        return self._take_value()
+
+    def _launch_step(self, step: Callable[..., None], *args: Any) -> None:
+        """Step the optimizer, in a turn; a captured rank launches little, and needs none."""
+        if self.turn is None or (self.captured is not None and self.captured.is_running):
+            step(*args)
+        else:
+            self.turn.launch_step(step, *args)
+
+    def _update(self, factor: float) -> None:
+        if self._flat_optimizer is None or self.gradients is None:
+            if factor != 1.0:
+                self._rescale(factor)
+            self._optimize(self._optimizer)
+            self._optimizer.zero_grad(set_to_none=True)
+            return
+        touched = self.gradients.collect()
+        if factor != 1.0:
+            self._rescale(factor)
+        self._optimize(self._flat_optimizer.prepare(touched))
+        self._flat_optimizer.finish()
+        self.gradients.clear()
+
+    def _optimize(self, optimizer: Optimizer) -> None:
+        """Clip and step; in "fp16" unless a gradient overflowed, and the scale follows."""
+        scaler = self._scaler
+        if self._max_grad_norm is not None:
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            self._grad_norms.append(self._clip(self._max_grad_norm))
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+
+    def take_norms(self) -> Sequence[Tensor]:
+        """The 2-norms of the gradients that were clipped since the last call, before that. Shape [] each."""
+        if not self._grad_norms:
+            return ()
+        norms, self._grad_norms = self._grad_norms, []
+        return norms
+
+    def forwards(self, batch: Any, samples: int) -> int:
+        """Of how many forwards a micro-batch of so many samples is made."""
+        if self.pieces == 1 or _whole(batch, samples) is None:
+            return 1
+        return max(1, min(self.pieces, samples // self.least))
+
+    def meet(self, outcome: Outcome) -> None:
+        """The ranks have averaged; see `ExactReplica.meet`."""
+
+    def checksum(self) -> Callable[[], int] | None:
+        """See `ExactReplica.checksum`: elsewhere the replicas are not compared."""
+        return None
+
+    def leave(self) -> None:
+        """See `ExactReplica.leave`."""
+
+    @torch.no_grad()
+    def adopt(self, donor: Replica) -> None:
+        """Become what another replica is: parameters, buffers, state of the optimizers, scale of the loss.
+
+        The learning rate is left alone, and gradients are cleared.
+
+        Threads:
+            This rank's worker, while no rank computes.
+
+        Streams:
+            On `compute`, behind the donor's; the donor's goes on behind the copies.
+        """
+        _after(self.lane, donor.lane)
+        # Torch orders a copy between two devices with the current streams of both.
+        with donor.lane.on(donor.lane.compute), self.lane.on(self.lane.compute):
+            for mine, theirs in zip(_tensors(self.module), _tensors(donor.module), strict=True):
+                mine.copy_(theirs)
+            if donor._flat_optimizer is not None:
+                donor._flat_optimizer.publish()
+            for own, other in zip(all_of(self.optimizers), all_of(donor.optimizers), strict=True):
+                copy_state(own, other)
+            if self._flat_optimizer is not None:
+                self._flat_optimizer.reload()
+            if self._scaler is not None and donor._scaler is not None:
+                self._scaler.load_state_dict(donor._scaler.state_dict())
+            self._clear()
+        _after(donor.lane, self.lane)
+
+    def _open_gradients(self) -> FlatGradients | None:
+        return FlatGradients(self.flat) if self.steps_flat else None
+
+    def _clear(self) -> None:
+        if self.gradients is None:
+            for parameter in self.trained:
+                parameter.grad = None
+            return
+        self.gradients.clear()
+        if self._flat_optimizer is not None:
+            self._flat_optimizer.drop_strays()
+
+    def _add_pieces(self, batch: Any, worker: CurrentWorker, share: float) -> None:
+        samples, whole = worker.samples, _whole(batch, worker.samples)
+        for start, stop in cuts(samples, self.forwards(batch, samples)):
+            worker.samples = stop - start
+            factors = Factors(share * worker.samples / samples, worker.samples)
+            self._compute(batch if whole is None else whole.rows(start, stop), worker, factors)
+        worker.samples = samples
+
+    def _compute(self, batch: Any, worker: CurrentWorker, factors: Factors) -> None:
+        """Forward and backward of a micro-batch, or a piece of one: by a recorded graph, or eagerly."""
+        computed = None if self.captured is None else self.captured.run(batch, worker, factors)
+        self.count(self.compute(batch, worker, factors) if computed is None else computed, factors)
+
+    def compute(self, batch: Any, worker: CurrentWorker, factors: Factors) -> Computed:
+        """Forward and backward by the user's loss; see `add`."""
+        if self.turn is None:
+            loss = self._forward(batch, worker)
+        else:
+            loss = self.turn.launch_forward(worker.samples, self._forward, batch, worker)
+        loss, weight = self.weigh(loss, factors.share, factors.of)
+        is_limited = self.turn is not None and self.turn.is_limited
+        options = {"retain_graph": True} if is_limited and frees_at_once(self.device) else {}
+        self._differentiate(self.scale(loss), **options)
+        return Computed(loss.detach(), weight)
+
+    def forward(self, batch: Any, worker: CurrentWorker, share: float | Tensor, of: int | Tensor) -> Passed:
+        """The weighed loss of a micro-batch, as it is recorded; see `Capturable.forward`."""
+        return Passed(*self.weigh(self._forward(batch, worker), share, of))
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """A loss as its backward begins, scaled in "fp16"."""
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def weigh(
+        self,
+        loss: Tensor,
+        share: float | Tensor,
+        of: int | Tensor,  # noqa: ARG002 - for the exact policy
+    ) -> tuple[Tensor, Tensor | None]:
+        """The loss as it is differentiated, and the weight that it names (exact).
+
+        Args:
+            loss: As the user returned it.
+            share: Of the loss in that of the step. A tensor, of its dtype, while a graph is recorded.
+            of: Samples of the rank's part (exact). A tensor while a graph is recorded.
+        """
+        if isinstance(share, Tensor):
+            return shared(loss, share), None
+        return (loss if share == 1.0 else loss * share), None
+
+    def count(self, computed: Computed, factors: Factors) -> None:  # noqa: ARG002 - as above
+        """Add a micro-batch's loss to that of the step."""
+        value = computed.loss
+        self._value = value if self._value is None else self._value + value
+
+    def casting(self, dtype: torch.dtype) -> AbstractContextManager[object]:
+        """Autocast to a dtype. It is a state of the thread: entered where the step runs, and per step."""
+        return torch.autocast(self.device.type, dtype=dtype, cache_enabled=self.caches_casts)
+
+    def _forward(self, batch: Any, worker: CurrentWorker) -> Tensor:
+        if self._autocast is None:
+            result = self._loss(self.module, batch)
+        else:
+            with self.casting(self._autocast):
+                result = self._loss(self.module, batch)
+        loss = result if isinstance(result, Tensor) else self._unpack(result, worker)
+        if loss.dim() != 0:
+            if loss.numel() != 1:
+                raise ValueError(
+                    f"the loss must be a scalar, the mean over the batch, not a tensor of shape "
+                    f"{tuple(loss.shape)}; add .mean()"
+                )
+            loss = loss.squeeze()
+        if not loss.requires_grad:
+            raise ValueError(NOT_OURS)
+        return loss
+
+    def _differentiate(self, loss: Tensor, **options: Any) -> None:
+        if not self.shares_generator:
+            loss.backward(**options)
+            return
+        with NoRedraws(self.device) if self._redraws.is_due else nullcontext():
+            loss.backward(**options)
+        self._redraws.passed()
+
+    def _rescale(self, factor: float) -> None:
+        if self.gradients is None:
+            torch._foreach_mul_([p.grad for p in self.trained if p.grad is not None], factor)
+        else:
+            self.gradients.scale(factor)
+        if self._value is not None:
+            self._value = self._value * factor
+
+    def _take_value(self) -> Tensor | None:
+        value, self._value = self._value, None
+        return value
+
+    def _clip(self, max_norm: float) -> Tensor:
+        if self.gradients is None:
+            return nn.utils.clip_grad_norm_(self.trained, max_norm)
+        return self.gradients.clip(max_norm)
+
+    def _check_first(self) -> None:
+        """Check once what would otherwise be wrong without an error."""
+        self._check_gradients()
+        self.flat.check_registered()
+        self.has_stepped = True
+
+    def _check_gradients(self) -> None:
+        """A loss that was computed on another model, the user's own, would train nothing."""
+        if self.gradients is None:
+            is_touched = any(parameter.grad is not None for parameter in self.trained)
+        else:
+            is_touched = self.gradients.is_touched
+        if not is_touched:
+            raise ValueError(NOT_OURS)
+
+    def _unpack(self, result: object, worker: CurrentWorker) -> Tensor:
+        scalars: object = {}
+        loss: object = result
+        if isinstance(result, Mapping):
+            scalars = {name: value for name, value in result.items() if name != "loss"}
+            loss = result.get("loss")
+        elif isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+            loss, scalars = result
+        if not isinstance(loss, Tensor) or not isinstance(scalars, Mapping):
+            raise TypeError(
+                f"the loss must return a scalar tensor, (loss, scalars) or a mapping with 'loss', not "
+                f"{_describe(result)}"
+            )
+        for name, value in scalars.items():
+            worker.record(name, value)
+        return loss
+
+
+def _describe(result: object) -> str:
+    if isinstance(result, Mapping):
+        return f"a mapping with {', '.join(map(repr, result)) or 'nothing'}"
+    return type(result).__name__
+
+
+def cuts(samples: int, count: int) -> Iterator[tuple[int, int]]:
+    """Where each of so many pieces of the samples starts and stops; they are as equal as can be."""
+    return pairwise(samples * at // count for at in range(count + 1))
+
+
+def _whole(batch: Any, samples: int) -> Portion | None:
+    """A micro-batch as something to cut; None where it cannot be."""
+    try:
+        return Portion.of(batch, samples, Part(0, samples))
+    except DataError:
+        return None
+
+
+def _after(lane: Lane, other: Lane) -> None:
+    """Let the compute stream of one rank wait for that of another."""
+    mark = other.event()
+    mark.record(other.compute)
+    lane.compute.wait_event(mark)
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    return chain(module.parameters(), module.buffers())

@@ -1,0 +1,121 @@
+"""What a run has made, and where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowdp.checkpoint.resume import Stood
+from flowdp.policy.formats import format_metric
+from flowdp.policy.launch_limit import BOUND
+from flowdp.policy.tally import EpochMetrics
+from flowdp.replica.factories import Optimizers
+
+__all__ = ["Status", "TrainedState", "alone", "on_cpu", "optimizer_state"]
+
+
+@dataclass(frozen=True, repr=False)
+class TrainedState:
+    """What a run has made.
+
+    Attributes:
+        state_dict: Parameters and buffers by the module's own names, on the CPU.
+        optimizer_state: `state_dict()` of rank 0's optimizer, on the CPU; of several a list or a mapping, as
+            they were given.
+        history: One record per epoch; where `max_steps` ended the run inside an epoch, the last one is of a
+            part of it, and has `is_complete=False`.
+        global_step: Steps of all ranks.
+        epochs_done: Complete epochs; one that `max_steps` cut short is none, and `resume` goes on in it.
+        interrupted: The run was stopped before its last step.
+        stood: Where it stands inside an epoch, for `resume`; None where that cannot be entered.
+    """
+
+    state_dict: Mapping[str, Tensor]
+    optimizer_state: Mapping[str, Any]
+    history: tuple[EpochMetrics, ...]
+    global_step: int
+    epochs_done: int
+    interrupted: bool
+    stood: Stood | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, model: Mapping[str, Any], optimizers: Any, **rest: Any) -> TrainedState:
+        """From a model's state_dict and the states of its optimizers, which are copied to the CPU."""
+        return cls(
+            {name: on_cpu(value) for name, value in model.items()},
+            torch.utils._pytree.tree_map(on_cpu, optimizers),
+            **rest,
+        )
+
+    def __repr__(self) -> str:
+        last = f", loss {format_metric(self.history[-1].loss)}" if self.history else ""
+        end = ", interrupted" if self.interrupted else ""
+        return (
+            f"<TrainedState: {len(self.state_dict)} tensors, {self.epochs_done} epochs, step "
+            f"{self.global_step:,}{last}{end}>"
+        )
+
+    def load_into(self, module: nn.Module) -> nn.Module:
+        """Copy the parameters and buffers into a module of the same structure, and return it."""
+        module.load_state_dict(self.state_dict)
+        return module
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run stands; prints as one line.
+
+    Attributes:
+        life: "running", "paused", "done", "stopped" or "failed".
+        epochs_done: Complete epochs.
+        global_step: Steps of all ranks in the rounds held so far.
+        round: The last round, or None.
+        local_steps: Steps per rank, those since the last round included. Shape (world_size,).
+        throttled: Why a rank has no batches, per rank; None for one that has. Shape (world_size,).
+        pieces: Into how many a micro-batch is cut, per rank, because its device ran out of memory; 1 where it
+            is whole. Shape (world_size,).
+        launch_bound: Part of the ranks' time that they wait to launch their steps, because Python runs in one
+            thread at a time; 0 where that is no limit. None: not known, or one rank.
+        problems: What went wrong without ending the run: replicas that had NaN or infinite numbers, ranks
+            that left or ran out of memory, callbacks that raised or do not return, a checkpoint or a story
+            that could not be written, a standstill at the start or while paused.
+    """
+
+    life: str
+    epochs_done: int
+    global_step: int
+    round: int | None
+    local_steps: tuple[int, ...]
+    throttled: tuple[str | None, ...]
+    pieces: tuple[int, ...] = ()
+    problems: tuple[str, ...] = ()
+    launch_bound: float | None = None
+
+    def __str__(self) -> str:
+        steps = " ".join(map(str, self.local_steps))
+        line = f"{self.life} | {self.epochs_done} epochs | step {self.global_step:,} | steps per rank {steps}"
+        if self.launch_bound is not None and self.launch_bound >= BOUND:
+            line += f" | waits to launch {100 * self.launch_bound:.0f} %"
+        return line + (f" | problems: {len(self.problems)}" if self.problems else "")
+
+
+def optimizer_state(optimizers: Optimizers) -> Any:
+    """The state of the one optimizer, or of several in the form in which they were given."""
+    if isinstance(optimizers, Mapping):
+        return {name: one.state_dict() for name, one in optimizers.items()}
+    return alone([one.state_dict() for one in optimizers])
+
+
+def alone(states: Any) -> Any:
+    """The one of a list of one; anything else as it is."""
+    return states[0] if isinstance(states, list) and len(states) == 1 else states
+
+
+def on_cpu(value: Any) -> Any:
+    """A tensor as one of its own on the CPU; anything else as it is."""
+    # A copy: a view would keep, and a file would hold, the whole flat memory.
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

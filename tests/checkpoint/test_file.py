@@ -1,0 +1,369 @@
+"""A checkpoint is read whole or refused with its reason, and written whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import os
+import resource
+import struct
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from flowdp.checkpoint import file as checkpoint_file
+from flowdp.checkpoint.file import FORMAT, plain, read, sealed, write
+from flowdp.errors import CheckpointError
+from flowdp.policy.tally import EpochMetrics, RankMetrics, RankSums
+from flowdp.protocol.position import OpenEpoch, Position
+
+RANK = RankMetrics(8, 2, 1.0, 0.0, 0.0, 0.0, 0.5, {"accuracy": 0.5}, 0.1)
+HISTORY = (EpochMetrics(0, 3, 0.5, {}, (RANK,), 1.0, (8.0,), (1.0,), 0.1, 1, 0.0, 1, None, 1.0, 2),)
+POSITION = Position(1, 1, (OpenEpoch(1, 3, ((1,),), (RankSums(2, 8),)),), 4, versions=1)
+
+
+def checkpoint(**changes: Any) -> dict[str, Any]:
+    """A whole state, small."""
+    weight = torch.arange(6.0).view(2, 3)
+    weight[0, 0] = math.nan
+    return {
+        "version": 1,
+        "epoch": 1,
+        "global_step": 4,
+        "position": POSITION,
+        "model": {"weight": weight, "half": torch.ones(2, dtype=torch.bfloat16)},
+        "buffers": {"count": torch.tensor(3)},
+        "ranks": [
+            {"optimizers": [{"state": {0: {"step": torch.tensor(2.0)}}, "param_groups": [{"lr": 0.1}]}]}
+        ],
+        "history": HISTORY,
+        "fingerprint": {"batch_size": 4, "shapes": (2, 3)},
+        "best": None,
+        **changes,
+    }
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    write(tmp_path / "a.pt", checkpoint())
+    return tmp_path / "a.pt"
+
+
+def archive(state: object) -> bytes:
+    """What torch.save makes of a state."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def with_pickle(pickled: bytes) -> bytes:
+    """A torch archive with another pickle in it."""
+    buffer = io.BytesIO()
+    source = zipfile.ZipFile(io.BytesIO(archive({})))
+    with zipfile.ZipFile(buffer, "w") as made:
+        for name in source.namelist():
+            made.writestr(name, pickled if name.endswith("data.pkl") else source.read(name))
+    return buffer.getvalue()
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(CheckpointError) as error:
+        read(path)
+    assert error.value.path == str(path)
+    assert str(path) in str(error.value)
+    return str(error.value)
+
+
+# ---------------------------------------------------------------- what may stand in it
+def test_plain_state_comes_back_as_it_was(path: Path) -> None:
+    state = read(path)
+    expected = checkpoint()
+    assert torch.equal(
+        state["model"]["weight"].view(torch.int32), expected["model"].pop("weight").view(torch.int32)
+    )
+    assert state["model"].pop("weight").dtype is torch.float32
+    assert repr((state["position"], state["history"])) == repr((POSITION, HISTORY))  # with NaN
+    assert state["fingerprint"] == {"batch_size": 4, "shapes": (2, 3)}  # a tuple stays one
+    assert (state["format"], state["torch"]) == (FORMAT, torch.__version__)
+    assert torch.equal(state["model"]["half"], expected["model"]["half"])
+    assert state["best_model"] == {}
+    assert state["orders"] is None  # as in a file from before there were any
+    assert state["ranks"][0]["optimizers"][0]["state"][0]["step"].item() == 2.0
+
+
+def test_torch_and_zipfile_read_it_too(path: Path) -> None:
+    state = torch.load(path, weights_only=True)
+    assert list(state["model"]) == ["weight", "half"]
+    assert zipfile.ZipFile(path).testzip() is None
+
+
+def test_a_state_can_be_written_again(path: Path) -> None:
+    write(path, read(path))
+    assert repr(read(path)["position"]) == repr(POSITION)
+
+
+def test_what_is_plain() -> None:
+    flat = torch.arange(100.0)
+    state = plain(
+        {
+            "numbers": [np.float64(0.5), np.int32(3), np.bool_(True), 2**70, -math.inf],
+            "shape": torch.Size([2, 3]),
+            "ordered": OrderedDict(a=1),
+            "milestones": Counter([3, 3]),
+            3: None,
+            "view": flat[10:14],
+            "turned": flat.view(10, 10).t(),
+            "wide": torch.ones(1).expand(4),
+            "parameter": nn.Parameter(torch.ones(2)),
+        }
+    )
+    assert [type(number) for number in state["numbers"]] == [float, int, bool, int, float]
+    assert type(state["shape"]) is tuple
+    assert type(state["ordered"]) is dict
+    assert type(state["milestones"]) is Counter
+    assert state["view"].tolist() == [10.0, 11.0, 12.0, 13.0]
+    assert state["view"].untyped_storage().nbytes() == 16
+    assert state["wide"].untyped_storage().nbytes() == 16
+    assert state["turned"].data_ptr() == flat.data_ptr()  # it has all of its memory: no copy
+    assert type(state["parameter"]) is torch.Tensor
+    assert not state["parameter"].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"optimizers": [{"state": {3: {"hook": lambda: 0}}}]}, "optimizers[0].state.3.hook is a function"),
+        ({"a": {(1, 2): 3}}, "the key (1, 2) of a is a tuple"),
+        ([b"x"], "[0] is a bytes"),
+        ({"a": (1, np.zeros(2))}, "a[1] is a ndarray"),
+        ({"a": torch.eye(2).to_sparse()}, "a is a Tensor"),
+        (object(), "the state is an object"),
+        ({"a": 1j}, "a is a complex"),
+    ],
+)
+def test_what_is_not_plain_is_named(state: object, said: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        plain(state)
+    assert str(error.value).startswith(said + ":")
+
+
+def test_what_is_not_plain_is_not_written(path: Path) -> None:
+    before = path.read_bytes()
+    with pytest.raises(CheckpointError, match=r"ranks\[1\]\.learning_rate\.hook is a function"):
+        write(path, checkpoint(ranks=[{}, {"learning_rate": {"hook": print_nothing}}]))
+    cycle: list[Any] = []
+    cycle.append(cycle)
+    with pytest.raises(CheckpointError, match=r"fingerprint\.a\[0\]\[0\].* more than 100 containers deep"):
+        write(path, checkpoint(fingerprint={"a": cycle}))
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == ["a.pt"]
+
+
+def print_nothing() -> None: ...
+
+
+# ---------------------------------------------------------------- what is no checkpoint
+def test_missing_empty_foreign_and_torn(path: Path) -> None:
+    whole = path.read_bytes()
+    assert "no such file" in refusal(path.with_name("b.pt"))
+    assert "cannot be read" in refusal(path.parent)
+    path.write_bytes(b"")
+    assert "empty" in refusal(path)
+    for content in (b"x", b"hello" * 100, b"PK\x03\x04"):
+        path.write_bytes(content)
+        assert "no checkpoint of flowdp" in refusal(path)
+    for content in (archive({"a": 1}), whole[:-1], whole[: len(whole) // 2]):
+        path.write_bytes(content)
+        assert "does not end in a checksum" in refusal(path)
+
+
+@pytest.mark.parametrize("at", [0.0, 0.3, 0.6, 0.95])
+def test_any_changed_byte_is_noticed_before_anything_is_parsed(
+    path: Path, at: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parse(*_: object, **__: object) -> None:
+        pytest.fail("a damaged file was parsed")
+
+    monkeypatch.setattr(torch, "load", parse)
+    content = bytearray(path.read_bytes())
+    content[5 + int(at * (len(content) - 60))] ^= 1
+    path.write_bytes(content)
+    assert "checksum is wrong" in refusal(path)
+
+
+def test_the_last_bytes_are_covered_too(path: Path) -> None:
+    whole = path.read_bytes()
+    for back, said in (
+        (1, "checksum is wrong"),
+        (33, "checksum is wrong"),
+        (40, "does not end in a checksum"),
+    ):
+        content = bytearray(whole)
+        content[-back] ^= 1
+        path.write_bytes(content)
+        assert said in refusal(path)
+
+
+def test_a_later_format_says_so(path: Path) -> None:
+    body = bytearray(path.read_bytes()[:-32])
+    body[-4:] = struct.pack("<I", 7)
+    path.write_bytes(bytes(body) + hashlib.sha256(body).digest())
+    assert "format 7" in refusal(path)
+
+
+SCHEMA: list[tuple[dict[str, Any], str]] = [
+    ({"version": "1"}, "'version'"),
+    ({"version": True}, "'version'"),
+    ({"global_step": -1}, "'global_step'"),
+    ({"model": []}, "'model'"),
+    ({"model": {"a": 1.0}}, "'a' of its 'model' is no tensor"),
+    ({"buffers": {3: torch.ones(1)}}, "3 of its 'buffers'"),
+    ({"best_model": [("a", torch.ones(1))]}, "'best_model'"),
+    ({"best_model": {"a": None}}, "'a' of its 'best_model' is no tensor"),
+    ({"ranks": []}, "'ranks'"),
+    ({"ranks": [1]}, "'ranks'"),
+    ({"best": 1}, "'best'"),
+    ({"orders": []}, "'orders'"),
+    ({"orders": {"1": 2}}, "'orders' hold '1': 2"),
+    ({"orders": {1: 2.0}}, "'orders' hold 1: 2.0"),
+    ({"orders": {1: True}}, "'orders' hold 1: True"),
+    ({"fingerprint": {"a": torch.float32}}, "fingerprint.a is a dtype"),
+    ({"position": "{"}, "JSONDecodeError"),
+    ({"position": "[1]"}, "position is"),
+    ({"position": '{"Position": {"world_size": -1}}'}, "negative"),
+    ({"position": '{"Position": {"planet": 1}}'}, "another version"),
+    ({"position": '{"Best": {}}'}, "not a Position"),
+    ({"position": '{"dict": 3}'}, "AttributeError"),
+    ({"position": '{"float": []}'}, "TypeError"),
+    ({"position": "[" * 100_000}, "RecursionError"),
+    ({"history": '[{"Best": {}}]'}, "EpochMetrics"),
+    ({"history": "3"}, "history is 3"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), SCHEMA)
+def test_another_schema_is_refused(path: Path, change: dict[str, Any], said: str) -> None:
+    whole = torch.load(path, weights_only=True)
+    path.write_bytes(sealed(archive({**whole, **change})))
+    assert said in refusal(path)
+
+
+def test_a_missing_field_is_named(path: Path) -> None:
+    whole = torch.load(path, weights_only=True)
+    for name in checkpoint_file.FIELDS.keys() - {"best_model", "orders"}:
+        path.write_bytes(sealed(archive({key: whole[key] for key in whole if key != name})))
+        assert repr(name) in refusal(path)
+    path.write_bytes(sealed(archive([1])))
+    assert "a list" in refusal(path)
+    path.write_bytes(sealed(archive(whole)))
+    assert read(path)["version"] == 1  # the last one is refused for what it lacks alone
+
+
+def touch(target: Path) -> list[tuple[Callable[..., object], tuple[Any, ...]]]:
+    return [(os.system, (f"touch {target}",)), (eval, (f"__import__('os').mkdir({str(target)!r})",))]
+
+
+def test_code_in_a_pickle_is_not_run(path: Path) -> None:
+    target = path.with_name("touched")
+
+    class Payload:
+        def __init__(self, call: object) -> None:
+            self.call = call
+
+        def __reduce__(self) -> Any:
+            return self.call
+
+    for call in touch(target):
+        state = {**torch.load(path, weights_only=True), "fingerprint": {"x": Payload(call)}}
+        path.with_name("evil.pt").write_bytes(sealed(archive(state)))
+        assert "use another file" in refusal(path.with_name("evil.pt"))
+        assert not target.exists()
+    torch.load(path.with_name("evil.pt"), weights_only=False)
+    assert target.exists()  # the payload works
+
+
+@pytest.mark.parametrize("pickled", [b"", b".", b"garbage", b"\x80\x02]q\x00h\x09.", b"\x80\x02}(K\x01u."])
+def test_a_broken_pickle_with_the_right_checksum(path: Path, pickled: bytes) -> None:
+    path.write_bytes(sealed(with_pickle(pickled)))
+    assert "contents are not" in refusal(path)
+
+
+# ---------------------------------------------------------------- a write that fails
+@pytest.mark.parametrize("room", [200_000, 1_200_500])
+def test_a_full_disk_leaves_what_was_there(path: Path, room: int) -> None:
+    before = path.read_bytes()
+    big = checkpoint(model={"weight": torch.zeros(300_000)})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        with pytest.raises(CheckpointError, match="cannot be written") as error:
+            write(path, big)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert isinstance(error.value.__cause__, OSError)
+    assert error.value.path == str(path)
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == ["a.pt"]
+    write(path, big)
+    assert len(read(path)["model"]["weight"]) == 300_000
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        write(tmp_path / "none" / "a.pt", checkpoint())
+
+
+def test_what_does_not_read_back_is_not_kept(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = path.read_bytes()
+    monkeypatch.setattr(checkpoint_file, "_trailer", lambda: b"\0" * 14)
+    with pytest.raises(CheckpointError, match="checksum"):
+        write(path, checkpoint())
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == ["a.pt"]
+
+
+def test_the_file_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def watch(module: Any, name: str) -> None:
+        whole = getattr(module, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            done.append(name)
+            return whole(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    watch(os, "fsync")
+    watch(os, "link")
+    watch(checkpoint_file, "read")
+    watch(Path, "replace")
+    write(tmp_path / "a.pt", checkpoint(), also=tmp_path / "best.pt")
+    assert done == ["fsync", "read", "link", "replace", "replace", "fsync"]
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "best.pt"]
+
+
+def test_a_second_name_is_the_same_file(tmp_path: Path) -> None:
+    (tmp_path / "best.pt.tmp").write_text("what a killed process left")
+    write(tmp_path / "a.pt", checkpoint(), also=tmp_path / "best.pt")
+    assert (tmp_path / "a.pt").samefile(tmp_path / "best.pt")
+
+
+def test_a_second_name_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*_: object) -> None:
+        raise OSError("no links here")
+
+    monkeypatch.setattr(os, "link", link)
+    write(tmp_path / "a.pt", checkpoint(), also=tmp_path / "best.pt")
+    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "best.pt").read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "best.pt"]

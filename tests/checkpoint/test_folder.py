@@ -1,0 +1,204 @@
+"""Which checkpoint is the newest one, which stay, and what a killed process leaves."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowdp.checkpoint import file as checkpoint_file
+from flowdp.checkpoint.file import read
+from flowdp.checkpoint.folder import Store
+from flowdp.errors import CheckpointError
+from flowdp.options import CheckpointOptions
+from flowdp.protocol.position import Position
+
+
+def state(value: float = 0.0) -> dict[str, Any]:
+    return {
+        "epoch": 0,
+        "position": Position(1),
+        "model": {"weight": torch.full((2,), value)},
+        "buffers": {},
+        "ranks": [{}],
+        "history": (),
+        "fingerprint": {},
+    }
+
+
+def fill(store: Store, values: list[float | None], first: int = 1) -> None:
+    for version, value in enumerate(values, first):
+        store.save(state(version), version=version, global_step=10 * version, value=value)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def test_the_newest_ones_stay(tmp_path: Path) -> None:
+    store = Store(CheckpointOptions(tmp_path / "deep" / "er", keep_last=2))
+    assert store.newest() is None
+    fill(store, [None] * 4)
+    assert [path.name for path in store.paths()] == ["step-000000000040-4.pt", "step-000000000030-3.pt"]
+    assert names(tmp_path / "deep" / "er") == ["step-000000000030-3.pt", "step-000000000040-4.pt"]
+    found = store.newest()
+    assert found is not None
+    path, newest = found
+    assert path == store.paths()[0]
+    assert (newest["version"], newest["global_step"], newest["best"]) == (4, 40, None)
+
+
+@pytest.mark.parametrize(("mode", "winners"), [("min", [2, 2, 4, 4, 4]), ("max", [2, 3, 3, 3, 6])])
+def test_the_best_one_stays_besides(tmp_path: Path, mode: Any, winners: list[int]) -> None:
+    store = Store(CheckpointOptions(tmp_path, keep_last=1, keep_best=("loss", mode)))
+    values = [math.nan, 0.5, 0.7, 0.4, math.nan, 0.9]
+    fill(store, values[:1])
+    assert store.best is None
+    for version, (value, winner) in enumerate(zip(values[1:], winners, strict=True), 2):
+        fill(store, [value], version)
+        best = read(tmp_path / "best.pt")
+        assert (best["version"], best["best"]) == (winner, values[winner - 1])
+        assert read(store.paths()[0])["best"] == values[winner - 1]
+        assert len(names(tmp_path)) == 2
+    fill(store, [None], 7)
+    assert read(tmp_path / "best.pt")["version"] == winners[-1]
+
+
+def test_a_run_that_goes_on_keeps_the_best_value(tmp_path: Path) -> None:
+    options = CheckpointOptions(tmp_path, keep_best=("loss", "min"))
+    fill(Store(options), [0.5])
+    again = Store(options)
+    found = again.newest()
+    assert found is not None
+    again.follow(found[1])
+    fill(again, [0.6], 2)
+    assert read(tmp_path / "best.pt")["version"] == 1
+    other = Store(CheckpointOptions(tmp_path, keep_best=("accuracy", "max")))
+    other.follow(found[1])
+    fill(other, [0.2], 3)  # of another metric: there is nothing to compare it with
+    assert read(tmp_path / "best.pt")["version"] == 3
+
+
+def test_one_that_cannot_be_read_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = Store(CheckpointOptions(tmp_path, keep_best=("loss", "min")))
+    fill(store, [0.1, 0.2, 0.3])
+    newest, middle, oldest = store.paths()
+    newest.write_bytes(newest.read_bytes()[:-10])
+    middle.write_bytes(b"")
+    with caplog.at_level(logging.WARNING, "flowdp"):
+        found = store.newest()
+    assert found is not None
+    assert found[0] == oldest
+    assert [newest.name in caplog.messages[0], "checksum" in caplog.messages[0]] == [True, True]
+    assert [middle.name in caplog.messages[1], "empty" in caplog.messages[1]] == [True, True]
+    oldest.unlink()
+    found = store.newest()
+    assert found is not None
+    assert found[0].name == "best.pt"
+    (tmp_path / "best.pt").write_bytes(b"x")
+    assert store.newest() is None
+
+
+def test_one_that_cannot_be_read_is_not_one_of_those_that_stay(tmp_path: Path) -> None:
+    store = Store(CheckpointOptions(tmp_path, keep_last=2))
+    fill(store, [None] * 2)
+    store.paths()[0].write_bytes(b"torn")
+    again = Store(store.options)
+    assert again.newest() is not None
+    fill(again, [None], first=3)
+    assert names(tmp_path) == ["step-000000000010-1.pt", "step-000000000020-2.pt", "step-000000000030-3.pt"]
+    fill(again, [None], first=4)
+    assert names(tmp_path) == ["step-000000000020-2.pt", "step-000000000030-3.pt", "step-000000000040-4.pt"]
+
+
+def test_a_run_that_begins_anew_in_a_used_folder_is_the_newest(tmp_path: Path) -> None:
+    options = CheckpointOptions(tmp_path, keep_last=2)
+    fill(Store(options), [None] * 5)
+    anew = Store(options)
+    path = anew.save(state(), version=1, global_step=10)
+    assert path.name == "step-000000000010-6.pt"
+    found = anew.newest()
+    assert found is not None
+    assert (found[0], found[1]["version"]) == (path, 1)
+    assert len(anew.paths()) == 2
+
+
+def test_what_is_unfinished_is_removed_and_the_rest_left_alone(tmp_path: Path) -> None:
+    fill(Store(CheckpointOptions(tmp_path)), [None])
+    mine = ["step-000000000020-2.pt.tmp", "best.pt.tmp"]
+    others = ["notes.txt", "model.pt", "model.pt.tmp", "step-1.pt"]
+    for name in mine + others:
+        (tmp_path / name).write_text("x")
+    store = Store(CheckpointOptions(tmp_path))
+    assert store.newest() is not None
+    assert set(mine) <= set(names(tmp_path))  # whoever only reads may be looking at a run at work
+    fill(store, [None], 2)
+    assert names(tmp_path) == sorted([*others, "step-000000000010-1.pt", "step-000000000020-2.pt"])
+    fill(store, [None] * 5, 3)
+    assert set(others) <= set(names(tmp_path))
+
+
+def test_a_checkpoint_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
+    store = Store(CheckpointOptions(tmp_path, keep_last=1, keep_best=("loss", "min")))
+    fill(store, [0.5])
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(CheckpointError, match=r"ranks\[0\]\.hook") as error:
+        store.save({**state(), "ranks": [{"hook": names}]}, version=2, global_step=20, value=0.1)
+    assert error.value.version == 2
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert store.best == 0.5
+
+
+def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="give another one"):
+        Store(CheckpointOptions(tmp_path / "file"))
+    store = Store(CheckpointOptions(tmp_path / "gone"))
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(CheckpointError, match="give another one"):
+        store.newest()
+
+
+STEPS = ("fsync", "read", "_name_also", "replace", "_sync_folder")
+
+
+@pytest.mark.parametrize("at", [*((step, "before") for step in STEPS), *((step, "after") for step in STEPS)])
+def test_a_process_that_is_killed_leaves_whole_files(tmp_path: Path, at: tuple[str, str]) -> None:
+    options = CheckpointOptions(tmp_path, keep_last=1, keep_best=("loss", "min"))
+    fill(Store(options), [0.5])
+    child = os.fork()
+    if child == 0:
+        try:
+            _die_in(*at)
+            Store(options).save(state(2), version=2, global_step=20, value=0.1)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    store = Store(options)
+    found = store.newest()
+    assert found is not None
+    there = [name for name in names(tmp_path) if name.startswith("step-") and name.endswith(".pt")]
+    assert found[1]["version"] == (2 if len(there) == 2 else 1)
+    assert read(tmp_path / "best.pt")["version"] in (1, 2)
+    fill(store, [0.05], 3)
+    assert read(tmp_path / "best.pt")["version"] == 3
+    assert len(names(tmp_path)) == 2
+
+
+def _die_in(step: str, when: str) -> None:
+    """Let this process be killed in the middle of writing a checkpoint."""
+    owner: Any = {"fsync": os, "replace": Path}.get(step, checkpoint_file)
+    whole = getattr(owner, step)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if when == "after":
+            whole(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(owner, step, call)

@@ -1,0 +1,218 @@
+"""A folder belongs to one live run, of this process or another, and to none that is dead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flowdp
+from flowdp import OptionError
+from flowdp.checkpoint import folder_lock
+from flowdp.checkpoint.folder_lock import NAME, FolderLock
+from tests.watched import Watched, both
+
+ROOT = Path(__file__).resolve().parents[2]
+
+HOLDER = """
+import os, sys, time, warnings
+from pathlib import Path
+from flowdp.checkpoint.folder_lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+lock.take()
+warnings.simplefilter("ignore")
+child = os.fork()
+if child == 0:
+    os.close(1)
+    sys.stdin.read()  # outlives its parent, as a process of a DataLoader may
+    os._exit(0)
+print(child, flush=True)
+time.sleep(60)
+"""
+
+
+def trainer(folder: Path, **options: Any) -> flowdp.Trainer:
+    given: dict[str, Any] = {
+        "dataset": torch.ones(40, 1), "batch_size": 2, "epochs": None, "max_steps": 10**9, "devices": 2,
+        "checkpoint": folder, "resume": True,
+        "loss": lambda model, batch: (model(batch) - batch).square().mean(),
+    } | options  # fmt: skip
+    return flowdp.Trainer(torch.nn.Linear(1, 1), lambda params: torch.optim.SGD(params, 1e-3), **given)
+
+
+def test_a_cell_that_is_run_twice(tmp_path: Path) -> None:
+    first = trainer(tmp_path).start()
+    try:
+        again = trainer(tmp_path)
+        said = (
+            rf"checkpoint='{tmp_path}': a live run of this process writes there, since 20.*flowdp\.runs\(\)"
+        )
+        with pytest.raises(OptionError, match=said):
+            again.start()
+        with pytest.raises(OptionError, match="a live run"):
+            trainer(tmp_path, resume=False).start()
+        assert flowdp.runs() == (first,)
+    finally:
+        first.stop()
+        first.join()
+    run = again.start()
+    run.stop()
+    run.join()
+    assert NAME not in os.listdir(tmp_path)
+
+
+def test_through_a_link_it_is_the_same_folder(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    held = FolderLock(tmp_path / "a")
+    held.take()
+    with pytest.raises(OptionError):
+        FolderLock(tmp_path / "b").take()
+    held.give_back()
+    held.give_back()
+    other = FolderLock(tmp_path / "b")
+    other.take()
+    other.give_back()
+
+
+def test_a_killed_process_holds_nothing_though_its_child_lives(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        mine = FolderLock(tmp_path)
+        try:
+            with pytest.raises(OptionError, match=rf"a live run of process {process.pid} on .* since 20"):
+                mine.take()
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait(30)
+        os.kill(child, 0)  # it is there
+        mine.take()
+        mine.give_back()
+
+
+def test_a_pipe_in_the_place_of_the_lock(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / NAME)
+    with pytest.raises(OptionError, match="no plain file; remove it"):
+        FolderLock(tmp_path).take()
+
+
+def test_a_link_in_the_place_of_the_lock(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    (tmp_path / NAME).symlink_to(tmp_path / "mine.txt")
+    lock = FolderLock(tmp_path)
+    lock.take()
+    lock.give_back()
+    assert "cannot be locked" in caplog.text
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def test_a_folder_that_was_removed_and_made_again(tmp_path: Path) -> None:
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    first.take()
+    (tmp_path / NAME).unlink()
+    second.take()
+    first.give_back()
+    with pytest.raises(OptionError):
+        first.take()  # the file of the second one is still there
+    second.give_back()
+
+
+def test_a_run_that_fails_gives_its_folder_back(tmp_path: Path) -> None:
+    def fails(model: Any, batch: Any) -> Any:
+        raise ValueError("boom")
+
+    with pytest.raises(flowdp.StepError):
+        trainer(tmp_path, loss=fails).fit()
+    lock = FolderLock(tmp_path)
+    lock.take()
+    lock.give_back()
+
+
+def test_the_last_file_of_a_run_that_has_ended_is_waited_for(tmp_path: Path) -> None:
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    first.take()
+    first.end()
+    writing = threading.Timer(0.05, first.give_back)
+    writing.start()
+    second.take()
+    assert writing.finished.is_set() or first._handle is None
+    writing.join()
+    with pytest.raises(OptionError):
+        first.take()
+    second.give_back()
+
+
+def test_a_folder_that_is_being_given_back_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    first.take()
+    first.end()
+    is_giving, is_awaited = threading.Event(), threading.Event()
+    is_there, wait = first._is_there, first._is_free.wait
+
+    def slow(handle: int) -> bool:
+        is_giving.set()
+        assert is_awaited.wait(10)
+        return is_there(handle)
+
+    def waits(timeout: float) -> bool:
+        is_awaited.set()
+        return wait(timeout)
+
+    monkeypatch.setattr(first, "_is_there", slow)
+    monkeypatch.setattr(first._is_free, "wait", waits)
+    giving = threading.Thread(target=first.give_back)
+    giving.start()
+    assert is_giving.wait(10)
+    try:
+        second.take()
+    finally:
+        is_awaited.set()
+        giving.join()
+    second.give_back()
+
+
+def test_two_threads_that_give_a_folder_back_close_its_file_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(FolderLock):
+        """Its handle is read while the other thread waits for its turn."""
+
+        @property
+        def _handle(self) -> int | None:  # type: ignore[override]
+            if threading.current_thread() is not threading.main_thread():
+                watched.await_second()
+            return self.__dict__.get("handle")
+
+        @_handle.setter
+        def _handle(self, handle: int | None) -> None:
+            self.__dict__["handle"] = handle
+
+    watched, closed = Watched(), []
+    lock, close = Slow(tmp_path), os.close
+    lock.take()
+    own = lock._handle
+
+    def closing(handle: int) -> None:
+        closed.append(handle)
+        close(handle)
+
+    monkeypatch.setattr(folder_lock, "_giving_back", watched)
+    monkeypatch.setattr(os, "close", closing)
+    assert both(lock.give_back) == [None, None]
+    assert closed.count(own) == 1

@@ -1,0 +1,301 @@
+"""What becomes of what the ranks put down: files, snapshots, the best state, and complaints."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flowdp.checkpoint.file import read
+from flowdp.checkpoint.folder import Store
+from flowdp.checkpoint.writer import Checkpoint, Part, Saver, Standing
+from flowdp.errors import CheckpointError
+from flowdp.options import CheckpointOptions
+from flowdp.policy.tally import EpochMetrics, RankMetrics, RankSums
+from flowdp.protocol.commands import Save
+from flowdp.protocol.position import OpenEpoch, Position
+
+WAIT_S = 10.0
+
+
+def metrics(epoch: int, loss: float) -> EpochMetrics:
+    rank = RankMetrics(8, 2, 1.0, 0.0, 0.0, 0.0, loss, {}, 0.1)
+    return EpochMetrics(epoch, 9, loss, {}, (rank,), 1.0, (8.0,), (1.0,), 0.1, 1, 0.0, 1, None, 1.0, 2)
+
+
+LOSSES = [metrics(epoch, loss) for epoch, loss in enumerate((5.0, 2.0, 4.0, 3.0))]
+
+
+def part(rank: int, value: float, *, shared: bool) -> Part:
+    """What a rank puts down; it can be read once."""
+    state: dict[str, Any] = {"optimizers": [{"rank": rank}], "scaler": None, "generator": None}
+    if shared:
+        state |= {"model": {"weight": torch.tensor([value])}, "buffers": {}}
+    given = iter([state])
+    return lambda: next(given)
+
+
+def at(epoch: int, *, is_open: bool = False) -> Position:
+    open_ = (OpenEpoch(epoch, 1, ((), ()), (RankSums(), RankSums())),) if is_open else ()
+    return Position(2, epoch, open_, global_step=10 * epoch, versions=epoch)
+
+
+class Desk:
+    """A saver, and two ranks that put down a number."""
+
+    def __init__(self, folder: Path | None, listens: bool = True, **options: Any) -> None:
+        self.told: list[Checkpoint] = []
+        self.failed: list[CheckpointError] = []
+        keep_best = options.pop("keep_best", None)
+        store = None if folder is None else Store(CheckpointOptions(folder, keep_last=9, keep_best=keep_best))
+        self.store = store
+        self.saver = Saver(
+            store, {"seed": 0}, self.told.append if listens else None, self.failed.append, **options
+        )
+        self.saver.start()
+
+    def put(self, epoch: int, *, model: int = 0, is_open: bool = False, **command: Any) -> None:
+        for rank in (0, 1):
+            self.saver.put(rank, part(rank, float(epoch), shared=rank == model))
+        given: dict[str, Any] = {"version": epoch, "snapshots": 0} | command
+        self.saver.save(Save(epoch, at(epoch, is_open=is_open), model=model, **given), LOSSES)
+
+    def close(self) -> list[int]:
+        """Write what waits; the epochs that listeners were told of."""
+        assert self.saver.close(WAIT_S)
+        return [one.epoch for one in self.told]
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Holds the first file until the event is set."""
+    opened, held = threading.Event(), iter([True])
+    save = Store.save
+
+    def slowly(self: Store, *given: Any, **options: Any) -> Path:
+        if next(held, False):
+            assert opened.wait(WAIT_S)
+        return save(self, *given, **options)
+
+    monkeypatch.setattr(Store, "save", slowly)
+    yield opened
+    opened.set()
+
+
+def wait_until_writing(saver: Saver) -> None:
+    while not saver._desk.is_writing:
+        threading.Event().wait(0.001)
+
+
+# ---------------------------------------------------------------- what was put down
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_standing_is_read_once_and_holds_the_model_once(first: int) -> None:
+    parts = {rank: part(rank, 7.0, shared=rank == first) for rank in (1, 0)}
+    standing = Standing(parts, first, at(1), LOSSES[:1])
+    state = standing.read()
+    assert [rank["optimizers"] for rank in state["ranks"]] == [[{"rank": 0}], [{"rank": 1}]]
+    assert not any("model" in rank for rank in state["ranks"])
+    assert standing.model["weight"].item() == 7.0
+    assert standing.read() is state
+
+
+def test_two_threads_read_it_once() -> None:
+    standing = Standing({0: part(0, 7.0, shared=True)}, 0, at(1), ())
+    found: list[dict[str, Any]] = []
+    threads = [threading.Thread(target=lambda: found.append(standing.read())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert len(found) == 8
+    assert all(one is found[0] for one in found)
+
+
+# ---------------------------------------------------------------- checkpoints
+def test_a_checkpoint_is_written_and_told(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.put(2)
+    assert desk.close() == [2]
+    [told] = desk.told
+    assert (told.version, told.epoch, told.global_step, told.path) == (2, 2, 20, desk.saver.last)
+    assert repr(told) == f"<Checkpoint 2 at step 20, 2 epochs complete in {str(told.path)!r}>"
+    kept = read(told.path)
+    assert repr(kept["position"]) == repr(at(2))  # with NaN
+    assert list(kept["history"]) == LOSSES[:2]  # of the epochs that were complete
+    assert kept["fingerprint"] == {"seed": 0}
+    module = nn.Linear(1, 1, bias=False)
+    told.save(tmp_path / "copy.pt")
+    assert read(tmp_path / "copy.pt")["model"].keys() == kept["model"].keys()
+    with pytest.raises(RuntimeError):
+        told.load_into(module)  # of another shape
+
+
+def test_without_a_folder_it_is_told_alone() -> None:
+    desk = Desk(None)
+    desk.put(1)
+    assert desk.close() == [1]
+    assert desk.told[0].path is desk.saver.last is None
+    assert desk.told[0].state_dict["weight"].item() == 1.0
+
+
+def test_without_folder_and_listener_there_is_no_thread() -> None:
+    desk = Desk(None, listens=False)
+    assert not desk.saver.writes
+    assert desk.saver.thread is None
+    desk.put(1)
+    assert desk.saver.close()
+    assert not desk.saver.is_busy
+
+
+def test_a_slow_disk_gets_the_newest(tmp_path: Path, slow: threading.Event) -> None:
+    desk = Desk(tmp_path)
+    desk.put(0)
+    wait_until_writing(desk.saver)
+    for epoch in (1, 2, 3):
+        desk.put(epoch)
+    assert desk.saver.is_busy
+    assert not desk.saver.close(timeout_s=0.01)
+    slow.set()
+    assert desk.close() == [0, 3]
+
+
+@pytest.mark.parametrize(("mode", "written"), [("min", [0, 2, 4]), ("max", [0, 1, 4]), (None, [0, 4])])
+def test_a_slow_disk_gets_the_best_too(
+    tmp_path: Path, slow: threading.Event, mode: Any, written: list[int]
+) -> None:
+    desk = Desk(tmp_path, keep_best=None if mode is None else ("loss", mode))
+    desk.put(0)
+    wait_until_writing(desk.saver)
+    for epoch in (1, 2, 3, 4):
+        desk.put(epoch)
+    slow.set()
+    assert desk.close() == written
+    assert (tmp_path / "best.pt").exists() == (mode is not None)
+    if mode is not None:
+        assert read(tmp_path / "best.pt")["epoch"] == written[1]
+
+
+def test_what_the_sampler_drew_is_asked_for_while_it_is_known(tmp_path: Path, slow: threading.Event) -> None:
+    desk = Desk(tmp_path)
+    drawn = {0: 7}
+    desk.put(0, is_open=True)
+    wait_until_writing(desk.saver)
+    desk.saver.orders = lambda position: {one.epoch: drawn[one.epoch] for one in position.open}
+    drawn = {2: 8}
+    desk.put(2, is_open=True)
+    drawn = {}  # the sampler has gone on before the writer comes to it
+    slow.set()
+    desk.close()
+    assert [read(one.path)["orders"] for one in desk.told] == [None, {2: 8}]
+    desk.saver.let_go()
+    assert desk.saver.orders(at(2, is_open=True)) is None
+
+
+def test_inside_an_epoch_nothing_is_the_best(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, keep_best=("loss", "min"))
+    desk.put(2, is_open=True)
+    desk.close()
+    assert not (tmp_path / "best.pt").exists()
+
+
+# ---------------------------------------------------------------- the best state, and snapshots
+def test_each_checkpoint_holds_the_best_model_of_its_own_moment(
+    tmp_path: Path, slow: threading.Event
+) -> None:
+    old = {"weight": torch.tensor([-1.0])}
+    desk = Desk(tmp_path, best=old)
+    desk.put(1)
+    wait_until_writing(desk.saver)
+    desk.put(2, is_best=True, version=None)
+    desk.put(3)
+    assert desk.saver.best is not None
+    assert desk.saver.best["weight"].item() == 2.0
+    slow.set()
+    desk.close()
+    assert [read(one.path)["best_model"]["weight"].item() for one in desk.told] == [-1.0, 2.0]
+
+
+def test_a_wish_is_answered_by_the_next_standing() -> None:
+    desk = Desk(None, listens=False)
+    found: list[Standing | None] = []
+    asking = threading.Thread(target=lambda: found.append(desk.saver.wait_for_snapshot(2)))
+    asking.start()
+    desk.put(1, version=None, snapshots=1)  # answers the first wish alone
+    assert desk.saver.wait_for_snapshot(1) is not None
+    assert asking.is_alive()
+    desk.put(2, version=None, snapshots=2)
+    asking.join(WAIT_S)
+    [standing] = found
+    assert standing is not None
+    assert standing.position == at(2)
+    assert standing.history == tuple(LOSSES[:2])
+
+
+def test_nobody_waits_for_a_run_that_has_ended() -> None:
+    desk = Desk(None, listens=False)
+    found: list[Standing | None] = []
+    asking = threading.Thread(target=lambda: found.append(desk.saver.wait_for_snapshot(1)))
+    asking.start()
+    desk.saver.end()
+    asking.join(WAIT_S)
+    assert found == [None]
+
+
+# ---------------------------------------------------------------- what cannot be written
+def test_a_full_disk_is_a_problem_and_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(tmp_path)
+    full = iter([OSError(errno.ENOSPC, "No space left on device")])
+    save = Store.save
+
+    def save_or_fail(self: Store, *given: Any, **options: Any) -> Path:
+        for error in full:
+            raise CheckpointError("it cannot be written") from error
+        return save(self, *given, **options)
+
+    monkeypatch.setattr(Store, "save", save_or_fail)
+    desk.put(1)
+    while desk.saver.is_busy:
+        threading.Event().wait(0.001)
+    desk.put(2)
+    assert desk.close() == [2]
+    assert desk.saver.problems == ["it cannot be written"]
+    assert desk.failed == []
+
+
+def test_what_is_not_plain_is_a_failure_that_names_it(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.saver.put(0, lambda: {"optimizers": [{"made": print}], "model": {}, "buffers": {}})
+    desk.saver.save(Save(0, at(1), version=1, snapshots=0), LOSSES)
+    desk.close()
+    [error] = desk.failed
+    assert "ranks[0].optimizers[0].made is a builtin_function_or_method" in str(error)
+    assert desk.saver.problems == [str(error)]
+
+
+def test_what_a_device_could_not_give_is_a_failure(tmp_path: Path) -> None:
+    def broken() -> dict[str, Any]:
+        raise RuntimeError("the device is gone")
+
+    desk = Desk(tmp_path)
+    desk.saver.put(0, broken)
+    desk.saver.save(Save(0, at(1), version=4, snapshots=0), LOSSES)
+    desk.close()
+    [error] = desk.failed
+    assert str(error) == "checkpoint 4 failed: RuntimeError: the device is gone"
+    assert (error.version, type(error.__cause__)) == (4, RuntimeError)
+
+
+def test_a_run_that_is_over_keeps_the_best_alone() -> None:
+    desk = Desk(None)
+    desk.put(1, is_best=True)
+    desk.put(2, snapshots=1)
+    desk.close()
+    desk.saver.let_go()
+    assert desk.saver.best is not None
+    assert desk.saver.wait_for_snapshot(9) is None

@@ -1,0 +1,331 @@
+"""Communicators in the making, and one sum; on a fake NCCL that really sums."""
+
+import random
+import threading
+from collections import Counter
+from time import monotonic
+
+import pytest
+import torch
+
+from flowdp.collective import nccl_setup
+from flowdp.collective.nccl_setup import Opening, Side, sum_replicas
+from flowdp.device.flat_parameters import Flat
+from flowdp.device.streams import QUIET, CudaLane
+from flowdp.errors import CollectiveError
+from tests.collective.fake_nccl import FakeNccl, NcclError
+from tests.fakes import FakeCuda
+
+
+def flats(rank: int) -> list[Flat]:
+    draw = torch.Generator().manual_seed(rank)
+    return [
+        Flat(torch.randn(300, generator=draw), 200),
+        Flat(torch.randn(70, generator=draw).bfloat16(), 70),
+        Flat(torch.randint(-9, 9, (40,), generator=draw).short(), 0),
+        Flat(torch.randint(0, 2, (40,), generator=draw).bool(), 0),
+        Flat(torch.empty(0), 0),
+    ]
+
+
+class Group:
+    """Lanes, flats and a fake NCCL."""
+
+    def __init__(self, cards=(0, 1, 2)):
+        self.cuda = FakeCuda()
+        self.lanes = [CudaLane(torch.device("cuda", card), self.cuda) for card in cards]
+        self.flats = [flats(rank) for rank in range(len(cards))]
+        self.nccl = FakeNccl(self.cuda, self.lanes)
+        self.opening = Opening(self.nccl, self.lanes, self.flats)
+
+    def late_when_it_hangs(self, monkeypatch):
+        """Let the time for what hangs be over when it hangs."""
+        mark = self.opening._is_made if self.nccl.hangs == "make" else self.opening._is_over
+        monkeypatch.setattr(mark, "wait", lambda _: not self.nccl.hanging.wait(20))
+
+    def hang_on_the_device(self, monkeypatch):
+        """Let the sums be enqueued and not end before an abort."""
+        real = Side.distance
+
+        def distance(side, value, count):
+            self.nccl.hanging.set()
+            assert self.nccl.wake.wait(20)
+            return real(side, value, count)
+
+        monkeypatch.setattr(Side, "distance", distance)
+        self.late_when_it_hangs(monkeypatch)
+
+
+def wait_for_the_helper():
+    assert nccl_setup._MAKING.acquire(timeout=20)
+    nccl_setup._MAKING.release()
+
+
+@pytest.mark.parametrize("cards", [(0,), (0, 1), (0, 1, 2, 3)])
+def test_communicators_are_made_and_checked_and_nothing_is_changed(cards):
+    world = Group(cards)
+    before = [[flat.memory.clone() for flat in rank] for rank in world.flats]
+    comms = world.opening.wait()
+    assert [comm.rank for comm in comms] == list(range(len(cards)))
+    # The sizes of all later sums, and the two numbers that ride along.
+    assert [counts for _, counts in world.nccl.groups] == [[200, 100, 70, 40, 40, 2]] * (
+        2 if len(cards) > 1 else 1
+    )
+    for rank, olds in zip(world.flats, before, strict=True):
+        assert all(torch.equal(flat.memory, old) for flat, old in zip(rank, olds, strict=True))
+    assert not nccl_setup._MAKING.locked()
+
+
+def test_what_is_checked_has_the_sizes_of_each_part_of_a_flat(monkeypatch):
+    monkeypatch.setattr(nccl_setup, "CHECKED", 50)
+    world = Group()
+    world.opening.wait()
+    assert [counts for _, counts in world.nccl.groups] == [[50, 50, 50, 40, 40, 2]] * 2
+
+
+def test_each_communicator_is_made_with_its_device_current(monkeypatch):
+    world = Group()
+    current = []
+    real = world.nccl.NcclCommunicator
+
+    def make(ndev, name, rank):
+        current.append(world.cuda.current_stream())
+        return real(ndev, name, rank)
+
+    monkeypatch.setattr(world.nccl, "NcclCommunicator", make)
+    world.opening.wait()
+    assert current == [lane.comm for lane in world.lanes]
+
+
+def test_wrong_sums_are_found_by_value():
+    world = Group()
+    world.nccl.broken = True
+    with pytest.raises(CollectiveError, match=r"on cuda:0, cuda:1, cuda:2 gives rank 0 wrong sums"):
+        world.opening.wait()
+    assert sorted(world.nccl.aborted) == [0, 1, 2]
+    assert world.nccl.abused == []
+
+
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize(
+    ("stage", "said"),
+    [
+        ("make", r"did not make its communicators for cuda:0, cuda:1, cuda:2 within 120 s; NCCL_DEBUG=INFO"),
+        ("sum", r"first sums on cuda:0, .* were not there within 10 s.*NCCL_P2P_DISABLE=1 helps"),
+    ],
+)
+def test_what_hangs_inside_nccl_aborts_itself_when_it_comes_back(monkeypatch, stage, said, fails):
+    """An abort under a call would free what the call uses."""
+    world = Group()
+    world.nccl.hangs, world.nccl.fails = stage, fails
+    world.late_when_it_hangs(monkeypatch)
+    with pytest.raises(CollectiveError, match=said) as caught:
+        world.opening.wait()
+    assert ("P2P" in str(caught.value)) is (stage == "sum")
+    assert world.nccl.aborted == []
+    world.nccl.wake.set()
+    wait_for_the_helper()
+    assert sorted(world.nccl.aborted) == [0, 1, 2]
+    assert world.nccl.abused == []
+    assert len(world.nccl.groups) == (stage == "sum" and not fails)
+
+
+def test_what_hangs_on_the_device_is_aborted_at_once_and_sums_no_more(monkeypatch):
+    world = Group()
+    world.hang_on_the_device(monkeypatch)
+    with pytest.raises(CollectiveError, match="first sums"):
+        world.opening.wait()
+    assert sorted(world.nccl.aborted) == [0, 1, 2]
+    wait_for_the_helper()
+    assert sorted(world.nccl.aborted) == [0, 1, 2]
+    assert world.nccl.abused == []
+    assert len(world.nccl.groups) == 1
+
+
+def test_what_hangs_even_when_aborted_is_left_alone(monkeypatch):
+    monkeypatch.setattr(nccl_setup, "ABORT_S", 0.05)
+    world, later = Group(), Group()
+    world.hang_on_the_device(monkeypatch)
+    world.nccl.deaf = True
+    start_s = monotonic()
+    try:
+        with pytest.raises(CollectiveError, match="first sums"):
+            world.opening.wait()
+        with pytest.raises(CollectiveError, match="still hangs"):
+            later.opening.wait(making_s=0.05)
+        assert monotonic() - start_s < 5
+    finally:
+        world.nccl.wake.set()
+    wait_for_the_helper()  # what hung gives the lock back when it ends
+
+
+def test_ctrl_c_leaves_no_communicator(monkeypatch):
+    world = Group()
+    world.hang_on_the_device(monkeypatch)
+
+    def wait(timeout):
+        world.nccl.hanging.wait(20)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(world.opening._is_over, "wait", wait)
+    with pytest.raises(KeyboardInterrupt):
+        world.opening.wait()
+    wait_for_the_helper()
+    assert sorted(world.nccl.aborted) == [0, 1, 2]
+    assert world.nccl.abused == []
+
+
+def test_making_and_the_sums_have_their_own_limits(monkeypatch):
+    world = Group()
+    asked = []
+    for mark in (world.opening._is_made, world.opening._is_over):
+        real = mark.wait
+        monkeypatch.setattr(mark, "wait", lambda limit_s, real=real: asked.append(limit_s) or real(limit_s))
+    world.opening.wait()
+    assert asked == [120.0, 10.0]
+
+
+def test_what_is_checked_is_allocated_while_nobody_launches(monkeypatch):
+    seen = []
+    real = nccl_setup.Side
+    monkeypatch.setattr(nccl_setup, "Side", lambda *given: seen.append(QUIET.locked()) or real(*given))
+    world = Group()
+    world.opening.wait()
+    assert seen == [True] * 3
+    assert [is_quiet for is_quiet, _ in world.nccl.groups] == [False] * 2  # a hang would keep it
+
+
+@pytest.mark.parametrize("error", [NcclError("unhandled cuda error"), KeyError(7)])
+def test_what_cupy_raises_is_explained(monkeypatch, error):
+    world = Group()
+
+    def make(*_):
+        world.nccl._group.made.clear()
+        raise error
+
+    monkeypatch.setattr(world.nccl, "NcclCommunicator", make)
+    with pytest.raises(CollectiveError, match="NCCL could not make communicators for cuda:0"):
+        world.opening.wait()
+
+
+def test_a_sum_needs_all_ranks():
+    world = Group()
+    comms = world.opening.wait()
+    sides = [Side(world.nccl, lane, rank) for lane, rank in zip(world.lanes, world.flats, strict=True)]
+    with pytest.raises(AssertionError, match=r"only ranks \[0, 1\] of 3"):
+        sum_replicas(world.nccl, comms[:2], sides[:2], [1, 2], drift=False)
+
+
+def test_weights_are_exact_and_their_sum_is():
+    world = Group()
+    comms = world.opening.wait()
+    sides = [Side(world.nccl, lane, rank) for lane, rank in zip(world.lanes, world.flats, strict=True)]
+    sum_replicas(world.nccl, comms, sides, [3, 0, 7], drift=True)
+    weight, square, mean_square = sides[1].tail.tolist()
+    assert weight == 10 / 16
+    parameters = [[rank[0].memory[:200].double(), rank[1].memory.double()] for rank in [flats(0), flats(2)]]
+    norms = [sum(float(p.square().sum()) for p in given) for given in parameters]
+    assert square == pytest.approx((3 * norms[0] + 7 * norms[1]) / 16, rel=1e-5)
+    mean = [(3 * a + 7 * b) / 10 for a, b in zip(*parameters, strict=True)]
+    assert mean_square == pytest.approx(sum(float(m.square().sum()) for m in mean), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("samples", "drift", "passes"),
+    [
+        # float32: one division behind the sum; weights that differ, one product before it.
+        ([5, 5, 5], False, {"div_": 1}),
+        ([5, 0, 5], False, {"div_": 1}),
+        ([3, 1, 7], False, {"mul_": 1, "div_": 1}),
+        ([5, 5, 5], True, {"linalg_vector_norm": 2, "div_": 1}),
+    ],
+)
+def test_how_often_a_mean_passes_over_the_parameters(samples, drift, passes):
+    world = Group()
+    world.flats = [[Flat(torch.ones(200), 200)] for _ in world.lanes]
+    comms = world.opening.wait()
+    sides = [Side(world.nccl, lane, rank) for lane, rank in zip(world.lanes, world.flats, strict=True)]
+    counted = Passes(world.flats[0][0].memory)
+    with counted:
+        sum_replicas(world.nccl, comms, sides, samples, drift=drift)
+    assert counted.names == passes
+    assert all(torch.equal(flats[0].memory, torch.ones(200)) for flats in world.flats)
+
+
+@pytest.mark.parametrize(
+    ("samples", "passes"),
+    [([5, 5, 5], {"copy_": 1, "div": 1}), ([3, 1, 7], {"copy_": 1, "mul_": 1, "div": 1})],
+)
+def test_what_is_summed_wider_is_divided_on_its_way_back(samples, passes):
+    world = Group()
+    world.flats = [[Flat(torch.ones(200, dtype=torch.bfloat16), 200)] for _ in world.lanes]
+    comms = world.opening.wait()
+    sides = [Side(world.nccl, lane, rank) for lane, rank in zip(world.lanes, world.flats, strict=True)]
+    counted = Passes(world.flats[0][0].memory, sides[0]._carried[0].work)
+    with counted:
+        sum_replicas(world.nccl, comms, sides, samples, drift=False)
+    assert counted.names == passes
+
+
+class Passes(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the operations on the whole of some memories, by name."""
+
+    def __init__(self, *memories):
+        super().__init__()
+        self.addresses = {memory.data_ptr() for memory in memories}
+        self.names = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        name = func._schema.name.removeprefix("aten::")
+        if name != "lift_fresh" and any(tensor.data_ptr() in self.addresses for tensor in tensors):
+            self.names[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_launch_makes_no_memory(monkeypatch):
+    """In the window of a group an allocation may wait for a kernel that waits for a launch behind it."""
+    world = Group()
+    comms = world.opening.wait()
+    sides = [Side(world.nccl, lane, rank) for lane, rank in zip(world.lanes, world.flats, strict=True)]
+    made = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            given = {id(t) for t in torch.utils._pytree.tree_leaves((args, kwargs))}
+            result = func(*args, **(kwargs or {}))
+            made.extend(func for t in torch.utils._pytree.tree_leaves(result) if id(t) not in given)
+            return result
+
+    bad = [torch.tensor(False), None, torch.tensor(True)]
+    for samples in ([3, 0, 7], [4, 4, 4]):
+        for drift in (True, False):
+            with Watch():
+                sum_replicas(world.nccl, comms, sides, samples, drift=drift, bad=bad)
+    assert made == []
+
+
+def test_aborts_run_side_by_side(monkeypatch):
+    both = threading.Barrier(2)
+
+    class Comm:
+        def abort(self):
+            both.wait(20)
+
+    nccl_setup.abort_all([Comm(), Comm()])
+    assert not both.broken
+
+
+def test_a_constant_buffer_keeps_its_bits_over_thousands_of_rounds():
+    """Tables of positions, normalisation constants: they come out as they went in."""
+    draw = random.Random(3)
+    constant = torch.rand(96, generator=torch.Generator().manual_seed(3))
+    world = Group()
+    world.flats = [[Flat(torch.cat([torch.randn(64), constant]), 64)] for _ in world.lanes]
+    sides = [Side(world.nccl, lane, rank) for lane, rank in zip(world.lanes, world.flats, strict=True)]
+    comms = world.opening.wait()
+    for _ in range(2000):
+        samples = [draw.randint(0, 4096), draw.randint(1, 4096), draw.randint(1, 77)]
+        sum_replicas(world.nccl, comms, sides, samples, drift=False)
+    assert all(torch.equal(rank[0].memory[64:], constant) for rank in world.flats)

@@ -1,0 +1,156 @@
+"""How the bytes move is decided by the devices, the policy and what works."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flowdp.collective import select
+from flowdp.collective.host import HostMean
+from flowdp.collective.local import DeviceMean, LocalMean
+from flowdp.collective.select import open_collective, open_loop
+from flowdp.device.flat_parameters import FlatReplica
+from flowdp.device.streams import CudaLane, HostLane, Lane
+from flowdp.errors import CollectiveError
+from flowdp.threads.shield import interrupts_held
+from tests.fakes import FakeCuda
+
+CPU = torch.device("cpu")
+CUDA = [torch.device("cuda", index) for index in range(2)]
+
+
+class Nccl:
+    """Stands for `NcclMean`: this machine has no NCCL."""
+
+    def __init__(self, replicas: Any, lanes: Any, hung: Any) -> None:
+        self.hung = hung
+
+
+def refuse(replicas: Any, lanes: Any, hung: Any) -> Any:
+    raise CollectiveError("cupy is not there")
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
+    monkeypatch.setattr(select, "NcclMean", Nccl)
+
+
+def lane(device: torch.device) -> Lane:
+    if device == CPU:
+        return HostLane(CPU)
+    # Fake streams and memory of the CPU, under the name of a card.
+    made = CudaLane(CPU, FakeCuda())
+    made.device, made.pinned = device, HostLane(CPU).pinned  # type: ignore[method-assign]
+    return made
+
+
+def told(error: CollectiveError) -> None:
+    pass
+
+
+def opened(devices: list[torch.device], backend: Any, policy: Any = "cadence") -> Any:
+    replicas = [FlatReplica(nn.Linear(2, 1), rank) for rank in range(len(devices))]
+    lanes = [lane(device) for device in devices]
+    return open_collective(backend, policy, replicas, lanes, lambda rank: None, told)
+
+
+def chosen(devices: list[torch.device], backend: Any = "auto", policy: Any = "cadence") -> type:
+    return type(opened(devices, backend, policy))
+
+
+@pytest.mark.parametrize(
+    ("devices", "backend", "policy", "collective"),
+    [
+        ([CPU], "auto", "cadence", LocalMean),
+        ([CPU, CPU], "auto", "sync", LocalMean),
+        ([CPU, CPU], "local", "async", LocalMean),
+        ([CPU, CPU], "cpu", "cadence", HostMean),
+        ([CUDA[0]], "auto", "cadence", DeviceMean),
+        ([CUDA[0]], "cpu", "cadence", DeviceMean),  # alone it has nothing to bring down
+        ([CPU], "cpu", "cadence", LocalMean),
+        (CUDA, "auto", "cadence", Nccl),
+        (CUDA, "nccl", "sync", Nccl),
+        (CUDA, "local", "cadence", DeviceMean),
+        (CUDA, "cpu", "cadence", HostMean),
+        (CUDA, "auto", "async", DeviceMean),
+        ([CUDA[0], CUDA[0]], "auto", "cadence", DeviceMean),
+        ([CUDA[0], CUDA[0]], "nccl", "cadence", Nccl),
+        ([CUDA[0], CPU], "auto", "cadence", HostMean),
+    ],
+)
+def test_what_is_taken(devices: list[torch.device], backend: Any, policy: Any, collective: type) -> None:
+    assert chosen(devices, backend, policy) is collective
+
+
+@pytest.mark.parametrize("backend", ["auto", "nccl"])
+def test_nccl_is_told_whom_to_tell_of_a_hang(backend: str) -> None:
+    assert opened(CUDA, backend).hung is told
+
+
+def test_without_nccl_a_warning_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(select, "NcclMean", refuse)
+    with caplog.at_level(logging.WARNING, "flowdp"):
+        assert chosen(CUDA) is DeviceMean
+    assert "without NCCL: cupy is not there" in caplog.text
+    caplog.clear()
+    with pytest.raises(CollectiveError, match="cupy is not there"):
+        chosen(CUDA, "nccl")
+    assert not caplog.text
+
+
+def test_cards_that_do_not_reach_each_other_go_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
+    monkeypatch.setattr(select, "NcclMean", refuse)
+    assert chosen(CUDA) is HostMean
+    assert chosen(CUDA, "local") is DeviceMean  # asked for: the driver copies by its own detour
+
+
+# ---------------------------------------------------------------- loops of one thread
+class Loop:
+    """Stands for `NcclLoop`."""
+
+    def __init__(self, lanes: Any, sizes: Any, held: Any) -> None:
+        assert held is interrupts_held
+        self.sizes = sizes
+
+
+@pytest.mark.parametrize(
+    ("devices", "backend", "is_nccl"),
+    [
+        (CUDA, "auto", True),
+        (CUDA, "nccl", True),
+        (CUDA, "local", False),
+        ([CUDA[0], CUDA[0]], "auto", False),
+        ([CUDA[0], CUDA[0]], "nccl", True),
+        ([CUDA[0], CPU], "auto", False),
+        ([CPU, CPU], "auto", False),
+        ([CUDA[0]], "auto", False),
+        ([CUDA[0]], "nccl", False),
+    ],
+)
+def test_what_a_loop_takes(
+    monkeypatch: pytest.MonkeyPatch, devices: list[torch.device], backend: Any, is_nccl: bool
+) -> None:
+    monkeypatch.setattr(select, "NcclLoop", Loop)
+    opened = open_loop(backend, list(map(lane, devices)), {torch.float32: 3})
+    assert (opened is not None) is is_nccl
+
+
+def test_a_loop_without_nccl_is_told_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(select, "NcclLoop", refuse)
+    lanes = list(map(lane, CUDA))
+    with caplog.at_level(logging.WARNING, "flowdp"):
+        assert open_loop("auto", lanes, {}) is None
+    assert "gradients are summed without NCCL: cupy is not there" in caplog.text
+    with pytest.raises(CollectiveError, match="cupy is not there"):
+        open_loop("nccl", lanes, {})

@@ -1,0 +1,119 @@
+"""Parts of a batch that all ranks share."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+
+from flowdp.data.batch_slice import Portion, taken_apart
+from flowdp.errors import DataError
+from flowdp.protocol.messages import Part
+
+Pair = namedtuple("Pair", "x y")
+ROWS = torch.arange(12).reshape(6, 2)
+
+
+def test_tensors_as_long_as_the_batch_are_cut_and_the_rest_goes_whole() -> None:
+    table, rows_of_text = torch.ones(4), list("abcdef")
+    batch = {
+        "x": ROWS,
+        "more": [np.arange(6), "text", 3],
+        "table": table,
+        "one": torch.tensor(6),
+        "texts": rows_of_text,
+        "ids": (7, 8, 9, 10, 11, 12),
+        "words": [["a", "b"], ["c"], [], ["d"], ["e"], ["f", "g"]],
+    }
+    portion = Portion.of(batch, 6, Part(2, 5))
+    rows = portion.rows(1, 3)
+    assert portion.samples == 3
+    assert rows["x"].tolist() == ROWS[3:5].tolist()
+    assert rows["x"].data_ptr() == ROWS[3:].data_ptr(), "nothing is copied"
+    assert rows["more"][0].tolist() == [3, 4]
+    assert rows["more"][1:] == ["text", 3]
+    assert rows["table"] is table
+    assert rows["texts"] == ["d", "e"]
+    assert rows["ids"] == (10, 11)
+    assert rows["words"] == [["d"], ["e"]]
+    assert rows["one"] == 6
+    assert portion.whole is batch
+
+
+def test_what_is_whole_stays_so_where_it_is_as_long_as_the_part() -> None:
+    """Which leaves are samples is decided for the batch, not again for what is left of it."""
+    table = torch.arange(2.0)
+    rows = Portion.of((ROWS, table), 6, Part(0, 2)).rows(0, 1)
+    assert [len(leaf) for leaf in rows] == [1, 2]
+
+
+@pytest.mark.parametrize("batch", [ROWS, [ROWS], (ROWS, ROWS), Pair(ROWS, ROWS), {"a": {"b": ROWS}}])
+def test_a_batch_keeps_its_form(batch: Any) -> None:
+    assert type(Portion.of(batch, 6, Part(0, 3)).rows(0, 2)) is type(batch)
+
+
+@pytest.mark.parametrize("batch", [["a"] * 5, torch.ones(5, 6), {"n": 6}, []])
+def test_nothing_to_cut(batch: Any) -> None:
+    with pytest.raises(DataError, match=f"nothing in this {type(batch).__name__} is 6 long"):
+        Portion.of(batch, 6, Part(0, 3))
+
+
+def test_a_sparse_tensor_is_not_cut() -> None:
+    with pytest.raises(DataError, match=r"a tensor of layout torch\.sparse_coo cannot be cut"):
+        Portion.of((ROWS, ROWS.to_sparse()), 6, Part(0, 3))
+
+
+class Opaque:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def to(self, device: object) -> Opaque:
+        return self
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (pack_sequence([torch.ones(2)] * 6), "PackedSequence holds its samples time step by time step"),
+        (
+            Opaque(ROWS),
+            r"class Opaque holds a tensor that is as long as the batch \(6\).*register_pytree_node",
+        ),
+        (Opaque({"deep": [ROWS]}), "class Opaque holds a tensor"),
+    ],
+)
+def test_samples_that_cannot_be_cut_are_refused_beside_those_that_can(other: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Portion.of((ROWS, other), 6, Part(0, 3))
+
+
+def test_an_object_without_samples_goes_whole() -> None:
+    table = Opaque(torch.ones(4))
+    assert Portion.of((ROWS, table), 6, Part(0, 3)).rows(0, 2)[1] is table
+
+
+def test_what_was_gathered_is_cut_everywhere() -> None:
+    portion = Portion.gathered([ROWS, ROWS[:, 0]], lambda parts: Pair(*parts))
+    assert portion.rows(4, 6).y.tolist() == [8, 10]
+    assert portion.samples == 6
+    assert [len(leaf) for leaf in portion.first(2)] == [2, 2]
+
+
+def test_elsewhere_it_is_the_same_portion() -> None:
+    portion = Portion.of((ROWS, torch.arange(3)), 6, Part(2, 6))
+    leaves, tree, build = taken_apart(portion)
+    assert tree == taken_apart((ROWS, ROWS))[1]
+    moved = build([leaf + 100 for leaf in leaves])
+    assert moved.rows(0, 1)[0].tolist() == [[104, 105]]
+    assert moved.rows(0, 1)[1].tolist() == [100, 101, 102]
+    assert moved.whole is None
+    assert [len(leaf) for leaf in portion.first(5)] == [5, 3]
+
+
+def test_a_plain_batch_taken_apart() -> None:
+    leaves, _, build = taken_apart({"x": ROWS, "y": 3})
+    assert build([leaf * 2 for leaf in leaves])["y"] == 6

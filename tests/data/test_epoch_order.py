@@ -1,0 +1,643 @@
+"""The order of epochs, and flodl's vectors of the areas sampler, make_partition and dataloader."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import (
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from flowdp.data.epoch_order import (
+    KEPT_BATCHES,
+    KEPT_EPOCHS,
+    AllEpochs,
+    BatchSamplerOrder,
+    EpochOrder,
+    Order,
+    SamplerOrder,
+    batches_per_epoch,
+    epoch_order,
+)
+from flowdp.data.open_source import open_source
+from flowdp.errors import DataError, OptionError, ProtocolError
+from flowdp.protocol.position import OpenEpoch, Position
+
+VECTORS: dict[str, dict[str, Any]] = {
+    vector["id"]: vector
+    for vector in json.loads((Path(__file__).parents[1] / "vectors/flodl.json").read_text())
+    if vector["area"] in ("sampler", "make_partition", "dataloader")
+}
+
+
+def whole(order: Order, epoch: int) -> list[int]:
+    return [index for batch in range(order.batches) for index in order.indices(epoch, batch).tolist()]
+
+
+# ---------------------------------------------------------------- epoch_order
+def test_it_is_a_permutation_that_depends_on_seed_and_epoch_alone():
+    first = epoch_order(1000, 3, 5)
+    torch.manual_seed(99)  # the process's generator has no part in it
+    assert torch.equal(first, epoch_order(1000, 3, 5))
+    assert first.dtype == torch.int64
+    assert sorted(first.tolist()) == list(range(1000))
+
+
+def test_seed_and_epoch_are_not_added():
+    orders = [tuple(epoch_order(50, seed, epoch).tolist()) for seed in range(20) for epoch in range(20)]
+    assert len(set(orders)) == 400
+
+
+def test_a_seed_of_more_than_32_bits_is_not_folded_into_the_epoch():
+    assert not torch.equal(epoch_order(100, 7 + (3 << 32), 0), epoch_order(100, 7, 3))
+
+
+def test_the_order_of_a_seed_stays_what_it_is():
+    # A resumed run must meet the order that it left, with any later version.
+    assert epoch_order(8, 0, 0).tolist() == [6, 4, 1, 3, 7, 5, 2, 0]
+    assert epoch_order(8, 0, 1).tolist() == [7, 3, 5, 1, 2, 4, 6, 0]
+
+
+# ---------------------------------------------------------------- EpochOrder
+@given(
+    samples=st.integers(1, 200),
+    batch_size=st.integers(1, 70),
+    drop_last=st.booleans(),
+    shuffle=st.booleans(),
+    epoch=st.integers(0, 5),
+)
+def test_every_sample_lies_in_one_batch(samples, batch_size, drop_last, shuffle, epoch):
+    order = EpochOrder(samples, batch_size, 1, shuffle, drop_last)
+    seen = whole(order, epoch)
+    sizes = [order.samples_in(epoch, batch) for batch in range(order.batches)]
+    assert sizes == [len(order.indices(epoch, batch)) for batch in range(order.batches)]
+    assert order.batches == batches_per_epoch(samples, batch_size, drop_last)
+    assert order.samples == sum(sizes) == len(seen) == len(set(seen))
+    assert set(seen) <= set(range(samples))
+    if drop_last:
+        assert set(sizes) <= {batch_size}
+        assert samples - order.samples < batch_size
+    else:
+        assert order.samples == samples
+    if not shuffle:
+        assert seen == list(range(order.samples))
+
+
+def test_it_deals_the_epochs_order_in_slices():
+    order = EpochOrder(100, 30, 4, True, False)
+    assert whole(order, 2) == epoch_order(100, 4, 2).tolist()
+
+
+@pytest.mark.parametrize("batch", [-1, 4, 100])
+def test_a_batch_that_an_epoch_does_not_have(batch):
+    order = EpochOrder(100, 30, 0, True, False)
+    with pytest.raises(IndexError, match=rf"batch {batch} of an epoch of 4 batches"):
+        order.indices(0, batch)
+    with pytest.raises(IndexError):
+        order.samples_in(0, batch)
+
+
+def test_an_epoch_is_drawn_once_however_many_threads_ask(monkeypatch):
+    drawn = []
+
+    def counting(samples: int, seed: int, epoch: int) -> torch.Tensor:
+        drawn.append(epoch)
+        return epoch_order(samples, seed, epoch)
+
+    monkeypatch.setattr("flowdp.data.epoch_order.epoch_order", counting)
+    order = EpochOrder(5000, 10, 0, True, False)
+    together = threading.Barrier(4)
+
+    def rank(number: int) -> list[list[int]]:
+        together.wait(timeout=5)
+        # Two ranks an epoch ahead of two others, as under the asynchronous policy.
+        return [whole(order, epoch) for epoch in (number % 2, number % 2 + 1)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for number, epochs in enumerate(pool.map(rank, range(4))):
+            assert epochs == [epoch_order(5000, 0, number % 2 + i).tolist() for i in (0, 1)]
+    assert sorted(drawn) == [0, 1, 2]
+
+
+def test_only_the_last_epochs_are_kept_and_an_older_one_is_drawn_again():
+    order = EpochOrder(100, 10, 0, True, False)
+    before = whole(order, 0)
+    for epoch in range(10):
+        order.indices(epoch, 0)
+    assert len(order._epochs) == KEPT_EPOCHS
+    assert whole(order, 0) == before
+
+
+# ---------------------------------------------------------------- SamplerOrder
+def generator(seed: int = 11) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+SAMPLERS = {
+    "sequential": lambda: SequentialSampler(range(23)),
+    "subset": lambda: SubsetRandomSampler([4, 8, 15, 16, 22, 3, 1], generator=generator()),
+    "subset of a tensor": lambda: SubsetRandomSampler(torch.arange(9), generator=generator()),
+    "weighted": lambda: WeightedRandomSampler([0.1, 0.5, 0.4], 17, generator=generator()),
+    "replacement": lambda: RandomSampler(range(23), replacement=True, generator=generator()),
+    "num_samples": lambda: RandomSampler(range(23), num_samples=40, generator=generator()),
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_sampler_is_dealt_in_its_own_order(kind, drop_last):
+    order, twin = SamplerOrder(SAMPLERS[kind](), 4, drop_last), SAMPLERS[kind]()
+    for epoch in range(3):
+        drawn = [int(index) for index in twin]
+        kept = drawn[: len(drawn) // 4 * 4] if drop_last else drawn
+        assert whole(order, epoch) == kept
+
+
+class Counted:
+    """Yields epoch * 100 + i and counts how often it was iterated."""
+
+    def __init__(self, length: int, yielded: int | None = None) -> None:
+        self.length = length
+        self.yielded = length if yielded is None else yielded
+        self.iterated = 0
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        self.iterated += 1
+        return iter(range(self.iterated * 100 - 100, self.iterated * 100 - 100 + self.yielded))
+
+
+def test_a_sampler_is_iterated_once_per_epoch_when_the_epoch_is_asked_for():
+    sampler = Counted(10)
+    order = SamplerOrder(sampler, 3, False)
+    assert sampler.iterated == 0
+    assert whole(order, 0) == list(range(10))
+    order.indices(0, 0)
+    assert sampler.iterated == 1
+
+
+def test_skipped_epochs_are_drawn_on_the_way():
+    sampler = Counted(10)
+    order = SamplerOrder(sampler, 3, False)
+    assert whole(order, 2) == list(range(200, 210))
+    assert whole(order, 1) == list(range(100, 110))
+    assert sampler.iterated == 3
+
+
+def test_threads_in_several_epochs_share_one_sampler():
+    sampler = Counted(50)
+    order = SamplerOrder(sampler, 7, False)
+    together = threading.Barrier(4)
+
+    def rank(number: int) -> list[int]:
+        together.wait(timeout=5)
+        return whole(order, number % 2)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(rank, range(4))) == [list(range(50)), list(range(100, 150))] * 2
+    assert sampler.iterated == 2
+
+
+def test_a_drawn_epoch_is_kept_for_all_batches_in_flight_and_then_gone():
+    order = SamplerOrder(Counted(3), 1, False)
+    order.indices(1000, 0)  # short epochs: many are kept
+    assert whole(order, 1) == [100, 101, 102]
+    order.indices(2000, 0)
+    with pytest.raises(ProtocolError, match="asked for again"):
+        order.indices(1, 0)
+
+
+def test_set_epoch_is_called_before_each_epoch():
+    class Distributed(Counted):
+        def __init__(self):
+            super().__init__(4)
+            self.epochs = []
+
+        def set_epoch(self, epoch):
+            self.epochs.append(epoch)
+
+    sampler = Distributed()
+    SamplerOrder(sampler, 2, False).indices(2, 0)
+    assert sampler.epochs == [0, 1, 2]
+
+
+def test_a_run_that_begins_later_draws_the_epochs_before_on_the_way():
+    sampler = Counted(10)
+    order = SamplerOrder(sampler, 3, False)
+    order.begin_at(7)
+    assert whole(order, 7) == list(range(700, 710))
+    assert sampler.iterated == 8
+
+
+@pytest.mark.parametrize("kind", [SamplerOrder, BatchSamplerOrder])
+def test_a_sampler_that_is_told_its_epoch_is_not_drawn_before(kind):
+    class Told:
+        def __init__(self):
+            self.epochs = []
+
+        def set_epoch(self, epoch):
+            self.epochs.append(epoch)
+
+        def __len__(self):
+            return 4
+
+        def __iter__(self):
+            numbers = range(self.epochs[-1] * 4, self.epochs[-1] * 4 + 4)
+            return iter(numbers if kind is SamplerOrder else [[number] for number in numbers])
+
+    sampler = Told()
+    order = SamplerOrder(sampler, 1, False) if kind is SamplerOrder else BatchSamplerOrder(sampler)
+    order.begin_at(7)
+    assert whole(order, 8) == list(range(32, 36))
+    assert whole(order, 7) == list(range(28, 32))
+    assert sampler.epochs == [7, 8]
+    with pytest.raises(ProtocolError):
+        order.indices(6, 0)
+
+
+@pytest.mark.parametrize("yielded", [9, 11])
+def test_a_sampler_whose_length_is_wrong(yielded):
+    order = SamplerOrder(Counted(10, yielded), 3, False)
+    with pytest.raises(
+        DataError, match=rf"Counted yielded {yielded} indices in epoch 0.*its length is 10"
+    ) as e:
+        order.indices(0, 0)
+    assert e.value.epoch == 0
+
+
+def test_a_sampler_that_raises():
+    class Broken(Counted):
+        def __iter__(self):
+            raise KeyError("weights")
+
+    with pytest.raises(DataError, match="Broken failed in epoch 0: KeyError: 'weights'") as e:
+        SamplerOrder(Broken(10), 3, False).indices(0, 0)
+    assert isinstance(e.value.__cause__, KeyError)
+
+
+def test_a_sampler_that_yields_no_indices():
+    with pytest.raises(DataError, match="TypeError"):
+        SamplerOrder(["a", "b"], 1, False).indices(0, 0)
+
+
+# ---------------------------------------------------------------- BatchSamplerOrder
+class Buckets:
+    """Batches of 1, 2, 3, ... samples, other ones in each epoch."""
+
+    def __init__(self, batches: int = 4) -> None:
+        self.batches = batches
+        self.epoch = -1
+
+    def __len__(self):
+        return self.batches
+
+    def __iter__(self):
+        self.epoch += 1
+        for batch in range(self.batches):
+            yield [100 * self.epoch + 10 * batch + i for i in range((batch + self.epoch) % 3 + 1)]
+
+
+def test_a_batch_sampler_makes_batches_of_any_size():
+    order, twin = BatchSamplerOrder(Buckets()), Buckets()
+    assert (order.batches, order.batch_size, order.samples) == (4, None, None)
+    for epoch in range(3):
+        batches = list(twin)
+        assert [order.samples_in(epoch, batch) for batch in range(4)] == [len(batch) for batch in batches]
+        assert [order.indices(epoch, batch).tolist() for batch in range(4)] == batches
+    assert order.indices(0, 1).tolist() == [10, 11]
+    with pytest.raises(IndexError, match="batch 4 of an epoch of 4 batches"):
+        order.samples_in(0, 4)
+
+
+class Refilled(Buckets):
+    """The batches of `Buckets`, all in one list, tensor or array."""
+
+    def __init__(self, kind: Callable[[list[int]], Any], is_cleared: bool = False) -> None:
+        super().__init__()
+        self.kind, self.is_cleared = kind, is_cleared
+
+    def __iter__(self):
+        batch = self.kind([0, 0])
+        for indices in super().__iter__():
+            batch[:] = self.kind([*indices, 0][:2])
+            yield batch
+            if self.is_cleared:
+                batch.clear()
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_cleared"), [(list, False), (list, True), (torch.tensor, False), (np.array, False)]
+)
+def test_a_batch_sampler_may_fill_one_batch_again_and_again(kind, is_cleared):
+    twin = Buckets()
+    plain = [[[*batch, 0][:2] for batch in twin] for _ in range(3)]
+    order = BatchSamplerOrder(Refilled(kind, is_cleared))
+    assert [[order.indices(epoch, batch).tolist() for batch in range(4)] for epoch in range(3)] == plain
+    assert [order.checksum(epoch) for epoch in range(3)] == [
+        checksums(BatchSamplerOrder(batches), 1)[0] for batches in plain
+    ]
+
+
+def test_a_sampler_may_fill_one_index_again_and_again():
+    class Same(Counted):
+        def __iter__(self):
+            index = torch.tensor(0)
+            for number in range(10):
+                yield index.fill_(number)
+
+    assert whole(SamplerOrder(Same(10), 3, False), 0) == list(range(10))
+
+
+def test_where_batches_end_is_kept_as_long_as_their_epoch():
+    order = BatchSamplerOrder(Buckets(3000))
+    for epoch in range(6):
+        assert order.samples_in(epoch, 2999) == (2999 + epoch) % 3 + 1
+        assert set(order._epochs) <= set(order._stops)
+    assert len(order._stops) <= order._kept + 1
+    with pytest.raises(ProtocolError, match="asked for again"):
+        order.samples_in(0, 0)
+
+
+@pytest.mark.parametrize("where", ["the batch sampler", "its sampler"])
+def test_a_batch_sampler_is_told_its_epoch(where):
+    told: list[int] = []
+
+    class Told(Buckets):
+        def set_epoch(self, epoch):
+            told.append(epoch)
+
+    batch_sampler = Told() if where == "the batch sampler" else Buckets()
+    batch_sampler.sampler = Told()  # asked only where the other is not
+    BatchSamplerOrder(batch_sampler).indices(2, 0)
+    assert told == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([[1], []], "list failed in epoch 0: ValueError: batch 1 has no samples"),
+        ([[1], ["a"]], "list failed in epoch 0: TypeError"),
+        ([1, 2], "list failed in epoch 0: TypeError"),
+    ],
+)
+def test_a_batch_sampler_that_yields_something_else(batches, message):
+    with pytest.raises(DataError, match=message) as e:
+        BatchSamplerOrder(batches).indices(0, 0)
+    assert e.value.epoch == 0
+
+
+def test_a_batch_sampler_whose_length_is_wrong():
+    class Wrong(Buckets):
+        def __len__(self):
+            return 5
+
+    with pytest.raises(DataError, match="Wrong yielded 4 batches in epoch 0, but its length is 5"):
+        BatchSamplerOrder(Wrong()).indices(0, 0)
+
+
+# ---------------------------------------------------------------- checksums
+def checksums(order: Order, epochs: int = 3) -> list[int | None]:
+    for epoch in range(epochs):
+        order.indices(epoch, 0)
+    return [order.checksum(epoch) for epoch in range(epochs)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_an_order_of_flowdps_own_has_no_checksum(shuffle):
+    assert checksums(EpochOrder(20, 4, 0, shuffle, False)) == [None, None, None]
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_a_sampler_that_draws_the_same_has_the_same_checksums(kind):
+    order = SamplerOrder(SAMPLERS[kind](), 4, False)
+    assert order.checksum(0) is None  # not drawn yet
+    found = checksums(order)
+    assert None not in found
+    assert found == checksums(SamplerOrder(SAMPLERS[kind](), 4, False))
+    assert len(set(found)) == (1 if kind == "sequential" else 3)
+
+
+def test_a_sampler_that_is_told_its_epoch_has_the_checksum_of_that():
+    def order() -> SamplerOrder:
+        return SamplerOrder(DistributedSampler(range(50), num_replicas=1, rank=0), 4, False)
+
+    late = order()
+    late.begin_at(2)
+    late.indices(2, 0)
+    assert late.checksum(2) == checksums(order())[2]
+
+
+def test_two_samples_that_change_places_change_the_checksum_but_not_in_what_is_dropped():
+    def found(indices: list[int], drop_last: bool) -> int | None:
+        return checksums(SamplerOrder(indices, 2, drop_last), 1)[0]
+
+    assert found([0, 1, 2, 3, 4], False) != found([0, 1, 3, 2, 4], False)
+    assert found([0, 1, 2, 3, 4], False) != found([0, 1, 2, 3, 5], False)
+    assert found([0, 1, 2, 3, 4], True) == found([0, 1, 2, 3, 5], True)
+
+
+def test_the_same_samples_in_other_batches_have_another_checksum():
+    def found(*batches: list[int]) -> int | None:
+        return checksums(BatchSamplerOrder(batches), 1)[0]
+
+    assert found([0, 1], [2]) == found([0, 1], [2])
+    assert len({found([0, 1], [2]), found([0], [1, 2]), found([0, 1], [3]), found([0, 1, 2])}) == 4
+
+
+def test_checksums_are_kept_for_all_batches_in_flight_and_not_for_ever():
+    order = SamplerOrder(Counted(1), 1, False)
+    order.indices(KEPT_BATCHES + 5, 0)
+    known = [epoch for epoch in range(KEPT_BATCHES + 6) if order.checksum(epoch) is not None]
+    assert known == list(range(6, KEPT_BATCHES + 6))
+
+
+# ---------------------------------------------------------------- AllEpochs
+def test_it_walks_all_epochs_without_a_seam():
+    order = EpochOrder(10, 4, 0, True, False)
+    plan = AllEpochs(order, 2)
+    assert list(plan.walk()) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert list(plan) == [order.indices(*key).tolist() for key in plan.walk()]
+
+
+def test_it_has_no_end_without_a_number_of_epochs():
+    walk = AllEpochs(EpochOrder(10, 10, 0, True, False), None).walk()
+    assert [next(walk) for _ in range(100)][-1] == (99, 0)
+
+
+@given(
+    done=st.integers(0, 3),
+    positions=st.lists(st.integers(0, 5), max_size=2),
+    missing=st.sets(st.integers(0, 4), max_size=3),
+)
+def test_it_walks_what_was_not_trained_in_the_order_of_the_epochs(done, positions, missing):
+    opened = [
+        OpenEpoch(done + i, position, (tuple(sorted(b for b in missing if b < position)), ()), ())
+        for i, position in enumerate(positions)
+    ]
+    start = Position(world_size=2, done=done, open=tuple(opened))
+    walked = list(AllEpochs(EpochOrder(10, 2, 0, True, False), 5, start).walk())
+    trained = {(e.epoch, b) for e in opened for b in range(e.position) if b not in missing}
+    assert walked == [(e, b) for e in range(done, 5) for b in range(5) if (e, b) not in trained]
+
+
+def test_it_goes_on_without_end():
+    start = Position(1, done=6, open=(OpenEpoch(6, 2, ((0,),), ()),))
+    walk = AllEpochs(EpochOrder(3, 1, 0, True, False), None, start).walk()
+    assert [next(walk) for _ in range(5)] == [(6, 0), (6, 2), (7, 0), (7, 1), (7, 2)]
+
+
+def test_a_failing_sampler_ends_it_and_its_error_waits():
+    class BreaksLater(Counted):
+        def __iter__(self):
+            if self.iterated == 1:
+                raise KeyError("weights")
+            return super().__iter__()
+
+    plan = AllEpochs(SamplerOrder(BreaksLater(4), 2, False), None)
+    assert list(plan) == [[0, 1], [2, 3]]
+    assert plan.error is not None
+    assert plan.error.epoch == 1
+
+
+# ---------------------------------------------------------------- flodl's vectors
+# Differences:
+# - the permutation itself is ours: flodl seeds epoch e with seed + e, which repeats orders across seeds;
+# - DL-005: flodl trains nothing, silently; here a drop_last that leaves no batch is an OptionError;
+# - DL-001, DL-021: drop_last is flodl's default and not ours (torch's), so it is given;
+# - DL-019: names are the keys of a mapping of tensors, so their number cannot be wrong;
+# - DL-023: there are no empty batches, so no dataset is asked for one.
+NOT_HERE = {"DL-019", "DL-023"}
+HERE = {
+    *("SM-002", "SM-004", "SM-006", "MP-001", "MP-003", "MP-005", "MP-007"),
+    *("DL-001", "DL-003", "DL-005", "DL-007", "DL-009", "DL-011", "DL-013", "DL-015", "DL-017", "DL-021"),
+}
+
+
+def test_no_vector_is_forgotten():
+    assert set(VECTORS) == HERE | NOT_HERE
+
+
+def source_of(setup: dict[str, Any]):
+    return open_source(
+        torch.arange(setup["n"]),
+        batch_size=setup.get("batch_size", 4),
+        shuffle=setup.get("shuffle"),
+        seed=42,
+        drop_last=setup.get("drop_last"),
+        collate_fn=None,
+        num_workers=None,
+        epochs=None,
+    )
+
+
+@pytest.mark.parametrize("name", ["SM-002", "SM-004"])
+def test_vector_orders_differ(name):
+    setup, given_ = VECTORS[name]["setup"], VECTORS[name]["input"]
+    pairs = [
+        (seed, epoch)
+        for seed in given_.get("seeds", [setup.get("seed")])
+        for epoch in given_.get("epochs", [given_.get("epoch")])
+    ]
+    first, second = (epoch_order(setup["n"], *pair) for pair in pairs)
+    assert torch.equal(first, second) is VECTORS[name]["expected"]["equal"]
+
+
+def test_vector_sm_006_length():
+    shuffled, straight = EpochOrder(50, 7, 42, True, False), EpochOrder(30, 7, 42, False, False)
+    assert [len(whole(shuffled, 0)), len(whole(straight, 0))] == VECTORS["SM-006"]["expected"]["len"]
+
+
+def test_vector_mp_003_same_order_again():
+    setup = VECTORS["MP-003"]["setup"]
+    start, size = setup["slice"]
+    first, second = (
+        epoch_order(setup["total"], setup["seed"], setup["epoch"])[start : start + size]
+        for _ in range(VECTORS["MP-003"]["input"]["repeat"])
+    )
+    assert torch.equal(first, second) is VECTORS["MP-003"]["expected"]["equal"]
+
+
+@pytest.mark.parametrize("name", ["MP-001", "MP-005"])
+def test_vector_slices_share_nothing(name):
+    setup, expected = VECTORS[name]["setup"], VECTORS[name]["expected"]
+    order = EpochOrder(setup["total"], 10, setup["seed"], True, False)  # all slices are whole batches of 10
+    parts = [
+        {
+            i
+            for batch in range(start // 10, (start + size) // 10)
+            for i in order.indices(setup["epoch"], batch).tolist()
+        }
+        for start, size in VECTORS[name]["input"]["slices"]
+    ]
+    union = set().union(*parts)
+    assert (len(union) == sum(map(len, parts))) is expected.get("disjoint", expected.get("pairwise_disjoint"))
+    assert [len(part) for part in parts] == [size for _, size in VECTORS[name]["input"]["slices"]]
+    assert len(union) == expected.get("union", len(union))
+
+
+def test_vector_mp_007_size_of_a_part():
+    _, size = VECTORS["MP-007"]["input"]["plan"]
+    order = EpochOrder(VECTORS["MP-007"]["setup"]["total"], size, 42, True, False)
+    assert len(order.indices(0, 0)) == VECTORS["MP-007"]["expected"]["partition_len"]
+
+
+@pytest.mark.parametrize("name", ["DL-001", "DL-003", "DL-007", "DL-009", "DL-011"])
+def test_vector_batches_of_an_epoch(name):
+    source, expected = source_of(VECTORS[name]["setup"]), VECTORS[name]["expected"]
+    assert source.batches == expected["num_batches"]
+    assert len(source.take(0, 0, source.batches - 1)) == expected["last_batch_len"]
+
+
+def test_vector_dl_013_in_sequence():
+    source = source_of(VECTORS["DL-013"]["setup"])
+    epoch = VECTORS["DL-013"]["input"]["epoch"]
+    dealt = [source.take(0, epoch, batch).tolist() for batch in range(source.batches)]
+    assert dealt == VECTORS["DL-013"]["expected"]["batches"]
+
+
+def test_vector_dl_015_two_epochs():
+    source, expected = source_of(VECTORS["DL-015"]["setup"]), VECTORS["DL-015"]["expected"]
+    for epoch, items in zip(VECTORS["DL-015"]["input"]["epochs"], expected["items_seen"], strict=True):
+        seen = [i for batch in range(source.batches) for i in source.take(0, epoch, batch).tolist()]
+        assert len(seen) == items
+        assert (len(set(seen)) == items) is expected["no_duplicates"]
+
+
+def test_vector_dl_021_metadata():
+    source, expected = (
+        source_of({**VECTORS["DL-021"]["setup"], "drop_last": True}),
+        VECTORS["DL-021"]["expected"],
+    )
+    assert source.batches == expected["num_batches"]
+    assert source.take(0, 0, 0).is_cpu is expected["resident_on_cpu"]
+
+
+@pytest.mark.parametrize(("name", "message"), [("DL-005", "leaves no batch"), ("DL-017", "empty")])
+def test_vector_nothing_to_train(name, message):
+    with pytest.raises(OptionError, match=message):
+        source_of(VECTORS[name]["setup"])
+
+
+def test_orders_lie_on_the_host_whatever_the_users_default_device_is() -> None:
+    with torch.device("meta"):
+        shuffled = EpochOrder(6, 2, 0, shuffle=True, drop_last=False)
+        straight = EpochOrder(6, 2, 0, shuffle=False, drop_last=False)
+        drawn = SamplerOrder([3, 1, 2], 2, drop_last=False)
+        for order in (shuffled, straight, drawn):
+            assert order.indices(0, 0).device.type == "cpu"

@@ -1,0 +1,413 @@
+"""Datasets of unknown length: read to their end in every epoch, and the end is told."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, default_collate, default_convert, get_worker_info
+
+from flowdp.data.iterable_source import Counted, Measured, StreamReader
+from flowdp.errors import CheckpointError, DataError, ProtocolError
+from flowdp.protocol.position import OpenEpoch, Position
+from tests.data.test_loader_source import Watched
+
+WAIT_S = 10.0
+
+
+class Stream(IterableDataset[Any]):
+    """Epoch e has lengths[e] samples, which are shared among the worker processes."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.lengths = lengths
+        self.epoch = -1
+        self.yielded = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self.threads: set[str] = set()
+
+    def __iter__(self):
+        self.epoch += 1
+        self.threads.add(threading.current_thread().name)
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for sample in range(first, self.lengths[self.epoch % len(self.lengths)], step):
+            self.yielded += 1
+            yield self.item(sample)
+
+    def item(self, sample: int) -> Any:
+        return sample
+
+
+class Run:
+    """A stream with ranks that take from it, and what it says."""
+
+    def __init__(self, dataset: Any, batch_size: int | None = 4, **options: Any) -> None:
+        collate = default_convert if batch_size is None else default_collate
+        given = {"epochs": 2, "ahead": 4, "collate_fn": collate, "num_workers": 0, **options}
+        self.reader = StreamReader(dataset, batch_size, **given)
+        self.woken: queue.SimpleQueue[tuple[int, int, int]] = queue.SimpleQueue()
+        self.failed: queue.SimpleQueue[DataError] = queue.SimpleQueue()
+        self.ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+
+    def start(self) -> Run:
+        self.reader.on_end(lambda *end: self.ended.put(end))
+        self.reader.start(wake=lambda *key: self.woken.put(key), failed=self.failed.put)
+        return self
+
+    def take(self, epoch: int, batch: int) -> Any:
+        while (payload := self.reader.take(0, epoch, batch)) is None:
+            assert self.woken.get(timeout=WAIT_S) == (0, epoch, batch)
+        return payload
+
+    def epoch(self, epoch: int, batches: int) -> list[Any]:
+        taken = [self.take(epoch, batch) for batch in range(batches)]
+        assert self.ended.get(timeout=WAIT_S) == (epoch, batches)
+        return taken
+
+
+@pytest.fixture
+def runs() -> Iterator[Callable[..., Run]]:
+    """Makes started runs and closes them."""
+    made: list[Run] = []
+
+    def make(dataset: Any, *given: Any, **options: Any) -> Run:
+        made.append(Run(dataset, *given, **options).start())
+        return made[-1]
+
+    yield make
+    for run in made:
+        assert run.reader.close()
+    assert not multiprocessing.active_children()
+
+
+# ---------------------------------------------------------------- what is read
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_it_yields_what_torch_yields_anew_in_each_epoch(runs, drop_last):
+    run = runs(Stream(10, 4, 7), epochs=3, drop_last=drop_last)
+    batches = [run.epoch(0, 2 if drop_last else 3), run.epoch(1, 1), run.epoch(2, 1 if drop_last else 2)]
+    seen = [[sample for batch in epoch for sample in batch.tolist()] for epoch in batches]
+    whole = [list(range(10)), list(range(4)), list(range(7))]
+    assert seen == ([epoch[: len(epoch) // 4 * 4] for epoch in whole] if drop_last else whole)
+    assert (run.reader.batch_size, run.reader.batches, run.reader.samples) == (4, None, None)
+    assert run.reader.indices(0, 0) == ()
+
+
+def test_a_batch_has_as_many_samples_as_were_collated(runs):
+    # A batch whose tensors do not show it: the sum of the samples alone.
+    run = runs(Stream(10), collate_fn=lambda samples: torch.tensor(sum(samples)))
+    assert [batch.item() for batch in run.epoch(0, 3)] == [6, 22, 17]
+    assert [run.reader.samples_in(0, batch) for batch in range(3)] == [4, 4, 2]
+
+
+def test_with_processes_all_is_read_once_and_they_live_through_all_epochs(runs):
+    class Where(Stream):
+        def item(self, sample):
+            return sample, os.getpid()
+
+    run = runs(Where(26, 5, 26), epochs=3, num_workers=2)
+    pids: set[int] = set()
+    for epoch, (samples, batches) in enumerate(((26, 8), (5, 2), (26, 8))):
+        taken = run.epoch(epoch, batches)
+        assert sorted(s for part, _ in taken for s in part.tolist()) == list(range(samples))
+        pids |= {pid for _, part in taken for pid in part.tolist()}
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+
+
+def test_without_processes_the_reader_alone_touches_the_dataset(runs):
+    dataset = Stream(4)
+    run = runs(dataset)
+    run.epoch(0, 1)
+    run.epoch(1, 1)
+    assert dataset.threads == {"flowdp-reader"}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_set_epoch_is_called_before_each_epoch(runs, num_workers):
+    class Told(IterableDataset[Any]):
+        def __init__(self):
+            self.told = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+        def set_epoch(self, epoch):
+            self.told.fill_(epoch)
+
+        def __iter__(self):
+            return iter([self.told.item()] * 3)
+
+    run = runs(Told(), 3, epochs=3, num_workers=num_workers)
+    for epoch in range(3):
+        for batch in run.epoch(epoch, max(num_workers, 1)):
+            assert batch.tolist() == [epoch] * 3
+
+
+def test_a_stream_without_end(runs):
+    class Endless(IterableDataset[Any]):
+        def __iter__(self):
+            number = 0
+            while True:
+                yield number
+                number += 1
+
+    run = runs(Endless(), 2, epochs=None)
+    assert [run.take(0, batch).tolist() for batch in range(50)] == [[2 * b, 2 * b + 1] for b in range(50)]
+    assert run.ended.empty()
+
+
+# ---------------------------------------------------------------- how far ahead
+class Announced(Stream):
+    """Says when so many samples were yielded."""
+
+    def __init__(self, *lengths: int, at: int) -> None:
+        super().__init__(*lengths)
+        self.at = at
+        self.reached = threading.Event()
+
+    def item(self, sample):
+        if self.yielded == self.at:
+            self.reached.set()
+        return sample
+
+
+def test_no_more_than_ahead_is_read_while_nobody_waits():
+    dataset = Announced(100, at=12)
+    run = Run(dataset, ahead=3).start()
+    assert dataset.reached.wait(WAIT_S)
+    assert run.reader.close()
+    assert dataset.yielded == 12
+
+
+def test_a_rank_that_waited_beyond_the_end_does_not_drive_the_reader():
+    dataset = Announced(8, at=8 + 12)
+    run = Run(dataset, ahead=3, epochs=None).start()
+    assert run.reader.take(0, 0, 9) is None  # dealt before anybody knew
+    assert run.ended.get(timeout=WAIT_S) == (0, 2)
+    assert run.reader.take(1, 0, 7) is None  # and now
+    assert not run.reader._waiting
+    # Room for one more, of the next epoch, and not for a second one.
+    assert run.take(0, 0).tolist() == [0, 1, 2, 3]
+    assert run.take(0, 1).tolist() == [4, 5, 6, 7]
+    assert run.ended.get(timeout=WAIT_S) == (1, 2)
+    assert dataset.reached.wait(WAIT_S)
+    assert run.reader.close()
+    assert dataset.yielded == 20
+    assert run.woken.empty()
+
+
+def test_a_rank_that_waits_is_served_though_others_leave_theirs_lying(runs):
+    run = runs(Stream(40), ahead=1)
+    assert run.take(0, 9).tolist() == [36, 37, 38, 39]
+    assert all(run.reader.take(0, 0, batch) is not None for batch in range(9))
+
+
+def test_a_batch_given_back_is_taken_again_with_its_samples(runs):
+    run = runs(Stream(6))
+    payload = run.take(0, 1)
+    run.reader.give_back(0, 1, payload)
+    assert run.reader.take(1, 0, 1) is payload
+    assert run.reader.samples_in(0, 1) == 2
+
+
+def test_samples_are_forgotten_long_after_their_batch(runs, monkeypatch):
+    monkeypatch.setattr("flowdp.data.loader_source.KEPT_BATCHES", 5)
+    run = runs(Stream(40), ahead=2)
+    first = run.take(0, 0)
+    run.reader.give_back(0, 0, first)
+    for batch in range(1, 10):
+        run.take(0, batch)
+    assert run.ended.get(timeout=WAIT_S) == (0, 10)
+    # It lies here again, so it is not forgotten; what was trained long ago is.
+    assert run.reader.samples_in(0, 0) == run.reader.samples_in(0, 9) == 4
+    with pytest.raises(IndexError, match="batch 1 of epoch 0 has not been read, or long ago"):
+        run.reader.samples_in(0, 1)
+
+
+@pytest.mark.parametrize("key", [(2, 0), (-1, 0), (0, -1)])
+def test_a_batch_that_cannot_be(runs, key):
+    with pytest.raises(IndexError, match=f"batch {key[1]} of epoch {key[0]}"):
+        runs(Stream(8)).reader.take(0, *key)
+
+
+def test_a_batch_cannot_be_taken_twice(runs):
+    run = runs(Stream(8))
+    run.take(0, 0)
+    with pytest.raises(ProtocolError, match="was taken before"):
+        run.reader.take(1, 0, 0)
+
+
+# ---------------------------------------------------------------- items that are batches
+def test_an_item_may_be_a_batch_already(runs):
+    class Batches(Stream):
+        def item(self, sample):
+            return {"name": f"item {sample}", "x": torch.full((sample + 1, 2), float(sample))}
+
+    run = runs(Batches(3), None)
+    for size, batch in enumerate(run.epoch(0, 3), 1):
+        assert batch["name"] == f"item {size - 1}"
+        assert batch["x"].shape == (size, 2)
+        assert run.reader.samples_in(0, size - 1) == size
+    assert run.reader.batch_size is None
+
+
+def test_the_samples_of_an_item_are_those_of_its_first_tensor():
+    item = ("a", torch.tensor(7), [torch.ones(3, 4), torch.ones(5)])
+    assert Measured(default_convert)(item)[0] == 3
+    assert Counted(len)(["a", "b"]) == (2, 2)
+
+
+@pytest.mark.parametrize("item", [7, "a name", torch.tensor(1.0)])
+def test_an_item_without_a_size_is_an_error(runs, item):
+    class Plain(Stream):
+        def item(self, sample):
+            return item
+
+    error = runs(Plain(3), None).failed.get(timeout=WAIT_S)
+    assert "with batch_size=None an item is a batch" in str(error)
+    assert "reading batch 0 of epoch 0 failed: TypeError" in str(error)
+
+
+# ---------------------------------------------------------------- failures
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("lengths", "epoch"), [((0,), 0), ((4, 0), 1)])
+def test_an_epoch_without_a_batch(runs, lengths, epoch, num_workers):
+    run = runs(Stream(*lengths), num_workers=num_workers)
+    error = run.failed.get(timeout=WAIT_S)
+    assert str(error).startswith(f"epoch {epoch} of Stream has no batch: its iterator ended at once")
+    assert error.epoch == epoch
+    with pytest.raises(DataError):
+        run.reader.take(0, epoch, 0)
+
+
+def test_an_epoch_without_a_full_batch(runs):
+    error = runs(Stream(3), drop_last=True).failed.get(timeout=WAIT_S)
+    assert "has no batch that is full, and drop_last=True leaves out any other" in str(error)
+
+
+def test_an_iterator_that_was_used_up():
+    class Once(IterableDataset[Any]):
+        def __init__(self):
+            self.numbers = iter(range(8))
+
+        def __iter__(self):
+            return self.numbers
+
+    run = Run(Once()).start()
+    assert run.ended.get(timeout=WAIT_S) == (0, 2)
+    assert "`__iter__` must return a new iterator each time" in str(run.failed.get(timeout=WAIT_S))
+    assert run.reader.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_dataset_that_raises_does_so_after_the_batches_before_it(runs, num_workers):
+    class Breaks(Stream):
+        def item(self, sample):
+            if sample == 9:
+                raise KeyError("label")
+            return sample
+
+    run = runs(Breaks(20), num_workers=num_workers, collate_fn=list)
+    error = run.failed.get(timeout=WAIT_S)
+    assert error.epoch == 0
+    assert error.indices == ()
+    assert isinstance(error.__cause__, KeyError)
+    at = 3 if num_workers else 2  # process 1 reads 1, 3, 5, 7, then 9
+    assert str(error).startswith(f"reading batch {at} of epoch 0 failed: KeyError")
+
+
+def test_an_iteration_that_cannot_begin(runs):
+    class Broken(IterableDataset[Any]):
+        def __iter__(self):
+            raise OSError("no such bucket")
+
+    assert "OSError: no such bucket" in str(runs(Broken()).failed.get(timeout=WAIT_S))
+
+
+# ---------------------------------------------------------------- closing
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_closing_at_any_moment(num_workers):
+    assert Run(Stream(40), num_workers=num_workers).reader.close()
+    before = set(threading.enumerate())
+    for taken in (0, 1, 10):
+        run = Run(Stream(40), num_workers=num_workers).start()
+        for batch in range(taken):
+            run.take(0, batch)
+        assert run.reader.close()
+        assert run.reader.take(0, 1, 1) is None
+    assert set(threading.enumerate()) == before
+    assert not multiprocessing.active_children()
+
+
+# ---------------------------------------------------------------- a run that is resumed, and on demand
+class Told(Stream):
+    """Epoch e, as it is told, yields e * 100 + i."""
+
+    told = -1
+
+    def set_epoch(self, epoch):
+        self.told = epoch
+
+    def item(self, sample):
+        return self.told * 100 + sample
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_it_begins_with_the_epoch_where_the_run_stood(runs, num_workers):
+    dataset = Told(6)
+    run = runs(dataset, epochs=4, start=Position(1, done=2), num_workers=num_workers)
+    assert [b.tolist() for b in run.epoch(2, 2)] == [[200, 201, 202, 203], [204, 205]]
+    if not num_workers:  # a process has the dataset of its start
+        assert [b.tolist() for b in run.epoch(3, 2)] == [[300, 301, 302, 303], [304, 305]]
+    assert dataset.yielded <= 12
+    with pytest.raises(ProtocolError):
+        run.reader.take(0, 1, 0)
+
+
+def test_inside_an_epoch_it_cannot_be_resumed():
+    start = Position(1, done=2, open=(OpenEpoch(2, 3, ((0, 1),), ()),))
+    with pytest.raises(CheckpointError, match=r"inside epoch 2, and Stream is an IterableDataset"):
+        Run(Stream(9), start=start)
+    assert not StreamReader.can_resume_inside
+
+
+def test_an_epoch_that_was_dealt_and_not_trained_is_no_inside(runs):
+    start = Position(1, done=1, open=(OpenEpoch(1, 2, ((1, 0),), ()),))
+    run = runs(Stream(6), start=start)
+    assert [batch.tolist() for batch in run.epoch(1, 2)] == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_on_demand_it_is_iterated_when_somebody_waits():
+    dataset = Told(6)
+    run = Run(dataset, epochs=None, ahead=100, on_demand=True)
+    watched = run.reader._changed = Watched()
+    run.start()
+    assert dataset.epoch == -1
+    for epoch in range(3):
+        watched.waits.clear()
+        assert [batch.tolist()[0] for batch in run.epoch(epoch, 2)] == [epoch * 100, epoch * 100 + 4]
+        assert watched.waits.wait(WAIT_S)
+        assert (dataset.told, dataset.yielded.item()) == (epoch, 6 * (epoch + 1))
+    assert run.reader.close()
+
+
+@pytest.mark.parametrize("ring", [1, 2])
+@pytest.mark.parametrize("batch_size", [None, 1])
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.Tensor.numpy])
+def test_a_dataset_may_fill_its_buffers_again_and_again(
+    kind: Callable[[torch.Tensor], Any], batch_size: int | None, ring: int
+) -> None:
+    class Chunks(Stream):
+        def item(self, sample: int) -> Any:
+            return {"x": kind(buffers[sample % ring].fill_(sample))}
+
+    buffers = [torch.zeros(3) for _ in range(ring)]
+
+    run = Run(Chunks(10), batch_size, ahead=20).start()
+    try:
+        for epoch in range(2):
+            assert [batch["x"].flatten()[-1].item() for batch in run.epoch(epoch, 10)] == list(range(10))
+    finally:
+        assert run.reader.close()

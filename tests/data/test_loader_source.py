@@ -1,0 +1,1020 @@
+"""Reading with one thread for all ranks: each sample once, failures told at once, closing at any moment."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import multiprocessing
+import os
+import queue
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, random_split
+
+from flowdp.data.batch_slice import Portion
+from flowdp.data.epoch_order import EpochOrder
+from flowdp.data.loader_source import Reader
+from flowdp.data.open_evaluation import open_evaluation
+from flowdp.data.open_source import open_source
+from flowdp.data.source import Source
+from flowdp.errors import DataError, ProtocolError
+from flowdp.protocol.messages import Part
+from flowdp.protocol.position import OpenEpoch, Position
+
+SAMPLES = 103
+CLOSE_MS = 2000.0
+
+
+class Counted(Dataset[Any]):
+    """Counts how often each index is read, in this process or another, and never by two threads at once."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.counts = torch.zeros(samples, dtype=torch.int64).share_memory_()
+        self.inside = 0
+        self.threads: set[str] = set()
+
+    def __len__(self):
+        return len(self.counts)
+
+    def __getitem__(self, index):
+        self.inside += 1
+        assert self.inside == 1, "two threads read at once"
+        self.threads.add(threading.current_thread().name)
+        self.counts[index] += 1
+        self.inside -= 1
+        return index
+
+
+class Run:
+    """A reader with ranks that take from it."""
+
+    def __init__(self, dataset: Any, *, epochs: int | None = 2, ahead: int = 4, **options: Any) -> None:
+        order = EpochOrder(
+            len(dataset),
+            options.pop("batch_size", 8),
+            seed=1,
+            shuffle=options.pop("shuffle", True),
+            drop_last=options.pop("drop_last", False),
+        )
+        self.reader = Reader(dataset, order, epochs=epochs, ahead=ahead, **options)
+        self.woken: list[queue.SimpleQueue[tuple[int, int]]] = [queue.SimpleQueue() for _ in range(4)]
+        self.failed: queue.SimpleQueue[DataError] = queue.SimpleQueue()
+
+    def start(self) -> Run:
+        self.reader.start(
+            wake=lambda rank, epoch, batch: self.woken[rank].put((epoch, batch)), failed=self.failed.put
+        )
+        return self
+
+    def take(self, rank: int, epoch: int, batch: int) -> Any:
+        """Ask until the batch is there."""
+        while (payload := self.reader.take(rank, epoch, batch)) is None:
+            assert self.woken[rank].get(timeout=10) == (epoch, batch)
+        return payload
+
+    def close(self) -> bool:
+        """Close and look at the clock."""
+        begin = time.perf_counter()
+        ended = self.reader.close()
+        assert (time.perf_counter() - begin) * 1e3 < CLOSE_MS
+        return ended
+
+
+@pytest.fixture
+def runs() -> Iterator[Any]:
+    """Makes started runs and closes them."""
+    made: list[Run] = []
+
+    def make(dataset: Any, **options: Any) -> Run:
+        made.append(Run(dataset, **options).start())
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.close()
+
+
+def take_all(run: Run, batches: int) -> list[Any]:
+    """The first batches of the first epoch."""
+    return [run.take(0, 0, batch) for batch in range(batches)]
+
+
+def in_threads(ranks: int, body: Any) -> None:
+    """Run `body(rank)` in a thread for each rank and raise what any of them raised."""
+    errors: list[BaseException] = []
+
+    def guarded(rank: int) -> None:
+        try:
+            body(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+    for error in errors:
+        raise error
+
+
+# ---------------------------------------------------------------- each sample once
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("ranks", "num_workers"), [(1, 0), (2, 0), (4, 0), (1, 2), (4, 2)])
+def test_every_sample_is_read_and_dealt_once_an_epoch(runs, ranks, num_workers, drop_last):
+    dataset = Counted()
+    run = runs(dataset, epochs=3, drop_last=drop_last, num_workers=num_workers)
+    taken: list[list[int]] = [[] for _ in range(3)]
+
+    def rank_of(rank: int) -> None:
+        for epoch in range(3):
+            for batch in range(rank, run.reader.batches, ranks):
+                payload = run.take(rank, epoch, batch).tolist()
+                assert payload == list(run.reader.indices(epoch, batch))
+                assert len(payload) == run.reader.samples_in(epoch, batch)
+                taken[epoch].extend(payload)
+
+    in_threads(ranks, rank_of)
+    assert run.close()
+    for epoch in taken:
+        assert len(epoch) == len(set(epoch)) == run.reader.samples == (96 if drop_last else SAMPLES)
+    assert dataset.counts.sum() == 3 * run.reader.samples
+    if not drop_last:
+        assert dataset.counts.tolist() == [3] * SAMPLES
+    assert dataset.threads == (set() if num_workers else {"flowdp-reader"})
+
+
+def test_a_file_read_by_seek_and_read_is_never_read_by_two(runs, tmp_path):
+    width, samples = 64, 400
+    path = tmp_path / "samples.bin"
+    path.write_bytes(b"".join(bytes([i % 251]) * width for i in range(samples)))
+
+    class File(Dataset[Any]):
+        def __init__(self):
+            self.file = path.open("rb")
+
+        def __len__(self):
+            return samples
+
+        def __getitem__(self, index):
+            self.file.seek(index * width)
+            return index, torch.frombuffer(bytearray(self.file.read(width)), dtype=torch.uint8)
+
+    dataset = File()
+    run = runs(dataset, epochs=2)
+
+    def rank_of(rank: int) -> None:
+        for epoch in range(2):
+            for batch in range(rank, run.reader.batches, 4):
+                index, content = run.take(rank, epoch, batch)
+                assert torch.equal(content, (index % 251).to(torch.uint8)[:, None].expand(-1, width))
+
+    in_threads(4, rank_of)
+    assert run.close()
+    dataset.file.close()
+
+
+def test_fashion_mnist_is_read_as_it_lies_there(runs, fashion_mnist):
+    import gzip
+
+    raw = gzip.decompress((fashion_mnist / "t10k-images-idx3-ubyte.gz").read_bytes())[16:]
+    images = torch.frombuffer(bytearray(raw), dtype=torch.uint8).reshape(-1, 28, 28)
+
+    class Images(Dataset[Any]):
+        def __len__(self):
+            return len(images)
+
+        def __getitem__(self, index):
+            return images[index].float() / 255
+
+    run = runs(Images(), epochs=1, batch_size=1000, num_workers=2)
+    assert run.reader.batches == 10
+    for batch in range(10):
+        expected = images[list(run.reader.indices(0, batch))].float() / 255
+        assert torch.equal(run.take(batch % 2, 0, batch), expected)
+
+
+def test_the_batches_of_an_epoch_without_end(runs):
+    run = runs(Counted(5), epochs=None, batch_size=5)
+    for epoch in range(50):
+        assert sorted(run.take(0, epoch, 0).tolist()) == list(range(5))
+
+
+def test_the_reader_leaves_the_cores_to_the_workers(runs):
+    class Threads(Counted):
+        def __getitem__(self, index):
+            return torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    assert set(runs(Threads()).take(0, 0, 0).tolist()) == {1}
+    assert torch.get_num_threads() == before
+
+
+# ---------------------------------------------------------------- the store
+def test_no_more_than_ahead_is_read_while_nobody_waits():
+    reached = threading.Event()
+
+    class Announced(Counted):
+        def __getitem__(self, index):
+            if index == 3 * 8 - 1:
+                reached.set()
+            return super().__getitem__(index)
+
+    dataset = Announced()
+    run = Run(dataset, ahead=3, shuffle=False).start()
+    assert reached.wait(timeout=5)
+    assert run.close()
+    assert dataset.counts.tolist() == [1] * 24 + [0] * (SAMPLES - 24)
+
+
+def test_a_batch_taken_makes_room_for_one_more():
+    reached = threading.Event()
+
+    class Announced(Counted):
+        def __getitem__(self, index):
+            if index == 5 * 8 - 1:
+                reached.set()
+            return super().__getitem__(index)
+
+    dataset = Announced()
+    run = Run(dataset, ahead=3, shuffle=False).start()
+    run.take(0, 0, 1)
+    run.take(0, 0, 0)
+    assert reached.wait(timeout=5)
+    assert run.close()
+    assert dataset.counts.sum() == 5 * 8
+
+
+def test_a_rank_that_waits_is_served_though_others_leave_theirs_lying(runs):
+    run = runs(Counted(), ahead=1)
+    last = run.take(3, 1, 12)
+    assert last.tolist() == list(run.reader.indices(1, 12))
+    for epoch, batch in [(e, b) for e in range(2) for b in range(13)][:-1]:
+        assert run.reader.take(0, epoch, batch) is not None  # all of them lie here
+
+
+def test_a_batch_given_back_is_taken_again(runs):
+    run = runs(Counted())
+    payload = run.take(0, 0, 3)
+    run.reader.give_back(0, 3, payload)
+    assert run.reader.take(1, 0, 3) is payload
+
+
+def test_the_last_rank_that_asked_is_woken():
+    begin = threading.Event()
+
+    class Held(Counted):
+        def __getitem__(self, index):
+            assert begin.wait(timeout=10)
+            return super().__getitem__(index)
+
+    run = Run(Held()).start()
+    assert run.reader.take(0, 0, 1) is None
+    assert run.reader.take(1, 0, 1) is None  # dealt anew
+    begin.set()
+    assert run.woken[1].get(timeout=5) == (0, 1)
+    assert run.reader.take(1, 0, 1) is not None
+    assert run.close()
+    assert run.woken[0].empty()
+
+
+def test_a_batch_cannot_be_taken_twice(runs):
+    run = runs(Counted())
+    run.take(0, 0, 2)
+    with pytest.raises(ProtocolError, match="batch 2 of epoch 0 was taken before"):
+        run.reader.take(1, 0, 2)
+
+
+@pytest.mark.parametrize("key", [(0, 13), (0, -1), (2, 0), (-1, 0)])
+def test_a_batch_that_does_not_exist(runs, key):
+    with pytest.raises(IndexError, match=f"batch {key[1]} of epoch {key[0]}: 2 epochs of 13 batches"):
+        runs(Counted()).reader.take(0, *key)
+
+
+# ---------------------------------------------------------------- worker processes
+class Process(Counted):
+    def __getitem__(self, index):
+        super().__getitem__(index)
+        return os.getpid()
+
+
+def test_the_processes_live_through_all_epochs_and_a_ctrl_c(runs):
+    run = runs(Process(), epochs=5, num_workers=2, batch_size=5)
+    pids = set(run.take(0, 0, 0).tolist() + run.take(0, 0, 1).tolist())
+    for pid in pids:  # a terminal sends it to all processes of the job
+        os.kill(pid, signal.SIGINT)
+    for epoch, batch in [(e, b) for e in range(5) for b in range(run.reader.batches)][2:]:
+        pids |= set(run.take(0, epoch, batch).tolist())
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+    assert run.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_worker_init_fn_runs_in_each_process(runs):
+    begun = torch.zeros(2, dtype=torch.int64).share_memory_()
+
+    def begin(number):
+        begun[number] += os.getpid()
+
+    run = runs(Process(), num_workers=2, worker_init_fn=begin)
+    pids = {*run.take(0, 0, 0).tolist(), *run.take(0, 0, 1).tolist()}
+    assert set(begun.tolist()) == pids
+
+
+# ---------------------------------------------------------------- failures
+class Broken(Counted):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+
+    def __getitem__(self, index):
+        if index == self.index:
+            raise KeyError("label")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_dataset_that_raises(runs, num_workers):
+    run = runs(Broken(42), shuffle=False, num_workers=num_workers)  # sample 42 is in batch 5
+    waits = run.reader.take(1, 1, 0)
+    error = run.failed.get(timeout=5)
+    assert waits is None
+    assert (error.epoch, error.indices) == (0, tuple(range(40, 48)))
+    assert isinstance(error.__cause__, KeyError)
+    assert "batch 5 of epoch 0 (samples 40, 41, 42, 43, 44, 45, 46, 47) failed: KeyError" in str(error)
+    assert run.woken[1].get(timeout=5) == (1, 0)
+    for rank, key in ((1, (1, 0)), (0, (0, 0)), (2, (0, 5))):
+        with pytest.raises(DataError) as later:
+            run.reader.take(rank, *key)
+        assert later.value is error
+    assert run.close()
+    assert run.failed.empty()
+
+
+def test_a_long_batch_is_named_in_short(runs):
+    run = runs(Broken(0), batch_size=50, shuffle=False)
+    assert "(samples 0, 1, 2, 3, 4, 5, 6, 7, ...)" in str(run.failed.get(timeout=5))
+
+
+def test_a_collate_function_that_returns_none(runs):
+    run = runs(Counted(), collate_fn=lambda samples: None)
+    error = run.failed.get(timeout=5)
+    assert "the batch is None; the collate function must return one" in str(error)
+    assert error.epoch == 0
+
+
+def test_a_dataset_that_exits(runs):
+    class Exits(Counted):
+        def __getitem__(self, index):
+            raise SystemExit(3)
+
+    assert isinstance(runs(Exits()).failed.get(timeout=5).__cause__, SystemExit)
+
+
+@pytest.mark.parametrize("collate_fn", [None, list], ids=["tensors", "plain numbers"])
+def test_a_worker_process_that_dies(runs, collate_fn):
+    class Dies(Counted):
+        def __getitem__(self, index):
+            if index == 42:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__getitem__(index)
+
+    run = runs(Dies(), shuffle=False, num_workers=2, collate_fn=collate_fn)
+    assert run.reader.take(0, 1, 0) is None
+    error = run.failed.get(timeout=2)
+    assert re.search(r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly", str(error))
+    assert error.epoch == 0
+    assert isinstance(error.__cause__, RuntimeError)
+    with pytest.raises(DataError):
+        run.take(0, 1, 0)
+    assert run.close()
+
+
+class BreaksLater:
+    """A sampler that fails in epoch 1."""
+
+    def __init__(self) -> None:
+        self.epochs = 0
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        self.epochs += 1
+        if self.epochs == 2:
+            raise KeyError("weights")
+        return iter(range(12))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sampler_that_raises_does_so_after_the_batches_before_it(num_workers):
+    dataset = Counted()
+    loader = DataLoader(dataset, 4, sampler=BreaksLater(), num_workers=num_workers)
+    none = dict.fromkeys(("batch_size", "shuffle", "drop_last", "collate_fn", "num_workers"))
+    source = open_source(loader, **none, seed=0, epochs=3)
+    failed: queue.SimpleQueue[DataError] = queue.SimpleQueue()
+    source.start(wake=lambda *key: None, failed=failed.put)
+    assert failed.get(timeout=5).epoch == 1
+    assert dataset.counts.sum() == 12
+    with pytest.raises(DataError, match="sampler BreaksLater failed in epoch 1: KeyError"):
+        source.take(0, 1, 0)
+    assert source.close()
+
+
+def test_a_loader_that_cannot_be_started():
+    run = Run(Counted(), timeout=5)  # torch knows a timeout with worker processes alone
+    with pytest.raises(DataError, match="could not be started: "):
+        run.start()
+    assert run.close()
+
+
+def test_torchs_timeout_is_an_error(runs):
+    class Never(Counted):
+        def __getitem__(self, index):
+            threading.Event().wait()
+
+    run = runs(Never(), num_workers=1, timeout=0.1)
+    assert "timed out after 0.1 seconds" in str(run.failed.get(timeout=5))
+
+
+# ---------------------------------------------------------------- closing
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_closing_before_the_start(num_workers):
+    assert Run(Counted(), num_workers=num_workers).close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_closing_at_once(num_workers):
+    assert Run(Counted(), num_workers=num_workers).start().close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_closing_while_the_reader_waits_for_room(num_workers):
+    run = Run(Counted(), ahead=1, num_workers=num_workers).start()
+    run.take(0, 0, 5)
+    assert run.close()
+    assert run.close()  # again
+    assert run.reader.take(0, 0, 0) is None  # what lay here is gone, and nobody will be woken
+    run.reader.give_back(0, 5, torch.zeros(8))
+    assert run.reader.take(0, 0, 5) is None
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_closing_leaves_no_thread_and_no_process(num_workers):
+    before = set(threading.enumerate())
+    run = Run(Counted(), num_workers=num_workers).start()
+    run.take(0, 0, 3)
+    assert run.close()
+    assert set(threading.enumerate()) == before
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_closing_after_the_last_batch(num_workers):
+    run = Run(Counted(), epochs=1, num_workers=num_workers).start()
+    for batch in range(run.reader.batches):
+        run.take(0, 0, batch)
+    assert run.close()
+
+
+def test_closing_while_the_processes_are_inside_the_dataset():
+    inside = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    class Stuck(Counted):
+        def __getitem__(self, index):
+            if index >= 8:
+                inside.add_(1)
+                threading.Event().wait()
+            return super().__getitem__(index)
+
+    run = Run(Stuck(), shuffle=False, num_workers=2).start()
+    run.take(0, 0, 0)
+    assert run.reader.take(0, 0, 1) is None
+    processes = list(run.reader._processes._iterator._workers)
+    assert run.close()
+    assert not any(process.is_alive() for process in processes)
+    assert run.failed.empty()
+
+
+def test_closing_while_the_reader_is_inside_the_dataset():
+    entered, leave = threading.Event(), threading.Event()
+
+    class Stuck(Counted):
+        def __getitem__(self, index):
+            entered.set()
+            assert leave.wait(timeout=10)
+            return super().__getitem__(index)
+
+    run = Run(Stuck()).start()
+    assert entered.wait(timeout=5)
+    assert not run.close()
+    leave.set()
+    assert run.close()  # it ended with that call; nothing was told to anybody
+    assert run.failed.empty()
+
+
+def test_closing_after_a_failure():
+    run = Run(Broken(3), shuffle=False, num_workers=1).start()
+    run.failed.get(timeout=5)
+    assert run.close()
+
+
+# ---------------------------------------------------------------- parts of a batch that all ranks share
+def cut(run: Run, rank: int, batch: int, start: int, stop: int) -> Portion | None:
+    portion = run.reader.take(rank, 0, batch, Part(start, stop))
+    assert portion is None or isinstance(portion, Portion)
+    return portion
+
+
+def rows_of(run: Run, portion: Any, batch: int) -> list[int]:
+    """Where the samples of a portion stand in their batch."""
+    order = run.reader.indices(0, batch)
+    return [order.index(i) for i in portion.rows(0, portion.samples).tolist()]
+
+
+def wait_for(run: Run, rank: int, batch: int, start: int, stop: int) -> Portion:
+    while (portion := cut(run, rank, batch, start, stop)) is None:
+        assert run.woken[rank].get(timeout=10) == (0, batch)
+    return portion
+
+
+def test_a_batch_stays_until_all_its_samples_are_taken(runs):
+    run = runs(Counted(20))
+    assert rows_of(run, wait_for(run, 0, 0, 0, 3), 0) == [0, 1, 2]
+    assert rows_of(run, wait_for(run, 2, 0, 7, 8), 0) == [7]
+    assert (0, 0) in run.reader._read
+    assert rows_of(run, wait_for(run, 1, 0, 3, 7), 0) == [3, 4, 5, 6]
+    assert (0, 0) not in run.reader._read
+    assert not run.reader._left
+    with pytest.raises(ProtocolError, match="was taken before"):
+        cut(run, 0, 0, 0, 3)
+    last = wait_for(run, 0, 2, 0, 4)  # 20 = 8 + 8 + 4
+    assert last.samples == 4
+    assert (0, 2) not in run.reader._read
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_what_is_given_back_can_be_cut_anew(runs, early):
+    """Before the others have theirs, and after."""
+    run = runs(Counted(20))
+    first = wait_for(run, 0, 0, 0, 3)
+    if early:
+        run.reader.give_back(0, 0, first, Part(0, 3))
+        assert not run.reader._left
+        wait_for(run, 0, 0, 0, 8)
+    else:
+        second = wait_for(run, 1, 0, 3, 8)
+        assert (0, 0) not in run.reader._read
+        run.reader.give_back(0, 0, first, Part(0, 3))
+        run.reader.give_back(0, 0, second, Part(3, 8))
+        wait_for(run, 1, 0, 0, 6)
+        assert rows_of(run, wait_for(run, 0, 0, 6, 8), 0) == [6, 7]
+    assert (0, 0) not in run.reader._read
+    assert not run.reader._left
+
+
+def test_all_ranks_that_wait_for_a_batch_are_woken(runs):
+    class Gated(Counted):
+        def __getitem__(self, index: int) -> int:
+            is_open.wait(10)
+            return super().__getitem__(index)
+
+    is_open = threading.Event()
+    run = runs(Gated(20))
+    for rank in (0, 1, 2, 1):
+        assert cut(run, rank, 1, 4 * (rank % 2), 4) is None
+    is_open.set()
+    assert [run.woken[rank].get(timeout=10) for rank in (0, 1, 2)] == [(0, 1)] * 3
+    assert all(woken.empty() for woken in run.woken)
+
+
+def test_all_ranks_that_wait_hear_of_a_failure(runs):
+    class Broken(Counted):
+        def __getitem__(self, index: int) -> int:
+            is_open.wait(10)
+            raise ZeroDivisionError("broken")
+
+    is_open = threading.Event()
+    run = runs(Broken(20))
+    for rank in (0, 3):
+        assert cut(run, rank, 0, rank, rank + 1) is None
+    is_open.set()
+    assert [run.woken[rank].get(timeout=10) for rank in (0, 3)] == [(0, 0)] * 2
+    with pytest.raises(DataError, match="broken"):
+        cut(run, 3, 0, 3, 4)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_dataset_that_raises_stop_iteration(num_workers, runs):
+    class Ended(Counted):
+        def __getitem__(self, index: int) -> int:
+            return next(iter(())) if index == 13 else super().__getitem__(index)
+
+    run = runs(Ended(40), shuffle=False, batch_size=4, num_workers=num_workers)
+    with pytest.raises(DataError, match=r"batch 3 of epoch 0 \(samples 12.*failed: StopIteration") as e:
+        take_all(run, 4)
+    assert isinstance(e.value.__cause__, StopIteration)
+    assert e.value.indices == (12, 13, 14, 15)
+
+
+# ---------------------------------------------------------------- buffers that are filled again
+def test_a_collate_function_may_fill_one_buffer(runs):
+    buffer = torch.zeros(8, dtype=torch.int64)
+
+    def collate(samples: list[int]) -> torch.Tensor:
+        buffer[: len(samples)] = torch.tensor(samples)
+        return buffer[: len(samples)]
+
+    run = runs(Counted(), shuffle=False, collate_fn=collate, ahead=20)
+    taken = [run.take(0, epoch, batch) for epoch in range(2) for batch in range(13)]
+    assert torch.cat(taken).tolist() == [*range(SAMPLES)] * 2
+
+
+def test_a_buffer_that_is_filled_again_late_is_told_with_its_batch(runs):
+    buffer = torch.zeros(8, dtype=torch.int64)
+
+    def collate(samples: list[int]) -> torch.Tensor:
+        return torch.tensor(samples) if samples[0] < 40 else buffer.copy_(torch.tensor(samples))
+
+    run = runs(Counted(), shuffle=False, collate_fn=collate)
+    with pytest.raises(DataError, match="batch 7 of epoch 0 lies in the memory of a batch before it") as e:
+        take_all(run, 13)
+    assert e.value.epoch == 0
+
+
+# ---------------------------------------------------------------- batches that are kept
+def test_what_a_lost_rank_took_can_be_taken_again(runs):
+    run = runs(Counted(), keeps=True)
+    lost = {batch: run.take(1, 0, batch) for batch in (1, 3, 5)}
+    run.take(0, 0, 0)
+    run.reader.settle([(0, 1)])
+    run.reader.give_back(0, 5, lost[5])
+    assert sorted(run.reader._lent) == [(0, 0), (0, 3)]
+    with pytest.raises(ProtocolError, match="was taken before"):
+        run.reader.take(0, 0, 3)  # its rank is there
+    run.reader.reclaim(1)
+    for batch in (3, 5):
+        assert run.take(2, 0, batch) is lost[batch]
+    for batch in (0, 1, 3):
+        with pytest.raises(ProtocolError, match="was taken before"):
+            run.reader.take(0, 0, batch)
+    run.reader.reclaim(2)  # one after the other
+    assert run.take(0, 0, 5) is lost[5]
+    run.reader.settle([(0, batch) for batch in (0, 3, 5)])
+    run.reader.reclaim(0)
+    assert run.take(3, 0, 3) is lost[3]
+    with pytest.raises(ProtocolError, match="was taken before"):
+        run.reader.take(3, 0, 5)
+
+
+def test_nothing_is_kept_that_is_settled_or_unless_asked_for(runs):
+    for keeps in (False, True):
+        run = runs(Counted(), keeps=keeps)
+        assert run.reader.keeps is keeps
+        run.take(0, 0, 0)
+        assert list(run.reader._lent) == [(0, 0)][: int(keeps)]
+        run.reader.settle([(0, 0)])
+        run.take(0, 0, 1)
+        assert run.close()
+        assert not run.reader._lent
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_is_kept_is_no_shared_memory(runs, keeps):
+    """Each tensor that came from a process is an open file, of which there are few."""
+    run = runs(Process(), num_workers=1, keeps=keeps)
+    assert run.take(0, 0, 0).is_shared() is not keeps
+
+
+def test_nothing_is_kept_of_a_run_whose_reading_fails(runs):
+    run = runs(Broken(42), shuffle=False, keeps=True)
+    run.take(0, 0, 0)
+    assert run.reader.take(0, 0, 5) is None
+    run.failed.get(timeout=5)
+    assert not run.reader._lent
+
+
+def test_the_samples_of_what_is_kept_are_known(runs, monkeypatch):
+    monkeypatch.setattr("flowdp.data.loader_source.KEPT_BATCHES", 2)
+    run = runs(
+        Counted(),
+        keeps=True,
+        is_counted=True,
+        collate_fn=lambda samples: (len(samples), torch.tensor(samples)),
+    )
+    for batch in range(13):
+        run.take(0, 0, batch)
+        run.reader.settle([(0, batch)] if batch else ())
+    assert run.reader.samples_in(0, 0) == 8
+    run.reader.settle([(0, 0)])
+    for batch in range(13):
+        run.take(0, 1, batch)
+        run.reader.settle([(1, batch)])
+    for batch in (0, 1):
+        with pytest.raises(IndexError, match="long ago"):
+            run.reader.samples_in(0, batch)
+
+
+# ---------------------------------------------------------------- a run that is resumed
+HERE = Position(world_size=2, done=1, open=(OpenEpoch(1, 6, ((4, 1), ()), ()), OpenEpoch(2, 1, ((), ()), ())))
+"""Of epoch 1 batches 1, 4 and all from 6 on are missing, of epoch 2 all but batch 0."""
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_was_not_trained_is_read_and_nothing_else(runs, num_workers):
+    dataset = Counted()
+    run = runs(dataset, epochs=4, start=HERE, num_workers=num_workers)
+    assert run.reader.can_resume_inside
+    for epoch, batches in ((1, (1, 4, *range(6, 13))), (2, range(1, 13)), (3, range(13))):
+        for batch in batches:
+            assert run.take(0, epoch, batch).tolist() == list(run.reader.indices(epoch, batch))
+    assert run.close()
+    trained = [i for batch in (0, 2, 3, 5) for i in run.reader.indices(1, batch)] + [
+        *run.reader.indices(2, 0)
+    ]
+    expected = torch.full((SAMPLES,), 3)
+    for index in trained:
+        expected[index] -= 1
+    assert torch.equal(dataset.counts, expected)
+
+
+@pytest.mark.parametrize("key", [(1, 0), (1, 5), (2, 0), (0, 0), (0, 12)])
+def test_what_was_trained_before_cannot_be_taken(runs, key):
+    run = runs(Counted(), epochs=4, start=HERE)
+    with pytest.raises(ProtocolError, match="was trained before"):
+        run.reader.take(0, *key)
+    run.take(0, 1, 1)
+    with pytest.raises(ProtocolError, match="was taken before"):
+        run.reader.take(0, 1, 1)
+
+
+def test_an_error_names_the_batch_at_which_a_resumed_run_begins():
+    run = Run(Broken(index=0), start=Position(1, done=1), shuffle=False).start()
+    assert run.failed.get(timeout=5).epoch == 1
+    assert run.close()
+
+
+def test_windows_of_a_resumed_run_are_cut_as_ever(runs):
+    start = Position(2, open=(OpenEpoch(0, 2, ((1,), ()), ()),))
+    run = runs(Counted(20), start=start)
+    for batch, samples in ((1, 8), (2, 4)):
+        for rank in (0, 1):
+            half = samples // 2
+            portion = wait_for(run, rank, batch, rank * half, (rank + 1) * half)
+            assert rows_of(run, portion, batch) == list(range(rank * half, (rank + 1) * half))
+    with pytest.raises(ProtocolError, match="trained before"):
+        cut(run, 0, 0, 0, 4)
+
+
+# ---------------------------------------------------------------- on demand
+class Watched(threading.Condition):
+    """Says when the reader stands still."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits.set()
+        return super().wait(timeout)
+
+
+@pytest.mark.parametrize("ahead", [2, 100])
+def test_an_epoch_begins_when_somebody_waits_for_it(ahead):
+    dataset = Counted()
+    run = Run(dataset, epochs=None, ahead=ahead, on_demand=True)
+    watched = run.reader._changed = Watched()
+    run.start()
+    [thread] = run.reader.threads()
+    assert not thread.is_alive()
+    for epoch in range(3):
+        for batch in range(13):
+            watched.waits.clear()
+            run.take(0, epoch, batch)
+        assert watched.waits.wait(timeout=5)  # for the next epoch: all of this one was taken
+        assert dataset.counts.tolist() == [epoch + 1] * SAMPLES
+        assert thread.is_alive()
+    assert run.close()
+
+
+def test_inside_an_epoch_reading_runs_ahead():
+    reached = threading.Event()
+
+    class Announced(Counted):
+        def __getitem__(self, index):
+            if index == 4 * 8 - 1:
+                reached.set()
+            return super().__getitem__(index)
+
+    run = Run(Announced(), epochs=None, ahead=3, on_demand=True, shuffle=False).start()
+    run.take(0, 0, 0)
+    assert reached.wait(timeout=5)
+    assert run.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_closing_what_nobody_has_waited_for(num_workers):
+    before = set(threading.enumerate())
+    run = Run(Counted(), epochs=None, on_demand=True, num_workers=num_workers).start()
+    assert run.close()
+    assert run.close()
+    assert run.reader.take(0, 0, 0) is None
+    assert set(threading.enumerate()) == before
+    assert not multiprocessing.active_children()
+
+
+def test_closing_between_two_epochs():
+    run = Run(Counted(8), epochs=None, on_demand=True, num_workers=1).start()
+    run.take(0, 0, 0)
+    assert run.take(0, 1, 0).tolist() == list(run.reader.indices(1, 0))
+    assert run.close()
+    assert not multiprocessing.active_children()
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+
+def test_an_error_without_a_text_reaches_the_ranks(runs):
+    class Failing(Counted):
+        def __getitem__(self, index):
+            raise Mute
+
+    run = runs(Failing())
+    error = run.failed.get(timeout=10)
+    assert isinstance(error.__cause__, Mute)
+    assert str(error).endswith("failed: Mute: (no text: its __str__ raised ValueError)")
+
+
+# ---------------------------------------------------------------- several readers of one file
+class FileData(Dataset[Any]):
+    """Sample i is the number i, read from a file whose one handle all readers share: seek, then read.
+
+    The first thread that reads waits between the two for another one to come, as long as `patience_s`.
+    """
+
+    def __init__(self, path: Path, samples: int = 24, patience_s: float = 0.3) -> None:
+        path.write_bytes(np.arange(samples).tobytes())
+        self.samples, self.patience_s = samples, patience_s
+        self.file = path.open("rb", buffering=0)
+        self.first: threading.Thread | None = None
+        self.is_joined = threading.Event()
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> int:
+        self.file.seek(8 * index)
+        me = threading.current_thread()
+        if self.first is None:
+            self.first = me
+            self.is_joined.wait(self.patience_s)
+        elif me is not self.first:
+            self.is_joined.set()
+        return int.from_bytes(self.file.read(8), "little")
+
+
+class FileStream(IterableDataset[Any]):
+    """The same in its own order."""
+
+    def __init__(self, data: FileData) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[int]:
+        return (self.data[index] for index in range(len(self.data)))
+
+
+@pytest.fixture
+def file_data(tmp_path: Path) -> Iterator[FileData]:
+    data = FileData(tmp_path / "numbers")
+    yield data
+    data.file.close()
+
+
+def opened(dataset: Any, *, is_evaluation: bool = False) -> Source:
+    if is_evaluation:
+        return open_evaluation(dataset, batch_size=4, collate_fn=None, num_workers=None, world_size=1)
+    shuffle = None if isinstance(dataset, IterableDataset) else True
+    options = {"batch_size": 4, "shuffle": shuffle, "seed": 0, "drop_last": None, "collate_fn": None}
+    return open_source(dataset, **options, num_workers=None, epochs=1)  # type: ignore[arg-type]
+
+
+def read_all(sources: Sequence[Source], samples: int) -> list[list[int]]:
+    """What each source reads in an epoch, all at once."""
+    read: list[list[int]] = [[] for _ in sources]
+    woken: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in sources]
+    for source, notes in zip(sources, woken, strict=True):
+        source.start(wake=lambda *key, notes=notes: notes.put(key), failed=notes.put)
+
+    def rank_of(number: int) -> None:
+        for batch in range(samples // 4):
+            while (payload := sources[number].take(0, 0, batch)) is None:
+                assert woken[number].get(timeout=10) == (0, 0, batch)
+            read[number] += payload.tolist()
+
+    in_threads(len(sources), rank_of)
+    assert all(source.close() for source in sources)
+    return read
+
+
+def test_a_training_and_an_evaluation_read_one_file(file_data: FileData) -> None:
+    train, rest = random_split(file_data, [12, 12])
+    first, second = read_all([opened(train), opened(rest, is_evaluation=True)], 12)
+    assert sorted(first) == sorted(train.indices)
+    assert second == list(rest.indices)
+
+
+@pytest.mark.parametrize("kind", [lambda data: data, FileStream, lambda data: DataLoader(data, batch_size=4)])
+def test_two_runs_read_one_file(file_data: FileData, kind: Any) -> None:
+    dataset = kind(file_data)
+    if isinstance(dataset, DataLoader):
+        options = dict.fromkeys(("batch_size", "shuffle", "drop_last", "collate_fn", "num_workers"))
+        sources = [open_source(dataset, **options, seed=0, epochs=1) for _ in range(2)]  # type: ignore[arg-type]
+    else:
+        sources = [opened(dataset) for _ in range(2)]
+    for read in read_all(sources, 24):
+        assert sorted(read) == list(range(24))
+
+
+class Hanging(Counted):
+    """Hangs in its first sample until it is told to go on."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.is_inside, self.goes_on = threading.Event(), threading.Event()
+
+    def __getitem__(self, index: int) -> int:
+        self.is_inside.set()
+        assert self.goes_on.wait(20)
+        return index
+
+
+def test_a_reader_that_has_no_room_holds_no_other_up(runs: Any) -> None:
+    full = runs(Counted(), ahead=1)
+    full.take(0, 0, 0)  # the next ones lie there, and nobody takes them
+    other = runs(Counted(16))
+    assert other.take(0, 0, 0).shape == other.take(0, 0, 1).shape == (8,)
+
+
+def test_a_reader_that_is_left_inside_a_dataset_holds_no_later_run_up(runs: Any) -> None:
+    hanging = Hanging()
+    run = runs(hanging)
+    assert hanging.is_inside.wait(10)
+    waiting = runs(Counted())
+    assert waiting.close()  # it waits for its turn, and gives that up
+    assert not run.close()
+    later = runs(Counted(8))
+    assert later.take(0, 0, 0).shape == (8,)
+    hanging.goes_on.set()
+    run.reader.threads()[0].join(10)
+
+
+def test_processes_need_no_turn(runs: Any) -> None:
+    hanging = Hanging()
+    runs(hanging)
+    assert hanging.is_inside.wait(10)
+    assert runs(Counted(), num_workers=1).take(0, 0, 0).shape == (8,)
+    hanging.goes_on.set()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_much_reading_in_this_process_is_told_once(num_workers, caplog, monkeypatch):
+    ticks = itertools.count(0.0, 10.0)
+    clocks = SimpleNamespace(monotonic=lambda: next(ticks), thread_time=lambda: next(ticks) / 2)
+    monkeypatch.setattr("flowdp.data.loader_source.time", clocks)
+    source = open_source(
+        TensorDataset(torch.arange(40)),
+        batch_size=2,
+        shuffle=None,
+        seed=0,
+        drop_last=None,
+        collate_fn=torch.utils.data.default_collate,
+        num_workers=num_workers,
+        epochs=1,
+    )
+    woken: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    with caplog.at_level(logging.WARNING, "flowdp"):
+        source.start(wake=lambda *key: woken.put(key), failed=woken.put)
+        for batch in range(20):
+            if source.take(0, 0, batch) is None:
+                assert woken.get(timeout=30) == (0, 0, batch)
+                assert source.take(0, 0, batch) is not None
+        assert source.close()
+    told = [record.message for record in caplog.records if "num_workers=2" in record.message]
+    assert len(told) == (num_workers == 0)
+    assert all("computes 50 % of the time" in message for message in told)

@@ -1,0 +1,116 @@
+"""Which feed a rank gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flowdp.data.feed import DirectFeed, Feed
+from flowdp.data.open_feeds import open_feeds
+from flowdp.data.open_source import open_source
+from flowdp.data.prefetch import PrefetchFeed
+from flowdp.data.resident import ResidentFeed
+from flowdp.data.tensor_source import TensorSource
+from flowdp.device.streams import HostLane
+from tests.data.cards import Card, CardLane
+
+X = torch.arange(64.0).reshape(32, 2)
+NEEDED = X.nbytes + 2 * 32 * 8
+HOST = HostLane(torch.device("cpu"))
+
+
+def source(dataset: Any = X) -> Any:
+    return open_source(
+        dataset,
+        batch_size=4,
+        shuffle=False,
+        seed=0,
+        drop_last=None,
+        collate_fn=None,
+        num_workers=None,
+        epochs=2,
+    )
+
+
+def kinds(feeds: list[Feed]) -> list[type]:
+    return [type(feed) for feed in feeds]
+
+
+def test_cpu_ranks_take_the_sources_own_batches():
+    made = source()
+    feeds = open_feeds(made, [HOST, HOST])
+    assert kinds(feeds) == [DirectFeed, DirectFeed]
+    assert feeds[1].take(0, 1).tolist() == X[4:8].tolist()  # type: ignore[union-attr]
+
+
+def test_a_dataset_that_fits_is_resident_and_shared():
+    card = Card()
+    lanes = [CardLane(card), CardLane(card), HOST]
+    feeds = open_feeds(source(), lanes, cuda=card)
+    assert kinds(feeds) == [ResidentFeed, ResidentFeed, DirectFeed]
+    assert feeds[0]._tensors is feeds[1]._tensors  # type: ignore[attr-defined]
+    assert card.allocated == X.nbytes
+    assert card.peaks_reset == 1
+
+
+@pytest.mark.parametrize(("spare", "kind"), [(0, ResidentFeed), (-1, PrefetchFeed)])
+def test_what_does_not_fit_is_prefetched(spare, kind):
+    # Half of what nine tenths leave.
+    card = Card(total=10**6, used=9 * 10**5 - 2 * NEEDED - spare)
+    lane = CardLane(card)
+    (feed,) = open_feeds(source(), [lane], cuda=card)
+    assert type(feed) is kind
+
+
+def test_usage_says_how_much_may_be_taken():
+    card = Card(total=10**6, used=9 * 10**5 - 2 * NEEDED)
+    (feed,) = open_feeds(source(), [CardLane(card)], cuda=card, usage=0.5)
+    assert type(feed) is PrefetchFeed
+    assert feed._usage == 0.5
+
+
+def test_what_the_gauge_promised_and_the_device_does_not_have_is_prefetched():
+    card = Card(room=X.nbytes - 1)
+    feeds = open_feeds(source(), [CardLane(card), CardLane(card)], cuda=card)
+    assert kinds(feeds) == [PrefetchFeed, PrefetchFeed]
+    assert card.emptied == 1
+    assert feeds[0]._neighbours == feeds  # type: ignore[attr-defined]
+
+
+def test_other_datasets_are_prefetched():
+    card = Card()
+    made = source([0, 1, 2, 3, 4])
+    feeds = open_feeds(made, [CardLane(card), HOST], cuda=card, poison=True)
+    assert kinds(feeds) == [PrefetchFeed, DirectFeed]
+    assert feeds[0]._poison  # type: ignore[attr-defined]
+    assert made.close()
+
+
+def test_the_gauge_is_that_of_the_lane():
+    card = Card(total=1000, used=100)
+    (feed,) = open_feeds(source([0, 1, 2, 3, 4]), [CardLane(card)], cuda=card)
+    memory = feed._gauge()  # type: ignore[attr-defined]
+    assert (memory.total, memory.free) == (1000, 900)
+
+
+def test_tensors_of_another_device_that_do_not_fit_are_streamed_from_the_host():
+    class Far:
+        """A tensor on a CUDA device."""
+
+        device = torch.device("cuda", 1)
+        nbytes = X.nbytes
+        brought = 0
+
+        def cpu(self) -> torch.Tensor:
+            Far.brought += 1
+            return X
+
+    far: Any = Far()
+    made = TensorSource([far], lambda parts: parts[0], source()._order)
+    card = Card(total=100)
+    feeds = open_feeds(made, [CardLane(card), CardLane(card), HOST], cuda=card)
+    assert kinds(feeds) == [PrefetchFeed, PrefetchFeed, DirectFeed]
+    assert feeds[2].take(0, 0).tolist() == X[:4].tolist()  # type: ignore[union-attr]
+    assert Far.brought == 1

@@ -1,0 +1,627 @@
+"""What a user may call a dataset, and what becomes of it."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+from collections import namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+    random_split,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from flowdp.data.epoch_order import epoch_order
+from flowdp.data.iterable_source import StreamReader
+from flowdp.data.loader_source import Reader
+from flowdp.data.open_source import Source, TensorSource, open_source
+from flowdp.errors import CheckpointError, DataError, OptionError
+from flowdp.protocol.position import OpenEpoch, Position
+
+X, Y = torch.arange(46.0).reshape(23, 2), torch.arange(23)
+
+
+class Pairs(Dataset[Any]):
+    """23 samples (X[i], i)."""
+
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, index):
+        return X[index], index
+
+
+def opened(dataset: object, **options: Any) -> Source:
+    defaults = dict.fromkeys(("batch_size", "shuffle", "drop_last", "collate_fn", "num_workers"))
+    if not isinstance(dataset, DataLoader):
+        defaults["batch_size"] = 5
+    return open_source(dataset, **{**defaults, "seed": 0, "epochs": 2, **options})
+
+
+def read(source: Source, epochs: int = 1, batches: int | None = None) -> list[Any]:
+    """All batches of some epochs, taken by one rank; `batches` where the source does not know how many."""
+    woken: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    source.start(wake=lambda *key: woken.put(key), failed=woken.put)
+    all_taken = []
+    known = source.batches if batches is None else batches
+    for key in [(epoch, batch) for epoch in range(epochs) for batch in range(known)]:
+        taken = source.take(0, *key)
+        if taken is None:
+            assert woken.get(timeout=10) == (0, *key)
+            taken = source.take(0, *key)
+        all_taken.append(taken)
+    assert source.close()
+    return all_taken
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    assert type(ours) is type(theirs)
+    if isinstance(theirs, torch.Tensor):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+    elif isinstance(theirs, str):
+        assert ours == theirs
+    elif isinstance(theirs, dict):
+        assert list(ours) == list(theirs)
+        for key in theirs:
+            assert_same(ours[key], theirs[key])
+    else:
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert_same(one, other)
+
+
+# ---------------------------------------------------------------- tensors
+Named = namedtuple("Named", "x y")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "batch"),
+    [
+        ((X, Y), lambda i: (X[i], Y[i])),
+        ([X, Y], lambda i: [X[i], Y[i]]),
+        ({"x": X, "y": Y}, lambda i: {"x": X[i], "y": Y[i]}),
+        (Named(X, Y), lambda i: Named(X[i], Y[i])),
+        (X, lambda i: X[i]),
+        (TensorDataset(X, Y), lambda i: [X[i], Y[i]]),
+    ],
+    ids=["tuple", "list", "mapping", "namedtuple", "tensor", "TensorDataset"],
+)
+def test_tensors_are_gathered_in_their_structure(dataset, batch):
+    source = opened(dataset)
+    assert isinstance(source, TensorSource)
+    order = epoch_order(23, 0, 1)
+    for number in range(source.batches):
+        index = order[number * 5 : number * 5 + 5]
+        assert_same(source.take(0, 1, number), batch(index))
+        assert source.indices(1, number) == tuple(index.tolist())
+        assert source.samples_in(1, number) == len(index)
+
+
+def test_a_batch_does_not_share_memory_with_the_dataset():
+    x = X.clone()
+    opened((x,), shuffle=False).take(0, 0, 0)[0].zero_()
+    assert torch.equal(x, X)
+
+
+def test_tensors_may_be_taken_again_and_by_any_rank():
+    source = opened((X, Y))
+    first = source.take(0, 0, 2)
+    source.give_back(0, 2, first)
+    assert_same(source.take(1, 0, 2), first)
+
+
+# ---------------------------------------------------------------- as torch's own DataLoader
+class Itemwise(Subset[Any]):
+    """A subset that is read sample by sample."""
+
+
+SUBSETS = {
+    "list": [5, 0, 22, 7, 7, 3, 11],
+    "range": range(1, 23, 2),
+    "array": np.array([4, 9, 1, 20, 13, 2], np.int32),
+    "tensor": torch.arange(22, 4, -1),
+}
+
+
+@pytest.mark.parametrize("indices", SUBSETS.values(), ids=SUBSETS)
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"drop_last": True}], ids=str)
+def test_a_subset_of_tensors_is_gathered_as_torch_reads_it(indices, options):
+    whole = TensorDataset(X, Y)
+    ours, plain = (opened(kind(whole, indices), **options) for kind in (Subset, Itemwise))
+    assert isinstance(ours, TensorSource)
+    assert isinstance(plain, Reader)
+    assert [ours.indices(0, batch) for batch in range(ours.batches)] == [
+        plain.indices(0, batch) for batch in range(plain.batches)
+    ]
+    assert_same(read(ours, epochs=2), read(plain, epochs=2))
+
+
+def test_subsets_of_subsets_and_in_a_loader_are_gathered_too():
+    parts = random_split(TensorDataset(X, Y), [15, 8], torch.Generator().manual_seed(3))
+    inner = Subset(parts[0], [14, 2, 2, 7, 0, 9])
+    for dataset in (parts[1], inner):
+        loader = DataLoader(dataset, 4, sampler=[3, 1, 0, 5, 2])
+        source = opened(loader)
+        assert isinstance(source, TensorSource)
+        assert_same(read(source), list(loader))
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Subset(TensorDataset(X, Y), [-1, 3, 5, 7, 0]),
+        Subset(Pairs(), [1, 3, 5, 7, 0]),
+        Itemwise(TensorDataset(X, Y), [1, 3, 5, 7, 0]),
+    ],
+    ids=["from the end", "of samples", "a class of its own"],
+)
+def test_other_subsets_are_read_by_sample(dataset):
+    source = opened(dataset, shuffle=False)
+    assert isinstance(source, Reader)
+    assert_same(read(source), list(DataLoader(dataset, 5)))
+
+
+def mapping(samples):
+    x, index = zip(*samples, strict=True)
+    return {"x": torch.stack(x), "index": torch.tensor(index)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"drop_last": True},
+        {"collate_fn": mapping},
+        {"num_workers": 2},
+        {"collate_fn": mapping, "num_workers": 1, "drop_last": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "dataset", [Pairs(), TensorDataset(X, Y), list(Pairs())], ids=["map", "tensors", "list"]
+)
+def test_it_yields_what_torch_yields(dataset, options):
+    theirs = list(DataLoader(dataset, 5, **options))
+    assert_same(read(opened(dataset, shuffle=False, **options)), theirs)
+    assert_same(read(opened(DataLoader(dataset, 5, **options))), theirs)
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda: SubsetRandomSampler([1, 1, 2, 3, 5, 8, 13], generator=generator()),
+        lambda: WeightedRandomSampler(torch.rand(23, generator=generator()), 17, generator=generator()),
+        lambda: RandomSampler(Pairs(), replacement=True, generator=generator()),
+        lambda: RandomSampler(Pairs(), num_samples=9, generator=generator()),
+        lambda: SequentialSampler(range(7)),
+        lambda: [3, 1, 2],
+    ],
+    ids=["subset", "weighted", "replacement", "num_samples", "shorter", "a list"],
+)
+@pytest.mark.parametrize("dataset", [Pairs(), TensorDataset(X, Y)], ids=["map", "tensors"])
+def test_other_samplers_keep_their_order(sampler, dataset):
+    theirs = DataLoader(dataset, 4, sampler=sampler())
+    ours = opened(DataLoader(dataset, 4, sampler=sampler()))
+    assert ours.batches == len(theirs)
+    assert_same(read(ours, epochs=2), [*theirs, *theirs])
+
+
+def test_the_epochs_of_a_distributed_sampler_differ():
+    def sampler():
+        return DistributedSampler(Pairs(), num_replicas=1, rank=0, seed=3)
+
+    source, twin = opened(DataLoader(Pairs(), 23, sampler=sampler())), sampler()
+    for epoch, batch in enumerate(read(source, epochs=2)):
+        twin.set_epoch(epoch)
+        assert batch[1].tolist() == list(twin)
+
+
+@pytest.mark.parametrize("loader", [{"shuffle": True}, {"shuffle": True, "generator": generator()}], ids=str)
+@pytest.mark.parametrize("dataset", [Pairs(), TensorDataset(X, Y)], ids=["map", "tensors"])
+def test_a_plain_random_sampler_becomes_the_seeded_order(dataset, loader):
+    batches = read(opened(DataLoader(dataset, 5, **loader), seed=8), epochs=2)
+    assert [i for batch in batches for i in batch[1].tolist()] == [
+        *epoch_order(23, 8, 0).tolist(),
+        *epoch_order(23, 8, 1).tolist(),
+    ]
+
+
+def test_what_a_loader_says_is_used():
+    started = torch.zeros(2, dtype=torch.int64).share_memory_()
+
+    def begin(number):
+        started[number] += 1
+
+    loader = DataLoader(
+        Pairs(),
+        5,
+        shuffle=True,
+        num_workers=2,
+        prefetch_factor=7,
+        timeout=30,
+        worker_init_fn=begin,
+        drop_last=True,
+        multiprocessing_context="fork",
+    )
+    source = opened(loader)
+    assert isinstance(source, Reader)
+    assert source.ahead == 14  # num_workers * prefetch_factor
+    inner = source._loader
+    assert (inner.prefetch_factor, inner.timeout) == (7, 30)
+    assert inner.multiprocessing_context is loader.multiprocessing_context
+    assert len(read(source)) == source.batches == 4
+    assert started.tolist() == [1, 1]
+
+
+def test_reading_runs_further_ahead_of_more_ranks():
+    assert [opened(Pairs(), world_size=n).ahead for n in (1, 2, 8)] == [4, 6, 18]
+
+
+def test_a_tensor_dataset_with_processes_is_taken_by_them():
+    assert isinstance(opened(TensorDataset(X, Y), num_workers=1), Reader)
+    assert isinstance(opened(TensorDataset(X, Y), collate_fn=mapping), Reader)
+    assert isinstance(opened(DataLoader(TensorDataset(X, Y), 5, num_workers=1)), Reader)
+
+
+@pytest.mark.parametrize("dataset", [Pairs(), DataLoader(Pairs(), 5, shuffle=True)], ids=["map", "loader"])
+def test_the_generator_of_the_process_is_left_alone(dataset):
+    torch.manual_seed(4)
+    before = torch.get_rng_state()
+    read(opened(dataset))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# ---------------------------------------------------------------- batch samplers, and none at all
+class Growing(BatchSampler):
+    """Batches of 1, 2, 3, ... indices."""
+
+    def __iter__(self):
+        indices = iter(list(self.sampler))
+        for size in range(1, 7):
+            yield list(itertools.islice(indices, size))
+
+    def __len__(self):
+        return 6
+
+
+@pytest.mark.parametrize(
+    "batch_sampler",
+    [
+        lambda: [[1, 2], [3], [22, 0, 5]],
+        lambda: Growing(range(21), 1, False),
+        lambda: Growing(SubsetRandomSampler(range(21), generator=generator()), 1, False),
+        lambda: BatchSampler(SequentialSampler(range(23)), 5, True),
+        lambda: BatchSampler([4, 2, 2], 2, False),
+    ],
+    ids=["a list", "a subclass", "with a sampler", "torch's own", "around a list"],
+)
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("dataset", [Pairs(), TensorDataset(X, Y)], ids=["map", "tensors"])
+def test_the_batches_of_a_batch_sampler_keep_their_order(batch_sampler, num_workers, dataset):
+    theirs = DataLoader(dataset, batch_sampler=batch_sampler(), num_workers=num_workers)
+    ours = opened(DataLoader(dataset, batch_sampler=batch_sampler(), num_workers=num_workers))
+    batches = [*theirs, *theirs]
+    sizes = [len(batch[1]) for batch in batches]
+    keys = [(epoch, batch) for epoch in range(2) for batch in range(ours.batches)]
+    assert_same(read(ours, epochs=2), batches)
+    assert [ours.samples_in(*key) for key in keys] == sizes
+
+
+def test_torchs_batch_sampler_around_a_random_sampler_is_the_seeded_order():
+    loader = DataLoader(Pairs(), batch_sampler=BatchSampler(RandomSampler(Pairs()), 5, True))
+    source = opened(loader, seed=8)
+    assert (source.batch_size, source.batches, source.samples) == (5, 4, 20)
+    indices = [i for batch in read(source) for i in batch[1].tolist()]
+    assert indices == epoch_order(23, 8, 0).tolist()[:20]
+
+
+class Ragged(Dataset[Any]):
+    """Item i is a batch of i + 1 samples."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return {"name": f"item {index}", "x": X[: index + 1].numpy()}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("sampler", [None, [3, 1, 1]], ids=["in order", "a sampler"])
+def test_without_a_batch_size_each_item_is_a_batch(sampler, num_workers):
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Ragged(), batch_size=None, sampler=sampler, num_workers=num_workers)
+
+    source = opened(loader())
+    batches = list(loader())
+    assert source.batches == len(batches)
+    assert_same(read(source), batches)
+    sizes = [len(batch["x"]) for batch in batches]
+    assert [source.samples_in(0, number) for number in range(source.batches)] == sizes
+    assert source.indices(0, 0) == ((0,) if sampler is None else (3,))
+
+
+# ---------------------------------------------------------------- datasets without a length
+class Finite(IterableDataset[Any]):
+    """23 pairs, shared among the worker processes."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return ((X[index], index) for index in range(first, 23, step))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"drop_last": True}, {"collate_fn": mapping}, {"num_workers": 2}],
+    ids=str,
+)
+def test_an_iterable_dataset_yields_what_torch_yields(options):
+    theirs = list(DataLoader(Finite(), 5, **options))
+    for ours in (opened(Finite(), **options), opened(DataLoader(Finite(), 5, **options))):
+        assert isinstance(ours, StreamReader)
+        assert (ours.batches, ours.samples, ours.batch_size) == (None, None, 5)
+        assert_same(read(ours, batches=len(theirs)), theirs)
+
+
+def test_an_iterable_dataset_of_batches():
+    class Made(IterableDataset[Any]):
+        def __iter__(self):
+            return iter([(X[:3].numpy(), "a"), (X[:1].numpy(), "b")])
+
+    ours = opened(DataLoader(Made(), batch_size=None))
+    assert_same(read(ours, batches=2), list(DataLoader(Made(), batch_size=None)))
+    assert [ours.samples_in(0, batch) for batch in (0, 1)] == [3, 1]
+
+
+def test_what_a_loader_of_an_iterable_dataset_says_is_used():
+    started = torch.zeros(2, dtype=torch.int64).share_memory_()
+
+    def begin(number):
+        started[number] += 1
+
+    loader = DataLoader(
+        Finite(),
+        5,
+        num_workers=2,
+        prefetch_factor=7,
+        timeout=30,
+        worker_init_fn=begin,
+        drop_last=True,
+        multiprocessing_context="fork",
+    )
+    source = opened(loader)
+    assert isinstance(source, StreamReader)
+    assert source.ahead == 14
+    inner = source._loader
+    assert (inner.prefetch_factor, inner.timeout, inner.drop_last) == (7, 30, True)
+    assert inner.multiprocessing_context is loader.multiprocessing_context
+    assert len(read(source, epochs=2, batches=4)) == 8
+    assert started.tolist() == [1, 1]  # the processes live through both epochs
+
+
+# ---------------------------------------------------------------- datasets that make batches
+class Batched:
+    """Counts how it was asked."""
+
+    def __init__(self):
+        self.asked: list[list[int]] = []
+
+    def __len__(self):
+        return 23
+
+
+class Whole(Batched):
+    def get_batch(self, indices):
+        self.asked.append(indices)
+        return {"x": X[indices]}
+
+
+class Fetched(Batched):
+    def __getitem__(self, index):
+        raise AssertionError("asked for single samples")
+
+    def __getitems__(self, indices):
+        self.asked.append(indices)
+        return [(X[index], index) for index in indices]
+
+
+def test_get_batch_is_asked_for_whole_batches():
+    dataset = Whole()
+    batches = read(opened(dataset, shuffle=False, epochs=1))
+    assert dataset.asked == [list(range(start, min(start + 5, 23))) for start in range(0, 23, 5)]
+    assert_same(batches, [{"x": X[indices]} for indices in dataset.asked])
+
+
+def test_getitems_is_asked_for_the_samples_of_a_batch():
+    dataset = Fetched()
+    batches = read(opened(dataset, shuffle=False, epochs=1))
+    assert_same(batches, [[X[indices], torch.tensor(indices)] for indices in dataset.asked])
+    assert [i for indices in dataset.asked for i in indices] == list(range(23))
+
+
+def test_a_loader_does_not_ask_for_get_batch_as_torch_does_not():
+    class Both(Pairs):
+        def get_batch(self, indices):
+            raise AssertionError("not torch's")
+
+    assert_same(read(opened(DataLoader(Both(), 5))), list(DataLoader(Both(), 5)))
+
+
+# ---------------------------------------------------------------- what cannot work
+class Unsized(Dataset[Any]):
+    def __getitem__(self, index):
+        return index
+
+
+class OwnIteration(DataLoader[Any]):
+    def __iter__(self):
+        return iter(())
+
+
+class NoLength(Sampler[int]):
+    def __iter__(self):
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        ((), {}, "the dataset is empty"),
+        ({}, {}, "the dataset is empty"),
+        ([], {}, "the dataset is empty"),
+        (X[:0], {}, "the dataset is empty"),
+        ((X, Y[:7]), {}, "differ in length .*: element 0 has 23, element 1 has 7"),
+        ({"x": X, "y": Y[:7]}, {}, "'x' has 23, 'y' has 7"),
+        ((X, Y.numpy()), {}, "element 1 of the dataset is a ndarray, not a tensor"),
+        ([X, "y"], {}, "element 1 of the dataset is a str"),
+        ((X, torch.tensor(1)), {}, "element 1 of the dataset is a single number"),
+        ((X, Y), {"batch_size": None}, "batch_size is missing"),
+        ((X, Y), {"batch_size": 0}, "batch_size must be an int of at least 1, not 0"),
+        ((X, Y), {"batch_size": True}, "batch_size must be an int of at least 1, not True"),
+        ((X, Y), {"batch_size": 2.0}, "batch_size must be an int of at least 1, not 2.0"),
+        ((X, Y), {"batch_size": [4, 8]}, "batch_size must be an int"),
+        ((X, Y), {"batch_size": 24, "drop_last": True}, "leaves no batch: an epoch has 23 samples"),
+        ((X, Y), {"shuffle": 1}, "shuffle must be True or False, not 1"),
+        ((X, Y), {"drop_last": "no"}, "drop_last must be True or False"),
+        ((X, Y), {"seed": -1}, "seed must be an int of at least 0, not -1"),
+        ((X, Y), {"seed": 0.5}, "seed must be an int"),
+        (Pairs(), {"num_workers": -1}, "num_workers must be an int of at least 0"),
+        (Pairs(), {"num_workers": True}, "num_workers must be an int"),
+        (Pairs(), {"collate_fn": "stack"}, "collate_fn must be a callable"),
+        ((X, Y), {"collate_fn": mapping}, "collate_fn=.* has no use for a dataset of tensors"),
+        ((X, Y), {"num_workers": 2}, "num_workers=2 has no use for a dataset of tensors"),
+        (Whole(), {"collate_fn": mapping}, "Whole has get_batch"),
+        (Finite(), {"shuffle": True}, "shuffle=True has no use for Finite: an IterableDataset has its own"),
+        (Finite(), {"shuffle": False}, "shuffle=False has no use for Finite"),
+        (Finite(), {"batch_size": None}, "batch_size is missing"),
+        (Unsized(), {}, "dataset must be tensors .* not <"),
+        (iter([1]), {}, "dataset must be tensors"),
+        ("imagenet", {}, "not 'imagenet'"),
+        (None, {}, "not None"),
+        (DataLoader(Pairs(), 5), {"batch_size": 5}, "batch_size=5 was given beside a DataLoader"),
+        (DataLoader(Pairs(), 5), {"shuffle": False}, "shuffle=False was given beside"),
+        (DataLoader(Pairs(), 5), {"drop_last": False}, "drop_last=False was given beside"),
+        (DataLoader(Pairs(), 5), {"collate_fn": mapping}, "collate_fn=.* was given beside"),
+        (DataLoader(Pairs(), 5), {"num_workers": 0}, "num_workers=0 was given beside"),
+        (DataLoader(Pairs(), 5), {"seed": True}, "seed must be an int"),
+        (DataLoader(Finite(), 5), {"shuffle": True}, "shuffle=True was given beside a DataLoader"),
+        (DataLoader(Pairs(), batch_sampler=NoLength()), {}, "batch_sampler NoLength has no __len__"),
+        (DataLoader(Pairs(), batch_sampler=[]), {}, "batch_sampler list is empty: an epoch has no samples"),
+        (DataLoader(Pairs(), batch_size=None, sampler=NoLength()), {}, "sampler NoLength has no __len__"),
+        (DataLoader(Pairs(), 24, drop_last=True), {}, "leaves no batch"),
+        (DataLoader(Pairs(), 5, sampler=NoLength()), {}, "sampler NoLength has no __len__"),
+        (DataLoader(Pairs(), 5, sampler=[]), {}, "an epoch has no samples"),
+        (OwnIteration(Pairs(), 5), {}, "OwnIteration iterates in its own way"),
+    ],
+)
+def test_it_says_what_is_wrong(dataset, options, message):
+    with pytest.raises(OptionError, match=message):
+        opened(dataset, **options)
+
+
+def test_indices_beyond_the_tensors_are_named():
+    source = opened(DataLoader(TensorDataset(X, Y), 2, sampler=[4, 5, 23, 24]))
+    assert_same(source.take(0, 0, 0), [X[4:6], Y[4:6]])
+    with pytest.raises(DataError, match="batch 1 of epoch 0 from tensors of 23 samples") as e:
+        source.take(0, 0, 1)
+    assert (e.value.epoch, e.value.indices) == (0, (23, 24))
+    assert isinstance(e.value.__cause__, IndexError)
+
+
+# ---------------------------------------------------------------- a run that is resumed
+class Shuffled(Sampler[int]):
+    """Another order in each iteration, the same ones again in another process."""
+
+    def __init__(self):
+        self.generator = generator()
+
+    def __len__(self):
+        return 23
+
+    def __iter__(self):
+        return iter(torch.randperm(23, generator=self.generator).tolist())
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        lambda: (X, Y),
+        Pairs,
+        lambda: DataLoader(Pairs(), 5, shuffle=True),
+        lambda: DataLoader(Pairs(), 5, sampler=Shuffled()),
+        lambda: DataLoader(TensorDataset(X, Y), 5, sampler=Shuffled()),
+        lambda: DataLoader(Pairs(), batch_sampler=BatchSampler(Shuffled(), 5, False)),
+        lambda: DataLoader(Pairs(), 5, sampler=DistributedSampler(Pairs(), 1, 0)),
+        lambda: DataLoader([X[i : i + 5] for i in range(0, 23, 5)], batch_size=None, shuffle=True),
+    ],
+    ids=["tensors", "map", "loader", "sampler", "gathered", "batch sampler", "set_epoch", "items"],
+)
+def test_a_resumed_run_reads_on_where_it_stood(dataset):
+    everything = read(opened(dataset()), epochs=2)
+    start = Position(1, done=1, open=(OpenEpoch(1, 4, ((2,),), ()),), global_step=9)
+    source = opened(dataset(), start=start)
+    assert source.can_resume_inside
+    woken: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    source.start(wake=lambda *key: woken.put(key), failed=woken.put)
+    for batch in (2, 4):
+        taken = source.take(0, 1, batch)
+        if taken is None:
+            assert woken.get(timeout=10) == (0, 1, batch)
+            taken = source.take(0, 1, batch)
+        assert_same(taken, everything[5 + batch])
+        assert source.samples_in(1, batch) == len(torch.utils._pytree.tree_leaves(taken)[0])
+    assert source.close()
+
+
+def test_a_resumed_run_asks_a_sampler_for_no_epoch_before():
+    class Told(Shuffled):
+        def __init__(self):
+            super().__init__()
+            self.epochs = []
+
+        def set_epoch(self, epoch):
+            self.epochs.append(epoch)
+
+    sampler = Told()
+    opened(DataLoader(TensorDataset(X, Y), 5, sampler=sampler), start=Position(1, done=3)).take(0, 3, 0)
+    assert sampler.epochs == [3]
+
+
+def test_processes_of_a_resumed_run_draw_other_numbers():
+    class Noise(Pairs):
+        def __getitem__(self, index):
+            return torch.rand(())
+
+    fresh, again, resumed = (
+        read(opened(Noise(), num_workers=1, start=start, epochs=1), batches=2)
+        for start in (None, Position(1), Position(1, global_step=7))
+    )
+    assert torch.equal(fresh[0], again[0])
+    assert not torch.isin(resumed[0], torch.cat(fresh)).any()
+
+
+def test_an_iterable_dataset_cannot_be_resumed_inside_an_epoch():
+    start = Position(1, open=(OpenEpoch(0, 1, ((),), ()),))
+    with pytest.raises(CheckpointError, match="IterableDataset"):
+        opened(Finite(), start=start)

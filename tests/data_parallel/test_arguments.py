@@ -1,0 +1,188 @@
+"""What `setup` is given is checked before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from flowdp.data_parallel import arguments
+from flowdp.data_parallel.arguments import (
+    check_cadence,
+    check_loss,
+    check_model,
+    check_norm,
+    check_optimizers,
+    kept_after_errors,
+    set_epoch,
+)
+from flowdp.errors import OptionError
+from flowdp.options import CadenceOptions
+from tests.loops import CPU, mlp
+
+
+def test_a_model_has_something_to_train() -> None:
+    optimizer = SGD(mlp().parameters(), 0.1)
+    check_model(mlp(), optimizer)
+    with pytest.raises(OptionError, match="replica="):
+        check_model(mlp, None)
+    for model in (nn.Tanh(), mlp().requires_grad_(False)):
+        with pytest.raises(OptionError, match=r"nothing to train; give optimizer=None"):
+            check_model(model, optimizer)
+        check_model(model, None)
+
+
+def test_layers_in_a_plain_list_are_named_before_the_lack_of_parameters() -> None:
+    class ForwardForward(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
+
+    model = ForwardForward()
+    with pytest.raises(OptionError, match=r"'layers' of ForwardForward holds a module .* nn\.ModuleList"):
+        check_model(model, [SGD(layer.parameters(), 0.1) for layer in model.layers])
+
+
+@pytest.mark.parametrize("layer", [lambda: nn.LazyLinear(4), lambda: nn.LazyBatchNorm1d(affine=False)])
+def test_parameters_and_buffers_without_a_shape(layer: Any) -> None:
+    model = nn.Sequential(layer(), nn.ReLU(), nn.Linear(4, 2))
+    for optimizer in (None, SGD(model.parameters(), 0.1)):
+        with pytest.raises(OptionError, match=r"without a shape yet \('0\.\w+', .* call it once on a batch"):
+            check_model(model, optimizer)
+    model(torch.ones(3, 4))
+    check_model(model, None)
+
+
+def test_a_loss_is_callable() -> None:
+    assert check_loss(None) is None
+    assert check_loss(max) is max
+    with pytest.raises(OptionError, match=r"loss_fn .* not 3"):
+        check_loss(3)
+
+
+@pytest.mark.parametrize("norm", [0, -1.0, "1"])
+def test_a_norm_is_positive(norm: Any) -> None:
+    check_norm(None)
+    check_norm(1)
+    with pytest.raises(OptionError, match="max_grad_norm"):
+        check_norm(norm)
+
+
+@pytest.mark.parametrize(
+    ("option", "devices", "windows"),
+    [
+        (None, 2, False),  # two of one name
+        (True, 2, True),
+        (False, 2, False),
+        (CadenceOptions(anchor=3), 2, True),
+        (CadenceOptions(max_anchor=0), 2, False),
+        (CadenceOptions(max_batch_diff=0), 2, False),
+        (True, 1, False),
+        (CadenceOptions(), 1, False),
+    ],
+)
+def test_when_there_are_windows(option: Any, devices: int, windows: bool) -> None:
+    found = check_cadence(option, [CPU] * devices)
+    assert found[1] is windows
+    assert found[0] == (option if isinstance(option, CadenceOptions) else CadenceOptions())
+
+
+def test_devices_of_different_names_have_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Info:
+        def __init__(self, index: int, name: str) -> None:
+            self.device, self.name = torch.device("cuda", index), name
+
+    class Found:
+        devices = (Info(0, "big"), Info(1, "big"), Info(2, "small"))
+
+    monkeypatch.setattr(arguments, "find_devices", lambda probe: Found)
+    cards = [info.device for info in Found.devices]
+    assert check_cadence(None, cards)[1]
+    assert not check_cadence(None, cards[:2])[1]
+    assert check_cadence(None, [CPU, cards[0]])[1]
+    assert not check_cadence(False, cards)[1]
+
+
+def test_a_cadence_that_is_none() -> None:
+    with pytest.raises(OptionError, match="cadence must be"):
+        check_cadence("fast", [CPU] * 2)
+    with pytest.raises(OptionError, match="rank 2 of 2 devices"):
+        check_cadence(CadenceOptions(speed_hint=(2, 2.0)), [CPU] * 2)
+
+
+def test_optimizers_one_several_or_made() -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    one, other = SGD(model.parameters(), 0.1), SGD(model[2].parameters(), 0.1)
+    assert check_optimizers(one, model) == (one,)
+    assert check_optimizers([one, other], model) == (one, other)
+    (made,) = check_optimizers(lambda parameters: SGD(parameters, 0.1), model)
+    assert made.param_groups[0]["params"] == list(model[2].parameters())
+    assert len(check_optimizers(lambda parameters: [SGD(parameters, 0.1), SGD(parameters, 0.2)], model)) == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ([], "at least one"),
+        (3, "must be a torch optimizer"),
+        ([3], "must be a torch optimizer"),
+        (lambda parameters: None, "must be a torch optimizer"),
+        (SGD(mlp().parameters(), 0.1), "holds no parameter of the model"),
+    ],
+)
+def test_optimizers_that_are_none(option: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        check_optimizers(option, mlp())
+
+
+def test_a_model_is_given_back_as_it_was_after_an_error() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval(), nn.Linear(2, 2))
+    model[2].weight.requires_grad_(False)
+    model(torch.ones(3, 2)).sum().backward()
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    memory = [tensor.data_ptr() for tensor in parameters]
+    gradients = [parameter.grad for parameter in parameters]
+
+    def fail() -> None:
+        with kept_after_errors(model):
+            model.double().train()
+            model.requires_grad_(True)
+            model[0].bias = nn.Parameter(torch.zeros(2))
+            model.zero_grad()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert [part.training for part in model.modules()] == [True, True, False, True]
+    assert all(now is before for now, before in zip(model.parameters(), parameters, strict=True))
+    assert all(now is before for now, before in zip(model.buffers(), buffers, strict=True))
+    assert [tensor.data_ptr() for tensor in parameters] == memory
+    assert [tensor.requires_grad for tensor in parameters] == [True] * 4 + [False, True]
+    assert all(p.grad is before for p, before in zip(parameters, gradients, strict=True))
+    assert {tensor.dtype for tensor in model.parameters()} == {torch.float32}
+    assert model[0].weight.grad.dtype == torch.float32
+    with kept_after_errors(model):
+        model.eval()
+    assert not model.training
+
+
+class Sampler:
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def test_whoever_wants_the_epoch_is_told() -> None:
+    class Loader(Sampler):
+        sampler = Sampler()
+        batch_sampler = Sampler()
+
+    loader = Loader()
+    set_epoch(loader, 4)
+    assert (loader.epoch, loader.sampler.epoch, loader.batch_sampler.epoch) == (4, 4, 4)
+    set_epoch([1, 2], 4)

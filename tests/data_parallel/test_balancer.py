@@ -1,0 +1,226 @@
+"""Shares follow what was measured, and nothing is learned from what was mixed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flowdp.data_parallel import balancer
+from flowdp.data_parallel.balancer import Alone, Pacing
+from flowdp.data_parallel.loader import Epoch
+from flowdp.device.streams import HostLane
+from flowdp.options import CadenceOptions
+from flowdp.policy.pool_size import PoolSize
+from tests.loops import CPU
+
+
+class Watch:
+    """A stopwatch whose laps the test writes."""
+
+    def __init__(self) -> None:
+        self.laps = 0
+        self.discarded = 0
+        self.ms: list[float] = []
+
+    @property
+    def is_known(self) -> bool:
+        return self.laps > 0 and bool(self.ms)
+
+    def lap(self) -> None:
+        self.laps += 1
+
+    def discard(self) -> None:
+        self.discarded += 1
+
+    def take_ms(self) -> float:
+        self.laps -= 1
+        return self.ms.pop(0)
+
+
+def paced(
+    world_size: int = 2, *, windows: bool = False, model: nn.Module | None = None, **options: Any
+) -> tuple[Pacing, tuple[Watch, ...], Watch]:
+    watches, summing = tuple(Watch() for _ in range(world_size)), Watch()
+    peers = SimpleNamespace(
+        modules=[model or nn.Identity()] * world_size,
+        watches=watches,
+        summing=summing,
+        pools=[PoolSize(1)] * world_size,
+    )
+    return Pacing(peers, CadenceOptions(**options), windows=windows), watches, summing  # type: ignore[arg-type]
+
+
+def passed(watches: tuple[Watch, ...], summing: Watch, ms: tuple[float, ...], sync_ms: float = 0.1) -> None:
+    for watch, took_ms in zip((*watches, summing), (*ms, sync_ms), strict=True):
+        watch.ms.append(took_ms)
+
+
+def test_equal_until_measured_and_then_by_throughput() -> None:
+    made, watches, summing = paced()
+    assert made.ratios == (0.5, 0.5)
+    for step in range(10):
+        assert made.cut(10) == (5, 5)
+        made.did((5, 5))
+        passed(watches, summing, (2.5, 1.0))
+        made.step()
+        assert made.throughput == pytest.approx((2.0, 5.0)), step
+    assert made.ratios == pytest.approx((2 / 7, 5 / 7))
+    assert made.cut(14) == (4, 10)
+
+
+def test_a_hint_counts_until_something_is_measured() -> None:
+    made, _, _ = paced(3, speed_hint=(1, 2.0))
+    assert made.ratios == pytest.approx((0.4, 0.2, 0.4))
+
+
+def test_several_calls_of_a_step_are_one_measurement() -> None:
+    made, watches, summing = paced()
+    made.did((6, 2))
+    made.did((2, 0))
+    assert made.samples == (8, 2)
+    assert made.shard_sizes == (2, 0)
+    passed(watches, summing, (4.0, 1.0))
+    made.step()
+    assert made.throughput == pytest.approx((2.0, 2.0))
+    assert made.samples == (0, 0)
+
+
+def test_steps_that_the_devices_have_not_passed_are_learned_later_with_their_own_samples() -> None:
+    made, watches, summing = paced()
+    made.did((4, 4))
+    made.step()
+    made.did((8, 8))
+    made.step()
+    assert made.throughput == (0.0, 0.0)
+    passed(watches, summing, (2.0, 1.0))
+    passed(watches, summing, (2.0, 2.0))
+    made.step()  # nothing was done for it
+    made.did((1, 1))
+    made.step()
+    assert made.throughput == pytest.approx((0.7 * 2 + 0.3 * 4, 4.0))
+
+
+def test_a_step_without_samples_teaches_nothing() -> None:
+    made, watches, summing = paced()
+    made.did((0, 0))
+    made.step()
+    assert [watch.laps for watch in (*watches, summing)] == [0, 0, 0]
+    assert [watch.discarded for watch in (*watches, summing)] == [1, 1, 1]
+
+
+# ---------------------------------------------------------------- windows
+def test_whole_batches_by_speed() -> None:
+    made, watches, summing = paced(windows=True, anchor=10)
+    assert paced()[0].quotas() is None
+    for _ in range(30):
+        counts = made.quotas()
+        assert counts is not None
+        made.did([8 * count for count in counts], counts)
+        passed(watches, summing, (3.0 * counts[0], 1.0 * counts[1]))
+        made.step()
+    assert counts[1] == pytest.approx(3 * counts[0], abs=1)
+    assert made.cadence is not None
+    assert made.cadence.el_che.ms_per_batch == pytest.approx((3.0, 1.0))
+
+
+def test_a_device_that_was_slow_for_a_while_gets_batches_of_short_loaders_again() -> None:
+    made, watches, summing = paced(windows=True)
+    lanes = [HostLane(CPU), HostLane(CPU)]
+    dealt = []
+    for number in range(60):
+        dealt.append(0)
+        for window in Epoch([torch.zeros(8)] * 10, lanes, made.quotas, made.cut, made.due):
+            samples, batches = window.per_rank(2)
+            made.did(samples, batches)
+            slow = 100.0 if 3 <= number < 12 else 1.0
+            passed(watches, summing, (20.0 * batches[0], slow * 20.0 * batches[1]))
+            made.step()
+            dealt[-1] += batches[1]
+    assert 0 in dealt[3:12]  # far too slow for so short a loader
+    assert dealt[-5:] == [5] * 5
+
+
+def test_calls_beside_a_window_teach_nothing() -> None:
+    made, watches, summing = paced(windows=True)
+    made.did((8, 8), (1, 1))
+    made.did((4, 4))
+    passed(watches, summing, (100.0, 1.0))
+    made.step()
+    assert made.throughput == (0.0, 0.0)
+    assert watches[0].discarded == 1
+    watches[0].ms.clear()
+    for watch in (watches[1], summing):
+        watch.ms.clear()
+    made.did((8, 8), (1, 1))
+    passed(watches, summing, (4.0, 2.0))
+    made.step()
+    assert made.throughput == pytest.approx((2.0, 4.0))
+
+
+def test_calls_alone_do_not_move_the_windows() -> None:
+    made, watches, summing = paced(windows=True)
+    before = made.quotas()
+    made.did((4, 4))
+    passed(watches, summing, (100.0, 1.0))
+    made.step()
+    assert made.quotas() == before
+    assert made.throughput == pytest.approx((0.04, 4.0))
+
+
+# ---------------------------------------------------------------- one device
+def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    times_s = iter((1.0, 1.5, 2.5))
+    monkeypatch.setattr(balancer, "perf_counter", lambda: next(times_s))
+    alone = Alone()
+    assert (alone.cut(7), alone.quotas(), alone.ratios) == ((7,), (1,), (1.0,))
+    assert alone.cadence is None
+    assert alone.throughput == (0.0,)
+    alone.did((10,))
+    alone.step()  # the first step has no beginning
+    alone.did((10,))
+    alone.did((20,))
+    assert alone.samples == (30,)
+    assert alone.shard_sizes == (20,)
+    alone.step()
+    assert alone.throughput == pytest.approx((0.06,))
+    alone.did((160,))
+    alone.step()
+    assert alone.throughput == pytest.approx((0.7 * 0.06 + 0.3 * 0.16,))
+    assert torch.tensor(alone.throughput).isfinite().all()
+
+
+def test_a_share_suffices_for_batch_norm_while_it_is_trained() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    made, _, _ = paced(model=model)
+    assert made.cut(3) == (3, 0)
+    assert made.cut(1) == (1, 0)  # as on one device, torch says what is wrong
+    model.eval()
+    assert made.cut(3) == (2, 1)
+    model.train()
+    model[1] = nn.BatchNorm1d(2)
+    made, _, _ = paced(model=model, speed_hint=(1, 30.0))
+    assert made.cut(31) == (29, 2)
+
+
+@pytest.mark.parametrize("norm", [nn.InstanceNorm1d, nn.SyncBatchNorm])
+def test_what_normalises_otherwise_needs_no_more_than_one_sample(norm: Any) -> None:
+    made, _, _ = paced(model=nn.Sequential(norm(2)))
+    assert made.cut(3) == (2, 1)
+
+
+def test_batch_norm_is_told_of_once_and_where_it_matters(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.BatchNorm1d(2)
+    made, _, _ = paced(model=model)
+    made.did((3, 0))  # all on one device
+    model.eval()
+    made.did((2, 2))
+    assert not caplog.records
+    model.train()
+    made.did((2, 2))
+    made.did((2, 2))
+    assert "convert_sync_batchnorm" in caplog.text
+    assert len(caplog.records) == 1

@@ -1,0 +1,304 @@
+"""Every batch of a loader is dealt once, ahead of its use, and no thread stays behind."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from flowdp.data_parallel.loader import Epoch, WindowLoader, Windows, interleaved, may_read_ahead, samples_of
+from flowdp.device.streams import CudaLane, HostLane
+from flowdp.errors import DataError
+from flowdp.policy.shares import shard_sizes
+from tests.data.cards import Card
+from tests.loops import CPU, WAIT_S
+
+LANES = [HostLane(CPU), HostLane(CPU)]
+
+
+def halves(samples: int) -> Sequence[int]:
+    return shard_sizes(samples, (0.5, 0.5))
+
+
+def epoch(loader: Any, counts: Sequence[int] | None = None, lanes: Any = LANES) -> Epoch:
+    return Epoch(loader, lanes, lambda: counts, halves)
+
+
+def read_ahead(loader: Any, counts: Sequence[int] | None = None, lanes: Any = LANES) -> WindowLoader:
+    return WindowLoader(Windows(loader, lanes, lambda: counts, halves))
+
+
+def data(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+    """Batches of these sizes; the samples are numbered through."""
+    ids = torch.arange(sum(sizes)).split(sizes)
+    return [(number.float(), number) for number in ids]
+
+
+def ids_of(windows: Any) -> list[list[int]]:
+    return [window[1].tolist() for window in windows]
+
+
+def flat(lists: list[list[int]]) -> list[int]:
+    return list(itertools.chain(*lists))
+
+
+# ---------------------------------------------------------------- dealing
+@pytest.mark.parametrize(
+    ("counts", "ranks"),
+    [
+        ((1, 1), [0, 1]),
+        ((2, 1), [0, 0, 1]),
+        ((1, 3), [1, 1, 0, 1]),
+        ((4, 2), [0, 0, 1, 0, 0, 1]),
+        ((0, 2), [1, 1]),
+    ],
+)
+def test_batches_of_a_window_lie_in_the_order_in_which_they_end(counts: Any, ranks: list[int]) -> None:
+    assert interleaved(counts) == ranks
+
+
+def test_a_rank_that_is_due_has_its_first_batch_before_the_others() -> None:
+    assert interleaved((3, 1), (1,)) == [1, 0, 0, 0]
+    assert interleaved((3, 2), (1,)) == [1, 0, 0, 0, 1]
+    windows = list(Epoch(data(*[2] * 4), LANES, lambda: (1000, 10), halves, lambda: (1,)))
+    assert [[piece.rank for piece in window.pieces] for window in windows] == [[1, 0, 0, 0]]
+
+
+def test_windows_hold_whole_batches_and_the_last_holds_what_is_left() -> None:
+    windows = list(epoch(data(4, 4, 4, 4, 4, 4, 3), (2, 1)))
+    assert [[(piece.rank, piece.samples) for piece in window.pieces] for window in windows] == [
+        [(0, 4), (0, 4), (1, 4)],
+        [(0, 4), (0, 4), (1, 4)],
+        [(0, 3)],
+    ]
+    assert flat(ids_of(windows)) == list(range(27))
+
+
+def test_batches_are_cut_where_there_are_no_windows() -> None:
+    windows = list(epoch(data(4, 3, 1)))
+    assert [[piece.samples for piece in window.pieces] for window in windows] == [[2, 2], [2, 1], [1]]
+    assert ids_of(windows) == [[0, 1, 2, 3], [4, 5, 6], [7]]
+
+
+def test_what_has_not_the_batchs_length_goes_whole_to_all() -> None:
+    (window,) = epoch([{"x": torch.ones(4), "scale": torch.ones(3), "name": "n"}])
+    for piece in window.pieces:
+        assert piece.batch["x"].shape == (2,)
+        assert piece.batch["scale"].shape == (3,)
+    assert window["name"] == "n"
+
+
+def test_the_deal_is_asked_for_each_window() -> None:
+    deals = iter([(1, 1), (1, 2), (1, 1), (1, 1)])
+    windows = Epoch(data(*[2] * 6), LANES, lambda: next(deals), halves)
+    assert [len(window.pieces) for window in windows] == [2, 3, 1]
+
+
+@pytest.mark.parametrize("counts", [None, (1, 1)])
+def test_a_loader_without_batches(counts: Any) -> None:
+    assert list(epoch([], counts)) == []
+
+
+def test_a_loader_that_ends_with_its_window() -> None:
+    assert len(list(epoch(data(2, 2), (1, 1)))) == 1
+
+
+def test_how_many_windows() -> None:
+    assert len(epoch(data(4, 4, 4))) == 3
+    assert len(epoch(data(4, 4, 4), (1,), LANES[:1])) == 3
+    with pytest.raises(TypeError, match="number is not known"):
+        len(epoch(data(4), (1, 1)))
+    with pytest.raises(TypeError):
+        len(epoch(iter(data(4))))
+
+
+class Refilled:
+    """Batches of two samples in one buffer."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        buffer = torch.zeros(2)
+        for number in range(8):
+            buffer.fill_(number)
+            yield buffer, buffer
+
+
+@pytest.mark.parametrize("counts", [(3, 1), None])
+def test_a_loader_may_fill_one_buffer_again_and_again(counts: Sequence[int] | None) -> None:
+    seen = flat(ids_of(epoch(Refilled(), counts)))
+    assert seen == [number // 2 for number in range(16)]
+
+
+# ---------------------------------------------------------------- loaders
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        info = torch.utils.data.get_worker_info()
+        start, step = (info.id, info.num_workers) if info else (0, 1)
+        return iter(range(start, 11, step))
+
+
+def collate(ids: list[int]) -> tuple[Tensor, Tensor]:
+    return torch.tensor(ids).float(), torch.tensor(ids)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("counts", [None, (1, 2)])
+def test_loaders_of_torch(counts: Any, workers: int) -> None:
+    ids = torch.arange(11)
+    for dataset, options in ((TensorDataset(ids.float(), ids), {}), (Stream(), {"collate_fn": collate})):
+        loader = DataLoader(dataset, batch_size=3, num_workers=workers, **options)  # type: ignore[arg-type, var-annotated]
+        for _ in range(2):
+            assert sorted(flat(ids_of(epoch(loader, counts)))) == list(range(11))
+
+
+def test_a_loader_of_workers_that_is_left_in_the_middle() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(64), torch.arange(64)), batch_size=2, num_workers=2)
+    for window in epoch(loader):
+        assert window.samples == 2
+        break
+
+
+class Loader:
+    """Batches as they are asked for; it can be told to wait, or to fail."""
+
+    def __init__(self, batches: list[Any], fail_at: int | None = None) -> None:
+        self.batches, self.fail_at = batches, fail_at
+        self.asked = 0
+        self.threads: set[str] = set()
+        self.read = threading.Condition()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.threads.add(threading.current_thread().name)
+        return self
+
+    def __next__(self) -> Any:
+        if self.asked == self.fail_at:
+            raise OSError("disk")
+        if self.asked == len(self.batches):
+            raise StopIteration
+        with self.read:
+            self.asked += 1
+            self.read.notify_all()
+        return self.batches[self.asked - 1]
+
+    def until(self, happened: Callable[[], bool]) -> None:
+        with self.read:
+            assert self.read.wait_for(happened, WAIT_S)
+
+
+def test_what_the_loader_raises_comes_after_the_windows_before_it() -> None:
+    reader = read_ahead(Loader(data(*[2] * 9), fail_at=5), (1, 1))
+    for windows in (iter(reader), iter(epoch(Loader(data(*[2] * 9), fail_at=5), (1, 1)))):
+        assert [next(windows).samples for _ in range(2)] == [4, 4]
+        with pytest.raises(OSError, match="disk"):
+            next(windows)
+    reader.close()
+
+
+@pytest.mark.parametrize("lanes", [LANES, LANES[:1]])
+def test_a_batch_without_samples_is_an_error(lanes: Any) -> None:
+    for bad in ((torch.ones(0),), ("text",), torch.tensor(1.0)):
+        with pytest.raises(DataError, match="without samples"):
+            list(Epoch([bad], lanes, lambda: None, halves))
+    assert samples_of([torch.ones(3)]) == 3
+
+
+def test_one_window_is_read_ahead_and_no_more() -> None:
+    loader = Loader(data(*[2] * 20))
+    reader = read_ahead(loader, (1, 1))
+    windows = iter(reader)
+    next(windows)
+    loader.until(lambda: loader.asked == 4)
+    next(windows)
+    loader.until(lambda: loader.asked == 6)
+    reader.close()
+    assert loader.asked == 6, "two windows: the one in use, and the one that lies ready"
+    assert loader.threads == {threading.main_thread().name}, "worker processes are started by the caller"
+
+
+def test_an_epoch_that_is_left_ends_its_thread() -> None:
+    def readers() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name == "flowdp-loader"]
+
+    loader = data(*[2] * 20)
+    for _ in epoch(loader, (1, 1)):
+        assert readers()
+        break
+    assert not readers()
+    windows = iter(epoch(loader))
+    next(windows)
+    assert readers()
+    with pytest.raises(KeyError):
+        windows.throw(KeyError)  # type: ignore[attr-defined]
+    assert not readers()
+    assert ids_of(epoch(Loader(data(2)))) == [[0, 1]], "and the next one goes its way"
+
+
+@pytest.mark.parametrize("counts", [None, (1, 2)])
+def test_the_code_of_a_dataset_runs_in_the_thread_of_the_loop(counts: Any) -> None:
+    """The loop may read the same files beside it, to evaluate, say."""
+    threads = set()
+
+    class Here(Dataset[int]):
+        def __len__(self) -> int:
+            return 11
+
+        def __getitem__(self, index: int) -> int:
+            threads.add(threading.current_thread())
+            return index
+
+    loader = DataLoader(Here(), batch_size=3, collate_fn=collate)
+    assert sorted(flat(ids_of(epoch(loader, counts)))) == list(range(11))
+    assert ids_of(epoch(iter(data(2, 1)), None)) == [[0, 1], [2]]  # whose code a generator runs is not known
+    assert threads == {threading.main_thread()}
+
+
+def test_what_a_thread_may_read_ahead() -> None:
+    tensors = TensorDataset(torch.arange(4), torch.arange(4))
+    assert may_read_ahead(data(2, 2))
+    assert may_read_ahead(DataLoader(tensors))
+    assert may_read_ahead(DataLoader(Stream(), num_workers=1))
+    assert not may_read_ahead(DataLoader(Stream()))
+    assert not may_read_ahead(DataLoader(tensors, collate_fn=lambda samples: samples))
+    assert not may_read_ahead(iter(data(2)))
+
+
+def test_epochs_inside_one_another() -> None:
+    outer = []
+    for window in epoch(data(2, 2, 2)):
+        outer.append(window[1].tolist())
+        assert ids_of(epoch(data(3, 1))) == [[0, 1, 2], [3]]
+    assert flat(outer) == list(range(6))
+
+
+def test_one_device_needs_no_thread() -> None:
+    before = threading.active_count()
+    for window in epoch(data(2, 3), (1,), LANES[:1]):
+        assert threading.active_count() == before
+        assert [piece.rank for piece in window.pieces] == [0]
+
+
+# ---------------------------------------------------------------- streams
+@pytest.mark.parametrize("is_deaf", [False, True])
+def test_a_batch_is_used_after_its_copy(is_deaf: bool) -> None:
+    card = Card()
+    lanes = [CudaLane(torch.device("cpu", 0), card) for _ in range(2)]
+    user = card.Stream()
+    if is_deaf:
+        card.deaf.add(user)
+    reader = read_ahead(data(4, 4, 4), lanes=lanes)
+    with card.stream(user):
+        for window in reader:
+            for piece in window.pieces:
+                card.watch("batch", piece.batch[0])
+            assert len(window[1]) == 4
+            for piece in window.pieces:
+                piece.arrive()
+                piece.batch[0].add_(1)
+    reader.close()
+    assert bool(card.races) == is_deaf

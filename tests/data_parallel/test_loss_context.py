@@ -1,0 +1,106 @@
+"""What of a batch goes to the model, and what is heard of its parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flowdp.data_parallel.loss_context import Inputs, Taps
+from flowdp.errors import OptionError
+from tests.loops import mlp
+
+BATCH = {"image": torch.ones(2), "mask": torch.zeros(2), "label": torch.arange(2)}
+PAIR = (torch.ones(2), torch.zeros(2), torch.arange(2))
+
+
+class Masked(nn.Module):
+    def forward(self, image: Tensor, mask: Tensor) -> Tensor:
+        return image * mask
+
+
+def same(found: Any, *wanted: Tensor) -> bool:
+    args, kwargs = found
+    return not kwargs and len(args) == len(wanted) and all(map(torch.equal, args, wanted))
+
+
+def test_fields_by_key_and_by_position() -> None:
+    assert same(Inputs("mask", Masked()).of(BATCH), BATCH["mask"])
+    assert same(Inputs(["mask", "image"], Masked()).of(BATCH), BATCH["mask"], BATCH["image"])
+    assert same(Inputs((0, 1), Masked()).of(PAIR), PAIR[0], PAIR[1])
+    assert same(Inputs(1, Masked()).of(list(PAIR)), PAIR[1])
+
+
+def test_without_fields_the_batch_or_its_first() -> None:
+    inputs = Inputs(None, mlp())
+    assert same(inputs.of(PAIR), PAIR[0])
+    assert same(inputs.of([PAIR[1], PAIR[2]]), PAIR[1])
+    assert same(inputs.of(PAIR[2]), PAIR[2])
+
+
+def test_of_a_mapping_what_forward_has_parameters_for() -> None:
+    args, kwargs = Inputs(None, Masked()).of(BATCH)
+    assert args == ()
+    assert kwargs["image"] is BATCH["image"]
+    assert kwargs["mask"] is BATCH["mask"]
+    assert len(kwargs) == 2
+    with pytest.raises(
+        OptionError, match=r"\['input'\], the fields are \['image', 'mask', 'label'\]: say inputs"
+    ):
+        Inputs(None, mlp()).of(BATCH)
+
+
+def test_a_function_of_the_batch() -> None:
+    assert same(Inputs(lambda batch: batch["mask"] + 1, Masked()).of(BATCH), torch.ones(2))
+    assert same(Inputs(lambda batch: (batch[1], batch[0]), Masked()).of(PAIR), PAIR[1], PAIR[0])
+
+
+def test_fields_that_a_batch_does_not_have_are_listed() -> None:
+    with pytest.raises(OptionError, match=r"inputs names \['pixels'\].*\['image', 'mask', 'label'\]"):
+        Inputs(["image", "pixels"], Masked()).of(BATCH)
+    with pytest.raises(OptionError, match=r"inputs names \[3\].*\[0, 1, 2\]"):
+        Inputs(3, Masked()).of(PAIR)
+    with pytest.raises(OptionError, match="at least one field"):
+        Inputs([], Masked())
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.encoder(self.encoder(x)))
+        return out
+
+
+def test_submodules_are_heard_call_by_call() -> None:
+    model = Twice()
+    taps = Taps(("encoder", "head"), model)
+    with taps.listening(model) as traces:
+        out = model(torch.ones(3, 1))
+    assert [len(traces[name]) for name in ("encoder", "head")] == [2, 1]
+    assert torch.equal(traces["encoder"][1], model.encoder(traces["encoder"][0]))
+    assert traces["head"][0] is out
+    model(torch.ones(1, 1))
+    assert len(traces["encoder"]) == 2, "and not afterwards"
+    with pytest.raises(KeyError), taps.listening(model):
+        raise KeyError
+    assert not model.encoder._forward_hooks
+
+
+def test_a_submodule_that_is_not_called_is_silent() -> None:
+    model = Twice()
+    with Taps("head", model).listening(model) as traces:
+        model.encoder(torch.ones(1, 1))
+    assert traces == {"head": []}
+
+
+def test_names_of_nothing_list_the_submodules() -> None:
+    with pytest.raises(OptionError, match=r"'decoder'.*\['encoder', 'head'\]"):
+        Taps(["encoder", "decoder"], Twice())
+    with pytest.raises(OptionError, match="''"):
+        Taps([""], Twice())
+    assert Taps((), Twice()).names == ()

@@ -1,0 +1,598 @@
+"""A call of several devices is one node of the caller's graph, whose gradients are those of one device."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flowdp.data_parallel.replicas import Peers
+from flowdp.data_parallel.scatter import Arguments, Handed, Part
+from flowdp.data_parallel.sharded_call import bring_back, call_sharded, collect_gradients, cut
+from flowdp.device.streams import CudaLane
+from flowdp.errors import FlowdpError
+from tests.fakes import FakeCuda
+from tests.loops import CPU, assert_equal, gradients, mlp, numbers, peers_of
+from tests.wired import wired
+
+
+class World:
+    """A model on several devices, and its twin on one."""
+
+    def __init__(self, peers: Peers, sizes: tuple[int, ...] = (3, 2)) -> None:
+        self.peers = peers
+        self.module: Any = peers.modules[0]
+        self.twin: Any = copy.deepcopy(self.module)
+        self.sizes = sizes
+        self.sync = True
+
+    def __call__(self, *args: Any, sizes: tuple[int, ...] | None = None, **kwargs: Any) -> Any:
+        shards = cut(Arguments(args, kwargs), sizes or self.sizes)
+        return call_sharded(self.peers, shards, _run, sync=self.sync)
+
+    def check(self) -> None:
+        """Whether the gradients are the twin's, and nobody else has any."""
+        assert_equal(gradients(self.module), gradients(self.twin))
+        assert not any(self.peers.has_left(rank) for rank in range(len(self.sizes)))
+
+
+def _run(module: nn.Module, part: Part) -> Any:
+    return module(*part.args, **part.kwargs)
+
+
+@pytest.fixture(params=["2", "3", "2 on nccl", "3 on nccl"])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    count, _, on_nccl = request.param.partition(" on ")
+    with wired(mlp(), int(count)) if on_nccl else peers_of(mlp(), int(count)) as peers:
+        yield World(peers, (3, 1, 1) if count == "3" else (3, 2))
+
+
+def loss_of(out: Tensor) -> Tensor:
+    return (out.sin() * torch.arange(out.numel()).reshape(out.shape)).mean()
+
+
+# ---------------------------------------------------------------- shards
+def test_shards_follow_one_another_and_empty_ones_are_left_out() -> None:
+    arguments = Arguments((torch.ones(5),))
+    assert [(s.rank, s.start, s.samples) for s in cut(arguments, (2, 0, 3))] == [(0, 0, 2), (2, 2, 3)]
+    assert [(s.rank, s.start, s.samples) for s in cut(arguments, (0, 0))] == [(0, 0, 0)]
+
+
+# ---------------------------------------------------------------- gradients
+def test_outputs_and_gradients_are_those_of_one_device(world: World) -> None:
+    x = numbers(5, 6)
+    for call in (world, world.twin):
+        loss_of(call(x)).backward()
+    assert torch.allclose(world(x), world.twin(x))
+    world.check()
+
+
+def test_gradients_accumulate_over_calls_and_over_one_graph_of_several(world: World) -> None:
+    for call in (world, world.twin):
+        loss_of(call(numbers(5, 6))).backward()
+        (loss_of(call(numbers(5, 6, seed=6))) + loss_of(call(numbers(5, 6, seed=7)))).backward()
+    world.check()
+
+
+def test_a_call_on_the_outputs_of_another() -> None:
+    with peers_of(nn.Linear(4, 4).double()) as peers:
+        world = World(peers)
+        for call in (world, world.twin):
+            loss_of(call(call(numbers(5, 4)).tanh())).backward()
+        world.check()
+
+
+def test_inputs_that_ask_for_gradients_get_them_cut_or_whole(world: World) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return self.inner(x * scale)
+
+    found = []
+    with peers_of(Scaled(), len(world.sizes)) as peers:
+        scaled = World(peers, world.sizes)
+        for call in (scaled, scaled.twin):
+            x, scale = numbers(5, 6).requires_grad_(), torch.full((6,), 2.0).double().requires_grad_()
+            loss_of(call(x * 1.5, scale=scale)).backward()
+            found.append([x.grad, scale.grad])
+        scaled.check()
+    assert_equal(*found)
+
+
+def test_inputs_get_gradients_from_a_frozen_model(world: World) -> None:
+    world.module.requires_grad_(False)
+    found = []
+    for call in (world, world.twin):
+        x = numbers(5, 6).requires_grad_()
+        loss_of(call(x)).backward()
+        found.append([x.grad])
+    assert_equal(*found)
+    assert not any(gradients(world.module))
+
+
+def test_parts_are_frozen_and_freed_on_the_way(world: World) -> None:
+    x = numbers(5, 6)
+    for frozen in (True, False):
+        for call, module in ((world, world.module), (world.twin, world.twin)):
+            module[0].requires_grad_(not frozen)
+            loss_of(call(x)).backward()
+        world.check()
+
+
+def test_a_parameter_that_has_no_part_has_no_gradient() -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.idle = nn.Linear(6, 3).double(), nn.Linear(6, 3).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.used(x)
+            return out + self.idle(x) if x.sum() > 1e3 else out
+
+    with peers_of(Partly()) as peers:
+        world = World(peers)
+        x = numbers(5, 6)
+        loss_of(world(x)).backward()
+        assert peers.modules[0].idle.weight.grad is None
+        x[4] += 1e3  # on the second device alone
+        world.module.zero_grad()
+        out = world(x)
+        (out[:3].sum() + out[3:].sin().sum()).backward()
+        world.twin.used(x)[:3].sum().backward()
+        (world.twin.used(x[3:]) + world.twin.idle(x[3:])).sin().sum().backward()
+        world.check()
+
+
+def test_outputs_of_all_kinds_take_their_gradients_back(world: World) -> None:
+    class Several(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor) -> Any:
+            out = self.inner(x)
+            return {
+                "twice": out.repeat_interleave(2, 0),
+                "mean": out.square().mean(),
+                "ids": out.argmax(1),
+                "none": None,
+                "unused": out * 3,
+                "alone": out.detach(),
+            }
+
+    with peers_of(Several(), len(world.sizes)) as peers:
+        several = World(peers, world.sizes)
+        for call in (several, several.twin):
+            out = call(numbers(5, 6))
+            assert not out["ids"].requires_grad
+            assert not out["alone"].requires_grad
+            (loss_of(out["twice"]) + 2 * out["mean"]).backward()
+        several.check()
+
+
+def test_tied_parameters() -> None:
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    tied[2].weight = tied[0].weight
+    with peers_of(tied) as peers:
+        world = World(peers)
+        for call in (world, world.twin):
+            loss_of(call(numbers(5, 4))).backward()
+        world.check()
+
+
+def test_sparse_gradients() -> None:
+    with peers_of(nn.EmbeddingBag(9, 3, sparse=True).double()) as peers:
+        world = World(peers)
+        ids = torch.tensor([[0, 1], [2, 2], [3, 0], [0, 8], [5, 5]])
+        for call in (world, world.twin):
+            loss_of(call(ids)).backward()
+        (mine,), (other,) = gradients(world.module), gradients(world.twin)
+        assert mine is not None
+        assert other is not None
+        assert mine.is_sparse
+        assert_equal([mine.to_dense()], [other.to_dense()])
+
+
+def test_outputs_may_be_changed_in_place(world: World) -> None:
+    for call in (world, world.twin):
+        out = call(numbers(5, 6))
+        loss_of(out.mul_(2).relu_()).backward()
+    world.check()
+    for call in (world, world.twin):  # one sample, one device: the output is not joined
+        out = call(numbers(1, 6), **({"sizes": (1, 0, 0)[: len(world.sizes)]} if call is world else {}))
+        loss_of(out.mul_(2).relu_()).backward()
+    world.check()
+
+
+def test_activation_checkpoints(world: World) -> None:
+    class Saving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    with peers_of(Saving(), len(world.sizes)) as peers:
+        saving = World(peers, world.sizes)
+        for call in (saving, saving.twin):
+            loss_of(call(numbers(5, 6))).backward()
+        saving.check()
+
+
+def test_a_call_under_an_activation_checkpoint() -> None:
+    """On a card the first rank works in the thread of the caller, where hooks on saved tensors are."""
+    cuda = FakeCuda()
+    with peers_of(mlp(), lanes=[CudaLane(CPU, cuda) for _ in range(2)]) as peers:
+        world = World(peers)
+        for is_reentrant in (False, True):
+            for call in (world, world.twin):
+                x = numbers(5, 6).requires_grad_()
+                loss_of(checkpoint(call, x, use_reentrant=is_reentrant)).backward()
+        world.check()
+
+
+# ---------------------------------------------------------------- modules that write to their arguments
+def writing(*, head: bool = True) -> nn.Sequential:
+    torch.manual_seed(4)
+    layers = [nn.ReLU(inplace=True), nn.BatchNorm1d(6).eval(), nn.Linear(6, 3)]
+    return nn.Sequential(*layers[: None if head else 1]).double()
+
+
+@pytest.fixture
+def writer(world: World) -> Iterator[World]:
+    """A model that begins with an activation in place."""
+    with peers_of(writing(), len(world.sizes)) as peers:
+        yield World(peers, world.sizes)
+
+
+def test_a_module_may_write_to_its_argument(writer: World) -> None:
+    found = []
+    for call in (writer, writer.twin):
+        for seed in range(3):
+            x = numbers(5, 6, seed=seed)
+            loss_of(call(x)).backward()
+        with torch.no_grad():
+            call(x.neg_())
+        found.append([x, torch.tensor(x._version)])
+    assert_equal(*found)
+    writer.check()
+
+
+def test_a_module_may_write_to_what_another_one_computed(writer: World) -> None:
+    found = []
+    for call in (writer, writer.twin):
+        z = numbers(5, 6).requires_grad_()
+        x = z * 2
+        out = call(x)
+        (loss_of(out) + x.square().sum()).backward()
+        found.append([z.grad, x.detach()])
+    assert_equal(*found)
+    writer.check()
+    for call in (writer, writer.twin):  # nothing of it is used but the output
+        x = numbers(5, 6).requires_grad_() * 2
+        loss_of(call(x)).backward()
+    writer.check()
+
+
+def test_a_write_that_one_device_refuses_is_refused(writer: World) -> None:
+    for call in (writer, writer.twin):
+        with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+            call(numbers(5, 6).requires_grad_())
+        x, weight = numbers(5, 6), torch.ones(6).double().requires_grad_()
+        loss = (weight * x).sum() + call(x).sum()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_write_after_the_call_is_found_as_on_one_device(world: World) -> None:
+    for call in (world, world.twin):
+        x = numbers(5, 6)
+        out = call(x)
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_a_write_that_all_devices_would_do_is_refused() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.inner(x * mask.add_(1))
+
+    with peers_of(Masked()) as peers, pytest.raises(FlowdpError, match=r"\(6,\) that goes whole"):
+        World(peers)(numbers(5, 6), torch.ones(6))
+
+
+def test_what_was_written_on_another_device_comes_back() -> None:
+    x = numbers(5, 6)
+    (one,) = Arguments((x,)).part(1, 3, CPU).handed
+    given = one.given.clone()
+    there = Handed(x, one.memory, given, given._version, None, is_cut=True)
+    part = Part((given,), {}, [there])
+    bring_back(part, CPU)
+    given.zero_()
+    wanted = x.clone()
+    wanted[1:4] = 0
+    for is_copy in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Handed, "is_copy", is_copy)
+            bring_back(part, CPU)
+        assert torch.equal(x, wanted) == is_copy
+
+
+def test_gradients_of_gradients_through_a_write_are_refused(writer: World) -> None:
+    z = numbers(5, 6).requires_grad_()
+    with pytest.raises(FlowdpError, match=r"argument.clone\(\)"):
+        torch.autograd.grad(writer(z * 2).sum(), z, create_graph=True)
+
+
+# ---------------------------------------------------------------- what autograd offers
+def test_a_graph_is_kept_and_walked_again(world: World) -> None:
+    for call in (world, world.twin):
+        loss = loss_of(call(numbers(5, 6)))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+    world.check()
+
+
+def test_a_freed_graph_says_so_where_only_its_own_part_is_free(world: World) -> None:
+    out = world(numbers(5, 6))
+    out.sum().backward()
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        (out * 2).sum().backward()
+
+
+def test_gradients_that_are_asked_for_are_not_accumulated(world: World) -> None:
+    mine = torch.autograd.grad(loss_of(world(numbers(5, 6))), list(world.module.parameters()))
+    other = torch.autograd.grad(loss_of(world.twin(numbers(5, 6))), list(world.twin.parameters()))
+    assert_equal(mine, other)
+    world.twin.zero_grad()
+    world.check()
+
+
+def test_hooks_see_the_sum_once(world: World) -> None:
+    seen: dict[int, list[Tensor]] = {0: [], 1: []}
+    for number, (call, module) in enumerate(((world, world.module), (world.twin, world.twin))):
+        module[0].weight.register_hook(lambda g, n=number: [seen[n].append(g), g * 2][1])
+        module[2].bias.register_post_accumulate_grad_hook(lambda p, n=number: seen[n].append(p.grad.clone()))
+        loss_of(call(numbers(5, 6))).backward()
+    assert [len(found) for found in seen.values()] == [2, 2]
+    assert_equal(*(sorted(found, key=len) for found in seen.values()))
+    world.check()
+    assert len(world.module[0].weight._backward_hooks) == 1
+
+
+def test_hooks_that_a_constructor_registers_run_on_the_sum_alone() -> None:
+    def make() -> nn.Module:
+        net = mlp()
+        net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))  # type: ignore[operator]
+        return net
+
+    with peers_of(make(), factory=lambda device: make()) as peers:
+        world = World(peers)
+        world.twin = make()
+        for call in (world, world.twin):
+            loss_of(call(numbers(5, 6))).backward()
+        world.check()
+
+
+def test_modes_of_the_caller(world: World) -> None:
+    x = numbers(5, 6)
+    with torch.no_grad():
+        assert not world(x).requires_grad
+    with torch.inference_mode():
+        assert world(x).is_inference()
+    loss_of(world(x)).backward()
+    loss_of(world.twin(x)).backward()
+    world.check()
+
+
+def test_autocast_is_followed() -> None:
+    with peers_of(mlp().float()) as peers:
+        world = World(peers)
+        x = numbers(5, 6).float()
+        for call in (world, world.twin):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                out = call(x)
+            assert out.dtype == torch.bfloat16
+            out.float().sin().sum().backward()
+        for mine, other in zip(gradients(world.module), gradients(world.twin), strict=True):
+            torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2)
+        assert world(x).dtype == torch.float32
+
+
+def test_a_graph_ends_with_its_output(world: World) -> None:
+    class Mark(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.inner(x)
+            alive.add(hidden)
+            out: Tensor = hidden.sin()
+            alive.add(out)
+            return out
+
+    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    with peers_of(Mark(), len(world.sizes)) as peers:
+        marked = World(peers, world.sizes)
+        out = marked(numbers(5, 6))
+        assert len(alive) == 2 * len(world.sizes)
+        out.sum().backward()
+        gc.collect()
+        assert len(alive) == 0, "backward frees the graphs of the devices"
+        out = marked(numbers(5, 6))
+        del out
+        gc.collect()
+        assert len(alive) == 0
+
+
+def test_a_loss_that_is_kept_keeps_no_batch(world: World) -> None:
+    batch = numbers(5, 6)
+    alive = weakref.ref(batch)
+    loss = world(batch).sum()
+    del batch
+    gc.collect()
+    assert alive() is not None, "or the test shows nothing"
+    loss.backward()
+    gc.collect()
+    assert alive() is None
+    assert loss.requires_grad
+
+
+def test_ranks_walk_their_graphs_in_their_own_threads(world: World) -> None:
+    """Autograd's thread of a device may be the one that waits for them."""
+    seen: list[bool] = []
+
+    def note(_module: nn.Module, _inputs: Any) -> None:
+        seen.append(torch._C._is_multithreading_enabled())
+
+    for module in world.peers.modules[1:]:
+        module.register_forward_pre_hook(note)
+    loss_of(world(numbers(5, 6))).backward()
+    assert seen == [False] * (len(world.sizes) - 1)
+
+
+# ---------------------------------------------------------------- errors
+class Backfire(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, error: Exception | None) -> Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.error is not None:
+            raise ctx.error
+        return gradient, None
+
+
+class Fragile(nn.Module):
+    """Fails in the backward of its first layer for a sample of the largest size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6).double(), nn.Linear(6, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        error = KeyError("backward") if x.max() > 100 else None
+        out: Tensor = self.last(Backfire.apply(self.first(x), error))
+        return out
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_after_an_error_in_backward_nothing_of_it_is_left(rank: int, sync: bool) -> None:
+    with peers_of(Fragile()) as peers:
+        world = World(peers)
+        world.sync = sync
+        x = numbers(5, 6)
+        bad = x.clone()
+        bad[4 * rank] = 1e3
+        with pytest.raises(KeyError, match="backward") as caught:
+            loss_of(world(bad)).backward()
+        assert caught.value.__notes__ == [f"flowdp: on rank {rank}, cpu"]
+        world.module.zero_grad()  # as `optimizer.zero_grad` does
+        world.sync = True
+        loss_of(world(x)).backward()
+        loss_of(world.twin(x)).backward()
+        world.check()
+
+
+# ---------------------------------------------------------------- without a sum
+def test_gradients_wait_for_the_backward_that_sums(world: World) -> None:
+    world.sync = False
+    loss_of(world(numbers(5, 6))).backward()
+    assert all(world.peers.has_left(rank) for rank in range(1, len(world.sizes)))
+    world.sync = True
+    loss_of(world(numbers(5, 6, seed=6))).backward()
+    for seed in (5, 6):
+        loss_of(world.twin(numbers(5, 6, seed=seed))).backward()
+    world.check()
+
+
+def test_a_backward_that_sums_takes_those_of_ranks_that_have_no_part_in_it(world: World) -> None:
+    world.sync = False
+    loss_of(world(numbers(5, 6))).backward()
+    world.sync = True
+    loss_of(world(numbers(1, 6), sizes=(1, 0, 0)[: len(world.sizes)])).backward()
+    for samples in (5, 1):
+        loss_of(world.twin(numbers(samples, 6))).backward()
+    world.check()
+
+
+def test_two_calls_of_one_graph_without_a_sum(world: World) -> None:
+    for call in (world, world.twin):
+        world.sync = False
+        (loss_of(call(numbers(5, 6))) + loss_of(call(numbers(5, 6, seed=6)))).backward()
+    collect_gradients(world.peers)
+    world.check()
+
+
+def test_collected_gradients_are_seen_by_hooks_once(world: World) -> None:
+    seen: list[Tensor] = []
+    world.sync = False
+    loss_of(world(numbers(5, 6))).backward()
+    own = world.module[0].bias.grad.clone()
+    world.module[0].bias.register_hook(seen.append)
+    collect_gradients(world.peers)
+    collect_gradients(world.peers)
+    loss_of(world.twin(numbers(5, 6))).backward()
+    world.check()
+    assert_equal(seen, [world.module[0].bias.grad - own])
+
+
+def test_what_the_user_has_zeroed_is_not_added_again(world: World) -> None:
+    world.sync = False
+    out = world(numbers(5, 6))
+    loss_of(out).backward()
+    torch.optim.SGD(world.module.parameters(), 0.1).zero_grad()
+    world.sync = True
+    loss_of(world(numbers(5, 6))).backward()
+    loss_of(world.twin(numbers(5, 6))).backward()
+    world.check()
+
+
+def test_weights_of_the_callers_own_get_the_gradients(world: World) -> None:
+    found = []
+    for call, module in ((world, world.module), (world.twin, world.twin)):
+        loss_of(call(numbers(5, 6))).backward()  # from then on CPU devices share the parameters
+        weights = {name: (2 * p.detach()).requires_grad_() for name, p in module.named_parameters()}
+        with torch.nn.utils.stateless._reparametrize_module(module, weights):
+            loss_of(call(numbers(5, 6))).backward()
+        found.append([weight.grad for weight in weights.values()])
+    assert_equal(*found)
+    loss_of(world(numbers(5, 6))).backward()
+    loss_of(world.twin(numbers(5, 6))).backward()
+    world.check()
+
+
+def test_two_sets_of_parameters_in_one_graph_are_refused_with_a_way_out(world: World) -> None:
+    """As in MAML, which calls the module with weights of its own."""
+    losses = []
+    for factor in (1.0, 2.0):
+        weights = {
+            name: (p.detach() * factor).requires_grad_() for name, p in world.module.named_parameters()
+        }
+        with torch.nn.utils.stateless._reparametrize_module(world.module, weights):
+            losses.append(loss_of(world(numbers(5, 6))))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+        sum(losses).backward()
+    assert any("as in MAML, call dp.module" in note for note in caught.value.__notes__)

@@ -1,0 +1,303 @@
+"""A window's gradient is that of one batch of all its samples, on one device or several."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flowdp.data_parallel.loss_context import Inputs, LossContext, Recipe, Taps
+from flowdp.data_parallel.replicas import Peers
+from flowdp.data_parallel.windows import Piece, Window, WindowResult, run_window
+from flowdp.errors import FlowdpError
+from tests.loops import CPU, WAIT_S, assert_equal, gradients, mlp, numbers, peers_of
+from tests.wired import wired
+
+
+def batch(samples: int, seed: int = 5) -> tuple[Tensor, Tensor]:
+    x = numbers(samples, 6, seed=seed)
+    return x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long()
+
+
+def window_of(*pieces: tuple[int, int]) -> Window:
+    """Batches of (rank, samples)."""
+    return Window([Piece(rank, batch(n, seed), n) for seed, (rank, n) in enumerate(pieces)], CPU)
+
+
+def cross_entropy(context: LossContext) -> Tensor:
+    return F.cross_entropy(context.output, context.batch[1])
+
+
+def recipe_of(module: nn.Module, loss: Any = cross_entropy, tags: Sequence[str] = ()) -> Recipe:
+    return Recipe(Inputs(None, module), Taps(tags, module), loss)
+
+
+class World:
+    """A model on some devices, and its twin on one."""
+
+    def __init__(self, module: nn.Module, peers: Peers | None) -> None:
+        self.module: Any = module
+        self.peers = peers
+        self.twin: Any = copy.deepcopy(module)
+        self.recipe = recipe_of(module, tags=("0", "2"))
+
+    def run(self, window: Window, *, sync: bool = True, **changes: Any) -> WindowResult:
+        modules = (self.module,) if self.peers is None else self.peers.modules
+        return run_window(modules, window, replace(self.recipe, **changes), self.peers, sync=sync)
+
+    def check(self) -> None:
+        assert_equal(gradients(self.module), gradients(self.twin))
+
+
+@pytest.fixture(params=["1", "2", "3", "2 on nccl", "3 on nccl"])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    module = mlp()
+    count, _, on_nccl = request.param.partition(" on ")
+    if count == "1":
+        yield World(module, None)
+        return
+    with wired(module, int(count)) if on_nccl else peers_of(module, int(count)) as peers:
+        yield World(module, peers)
+
+
+def ragged(world: World) -> Window:
+    """Batches of different length; with three devices the last one has none."""
+    pieces = ((0, 4), (1, 6), (0, 4), (1, 3)) if world.peers else ((0, 4),)
+    return window_of(*pieces)
+
+
+# ---------------------------------------------------------------- what it computes
+def test_gradients_loss_and_outputs_are_those_of_one_big_batch(world: World) -> None:
+    window = ragged(world)
+    result = world.run(window)
+    x, y = window  # a window unpacks like a batch
+    out = world.twin(x)
+    loss = F.cross_entropy(out, y)
+    loss.backward()
+    world.check()
+    assert result.loss is not None
+    assert_equal(
+        [result.loss, result.output, result.tags["2"], result.traces["0"][0]],
+        [loss.detach(), out.detach(), out.detach(), world.twin[0](x).detach()],
+    )
+    assert result.samples == window.samples == len(x)
+    assert not any(t.requires_grad for t in (result.loss, result.output, result.tags["0"]))
+    if world.peers is not None:
+        assert not any(world.peers.has_left(rank) for rank in range(len(world.peers.modules)))
+
+
+def test_without_a_loss_function_the_output_has_its_graph(world: World) -> None:
+    window = ragged(world)
+    result = world.run(window, loss=None)
+    assert result.loss is None
+    F.cross_entropy(result.output, window[1]).backward()
+    F.cross_entropy(world.twin(window[0]), window[1]).backward()
+    world.check()
+    assert result.tags["0"].shape == (window.samples, 8)
+
+
+def test_gradients_accumulate_over_windows_summed_or_not(world: World) -> None:
+    windows = [ragged(world), window_of((0, 2))]
+    for number, window in enumerate(windows):
+        world.run(window, sync=number == 1)
+        F.cross_entropy(world.twin(window[0]), window[1]).backward()
+    world.check()
+
+
+def test_what_is_zeroed_between_windows_is_not_added(world: World) -> None:
+    window = ragged(world)
+    world.run(window, sync=False)
+    torch.optim.SGD(world.module.parameters(), 0.1).zero_grad()
+    world.run(window)
+    F.cross_entropy(world.twin(window[0]), window[1]).backward()
+    world.check()
+
+
+def test_without_gradients_the_loss_alone_is_computed(world: World) -> None:
+    window = ragged(world)
+    with torch.no_grad():
+        result = world.run(window)
+        loss = F.cross_entropy(world.twin(window[0]), window[1])
+    assert result.loss is not None
+    assert_equal([result.loss], [loss])
+    assert not any(gradients(world.module))
+
+
+def test_losses_are_scaled_before_backward_and_reported_as_they_are(world: World) -> None:
+    window = ragged(world)
+    result = world.run(window, scale=lambda loss: loss * 8)
+    loss = F.cross_entropy(world.twin(window[0]), window[1])
+    (loss * 8).backward()
+    world.check()
+    assert result.loss is not None
+    assert_equal([result.loss], [loss.detach()])
+
+
+def test_a_loss_of_one_element_is_a_number(world: World) -> None:
+    window = ragged(world)
+    result = world.run(window, loss=lambda context: cross_entropy(context).reshape(1, 1))
+    assert result.loss is not None
+    assert result.loss.shape == ()
+
+
+def test_the_loss_function_sees_its_batch_with_graph_tags_and_traces(world: World) -> None:
+    seen: list[LossContext] = []
+
+    def loss(context: LossContext) -> Tensor:
+        seen.append(context)
+        return cross_entropy(context) + 0.1 * context.tags["0"].square().mean()
+
+    window = ragged(world)
+    world.run(window, loss=loss)
+    assert sorted(len(c.output) for c in seen) == sorted(piece.samples for piece in window.pieces)
+    assert all(c.tags["0"] is c.traces["0"][-1] for c in seen)
+    hidden = world.twin[0](window[0])
+    (F.cross_entropy(world.twin[2](hidden.tanh()), window[1]) + 0.1 * hidden.square().mean()).backward()
+    world.check()
+
+
+def test_a_module_that_is_called_twice_has_two_traces() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 6).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inner(self.inner(x))
+            return out
+
+    module = Twice()
+    with peers_of(module) as peers:
+        window = window_of((0, 4), (1, 3))
+        result = run_window(peers.modules, window, recipe_of(module, tags=("inner",)), peers)
+        first, second = result.traces["inner"]
+        assert_equal([first, second], [module.inner(window[0]).detach(), result.output])
+        assert result.tags["inner"] is second
+
+
+# ---------------------------------------------------------------- memory
+def test_each_device_has_one_graph_at_a_time() -> None:
+    alive: dict[str, weakref.WeakSet[Tensor]] = {}
+    most: dict[str, int] = {}
+
+    class Mark(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            name = threading.current_thread().name
+            hidden = self.inner(x)
+            mine = alive.setdefault(name, weakref.WeakSet())
+            mine.add(hidden)
+            most[name] = max(most.get(name, 0), len(mine))
+            out: Tensor = hidden.sin()
+            return out
+
+    module = Mark()
+    with peers_of(module) as peers:
+        result = run_window(peers.modules, window_of(*[(0, 2), (1, 2)] * 4), recipe_of(module), peers)
+        gc.collect()
+        assert most == {"flowdp-peer-0": 1, "flowdp-peer-1": 1}
+        assert not any(map(len, alive.values()))
+        assert len(result.output) == 16
+
+
+def test_devices_work_at_once() -> None:
+    met = threading.Barrier(2)
+
+    def loss(context: LossContext) -> Tensor:
+        met.wait(WAIT_S)
+        return cross_entropy(context)
+
+    with peers_of(mlp()) as peers:
+        module = peers.modules[0]
+        run_window(peers.modules, window_of((0, 2), (1, 2), (1, 2), (0, 2)), recipe_of(module, loss), peers)
+
+
+# ---------------------------------------------------------------- errors
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda c: c.output.sum(1), r"one number.*not of shape \("),
+        (lambda c: 3.0, "not float"),
+        (lambda c: None, "not NoneType"),
+        (lambda c: c.output.detach().sum(), "depends on no parameter"),
+    ],
+)
+def test_a_loss_that_is_none(world: World, loss: Any, message: str) -> None:
+    with pytest.raises(FlowdpError, match=message):
+        world.run(ragged(world), loss=loss)
+    assert world.run(ragged(world)).loss is not None
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_after_an_error_nothing_of_it_is_left(sync: bool) -> None:
+    """The last batch of the second device fails when its first has left a gradient there."""
+
+    def loss(context: LossContext) -> Tensor:
+        if len(context.output) == 3:
+            raise KeyError("mine")
+        return cross_entropy(context)
+
+    module = mlp()
+    with peers_of(module) as peers:
+        world = World(module, peers)
+        window = ragged(world)
+        with pytest.raises(KeyError, match="mine") as caught:
+            world.run(window, loss=loss, sync=sync)
+        assert caught.value.__notes__ == ["flowdp: on rank 1, cpu"]
+        torch.optim.SGD(module.parameters(), 0.1).zero_grad()
+        world.run(window)
+        F.cross_entropy(world.twin(window[0]), window[1]).backward()
+        world.check()
+
+
+def test_outputs_that_cannot_be_joined_are_an_error_only_where_they_are_asked_for() -> None:
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor) -> Any:
+            out = self.inner(x)
+            return out, out @ out.T
+
+    module = Pairs()
+    loss = lambda context: F.cross_entropy(context.output[0], context.batch[1])  # noqa: E731
+    with peers_of(module) as peers:
+        result = run_window(peers.modules, window_of((0, 2), (1, 3)), recipe_of(module, loss), peers)
+        assert result.loss is not None
+        with pytest.raises(FlowdpError, match=r"output\[0\]\[1\] cannot be gathered"):
+            _ = result.output
+
+
+# ---------------------------------------------------------------- a window
+def test_fields_of_a_window_are_joined_in_order() -> None:
+    window = Window([Piece(r, {"n": torch.arange(n), "s": "k"}, n) for r, n in ((1, 2), (0, 3))], CPU)
+    assert window["n"].tolist() == [0, 1, 0, 1, 2]
+    assert window["s"] == "k"
+    assert window.per_rank(3) == ([3, 2, 0], [1, 1, 0])
+    with pytest.raises(KeyError):
+        window["m"]
+
+
+def test_batches_arrive_before_they_are_used() -> None:
+    arrived: list[int] = []
+    pieces = [Piece(r, batch(2), 2, lambda r=r: arrived.append(r)) for r in (0, 1)]  # type: ignore[misc]
+    with peers_of(mlp()) as peers:
+        for loss in (cross_entropy, None):
+            run_window(peers.modules, Window(pieces, CPU), recipe_of(peers.modules[0], loss), peers)
+            assert sorted(arrived) == [0, 1]
+            arrived.clear()
+    _ = Window(pieces, CPU)[0]
+    assert sorted(arrived) == [0, 1]

@@ -1,0 +1,1351 @@
+"""`setup`: a loop of the user's own does on several devices what it does on one."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import inspect
+import math
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils._pytree import register_dataclass
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+import flowdp
+from flowdp import CadenceOptions, DataParallel, FlowdpError, OptionError
+from flowdp.data_parallel import wrapper
+from flowdp.device.streams import CudaLane
+from tests.data.cards import Card
+from tests.loops import WAIT_S, assert_equal, gradients, mlp, numbers
+
+ROOT = Path(__file__).resolve().parents[1]
+
+Setup = Callable[..., DataParallel]
+
+
+@pytest.fixture(params=[1, 2, 3])
+def count(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def setup(count: int) -> Iterator[Setup]:
+    """`flowdp.setup` on so many devices, of unequal shares; closed at the end."""
+    made: list[DataParallel] = []
+
+    def setup(model: nn.Module, optimizer: Any = None, **options: Any) -> DataParallel:
+        optimizer = optimizer or (lambda parameters: SGD(parameters, 0.1))
+        if count > 1:
+            options.setdefault("cadence", CadenceOptions(max_anchor=0, speed_hint=(0, 2.0)))
+        made.append(flowdp.setup(model, optimizer, **{"devices": ["cpu"] * count, **options}))
+        return made[-1]
+
+    yield setup
+    for dp in made:
+        dp.close()
+
+
+two = pytest.mark.parametrize("count", [2], indirect=True)
+
+
+def batch(samples: int = 9, seed: int = 5) -> tuple[Tensor, Tensor]:
+    x = numbers(samples, 6, seed=seed)
+    return x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long()
+
+
+def loss_of(call: Any, samples: int = 9, seed: int = 5) -> Tensor:
+    x, y = batch(samples, seed)
+    return F.cross_entropy(call(x), y)
+
+
+def values(module: nn.Module) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in module.state_dict().values()]
+
+
+# ---------------------------------------------------------------- what goes in and comes out
+@dataclass
+class Item:
+    ids: Tensor
+    name: str
+
+
+register_dataclass(Item)
+
+
+class Elaborate(nn.Module):
+    """Takes and returns what a pytree can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.inner = nn.Embedding(20, 6), mlp()
+        self.double()
+
+    def forward(self, fields: Any, item: Item, *, scale: Tensor, power: int, nothing: None = None) -> Any:
+        assert item.name == "name"
+        assert nothing is None
+        out = self.inner(fields["x"] + self.table(item.ids)) * scale**power
+        return {"out": out, "pair": (item, [None, "text"]), "mean": out.mean(), "ids": item.ids * 2}
+
+    def norm(self, x: Tensor, *, order: int) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out.norm(order, dim=1)
+
+
+def test_trees_go_in_and_out(setup: Setup) -> None:
+    model = Elaborate()
+    twin = copy.deepcopy(model)
+    dp = setup(model)
+    ids = torch.arange(9)
+    results = []
+    for call in (dp, twin):
+        scale = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+        found = call({"x": numbers(9, 6), "mask": torch.ones(2)}, Item(ids, "name"), scale=scale, power=2)
+        (found["out"].sin().sum() + found["mean"]).backward()
+        results.append((found, scale.grad))
+    (mine, grad), (other, twin_grad) = results
+    assert_equal([mine["out"], mine["mean"], grad], [other["out"], other["mean"], twin_grad])
+    assert mine["pair"][0].ids.tolist() == ids.tolist()
+    assert mine["pair"][0].name == "name"
+    assert mine["pair"][1] == [None, "text"]
+    assert mine["ids"].tolist() == (ids * 2).tolist()
+    assert_equal(gradients(model), gradients(twin))
+
+
+@pytest.mark.parametrize("samples", [0, 1, 2, 7])
+def test_a_batch_of_any_length(setup: Setup, samples: int) -> None:
+    model = mlp()
+    dp = setup(model)
+    x = numbers(samples, 6)
+    out = dp(x)
+    assert_equal([out], [model(x)])
+    assert len(dp.shard_sizes) == dp.world_size
+    assert sum(dp.shard_sizes) == samples
+    out.sum().backward()
+
+
+def test_a_call_without_a_batch(setup: Setup) -> None:
+    class Prior(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, count: int, factor: Tensor | None = None) -> Tensor:
+            return self.weight.sum() * count * (1 if factor is None else factor)
+
+    model = Prior()
+    dp = setup(model)
+    dp(2).backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [2.0] * 3
+    assert dp(2, factor=torch.tensor(3.0)).item() == 18.0
+    assert sum(dp.shard_sizes) == 0
+    dp.step()
+
+
+def test_other_methods_and_functions_run_the_same_way(setup: Setup) -> None:
+    model = Elaborate()
+    twin = copy.deepcopy(model)
+    dp = setup(model)
+    x = numbers(9, 6)
+    dp.call("norm", x, order=1).sum().backward()
+    dp.call(lambda module, x: module.inner(x).square(), x).sum().backward()
+    twin.norm(x, order=1).sum().backward()
+    twin.inner(x).square().sum().backward()
+    assert_equal(gradients(model), gradients(twin))
+    with pytest.raises(AttributeError, match="loss"):
+        dp.call("loss", x)
+
+
+@two
+def test_shares_follow_the_hint(setup: Setup) -> None:
+    dp = setup(mlp())
+    dp(numbers(9, 6))
+    assert dp.shard_sizes == (3, 6)
+    assert dp.chunk_ratios == pytest.approx((1 / 3, 2 / 3))
+
+
+def test_images_keep_their_memory_format(setup: Setup) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 3)).double()
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    twin = copy.deepcopy(model)
+    dp = setup(model)
+    x = numbers(6, 3, 8, 8).to(memory_format=torch.channels_last)
+    for call in (dp, twin):
+        out = call(x)
+        assert out.is_contiguous(memory_format=torch.channels_last)
+        out.square().sum().backward()
+    assert_equal(gradients(model), gradients(twin))
+    dp.step()
+    assert_equal([dp(x)], [model(x)])
+
+
+def test_recurrent_layers(setup: Setup) -> None:
+    torch.manual_seed(0)
+    model = nn.LSTM(6, 4, batch_first=True).double()
+    twin = copy.deepcopy(model)
+    dp = setup(model)
+    first = lambda module, x: module(x)[0]  # noqa: E731 - the state has the batch in the middle
+    dp.call(first, numbers(6, 5, 6)).square().sum().backward()
+    first(twin, numbers(6, 5, 6)).square().sum().backward()
+    assert_equal(gradients(model), gradients(twin))
+    if dp.is_distributed:
+        with pytest.raises(FlowdpError, match=r"output\[1\]\[0\] cannot be gathered"):
+            dp(numbers(6, 5, 6))
+
+
+# ---------------------------------------------------------------- steps
+def loop(call: Any, model: nn.Module, optimizer: Optimizer, steps: int = 6) -> None:
+    """Any loop that PyTorch's documentation shows."""
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for part in range(2):
+            (loss_of(call, seed=2 * step + part) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+        scheduler.step()
+
+
+def groups(model: Any) -> list[dict[str, Any]]:
+    return [{"params": model[0].parameters(), "lr": 0.2}, {"params": model[2].parameters()}]
+
+
+def test_a_loop_moves_over_as_it_is(setup: Setup) -> None:
+    model = mlp()
+    twin = copy.deepcopy(model)
+    optimizer, other = AdamW(groups(model), 0.05), AdamW(groups(twin), 0.05)
+    dp = setup(model, optimizer)
+    loop(dp, model, optimizer)
+    loop(twin, twin, other)
+    assert_equal(values(model), values(twin))
+    assert dp.training_step == 6
+    assert dp.optimizers == (optimizer,)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_no_sync_and_steps_of_ours(setup: Setup, set_to_none: bool) -> None:
+    model = mlp()
+    twin = copy.deepcopy(model)
+    dp = setup(model, SGD(model.parameters(), 0.2, momentum=0.9), max_grad_norm=0.3)
+    other = SGD(twin.parameters(), 0.2, momentum=0.9)
+    for step in range(4):
+        with dp.no_sync():
+            loss_of(dp, seed=step).backward()
+        loss_of(dp, seed=50 + step).backward()
+        if step == 2:  # as where a loss is not finite
+            dp.zero_grad(set_to_none)
+            continue
+        dp.step()
+        for seed in (step, 50 + step):
+            loss_of(twin, seed=seed).backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.3)
+        other.step()
+        other.zero_grad()
+    assert_equal(values(model), values(twin))
+    assert not any(gradients(model))
+
+
+def test_a_step_sums_what_no_backward_has(setup: Setup) -> None:
+    model = mlp()
+    twin = copy.deepcopy(model)
+    dp = setup(model)
+    for take in (dp.step, dp.optimizers[0].step):
+        with dp.no_sync():
+            loss_of(dp).backward()
+        take()
+        dp.zero_grad()
+        loss_of(twin).backward()
+        SGD(twin.parameters(), 0.1).step()
+        twin.zero_grad()
+    assert_equal(values(model), values(twin))
+
+
+def test_clipping_by_hand_is_of_all(setup: Setup) -> None:
+    model = mlp()
+    twin = copy.deepcopy(model)
+    dp = setup(model)
+    with dp.no_sync():
+        loss_of(dp).backward()
+    norm = dp.clip_grad_norm_(0.01)
+    loss_of(twin).backward()
+    assert_equal([norm], [nn.utils.clip_grad_norm_(twin.parameters(), 0.01)])
+    assert_equal(gradients(model), gradients(twin))
+
+
+@pytest.mark.parametrize("way", ["optimizer", "gradients"])
+def test_gradients_that_are_zeroed_in_place_are_so_everywhere(setup: Setup, way: str) -> None:
+    model = mlp()
+    twin = copy.deepcopy(model)
+    dp = setup(model)
+    with dp.no_sync():
+        loss_of(dp).backward()
+        if way == "optimizer":
+            dp.optimizers[0].zero_grad(set_to_none=False)
+        else:
+            for parameter in model.parameters():
+                torch.mul(parameter.grad, 0.0, out=parameter.grad)  # type: ignore[arg-type]
+        loss_of(dp, seed=1).backward()
+    loss_of(dp, seed=2).backward()
+    for seed in (1, 2):
+        loss_of(twin, seed=seed).backward()
+    assert_equal(gradients(model), gradients(twin))
+
+
+@pytest.mark.parametrize("when", ["before the forward", "before the backward", "before the step"])
+@pytest.mark.parametrize("way", ["none", "other", "zeroed"])
+def test_one_gradient_that_is_let_go_is_so_everywhere(setup: Setup, way: str, when: str) -> None:
+    model = mlp()
+    twin = copy.deepcopy(model)
+    dp = setup(model)
+
+    def let_go(module: Any) -> None:
+        if way == "zeroed":
+            module[0].weight.grad.zero_()
+        else:
+            module[0].weight.grad = None if way == "none" else torch.zeros_like(module[0].weight)
+
+    for module, scope in ((dp, dp.no_sync()), (twin, contextlib.nullcontext())):
+        own = model if module is dp else twin
+        with scope:
+            loss_of(module).backward()
+            loss_of(module).backward()
+        if when == "before the forward":
+            let_go(own)
+        loss = loss_of(module, seed=1)
+        if when == "before the backward":
+            let_go(own)
+        if when != "before the step":
+            loss.backward()
+        else:
+            let_go(own)
+    dp.step()
+    SGD(twin.parameters(), 0.1).step()
+    assert_equal(values(model), values(twin))
+
+
+def test_another_gradient_in_the_place_of_the_first_devices_is_an_error(setup: Setup) -> None:
+    model = mlp()
+    dp = setup(model)
+    with dp.no_sync():
+        loss_of(dp).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad * 0.5
+    if dp.is_distributed:
+        with pytest.raises(FlowdpError, match=r"gradient of '0.weight'.* written to"):
+            dp.step()
+
+
+def test_clipping_the_first_devices_gradients_alone_is_an_error(setup: Setup) -> None:
+    model = mlp()
+    dp = setup(model)
+    with dp.no_sync():
+        loss_of(dp).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    for take in (dp.step, dp.optimizers[0].step) if dp.is_distributed else ():
+        with pytest.raises(FlowdpError, match=r"gradient of '0.weight'.* written to .* no_sync\(\)"):
+            take()
+    dp.zero_grad()
+    loss_of(dp).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    dp.step()
+
+
+def test_a_step_without_gradients(setup: Setup) -> None:
+    dp = setup(mlp())
+    for _ in range(2):
+        with pytest.raises(FlowdpError, match="no gradients"):
+            dp.step()
+        loss_of(dp).backward()
+        dp.step()
+    assert dp.training_step == 2
+
+
+def test_a_scaler_decides_for_all(setup: Setup) -> None:
+    """What is not finite comes from the last sample, which the last device has."""
+    model = mlp()
+    dp = setup(model, max_grad_norm=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+    x, y = batch()
+    before = values(model)
+    bad = x.clone()
+    bad[-1] = float("inf")
+    scaler.scale(F.cross_entropy(dp(bad), y)).backward()
+    dp.step(scaler)
+    assert_equal(values(model), before)
+    assert (scaler.get_scale(), dp.training_step) == (2.0, 0)
+    scaler.scale(F.cross_entropy(dp(bad), y)).backward()
+    scaler.step(dp.optimizers[0])
+    scaler.update()
+    assert_equal(values(model), before)
+    dp.zero_grad()
+    scaler.scale(F.cross_entropy(dp(x), y)).backward()
+    scaler.step(dp.optimizers[0])
+    scaler.update()
+    assert dp.training_step == 1
+    assert not torch.equal(values(model)[0], before[0])
+    assert_equal([dp(x)], [model(x)])
+
+
+def test_several_optimizers_rates_and_new_ones(setup: Setup) -> None:
+    model: Any = mlp()
+    twin: Any = copy.deepcopy(model)
+
+    def optimizers(model: Any) -> list[Optimizer]:
+        return [SGD(model[0].parameters(), 0.2), AdamW(model[2].parameters(), 0.1)]
+
+    dp, others = setup(model, optimizers(model)), optimizers(twin)
+    loss_of(dp).backward()
+    dp.set_lr(0.1)
+    assert [o.param_groups[0]["lr"] for o in dp.optimizers] == pytest.approx([0.1, 0.05])
+    dp.step()
+    loss_of(twin).backward()
+    for optimizer, lr in zip(others, (0.1, 0.05), strict=True):
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+    dp.set_optimizer(lambda parameters: SGD(parameters, 0.3))
+    loss_of(dp).backward()
+    dp.step()
+    loss_of(twin).backward()
+    SGD(twin.parameters(), 0.3).step()
+    assert_equal(values(model), values(twin))
+    assert dp.training_step == 2
+
+
+def test_the_balancer_learns_from_steps(setup: Setup, count: int) -> None:
+    dp = setup(mlp())
+    assert dp.throughput == (0.0,) * count
+    for _ in range(12):
+        loss_of(dp, 30).backward()
+        dp.step()
+    assert all(rate > 0 for rate in dp.throughput)
+    assert sum(dp.chunk_ratios) == pytest.approx(1.0)
+    if count > 1:
+        assert dp.chunk_ratios != pytest.approx((1 / 3, 2 / 3), abs=1e-9)
+
+
+# ---------------------------------------------------------------- what is written in between
+def test_whatever_writes_to_the_model_reaches_all(setup: Setup) -> None:
+    model: Any = mlp()
+    dp = setup(model)
+    x = numbers(9, 6)
+    other = {key: value + 1 for key, value in model.state_dict().items()}
+
+    def like() -> None:
+        assert_equal([dp(x)], [model(x)])
+
+    like()
+    for write in (
+        lambda: dp.load_state_dict(other),
+        lambda: model.load_state_dict({key: value * 2 for key, value in other.items()}),
+        lambda: nn.init.ones_(model[0].weight),
+        lambda: [model[0].weight.data.mul_(3), dp.sync_params()],
+        lambda: torch.nn.utils.vector_to_parameters(torch.arange(83.0).double() / 83, model.parameters()),
+    ):
+        write()
+        like()
+    # An average of weights is swapped in by way of `.data`, for the evaluation.
+    kept = [p.data.clone() for p in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    dp.eval()
+    with torch.no_grad():
+        assert dp(x).abs().max() == 0
+    for parameter, value in zip(model.parameters(), kept, strict=True):
+        parameter.data.copy_(value)
+    dp.train()
+    like()
+
+
+@pytest.mark.parametrize("how", ["data", "no_grad", "data replaced", "fused", "swapped"])
+def test_loops_that_write_the_weights_by_hand(setup: Setup, how: str) -> None:
+    model = mlp()
+    twin = copy.deepcopy(model)
+    dp = setup(model, lambda parameters: SGD(parameters, 0.1) if how != "fused" else SGD(parameters[:1], 0.1))
+    for call, net in ((dp, model), (twin, twin)):
+        own = AdamW(list(net.parameters())[1:], 0.1, fused=True)  # setup knows nothing of it
+        average = [torch.zeros_like(parameter) for parameter in net.parameters()]
+        for step in range(5):
+            loss_of(call, seed=step).backward()
+            if how == "fused":
+                own.step()
+            for parameter, mean in zip(net.parameters(), average, strict=True):
+                if how == "data":
+                    parameter.data.add_(parameter.grad, alpha=-0.1)
+                elif how == "no_grad":
+                    with torch.no_grad():
+                        parameter -= 0.1 * parameter.grad
+                elif how == "data replaced":
+                    parameter.data = parameter.data - 0.1 * parameter.grad
+                elif how == "swapped":
+                    mean.lerp_(parameter.data, 0.5)
+                    kept = parameter.data.clone()
+                    parameter.data.copy_(mean)
+                    mean.copy_(kept)
+            net.zero_grad()
+    assert_equal(values(model), values(twin))
+
+
+def test_a_target_network_follows_by_polyaks_average(setup: Setup) -> None:
+    found = []
+    for is_ours in (True, False):
+        model, target = mlp(), mlp()
+        optimizer = SGD(model.parameters(), 0.1)
+        call: Any = setup(model, optimizer) if is_ours else model
+        goal: Any = setup(target, SGD(target.parameters(), 0.1)) if is_ours else target
+        for step in range(6):
+            x, _ = batch(seed=step)
+            with torch.no_grad():
+                wanted = goal(x + 1)
+            F.mse_loss(call(x), wanted).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for slow, fast in zip(target.parameters(), model.parameters(), strict=True):
+                slow.data.copy_(0.9 * slow.data + 0.1 * fast.data)
+        found.append(values(model) + values(target))
+    assert_equal(*found)
+
+
+class Scheduled(nn.Module):
+    """What it computes depends on plain attributes, which the loop and its own forward change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop = mlp(), nn.Dropout(0.0)
+        self.temperature, self.calls = 1.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.drop(self.inner(x)) / self.temperature + 0.01 * self.calls
+        return out
+
+
+def test_schedules_of_plain_attributes_are_followed(setup: Setup) -> None:
+    model = Scheduled()
+    twin = copy.deepcopy(model)
+    dp = setup(model)
+    for call, net in ((dp, model), (twin, twin)):
+        for step in range(4):
+            net.temperature = 1 + step / 4
+            net.drop.p = 0.0 if step < 3 else 1.0  # which drops all
+            if step < 3:
+                loss_of(call, seed=step).backward()
+            else:
+                assert call(batch()[0]).std() == 0
+    assert_equal(gradients(model), gradients(twin))
+    assert model.calls == twin.calls
+
+
+def test_a_wasserstein_gan_with_a_penalty(setup: Setup) -> None:
+    found = []
+    for is_ours in (True, False):
+        critic, generator = critic_net(1), mlp()
+        own, other = SGD(critic.parameters(), 0.1), SGD(generator.parameters(), 0.1)
+        judge: Any = setup(critic, own) if is_ours else critic
+        make: Any = setup(generator, other) if is_ours else generator
+        for step in range(3):
+            real, fake = numbers(6, 3, seed=step), make(numbers(6, 6, seed=step))
+            between = (0.3 * real + 0.7 * fake.detach()).requires_grad_()
+            scores = judge(between * 1)
+            (slope,) = torch.autograd.grad(scores.sum(), between, create_graph=True)
+            penalty = (slope.norm(2, dim=1) - 1).square().mean()
+            (judge(fake.detach()).mean() - judge(real).mean() + 10 * penalty).backward()
+            own.step()
+            own.zero_grad()
+            (-judge(make(numbers(6, 6, seed=step)))).mean().backward()
+            other.step()
+            own.zero_grad()
+            other.zero_grad()
+        found.append(values(critic) + values(generator))
+    assert_equal(*found)
+
+
+def critic_net(outputs: int) -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(3, 8), nn.Softplus(), nn.Linear(8, outputs)).double()
+
+
+def test_modes_and_frozen_parts_are_followed(setup: Setup) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+    dp = setup(model)
+    model[1].eval()
+    model[2].eval()
+    twin = copy.deepcopy(model)
+    model[0].weight.requires_grad_(False)
+    twin[0].weight.requires_grad_(False)
+    for call in (dp, twin):
+        loss_of(call).backward()
+    assert_equal(gradients(model), gradients(twin))
+    assert model[0].weight.grad is None
+    assert [m.training for m in dp.modules()] == [m.training for m in twin.modules()]
+    dp.eval()
+    assert not any(part.training for part in model.modules())
+    assert_equal([dp(batch()[0])], [model(batch()[0])])
+    assert dp.train() is dp
+    assert all(part.training for part in model.modules())
+
+
+@two
+def test_fixed_shares_repeat_a_run_bit_for_bit(setup: Setup) -> None:
+    def run(seed: int) -> list[Tensor]:
+        model = nn.Sequential(mlp(), nn.Dropout(0.5), nn.Linear(3, 3), nn.RReLU()).double()
+        torch.manual_seed(seed)
+        dp = setup(model, cadence=None, partition_ratios=(3, 1))
+        for step in range(12):
+            loss_of(dp, 40, step).backward()
+            dp.step()
+            assert dp.shard_sizes == (30, 10)
+        assert dp.chunk_ratios == (0.75, 0.25)
+        return [torch.rand(1), *values(model[0])]
+
+    first, again, other = run(5), run(5), run(6)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, again, strict=True))
+    assert not torch.equal(first[1], other[1])
+
+
+@two
+def test_fixed_shares_and_dropout_that_is_computed_again(setup: Setup) -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(lambda x: F.dropout(self.inner(x)), x, use_reentrant=False)
+
+    dp = setup(Again(), cadence=None, partition_ratios=(1, 1), check=False)
+    loss = loss_of(dp)
+    with pytest.raises(FlowdpError, match="draws random numbers in a backward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"partition_ratios": (1,)}, "1 ratios for 2 devices"),
+        ({"partition_ratios": (1, 0)}, "must be positive"),
+        ({"partition_ratios": "12"}, "partition_ratios must be numbers"),
+        ({"partition_ratios": (1, 1), "cadence": True}, "cadence=True sizes the work by measured speed"),
+    ],
+)
+def test_shares_that_cannot_be(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(OptionError, match=match):
+        flowdp.setup(mlp(), partial(SGD, lr=0.1), devices=["cpu"] * 2, **options)
+
+
+@pytest.mark.parametrize("samples", [2, 3, 5])
+def test_no_device_gets_a_single_sample_for_batch_norm(setup: Setup, samples: int, count: int) -> None:
+    dp = setup(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double())
+    loss_of(dp, samples).backward()
+    assert 1 not in dp.shard_sizes
+    for window in dp.epoch([batch(samples)]):
+        assert 1 not in window.per_rank(count)[0]
+        dp.forward_batch(window)
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        dp(batch(1)[0])
+
+
+@two
+def test_buffers_of_the_first_device_are_everybodys(setup: Setup) -> None:
+    model = nn.BatchNorm1d(2, momentum=1.0).double()
+    dp = setup(model, cadence=False)
+    x = torch.tensor([[1.0, 1.0], [3.0, 3.0], [7.0, 5.0], [9.0, 5.0]], dtype=torch.float64)
+    dp(x)
+    assert model.running_mean is not None
+    assert model.running_mean.tolist() == [2.0, 2.0]
+    dp.eval()
+    assert_equal([dp(x)], [model(x)])
+
+
+@two
+def test_buffers_are_averaged_at_each_step(setup: Setup) -> None:
+    class Following(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2).double())
+            self.register_buffer("mean", torch.zeros(2).double())
+            self.register_buffer("calls", torch.tensor(0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean.mul_(0.5).add_(0.5 * x.mean(0))
+            self.calls.add_(1)
+            return (x - self.mean) * self.weight
+
+    model = Following()
+    shares = CadenceOptions(max_anchor=0, speed_hint=(0, 2.0))
+    dp = setup(model, cadence=shares, buffers="average", check=False)  # each part has its own mean
+    means = [torch.zeros(2).double(), torch.zeros(2).double()]
+    for seed in range(2):  # two batches of three and six samples: each device goes on from its own
+        x = numbers(9, 2, seed=seed)
+        dp(x).square().sum().backward()
+        for mean, part in zip(means, (x[:3], x[3:]), strict=True):
+            mean.mul_(0.5).add_(0.5 * part.mean(0))
+    dp.step()
+    assert_equal([model.mean], [means[0] / 3 + means[1] * 2 / 3])
+    assert model.calls.item() == 2
+
+
+def test_saved_and_loaded_by_itself_or_as_a_part(setup: Setup) -> None:
+    model = mlp()
+    dp = setup(model)
+    assert list(dp.state_dict()) == list(model.state_dict())
+    assert dict(dp.named_parameters()) == dict(model.named_parameters())
+    whole = nn.ModuleDict({"net": dp, "head": nn.Linear(3, 2).double()})
+    state = {key: value + 1 for key, value in whole.state_dict().items()}
+    assert set(state) >= {"net.0.weight", "head.bias"}
+    whole.load_state_dict(state)
+    assert torch.equal(model.state_dict()["0.weight"], state["net.0.weight"])
+    x = numbers(9, 6)
+    assert_equal([whole["head"](dp(x))], [whole["head"](model(x))])
+
+
+@two
+def test_it_is_not_converted_afterwards(setup: Setup) -> None:
+    dp = setup(mlp())
+    with pytest.raises(FlowdpError, match="before setup"):
+        dp.float()
+    with pytest.raises(FlowdpError, match="before setup"):
+        nn.Sequential(dp).to(torch.float16)
+    assert dp.cpu() is dp
+    assert nn.Sequential(dp).double().to("cpu")[0] is dp
+    assert dp.module[0].weight.dtype == torch.float64  # type: ignore[index]
+
+
+def test_it_is_not_copied(setup: Setup) -> None:
+    dp = setup(mlp())
+    for copied in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match="take its `module`"):
+            copied(dp)
+    assert len(list(copy.deepcopy(dp.module).parameters())) == 4
+
+
+# ---------------------------------------------------------------- errors
+class Picky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (x[:, 0] == 99).any():
+            raise KeyError(f"{len(x)} samples")
+        out: Tensor = self.inner(x)
+        return out
+
+
+@two
+@pytest.mark.parametrize("bad", [(0,), (8,), (0, 8)])
+def test_the_models_own_error_names_rank_and_device_and_the_next_call_works(
+    setup: Setup, bad: tuple[int, ...]
+) -> None:
+    model = Picky()
+    twin = copy.deepcopy(model)
+    dp = setup(model)
+    x, y = batch()
+    broken = x.clone()
+    broken[list(bad), 0] = 99
+    with pytest.raises(KeyError, match="samples") as caught:
+        dp(broken)
+    rank = 0 if 0 in bad else 1
+    assert caught.value.__notes__[1] == f"flowdp: on rank {rank}, cpu"
+    assert len(caught.value.__notes__) == 1 + len(bad)
+    for call in (dp, twin):
+        F.cross_entropy(call(x), y).backward()
+    assert_equal(gradients(model), gradients(twin))
+    dp.step()
+
+
+@two
+def test_outputs_that_have_no_seam(setup: Setup) -> None:
+    class Gram(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inner(x)
+            return out @ out.T
+
+    dp = setup(Gram())
+    with pytest.raises(FlowdpError, match=r"cannot be gathered.*\(3, 3\), \(6, 6\)"):
+        dp(numbers(9, 6))
+    assert dp(numbers(1, 6)).shape == (1, 1)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"model": mlp}, "replica="),
+    ({"model": nn.Tanh()}, "nothing to train"),
+    ({"optimizer": SGD(mlp().parameters(), 0.1)}, "no parameter of the model"),
+    ({"optimizer": []}, "at least one"),
+    ({"devices": "gpu9"}, "devices"),
+    ({"cadence": 3}, "cadence"),
+    ({"cadence": CadenceOptions(speed_hint=(5, 2.0))}, "rank 5 of 2"),
+    ({"loss_fn": 3}, "loss_fn"),
+    ({"inputs": ()}, "inputs"),
+    ({"tags": ["nowhere"]}, "nowhere"),
+    ({"buffers": "sum"}, "buffers"),
+    ({"max_grad_norm": 0}, "max_grad_norm"),
+    ({"tune_process": 3}, "tune_process"),
+    ({"replica": lambda device: nn.Linear(6, 3)}, "differs from the model"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=[next(iter(options)) for options, _ in WRONG])
+def test_what_is_wrong_is_said_before_a_thread_starts(options: dict[str, Any], message: str) -> None:
+    before = threading.enumerate()
+    given: Any = {
+        "model": mlp(),
+        "optimizer": lambda parameters: SGD(parameters, 0.1),
+        "devices": ["cpu"] * 2,
+        **options,
+    }
+    with pytest.raises(OptionError, match=message):
+        flowdp.setup(**given)
+    assert threading.enumerate() == before
+
+
+@pytest.mark.parametrize("wrong", ["optimizer", "replica"])
+def test_a_setup_that_fails_leaves_the_model_alone(wrong: str) -> None:
+    model = mlp().eval()
+    with pytest.raises(OptionError):
+        flowdp.setup(
+            model,
+            SGD((mlp() if wrong == "optimizer" else model).parameters(), 0.1),
+            devices=["cpu"] * 2,
+            replica=(lambda device: nn.Linear(2, 2)) if wrong == "replica" else None,
+        )
+    assert not any(part.training for part in model.modules())
+
+
+# ---------------------------------------------------------------- its life
+def test_it_closes_twice_and_the_model_goes_on(setup: Setup, count: int) -> None:
+    model = mlp()
+    dp = setup(model)
+    with dp:
+        loss_of(dp).backward()
+    dp.close()
+    dp.optimizers[0].step()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("flowdp")]
+    if count > 1:
+        with pytest.raises(RuntimeError, match="closed"):
+            dp(numbers(4, 6))
+    loss_of(model).backward()
+
+
+def test_collecting_it_ends_its_threads(count: int) -> None:
+    model = mlp()
+    optimizer = SGD(model.parameters(), 0.1)
+    dp = flowdp.setup(model, optimizer, devices=["cpu"] * count)
+    loss_of(dp).backward()
+    dp.step()
+    assert dp.is_distributed == (count > 1)
+    replicas = [weakref.ref(replica) for replica in dp.replicas]
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("flowdp")]
+    assert len(threads) == (count if count > 1 else 0)
+    gone = weakref.ref(dp)
+    del dp
+    gc.collect()
+    assert gone() is None
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert not any(replica() for replica in replicas), "the optimizer keeps the replicas"
+    loss_of(model).backward()
+    optimizer.step()
+
+
+def test_the_members(setup: Setup, count: int) -> None:
+    model = mlp()
+    dp = setup(model)
+    assert dp.module is model
+    assert len(dp.replicas) == count - 1
+    assert dp.world_size == len(dp.devices) == count
+    assert dp.cadence is None
+    assert dp.shard_sizes == (0,) * count
+    assert dp.training_step == 0
+    assert all(replica is not model for replica in dp.replicas)
+    assert model.training
+
+
+@two
+def test_the_process_is_as_before(setup: Setup) -> None:
+    before = sys.getswitchinterval()
+    dp = setup(mlp())
+    assert sys.getswitchinterval() < before
+    dp.close()
+    assert sys.getswitchinterval() == before
+    setup(mlp(), tune_process=False)
+    assert sys.getswitchinterval() == before
+
+
+@two
+def test_after_a_ctrl_c_the_next_call_works(setup: Setup) -> None:
+    release = threading.Event()
+
+    class Slow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+            self.is_slow = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if slow and len(x) == 6:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                assert release.wait(WAIT_S)
+            out: Tensor = self.inner(x)
+            return out
+
+    slow = [True]
+    model = Slow()
+    twin = copy.deepcopy(model)
+    dp = setup(model)
+    with pytest.raises(KeyboardInterrupt):
+        dp(numbers(9, 6))
+    slow.clear()
+    timer = threading.Timer(0.1, release.set)
+    timer.start()
+    for call in (dp, twin):
+        loss_of(call).backward()
+    assert_equal(gradients(model), gradients(twin))
+    timer.join()
+
+
+SCRIPT = """
+import os, signal, sys, threading
+import torch, flowdp
+
+class Slow(torch.nn.Linear):
+    def forward(self, x):
+        if x.sum() == 28:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            {how}
+        return super().forward(x)
+
+model = Slow(1, 1)
+dp = flowdp.setup(model, lambda parameters: torch.optim.SGD(parameters, 0.1), devices=2)
+try:
+    dp(torch.arange(16.0)[:, None])
+except KeyboardInterrupt:
+    print("heard", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "how", ["threading.Event().wait(0.6)", "while not threading.Event().wait(0.01): pass"]
+)
+def test_a_script_ends_on_ctrl_c(how: str) -> None:
+    """Also where a job never ends: its thread is a daemon."""
+    code = textwrap.dedent(SCRIPT).replace("{how}", how)
+    if "while" in how:
+        code += "    os._exit(0)\n"  # the script's own way out, for close() waits for the job
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert "heard" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+# ---------------------------------------------------------------- windows
+def cross_entropy(context: flowdp.LossContext) -> Tensor:
+    return F.cross_entropy(context.output, context.batch[1])
+
+
+CADENCES = {"windows": CadenceOptions(anchor=2, speed_hint=(0, 2.0)), "cut": False}
+
+
+@pytest.mark.parametrize("cadence", CADENCES.values(), ids=CADENCES)
+@pytest.mark.parametrize("has_loss", [True, False])
+def test_every_sample_counts_once(setup: Setup, cadence: Any, has_loss: bool) -> None:
+    model = mlp()
+    twin = copy.deepcopy(model)
+    other = SGD(twin.parameters(), 0.1)
+    dp = setup(model, cadence=cadence, loss_fn=cross_entropy if has_loss else None)
+    x, y = batch(23)
+    loader = DataLoader(TensorDataset(x, y), batch_size=3)
+    for _ in range(2):
+        samples = 0
+        for window in dp.epoch(loader):
+            result = dp.forward_batch(window)
+            if not has_loss:
+                F.cross_entropy(result.output, window[1]).backward()
+            assert sum(dp.shard_sizes) == window.samples == len(result.output)
+            samples += window.samples
+            dp.step()
+            F.cross_entropy(twin(window[0]), window[1]).backward()
+            other.step()
+            other.zero_grad()
+        assert samples == 23
+    assert_equal(values(model), values(twin))
+
+
+@two
+def test_whether_there_are_windows(setup: Setup) -> None:
+    assert setup(mlp(), cadence=None).cadence is None
+    assert setup(mlp(), cadence=False).cadence is None
+    made = setup(mlp(), cadence=CadenceOptions(anchor=4)).cadence
+    assert made is not None
+    assert made.anchor == 4
+    assert setup(mlp(), cadence=True).cadence is not None
+
+
+def test_windows_beside_calls_and_no_sync(setup: Setup) -> None:
+    model = mlp()
+    twin = copy.deepcopy(model)
+    dp = setup(model, cadence=CADENCES["windows"], loss_fn=cross_entropy)
+    for window in dp.epoch([batch(3, seed) for seed in range(9)]):
+        with dp.no_sync():
+            dp.forward_batch(window)
+        loss_of(dp).backward()
+        for call in (window, batch()):
+            F.cross_entropy(twin(call[0]), call[1]).backward()
+    assert_equal(gradients(model), gradients(twin))
+    dp.step()
+    with torch.no_grad():
+        assert_equal([dp(batch()[0])], [model(batch()[0])])
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_see_the_sum_of_a_window(setup: Setup, register: str, count: int) -> None:
+    model = mlp()
+    twin = copy.deepcopy(model)
+    dp = setup(model, cadence=False, loss_fn=cross_entropy)
+    seen: dict[nn.Module, list[Tensor]] = {model: [], twin: []}
+    for net, found in seen.items():
+        for parameter in net.parameters():
+            own = partial(_clamped, found) if register == "register_hook" else partial(_noted, found)
+            getattr(parameter, register)(own)
+    for window in dp.epoch([batch(9, seed) for seed in range(2)]):
+        dp.forward_batch(window)
+        F.cross_entropy(twin(window[0]), window[1]).backward()
+    assert_equal(gradients(model), gradients(twin))
+    by_shape = [sorted(found, key=lambda g: tuple(g.shape)) for found in seen.values()]
+    assert_equal(*by_shape)
+
+
+def _clamped(seen: list[Tensor], gradient: Tensor) -> Tensor:
+    seen.append(gradient.clone())
+    return gradient.clamp(-0.01, 0.01)
+
+
+def _noted(seen: list[Tensor], parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    seen.append(parameter.grad.clone())
+
+
+def test_a_scaler_over_windows(setup: Setup) -> None:
+    model = mlp()
+    twin = copy.deepcopy(model)
+    other = SGD(twin.parameters(), 0.1)
+    dp = setup(model, cadence=CADENCES["windows"], loss_fn=cross_entropy)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    for window in dp.epoch([batch(3, seed) for seed in range(9)]):
+        result = dp.forward_batch(window, scaler)
+        loss = F.cross_entropy(twin(window[0]), window[1])
+        assert result.loss is not None
+        assert_equal([result.loss], [loss.detach()])
+        dp.step(scaler)
+        loss.backward()
+        other.step()
+        other.zero_grad()
+    assert_equal(values(model), values(twin))
+
+
+def test_fields_and_tags(setup: Setup) -> None:
+    def loss(context: flowdp.LossContext) -> Tensor:
+        assert len(context.traces["0"]) == 1
+        return F.cross_entropy(context.output, context.batch["label"]) + context.tags["0"].mean()
+
+    x, y = batch(12)
+    loader = [{"label": y[i : i + 3], "image": x[i : i + 3]} for i in range(0, 12, 3)]
+    dp = setup(mlp(), inputs="image", tags=("0",), loss_fn=loss, cadence=CADENCES["windows"])
+    for window in dp.epoch(loader):
+        result = dp.forward_batch(window)
+        assert result.tags["0"].shape == (window.samples, 8)
+        assert window["label"].shape == (window.samples,)
+        dp.step()
+    dp = setup(mlp(), inputs="picture", loss_fn=loss)
+    for window in dp.epoch(loader):
+        with pytest.raises(OptionError, match=r"'picture'.*'label', 'image'"):
+            dp.forward_batch(window)
+        break
+
+
+def test_a_loss_function_comes_and_goes(setup: Setup) -> None:
+    dp = setup(mlp())
+    assert dp.loss_fn is None
+    with pytest.raises(OptionError, match="loss_fn"):
+        dp.set_loss_fn(3)  # type: ignore[arg-type]
+    dp.set_loss_fn(cross_entropy)
+    assert dp.loss_fn is cross_entropy
+    for window in dp.epoch([batch(4)]):
+        assert dp.forward_batch(window).loss is not None
+        dp.step()
+    dp.set_loss_fn(None)
+    for window in dp.epoch([batch(4)]):
+        assert dp.forward_batch(window).loss is None
+
+
+def test_forward_batch_takes_windows(setup: Setup) -> None:
+    with pytest.raises(FlowdpError, match=r"takes what epoch\(\) yields, not tuple"):
+        setup(mlp()).forward_batch(batch())  # type: ignore[arg-type]
+
+
+def test_epochs_are_told_to_the_sampler(setup: Setup) -> None:
+    data: Dataset[Any] = TensorDataset(*batch(8))
+    sampler: DistributedSampler[Any] = DistributedSampler(data, 1, 0)
+    dp = setup(mlp())
+    loader = DataLoader(data, 4, sampler=sampler)
+    told = []
+    for epoch in (None, None, 7, None):
+        for _ in dp.epoch(loader, epoch):
+            pass
+        told.append(sampler.epoch)
+    assert told == [0, 1, 7, 8]
+
+
+# ---------------------------------------------------------------- on streams
+@pytest.fixture(params=["as it is", "without the wait for the ranks"])
+def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
+    """Devices as CUDA has them, on fake streams; in the second case one edge is missing."""
+    card = Card()
+    monkeypatch.setattr(wrapper, "open_lanes", lambda devices: [CudaLane(d, card) for d in devices])
+    user = card.Stream()
+    if "without" in request.param:
+        card.deaf.add(user)
+    with card.stream(user):
+        yield card
+    assert bool(card.races) == ("without" in request.param), card.races
+
+
+@pytest.mark.parametrize("kind", ["calls", "windows", "output"])
+def test_no_edge_is_missing(card: Card, kind: str) -> None:
+    model = mlp()
+    twin = copy.deepcopy(model)
+    other = SGD(twin.parameters(), 0.1)
+    cadence = CADENCES["cut" if kind == "calls" else "windows"]
+    loss_fn = cross_entropy if kind == "windows" else None
+    devices = [torch.device("cpu", 0)] * 2
+    with flowdp.setup(
+        model, partial(SGD, lr=0.1), devices=["cpu"] * 2, cadence=cadence, loss_fn=loss_fn, buffers="average"
+    ) as dp:
+        assert len(devices) == dp.world_size
+        for rank, peer in enumerate((model, *dp.replicas)):
+            card.watch(f"rank {rank}", *peer.parameters())
+        for window in dp.epoch([batch(4, seed) for seed in range(12)]):
+            for piece in window.pieces:
+                card.watch("batch", *piece.batch)
+            x, y = window
+            if kind == "calls":
+                F.cross_entropy(dp(x), y).backward()
+            else:
+                result = dp.forward_batch(window)
+                if kind == "output":
+                    F.cross_entropy(result.output, y).backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                card.watch("gradient", parameter.grad)
+            dp.step()
+            F.cross_entropy(twin(x), y).backward()
+            other.step()
+            other.zero_grad()
+    assert_equal(values(model), values(twin))
+
+
+def test_at_the_end_of_a_cell_it_is_one_short_line() -> None:
+    model = nn.Sequential(nn.Linear(4, 1))
+    with flowdp.setup(model, torch.optim.SGD(model.parameters(), 0.1), devices=2) as dp:
+        assert repr(dp) == "<DataParallel of Sequential on cpu, cpu>"
+
+
+# ---------------------------------------------------------------- arguments
+JUNK: list[Any] = [3, 3.5, -1, 0, True, "x", "", object(), [], {}, [3], ["x"], math.nan, b"x", torch.ones(3)]
+
+
+def complaint(**given: Any) -> str | None:
+    try:
+        flowdp.setup(**given).close()
+    except OptionError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", list(inspect.signature(flowdp.setup).parameters))
+def test_an_argument_of_any_kind_is_taken_or_named(name: str) -> None:
+    for value in JUNK:
+        model = nn.Linear(4, 1)
+        given = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1), "devices": 2}
+        said = complaint(**{**given, name: value})
+        assert said is None or name in said, f"{name}={value!r}: {said}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("replica", 3), ("tags", None), ("inputs", 3.5), ("max_grad_norm", True)]
+)
+def test_what_was_taken_without_a_look(name: str, value: object) -> None:
+    model = nn.Linear(4, 1)
+    with pytest.raises(OptionError, match=name):
+        flowdp.setup(model, torch.optim.SGD(model.parameters(), 0.1), devices=1, **{name: value})
+
+
+# ---------------------------------------------------------------- what fails, and what says so
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, mask: Tensor, *, names: list[str], flag: int) -> Tensor:
+        raise ValueError("no such word")
+
+
+@two
+def test_a_failure_in_a_part_says_how_the_call_was_cut_and_appears_once(setup: Setup) -> None:
+    dp = setup(Failing(), cadence=False)
+    with pytest.raises(ValueError, match="no such word") as caught:
+        dp(torch.ones(16, 3), torch.ones(3, 3), names=["a"] * 16, flag=2)
+    assert "".join(traceback.format_exception(caught.value)).count("no such word") == 2, (
+        "in the code, and once"
+    )
+    first, where, other = caught.value.__notes__
+    assert first == (
+        "flowdp: called with rows 0-8 of argument 0 'x' (tensor (16, 3) -> tensor (8, 3)), argument 'names' "
+        "(list of 16 -> list of 8) and the whole of argument 1 'mask' (tensor (3, 3)), argument 'flag' (2)"
+    )
+    assert where == "flowdp: on rank 0, cpu"
+    assert other.startswith("at the same time: the same; flowdp: called with rows 8-16 of argument 0 'x'")
+    assert other.endswith("flowdp: on rank 1, cpu")
+
+
+def test_an_optimizer_with_a_closure(setup: Setup) -> None:
+    losses = []
+    for prepare in (setup, lambda model, _: model):
+        model = mlp()
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+        call = prepare(model, optimizer)
+
+        def closure(call: Any = call, optimizer: Optimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(call)
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        losses.append(closure().detach())
+        if isinstance(call, DataParallel):
+            assert call.training_step == 3
+            with pytest.raises(FlowdpError, match=r"LBFGS needs a closure: call optimizer\.step\(closure\)"):
+                call.step()
+    assert_equal(losses[:1], losses[1:])
+
+
+@two
+def test_reentrant_checkpoints_are_refused_in_one_sentence(setup: Setup) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = mlp(), nn.Linear(3, 3).double()
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.head, self.inner(x), use_reentrant=True)
+
+    dp = setup(Checkpointed())
+    with pytest.raises(FlowdpError, match="needs use_reentrant=False") as caught:
+        dp(numbers(9, 6)).sum().backward()
+    assert "".join(traceback.format_exception(caught.value)).count("needs use_reentrant=False") == 1
+
+
+class Stubborn(nn.Module):
+    """Keeps a part frozen in its mode, by a `train` without a result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double()
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        self.inner.eval()
+
+    def forward(self, x: Tensor) -> Any:
+        assert not self.inner.training
+        return self.inner(x)
+
+
+def test_a_train_of_the_models_own(setup: Setup) -> None:
+    dp = setup(Stubborn())
+    assert dp.train() is dp
+    dp(numbers(9, 6)).sum().backward()
+    dp.predict(numbers(9, 6))
+    assert [part.training for part in dp.module.modules()] == [True, False, False, False]
+    assert all(not part.training for replica in dp.replicas for part in replica.inner.modules())  # type: ignore[operator, union-attr]
+
+
+def test_a_cell_that_is_run_again_is_told_to_give_the_module(setup: Setup) -> None:
+    model = setup(mlp())
+    with pytest.raises(OptionError, match=r"model: it is a flowdp DataParallel.* give its .module"):
+        setup(model)
+    setup(model.module)
+
+
+def test_arguments_of_setup_are_not_attributes_of_the_module(setup: Setup) -> None:
+    dp = setup(mlp())
+    with pytest.raises(AttributeError, match=r"check is an argument of setup\(\).* call setup\(\) again"):
+        dp.check = False
+    assert not hasattr(dp.module, "check")
+    dp.max_grad_norm = 1.0  # its own, which the next step reads
+    dp.module.check = 3
+    dp.check = 4
+    assert dp.module.check == dp.check == 4
+    for name, value in (("devices", ("cuda:0",)), ("world_size", 2), ("module", mlp())):
+        with pytest.raises(AttributeError, match=rf"{name} cannot be set: call setup\(\) again"):
+            setattr(dp, name, value)
+
+
+def test_nccl_is_for_cuda_devices() -> None:
+    with pytest.raises(OptionError, match="backend='nccl' is for CUDA devices, not for cpu, cpu; use 'auto'"):
+        flowdp.setup(mlp(), devices=["cpu", "cpu"], backend="nccl")
+
+
+@pytest.mark.parametrize(
+    ("is_trained", "backend", "opens"), [(True, "auto", 1), (False, "auto", 0), (False, "nccl", 1)]
+)
+def test_nccl_is_opened_for_what_is_trained_or_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, is_trained: bool, backend: Any, opens: int
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(wrapper, "open_loop", lambda *given: asked.append(given))
+    monkeypatch.setattr(wrapper, "check_loop_backend", lambda *_: None)
+    optimizer = partial(SGD, lr=0.1) if is_trained else None
+    with flowdp.setup(mlp(), optimizer, devices=["cpu", "cpu"], backend=backend):
+        assert [given[0] for given in asked] == [backend] * opens
+
+
+def test_scripted_modules_are_refused(setup: Setup) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(mlp())
+    for model, whose in (
+        (scripted, "it was made"),
+        (nn.Sequential(nn.Linear(6, 6), scripted), "its part '1' was"),
+    ):
+        with pytest.raises(OptionError, match=f"model: {whose}.* give the module that it was made from"):
+            setup(model)

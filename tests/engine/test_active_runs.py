@@ -1,0 +1,153 @@
+"""Which runs live, who holds a card, and what the end of the process does with them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flowdp import OptionError
+from flowdp.engine import active_runs
+from flowdp.engine.records import Records
+from flowdp.protocol.commands import Finish
+from flowdp.protocol.messages import Requested
+from tests.watched import Watched
+
+add = active_runs.add
+CPU, CARD, OTHER = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+class Held:
+    """A run, as far as it is looked at here: it ends when it is told to stop."""
+
+    def __init__(self, *devices: torch.device, obeys: bool = True) -> None:
+        self.replicas: Any = [SimpleNamespace(device=device) for device in devices]
+        self.records = Records()
+        self.obeys = obeys
+        self.asked: list[str] = []
+        self.joined = 0
+        self.observer: list[float | None] = []
+
+    def request(self, wish: Requested) -> int:
+        self.asked.append(wish.what)
+        if wish.what == "stop" and self.obeys:
+            self.end()
+        return len(self.asked)
+
+    def end(self) -> None:
+        self.records.end(Finish(None, True, 0, 0), over=True)
+
+    def join(self) -> None:
+        self.joined += 1
+
+    def close_observer(self, timeout_s: float | None) -> bool:
+        self.observer.append(timeout_s)
+        return True
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Nobody else's runs: those that a test adds, kept while it runs."""
+    runs: list[Any] = []
+    monkeypatch.setattr(active_runs, "_live", runs)
+    monkeypatch.setattr(active_runs, "add", runs.append)
+    monkeypatch.delattr("sys.last_value", raising=False)
+    return runs
+
+
+def test_a_card_of_a_live_run_is_refused() -> None:
+    run = Held(CARD, CPU)
+    active_runs.add(run)
+    active_runs.check_free([CPU])
+    active_runs.check_free([OTHER])
+    with pytest.raises(OptionError, match=r"devices: cuda:0 is held by another run"):
+        active_runs.check_free([OTHER, CARD])
+    run.end()
+    active_runs.check_free([CARD])
+
+
+def test_the_end_of_the_process_waits_for_a_run_and_wakes_one_that_is_paused(alone: list[Any]) -> None:
+    run = Held(CPU)
+    active_runs.add(run)
+    ending = threading.Timer(0.05, run.end)
+    ending.start()
+    active_runs._end_of_process()
+    ending.join()
+    assert run.asked == ["unpause"]
+    assert (run.records.is_over, run.joined) == (True, 1)
+    assert run.observer[0] is None  # its callbacks end first, however long they take
+
+
+def test_after_a_ctrl_c_that_nobody_caught_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Held(CPU)
+    active_runs.add(run)
+    monkeypatch.setattr("sys.last_value", KeyboardInterrupt(), raising=False)
+    active_runs._end_of_process()
+    assert run.asked == ["stop"]
+    assert run.joined == 1
+
+
+def test_one_that_does_not_obey_is_waited_for_no_longer_than_the_grace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(active_runs, "EXIT_GRACE_S", 0.05)
+    monkeypatch.setattr("sys.last_value", KeyboardInterrupt(), raising=False)
+    run = Held(CPU, obeys=False)
+    active_runs.add(run)
+    active_runs._end_of_process()
+    assert run.asked == ["stop"]
+    assert not run.records.is_over
+
+
+def test_a_ctrl_c_while_it_waits_stops_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, exits = Held(CPU), []
+    active_runs.add(run)
+    signals = iter([KeyboardInterrupt])
+    wait = run.records.wait
+
+    def interrupted(**limits: Any) -> bool:
+        for signal in signals:
+            raise signal
+        return wait(**limits)
+
+    monkeypatch.setattr(active_runs, "_exit_interrupted", lambda: exits.append("interrupted"))
+    monkeypatch.setattr(run.records, "wait", interrupted)
+    active_runs._end_of_process()
+    assert run.asked == ["unpause", "stop"]
+    assert (run.joined, exits) == (1, ["interrupted"])
+
+
+def test_of_two_runs_that_start_at_once_on_a_card_the_second_is_refused(
+    alone: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(active_runs, "_live", weakref.WeakSet())
+    first, second = Held(CARD, CPU), Held(CARD)
+    active_runs.check_free([CARD])  # both have looked
+    add(first)
+    with pytest.raises(OptionError, match="cuda:0 is held by another run"):
+        add(second)
+    assert active_runs._all() == [first]
+
+
+def test_runs_may_be_asked_for_while_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched, first, second = Watched(), Held(CPU), Held(CPU)
+    beginning = threading.Thread(target=add, args=(second,))
+
+    class Slow(weakref.WeakSet[Any]):
+        def __iter__(self) -> Any:
+            for one in super().__iter__():
+                if beginning.ident is None:
+                    beginning.start()
+                    watched.await_second()
+                yield one
+
+    monkeypatch.setattr(active_runs, "_live", Slow())
+    monkeypatch.setattr(active_runs, "_lock", watched)
+    active_runs._live.add(first)
+    assert active_runs._all() == [first]
+    beginning.join(10.0)
+    assert set(active_runs._all()) == {first, second}

@@ -1,0 +1,105 @@
+"""What a rank does at a standstill, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flowdp.checkpoint.writer import Part
+from flowdp.device.flat_parameters import FlatReplica
+from flowdp.device.streams import CudaLane, HostLane, Lane
+from flowdp.engine.barrier_tasks import Duties
+from flowdp.errors import ProtocolError
+from flowdp.protocol.messages import Adopt, Adopted, Capture, Captured, Evaluate, Evaluated
+from flowdp.replica.learning_rate import LearningRate
+from flowdp.replica.replica import Replica
+from tests.fakes import FakeCuda
+
+CPU = torch.device("cpu")
+
+
+def replica(value: float, lane: Lane | None = None) -> Replica:
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(module.weight, value)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    lane = HostLane(CPU) if lane is None else lane
+    return Replica(module, FlatReplica(module), [optimizer], lambda *_: None, LearningRate([optimizer]), lane)
+
+
+class Taker:
+    """Stands for the saver."""
+
+    def __init__(self) -> None:
+        self.parts: dict[int, Part] = {}
+
+    def put(self, rank: int, part: Part) -> None:
+        self.parts[rank] = part
+
+
+class Evaluating:
+    """Stands for the evaluator: two batches, and a wait."""
+
+    def run(self, rank: int, own: Replica, wait: Callable[[], bool], moved: Callable[[], None]) -> Any:
+        assert wait()
+        moved()
+        moved()
+        return ((rank, 1.0, (("loss", 2.0),)),)
+
+
+def never() -> bool:
+    raise AssertionError("nobody waits here")
+
+
+def duties(own: Replica, *others: Replica, rank: int = 0, **given: Any) -> Duties:
+    replicas = [own, *others] if rank == 0 else [*others, own]
+    return Duties(own, replicas, given.get("saver"), given.get("evaluator"), rank)
+
+
+@pytest.mark.parametrize(("model", "has_model"), [(1, True), (0, False)])
+def test_the_rank_that_is_named_puts_the_model_down(model: int, has_model: bool) -> None:
+    taker, own = Taker(), replica(3.0)
+    serve = duties(own, replica(0.0), rank=1, saver=taker)
+    assert serve.name(Capture(0, model)) == "puts down its state"
+    assert serve.serve(Capture(0, model), never, lambda: None) == Captured(1)
+    with torch.no_grad():
+        own.module.weight.zero_()  # the run goes on
+    state = taker.parts[1]()
+    assert ("model" in state) == has_model
+    assert not has_model or state["model"]["weight"].item() == 3.0
+    assert state["optimizers"][0]["param_groups"][0]["lr"] == 0.1
+
+
+def test_an_evaluation_is_answered_with_its_numbers() -> None:
+    moves: list[int] = []
+    serve = duties(replica(0.0), evaluator=Evaluating())
+    answer = serve.serve(Evaluate(4, 0), lambda: True, lambda: moves.append(1))
+    assert answer == Evaluated(0, ((0, 1.0, (("loss", 2.0),)),))
+    assert len(moves) == 2
+    assert serve.name(Evaluate(4, 0)) == "evaluates after epoch 4"
+
+
+@pytest.mark.parametrize("on_card", [False, True])
+def test_a_rank_becomes_what_its_donor_is(on_card: bool) -> None:
+    card = FakeCuda()
+    lanes: list[Lane] = [CudaLane(CPU, card), CudaLane(CPU, card)] if on_card else [HostLane(CPU)] * 2
+    donor, own = replica(5.0, lanes[0]), replica(float("nan"), lanes[1])
+    serve = duties(own, donor, rank=1)
+    for memory in donor.flat.memories:
+        card.watch("the donor", memory)
+    assert serve.name(Adopt(0)) == "becomes what rank 0 is"
+    assert serve.serve(Adopt(0), never, lambda: None) == Adopted(1)
+    assert own.module.weight.item() == 5.0
+    with donor.lane.on(donor.lane.compute), torch.no_grad():
+        donor.module.weight.add_(1.0)  # it trains on as soon as that is said
+    assert own.module.weight.item() == 5.0
+    assert card.races == []
+
+
+@pytest.mark.parametrize("duty", [Evaluate(0, 0), Capture(0, 0)])
+def test_what_a_run_has_no_use_for_is_never_asked(duty: Any) -> None:
+    with pytest.raises(ProtocolError, match="rank 0 cannot do"):
+        duties(replica(0.0)).serve(duty, never, lambda: None)

@@ -1,0 +1,365 @@
+"""How a run ends when something is wrong beside the steps: stuck threads, failures nobody waits for, bugs."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from flowdp import FlowdpError, OptionError, ProtocolError, Run, StepError, Trainer, current_worker
+from flowdp.collective.local import LocalMean
+from flowdp.device.streams import HostLane
+from flowdp.machine.coordinator import Coordinator
+from flowdp.protocol.messages import SyncAck
+
+WAIT_S = 10.0
+
+
+@pytest.fixture
+def unhandled(monkeypatch: pytest.MonkeyPatch) -> list[threading.ExceptHookArgs]:
+    """What the hook for unhandled exceptions of threads is told."""
+    told: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    return told
+
+
+@pytest.fixture
+def release() -> Iterator[threading.Event]:
+    """Lets go whoever is stuck, after the test at the latest."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def mse(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch), batch)
+
+
+def start(policy: Any = "cadence", devices: int = 2, loss: Any = mse, **options: Any) -> Run:
+    given: dict[str, Any] = {"dataset": torch.ones(400, 1), "batch_size": 2, "epochs": 2} | options
+    return Trainer(
+        nn.Linear(1, 1),
+        lambda params: torch.optim.SGD(params, 1e-3),
+        loss,
+        policy=policy,
+        devices=devices,
+        **given,
+    ).start()
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("flowdp-")]
+
+
+def end(run: Run) -> None:
+    """Wait until no thread of the run is left, without asking for its failure."""
+    for thread in threads():
+        thread.join(WAIT_S)
+    assert run.done
+
+
+# ---------------------------------------------------------------- stuck threads
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_a_rank_that_is_stuck_while_another_fails(policy: str, release: threading.Event) -> None:
+    inside = threading.Event()
+    failed_s: list[float] = []
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if current_worker().rank == 0:
+            inside.set()
+            release.wait(WAIT_S)
+        else:
+            inside.wait(WAIT_S)
+            failed_s.append(perf_counter())
+            raise ValueError("the other one")
+        return mse(model, batch)
+
+    run = start(policy, loss=loss)
+    with pytest.raises(StepError, match="the other one") as caught:
+        run.join(WAIT_S)
+    assert perf_counter() - failed_s[0] < 3
+    [note] = caught.value.__notes__
+    assert note.startswith("flowdp-worker-0 has not left yet")
+    assert "release.wait(WAIT_S)" in note
+    assert run.status().life == "failed"
+    names = {thread.name for thread in threads()}
+    assert "flowdp-worker-0" in names
+    assert "flowdp-worker-1" not in names
+    release.set()
+    end(run)
+    assert threads() == []
+    with pytest.raises(StepError) as again:
+        run.join()
+    assert again.value is caught.value
+
+
+def test_leaving_the_block_does_not_wait_for_a_stuck_rank(release: threading.Event) -> None:
+    inside = threading.Event()
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if current_worker().rank == 0:
+            inside.set()
+            release.wait(WAIT_S)
+            return mse(model, batch)
+        inside.wait(WAIT_S)
+        raise ValueError("the other one")
+
+    began = perf_counter()
+    with pytest.raises(StepError, match="the other one"), start(loss=loss) as run:
+        run.join()
+    assert perf_counter() - began < 4
+    release.set()
+    end(run)
+
+
+class Stuck(Dataset[Tensor]):
+    """Does not come back from reading its samples."""
+
+    def __init__(self, release: threading.Event) -> None:
+        self.inside = threading.Event()
+        self.release = release
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.inside.set()
+        self.release.wait(WAIT_S)
+        return torch.ones(1)
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])  # sync finishes the round that it is in
+def test_a_run_can_be_stopped_while_its_dataset_is_stuck(policy: str, release: threading.Event) -> None:
+    dataset = Stuck(release)
+    run = start(policy, dataset=dataset)
+    assert dataset.inside.wait(WAIT_S)
+    run.stop()
+    began = perf_counter()
+    state = run.join()
+    assert perf_counter() - began < 3
+    assert (state.interrupted, state.global_step) == (True, 0)
+    assert [thread.name for thread in threads()] == ["flowdp-reader"]
+    release.set()
+    end(run)
+
+
+# ---------------------------------------------------------------- failures nobody waits for
+def failing(gate: threading.Event) -> Any:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        gate.wait(WAIT_S)
+        raise ValueError("nobody told me")
+
+    return loss
+
+
+def test_a_failure_that_nobody_waits_for_is_printed_once(
+    unhandled: list[threading.ExceptHookArgs], release: threading.Event
+) -> None:
+    run = start(loss=failing(release))
+    with pytest.raises(TimeoutError):
+        run.join(0)  # who did not stay does not count
+    release.set()
+    end(run)
+    [told] = unhandled
+    assert told.exc_value is run.error
+    assert told.thread is not None
+    assert told.thread.name == "flowdp-coordinator"
+
+
+def test_it_is_printed_though_a_rank_is_stuck(
+    unhandled: list[threading.ExceptHookArgs], release: threading.Event
+) -> None:
+    told, inside = threading.Event(), threading.Event()
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if current_worker().rank == 0:
+            inside.set()
+            release.wait(WAIT_S)
+            return mse(model, batch)
+        inside.wait(WAIT_S)
+        raise ValueError("the other one")
+
+    threading.excepthook = lambda args: (unhandled.append(args), told.set())
+    run = start("sync", loss=loss)
+    assert told.wait(WAIT_S)
+    assert threads() != []
+    release.set()
+    end(run)
+    assert len(unhandled) == 1
+
+
+@pytest.mark.parametrize("how", ["join", "metrics", "block", "a moment late"])
+def test_a_failure_that_somebody_waits_for_is_not_printed(
+    how: str, unhandled: list[threading.ExceptHookArgs], release: threading.Event
+) -> None:
+    def release_when_waited_for() -> None:
+        if run._engine.records.wait_for_reader(WAIT_S):
+            release.set()
+
+    def fails() -> None:
+        if how == "join":
+            run.join()
+        elif how == "metrics":
+            list(run.metrics("round"))
+        elif how == "block":
+            with run:
+                end(run)
+        else:  # as in `fit()` where the first step fails
+            release.set()
+            run._engine.records.wait(over=True)
+            run.join()
+
+    run = start("sync", loss=failing(release))
+    watcher = threading.Thread(target=release_when_waited_for)
+    watcher.start()
+    with pytest.raises(StepError):
+        fails()
+    watcher.join(WAIT_S)
+    end(run)
+    assert unhandled == []
+
+
+def test_a_reader_between_two_records_still_waits(
+    unhandled: list[threading.ExceptHookArgs], release: threading.Event
+) -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if current_worker().epoch == 1:
+            release.wait(WAIT_S)
+            raise ValueError("in the second epoch")
+        return mse(model, batch)
+
+    run = start("sync", loss=loss)
+    seen = []
+    with pytest.raises(StepError):  # noqa: PT012 - what the loop's body does meanwhile is the point
+        for epoch in run.metrics():
+            seen.append(epoch.epoch)
+            release.set()
+            end(run)
+    assert seen == [0]
+    assert unhandled == []
+
+
+def test_an_error_of_the_block_takes_the_failure_along(release: threading.Event) -> None:
+    run = start(loss=failing(release))
+
+    def block() -> None:
+        with run:
+            release.set()
+            end(run)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError) as caught:
+        block()
+    assert caught.value.__notes__ == [f"The run had failed: StepError: {run.error}"]
+
+
+# ---------------------------------------------------------------- bugs, and full disks
+def test_a_bug_of_the_machine_frees_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = Coordinator.handle
+
+    def broken(self: Coordinator, fact: Any, now_ms: float) -> Any:
+        if isinstance(fact, SyncAck):
+            raise ProtocolError("planted")
+        return handle(self, fact, now_ms)
+
+    monkeypatch.setattr(Coordinator, "handle", broken)
+    run = start("sync")
+    with pytest.raises(ProtocolError, match="planted") as caught:
+        run.join(WAIT_S)
+    assert threads() == []
+    assert any("WorkerReady" in line for line in caught.value.story)
+    assert "The last events:" in str(caught.value)
+
+
+def test_averaging_beside_the_training_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: object, round: int, samples: object) -> object:
+        raise MemoryError("planted")
+
+    monkeypatch.setattr("flowdp.collective.async_mean.Snapshots.average", broken)
+    run = start("async")
+    with pytest.raises(FlowdpError, match="MemoryError: planted") as caught:
+        run.join(WAIT_S)
+    assert isinstance(caught.value.__cause__, MemoryError)
+    assert threads() == []
+
+
+def test_a_story_on_a_full_disk() -> None:
+    with pytest.raises(OptionError, match=r"story cannot be written to '/dev/full' .*No space left"):
+        start("sync", story="/dev/full")
+    assert threads() == []
+
+
+def test_a_story_that_can_no_longer_be_written(tmp_path: Path, release: threading.Event) -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if current_worker().local_step == 1:
+            release.wait(WAIT_S)
+        return mse(model, batch)
+
+    os.mkfifo(tmp_path / "story")
+    reader = os.open(tmp_path / "story", os.O_RDONLY | os.O_NONBLOCK)
+    run = start("sync", loss=loss, story=tmp_path / "story")
+    os.close(reader)
+    release.set()
+    run.join(WAIT_S)
+    assert threads() == []
+    [problem] = run.status().problems
+    assert problem.endswith("Broken pipe); it ends there, and the run goes on")
+
+
+# ---------------------------------------------------------------- devices after a failure
+def broken(model: nn.Module, batch: Tensor) -> Tensor:
+    if current_worker().local_step == 3:
+        raise ValueError("broken")
+    return mse(model, batch)
+
+
+def test_a_device_that_never_comes_to_rest_does_not_hold_the_failure(
+    monkeypatch: pytest.MonkeyPatch, release: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    done: list[str] = []
+
+    def drain(lane: HostLane) -> None:
+        if threading.current_thread().name == "flowdp-closing":
+            assert release.wait(WAIT_S)
+            done.append("drained")
+
+    monkeypatch.setattr(HostLane, "drain", drain)
+    monkeypatch.setattr(LocalMean, "abort", lambda self: done.append("aborted"))
+    run = start(loss=broken)
+    began = perf_counter()
+    with caplog.at_level("WARNING", "flowdp"), pytest.raises(StepError):
+        run.join()
+    assert perf_counter() - began < 3
+    assert done == ["aborted"]
+    assert "does not come to rest" in caplog.text
+    (closer,) = threads()
+    release.set()
+    closer.join(WAIT_S)
+    assert done == ["aborted", "drained", "drained"]
+
+
+def test_what_fails_while_giving_back_is_a_note_on_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def close(mean: LocalMean) -> None:
+        raise RuntimeError("the driver is gone")
+
+    monkeypatch.setattr(LocalMean, "close", close)
+    with pytest.raises(StepError) as caught:
+        start(loss=broken).join()
+    assert any("the driver is gone" in note for note in caught.value.__notes__)
+
+
+def test_a_run_that_ends_well_aborts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(LocalMean, "abort", lambda self: told.append("aborted"))
+    monkeypatch.setattr(LocalMean, "close", lambda self: told.append("closed"))
+    start().join()
+    assert told == ["closed"]

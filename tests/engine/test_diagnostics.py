@@ -1,0 +1,234 @@
+"""What the ranks of a run are doing, as another thread sees it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flowdp
+from flowdp.engine.diagnostics import Witness
+from flowdp.machine.worker import Step
+from flowdp.protocol.commands import Quarantined
+from flowdp.protocol.messages import Arrival
+from flowdp.threads.gate import Gate
+
+WAIT_S = 10.0
+
+
+def worker(rank: int, **seen: Any) -> Any:
+    """What is looked at of a worker: one that idles, unless it is said otherwise."""
+    given: dict[str, Any] = {
+        "has_left": False,
+        "awaited": None,
+        "step": None,
+        "duty": "",
+        "moves": 0,
+        "longest_ms": 0.0,
+        "local_step": 0,
+        "throttled": None,
+    } | seen
+    return SimpleNamespace(
+        rank=rank,
+        current=SimpleNamespace(local_step=given.pop("local_step"), device="cpu"),
+        machine=SimpleNamespace(throttled=given.pop("throttled")),
+        **given,
+    )
+
+
+class Named:
+    """Stands for the source."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def indices(self, epoch: int, batch: int) -> tuple[int, ...]:
+        return tuple(range(100 * batch, 100 * batch + self.samples))
+
+
+def witness(*workers: Any, gate: Gate | None = None, samples: int = 4) -> Witness:
+    source: Any = Named(samples)
+    return Witness(
+        workers, gate or Gate(len(workers)), source, lambda: [threading.current_thread()], lambda n: ["e"] * n
+    )
+
+
+STEP = Step(2, (7,), 9)
+
+
+def test_each_rank_is_told_in_words() -> None:
+    seen = witness(
+        worker(0, has_left=True),
+        worker(1, step=STEP),
+        worker(2, awaited=(2, 8), step=STEP),
+        worker(3, duty="puts down its state"),
+        worker(4, throttled="at its lead limit"),
+        worker(5),
+    )
+    assert seen.ranks() == [
+        "has left",
+        "in a step (epoch 2, batch 7)",
+        "waiting for data: batch 8 of epoch 2",
+        "puts down its state",
+        "idle: at its lead limit",
+        "idle",
+    ]
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    """A gate in which rank 0 of 2 waits."""
+    made = Gate(2)
+
+    def enter() -> None:
+        with pytest.raises(flowdp.CollectiveError):
+            made.enter(Arrival(0, 3, 0, 1, 4))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    while not made.waiting():
+        threading.Event().wait(0.001)
+    yield made
+    made.abort("the test is over")
+    thread.join(WAIT_S)
+
+
+def test_who_waits_in_the_gate_has_started(gate: Gate) -> None:
+    seen = witness(worker(0, step=STEP), worker(1, step=STEP), gate=gate)
+    assert seen.ranks()[0] == "at the gate in round 3, waiting for rank 1"
+    assert not seen.have_all_started()
+    assert witness(worker(0, step=STEP), worker(1), gate=gate).have_all_started()
+
+
+@pytest.mark.parametrize(
+    ("rank", "started"),
+    [
+        ({"step": STEP}, False),  # in its first step
+        ({"awaited": (0, 0)}, False),
+        ({"step": STEP, "local_step": 1}, True),
+        ({"awaited": (0, 0), "local_step": 1}, True),
+        ({}, True),  # it has nothing to do
+        ({"duty": "evaluates"}, True),
+    ],
+)
+def test_a_stall_before_the_first_step_has_ended_is_told_apart(rank: dict[str, Any], started: bool) -> None:
+    assert witness(worker(0, local_step=5), worker(1, **rank)).have_all_started() == started
+
+
+def test_what_moves_between_two_rounds_is_counted() -> None:
+    ranks = [worker(0, local_step=3, moves=1, longest_ms=4.0), worker(1, local_step=2, longest_ms=9.0)]
+    seen = witness(*ranks)
+    before = seen.progress()
+    assert seen.longest_ms() == 9.0
+    ranks[0].moves += 1  # a meeting, to which nobody may have brought anything
+    assert seen.progress() == before
+    ranks[1].duty, ranks[1].moves = "evaluates", 1
+    assert seen.progress() != before
+    before = seen.progress()
+    ranks[1].moves += 1  # a batch of the evaluation
+    assert seen.progress() != before
+    before = seen.progress()
+    ranks[0].current.local_step += 1
+    assert seen.progress() != before
+
+
+def test_a_report_and_a_stall_tell_all_that_is_known() -> None:
+    seen = witness(worker(0), worker(1, step=STEP))
+    text = seen.report("the headline", events=2)
+    assert text.startswith("the headline\n  rank 0: idle\n  rank 1: in a step")
+    assert "test_a_report_and_a_stall_tell_all_that_is_known" in text
+    assert text.endswith("The last events:\n  e\n  e")
+    error = seen.stall_error(12.0)
+    assert error.ranks == ("idle", "in a step (epoch 2, batch 7)")
+    assert set(error.stacks) == {threading.current_thread().name}
+    assert "nothing has moved for 12.0 s" in str(error)
+
+
+@pytest.mark.parametrize(("samples", "shown"), [(2, "300, 301)"), (9, "306, 307, ...)")])
+def test_the_first_bad_batch_is_named(samples: int, shown: str) -> None:
+    seen = witness(worker(0), worker(1), samples=samples)
+    said = seen.quarantined(Quarantined(1, (2, 3)))
+    assert said.startswith("rank 1 on cpu had NaN or infinite numbers")
+    assert "The first were those of batch 3 of epoch 2 (indices 300" in said
+    assert said.endswith(shown)
+    assert seen.quarantined(Quarantined(0, None)).endswith("goes on from the other replicas")
+
+
+def test_the_stack_of_a_run_that_hangs_is_that_of_the_users_line() -> None:
+    inside, opened = threading.Event(), threading.Event()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        inside.set()
+        assert opened.wait(WAIT_S)  # the line that hangs
+        return model(batch).mean()
+
+    run = flowdp.Trainer(
+        nn.Linear(1, 1), lambda p: torch.optim.SGD(p, 1e-3), loss, dataset=torch.ones(8, 1), batch_size=2,
+        epochs=1, devices=2, progress=False,
+    ).start()  # fmt: skip
+    try:
+        assert inside.wait(WAIT_S)
+        text = run.dump()
+    finally:
+        opened.set()
+        run.join(WAIT_S)
+    assert "# the line that hangs" in text
+    assert "in a step (epoch 0, batch" in text
+    assert "flowdp-coordinator is here:" in text
+    assert "StartEpoch" in text
+
+
+class Hangs(torch.utils.data.Dataset[Tensor]):
+    """A dataset of which one sample never comes, until it is let go."""
+
+    def __init__(self, sample: int, opened: Any) -> None:
+        self.sample, self.opened = sample, opened
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == self.sample:
+            self.opened.wait(WAIT_S)
+        return torch.ones(1)
+
+
+def stalled(**options: Any) -> flowdp.StallError:
+    run = flowdp.Trainer(
+        nn.Linear(1, 1), lambda p: torch.optim.SGD(p, 1e-3), lambda model, batch: model(batch).mean(),
+        epochs=1, devices=2, policy="sync", stall_timeout=0.2, progress=False, **options,
+    ).start()  # fmt: skip
+    with pytest.raises(flowdp.StallError) as caught:
+        run.join()
+    return caught.value
+
+
+def test_a_stall_names_the_process_that_does_not_deliver() -> None:
+    opened = multiprocessing.get_context("fork").Event()
+    loader = torch.utils.data.DataLoader(
+        Hangs(31, opened), 2, num_workers=2, multiprocessing_context="fork", prefetch_factor=1
+    )
+    error = stalled(dataset=loader)
+    assert "waiting for data: batch " in " ".join(error.ranks)
+    found = re.search(
+        r"reader: waiting for DataLoader worker (\d) \(process (\d+)\) to read batch 15 of epoch 0",
+        str(error),
+    )
+    assert found is not None
+    assert found[1] == "1"  # batches go to the two in turns
+    assert int(found[2]) != os.getpid()
+
+
+def test_a_stall_in_an_evaluation_says_that_it_waits_for_data() -> None:
+    opened = threading.Event()
+    error = stalled(dataset=torch.ones(8, 1), batch_size=2, eval_dataset=Hangs(5, opened))
+    opened.set()
+    assert "evaluates after epoch 0, waiting for data" in error.ranks

@@ -1,0 +1,304 @@
+"""A run that is started is always joined, and leaves the process as it was."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from flowdp import (
+    CollectiveTimeout,
+    DataError,
+    OptionError,
+    OutOfDeviceMemory,
+    Run,
+    StepError,
+    Trainer,
+    current_worker,
+)
+from flowdp.collective import nccl
+from flowdp.collective.nccl import NcclMean
+from flowdp.engine import active_runs
+from flowdp.engine import engine as engine_module
+from flowdp.protocol.messages import Requested
+from tests.collective.fake_nccl import FakeNccl
+from tests.watched import Watched, both
+
+pytestmark = pytest.mark.usefixtures("lanes")
+
+WAIT_S = 10.0
+
+
+def mse(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch), batch)
+
+
+def trainer(loss: Any = mse, **options: Any) -> Trainer:
+    given: dict[str, Any] = {
+        "dataset": torch.ones(400, 1), "batch_size": 2, "epochs": 2, "devices": 2
+    } | options  # fmt: skip
+    return Trainer(nn.Linear(1, 1), lambda params: torch.optim.SGD(params, 1e-3), loss, **given)
+
+
+@pytest.fixture(autouse=True)
+def stop_runs() -> Iterator[None]:
+    """End what a failed test left going, so that the tests end, too."""
+    yield
+    for engine in list(active_runs._live):
+        engine.request(Requested("stop"))
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("flowdp-")]
+
+
+def threads_of_a_new_thread() -> int:
+    """What torch gives a thread that is started now."""
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start()
+    thread.join(WAIT_S)
+    return found[0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are counted in /proc")
+def test_fifty_starts_and_stops_leave_nothing(tmp_path: Path) -> None:
+    trainer(story=tmp_path / "run.jsonl").fit()  # what is made once per process
+    gc.collect()  # of earlier tests
+    before = len(os.listdir("/proc/self/fd")), sys.getswitchinterval(), threading.active_count()
+    for number in range(50):
+        run = trainer(story=tmp_path / "run.jsonl", policy=("sync", "cadence", "async")[number % 3]).start()
+        assert sys.getswitchinterval() < before[1]
+        run.stop()
+        run.join()
+    gc.collect()
+    assert (len(os.listdir("/proc/self/fd")), sys.getswitchinterval(), threading.active_count()) == before
+
+
+def test_torch_has_its_threads_back() -> None:
+    own = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        trainer().fit()
+        assert (torch.get_num_threads(), threads_of_a_new_thread()) == (3, 3)
+    finally:
+        torch.set_num_threads(own)
+
+
+def test_a_run_whose_result_is_dropped_goes_on() -> None:
+    second_epoch, go_on = threading.Event(), threading.Event()
+    steps: list[int] = []
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if current_worker().epoch == 1:
+            second_epoch.set()
+            go_on.wait(WAIT_S)
+        steps.append(1)
+        return mse(model, batch)
+
+    engine = weakref.ref(trainer(loss).start()._engine)
+    assert second_epoch.wait(WAIT_S)
+    gc.collect()
+    assert engine() in active_runs._live  # the end of the process will find it
+    go_on.set()
+    for thread in threads():
+        thread.join(WAIT_S)
+    gc.collect()
+    assert len(steps) == 400
+    assert engine() is None
+
+
+@pytest.mark.parametrize("call", ["join", "metrics", "paused"])
+def test_a_thread_of_the_run_cannot_wait_for_it(call: str) -> None:
+    runs: list[Run] = []
+    has_run = threading.Event()
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        assert has_run.wait(WAIT_S)
+        with runs[0].paused() if call == "paused" else getattr(runs[0], call)():
+            pass
+        return mse(model, batch)
+
+    runs.append(trainer(loss).start())
+    has_run.set()
+    with pytest.raises(StepError, match=rf"{call}\(\) would wait for the thread that calls it") as caught:
+        runs[0].join(WAIT_S)
+    assert isinstance(caught.value.__cause__, OptionError)
+
+
+def test_a_thread_of_the_run_may_stop_it() -> None:
+    runs: list[Run] = []
+    has_run = threading.Event()
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        assert has_run.wait(WAIT_S)
+        if current_worker().local_step == 3:
+            runs[0].stop()
+        return mse(model, batch)
+
+    runs.append(trainer(loss, epochs=None, max_steps=10**9).start())
+    has_run.set()
+    assert runs[0].join(WAIT_S).interrupted
+
+
+@pytest.mark.parametrize("lanes", ["streams"], indirect=True)
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_a_collective_that_hangs_on_the_devices_ends_the_run(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[FakeNccl] = []
+
+    def collective(backend: Any, policy: Any, replicas: Any, lanes: Any, meet: Any, hung: Any) -> NcclMean:
+        made.append(FakeNccl(lanes[0].cuda, lanes))
+        mean = NcclMean(replicas, lanes, made[0], hung)
+        mean._slots[2].done[1].passed = made[0].wake  # of the third round; an abort lets it pass
+        return mean
+
+    monkeypatch.setattr(nccl, "LIMIT_S", 0.05)
+    monkeypatch.setattr(engine_module, "open_collective", collective)
+    run = trainer(policy=policy, epochs=None, max_steps=10**9).start()
+    with pytest.raises(CollectiveTimeout, match=r"averaging round \d over cpu, cpu began"):
+        run.join(WAIT_S)
+    assert sorted(made[0].aborted) == [0, 1]
+    assert made[0].abused == []
+    assert threads() == []
+
+
+class Unpicklable(Dataset[Tensor]):
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.ones(1)
+
+
+@pytest.mark.filterwarnings("ignore:Got pickle error:UserWarning")  # torch says it, and raises then
+def test_processes_that_cannot_be_started(tmp_path: Path) -> None:
+    interval = sys.getswitchinterval()
+    loader = DataLoader(Unpicklable(), 2, num_workers=1, multiprocessing_context="spawn")
+    with pytest.raises(DataError, match=r"could not be started: TypeError: cannot pickle"):
+        trainer(dataset=loader, batch_size=None, story=tmp_path / "run.jsonl").start()
+    assert threads() == []
+    assert sys.getswitchinterval() == interval
+
+
+# ---------------------------------------------------------------- what a run that is over keeps
+@pytest.fixture
+def no_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    trainer().fit()  # what torch imports for its first optimizer keeps the frames that it came from
+    gc.collect()
+    monkeypatch.setattr(engine_module.gc, "collect", lambda: 0)
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_a_run_that_was_joined_holds_no_replica(policy: str, no_collector: None) -> None:
+    run = trainer(policy=policy).start()
+    held = [
+        weakref.ref(part)
+        for replica in run._engine.replicas
+        for part in (replica, replica.module, *replica.optimizers, replica.flat)
+    ]
+    steps = run.join().global_step
+    assert [ref for ref in held if ref() is not None] == []
+    assert sum(run.status().local_steps) == steps
+    assert run.join().global_step == steps
+    assert "SyncAck" in run.dump()
+
+
+def first(samples: list[tuple[Tensor]]) -> Tensor:
+    return torch.stack([sample for (sample,) in samples])
+
+
+def test_a_run_that_nobody_keeps_is_gone_without_the_collector(no_collector: None) -> None:
+    loader = DataLoader(TensorDataset(torch.ones(64, 1)), 4, collate_fn=first)
+    run = trainer(dataset=loader, batch_size=None).start()
+    engine = weakref.ref(run._engine)
+    run.join()
+    del run
+    assert engine() is None
+
+
+def test_a_failed_run_holds_no_replica_once_its_failure_was_heard(no_collector: None) -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if current_worker().local_step == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return mse(model, batch)
+
+    run = trainer(loss).start()
+    held = [weakref.ref(replica.module) for replica in run._engine.replicas]
+    with pytest.raises(OutOfDeviceMemory):
+        run.join()
+    assert [ref for ref in held if ref() is not None] == []
+    assert run.status().life == "failed"
+    with pytest.raises(OutOfDeviceMemory):
+        run.join()
+
+
+def test_a_failed_run_that_ran_out_of_memory_keeps_no_batch() -> None:
+    kept: list[weakref.ref[Tensor]] = []
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        activations = model(batch) * 2
+        if current_worker().local_step == 3:
+            kept.append(weakref.ref(activations))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return activations.mean()
+
+    run = trainer(loss).start()
+    with pytest.raises(OutOfDeviceMemory):
+        run.join()
+    assert kept
+    assert all(ref() is None for ref in kept)
+
+
+def test_two_threads_may_let_go_of_a_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, watched = trainer().start()._engine, Watched()
+    engine.records.wait(over=True)
+    engine.join()
+    progress = engine.progress
+
+    def slow() -> Any:
+        watched.await_second()
+        return progress()
+
+    monkeypatch.setattr(engine, "_letting_go", watched)
+    monkeypatch.setattr(engine, "progress", slow)
+    assert both(engine.let_go) == [None, None]
+
+
+def test_the_progress_of_a_run_that_is_let_go_of_between_two_looks() -> None:
+    class LetGo:
+        def __init__(self) -> None:
+            self.workers = [
+                SimpleNamespace(
+                    current=SimpleNamespace(local_step=3),
+                    machine=SimpleNamespace(throttled=None),
+                    replica=SimpleNamespace(pieces=1, uncaptured=None),
+                )
+            ]
+
+        @property
+        def _progress(self) -> Any:
+            self.workers = []
+            return []
+
+    [rank] = engine_module.Engine.progress(LetGo())  # type: ignore[arg-type]
+    assert rank.steps == 3

@@ -1,0 +1,483 @@
+"""Evaluations, with worker threads of the test's own."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from flowdp.collective.batch_norm import WindowGroups
+from flowdp.device import worker_context
+from flowdp.device.flat_gradients import Touched
+from flowdp.device.flat_parameters import FlatReplica
+from flowdp.device.streams import CudaLane, HostLane, Lane
+from flowdp.device.worker_context import CurrentWorker, record_scalar
+from flowdp.engine.evaluation import EvalSums, Evaluator, _on_device, _own_generator, check_evaluation
+from flowdp.errors import DataError, OptionError
+from flowdp.policy.tally import evaluation_means
+from flowdp.replica.exact_replica import ExactReplica
+from flowdp.replica.learning_rate import LearningRate
+from flowdp.replica.replica import Replica, loss_function
+from tests.fakes import FakeCuda
+
+CPU = torch.device("cpu")
+torch.manual_seed(3)
+X, Y = torch.randn(23, 2), torch.randn(23, 1)
+BATCHES = 5  # of 5, 5, 5, 5 and 3 samples
+
+
+class Pairs(Dataset[Any]):
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return X[index], Y[index]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(zip(X, Y, strict=True))
+
+
+def mse(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def errors(model: nn.Module, batch: Any) -> dict[str, Any]:
+    difference = model(batch[0]) - batch[1]
+    return {"square": difference.square().mean(), "size": float(difference.abs().mean())}
+
+
+def replica(
+    loss: Callable[..., Any] | nn.Module = mse, module: nn.Module | None = None, **options: Any
+) -> Replica:
+    torch.manual_seed(0)
+    module = module or nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    rest = [optimizer], loss_function(loss, CPU), LearningRate([optimizer]), HostLane(CPU)
+    if options.pop("exact", False):
+        return ExactReplica(3, Touched(1), WindowGroups([]), None, False, module, FlatReplica(module), *rest)
+    return Replica(module, FlatReplica(module), *rest, **options)
+
+
+def worker(own: Replica, rank: int = 0) -> CurrentWorker:
+    def sink(*recorded: object) -> None:
+        raise AssertionError(f"{recorded} counts towards the epoch")
+
+    return CurrentWorker(rank, CPU, own.module, samples=77, sink=sink)
+
+
+class Ranks:
+    """Threads that evaluate, each with an inbox; and what each has moved."""
+
+    def __init__(self, dataset: object, *given: Any, ranks: int = 1, **options: Any) -> None:
+        self.evaluator = Evaluator(dataset, *given, **{"batch_size": 5, "world_size": ranks, **options})
+        self.inboxes: list[queue.SimpleQueue[bool]] = [queue.SimpleQueue() for _ in range(ranks)]
+        self.failed: queue.SimpleQueue[DataError] = queue.SimpleQueue()
+        self.moved = [0] * ranks
+        self.waits: queue.SimpleQueue[int] = queue.SimpleQueue()  # moved so far
+        self.evaluator.start(wake=lambda rank, *_: self.inboxes[rank].put(True), failed=self.failed.put)
+        assert not any(thread.is_alive() for thread in self.evaluator.threads())
+
+    def rank(self, rank: int, own: Replica) -> EvalSums:
+        def wait() -> bool:
+            self.waits.put(self.moved[rank])
+            return self.inboxes[rank].get(timeout=10)
+
+        def moved() -> None:
+            self.moved[rank] += 1
+
+        worker_context.bind(worker(own, rank))
+        try:
+            return self.evaluator.run(rank, own, wait, moved)
+        finally:
+            now = worker_context.current_worker()
+            assert now.samples == 77
+            with pytest.raises(AssertionError, match="counts towards the epoch"):
+                now.record("a", 1.0)
+            del worker_context._local.worker
+
+    def run(self, *replicas: Replica) -> list[EvalSums]:
+        """One evaluation."""
+        with ThreadPoolExecutor(len(self.inboxes)) as pool:
+            return list(pool.map(self.rank, range(len(self.inboxes)), replicas))
+
+
+@pytest.fixture
+def ranks() -> Iterator[Callable[..., Ranks]]:
+    made: list[Ranks] = []
+
+    def make(*given: Any, **options: Any) -> Ranks:
+        made.append(Ranks(*given, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        assert one.evaluator.close()
+
+
+def means(results: list[EvalSums]) -> dict[str, float]:
+    rows: Any = [row for of_rank in results for row in of_rank]
+    return evaluation_means(rows)
+
+
+# ---------------------------------------------------------------- who evaluates what
+@pytest.mark.parametrize(
+    ("dataset", "num_workers"),
+    [
+        ((X, Y), 0),
+        (Pairs(), 0),
+        (Pairs(), 2),
+        (Stream(), 0),
+        (Stream(), 1),
+        (DataLoader(Pairs(), 5, shuffle=True), None),
+    ],
+    ids=["tensors", "map", "processes", "stream", "stream of a process", "loader"],
+)
+def test_each_sample_is_evaluated_once_and_the_means_are_those_of_one_rank(
+    ranks: Any, dataset: object, num_workers: int | None
+) -> None:
+    models = [replica() for _ in range(3)]
+    model = models[0].module
+    model.eval()
+    with torch.no_grad():
+        expected = errors(model, (X, Y))
+    model.train()
+    alone = ranks(dataset, errors, num_workers=num_workers).run(models[0])
+    many = ranks(dataset, errors, num_workers=num_workers, ranks=3)
+    for evaluation in range(2):
+        results = many.run(*models)
+        rows = sorted(row for of_rank in results for row in of_rank)
+        assert [row[:2] for row in rows] == [(0, 5), (1, 5), (2, 5), (3, 5), (4, 3)]
+        assert sum(many.moved) == BATCHES * (evaluation + 1)
+        if not isinstance(dataset, DataLoader):
+            assert means(results) == means(alone)  # bit for bit
+        assert means(results)["square"] == pytest.approx(expected["square"].item(), rel=1e-6)
+        assert means(results)["size"] == pytest.approx(expected["size"], rel=1e-6)
+
+
+def test_a_fast_rank_takes_what_a_slow_one_leaves(ranks: Any) -> None:
+    taken = threading.Semaphore(0)
+    slow: list[nn.Module] = []
+
+    def step(model: nn.Module, batch: Any) -> dict[str, float]:
+        if not slow:
+            slow.append(model)
+            assert all(taken.acquire(timeout=10) for _ in range(BATCHES - 1))
+        elif model is not slow[0]:
+            taken.release()
+        return {}
+
+    many = ranks((X, Y), step, ranks=2)
+    many.run(replica(), replica())
+    assert sorted(many.moved) == [1, BATCHES - 1]
+
+
+def test_more_ranks_than_batches(ranks: Any) -> None:
+    results = ranks(Stream(), errors, batch_size=20, ranks=4).run(*(replica() for _ in range(4)))
+    assert sorted(map(len, results)) in ([0, 0, 0, 2], [0, 0, 1, 1])
+
+
+def test_the_order_of_the_training_is_not_touched(ranks: Any) -> None:
+    own = replica()
+    before = torch.get_rng_state()
+    ranks(DataLoader(Pairs(), 5, shuffle=True, num_workers=1), errors).run(own)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_card_has_its_generator_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = [1]
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: list(state))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda new, device: state.__setitem__(0, new[0]))
+    with _own_generator(torch.device("cuda", 0)):
+        state[0] = 2
+    assert state == [1]
+
+
+# ---------------------------------------------------------------- cut short
+class Held(Pairs):
+    """Hands out the first batch, and the others when it may."""
+
+    def __init__(self) -> None:
+        self.may = threading.Event()
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        assert index < 5 or self.may.wait(10)
+        return super().__getitem__(index)
+
+
+def test_a_cut_ends_the_waiting_and_every_later_evaluation(ranks: Any) -> None:
+    dataset = Held()
+    one = ranks(dataset, errors)
+    models = replica()
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(one.rank, 0, models)
+        while one.waits.get(timeout=10) < 1:
+            pass
+        one.evaluator.cut()
+        assert [row[0] for row in result.result(10)] == [0]
+        assert pool.submit(one.rank, 0, models).result(10) == ()
+    assert one.inboxes[0].empty()
+    dataset.may.set()
+
+
+def test_a_rank_that_is_told_to_leave_leaves(ranks: Any) -> None:
+    dataset = Held()
+    one = ranks(dataset, errors)
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(one.rank, 0, replica())
+        while one.waits.get(timeout=10) < 1:
+            pass
+        one.inboxes[0].put(False)
+        assert [row[0] for row in result.result(10)] == [0]
+    dataset.may.set()
+
+
+def test_a_rank_that_was_served_is_not_woken_by_a_cut(ranks: Any) -> None:
+    one = ranks((X, Y), errors)
+    one.run(replica())
+    one.evaluator.cut()
+    assert one.inboxes[0].empty()
+
+
+# ---------------------------------------------------------------- how it is evaluated
+class Merging(nn.Linear):
+    """Adds something to its weight for evaluation, and takes it off again for training."""
+
+    is_merged = False
+
+    def train(self, mode: bool = True) -> Merging:
+        if self.is_merged is mode:
+            with torch.no_grad():
+                self.weight.add_(-1.0 if mode else 1.0)
+            self.is_merged = not mode
+        super().train(mode)
+        return self
+
+
+class Stubborn(nn.Dropout):
+    """Cannot be told to train, but was."""
+
+    def train(self, mode: bool = True) -> Stubborn:
+        super().train(False)
+        return self
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(nn.Dropout(0.5)))
+        self.rest = nn.Sequential(Merging(2, 1), Stubborn(0.5))
+        self.frozen.eval()
+        self.frozen[1].train()  # frozen itself and its first are not
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(self.frozen(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_every_submodule_has_its_mode_again(ranks: Any, fails: bool) -> None:
+    own = replica(module=Nested())
+    modes = {name: part.training for name, part in own.module.named_modules()}
+    assert len(set(modes.values())) == 2
+    weight = own.module.rest[0].weight.clone()
+
+    def step(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        assert not any(part.training for part in model.modules())
+        assert not torch.is_grad_enabled()
+        assert torch.allclose(model.rest[0].weight, weight + 1)
+        if fails:
+            raise KeyError("label")
+        return {"y": model(batch[0]).mean()}
+
+    one = ranks((X, Y), step)
+    if fails:
+        with pytest.raises(KeyError):
+            one.run(own)
+    else:
+        one.run(own)
+    assert {name: part.training for name, part in own.module.named_modules()} == modes
+    assert torch.allclose(own.module.rest[0].weight, weight)
+    assert own.module.frozen[0].num_batches_tracked == 0
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("32", torch.float32), ("bf16", torch.bfloat16)])
+def test_it_computes_in_the_precision_of_the_training(ranks: Any, precision: Any, dtype: torch.dtype) -> None:
+    seen = set()
+
+    def step(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        y = model(batch[0])
+        seen.add(y.dtype)
+        return {"y": y.mean()}
+
+    [[(_, _, [(_, value)]), *_]] = ranks((X, Y), step).run(replica(precision=precision))
+    assert seen == {dtype}
+    assert math.isfinite(value)
+
+
+@pytest.mark.parametrize(
+    ("loss", "names"),
+    [
+        (mse, ["loss"]),
+        (nn.MSELoss(), ["loss"]),
+        (lambda model, batch: mse(model, batch).reshape(1, 1), ["loss"]),
+        (lambda model, batch: (mse(model, batch), {"a": 2.0}), ["a", "loss"]),
+        (lambda model, batch: {"loss": mse(model, batch), "a": torch.tensor(2.0)}, ["a", "loss"]),
+    ],
+)
+def test_without_a_step_the_loss_is_evaluated(ranks: Any, loss: Any, names: list[str]) -> None:
+    own = replica(loss)
+    found = means(ranks((X, Y)).run(own))
+    own.module.eval()
+    assert sorted(found) == names
+    assert found["loss"] == pytest.approx(mse(own.module, (X, Y)).item(), rel=1e-6)
+    assert found.get("a", 2.0) == 2.0
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_under_exact_a_loss_counts_for_the_weight_that_it_names(ranks: Any, exact: bool) -> None:
+    def loss(model: nn.Module, batch: Any) -> dict[str, Any]:
+        first = batch[0][0, 0]
+        return {"loss": first, "weight": torch.where(first > 0, 3.0, 1.0), "first": first}
+
+    firsts = [X[i, 0].item() for i in range(0, 23, 5)]
+    found = means(ranks((X, Y)).run(replica(loss, exact=exact)))
+    sizes = [5, 5, 5, 5, 3]
+    weights = [3.0 if first > 0 else 1.0 for first in firsts] if exact else sizes
+    assert len(set(weights)) == 2
+    by = sum(first * weight for first, weight in zip(firsts, weights, strict=True)) / sum(weights)
+    assert found["loss"] == pytest.approx(by)
+    assert found["first"] == pytest.approx(sum(f * s for f, s in zip(firsts, sizes, strict=True)) / 23)
+    assert ("weight" in found) is not exact
+
+
+def test_what_is_recorded_counts_towards_the_evaluation(ranks: Any) -> None:
+    def step(model: nn.Module, batch: Any) -> dict[str, Any]:
+        record_scalar("rows", len(batch[0]))
+        record_scalar("first", batch[0][0, 0], weight=2 if len(batch[0]) == 5 else 8)
+        return {}
+
+    found = means(ranks((X, Y), step).run(replica()))
+    assert found["rows"] == pytest.approx((20 * 5 + 3 * 3) / 23)
+    assert found["first"] == pytest.approx(
+        sum(X[i, 0].item() * (2, 8)[i == 20] for i in range(0, 23, 5)) / 16
+    )
+
+
+def test_numbers_are_copied_where_they_are_returned(ranks: Any) -> None:
+    total = torch.zeros(3, dtype=torch.float64)
+
+    def step(model: nn.Module, batch: Any) -> dict[str, Any]:
+        total.add_(1)
+        return {"total": total[0], "bool": torch.tensor(True), "nan": math.nan}
+
+    [rows] = ranks((X, Y), step).run(replica())
+    assert [dict(values)["total"] for _, _, values in rows] == [1, 2, 3, 4, 5]
+    assert dict(rows[0][2])["bool"] == 1.0
+    assert math.isnan(means([rows])["nan"])
+    assert all(type(value) is float for row in rows for _, value in row[2])
+
+
+# ---------------------------------------------------------------- what goes wrong
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (3.0, "eval_step must return a mapping of means over the batch by their names, not float"),
+        (
+            {"a": torch.ones(2)},
+            r"'a' must be one number, the mean over the batch, not a tensor of shape \(2,\)",
+        ),
+        ({"a": torch.ones(1, dtype=torch.complex64)}, "complex64"),
+        ({"a": None}, "'a' must be one number, the mean over the batch, not None"),
+        ({"a": "much"}, "not 'much'"),
+        ({3: 1.0}, "named by a str, not by 3"),
+    ],
+)
+def test_what_is_no_mean(ranks: Any, result: object, message: str) -> None:
+    with pytest.raises(TypeError, match=message) as caught:
+        ranks((X, Y), lambda *_: result).run(replica())
+    assert caught.value.__notes__ == ["in batch 0 of the evaluation (samples 0, 1, 2, 3, 4)"]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "note"),
+    [
+        ((X, Y), "in batch 1 of the evaluation (samples 10, 11, 12, 13, 14, 15, 16, 17, ...)"),
+        (Stream(), "in batch 1 of the evaluation"),
+    ],
+)
+def test_an_error_of_the_step_names_its_batch(ranks: Any, dataset: object, note: str) -> None:
+    def step(model: nn.Module, batch: Any) -> dict[str, Any]:
+        if torch.equal(batch[0][0], X[10]):
+            raise ZeroDivisionError("of mine")
+        return {}
+
+    with pytest.raises(ZeroDivisionError, match="of mine") as caught:
+        ranks(dataset, step, batch_size=10).run(replica())
+    assert caught.value.__notes__ == [note]
+
+
+def test_a_dataset_that_fails_is_heard_of_by_all(ranks: Any) -> None:
+    class Broken(Pairs):
+        def __getitem__(self, index: int) -> Any:
+            if index == 12:
+                raise KeyError("label")
+            return super().__getitem__(index)
+
+    many = ranks(Broken(), errors, ranks=2)
+    models = [replica(), replica()]
+    with ThreadPoolExecutor(2) as pool:
+        for result in [pool.submit(many.rank, rank, models[rank]) for rank in (0, 1)]:
+            with pytest.raises(DataError, match="batch 2 of epoch 0"):
+                result.result(10)
+    assert many.failed.get(timeout=10).epoch == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((None, errors, 1, None), "eval_step=<function errors.* without an eval_dataset"),
+        ((None, None, 2, None), "eval_every=2 has no use without an eval_dataset"),
+        (((X, Y), None, 0, None), "eval_every must be a number of epochs, an int of at least 1, not 0"),
+        (((X, Y), None, True, None), "not True"),
+        (((X, Y), 3, 1, None), "eval_step must be a function of .model, batch., not 3"),
+        (((X, Y), None, 1, errors), "a train_step says nothing of how to evaluate: give eval_step"),
+    ],
+)
+def test_what_cannot_be_asked_for(given: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        check_evaluation(*given)
+
+
+def test_what_can_be_asked_for() -> None:
+    for given in ((None, None, 1, errors), ((X, Y), None, 3, None), ((X, Y), errors, 1, errors)):
+        check_evaluation(*given)
+
+
+# ---------------------------------------------------------------- on a card
+class Far(Tensor):
+    """Lies on another card, as far as anybody can see here."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 1)
+
+
+def test_compute_waits_for_the_stream_on_which_a_dataset_makes_its_tensors() -> None:
+    cuda = FakeCuda()
+    lane: Lane = CudaLane(CPU, cuda)
+    waited = lambda: [who for who, verb, _ in cuda.log if verb == "waits for"]  # noqa: E731
+    assert _on_device(X, lane) is X
+    assert not waited()
+    _on_device(X.as_subclass(Far), lane)
+    assert waited() == [lane.compute.name]  # type: ignore[attr-defined]
+    assert _on_device("name", lane) == "name"

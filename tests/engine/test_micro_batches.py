@@ -1,0 +1,181 @@
+"""A step's batches on their way to its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flowdp.data.batch_slice import Portion
+from flowdp.data.epoch_order import EpochOrder
+from flowdp.data.feed import Feed
+from flowdp.data.tensor_source import TensorSource
+from flowdp.engine.micro_batches import Intake, joined
+from flowdp.machine.worker import Step
+from flowdp.protocol.messages import Part
+
+
+class Slow(Feed):
+    """Has a batch when the test says so."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self.source = source
+        self.there: set[int] = set()
+        self.taken: list[int] = []
+        self.followed: list[Any] = []
+
+    def take(self, epoch: int, batch: int, part: Part | None = None) -> Any:
+        if batch not in self.there:
+            return None
+        self.taken.append(batch)
+        return self.source.take(0, epoch, batch, part)
+
+    def start(self, notify: Any) -> None: ...
+    def follow(self, upcoming: Any) -> None:
+        self.followed.append(upcoming)
+        raise RuntimeError("the device is dead")
+
+    def release(self) -> None: ...
+    def wake(self, epoch: int, batch: int) -> None: ...
+    def fit(self) -> None: ...
+    def close(self) -> bool:
+        return True
+
+
+def open_intake(width: int, samples: int = 11) -> tuple[Intake, Slow]:
+    order = EpochOrder(samples, 2, 0, shuffle=False, drop_last=False)
+    source = TensorSource([torch.arange(samples)], lambda parts: parts[0], order)
+    feed = Slow(source)
+    return Intake(feed, source, width), feed
+
+
+def test_micro_batches_of_several() -> None:
+    intake, feed = open_intake(2)
+    feed.there = set(range(6))
+    step = Step(0, (0, 1, 2, 3, 4, 5), 0)
+    micros = []
+    while not intake.is_last(step):
+        micro = intake.next(step)
+        assert micro is not None
+        micros.append((micro.batch.tolist(), micro.samples, micro.share))
+    assert micros == [
+        ([0, 1, 2, 3], 4, 4 / 12),
+        ([4, 5, 6, 7], 4, 4 / 12),
+        ([8, 9, 10], 3, 3 / 12),
+    ]
+    assert (intake.samples, intake.factor) == (11, 12 / 11)
+    assert intake.is_inside
+    assert [(kept.batch.tolist(), kept.samples, kept.share) for kept in intake.micros] == micros
+    intake.end(step)
+    assert not intake.is_inside
+    assert not intake.micros
+    assert not intake.is_last(step)
+
+
+def test_it_goes_on_where_it_was() -> None:
+    intake, feed = open_intake(2)
+    step = Step(0, (0, 1, 2), 0)
+    feed.there = {0}
+    assert intake.next(step) is None
+    assert (intake.taken, intake.samples, intake.is_inside) == (1, 0, True)
+    assert intake.next(step) is None
+    feed.there = {1, 2}
+    first, second = intake.next(step), intake.next(step)
+    assert first is not None
+    assert second is not None
+    assert [first.batch.tolist(), second.batch.tolist()] == [[0, 1, 2, 3], [4, 5]]
+    assert feed.taken == [0, 1, 2]
+    assert intake.is_last(step)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_the_end_of_the_data_cuts_a_step_short(width: int) -> None:
+    """What was taken is trained, be it no whole micro-batch."""
+    intake, feed = open_intake(width)
+    feed.there = {0, 1}
+    trained: list[int] = []
+    step = Step(0, (0, 1, 2, 3), 0)
+    while (micro := intake.next(step)) is not None:
+        trained += micro.batch.tolist()
+    cut = Step(0, (0, 1), 0)
+    while not intake.is_last(cut):
+        micro = intake.next(cut)
+        assert micro is not None
+        trained += micro.batch.tolist()
+    assert trained == [0, 1, 2, 3]
+    assert intake.samples == 4
+
+
+def test_a_part_is_a_portion_and_counts_for_itself() -> None:
+    intake, feed = open_intake(1)
+    feed.there = {1}
+    micro = intake.next(Step(0, (1,), 0, part=Part(1, 2)))
+    assert micro is not None
+    assert isinstance(micro.batch, Portion)
+    assert micro.batch.rows(0, 1).tolist() == [3]
+    assert (micro.samples, micro.share, intake.factor) == (1, 1.0, 1.0)
+
+
+class Keeping(TensorSource):
+    """Notes what it is told."""
+
+    def __init__(self, *given: Any, keeps: bool) -> None:
+        super().__init__(*given)
+        self.keeps = keeps
+        self.told: list[Any] = []
+        self.feed: Slow
+
+    def settle(self, keys: Sequence[tuple[int, int]]) -> None:
+        self.told.append(list(keys))
+
+    def reclaim(self, rank: int) -> None:
+        assert self.feed.followed == [()], "the feed may take it again"
+        self.told.append(rank)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_is_in_a_mean_is_settled(keeps: bool) -> None:
+    order = EpochOrder(11, 2, 0, shuffle=False, drop_last=False)
+    source = Keeping([torch.arange(11)], lambda parts: parts[0], order, keeps=keeps)
+    feed = source.feed = Slow(source)
+    feed.there = set(range(6))
+    intake = Intake(feed, source, width=2)
+
+    def train(*steps: Step) -> None:
+        for step in steps:
+            while not intake.is_last(step):
+                intake.next(step)
+            intake.end(step)
+
+    train(Step(0, (0, 1, 2), 0), Step(1, (3,), 1))
+    intake.settle()
+    intake.settle()  # a round without a step
+    train(Step(1, (4,), 2))
+    assert source.told == ([[(0, 0), (0, 1), (0, 2), (1, 3)]] if keeps else [])
+    intake.lose(7)
+    assert source.told[keeps:] == [7]
+
+
+def batch(start: int, stop: int) -> dict[str, Any]:
+    rows = torch.arange(start, stop)
+    return {"x": rows, "y": [rows.float(), "text"], "table": torch.arange(9.0), "one": torch.tensor(start)}
+
+
+def test_what_is_as_long_as_its_batch_is_joined() -> None:
+    made = joined([batch(0, 3), batch(3, 5)], [3, 2])
+    assert made["x"].tolist() == [0, 1, 2, 3, 4]
+    rows, text = made["y"]
+    assert isinstance(rows, Tensor)
+    assert (len(rows), text) == (5, "text")
+    assert len(made["table"]) == 9
+    assert made["one"] == 0
+
+
+def test_what_cannot_be_joined() -> None:
+    with pytest.raises(TypeError, match="differ in structure"):
+        joined([{"x": torch.ones(2)}, {"y": torch.ones(2)}], [2, 2])
+    with pytest.raises(ValueError, match=r"as long as the batch \(3 samples\)"):
+        joined([["a", "b"], ["a", "b"]], [3, 3])

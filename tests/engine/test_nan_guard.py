@@ -1,0 +1,311 @@
+"""A replica that leaves the numbers: seen before it gives anything to a mean, and left out or told."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import flowdp
+from flowdp import StepError, current_worker
+from flowdp.device.flat_gradients import SharedGradients, Touched
+from flowdp.device.flat_parameters import FlatReplica, FlatTensors
+from flowdp.device.streams import HostLane
+from flowdp.device.worker_context import CurrentWorker
+from flowdp.engine.error_context import Place
+from flowdp.engine.meter import HostMeter
+from flowdp.engine.nan_guard import Numbers, is_finite, is_odd
+from flowdp.machine.worker import Step, WorkerMachine
+from flowdp.replica.learning_rate import LearningRate
+from flowdp.replica.replica import Replica
+from tests.loops import numbers
+
+CPU = torch.device("cpu")
+BAD = [math.nan, math.inf, -math.inf]
+
+
+class Mixed(nn.Module):
+    """Parameters of several dtypes, and a mask as a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.ones(70, dtype=torch.float64))
+        self.plain = nn.Parameter(torch.ones(1000))
+        self.small = nn.Parameter(torch.ones(33, dtype=torch.float16))
+        self.brain = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+        self.wave = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+        self.register_buffer("count", torch.tensor(3))
+
+
+Look = Callable[[FlatTensors], bool]
+
+
+def is_not_odd(tensors: FlatTensors) -> bool:
+    out = torch.tensor(True)
+    is_odd(tensors.trained(), None, out)
+    return not out
+
+
+@pytest.fixture(params=[is_finite, is_not_odd], ids=["host", "device"])
+def finite(request: pytest.FixtureRequest) -> Look:
+    look: Look = request.param
+    return look
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("name", ["wide", "plain", "small", "brain", "wave"])
+def test_one_bad_number_is_found(finite: Look, name: str, bad: float) -> None:
+    module = Mixed()
+    flat = FlatReplica(module)
+    assert finite(flat)
+    module.get_parameter(name).data[-1] = bad
+    assert not finite(flat)
+
+
+@pytest.mark.parametrize(
+    ("name", "large"),
+    [("wide", 1.7e308), ("plain", 3e38), ("small", 65504.0), ("brain", 3.3e38), ("wave", 3e38)],
+)
+def test_large_numbers_are_numbers(finite: Look, name: str, large: float) -> None:
+    """Their sum overflows."""
+    module = Mixed()
+    flat = FlatReplica(module)
+    module.get_parameter(name).data.fill_(large)
+    assert finite(flat)
+    module.get_parameter(name).data[0] = math.nan
+    assert not finite(flat)
+
+
+def test_of_gradients_the_gradients_count(finite: Look) -> None:
+    module = nn.Linear(3, 2)
+    gradients = SharedGradients(FlatReplica(module), module, Touched(1))
+    module.weight.data.fill_(math.nan)
+    gradients.gather()
+    assert finite(gradients)
+    assert module.bias.grad is not None
+    module.bias.grad[1] = math.inf
+    assert not finite(gradients)
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_loss_counts_beside_finite_parameters(bad: float) -> None:
+    out = torch.tensor(False)
+    for parts in ([], [torch.ones(3)]):
+        is_odd(parts, torch.tensor(bad, dtype=torch.float64), out)
+        assert out
+        is_odd(parts, torch.tensor(3.0, dtype=torch.float64), out)
+        assert not out
+
+
+@pytest.mark.parametrize("on_nan", ["raise", "quarantine"])
+def test_a_loss_that_is_seen_late_is_told_of_its_own_step(on_nan: Any) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
+    module, lane = nn.Linear(1, 1), HostLane(CPU)
+    replica = Replica(module, FlatReplica(module), [optimizer], mse, LearningRate([optimizer]), lane)
+    source: Any = None
+    current = CurrentWorker(1, CPU, module, sink=lambda *_: None)
+    machine, meter, place = WorkerMachine(1), HostMeter(), Place(current, lane, source)
+    numbers = Numbers(replica, machine, meter, place, on_nan)
+    early, late = Step(2, (7, 8), 0), Step(2, (9, 10), 1)
+    meter.end(torch.tensor(math.nan), 4, early)
+    place.step, machine.steps = late, 2
+    with pytest.raises(FloatingPointError) if on_nan == "raise" else nullcontext():
+        numbers.judge()
+    assert machine.is_bad == (on_nan == "quarantine")
+    assert numbers.bad == ((2, 7) if machine.is_bad else None)
+    assert place.step is (early if on_nan == "raise" else late)
+
+
+# ---------------------------------------------------------------- in a run
+SAMPLES = 24
+X = torch.cat([torch.arange(float(SAMPLES), dtype=torch.float64).unsqueeze(1), numbers(SAMPLES, 5)], 1)
+Y = numbers(SAMPLES, 3, seed=7)
+
+
+class InfiniteBehind(torch.autograd.Function):
+    """A finite loss with an infinite gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * math.inf
+
+
+def mse(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0][:, 1:]), batch[1])
+
+
+class Trouble:
+    """A loss that leaves the numbers once with each of these samples, in the first epoch."""
+
+    def __init__(self, *samples: int, behind: bool) -> None:
+        self.samples, self.behind = set(samples), behind
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = mse(model, batch)
+        if current_worker().epoch or self.samples.isdisjoint(batch[0][:, 0].long().tolist()):
+            return loss
+        return InfiniteBehind.apply(loss) if self.behind else loss * math.nan
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+def start(loss: Any, **options: Any) -> flowdp.Run:
+    given: dict[str, Any] = {
+        "model": mlp, "dataset": (X, Y), "batch_size": 4, "epochs": 2, "policy": "sync", "progress": False,
+        "shuffle": False, "devices": ["cpu", "cpu"], "optimizer": lambda params: torch.optim.SGD(params, 0.1),
+    } | options  # fmt: skip
+    return flowdp.Trainer(loss=loss, **given).start()
+
+
+def by_hand() -> dict[str, Tensor]:
+    """Two epochs of three rounds of two batches; in the second round that of rank 1 has no part."""
+    module = mlp()
+    for turn in range(6):
+        rows = [slice(8 * (turn % 3) + 4 * rank, 8 * (turn % 3) + 4 * rank + 4) for rank in range(2)]
+        rows = rows[: 1 if turn == 1 else 2]
+        stepped = []
+        for part in rows:
+            replica = copy.deepcopy(module)
+            mse(replica, (X[part], Y[part])).backward()
+            for parameter in replica.parameters():
+                assert parameter.grad is not None
+                parameter.data.sub_(parameter.grad, alpha=0.1)
+            stepped.append([parameter.detach() for parameter in replica.parameters()])
+        for parameter, column in zip(module.parameters(), zip(*stepped, strict=True), strict=True):
+            parameter.data = torch.stack(column).mean(0)  # one step of SGD: of gradients it is the same mean
+    return module.state_dict()
+
+
+EXACT = {"policy": "exact", "global_batch_size": 8, "partition_ratios": [0.5, 0.5]}
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["loss", "gradient"])
+@pytest.mark.parametrize("options", [{}, EXACT], ids=["sync", "exact"])
+def test_the_mean_does_without_a_replica_gone_bad(
+    lanes: str, options: dict[str, Any], behind: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start(Trouble(13, behind=behind), **options)
+    found = run.join().state_dict
+    for name, tensor in by_hand().items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-13)
+    assert all(math.isfinite(epoch.loss) for epoch in run.history)
+    told = [record.getMessage() for record in caplog.records if "NaN" in record.getMessage()]
+    assert len(told) == 1
+    assert f"batch {1 if options else 3} of epoch 0" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "behind"),
+    # Where another step follows in the round, its loss tells.
+    [
+        ("sync", False),
+        ("sync", True),
+        ("exact", False),
+        ("exact", True),
+        ("cadence", False),
+        ("async", False),
+    ],
+)
+def test_it_ends_the_run_where_that_is_asked(policy: str, behind: bool) -> None:
+    run = start(Trouble(13, behind=behind), policy=policy, on_nan="raise")
+    with pytest.raises(StepError) as caught:
+        run.join(20)
+    error = caught.value
+    what = "what the step made of it is not finite" if behind else "the loss is not finite"
+    assert what in str(error)
+    assert error.epoch == 0
+    assert 13 in error.indices
+    assert isinstance(error.__cause__, FloatingPointError)
+
+
+on_streams = pytest.mark.parametrize("lanes", ["streams"], indirect=True)
+
+
+@on_streams
+@pytest.mark.parametrize("sample", [5, 13, 21])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_device_leaves_it_out_wherever_it_happens(
+    lanes: str, sample: int, epochs: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the first round, in the middle, and in the last one, which no gate follows."""
+    run = start(Trouble(sample, behind=True), epochs=epochs, optimizer=adam)
+    state = run.join(20)
+    assert all(bool(tensor.isfinite().all()) for tensor in state.state_dict.values())
+    told = [record.getMessage() for record in caplog.records if "NaN" in record.getMessage()]
+    assert len(told) == 1
+    assert f"batch {sample // 4} of epoch 0" in told[0]
+
+
+@on_streams
+def test_what_recurs_is_known_at_the_gate(lanes: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Rank 1 in the first round; when it is healed, rank 0 in the third and rank 1 in the fourth."""
+    data = {"dataset": (torch.cat([X, X])[:40], torch.cat([Y, Y])[:40])}
+    data["dataset"][0][:, 0] = torch.arange(40.0)
+    state = start(Trouble(5, 25, 37, behind=True), optimizer=adam, epochs=2, **data).join(20)
+    assert all(bool(tensor.isfinite().all()) for tensor in state.state_dict.values())
+    assert sum("NaN" in record.getMessage() for record in caplog.records) == 3
+
+
+@on_streams
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_all_at_once_end_the_run(lanes: str, policy: str) -> None:
+    run = start(Trouble(*range(SAMPLES), behind=True), policy=policy, epochs=5, optimizer=adam)
+    with pytest.raises(flowdp.FlowdpError, match="NaN or infinite numbers in every replica"):
+        run.join(20)
+
+
+@on_streams
+@pytest.mark.usefixtures("kept_replicas")
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_an_error_that_is_late_names_its_step_and_has_spoilt_nothing(lanes: str, epochs: int) -> None:
+    run = start(Trouble(13 if epochs == 2 else 21, behind=True), on_nan="raise", epochs=epochs)
+    with pytest.raises(StepError, match="the mean of that round was taken without it") as caught:
+        run.join(20)
+    assert (13 if epochs == 2 else 21) in caught.value.indices
+    assert "what the step made of it is not finite" in str(caught.value)
+    for replica in run._engine.replicas:
+        assert all(bool(tensor.isfinite().all()) for tensor in replica.module.state_dict().values())
+
+
+@on_streams
+def test_where_the_others_go_on_an_error_comes_before_the_mean(lanes: str) -> None:
+    """What the rank has not given is dealt anew, so its mean must not have been held."""
+    run = start(Trouble(13, behind=True), on_nan="raise", on_failure="continue", max_steps=24, epochs=None)
+    with pytest.raises(StepError) as caught:
+        run.join(20)
+    assert "the mean of that round" not in str(caught.value)
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    """One whose state does not recover by itself."""
+    return torch.optim.Adam(params, 0.01)
+
+
+def test_what_a_gradient_scaler_leaves_out_is_not_bad() -> None:
+    """An overflow of the scaled loss; in exact, the mean of all ranks' has it."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch[0][:, 1:].float()).float().mean() * 1e33
+
+    def small() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Linear(5, 1)
+
+    for options in ({}, EXACT):
+        state = start(loss, model=small, precision="fp16", on_nan="raise", **options).join()
+        assert all(bool(tensor.isfinite().all()) for tensor in state.state_dict.values())

@@ -1,0 +1,377 @@
+"""A rank without room: what it trains is what it would have trained, and nobody else notices."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Set
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import flowdp
+from flowdp import record_scalar
+from flowdp.device.flat_parameters import FlatReplica
+from flowdp.device.streams import HostLane
+from flowdp.device.worker_context import CurrentWorker
+from flowdp.engine.error_context import Place
+from flowdp.engine.meter import HostMeter
+from flowdp.engine.micro_batches import MicroBatch
+from flowdp.engine.oom_retry import Retry, without_frames
+from flowdp.errors import OutOfDeviceMemory
+from flowdp.replica.learning_rate import LearningRate
+from flowdp.replica.replica import Replica
+from tests.loops import numbers
+
+CPU = torch.device("cpu")
+SAMPLES = 24
+NUMBER = torch.arange(SAMPLES, dtype=torch.float64).unsqueeze(1)
+X = torch.cat([NUMBER, numbers(SAMPLES, 5)], 1)
+Y = numbers(SAMPLES, 3, seed=7)
+SAID = (
+    "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 79.15 GiB of which "
+    "12.00 MiB is free. Process 1 has 79.00 GiB memory in use."
+)
+
+
+def full() -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError(SAID)
+
+
+class FullBehind(torch.autograd.Function):
+    """Has no room in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise full()
+
+
+def mse(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0][:, 1:]), batch[1])
+
+
+class Room:
+    """A loss that has room for so many samples where one of these is among them.
+
+    Args:
+        samples: How many.
+        hungry: Samples whose forward needs more.
+        behind: Samples whose backward does.
+
+    Attributes:
+        sizes: Samples of each forward that had room.
+        refused: Forwards that had none.
+    """
+
+    def __init__(self, samples: int, hungry: Set[int], behind: Set[int] = frozenset()) -> None:
+        self.samples, self.hungry, self.behind = samples, hungry, behind
+        self.sizes: list[int] = []
+        self.refused = 0
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        loss = mse(model, batch)
+        record_scalar("number", batch[0][:, 0].mean())
+        record_scalar("host", float(len(batch[0])))
+        there = set(batch[0][:, 0].long().tolist())
+        if len(there) > self.samples and there & (self.hungry | self.behind):
+            self.refused += 1
+            if there & self.hungry:
+                raise full()
+            return FullBehind.apply(loss)
+        self.sizes.append(len(batch[0]))
+        return {"loss": loss, "said": loss.detach()}
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+def train(loss: Any, **options: Any) -> tuple[dict[str, Tensor], flowdp.Run]:
+    given: dict[str, Any] = {
+        "model": mlp, "dataset": (X, Y), "batch_size": 4, "epochs": 2, "policy": "sync", "progress": False,
+        "shuffle": False, "devices": ["cpu", "cpu"],
+        "optimizer": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
+    } | options  # fmt: skip
+    run = flowdp.Trainer(loss=loss, **given).start()
+    return run.join().state_dict, run
+
+
+def assert_trained_alike(room: Room, **options: Any) -> None:
+    wanted, plain = train(Room(SAMPLES, set()), **options)
+    found, run = train(room, **options)
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-13)
+    for mine, theirs in zip(run.history, plain.history, strict=True):
+        assert mine.loss == pytest.approx(theirs.loss, rel=1e-12)
+        assert mine.scalars["number"] == pytest.approx(theirs.scalars["number"], rel=1e-12)
+        assert mine.scalars["said"] == pytest.approx(theirs.scalars["said"], rel=1e-12)
+    assert room.refused
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_accumulation_steps": 3},
+        {"batch_size": [4, 8]},
+        {"policy": "exact", "global_batch_size": 12, "batch_size": 8, "partition_ratios": [0.5, 0.5]},
+    ],
+    ids=["batches", "accumulation", "joined", "exact"],
+)
+def test_it_trains_what_it_would_have_trained(lanes: str, options: dict[str, Any]) -> None:
+    """Both ranks run out of memory, one in forward, the other in backward."""
+    room = Room(3, {6}, {1, 17})
+    assert_trained_alike(room, **options)
+    assert room.refused >= 2
+
+
+def test_a_batch_is_halved_until_it_fits_and_stays_halved(caplog: pytest.LogCaptureFixture) -> None:
+    room = Room(1, {5})
+    with caplog.at_level(logging.WARNING, logger="flowdp"):
+        assert_trained_alike(room, devices=["cpu"], batch_size=6, epochs=1)
+    # The last sample of batch 0 is hungry: one piece of it fails, then two, then four, then there are six.
+    assert room.sizes == [3, 1, 2, 1] + [1] * 24
+    texts = [record.getMessage() for record in caplog.records if "ran out of memory" in record.getMessage()]
+    assert len(texts) == 3
+    for text, sizes in zip(texts, ["3 samples at a time instead of 6", "2 samples at a time instead of 3",
+                                   "1 samples at a time instead of 2"], strict=True):  # fmt: skip
+        assert sizes in text
+        assert "rank 0 on cpu ran out of memory in epoch 0, at its step 0 (batch 0, indices 0, 1" in text
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async", "exact"])
+def test_one_sample_that_has_no_room(policy: str) -> None:
+    run = flowdp.Trainer(
+        mlp, lambda params: torch.optim.SGD(params, 0.1), Room(0, {17}), dataset=(X, Y), batch_size=4,
+        epochs=2, policy=policy, shuffle=False, devices=["cpu", "cpu"], progress=False,
+    ).start()  # fmt: skip
+    with pytest.raises(OutOfDeviceMemory, match="one sample alone has no room") as caught:
+        run.join(20)
+    error = caught.value
+    assert (error.needed_bytes, error.free_bytes) == (3 * 2**29, 12 * 2**20)
+    assert isinstance(error.__cause__, torch.OutOfMemoryError)
+    assert "raise full()" in error.__cause__.__notes__[0]
+    for part in (f"rank {error.rank} on cpu", "epoch 0", "batch_size=[...]", "gradient_accumulation_steps"):
+        assert part in str(error)
+
+
+class Hungry(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise full()
+
+
+def no_cut(model: nn.Module, batch: Any) -> Tensor:
+    raise full()
+
+
+def own_step(worker: Any, batch: Any) -> None:
+    raise full()
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"loss": mse, "optimizer": lambda params: Hungry(params, 0.1)}, "cannot be done in pieces"),
+        ({"train_step": own_step}, "cannot be done in pieces"),
+        (
+            {"loss": no_cut, "collate_fn": lambda items: {"n": len(items)}},
+            "nothing in it is 4 samples long",
+        ),
+    ],
+    ids=["optimizer", "train_step", "no tensors"],
+)
+def test_what_is_not_tried_again(options: dict[str, Any], why: str) -> None:
+    tried: list[int] = []
+    dataset: Any = (X, Y) if "collate_fn" not in options else TensorDataset(X, Y)
+    given: dict[str, Any] = {"optimizer": lambda params: torch.optim.SGD(params, 0.1)} | options
+    for name in ("loss", "train_step"):
+        if name in given:
+            inner = given[name]
+            given[name] = lambda *them, inner=inner: (tried.append(1), inner(*them))[1]
+    run = flowdp.Trainer(
+        mlp, dataset=dataset, batch_size=4, epochs=1, devices=["cpu"], progress=False, **given
+    ).start()
+    with pytest.raises(OutOfDeviceMemory, match=why) as caught:
+        run.join(20)
+    assert caught.value.rank == 0
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert len(tried) == 1
+
+
+# ---------------------------------------------------------------- one rank, by hand
+class Shrinking:
+    shrunk = 0
+
+    def shrink(self) -> None:
+        self.shrunk += 1
+
+
+class Alone:
+    """A replica and all that repeats its steps."""
+
+    def __init__(self, module: nn.Module, loss: Callable[..., Any]) -> None:
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        rate, lane = LearningRate([optimizer]), HostLane(CPU)
+        self.replica = Replica(module, FlatReplica(module), [optimizer], loss, rate, lane)
+        self.meter, self.feed = HostMeter(), Shrinking()
+        self.current = CurrentWorker(0, CPU, module, sink=self.meter.scalar)
+        source: Any = None
+        place, feed = Place(self.current, lane, source), self.feed
+        self.retry = Retry(self.replica, self.current, self.meter, feed, place)  # type: ignore[arg-type]
+
+    def step(self, *batches: Any) -> None:
+        """As a worker does it."""
+        micros: list[MicroBatch] = []
+        self.replica.mark()
+        for batch in batches:
+            micros.append(MicroBatch(batch, len(batch[0]), 1 / len(batches)))
+            self.current.samples = len(batch[0])
+            try:
+                self.replica.add(batch, self.current, 1 / len(batches))
+                continue
+            except torch.OutOfMemoryError as error:
+                failed = without_frames(error)
+            self.retry.run(micros, failed)
+        self.replica.step()
+
+
+class Counting(nn.Module):
+    """Buffers of several kinds; one is another object after every forward, one was always elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.norm = nn.BatchNorm1d(5).double()
+        self.out = nn.Linear(5, 3).double()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(5, dtype=torch.float64))
+        self.register_buffer("away", torch.zeros(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        self.mean = 0.5 * self.mean + 0.5 * x.mean(0).detach()
+        self.away += 1
+        return self.out(self.norm(x))
+
+
+def test_buffers_are_those_of_the_pieces_alone() -> None:
+    """Batch norm sees each piece, as under gradient accumulation; the failed forwards leave nothing."""
+    mine = Alone(Counting(), Room(2, {2, 9}))
+    mine.replica.module.away = torch.zeros(5)
+    twin = Counting()
+    plain = torch.optim.SGD(twin.parameters(), 0.1)
+    batches = [(X[:4], Y[:4]), (X[4:8], Y[4:8]), (X[8:12], Y[8:12])]
+    for batch in batches:
+        mine.step(batch)
+        for part in zip(batch[0].split(2), batch[1].split(2), strict=True):
+            (mse(twin, part) / 2).backward()
+        plain.step()
+        plain.zero_grad()
+    assert mine.replica.pieces == 2
+    assert mine.feed.shrunk == 1
+    for name, tensor in twin.state_dict().items():
+        torch.testing.assert_close(mine.replica.module.state_dict()[name], tensor, rtol=1e-12, atol=1e-13)
+    assert mine.replica.module.norm.num_batches_tracked == 6
+
+
+def test_a_run_counts_each_sample_once_in_its_buffers() -> None:
+    state, run = train(Room(2, {2, 13}), model=Counting, devices=["cpu"], epochs=1)
+    assert state["seen"] == SAMPLES
+    assert run.history[0].scalars["number"] == pytest.approx(NUMBER.mean().item())
+
+
+def test_the_devices_generator_is_put_back() -> None:
+    draws: list[float] = []
+    generator = torch.Generator()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        draws.append(torch.rand((), generator=generator).item())
+        return room(model, batch)["loss"]
+
+    room = Room(2, {3})
+    mine = Alone(mlp(), loss)
+    mine.replica._generator = generator
+    mine.step((X[:4], Y[:4]))
+    failed, *pieces = draws
+    assert len(pieces) == 2
+    assert failed == pieces[0] != pieces[1]
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_nothing_of_the_failed_forward_is_held_while_it_is_repeated(no_collector: None, behind: bool) -> None:
+    held: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    room = Room(1, set() if behind else {1}, {1})
+
+    def inner(model: nn.Module, batch: Any) -> Tensor:
+        hidden = model(batch[0][:, 1:])
+        held.append(weakref.ref(hidden))
+        value = room(model, batch)
+        return (value["loss"] if isinstance(value, dict) else value) + 0 * hidden.sum()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        alive.append(sum(ref() is not None for ref in held))
+        try:
+            return inner(model, batch)
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError("wrapped") from error
+
+    mine = Alone(mlp(), loss)
+    batch = (X[:2].clone(), Y[:2].clone())
+    rows = weakref.ref(batch[0])
+    mine.step(batch)
+    assert len(alive) == 3
+    assert alive[1] == 0
+    del batch
+    assert rows() is None, "the batch outlives its step"
+
+
+def test_an_attempt_that_fails_again_is_undone_too() -> None:
+    """Memory that another process takes meanwhile: the second attempt fails in its last piece."""
+    calls: list[int] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        calls.append(len(batch[0]))
+        if len(calls) in (2, 5):
+            raise full()
+        return mse(model, batch)
+
+    mine, twin = Alone(mlp(), loss), mlp()
+    mine.step((X[:4], Y[:4]), (X[4:8], Y[4:8]))
+    assert calls == [4, 4, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1]
+    plain = torch.optim.SGD(twin.parameters(), 0.1)
+    mse(twin, (X[:8], Y[:8])).backward()
+    plain.step()
+    for own, other in zip(mine.replica.module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-13)
+
+
+def test_a_short_batch_that_cannot_be_cut_goes_whole() -> None:
+    mine = Alone(mlp(), Room(2, {0}))
+    mine.step((X[:4], Y[:4]))
+    assert mine.replica.pieces == 2
+    mine.step((X[5:6], Y[5:6]))
+    assert current_sizes(mine) == [2, 2, 1]
+
+
+def current_sizes(mine: Alone) -> list[int]:
+    loss: Any = mine.replica._loss
+    return list(loss.sizes)

@@ -1,0 +1,202 @@
+"""The first SIGTERM asks for a stop, the second goes where it would have gone; then all is as before."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from flowdp.engine import sigterm as sigterm_module
+from flowdp.engine.sigterm import SigtermStop
+from flowdp.errors import OptionError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Earlier:
+    """A handler of the user's own."""
+
+    def __init__(self) -> None:
+        self.heard = 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.heard += 1
+
+
+@pytest.fixture
+def earlier() -> Iterator[Earlier]:
+    """The handler before, and after: no test may leave another one."""
+    handler = Earlier()
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield handler
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Wish:
+    """A run that can be asked to stop."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Semaphore(0)
+        self.by: list[str] = []
+        self.stop = SigtermStop(self.ask)
+
+    def ask(self) -> None:
+        self.by.append(threading.current_thread().name)
+        self.asked.release()
+
+    def wait(self) -> None:
+        assert self.asked.acquire(timeout=30)
+
+
+def sigterm() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+def test_the_first_asks_and_the_second_goes_to_the_handler_before(earlier: Earlier) -> None:
+    run = Wish()
+    sigterm()
+    run.wait()
+    assert run.by == ["flowdp-sigterm"]  # not the main thread, which may hold the locks that it takes
+    assert earlier.heard == 0
+    sigterm()
+    assert earlier.heard == 1
+    run.stop.close()
+    sigterm()
+    assert earlier.heard == 2
+    assert len(run.by) == 1
+
+
+def test_all_runs_hear_it_and_the_last_one_puts_the_handler_back(earlier: Earlier) -> None:
+    runs = [Wish(), Wish()]
+    sigterm()
+    for run in runs:
+        run.wait()
+    later = Wish()  # has not heard that one
+    for run in runs:
+        run.stop.close()
+    assert signal.getsignal(signal.SIGTERM) is not earlier
+    sigterm()
+    later.wait()
+    assert earlier.heard == 0
+    later.stop.close()
+
+
+def test_a_run_that_is_over_asks_for_nothing(earlier: Earlier) -> None:
+    over, live = Wish(), Wish()
+    over.stop.close()
+    sigterm()
+    live.wait()
+    live.stop.close()
+    assert over.by == []
+
+
+def test_an_end_in_another_thread_leaves_the_handler_before_in_charge(earlier: Earlier) -> None:
+    run = Wish()
+    closer = threading.Thread(target=run.stop.close)
+    closer.start()
+    closer.join(30)
+    assert signal.getsignal(signal.SIGTERM) is not earlier  # only the main thread can set it
+    sigterm()
+    assert (earlier.heard, run.by) == (1, [])
+    run.stop.close()  # now in the main thread
+
+
+def test_the_next_run_puts_back_what_another_thread_left(earlier: Earlier) -> None:
+    first = Wish()
+    closer = threading.Thread(target=first.stop.close)
+    closer.start()
+    closer.join(30)
+    second = Wish()
+    sigterm()
+    second.wait()
+    second.stop.close()
+
+
+def test_a_handler_set_meanwhile_stays() -> None:
+    original = signal.getsignal(signal.SIGTERM)
+    try:
+        run = Wish()
+        ours = signal.getsignal(signal.SIGTERM)
+        assert callable(ours)
+        users = Earlier()
+
+        def both(number: int, frame: FrameType | None) -> None:
+            users(number, frame)
+            ours(number, frame)
+
+        signal.signal(signal.SIGTERM, both)
+        sigterm()
+        run.wait()
+        run.stop.close()
+        assert signal.getsignal(signal.SIGTERM) is both
+        # Ours around the user's around an older one of ours.
+        signal.signal(signal.SIGTERM, lambda number, frame: ours(number, frame) if users.heard < 1 else None)
+        second = Wish()
+        sigterm()
+        second.wait()
+        sigterm()
+        second.stop.close()
+    finally:
+        signal.signal(signal.SIGTERM, original)
+
+
+def test_only_the_main_thread_can(earlier: Earlier) -> None:
+    said: list[str] = []
+
+    def elsewhere() -> None:
+        try:
+            SigtermStop(lambda: None)
+        except OptionError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join(30)
+    assert len(said) == 1
+    assert "main thread" in said[0]
+    assert sigterm_module._open == []
+
+
+def test_a_handler_that_is_not_pythons_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "getsignal", lambda number: None)
+        with pytest.raises(OptionError, match="not written in Python"):
+            SigtermStop(lambda: None)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_by_default_the_second_ends_the_process_and_a_forked_one_the_first() -> None:
+    program = """
+import os, signal, threading, warnings
+from flowdp.engine.sigterm import SigtermStop
+
+asked = threading.Semaphore(0)
+stop = SigtermStop(asked.release)
+warnings.simplefilter("ignore")  # newer Pythons warn of a fork beside threads
+child = os.fork()
+if not child:
+    signal.raise_signal(signal.SIGTERM)
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+print(os.WTERMSIG(status), asked.acquire(blocking=False), flush=True)
+signal.raise_signal(signal.SIGTERM)
+print(asked.acquire(timeout=30), flush=True)
+signal.raise_signal(signal.SIGTERM)
+print("not reached")
+"""
+    child = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert child.stdout == f"{signal.SIGTERM:d} False\nTrue\n"
+    assert child.returncode == -signal.SIGTERM
+    assert child.stderr == "SIGTERM: the run stops after its round; another SIGTERM ends the process\n"

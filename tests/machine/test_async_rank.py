@@ -1,0 +1,59 @@
+"""What the coordinator knows of a rank: orders and steps agree."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowdp.errors import ProtocolError
+from flowdp.machine.async_rank import AHEAD, RankState
+from flowdp.protocol.messages import DataEnded, StartEpoch, Work
+
+
+def test_what_was_not_trained_is_not_dealt_any_more() -> None:
+    state = RankState(is_throttled=True)
+    order = StartEpoch(0, 0, (0, 1, 2))
+    state.give(order)
+    assert (state.dealt, state.is_throttled) == (3, False)
+    state.credit(state.orders.popleft(), Work(0, 2, 16, pace_ms=5.0))
+    assert (state.dealt, state.trained, state.pace_ms) == (2, 2, 5.0)
+    state.credit(order, Work(0, 3, 24))
+    assert state.pace_ms == 5.0  # nothing measured, nothing forgotten
+    assert [work.steps for work in state.works] == [2, 3]
+
+
+def test_the_end_of_an_epoch_shortens_its_orders_alone() -> None:
+    state = RankState()
+    state.give(StartEpoch(0, 3, (7, 9)))
+    state.give(StartEpoch(0, 4, (8,)))
+    assert not state.shorten(DataEnded(2, 1))
+    assert not state.shorten(DataEnded(3, 10))
+    assert state.shorten(DataEnded(3, 9))
+    assert [order.batches for order in state.orders] == [(7,), (8,)]
+    # An order that is empty stays: it will be answered.
+    assert state.shorten(DataEnded(4, 8))
+    assert [order.batches for order in state.orders] == [(7,), ()]
+    assert state.dealt == 1
+    state.check()
+
+
+def test_steps_of_several_batches_are_counted_as_steps() -> None:
+    state = RankState()
+    state.give(StartEpoch(0, 0, (0, 1, 2, 3, 4), group=2))
+    assert state.dealt == 3
+    # The last step has one batch less than it might, and is cut to nothing after that.
+    assert state.shorten(DataEnded(0, 4))
+    assert state.shorten(DataEnded(0, 3))
+    assert state.dealt == 2
+    state.credit(state.orders.popleft(), Work(0, 1, 16))
+    assert (state.dealt, state.trained) == (1, 1)
+
+
+def test_counts_that_cannot_be() -> None:
+    state = RankState(trained=1)
+    with pytest.raises(ProtocolError, match="counts out of order"):
+        state.check()
+    state = RankState()
+    for number in range(AHEAD + 1):
+        state.give(StartEpoch(0, 0, (number,)))
+    with pytest.raises(ProtocolError, match="3 orders are out, 2 may be"):
+        state.check()

@@ -1,0 +1,466 @@
+"""Asynchronous rounds: given facts, when snapshots are asked for, averaged and applied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from flowdp.errors import ProtocolError
+from flowdp.machine.async_rounds import SNAPSHOT_TIMEOUT_MS, SnapshotRounds
+from flowdp.machine.epochs import Epochs
+from flowdp.options import CadenceOptions
+from flowdp.policy.cadence import Cadence
+from flowdp.protocol.commands import Average, Command, Hurry, RoundAbandoned, RoundEnded, Send
+from flowdp.protocol.messages import (
+    Averaged,
+    DataEnded,
+    Fact,
+    Outcome,
+    RequestParams,
+    SnapshotReady,
+    StartEpoch,
+    StepsDone,
+    SyncAck,
+    Throttle,
+    Tick,
+    Update,
+    Updated,
+    Work,
+)
+from flowdp.protocol.position import Position
+
+
+class Run:
+    """Two ranks and the machine between them."""
+
+    def __init__(
+        self,
+        batches: int | None = 100,
+        *,
+        epochs: int = 1,
+        groups: tuple[int, int] | None = None,
+        **options: Any,
+    ) -> None:
+        cadence = Cadence(2, CadenceOptions(**options))
+        self.machine = SnapshotRounds(Epochs(batches, epochs, None, 2, groups=groups), cadence, 2)
+        self.out: list[list[StartEpoch]] = [[], []]
+        self.now_ms = 0.0
+
+    def decide(self, *, hold: bool = False, meet: bool = False) -> list[Command]:
+        """What the machine says besides its orders, which are kept in `out`."""
+        commands = self.machine.decide(self.now_ms, hold=hold, meet=meet)
+        self.machine.check()
+        for command in commands:
+            if isinstance(command, Send) and isinstance(command.order, StartEpoch):
+                self.out[command.rank].append(command.order)
+        return [c for c in commands if not (isinstance(c, Send) and isinstance(c.order, StartEpoch))]
+
+    def take(self, fact: Fact) -> list[Command]:
+        commands = self.machine.take(fact, self.now_ms)
+        self.machine.check()
+        return commands
+
+    def trains(self, rank: int, pace_ms: float = 10.0) -> None:
+        """The rank is done with its oldest order."""
+        order = self.out[rank].pop(0)
+        steps = order.steps
+        work = Work(order.epoch, steps, 8 * steps, pace_ms * steps, 0.0, pace_ms, (8.0 * steps, 8 * steps))
+        assert self.take(StepsDone(rank, order.plan, work)) == []
+
+    def fills(self) -> list[Command]:
+        """Both ranks train until the machine asks for snapshots."""
+        for _ in range(100):
+            if said := self.decide():
+                return said
+            for rank in (0, 1):
+                if self.out[rank]:
+                    self.trains(rank)
+        raise AssertionError("no round was opened")
+
+    def snapshots(self, round: int, steps: Sequence[int]) -> list[Command]:
+        for rank, count in enumerate(steps):
+            assert self.take(SnapshotReady(rank, round, count, 8 * count)) == []
+        return self.decide()
+
+
+def requests(round: int) -> list[Command]:
+    return [Send(0, RequestParams(round)), Send(1, RequestParams(round))]
+
+
+def trained(run: Run) -> list[int]:
+    return [state.trained - state.snapshot for state in run.machine._ranks]
+
+
+def test_batches_go_out_in_small_orders_two_for_each_rank() -> None:
+    run = Run()
+    assert run.decide() == []
+    assert [[order.batches for order in orders] for orders in run.out] == [[(0,), (1,)], [(2,), (3,)]]
+    assert all(order.sync is None and order.pace is not None for orders in run.out for order in orders)
+    # One is done, one more goes out.
+    run.trains(1)
+    run.decide()
+    assert [order.batches for order in run.out[1]] == [(3,), (4,)]
+
+
+def test_orders_and_counts_are_steps_of_several_batches() -> None:
+    run = Run(groups=(2, 1))
+    run.decide()
+    assert [[order.batches for order in orders] for orders in run.out] == [[(0, 1), (2, 3)], [(4,), (5,)]]
+    # Three steps each, of twice as many batches on rank 0.
+    assert run.fills() == requests(0)
+    assert trained(run) == [3, 3]
+    assert run.machine.epochs.of(0).trained == 9
+
+
+def test_a_round_passes_through_its_three_states() -> None:
+    run = Run()
+    # Every rank has taken its count of the probe, three steps: snapshots are asked for.
+    assert run.fills() == requests(0)
+    assert trained(run) == [3, 3]
+    # Both lie there: they are averaged, with their samples as weights.
+    assert run.snapshots(0, (3, 4)) == [Average(0, (24, 32))]
+    # The mean is there: all apply it, and the schedule stands behind its seven steps.
+    run.now_ms = 50.0
+    assert run.take(Averaged(0, 2.0, (0.1, 0.2))) == [Send(0, Update(0, 7)), Send(1, Update(0, 7))]
+    assert run.machine.global_step == 7
+    # The round ends when the last one has.
+    assert run.take(Updated(1, 0)) == []
+    [record] = run.take(Updated(0, 0))
+    assert isinstance(record, RoundEnded)
+    assert (record.round, record.rounds, record.steps, record.samples) == (0, 1, (3, 4), (24, 32))
+    assert (record.global_step, record.sync_ms, record.drift, record.loss) == (7, 2.0, 0.2, 1.0)
+    assert record.busy_ms == (30.0, 30.0)
+
+
+def test_ranks_train_on_while_a_round_is_under_way() -> None:
+    run = Run()
+    run.fills()
+    assert run.snapshots(0, (3, 3)) == [Average(0, (24, 24))]
+    for _ in range(5):
+        run.trains(0)
+        run.trains(1)
+        # They get more, and no second round is opened meanwhile.
+        assert not any(isinstance(c, Send) and isinstance(c.order, RequestParams) for c in run.decide())
+    assert trained(run) == [5, 5]
+
+
+def test_who_is_too_far_ahead_gets_nothing_more() -> None:
+    run = Run(max_batch_diff=1)
+    run.decide()
+    for _ in range(2):
+        run.trains(0)
+        said = run.decide()
+    # Rank 1 has done nothing: two steps are one more than it, and the lead may be one.
+    assert said == [Send(0, Throttle("at its lead limit"))]
+    # Told once.
+    assert run.decide() == []
+    # Rank 1 moves, and rank 0 with it.
+    run.trains(1)
+    run.decide()
+    assert len(run.out[0]) == 1
+
+
+def test_the_automatic_limit_is_the_count_and_a_few_steps() -> None:
+    run = Run(batches=1000)
+    run.decide()
+    steps = 0
+    while run.out[0]:
+        run.trains(0)
+        steps += 1
+        run.decide()
+    # Three of the probe, five of overshoot.
+    assert steps == 3 + 5
+
+
+def test_at_the_end_of_the_data_all_meet_at_the_gate() -> None:
+    run = Run(batches=4)
+    assert run.decide() == []
+    # All is dealt: behind the last orders stands a blocking round.
+    assert [orders[-1].sync is not None for orders in run.out] == [True, True]
+    for rank in (0, 1):
+        run.trains(rank)
+        run.trains(rank)
+    said = run.decide()
+    assert said == []
+    assert not run.machine.is_idle
+    outcome = Outcome(0, 4, (0, 1), (2, 2), (16, 16))
+    assert run.take(SyncAck(0, outcome, Work(0, 0, 0))) == []
+    [record] = run.take(SyncAck(1, outcome, Work(0, 0, 0), sync_ms=3.0))
+    assert isinstance(record, RoundEnded)
+    assert (record.reason, record.steps, record.sync_ms) == ("meeting", (2, 2), 3.0)
+    assert run.machine.is_idle
+    assert run.machine.global_step == 4
+
+
+def test_a_wish_calls_a_hurried_meeting_and_deals_anew_what_it_cuts() -> None:
+    run = Run()
+    run.decide()
+    run.trains(0)
+    run.decide()
+    # A pause: no new batches, a blocking round, at once.
+    assert run.decide(hold=True) == [Hurry(0)]
+    assert [orders[-1].sync is not None for orders in run.out] == [True, True]
+    # Nothing more is said while it is under way.
+    assert run.decide(hold=True) == []
+    # Rank 0 was cut in its second order, rank 1 in its first.
+    outcome = Outcome(0, 1, (0, 1), (1, 0), (8, 0), pause=True, hurried=True)
+    run.take(SyncAck(0, outcome, Work(0, 0, 0)))
+    [record] = run.take(SyncAck(1, outcome, Work(0, 0, 0)))
+    assert isinstance(record, RoundEnded)
+    assert record.reason == "pause"
+    assert run.machine.is_idle
+    # The ledger has everything but batch 0 back; what goes out is a new plan.
+    ledger = run.machine.epochs.of(0)
+    assert (ledger.position, ledger.left, ledger.trained) == (1, [[], []], 1)
+    run.out = [[], []]
+    run.decide()
+    assert run.out[0][0].plan == 1
+    assert run.out[0][0].batches == (1,)
+
+
+def test_a_meeting_credits_the_order_it_cut() -> None:
+    run = Run(anchor=40, speed_hint=(0, 1.5))
+    run.decide()
+    assert len(run.out[0][0].batches) > 2
+    run.decide(meet=True)
+    outcome = Outcome(0, 2, (0, 1), (2, 0), (16, 0), hurried=True)
+    # Rank 0 did two batches of its first order.
+    run.take(SyncAck(0, outcome, Work(0, 2, 16, 20.0, 0.0, 10.0)))
+    run.take(SyncAck(1, outcome, Work(0, 0, 0)))
+    assert run.machine.epochs.of(0).trained == 2
+    assert run.machine.global_step == 2
+
+
+def test_before_the_first_step_there_is_nothing_to_meet_for() -> None:
+    run = Run()
+    assert run.decide(hold=True) == []
+    assert run.machine.is_idle
+
+
+def test_a_wish_waits_for_a_mean_that_is_being_made() -> None:
+    run = Run()
+    run.fills()
+    run.snapshots(0, (3, 3))
+    assert run.decide(meet=True) == []
+    run.take(Averaged(0, 1.0))
+    run.take(Updated(0, 0))
+    run.take(Updated(1, 0))
+    assert run.decide(meet=True) == [Hurry(1)]
+
+
+def test_a_wish_does_not_wait_for_snapshots() -> None:
+    run = Run()
+    run.fills()
+    run.take(SnapshotReady(0, 0, 3, 24))
+    assert run.decide(meet=True) == [RoundAbandoned(0, (1,)), Hurry(1)]
+
+
+def test_a_round_without_its_snapshots_is_given_up_and_the_next_waits_longer() -> None:
+    run = Run(batches=1000)
+    run.fills()
+    assert run.machine.deadline_ms() == SNAPSHOT_TIMEOUT_MS
+    # One answer comes, the other does not.
+    run.take(SnapshotReady(0, 0, 3, 24))
+    run.now_ms = SNAPSHOT_TIMEOUT_MS - 1
+    assert run.decide() == []
+    run.now_ms = SNAPSHOT_TIMEOUT_MS
+    assert run.decide() == [RoundAbandoned(0, (1,)), *requests(1)]
+    # Twice as long this time.
+    assert run.machine.deadline_ms() == 3 * SNAPSHOT_TIMEOUT_MS
+    # The late answer belongs nowhere; the steps of the first round count in the second.
+    run.take(SnapshotReady(1, 0, 3, 24))
+    assert run.decide() == []
+    assert run.snapshots(1, (3, 3)) == [Average(1, (24, 24))]
+    assert run.machine.deadline_ms() is None
+    # It came in time, so the next one waits as long as the first did.
+    run.take(Averaged(1, 1.0))
+    run.take(Updated(0, 1))
+    run.take(Updated(1, 1))
+    run.fills()
+    assert run.machine.deadline_ms() == run.now_ms + SNAPSHOT_TIMEOUT_MS
+
+
+def test_a_mean_of_a_round_that_is_gone_is_ignored() -> None:
+    run = Run()
+    assert run.take(Averaged(7, 1.0)) == []
+
+
+def test_a_fast_rank_gets_more_once_it_was_measured() -> None:
+    run = Run(batches=1000)
+    run.decide()
+    while not any(isinstance(c, Send) for c in run.decide()):
+        for rank, pace_ms in ((0, 10.0), (1, 30.0)):
+            if run.out[rank]:
+                run.trains(rank, pace_ms)
+    steps = trained(run)
+    run.snapshots(0, steps)
+    run.take(Averaged(0, 1.0))
+    run.take(Updated(0, 0))
+    run.take(Updated(1, 0))
+    assert run.machine.cadence.quotas[0] == 3 * run.machine.cadence.quotas[1]
+
+
+@pytest.mark.parametrize(
+    ("fact", "reason"),
+    [
+        (StepsDone(0, 0, Work(0, 1, 8)), "unexpected StepsDone"),
+        (Updated(0, 0), "while None is under way"),
+        (SyncAck(0, Outcome(0, 0, (0,), (0,), (0,)), Work(0, 0, 0)), "unexpected SyncAck"),
+        (Tick(), "asynchronous rounds know no Tick"),
+    ],
+)
+def test_facts_that_nobody_waits_for_are_a_bug(fact: Fact, reason: str) -> None:
+    with pytest.raises(ProtocolError, match=reason):
+        Run().take(fact)
+
+
+def test_an_answer_to_another_order_is_a_bug() -> None:
+    run = Run()
+    run.decide()
+    with pytest.raises(ProtocolError, match="the oldest order of rank 0 is"):
+        run.take(StepsDone(0, 1, Work(0, 1, 8)))
+
+
+def test_a_mean_that_nobody_made_cannot_be_applied() -> None:
+    run = Run()
+    run.fills()
+    run.snapshots(0, (3, 3))
+    run.take(Updated(0, 0))
+    with pytest.raises(ProtocolError, match="applied before it was averaged"):
+        run.take(Updated(1, 0))
+
+
+def test_ranks_that_were_told_different_outcomes_are_a_bug() -> None:
+    run = Run()
+    run.decide()
+    run.decide(hold=True)
+    run.take(SyncAck(0, Outcome(0, 0, (0, 1), (0, 0), (0, 0), stop=True), Work(0, 0, 0)))
+    with pytest.raises(ProtocolError, match="rank 1 left round 0 with another outcome"):
+        run.take(SyncAck(1, Outcome(0, 0, (0, 1), (0, 0), (0, 0)), Work(0, 0, 0)))
+
+
+def test_the_counts_are_checked() -> None:
+    run = Run()
+    run.decide()
+    run.machine._ranks[0].trained = 99
+    with pytest.raises(ProtocolError, match="counts out of order"):
+        run.machine.check()
+    run.machine._ranks[0].trained = 0
+    run.machine.epochs.of(0).dealt = 1
+    with pytest.raises(ProtocolError, match="4 batches are out"):
+        run.machine.check()
+
+
+# ---------------------------------------------------------------- epochs of unknown length
+def ends(run: Run, batches: int, epoch: int = 0) -> list[Command]:
+    """The end of the epoch is read; ranks that are told drop what never existed."""
+    end = DataEnded(epoch, batches)
+    run.machine.epochs.end(epoch, batches)
+    commands = run.machine.end(end)
+    run.machine.check()
+    for command in commands:
+        assert isinstance(command, Send)
+        assert command.order == end
+        run.out[command.rank] = [order.until(end) for order in run.out[command.rank]]
+    return commands
+
+
+def test_the_end_of_the_data_shortens_orders_that_are_out() -> None:
+    run = Run(None)
+    run.decide()
+    assert [[order.batches for order in orders] for orders in run.out] == [[(0,), (1,)], [(2,), (3,)]]
+    assert ends(run, 3) == [Send(1, DataEnded(0, 3))]
+    # Everything is out, so all meet for the last time behind it.
+    assert run.decide() == []
+    meeting = [orders.pop() for orders in run.out]
+    assert all(order.sync is not None for order in meeting)
+    for rank in (0, 0, 1, 1):  # the empty order of rank 1 is answered, too
+        run.trains(rank)
+    assert run.machine.epochs.of(0).is_complete
+
+
+def test_an_empty_order_may_be_answered_after_its_epoch() -> None:
+    run = Run(None, epochs=2)
+    run.decide()
+    ends(run, 2)
+    run.trains(0)
+    run.trains(0)
+    assert len(run.machine.epochs.ended(1.0, 1, 2)) == 1
+    run.decide()  # the next epoch goes out behind it
+    run.trains(1)
+    run.trains(1)
+    assert run.out[0][0].epoch == 1
+
+
+def test_a_run_is_not_idle_while_an_empty_order_is_out() -> None:
+    run = Run(None)
+    run.decide()
+    ends(run, 0 + 1)
+    run.trains(0)
+    run.trains(1)
+    run.trains(1)
+    run.machine._met_dealt = 1  # as after a meeting: nothing was trained since
+    assert not run.machine.is_idle
+    run.trains(0)
+    assert run.machine.is_idle
+
+
+def test_a_stop_hurries_the_last_meeting() -> None:
+    run = Run(4)
+    run.decide()
+    assert run.machine.epochs.is_exhausted
+    assert run.decide() == []
+    # The meeting waits for what is dealt; a stop does not, and says so once.
+    assert run.decide(hold=True) == [Hurry(0)]
+    assert run.decide(hold=True) == []
+
+
+# ---------------------------------------------------------------- numbers gone bad, resume
+def test_a_bad_replica_asks_for_a_meeting() -> None:
+    run = Run()
+    run.decide()
+    order = run.out[0].pop(0)
+    run.take(StepsDone(0, order.plan, Work(0, 1, 8, bad=(0, 0))))
+    assert run.machine.wants_meeting
+    assert run.decide(hold=True) == [Hurry(0)]
+    outcome = Outcome(0, 2, (0, 1), (1, 1), (0, 8), halt=True, bad=(0,))
+    assert run.take(SyncAck(0, outcome, Work(0, 0, 0))) == []
+    [record] = run.take(SyncAck(1, outcome, Work(0, 1, 8)))
+    assert isinstance(record, RoundEnded)
+    assert record.reason == "rank 0 had left the numbers"
+    assert run.machine.bad == {0: (0, 0)}
+    assert not run.machine.wants_meeting
+    assert run.machine.is_idle
+
+
+def test_a_bad_snapshot_is_not_averaged() -> None:
+    run = Run()
+    assert run.fills() == requests(0)
+    run.take(SnapshotReady(0, 0, 3, 0, bad=True))
+    run.take(SnapshotReady(1, 0, 3, 24))
+    assert run.decide() == []
+    assert run.machine.wants_meeting
+    assert run.decide(hold=True) == [RoundAbandoned(0, ()), Hurry(1)]
+
+
+def test_a_bad_snapshot_of_an_abandoned_round_says_nothing() -> None:
+    run = Run()
+    assert run.fills() == requests(0)
+    run.now_ms = SNAPSHOT_TIMEOUT_MS
+    assert run.decide() == [RoundAbandoned(0, (0, 1)), *requests(1)]
+    run.take(SnapshotReady(0, 0, 3, 0, bad=True))
+    assert not run.machine.wants_meeting
+
+
+def test_what_was_measured_goes_on() -> None:
+    run = Run()
+    run.machine.resume(Position(2, global_step=40, round=7, anchor=20, pace_ms=(5.0, 10.0)))
+    assert (run.machine.global_step, run.machine.next_round) == (40, 7)
+    assert run.machine.pace_ms == (5.0, 10.0)
+    assert run.machine.cadence.quotas == (40, 20)
+    other = Run()
+    other.machine.resume(Position(3, global_step=40, round=7, anchor=20, pace_ms=(5.0, 10.0, 10.0)))
+    assert other.machine.global_step == 40
+    assert other.machine.pace_ms == (0.0, 0.0)

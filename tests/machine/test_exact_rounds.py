@@ -1,0 +1,278 @@
+"""Rounds of one big step: given acknowledgments, whose part of which window is armed next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from flowdp.machine.epochs import Epochs
+from flowdp.machine.exact_rounds import CALIBRATION, ExactRounds
+from flowdp.protocol.commands import Command, Fail, Hurry, RoundEnded, Send
+from flowdp.protocol.messages import Outcome, Part, StartEpoch, SyncAck, SyncNow, Work
+
+Block = list[StartEpoch]
+"""One order to every rank."""
+
+
+def rounds(
+    windows: int = 100, *, world_size: int = 2, window: int = 64, last: int | None = None, **given: Any
+) -> ExactRounds:
+    epochs = Epochs(windows, given.pop("epochs", 1), None, world_size)
+    samples = (windows - 1) * window + (window if last is None else last)
+    return ExactRounds(epochs, world_size, window, samples, **given)
+
+
+def decide(machine: ExactRounds, now_ms: float = 0.0, *, hold: bool = False) -> list[Block]:
+    """The blocks that are armed; nothing else is ever said."""
+    commands = machine.decide(now_ms, hold=hold, meet=False)
+    machine.check()
+    found: list[Block] = []
+    for command in commands:
+        assert isinstance(command, Send)
+        assert isinstance(command.order, StartEpoch)
+        if command.rank == 0:
+            found.append([])
+        assert len(found[-1]) == command.rank
+        found[-1].append(command.order)
+    return found
+
+
+def sync(block: Block) -> SyncNow:
+    """The same for all ranks."""
+    first = block[0].sync
+    assert first is not None
+    assert all(order.sync == first and order.batches == block[0].batches for order in block)
+    return first
+
+
+def sizes(block: Block, index: int = 0) -> list[int]:
+    """Samples of each rank in a window of the block, which they tile."""
+    stop, found = 0, []
+    for order in block:
+        assert order.parts is not None
+        assert len(order.parts) == len(order.batches)
+        part = order.parts[index]
+        assert part.start == stop
+        stop = part.stop
+        found.append(part.samples)
+    return found
+
+
+def acks(
+    block: Block,
+    ms_per_sample: Sequence[float] = (1.0, 1.0),
+    *,
+    held: int | None = None,
+    checksums: Sequence[int | None] | None = None,
+    **wishes: bool,
+) -> list[SyncAck]:
+    """What all ranks say when so many rounds of the block were held."""
+    first = sync(block)
+    rounds_held = held or first.count
+    last = sizes(block, rounds_held - 1)
+    outcome = Outcome(
+        first.round + rounds_held - 1,
+        first.global_step + rounds_held,
+        tuple(range(len(block))),
+        tuple(int(size > 0) for size in last),
+        tuple(last),
+        compare=checksums is not None,
+        **wishes,
+    )
+    answers = []
+    for rank, order in enumerate(block):
+        assert order.parts is not None
+        samples = [part.samples for part in order.parts[:rounds_held] if part.samples]
+        busy_ms = sum(samples) * ms_per_sample[rank]
+        work = Work(order.epoch, len(samples), sum(samples), busy_ms, pace_ms=busy_ms / max(1, len(samples)))
+        checksum = None if checksums is None else checksums[rank]
+        answers.append(SyncAck(rank, outcome, work, 1.0, checksum=checksum))
+    return answers
+
+
+def settle(machine: ExactRounds, answers: list[SyncAck]) -> list[Command]:
+    said = [command for answer in answers for command in machine.take(answer, 0.0)]
+    machine.check()
+    return said
+
+
+def drained(machine: ExactRounds, ms_per_sample: Sequence[float]) -> list[Block]:
+    """All blocks that a run arms."""
+    armed = decide(machine)
+    for block in armed:
+        settle(machine, acks(block, ms_per_sample))
+        armed += decide(machine)
+    return armed
+
+
+def test_all_ranks_get_the_same_windows_and_each_its_part() -> None:
+    machine = rounds()
+    [block] = decide(machine)
+    assert [order.batches for order in block] == [(0,), (0,)]
+    assert [order.parts for order in block] == [(Part(0, 32),), (Part(32, 64),)]
+    # One step of the run, whoever takes part in it.
+    assert sync(block) == SyncNow(0, 1, 1, 0, 1)
+
+
+def test_the_first_round_measures_and_then_one_lies_ready() -> None:
+    machine = rounds()
+    [block] = decide(machine)
+    assert decide(machine) == []
+    [record] = settle(machine, acks(block))
+    assert isinstance(record, RoundEnded)
+    assert (record.global_step, record.steps, record.samples) == (1, (1, 1), (32, 32))
+    first, second = decide(machine)
+    assert [(sync(b).round, sync(b).global_step) for b in (first, second)] == [(1, 1), (2, 2)]
+
+
+def test_parts_follow_the_measured_speeds() -> None:
+    armed = drained(rounds(), (1.0, 2.5))
+    split = [sizes(block) for block in armed]
+    # The first round is not believed; three that are, and the two that were armed by then, are equal.
+    assert split[: CALIBRATION + 2] == [[32, 32]] * (CALIBRATION + 2)
+    assert all(both == [46, 18] for both in split[CALIBRATION + 2 :])
+    # Until then single rounds measure; blocks of a fifth of a second follow.
+    assert [sync(block).count for block in armed][:CALIBRATION] == [1] * CALIBRATION
+    assert {sync(block).count for block in armed[CALIBRATION + 5 : -1]} == {4}
+
+
+def test_the_first_round_is_not_believed() -> None:
+    machine = rounds()
+    [block] = decide(machine)
+    settle(machine, acks(block, (50.0, 1.0)))  # rank 0 built what the later ones find there
+    armed = decide(machine)
+    for block in armed:
+        settle(machine, acks(block, (1.0, 1.0)))
+        armed += decide(machine)
+    assert all(sizes(block) == [32, 32] for block in armed)
+
+
+def test_equal_speeds_give_equal_parts() -> None:
+    machine = rounds(world_size=3, window=64)
+    for block in drained(machine, (3.0, 3.0, 3.0)):
+        assert sorted(sizes(block)) == [21, 21, 22]
+
+
+def test_a_hint_is_believed_until_measured() -> None:
+    [block] = decide(rounds(speed_hint=(0, 3.0)))
+    assert sizes(block) == [16, 48]
+
+
+def test_fixed_shares_do_not_look_at_the_clock() -> None:
+    slow, fast = (
+        [(order.batches, order.parts) for block in drained(rounds(ratios=(0.7, 0.3)), ms) for order in block]
+        for ms in ((1.0, 1.0), (4.0, 1.0))
+    )
+    windows = [
+        {
+            (window, part)
+            for batches, parts in armed
+            for window, part in zip(batches, parts or (), strict=True)
+        }
+        for armed in (slow, fast)
+    ]
+    assert windows[0] == windows[1]
+    assert len(windows[0]) == 200
+
+
+def test_the_last_window_has_what_remains() -> None:
+    machine = rounds(3, last=5, ratios=(0.7, 0.3), epochs=2)
+    armed = drained(machine, (1.0, 1.0))
+    assert sizes(armed[0]) == [45, 19]
+    assert [(b[0].epoch, b[0].batches) for b in armed] == [(0, (0,)), (0, (1, 2)), (1, (0, 1, 2))]
+    assert sizes(armed[1], 1) == [4, 1]
+    assert machine.global_step == 6
+
+
+def test_a_rank_may_have_no_sample() -> None:
+    machine = rounds(2, world_size=3, last=1)
+    [block] = decide(machine)
+    settle(machine, acks(block, (1.0,) * 3))
+    [last] = decide(machine)
+    assert sizes(last) == [1, 0, 0]
+    [record] = settle(machine, acks(last, (1.0,) * 3, checksums=(7, 7, 7)))
+    assert isinstance(record, RoundEnded)
+    assert record.steps == (1, 0, 0)
+    # All the same the window is trained, and it was one step.
+    assert machine.global_step == 2
+    assert machine.epochs.of(0).is_complete
+
+
+def test_an_epoch_ends_with_a_comparison() -> None:
+    armed = drained(rounds(10, epochs=2), (1.0, 1.0))
+    ends = [(b[0].epoch, b[0].batches[-1]) for b in armed if sync(b).compare]
+    assert ends == [(0, 9), (1, 9)]
+
+
+@pytest.mark.parametrize(
+    ("checksums", "named"),
+    [
+        ((5, 5, 5), None),
+        ((5, 5, 6), "rank 2 "),
+        ((6, 5, 5), "rank 0 "),
+        ((5, 6, 7), "rank 1, 2 "),  # nobody has the most: rank 0's counts
+    ],
+)
+def test_who_differs_is_named(checksums: tuple[int, ...], named: str | None) -> None:
+    machine = rounds(1, world_size=3)
+    [block] = decide(machine)
+    said = settle(machine, acks(block, (1.0,) * 3, checksums=checksums))
+    failures = [command for command in said if isinstance(command, Fail)]
+    assert len(failures) == (named is not None)
+    assert all(named is not None and named in failure.error for failure in failures)
+
+
+@pytest.mark.parametrize("wish", ["stop", "pause"])
+def test_windows_of_void_rounds_are_planned_anew(wish: str) -> None:
+    machine = rounds(ratios=(0.5, 0.5))
+    [first] = decide(machine)
+    settle(machine, acks(first))
+    running, ready = decide(machine)
+    assert (running[0].batches, ready[0].batches) == ((1, 2, 3, 4, 5, 6), (7, 8, 9, 10, 11, 12))
+    # The block ends after its first round, and what lies behind it is void.
+    [record] = settle(machine, acks(running, held=1, **{wish: True}))
+    assert isinstance(record, RoundEnded)
+    assert (record.rounds, machine.global_step, machine.is_idle) == (1, 2, True)
+    again, _ = decide(machine)
+    assert again[0].batches[0] == 2
+    assert again[0].plan == running[0].plan + 1
+
+
+def test_a_round_in_progress_is_never_hurried() -> None:
+    machine = rounds(ratios=(0.5, 0.5))
+    for block in decide(machine):
+        settle(machine, acks(block))
+    decide(machine)
+    for hold in (False, True):
+        commands = machine.decide(1e9, hold=hold, meet=True)
+        assert not any(isinstance(command, Hurry) for command in commands)
+    assert machine.deadline_ms() is None
+
+
+def test_one_device_takes_whole_windows() -> None:
+    armed = drained(rounds(5, world_size=1), (1.0,))
+    assert all(sizes(block) == [64] for block in armed)
+
+
+@pytest.mark.parametrize(
+    ("window", "ratios", "most", "wanted"),
+    [
+        (64, (1, 1), (32, 32), [(1, 32), (1, 32)]),
+        (64, (3, 1), (32, 32), [(1, 32), (1, 32)]),
+        (63, (3, 1), (32, 32), [(1, 32), (1, 31)]),
+        (65, (3, 1), (32, 32), [(2, 49), (2, 16)]),
+        (65, (30, 1), (32, 32), [(2, 63), (2, 2)]),
+        (40, (3, 1), (32, 32), [(1, 30), (1, 10)]),
+        (64, (30, 1), (8, 8), [(8, 56), (8, 8)]),
+        (64, (1, 1), (32, 8), [(4, 32), (4, 32)]),
+        (1, (1, 1), (8, 8), [(1, 1), (1, 0)]),
+    ],
+)
+def test_all_ranks_make_equally_many_forwards(window, ratios, most, wanted) -> None:
+    machine = rounds(1, window=window, ratios=ratios, forwards=most)
+    [block] = decide(machine)
+    assert [(order.parts[0].forwards, order.parts[0].samples) for order in block] == wanted
+    taking = tuple(rank for rank, (_, size) in enumerate(wanted) if size)
+    assert {order.parts[0].ranks for order in block} == {taking}

@@ -1,0 +1,224 @@
+"""The gate's decision: given arrivals and directives, the one outcome."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flowdp.errors import CollectiveAborted, ProtocolError
+from flowdp.machine.gate import GateState, decide
+from flowdp.protocol.messages import Arrival, Directives, Outcome
+
+
+def arrival(rank: int, steps: int = 1, *, round: int = 0, global_step: int = 0, left: int = 0) -> Arrival:
+    return Arrival(rank, round, global_step, steps, 8 * steps, left)
+
+
+def test_the_outcome_counts_what_was_done() -> None:
+    # Rank 2 left before; rank 1 comes without a step.
+    outcome = decide(
+        {1: arrival(1, 0, round=4, global_step=10), 0: arrival(0, 3, round=4, global_step=10)},
+        Directives(),
+        world_size=3,
+        left=(2,),
+    )
+    assert outcome == Outcome(
+        round=4, global_step=13, members=(0, 1), steps=(3, 0, 0), samples=(24, 0, 0), left=(2,)
+    )
+    assert outcome.voids
+
+
+def test_an_ordinary_outcome_voids_nothing() -> None:
+    assert not decide({0: arrival(0), 1: arrival(1)}, Directives(), 2).voids
+
+
+def test_the_outcome_says_what_stands_at_the_gate() -> None:
+    outcome = decide({0: arrival(0)}, Directives(stop=True, pause=True, lr=0.1), 1)
+    assert (outcome.stop, outcome.pause, outcome.lr, outcome.hurried) == (True, True, 0.1, False)
+    assert outcome.voids
+
+
+@pytest.mark.parametrize("directives", [Directives(stop=True), Directives(pause=True)])
+def test_a_stop_and_a_pause_void_what_is_armed(directives: Directives) -> None:
+    assert decide({0: arrival(0)}, directives, 1).voids
+
+
+def test_a_learning_rate_voids_nothing() -> None:
+    assert not decide({0: arrival(0)}, Directives(lr=0.1), 1).voids
+
+
+def test_one_member_with_batches_left_makes_the_round_a_hurried_one() -> None:
+    outcome = decide({0: arrival(0, 3), 1: arrival(1, 1, left=2)}, Directives(), 2)
+    assert outcome.hurried
+    assert outcome.voids
+
+
+def together(rank: int, steps: int, *, compare: bool = False) -> Arrival:
+    return Arrival(rank, 3, 10, steps, 8 * steps, together=True, compare=compare)
+
+
+def test_steps_taken_together_are_one_step() -> None:
+    outcome = decide({rank: together(rank, steps) for rank, steps in enumerate((1, 1, 0))}, Directives(), 3)
+    assert (outcome.global_step, outcome.steps, outcome.samples) == (11, (1, 1, 0), (8, 8, 0))
+    assert decide({0: together(0, 0)}, Directives(), 1).global_step == 10
+
+
+def test_replicas_are_compared_where_an_order_says_so_and_at_a_stop() -> None:
+    assert not decide({0: together(0, 1), 1: together(1, 1)}, Directives(), 2).compare
+    assert decide({0: together(0, 1), 1: together(1, 1, compare=True)}, Directives(), 2).compare
+    assert decide({0: together(0, 1)}, Directives(stop=True), 1).compare
+    # Replicas that step on their own are not equal before the mean.
+    assert not decide({0: arrival(0)}, Directives(stop=True), 1).compare
+
+
+def test_some_together_and_some_alone() -> None:
+    with pytest.raises(ProtocolError, match="different kinds"):
+        decide({0: together(0, 1), 1: arrival(1, round=3, global_step=10)}, Directives(), 2)
+
+
+@pytest.mark.parametrize("other", [arrival(1, round=1), arrival(1, global_step=2)])
+def test_ranks_that_mean_different_rounds(other: Arrival) -> None:
+    with pytest.raises(ProtocolError, match="different rounds"):
+        decide({0: arrival(0), 1: other}, Directives(), 2)
+
+
+def test_the_last_arrival_completes_the_round() -> None:
+    gate = GateState(3)
+    # The first two wait.
+    assert gate.enter(arrival(2)) is None
+    assert gate.enter(arrival(0)) is None
+    # The third brings the outcome, and the next round is open at once.
+    outcome = gate.enter(arrival(1))
+    assert outcome is not None
+    assert outcome.members == (0, 1, 2)
+    assert gate.arrivals == {}
+    assert gate.enter(arrival(1, round=1)) is None
+
+
+def test_a_leave_completes_the_round_of_the_others() -> None:
+    gate = GateState(3)
+    gate.enter(arrival(0))
+    gate.enter(arrival(2))
+    # Rank 1 was the last one missing.
+    outcome = gate.leave(1)
+    assert outcome is not None
+    assert (outcome.members, outcome.left) == ((0, 2), (1,))
+    # The leave was told; from now on two are enough, and tell of no leave.
+    gate.enter(arrival(0, round=1))
+    outcome = gate.enter(arrival(2, round=1))
+    assert outcome is not None
+    assert outcome.left == ()
+
+
+def test_a_leave_takes_its_arrival_along() -> None:
+    gate = GateState(2)
+    gate.enter(arrival(0, 5))
+    # Rank 0 leaves while it waits: nothing is complete, and rank 1 meets alone.
+    assert gate.leave(0) is None
+    assert gate.leave(0) is None
+    outcome = gate.enter(arrival(1))
+    assert outcome is not None
+    assert (outcome.members, outcome.steps, outcome.left) == ((1,), (0, 1), (0,))
+
+
+def test_when_all_have_left_nobody_meets() -> None:
+    gate = GateState(2)
+    assert gate.leave(0) is None
+    assert gate.leave(1) is None
+    with pytest.raises(ProtocolError, match="rank 0 entered the gate after it left"):
+        gate.enter(arrival(0))
+
+
+def test_entering_twice_is_a_bug() -> None:
+    gate = GateState(2)
+    gate.enter(arrival(0))
+    with pytest.raises(ProtocolError, match="rank 0 entered round 0 twice"):
+        gate.enter(arrival(0))
+
+
+def test_an_abort_is_for_ever_and_the_first_reason_stays() -> None:
+    gate = GateState(2)
+    gate.enter(arrival(0))
+    gate.abort("rank 1 ran out of memory")
+    gate.abort("rank 0 failed, too")
+    with pytest.raises(CollectiveAborted, match="rank 1 ran out of memory"):
+        gate.enter(arrival(1))
+    # A leave completes nothing any more.
+    assert gate.leave(1) is None
+
+
+def test_a_wish_is_told_by_one_outcome_and_a_stop_by_all() -> None:
+    gate = GateState(1)
+    gate.direct(Directives(stop=True, pause=True, lr=0.1))
+    first, second = gate.enter(arrival(0)), gate.enter(arrival(0, round=1))
+    assert first is not None
+    assert second is not None
+    assert (first.stop, first.pause, first.lr) == (True, True, 0.1)
+    assert (second.stop, second.pause, second.lr) == (True, False, None)
+
+
+def test_a_learning_rate_stays_until_it_is_told() -> None:
+    gate = GateState(1)
+    gate.direct(Directives(lr=0.1))
+    # Another wish comes before any outcome: the rate still waits, the pause is as said last.
+    gate.direct(Directives(pause=True))
+    gate.direct(Directives())
+    assert gate.directives == Directives(lr=0.1)
+    # A newer rate replaces it.
+    gate.direct(Directives(lr=0.2))
+    outcome = gate.enter(arrival(0))
+    assert outcome is not None
+    assert (outcome.pause, outcome.lr) == (False, 0.2)
+    # Told: a later wish does not tell it again.
+    gate.direct(Directives(pause=True))
+    assert gate.directives == Directives(pause=True)
+
+
+def test_a_bad_replica_weighs_nothing_and_voids_what_is_armed() -> None:
+    came = {0: arrival(0, 3), 1: replace(arrival(1, 2), bad=True)}
+    outcome = decide(came, Directives(), 2)
+    assert (outcome.steps, outcome.samples, outcome.bad) == ((3, 2), (24, 0), (1,))
+    assert outcome.voids
+
+
+def test_one_that_was_left_out_before_counts_and_voids_what_is_armed() -> None:
+    came = {0: arrival(0, 3), 1: replace(arrival(1, 2), was_bad=True)}
+    outcome = decide(came, Directives(), 2)
+    assert (outcome.samples, outcome.bad) == ((24, 16), (1,))
+    assert outcome.voids
+
+
+@pytest.mark.parametrize(("late", "all_are"), [((True, True), True), ((True, False), False)])
+def test_a_round_is_late_where_all_its_members_are(late: tuple[bool, ...], all_are: bool) -> None:
+    came = {rank: replace(arrival(rank, 1), late=is_late) for rank, is_late in enumerate(late)}
+    assert decide(came, Directives(), 2).late == all_are
+
+
+@pytest.mark.parametrize(
+    ("steps", "bad", "wants", "measured"),
+    [
+        ((3, 1), (False, False), (True, True), True),
+        ((3, 1), (False, False), (True, False), True),
+        ((3, 1), (False, False), (False, False), False),
+        ((3, 0), (False, False), (True, True), False),
+        ((3, 1), (False, True), (True, True), False),
+    ],
+)
+def test_a_mean_of_one_replica_has_no_drift(
+    steps: tuple[int, ...], bad: tuple[bool, ...], wants: tuple[bool, ...], measured: bool
+) -> None:
+    came = {
+        rank: replace(arrival(rank, count), bad=bad[rank], drift=wants[rank])
+        for rank, count in enumerate(steps)
+    }
+    assert decide(came, Directives(), 2).drift == measured
+
+
+def test_a_halt_is_told_once() -> None:
+    state = GateState(1)
+    state.direct(Directives(halt=True))
+    for is_told in (True, False):
+        outcome = state.enter(arrival(0))
+        assert outcome is not None
+        assert (outcome.halt, outcome.voids) == (is_told, is_told)

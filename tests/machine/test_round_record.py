@@ -1,0 +1,66 @@
+"""Records of rounds: sums and means of what the ranks said."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from flowdp.machine.round_record import mean_loss, rebalanced, round_ended, why
+from flowdp.protocol.messages import Outcome, Work
+
+
+def test_mean_loss() -> None:
+    works = [Work(0, 1, 8, losses=(8.0, 8)), Work(0, 1, 2, losses=(12.0, 2))]
+    assert mean_loss(works) == 2.0
+    assert math.isnan(mean_loss([]))
+
+
+def test_reports_of_a_rank_are_added_up() -> None:
+    works = [
+        [Work(0, 1, 8, 5.0, 1.0, losses=(8.0, 8)), Work(0, 2, 16, 7.0, 0.5, losses=(48.0, 16))],
+        [],
+    ]
+    record = round_ended(
+        works,
+        round=3,
+        rounds=1,
+        epoch=0,
+        global_step=9,
+        steps=[2, 0],
+        samples=[16, 0],
+        lr=0.1,
+        wall_ms=20.0,
+        wait_ms=[0.0, 4.0],
+        sync_ms=1.0,
+        anchor=10,
+        drift=None,
+        reason="",
+    )
+    assert (record.steps, record.samples) == ((2, 0), (16, 0))  # of the mean, not of the reports
+    assert (record.busy_ms, record.data_ms, record.wait_ms) == ((12.0, 0.0), (1.5, 0.0), (0.0, 4.0))
+    assert record.loss == 56.0 / 24
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, ""),
+        ({"left": (1, 2), "bad": (0,), "hurried": True}, "rank 1, 2 left"),
+        ({"bad": (0,), "stop": True}, "rank 0 had left the numbers"),
+        ({"stop": True, "pause": True, "hurried": True}, "stop"),
+        ({"pause": True, "halt": True}, "pause"),
+        ({"halt": True, "hurried": True}, "halt"),
+        ({"hurried": True}, "hurried"),
+        ({"lr": 0.1}, ""),
+    ],
+)
+def test_why(fields: dict[str, object], said: str) -> None:
+    assert why(Outcome(0, 2, (0, 1), (1, 1), (8, 8), **fields)) == said  # type: ignore[arg-type]
+
+
+def test_shares_are_told_when_they_have_moved() -> None:
+    assert rebalanced((0.5, 0.5), (10, 10)) == ()
+    assert rebalanced((0.5, 0.5), (51, 50)) == ()
+    assert rebalanced((0.5, 0.5), (30, 10)) == (0.75, 0.25)
+    assert rebalanced((0.75, 0.25), (30, 0)) == (1.0, 0.0)

@@ -1,0 +1,40 @@
+"""Commands are frozen values, and every one of them is in the union that shells match on."""
+
+from __future__ import annotations
+
+import copy
+import typing
+from dataclasses import is_dataclass
+
+import pytest
+
+from flowdp.protocol import commands
+from flowdp.protocol.commands import Command, Direct, Finish, Send
+from flowdp.protocol.messages import Abort, Directives, Fact, Shutdown
+
+MEMBERS = typing.get_args(Command)
+
+
+def test_the_union_holds_every_command_once() -> None:
+    defined = {
+        v for v in vars(commands).values() if isinstance(v, type) and v.__module__ == commands.__name__
+    }
+    assert set(MEMBERS) == defined
+    assert len(MEMBERS) == len(defined)
+    assert not set(MEMBERS) & set(typing.get_args(Fact))
+
+
+@pytest.mark.parametrize("command", MEMBERS, ids=lambda command: command.__name__)
+def test_a_command_is_frozen_and_small(command: type) -> None:
+    assert is_dataclass(command)
+    assert command.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert "__slots__" in vars(command)
+    assert command.__name__ in commands.__all__
+    assert command.__doc__
+
+
+def test_equal_commands_are_equal_values() -> None:
+    assert Send(0, Shutdown()) == copy.deepcopy(Send(0, Shutdown()))
+    assert Send(0, Shutdown()) != Send(0, Abort("rank 1 failed"))
+    assert Direct(Directives()) != Direct(Directives(stop=True))
+    assert hash(Finish(None, False, 6, 1)) == hash(Finish(None, False, 6, 1))

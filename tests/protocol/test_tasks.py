@@ -1,0 +1,29 @@
+"""What is said while all ranks stand still."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from flowdp.machine.event_log import decode, encode
+from flowdp.protocol import messages, tasks
+
+
+def test_duties_are_orders_and_their_answers_are_facts() -> None:
+    for order in (tasks.Evaluate(2, 1), tasks.Capture(0, 1), tasks.Adopt(3)):
+        assert isinstance(order, messages.Order)
+        assert isinstance(order, tasks.Duty)
+    for fact in (tasks.Evaluated(0, ()), tasks.Captured(1), tasks.Adopted(2)):
+        assert isinstance(fact, messages.Fact)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [tasks.Evaluate(2, 1), tasks.Evaluated(1, ((0, 8.0, (("loss", float("inf")),)),)), tasks.Capture(4)],
+)
+def test_they_stand_in_a_story_and_cannot_be_changed(said: object) -> None:
+    assert decode(encode(said)) == said
+    assert dataclasses.is_dataclass(said)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(said, dataclasses.fields(said)[0].name, 7)

@@ -1,0 +1,164 @@
+"""Replicas of what the user gave: equal, one per device, and of the kind that the policy asks for."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flowdp.errors import OptionError
+from flowdp.replica.batch_sizes import plan_sizes
+from flowdp.replica.build import Parts, build_replicas
+from flowdp.replica.custom_step import OwnStepReplica
+from flowdp.replica.exact_replica import ExactReplica
+from flowdp.replica.replica import Replica
+
+CPU = torch.device("cpu")
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.5)
+
+
+def parts(policy: Any = "cadence", devices: int = 2, **given: Any) -> Parts:
+    options: dict[str, Any] = {
+        "model": lambda: nn.Linear(2, 2),
+        "optimizer": adam,
+        "loss": lambda model, batch: model(batch).mean(),
+        "train_step": None,
+        "policy": policy,
+        "sizes": plan_sizes(torch.ones(40, 2), 4, None, 1, policy, devices),
+        "seed": 0,
+        "precision": "32",
+        "max_grad_norm": None,
+        "schedule": (None, None, None, 2.0),
+    }
+    return Parts(**options | given)
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async", "exact"])
+def test_replicas_are_equal_and_share_nothing(policy: str) -> None:
+    made = build_replicas(parts(policy, 3), [CPU] * 3)
+    first, *others = (replica.module.weight for replica in made)
+    for weight in others:
+        assert torch.equal(weight, first)
+        assert weight.data_ptr() != first.data_ptr()
+    kind = ExactReplica if policy == "exact" else Replica
+    assert {type(replica) for replica in made} == {kind}
+    assert [replica.flat.rank for replica in made] == [0, 1, 2]
+
+
+def test_each_optimizer_has_its_replicas_parameters_and_rate() -> None:
+    for replica in build_replicas(parts(), [CPU, CPU]):
+        [optimizer] = replica.optimizers
+        assert optimizer.param_groups[0]["params"] == list(replica.module.parameters())
+        assert optimizer.param_groups[0]["lr"] == 1.0  # times the schedule's factor
+
+
+def test_an_instance_gives_its_weights_and_its_optimizer_state() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    before = model.weight.detach().clone()
+    for replica in build_replicas(parts(model=model, optimizer=optimizer), [CPU, CPU]):
+        assert torch.equal(replica.module.weight, before)
+        assert replica.module.weight is not model.weight
+        [twin] = replica.optimizers
+        assert twin.state[replica.module.weight]["step"].item() == 1
+        assert twin.state[replica.module.weight] is not optimizer.state[model.weight]
+    assert torch.equal(model.weight, before)
+
+
+def test_a_step_of_the_users_own_may_have_several_optimizers() -> None:
+    def two(params: Any) -> dict[str, torch.optim.Optimizer]:
+        first, second = params
+        return {"one": adam([first]), "two": adam([second])}
+
+    made = build_replicas(parts(optimizer=two, loss=None, train_step=lambda worker, batch: None), [CPU] * 2)
+    assert {type(replica) for replica in made} == {OwnStepReplica}
+    assert [list(replica.optimizers) for replica in made] == [["one", "two"]] * 2
+    with pytest.raises(OptionError, match="2 optimizers"):
+        build_replicas(parts(optimizer=two), [CPU] * 2)
+
+
+@pytest.mark.parametrize(("policy", "warns"), [("exact", True), ("sync", False)])
+def test_batch_norm_under_exact_is_not_that_of_the_window(
+    policy: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "flowdp"):
+        build_replicas(parts(policy, model=lambda: nn.BatchNorm1d(2)), [CPU] * 2)
+    assert (
+        any("statistics from each micro-batch, not from the window of 8" in m for m in caplog.messages)
+        == warns
+    )
+
+
+def test_batch_norm_that_is_frozen_takes_no_statistics(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
+    for replica in build_replicas(parts("exact", model=model), [CPU] * 2):
+        assert not replica.module[1].training
+        assert replica.least == 1
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_optimizer_factory_reads_the_marks_on_parameters(devices: int) -> None:
+    def by_mark(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [p], **getattr(p, "_optim", {})} for p in params], lr=0.5)
+
+    model = nn.Linear(2, 2)
+    model.weight._optim = {"lr": 0.0}
+    for replica in build_replicas(parts(model=model, optimizer=by_mark, devices=devices), [CPU] * devices):
+        [optimizer] = replica.optimizers
+        assert [group["lr"] for group in optimizer.param_groups] == [0.0, 1.0]
+
+
+class Alternating(nn.Module):
+    """Weights and biases by turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+def by_kind(model: nn.Module) -> torch.optim.Optimizer:
+    decay = {one for one in model.parameters() if one.dim() > 1}  # in another order in each process
+    rest = [one for one in model.parameters() if one.dim() == 1]
+    return torch.optim.AdamW([{"params": list(decay)}, {"params": rest, "weight_decay": 0.0}])
+
+
+@pytest.mark.parametrize("policy", ["cadence", "exact"])
+def test_each_parameter_group_lies_in_one_piece_on_every_rank(policy: str) -> None:
+    made = build_replicas(parts(policy, model=Alternating, optimizer=by_kind), [CPU, CPU])
+    made[0].flat.check_like(made[1].flat)
+    for replica in made:
+        assert replica.steps_flat
+        assert [one.dim() for one, _ in replica.flat.parameters()] == [2, 2, 1, 1]
+    for name, tensor in made[0].module.state_dict().items():
+        assert torch.equal(tensor, made[1].module.state_dict()[name])
+
+
+def test_a_step_of_the_users_own_finds_parameters_where_they_were_and_gradients_as_torch_has_them() -> None:
+    options: dict[str, Any] = {"loss": None, "train_step": lambda *_: None}
+    for replica in build_replicas(parts(model=Alternating, optimizer=by_kind, **options), [CPU, CPU]):
+        assert not replica.steps_flat
+        assert replica.gradients is None
+        assert [one.dim() for one, _ in replica.flat.parameters()] == [2, 1, 2, 1]
+        assert all(one.grad is None for one in replica.module.parameters())
+
+
+def test_an_optimizer_of_another_kind_keeps_its_parameters() -> None:
+    def adafactor(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(params)
+
+    [replica] = build_replicas(parts(devices=1, optimizer=adafactor), [CPU])
+    assert not replica.steps_flat
+    assert replica.module.weight.grad is None

@@ -1,0 +1,407 @@
+"""Runs with captured steps: the bits of eager ones, and changes that are noticed."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
+from os import environ
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import flowdp
+from flowdp.graphs.captured_step import Captured
+
+IMAGES, LABELS = torch.randn(64, 1, 6, 6), torch.randint(5, (64,))
+SCALE = 1.0
+PLANT = 20
+"""The step at which something is changed."""
+
+
+class Net(nn.Module):
+    """BatchNorm, dropout, and things that a user may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, 3)
+        self.norm = nn.BatchNorm2d(3)
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(3 * 16, 5)
+        self.register_buffer("shift", torch.zeros(1))
+        self.gain = 1.0
+        self.gains = [1.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm(self.conv(x))) * self.gain * self.gains[0] + self.shift
+        made: Tensor = self.head(self.drop(y.flatten(1)))
+        return made
+
+
+def loss_of(model: nn.Module, batch: Any) -> Any:
+    output = model(batch[0])
+    accuracy = (output.argmax(1) == batch[1]).float().mean()
+    return F.cross_entropy(output, batch[1]) * SCALE, {"accuracy": accuracy}
+
+
+class Journal:
+    """A run, and the steps in which its capture began, was void and ended."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.step = -1
+        self.events: list[tuple[int, str, str]] = []
+        self.models: list[Net] = []
+        for name in ("_void", "_end"):
+            monkeypatch.setattr(Captured, name, self._spied(name))
+
+    def _spied(self, name: str) -> Callable[..., None]:
+        original = getattr(Captured, name)
+
+        def spy(captured: Captured, text: str, **options: Any) -> None:
+            self.events.append((self.step, name, text))
+            original(captured, text, **options)
+
+        return spy
+
+    def run(
+        self,
+        capture: bool | flowdp.CaptureOptions,
+        plant: Callable[[Net], object] = lambda _: None,
+        loss: Callable[..., Any] = loss_of,
+        steps: int = 40,
+        model: Callable[[], nn.Module] = Net,
+        dataset: Any = (IMAGES, LABELS),
+        **options: Any,
+    ) -> dict[str, Tensor]:
+        """Train, and change something before step `PLANT`; returns the state of the model."""
+        torch.manual_seed(5)
+        self.models.clear()
+
+        def make() -> nn.Module:
+            self.models.append(model())
+            return self.models[-1]
+
+        def advance(step: int) -> float:
+            if step == PLANT and self.step < PLANT:
+                plant(self.models[0])
+            self.step = step
+            return 1.0
+
+        options = {"devices": ["cpu"], "policy": "sync", "lr_lambda": advance, **options}
+        self.step = -1
+        flowdp.Trainer(
+            make,
+            lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+            loss,
+            dataset=dataset,
+            batch_size=4,
+            max_steps=steps,
+            progress=False,
+            tune_process=False,
+            capture=capture,
+            **options,
+        ).fit()
+        return {name: value.clone() for name, value in self.models[0].state_dict().items()}
+
+
+@pytest.fixture
+def journal(monkeypatch: pytest.MonkeyPatch) -> Journal:
+    return Journal(monkeypatch)
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def freeze(net: Net) -> None:
+    net.head.requires_grad_(False)
+
+
+def rescale(_: Net) -> None:
+    globals()["SCALE"] = 2.0
+
+
+def hook(net: Net) -> None:
+    net.head.register_forward_hook(lambda _module, _inputs, output: output * 2)
+
+
+def other_buffer(net: Net) -> None:
+    net.shift = torch.ones(1)
+
+
+CHANGES: dict[str, tuple[Callable[[Net], object], str]] = {
+    "dropout": (lambda net: setattr(net.drop, "p", 0.6), "drop.p was 0.3, it is 0.6"),
+    "attribute": (lambda net: setattr(net, "gain", 0.5), "gain was 1.0, it is 0.5"),
+    "list": (lambda net: net.gains.__setitem__(0, 0.5), "gains"),
+    "frozen layer": (freeze, "head.weight.requires_grad was True"),
+    "eval mode": (lambda net: net.eval(), "training was True, it is False"),
+    "forward hook": (hook, "_forward_hooks"),
+    "global": (rescale, "SCALE"),
+    "momentum of BatchNorm": (lambda net: setattr(net.norm, "momentum", 0.5), "norm.momentum was 0.1"),
+    "buffer": (other_buffer, "shift"),
+    "layer": (lambda net: setattr(net, "drop", nn.Identity()), "another object"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_takes_effect_in_its_step(
+    journal: Journal, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant, told = CHANGES[name]
+    monkeypatch.setattr(f"{__name__}.SCALE", 1.0)
+    eager = journal.run(False, plant)
+    assert not journal.events
+    monkeypatch.setattr(f"{__name__}.SCALE", 1.0)
+    captured = journal.run(True, plant)
+    assert [(step, kind) for step, kind, _ in journal.events] == [(PLANT, "_void")]
+    assert told in journal.events[0][2]
+    assert equal(eager, captured)
+
+
+COUNTED = {"steps": 0}
+TICKS: Iterator[int] = iter(())
+
+
+class Counter:
+    """A step counter that no table of the step holds."""
+
+    steps = 0
+
+
+def by_python_random(model: nn.Module, batch: Any) -> Any:
+    return F.cross_entropy(model(batch[0]), batch[1]) * (1 + random.random())
+
+
+def by_the_time(model: nn.Module, batch: Any) -> Any:
+    return F.cross_entropy(model(batch[0]), batch[1]) * (time.perf_counter() % 1)
+
+
+def by_numpy(model: nn.Module, batch: Any) -> Any:
+    return F.cross_entropy(model(batch[0]), batch[1]) * float(np.random.rand())
+
+
+def by_a_counter(model: nn.Module, batch: Any) -> Any:
+    Counter.steps += 1
+    return F.cross_entropy(model(batch[0]), batch[1]) * (2 if Counter.steps > PLANT else 1)
+
+
+def by_an_iterator(model: nn.Module, batch: Any) -> Any:
+    return F.cross_entropy(model(batch[0]), batch[1]) * (2 if next(TICKS) > PLANT else 1)
+
+
+def by_a_table(model: nn.Module, batch: Any) -> Any:
+    COUNTED["steps"] += 1
+    return F.cross_entropy(model(batch[0]), batch[1]) * (2 if COUNTED["steps"] > PLANT else 1)
+
+
+@pytest.mark.parametrize("loss", [by_python_random, by_the_time, by_numpy])
+def test_numbers_that_no_fingerprint_sees_are_found_by_the_first_comparison(
+    journal: Journal, caplog: pytest.LogCaptureFixture, loss: Any
+) -> None:
+    journal.run(True, loss=loss)
+    assert [(step, kind) for step, kind, _ in journal.events] == [(3, "_end")]
+    assert "the loss differs by" in journal.events[0][2]
+    assert len([line for line in caplog.messages if "goes on eagerly, from the eager result" in line]) == 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (by_a_counter, "changes Python's state"),
+        (by_a_table, "changes Python's state"),
+        (by_an_iterator, "is an iterator"),
+    ],
+)
+def test_a_loss_that_counts_its_calls_is_not_captured(journal: Journal, loss: Any, told: str) -> None:
+    states = []
+    for capture in (False, True):
+        Counter.steps = COUNTED["steps"] = 0
+        globals()["TICKS"] = count()
+        states.append(journal.run(capture, loss=loss))
+    assert told in journal.events[-1][2]
+    assert equal(*states)
+
+
+def test_a_difference_that_comes_late_is_found_by_the_next_comparison(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loss(model: nn.Module, batch: Any) -> Any:
+        return F.cross_entropy(model(batch[0]), batch[1]) * float(environ["FLOWDP_TEST_SCALE"])
+
+    monkeypatch.setenv("FLOWDP_TEST_SCALE", "1")
+    journal.run(
+        flowdp.CaptureOptions(compare_every=7),
+        lambda _: monkeypatch.setenv("FLOWDP_TEST_SCALE", "2"),
+        loss=loss,
+    )
+    # Step 3 is the first captured one, so the 21st is step 23: the first multiple of 7 behind the change.
+    assert [(step, kind) for step, kind, _ in journal.events] == [(23, "_end")]
+
+
+class Branches(nn.Module):
+    """Has parameters that take part by the environment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(36, 5), nn.Linear(36, 5)
+
+    def forward(self, x: Tensor) -> Any:
+        made = self.first(x.flatten(1))
+        return made + 0 * self.second(x.flatten(1)) if environ["FLOWDP_TEST_SCALE"] == "2" else made
+
+
+def test_a_gradient_of_zeros_is_not_the_same_as_none(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(capture: bool | flowdp.CaptureOptions) -> dict[str, Tensor]:
+        monkeypatch.setenv("FLOWDP_TEST_SCALE", "1")
+        plant = partial(monkeypatch.setenv, "FLOWDP_TEST_SCALE", "2")
+        return journal.run(capture, lambda _: plant(), images, model=Branches)
+
+    eager, captured = run(False), run(flowdp.CaptureOptions(compare_every=1))
+    assert [(step, kind) for step, kind, _ in journal.events] == [(PLANT, "_end")]
+    assert "the gradient of 'second.weight' is there in one of them alone" in journal.events[0][2]
+    assert equal(eager, captured)
+
+
+def images(model: nn.Module, batch: Any) -> Any:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_another_shape_gets_a_graph_of_its_own_and_too_many_run_eagerly(
+    journal: Journal, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = (IMAGES[:62], LABELS[:62])  # each epoch ends by a batch of two
+    eager = journal.run(False, dataset=data, steps=120)
+    assert equal(eager, journal.run(True, dataset=data, steps=120))
+    assert equal(eager, journal.run(flowdp.CaptureOptions(graphs=1), dataset=data, steps=120))
+    assert not journal.events
+    assert len([line for line in caplog.messages if "more than 1 forms" in line]) == 1
+
+
+class Language(nn.Module):
+    """A transformer, with its weights tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.layer(self.embed(x)))
+
+
+def next_token(model: nn.Module, batch: Any) -> Any:
+    return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, 12), nn.Tanh(), nn.Linear(12, 5))
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "layers": {"model": layers},
+    "images": {"model": Net},
+    "language": {"model": Language, "loss": next_token, "dataset": torch.randint(11, (60, 6))},
+}
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async", "exact"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_2000_captured_steps_have_the_bits_of_eager_ones(journal: Journal, kind: str, policy: str) -> None:
+    options = {"policy": policy, "steps": 2000, **KINDS[kind]}
+    eager = journal.run(False, **options)
+    captured = journal.run(True, **options)
+    assert not journal.events
+    assert equal(eager, captured)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "sync", "model": layers},
+        {"policy": "exact", "partition_ratios": [0.5, 0.5]},  # with dropout, from each rank's own numbers
+        {"policy": "exact", "partition_ratios": [0.7, 0.3], "model": layers, "global_batch_size": 16},
+        {"policy": "sync", "model": layers, "gradient_accumulation_steps": 3, "max_grad_norm": 0.1},
+        {"policy": "sync", "model": layers, "precision": "bf16"},
+    ],
+)
+def test_several_ranks_have_the_bits_of_eager_ones(journal: Journal, options: dict[str, Any]) -> None:
+    options = {"devices": ["cpu", "cpu"], "steps": 60, **options}
+    eager = journal.run(False, **options)
+    captured = journal.run(True, **options)
+    assert not journal.events
+    assert equal(eager, captured)
+
+
+def test_a_teacher_that_all_ranks_read_is_left_alone_while_one_records(journal: Journal) -> None:
+    torch.manual_seed(1)
+    parts = [nn.Sequential(nn.Linear(36, 36), nn.Tanh()) for _ in range(30)]  # so that recording takes long
+    teacher = nn.Sequential(nn.Flatten(), *parts, nn.Linear(36, 5)).requires_grad_(False)
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        return F.mse_loss(model(batch[0]), teacher(batch[0]))
+
+    cadence = flowdp.CadenceOptions(anchor=4, max_anchor=8)
+    options: dict[str, Any] = {"devices": ["cpu"] * 3, "steps": 200, "model": layers, "loss": loss}
+    journal.run(True, policy="async", cadence=cadence, **options)
+    assert not journal.events
+
+
+def test_ranks_that_share_a_generator_are_captured_and_compared(journal: Journal) -> None:
+    journal.run(flowdp.CaptureOptions(compare_every=1), devices=["cpu"] * 3, steps=60)
+    assert not journal.events
+
+
+def test_a_checkpoint_goes_on_with_capture_and_without(journal: Journal, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"policy": "sync", "model": layers}
+    whole = journal.run(False, steps=48, **options)
+    for first, second in ((True, False), (False, True), (True, True)):
+        folder = tmp_path / f"{first}{second}"
+        journal.run(first, steps=24, checkpoint=folder, **options)
+        assert equal(whole, journal.run(second, steps=48, checkpoint=folder, resume=True, **options))
+    assert not journal.events
+
+
+def test_an_evaluation_runs_eagerly_and_leaves_the_graph(journal: Journal) -> None:
+    data = {"eval_dataset": (IMAGES, LABELS), "eval_step": accuracy, "model": Net, "steps": 80}
+    assert equal(journal.run(False, **data), journal.run(True, **data))
+    assert not journal.events
+
+
+def accuracy(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    assert not model.training
+    return {"accuracy": (model(batch[0]).argmax(1) == batch[1]).float().mean()}
+
+
+def test_a_run_says_that_it_is_not_captured() -> None:
+    run = flowdp.Trainer(
+        layers,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        lambda model, batch: (F.cross_entropy(model(batch[0]), batch[1]), {"x": 1.0}),
+        dataset=(IMAGES, LABELS),
+        batch_size=4,
+        max_steps=8,
+        devices=["cpu", "cpu"],
+        progress=False,
+        capture=True,
+    ).start()
+    run.join()
+    (problem,) = run.status().problems
+    assert problem.startswith("steps are not captured: the loss records a number of Python under 'x'")
+
+
+def test_an_own_step_is_refused() -> None:
+    with pytest.raises(flowdp.OptionError, match="capture records forward and backward of a loss"):
+        flowdp.Trainer(
+            layers, torch.optim.SGD, train_step=print, dataset=IMAGES, batch_size=1, epochs=1, capture=True
+        )

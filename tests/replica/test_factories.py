@@ -1,0 +1,393 @@
+"""Models, replicas and optimizers out of what the user gave."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flowdp
+from flowdp.device.streams import HostLane
+from flowdp.errors import OptionError
+from flowdp.replica.factories import (
+    build_models,
+    build_optimizers,
+    check_closure,
+    equal_start,
+    needs_closure,
+    seed_devices,
+    slow_optimizer,
+)
+
+CPU = torch.device("cpu")
+ONE = [HostLane(CPU)]
+TWO = [HostLane(CPU), HostLane(CPU)]
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+# ---------------------------------------------------------------- models
+def test_an_instance_is_copied_and_left_alone() -> None:
+    model = net().eval()
+    model(torch.randn(5, 3)).sum().backward()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    replicas = build_models(model, TWO)
+    for replica in replicas:
+        assert replica.training
+        assert all(parameter.grad is None for parameter in replica.parameters())
+        replica(torch.randn(5, 3))
+        with torch.no_grad():
+            replica[0].weight.zero_()
+    assert not model.training
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("is_factory", [False, True])
+def test_the_log_says_once_which_modes_are_trained(
+    is_factory: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def told(make: Callable[[], nn.Module]) -> list[str]:
+        caplog.clear()
+        build_models(make if is_factory else make(), TWO)
+        return caplog.messages
+
+    def frozen() -> nn.Module:
+        model = net()
+        model[1].eval()
+        return model
+
+    assert told(net) == told(frozen) == []
+    [line] = told(lambda: net().eval())
+    assert line.startswith(
+        "the model was given in eval mode, and is trained with all of its parts in training"
+    )
+    [line] = told(lambda: nn.Sequential(net().eval(), nn.Linear(1, 1)))
+    assert "parts of the model were given in eval mode, and are trained so" in line
+    assert "'0'; call model.train() first" in line
+
+
+def test_a_copy_has_the_marks_on_parameters_and_buffers() -> None:
+    model = net()
+    model[0].weight._optim = {"lr": 0.0, "like": model[2].weight}
+    model[1].running_mean._mark = [1]
+    for replica in build_models(model, TWO):
+        assert isinstance(replica, nn.Sequential)
+        assert replica[0].weight._optim == {"lr": 0.0, "like": replica[2].weight}
+        assert replica[0].weight._optim is not model[0].weight._optim
+        assert replica[1].running_mean._mark == [1]
+    model[0].weight._optim["made"] = (n for n in range(3))
+    with pytest.raises(OptionError, match=r"cannot be copied .*generator.* give a factory"):
+        build_models(model, TWO)
+
+
+def test_forms_of_a_factory() -> None:
+    seen: list[object] = []
+
+    def by_position(device: torch.device) -> nn.Module:
+        seen.append(device)
+        return net()
+
+    def by_name(width: int = 4, *, device: object = None) -> nn.Module:
+        seen.append((width, device))
+        return net()
+
+    def without(width: int = 4) -> nn.Module:
+        seen.append(width)
+        return net()
+
+    for factory in (by_position, by_name, without):
+        assert len(build_models(factory, TWO)) == 2
+    assert seen == [CPU, CPU, (4, CPU), (4, CPU), 4, 4]
+
+
+def test_a_class_is_a_factory() -> None:
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+    assert [type(module) for module in build_models(Small, TWO)] == [Small, Small]
+
+
+def test_factories_run_one_after_another_from_rank_0() -> None:
+    torch.manual_seed(3)
+    first, second = (module[0].weight.clone() for module in build_models(net, TWO))
+    torch.manual_seed(3)
+    assert torch.equal(net()[0].weight, first)
+    assert torch.equal(net()[0].weight, second)
+
+
+def test_a_factory_must_return_modules_of_its_own() -> None:
+    model = net()
+    with pytest.raises(OptionError, match="same module for rank 1"):
+        build_models(lambda: model, TWO)
+    with pytest.raises(OptionError, match="returned int for rank 0, not a module"):
+        build_models(lambda: 3, TWO)
+    with pytest.raises(OptionError, match="factory of one, not 7"):
+        build_models(7, TWO)
+
+
+def test_what_a_factory_raises_comes_out_as_it_is() -> None:
+    calls: list[int] = []
+
+    def second_fails() -> nn.Module:
+        calls.append(len(calls))
+        if len(calls) == 2:
+            raise ZeroDivisionError("no second one")
+        return net()
+
+    with pytest.raises(ZeroDivisionError, match="no second one"):
+        build_models(second_fails, TWO)
+
+
+def test_a_module_that_cannot_be_copied() -> None:
+    model = net()
+    model.handle = (n for n in range(3))
+    with pytest.raises(OptionError, match=r"cannot be copied .*TypeError.* give a factory"):
+        build_models(model, TWO)
+
+
+# ---------------------------------------------------------------- replicas
+def test_all_replicas_start_from_rank_0() -> None:
+    def factory() -> nn.Module:
+        model = net()
+        model[0].weight.requires_grad_(False)
+        model[1].running_mean.normal_()
+        return model
+
+    modules = build_models(factory, ONE * 3)
+    equal_start(modules, ONE * 3)
+    expected = modules[0].state_dict()
+    for module in modules[1:]:
+        for name, value in module.state_dict().items():
+            assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("width", "frozen", "match"),
+    [
+        (5, False, r"'0.weight' is a parameter of shape \(5, 3\).*on rank 1 and .*\(4, 3\)"),
+        (5, True, r"'0.weight' of shape \(5, 3\) on rank 1 is '0.weight' of shape \(4, 3\) on rank 0"),
+    ],
+)
+def test_replicas_that_differ(width: int, frozen: bool, match: str) -> None:
+    sizes = iter([4, width])
+
+    def factory() -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, next(sizes), bias=False), nn.Tanh(), nn.PReLU())
+        model[0].weight.requires_grad_(not frozen)
+        return model
+
+    with pytest.raises(OptionError, match=match):
+        equal_start(build_models(factory, TWO), TWO)
+
+
+def test_nothing_to_train() -> None:
+    with pytest.raises(OptionError, match="no parameter that requires grad"):
+        equal_start(build_models(lambda: net().requires_grad_(False), TWO), TWO)
+    with pytest.raises(OptionError, match="nothing to train"):
+        equal_start(build_models(nn.ReLU(), TWO), TWO)
+
+
+def test_lazy_modules() -> None:
+    with pytest.raises(OptionError, match="has no shape yet; run one batch"):
+        equal_start(build_models(nn.Sequential(nn.LazyLinear(3)), TWO), TWO)
+
+
+# ---------------------------------------------------------------- optimizers
+def groups(model: nn.Sequential) -> list[dict[str, Any]]:
+    return [
+        {"params": model[0].parameters(), "lr": 0.1},
+        {"params": model[2].parameters(), "lr": 0.02, "weight_decay": 0.5},
+    ]
+
+
+def test_an_instance_is_rebuilt_with_groups_and_state() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(groups(model), lr=1.0, betas=(0.8, 0.9))
+    model(torch.randn(6, 3)).sum().backward()
+    optimizer.step()
+    [replica] = build_models(model, ONE)
+    assert isinstance(replica, nn.Sequential)
+    [twin] = build_optimizers(optimizer, replica, model)
+
+    assert type(twin) is torch.optim.AdamW
+    assert [group["lr"] for group in twin.param_groups] == [0.1, 0.02]
+    assert [group["weight_decay"] for group in twin.param_groups] == [0.01, 0.5]
+    assert twin.param_groups[0]["betas"] == (0.8, 0.9)
+    assert twin.defaults == optimizer.defaults
+    assert twin.param_groups[1]["params"][0] is replica[2].weight
+    momentum = twin.state[replica[0].weight]["exp_avg"]
+    assert torch.equal(momentum, optimizer.state[model[0].weight]["exp_avg"])
+    assert momentum is not optimizer.state[model[0].weight]["exp_avg"]
+
+
+def test_a_factory_gets_what_requires_grad_or_the_module() -> None:
+    model = net()
+    model[0].weight.requires_grad_(False)
+    got: list[object] = []
+
+    def by_parameters(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        got.append([tuple(parameter.shape) for parameter in params])
+        return torch.optim.SGD(params, 0.1)
+
+    def by_model(model: nn.Sequential) -> torch.optim.Optimizer:
+        got.append(model)
+        return torch.optim.SGD(groups(model), 0.1)
+
+    build_optimizers(by_parameters, model, None)
+    [grouped] = build_optimizers(by_model, model, None)
+    assert len(grouped.param_groups) == 2
+    assert got == [[(4,), (4,), (4,), (1, 4), (1,)], model]
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda other: lambda params: torch.optim.SGD(other.parameters(), 0.1), "another model"),
+        (lambda other: lambda params: 3, "returned int, not a torch optimizer"),
+        (lambda other: torch.optim.SGD(other.parameters(), 0.1), "6 parameters that are not the model's"),
+    ],
+)
+def test_optimizers_of_something_else(make: Callable[[nn.Module], Any], match: str) -> None:
+    model, other = net(), net()
+    with pytest.raises(OptionError, match=match):
+        build_optimizers(make(other), build_models(model, ONE)[0], model)
+
+
+def test_an_instance_needs_its_model() -> None:
+    model = net()
+    with pytest.raises(OptionError, match="with a model factory, give an optimizer factory"):
+        build_optimizers(torch.optim.SGD(model.parameters(), 0.1), model, None)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_parameters_that_a_copy_would_lose_are_refused(register: str) -> None:
+    model = nn.Linear(2, 2)
+    handle = getattr(model.bias, register)(lambda tensor: None)
+    with pytest.raises(OptionError, match=r"parameter 'bias' has hooks.*model=make_model"):
+        build_models(model, [HostLane(torch.device("cpu"))])
+    handle.remove()
+    build_models(model, [HostLane(torch.device("cpu"))])
+
+
+@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
+def test_hooks_on_steps_that_a_rebuilt_optimizer_would_lose_are_refused(register: str) -> None:
+    model, twin = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with flowdp.setup(model, optimizer, devices=["cpu"] * 2):
+        pass
+    build_optimizers(optimizer, twin, model)  # those that setup has left there are its own
+    getattr(optimizer, register)(lambda *_: None)
+    with pytest.raises(OptionError, match=r"SGD has hooks .*lambda params"):
+        build_optimizers(optimizer, twin, model)
+
+
+def test_an_optimizer_that_cannot_be_rebuilt() -> None:
+    class Own(torch.optim.SGD):
+        def __init__(self, params: Any, wanted: Tensor) -> None:
+            super().__init__(params, lr=0.1)
+
+    model = net()
+    optimizer = Own(model.parameters(), torch.ones(1))
+    with pytest.raises(OptionError, match=r"Own cannot be rebuilt .* optimizer=lambda params: Own"):
+        build_optimizers(optimizer, build_models(model, ONE)[0], model)
+
+
+@pytest.mark.parametrize(
+    ("make", "is_slow"),
+    [
+        (lambda params: torch.optim.AdamW(params), True),
+        (lambda params: torch.optim.AdamW(params, fused=True), False),
+        (lambda params: torch.optim.SGD(params, 0.1), True),
+        (lambda params: torch.optim.LBFGS(params), False),  # knows no other way
+    ],
+)
+def test_an_optimizer_that_could_launch_less_is_named(make: Any, is_slow: bool) -> None:
+    said = slow_optimizer(make(list(nn.Linear(1, 1).parameters())))
+    assert (said is not None) is is_slow
+    assert said is None or "fused=True" in said
+
+
+def test_each_card_is_seeded_once_and_the_cpu_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+    seeded: list[tuple[torch.device, int]] = []
+
+    @contextmanager
+    def device(which: torch.device) -> Iterator[None]:
+        current.append(which)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: seeded.append((current[-1], seed)))
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    before = torch.get_rng_state()
+    seed_devices([first, CPU, second, first], 7)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [device for device, _ in seeded] == [first, second]
+    assert seeded[0][1] != seeded[1][1]
+    again, seeded[:] = seeded[:], []
+    seed_devices([first, CPU, second, first], 7)
+    assert seeded == again
+    seeded.clear()
+    seed_devices([first], 8)
+    assert seeded[0] != again[0]
+
+
+def test_recurrent_layers_get_their_chunk_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    flattened: list[int] = []
+    monkeypatch.setattr(nn.LSTM, "flatten_parameters", lambda layer: flattened.append(id(layer)))
+    modules = build_models(nn.Sequential(nn.LSTM(2, 3), nn.Linear(3, 1)), TWO)
+    flattened.clear()  # torch does so on its way, too
+    equal_start(modules, TWO)
+    assert flattened == [id(module[0]) for module in modules]
+
+
+# ---------------------------------------------------------------- what is refused
+def test_a_train_without_a_result() -> None:
+    class Silent(nn.Linear):
+        def train(self, mode: bool = True) -> Any:
+            super().train(mode)
+
+    assert [type(model) for model in build_models(lambda: Silent(2, 1), TWO)] == [Silent, Silent]
+
+
+def test_scripted_modules_are_refused() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(nn.Linear(2, 1))
+    for model in (scripted, lambda: nn.Sequential(scripted)):
+        with pytest.raises(OptionError, match=r"torch\.jit\.script or trace.* give the module"):
+            build_models(model, ONE)
+
+
+def test_modules_that_hand_out_batches_themselves_are_refused() -> None:
+    with flowdp.setup(nn.Linear(2, 1), devices=["cpu"], progress=False) as dp:
+        for model, whose in (
+            (dp, "it is a flowdp DataParallel"),
+            (lambda: nn.Sequential(dp), "its part '0' is a flowdp DataParallel"),
+            (nn.DataParallel(nn.Linear(2, 1)), "it is a torch DataParallel"),
+        ):
+            with pytest.raises(OptionError, match=f"model: {whose}, which.* give its .module"):
+                build_models(model, ONE)
+
+
+def test_which_optimizers_need_a_closure() -> None:
+    parameters = [nn.Parameter(torch.ones(1))]
+    assert needs_closure(torch.optim.LBFGS(parameters))
+    for optimizer in (torch.optim.SGD(parameters, 0.1), torch.optim.AdamW(parameters)):
+        assert not needs_closure(optimizer)
+        check_closure(optimizer)
+    with pytest.raises(
+        OptionError, match=r"optimizer: LBFGS computes the loss several times.*give train_step="
+    ):
+        check_closure(torch.optim.LBFGS(parameters))

@@ -1,0 +1,473 @@
+"""The learning rate is a function of the position in the run, on any number of devices."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    MultiplicativeLR,
+    MultiStepLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+from flowdp import CadenceOptions, Trainer, current_worker
+from flowdp.checkpoint import file as checkpoint_file
+from flowdp.errors import CheckpointError, OptionError
+from flowdp.replica.learning_rate import LearningRate, check_schedule
+
+EPOCHS, BATCHES = 3, 14
+TOTAL = EPOCHS * BATCHES
+SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
+    "step": lambda opt: StepLR(opt, 5, 0.5),
+    "cosine": lambda opt: CosineAnnealingLR(opt, TOTAL),
+    "one cycle": lambda opt: OneCycleLR(opt, 0.5, total_steps=TOTAL),
+    "sequential": lambda opt: SequentialLR(opt, [LinearLR(opt, 0.1, 1.0, 6), StepLR(opt, 4, 0.5)], [6]),
+    "lambda": lambda opt: LambdaLR(opt, lambda i: 1 / (1 + i)),
+}
+Curve = list[tuple[int, int, int, float]]  # rank, epoch, position, rate: in the order of the steps of a rank
+
+
+def sgd(lr: float = 0.1) -> SGD:
+    return SGD([nn.Parameter(torch.ones(1))], lr, momentum=0.9)
+
+
+def plain(make: Callable[[Optimizer], LRScheduler], steps: int, lr: float = 0.1) -> list[float]:
+    """What a scheduler says before each of so many steps."""
+    optimizer = sgd(lr)
+    scheduler = make(optimizer)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+# ---------------------------------------------------------------- of one replica
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("is_instance", [True, False])
+def test_positions_may_be_skipped(name: str, is_instance: bool) -> None:
+    expected = plain(SCHEDULERS[name], TOTAL)
+    mine = sgd()
+    scheduler: Any = SCHEDULERS[name]
+    if is_instance:
+        scheduler = scheduler(sgd())
+        mine.param_groups[0].update(
+            {k: v for k, v in scheduler.optimizer.param_groups[0].items() if k != "params"}
+        )
+    rate = LearningRate([mine], scheduler, "step")
+    for position in (0, 0, 3, 7, 8, 20, TOTAL - 1):
+        rate.advance(position, 0)
+        assert rate.value == pytest.approx(expected[position], rel=1e-9), position
+    rate.advance(3, 0)  # the position of a step after a hurried round may lie behind: it never goes back
+    assert rate.value == pytest.approx(expected[-1], rel=1e-9)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_factor_multiplies_what_the_scheduler_says(name: str) -> None:
+    expected = plain(SCHEDULERS[name], TOTAL)
+    rate = LearningRate([sgd()], SCHEDULERS[name], "step", factor=2.0)
+    for position in range(TOTAL):
+        rate.advance(position, 0)
+        assert rate.value == pytest.approx(2.0 * expected[position], rel=1e-9)
+
+
+MORE: dict[str, Callable[[Optimizer], LRScheduler]] = {
+    **SCHEDULERS,
+    "chained": lambda opt: ChainedScheduler([StepLR(opt, 3), LambdaLR(opt, lambda i: 1 / (1 + i))]),
+    "nested": lambda opt: SequentialLR(opt, [LinearLR(opt), MultiStepLR(opt, [3, 5])], [6]),
+    "cyclic": lambda opt: CyclicLR(opt, 0.1, 0.3, 5, scale_fn=lambda x: 0.5 ** (x - 1)),
+    "restarts": lambda opt: CosineAnnealingWarmRestarts(opt, 5, 2),
+    "multiplicative": lambda opt: MultiplicativeLR(opt, lambda i: 0.95),
+}
+
+
+def loaded(state: dict[str, Any], into: LearningRate, optimizer: Optimizer, saved: Optimizer) -> None:
+    """Restore as a checkpoint does: the optimizer's groups first."""
+    for group, theirs in zip(optimizer.param_groups, saved.state_dict()["param_groups"], strict=True):
+        group.update({name: value for name, value in theirs.items() if name != "params"})
+    into.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize("at", [0, 5, 9])
+def test_a_restored_rate_is_that_of_a_run_without_a_break(name: str, at: int) -> None:
+    whole, first, second = sgd(), sgd(), sgd(0.7)
+    uninterrupted, before, after = (LearningRate([one], MORE[name], "step") for one in (whole, first, second))
+    before.advance(at, 0)
+    uninterrupted.advance(at, 0)
+    state = checkpoint_file.plain(before.state_dict())
+    before.advance(at + 3, 0)  # what goes on is not what was saved
+    uninterrupted_then = whole.param_groups[0]["lr"]
+    loaded(state, after, second, whole)
+    assert after.value == uninterrupted_then == second.param_groups[0]["lr"]
+    for position in range(at, TOTAL, 2):
+        uninterrupted.advance(position, 0)
+        after.advance(position, 0)
+        assert second.param_groups[0]["lr"] == whole.param_groups[0]["lr"]
+        assert second.param_groups[0]["momentum"] == whole.param_groups[0]["momentum"]
+
+
+def test_a_plateau_goes_on_waiting() -> None:
+    first, second = sgd(), sgd()
+    before, after = (
+        LearningRate([one], lambda opt: ReduceLROnPlateau(opt, patience=1), "epoch")
+        for one in (first, second)
+    )
+    for epoch, loss in enumerate((1.0, 0.5, 0.6), 1):
+        before.advance(0, epoch, loss)
+    loaded(checkpoint_file.plain(before.state_dict()), after, second, first)
+    after.advance(0, 4, 0.7)  # the second bad one
+    assert after.value == pytest.approx(0.01)
+
+
+def test_a_restored_scheduler_is_not_stepped_to_catch_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+    whole = StepLR.step
+    before = LearningRate([sgd()], lambda opt: StepLR(opt, 2, 0.5), "step")
+    before.advance(20, 0)
+    after = LearningRate([sgd()], lambda opt: StepLR(opt, 2, 0.5), "step")
+    monkeypatch.setattr(StepLR, "step", lambda self, *args: (steps.append(1), whole(self, *args)))
+    after.load_state_dict(before.state_dict())
+    after.advance(21, 0)
+    assert len(steps) == 1
+
+
+class Remembering(LRScheduler):
+    """A user's own, with a list that it changes."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.seen: list[int] = []
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Tensor]:
+        self.seen.append(self.last_epoch)
+        return [0.1 / len(self.seen)]
+
+
+def test_what_is_saved_is_nobodys() -> None:
+    first, second, third = (LearningRate([sgd()], Remembering, "step") for _ in range(3))
+    first.advance(2, 0)
+    state = first.state_dict()
+    first.advance(3, 0)
+    second.load_state_dict(state)
+    second.advance(4, 0)
+    assert state["schedulers"][0]["state"]["seen"] == [0, 1, 2]
+    third.load_state_dict(state)
+    assert third.value == pytest.approx(0.1 / 3)
+
+
+def test_a_rate_that_was_set_stays_and_the_factor_of_the_world_does_not() -> None:
+    two = LearningRate([sgd()], lr_lambda=lambda step: 1.0, factor=2.0)
+    three = LearningRate([sgd()], lr_lambda=lambda step: 1.0, factor=3.0)
+    three.load_state_dict(checkpoint_file.plain(two.state_dict()))
+    assert three.value == pytest.approx(0.3)
+    two.set(0.05, 4, 0)
+    three.load_state_dict(checkpoint_file.plain(two.state_dict()))
+    for position in (4, 9):
+        three.advance(position, 0)
+        assert three.value == pytest.approx(0.05)
+    again = LearningRate([sgd()], lr_lambda=lambda step: 1.0)
+    again.load_state_dict(checkpoint_file.plain(three.state_dict()))
+    assert again.value == pytest.approx(0.05)
+
+
+def test_another_schedule_is_refused() -> None:
+    state = LearningRate([sgd()], lambda opt: StepLR(opt, 2), "step").state_dict()
+    others = {
+        "no scheduler": LearningRate([sgd()]),
+        "CosineAnnealingLR": LearningRate([sgd()], SCHEDULERS["cosine"], "step"),
+        "StepLR, StepLR": LearningRate([sgd(), sgd()], lambda opt: StepLR(opt, 2), "step"),
+    }
+    for said, other in others.items():
+        with pytest.raises(CheckpointError, match=f"the schedulers StepLR and 1 .*{said}"):
+            other.load_state_dict(state)
+
+
+def test_epochs_and_a_function() -> None:
+    by_epoch = LearningRate([sgd()], lambda opt: StepLR(opt, 1, 0.5), "epoch")
+    by_function = LearningRate([sgd()], lr_lambda=lambda step: 1 + step)
+    for position, epoch in ((0, 0), (5, 0), (7, 1), (9, 3)):
+        by_epoch.advance(position, epoch)
+        by_function.advance(position, epoch)
+        assert by_epoch.value == pytest.approx(0.1 * 0.5**epoch)
+        assert by_function.value == pytest.approx(0.1 * (1 + position))
+
+
+def test_a_plateau_is_stepped_with_the_loss_of_each_epoch() -> None:
+    rate = LearningRate([sgd()], lambda opt: ReduceLROnPlateau(opt, factor=0.1, patience=0), "epoch")
+    assert rate.waits_for_metric
+    seen = []
+    for epoch, metric in enumerate((None, 1.0, 0.5, 0.6, 0.4)):
+        rate.advance(epoch * 5, epoch, metric)
+        seen.append(rate.value)
+    assert seen == pytest.approx([0.1, 0.1, 0.1, 0.01, 0.01])
+
+
+def test_a_rate_that_is_set_scales_all_groups_and_the_scheduler_goes_on_from_it() -> None:
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = SGD([{"params": parameters[0], "lr": 0.1}, {"params": parameters[1], "lr": 0.4}])
+    rate = LearningRate([optimizer], lambda opt: StepLR(opt, 10, 0.1), "step")
+    rate.advance(9, 0)
+    rate.set(0.02, 10, 0)  # at the position where the scheduler has taken its first step: 0.01, 0.04
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.02, 0.08])
+    rate.advance(20, 0)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.002, 0.008])
+
+
+def test_a_rate_may_be_set_to_zero_and_back() -> None:
+    rate = LearningRate([sgd()], lr_lambda=lambda step: 1.0)
+    rate.set(0.0, 1, 0)
+    assert rate.value == 0.0
+    rate.set(0.3, 2, 0)
+    assert rate.value == pytest.approx(0.3)
+
+
+def test_a_rate_may_be_set_where_all_is_zero() -> None:
+    rate = LearningRate([sgd(0.0)], lr_lambda=lambda step: 1.0 if step < 5 else 0.5)
+    rate.set(0.2, 1, 0)
+    rate.advance(2, 0)
+    assert rate.value == pytest.approx(0.2)
+    rate.advance(6, 0)
+    assert rate.value == pytest.approx(0.1)
+    warm_up = LearningRate([sgd()], lambda opt: LambdaLR(opt, lambda i: float(i == 1)), "step")
+    warm_up.set(0.0, 1, 0)
+    warm_up.set(0.3, 2, 0)
+    assert warm_up.value == pytest.approx(0.3)
+
+
+def test_a_rate_in_a_tensor_stays_in_a_tensor() -> None:
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1), capturable=False)
+    rate = LearningRate([optimizer], lr_lambda=lambda step: 0.5)
+    rate.advance(1, 0)
+    assert isinstance(optimizer.param_groups[0]["lr"], Tensor)
+    assert rate.value == pytest.approx(0.05)
+
+
+# ---------------------------------------------------------------- what is refused
+OPTIMIZER = sgd()
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "unit", "lr_lambda", "match"),
+    [
+        (SCHEDULERS["step"], None, None, r"needs scheduler_unit='step' or 'epoch' \(given None\)"),
+        (SCHEDULERS["step"], "batch", None, "given 'batch'"),
+        (SCHEDULERS["step"], "step", lambda step: 1.0, "scheduler and lr_lambda both"),
+        (None, "step", None, "without a scheduler"),
+        (None, None, 0.5, "lr_lambda must be a function of the global step, not 0.5"),
+        (0.5, "step", None, "torch scheduler or a factory of one, not 0.5"),
+        (StepLR(sgd(), 5), "step", None, "made for the optimizer instance"),
+        (ReduceLROnPlateau(OPTIMIZER), "step", None, "scheduler_unit must be 'epoch'"),
+    ],
+)
+def test_schedules_that_need_a_guess(scheduler: Any, unit: Any, lr_lambda: Any, match: str) -> None:
+    with pytest.raises(OptionError, match=match):
+        check_schedule(scheduler, unit, lr_lambda, OPTIMIZER)
+
+
+@pytest.mark.parametrize(
+    ("factory", "match"),
+    [
+        (lambda opt: ReduceLROnPlateau(opt), "scheduler_unit must be 'epoch'"),
+        (lambda opt: 3, "returned 3, not a torch scheduler"),
+        (lambda opt: StepLR(sgd(), 5), "must use the optimizer that it is given"),
+    ],
+)
+def test_factories_of_something_else(factory: Any, match: str) -> None:
+    with pytest.raises(OptionError, match=match):
+        LearningRate([sgd()], factory, "step")
+
+
+# ---------------------------------------------------------------- of a run
+def curve(devices: int, policy: str, is_instance: bool = False, **options: Any) -> Curve:
+    """The rate of every step of a run of `EPOCHS` epochs of `BATCHES` batches."""
+    lock = threading.Lock()
+    steps: Curve = []
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        worker = current_worker()
+        with lock:
+            steps.append((worker.rank, worker.epoch, worker.global_step, worker.lr))
+        return F.mse_loss(model(batch), batch)
+
+    model = nn.Linear(1, 1)
+    optimizer: Any = lambda params: SGD(params, 0.1, momentum=0.9)  # noqa: E731
+    if is_instance:
+        optimizer = optimizer(model.parameters())
+        options["scheduler"] = options["scheduler"](optimizer)
+    state = Trainer(
+        model,
+        optimizer,
+        loss,
+        dataset=torch.randn(BATCHES * 2 - 1, 1),
+        batch_size=2,
+        epochs=EPOCHS,
+        devices=devices,
+        policy=policy,
+        cadence=CadenceOptions(anchor=2, max_anchor=2),
+        **options,
+    ).fit()
+    assert len(steps) == state.global_step == TOTAL
+    return steps
+
+
+def furthest(steps: Curve) -> list[tuple[int, int, float]]:
+    """(epoch, position, rate) of every step, with the furthest position that its rank had reached."""
+    reached: dict[int, int] = {}
+    found = []
+    for rank, epoch, position, rate in steps:
+        reached[rank] = max(position, reached.get(rank, 0))
+        found.append((epoch, reached[rank], rate))
+    return found
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_the_curve_is_the_same_on_any_number_of_devices(name: str, devices: int, policy: str) -> None:
+    is_instance = devices == 2
+    steps = curve(devices, policy, is_instance, scheduler=SCHEDULERS[name], scheduler_unit="step")
+    expected = plain(SCHEDULERS[name], TOTAL)
+    for _, position, rate in furthest(steps):
+        assert rate == pytest.approx(expected[position], rel=1e-9), position
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_epochs_are_counted(devices: int) -> None:
+    for rank, epoch, _, rate in curve(
+        devices, "cadence", scheduler=lambda opt: StepLR(opt, 1, 0.5), scheduler_unit="epoch"
+    ):
+        assert rate == pytest.approx(0.1 * 0.5**epoch), (rank, epoch)
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_a_plateau_hears_of_every_epoch(policy: str) -> None:
+    # A threshold that nothing reaches makes every epoch a bad one.
+    def never_good(optimizer: Optimizer) -> LRScheduler:
+        return ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=1.0)
+
+    rates: dict[int, set[float]] = {}
+    for _, epoch, _, rate in curve(2, policy, scheduler=never_good, scheduler_unit="epoch"):
+        rates.setdefault(epoch, set()).add(rate)
+    assert [sorted(rates[epoch]) for epoch in range(EPOCHS)] == [
+        [pytest.approx(0.1)],
+        [pytest.approx(0.01)],
+        [pytest.approx(0.001)],
+    ]
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_function_of_the_step_and_the_scale_of_the_world(devices: int) -> None:
+    ratio = 0.5
+    steps = curve(devices, "sync", lr_lambda=lambda step: 1 / (1 + step), lr_scale_ratio=ratio)
+    for _, _, position, rate in steps:
+        assert rate == pytest.approx(0.1 * (1 + ratio * (devices - 1)) / (1 + position))
+
+
+# ---------------------------------------------------------------- schedulers that are not torch's
+class Cosine:
+    """As those of timm: told the number of the epoch, or of the update, and silent about the other."""
+
+    def __init__(self, optimizer: Optimizer, t_initial: int, *, t_in_epochs: bool = True) -> None:
+        self.optimizer = optimizer
+        self.t_in_epochs = t_in_epochs
+        self.t_initial = t_initial
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"t_initial": self.t_initial}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.t_initial = state_dict["t_initial"]
+
+    def step(self, epoch: int, metric: float | None = None) -> None:
+        if self.t_in_epochs:
+            self._set(epoch)
+
+    def step_update(self, num_updates: int, metric: float | None = None) -> None:
+        if not self.t_in_epochs:
+            self._set(num_updates)
+
+    def _set(self, t: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.1 * (1 - t / self.t_initial)
+
+
+class Halving:
+    """The least that a scheduler is."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+        self.optimizer.param_groups[0]["lr"] /= 2
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps = state_dict["steps"]
+
+
+def rates_of(scheduler: Any, unit: Any, positions: list[tuple[int, int]]) -> list[float]:
+    rate = LearningRate([sgd()], scheduler, unit)
+    found = []
+    for position, epoch in positions:
+        rate.advance(position, epoch)
+        found.append(rate.value)
+    again = LearningRate([sgd()], scheduler, unit)
+    again.load_state_dict(rate.state_dict())
+    assert again.value == rate.value
+    return found
+
+
+def test_schedulers_of_timm_and_others_of_the_users_own() -> None:
+    steps = [(0, 0), (1, 0), (2, 1), (4, 2)]
+    epochs = rates_of(lambda opt: Cosine(opt, 4), "epoch", steps)
+    assert epochs == pytest.approx([0.1, 0.1, 0.075, 0.05])
+    updates = rates_of(lambda opt: Cosine(opt, 4, t_in_epochs=False), "step", steps)
+    assert updates == pytest.approx([0.1, 0.075, 0.05, 0.0])
+    assert rates_of(Halving, "step", steps) == pytest.approx([0.1, 0.05, 0.025, 0.00625])
+
+
+def test_an_instance_is_copied_for_each_optimizer() -> None:
+    optimizer = sgd()
+    scheduler = Cosine(optimizer, 4)
+    check_schedule(scheduler, "epoch", None, optimizer)
+    rate = LearningRate([sgd()], scheduler, "epoch")
+    rate.advance(3, 2)
+    assert rate.value == pytest.approx(0.05)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize(("unit", "right"), [("step", "epoch"), ("epoch", "step")])
+def test_a_unit_that_a_scheduler_of_timm_would_pass_over_in_silence(unit: Any, right: str) -> None:
+    with pytest.raises(OptionError, match=f"t_in_epochs={right == 'epoch'}: say scheduler_unit='{right}'"):
+        LearningRate([sgd()], lambda opt: Cosine(opt, 4, t_in_epochs=right == "epoch"), unit)
+
+
+def test_an_optimizer_that_has_no_rate() -> None:
+    """As transformers' Adafactor with relative_step."""
+    optimizer = SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
+    optimizer.param_groups[0]["lr"] = None
+    with pytest.raises(OptionError, match="SGD has no learning rate"):
+        LearningRate([optimizer])

@@ -1,0 +1,216 @@
+"""Optimizers for other parameters: what is copied of the user's, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import flowdp
+from flowdp.errors import OptionError
+from flowdp.replica.optimizer_rebuild import check_factory, rebuild
+
+DECAYED: set[int] = set()
+
+
+class Scaled(torch.optim.SGD):
+    """Multiplies all gradients by a factor that is an attribute, not an option of the groups."""
+
+    scale = 1.0
+
+    def __init__(self, params: Any, lr: float = 0.1, factor: float = 1.0) -> None:
+        super().__init__(params, lr=lr)
+        self.factor = factor
+        self.calls = {"steps": [0]}
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.factor * self.scale)
+        return super().step(closure)
+
+
+def pair() -> tuple[nn.Linear, nn.Linear]:
+    model = nn.Linear(2, 2)
+    return model, copy.deepcopy(model)
+
+
+# ---------------------------------------------------------------- attributes
+def test_attributes_are_copied() -> None:
+    model, twin = pair()
+    optimizer = Scaled(model.parameters(), factor=3.0)
+    optimizer.scale = 0.5
+    optimizer.calls["steps"].append(1)
+    made: Any = rebuild(optimizer, twin, model)
+    assert (made.factor, made.scale, made.calls) == (3.0, 0.5, {"steps": [0, 1]})
+    assert made.calls["steps"] is not optimizer.calls["steps"]
+
+
+def test_attributes_of_the_model_become_those_of_the_replica() -> None:
+    model, twin = pair()
+    model.register_buffer("mean", torch.zeros(2))
+    twin.register_buffer("mean", torch.zeros(2))
+    optimizer: Any = Scaled(model.parameters())
+    optimizer.sums = {model.weight: torch.ones(2, 2)}
+    optimizer.model, optimizer.mean, optimizer.again = model, model.mean, optimizer.step
+    made: Any = rebuild(optimizer, twin, model)
+    assert torch.equal(made.sums[twin.weight], torch.ones(2, 2))
+    assert made.model is twin
+    assert made.mean is twin.mean
+    assert made.again.__self__ is made
+
+
+def test_torchs_own_attributes_are_kept() -> None:
+    model, twin = pair()
+    made: Any = rebuild(torch.optim.LBFGS(model.parameters()), twin, model)
+    assert all(one is other for one, other in zip(made._params, twin.parameters(), strict=True))
+    fused = torch.optim.AdamW(model.parameters(), fused=True)
+    made = rebuild(fused, twin, model)
+    assert made._step_supports_amp_scaling
+
+
+class Compiled(torch.optim.SGD):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.double = torch.compile(double, backend="eager")
+        self.halve = torch.compile(self._halve, backend="eager")
+
+    def _halve(self, value: Tensor) -> Tensor:
+        return value / 2
+
+
+def double(value: Tensor) -> Tensor:
+    return value * 2
+
+
+def test_compiled_functions_of_the_class_are_the_replicas_own() -> None:
+    model, twin = pair()
+    optimizer = Compiled(model.parameters())
+    made: Any = rebuild(optimizer, twin, model)
+    assert made.halve._torchdynamo_orig_callable.__self__ is made
+    optimizer.double = torch.compile(lambda value: value * 3, backend="eager")
+    with pytest.raises(OptionError, match="the attribute 'double' of the Compiled cannot be copied"):
+        rebuild(optimizer, twin, model)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda model: (n for n in range(3)), "TypeError.*generator"),
+        (lambda model: lambda: model, "function with variables of its own"),
+        (lambda model: [partial(lambda f: lambda: f, model), lambda: model], "function with variables"),
+        (lambda model: {id(model.weight): 1}, r"has the id\(\) of a parameter"),
+    ],
+)
+def test_attributes_that_cannot_be_copied(make: Any, said: str) -> None:
+    model, twin = pair()
+    optimizer: Any = Scaled(model.parameters())
+    optimizer.extra = make(model)
+    with pytest.raises(OptionError, match=rf"the attribute 'extra' of the Scaled .*{said}.*give a factory"):
+        rebuild(optimizer, twin, model)
+
+
+def test_methods_of_its_own_are_refused_and_a_schedulers_are_not() -> None:
+    model, twin = pair()
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert "step" not in vars(rebuild(optimizer, twin, model))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.step = lambda closure=None: None
+    with pytest.raises(OptionError, match=r"SGD has a step\(\) of its own.* subclass of SGD, or .*factory"):
+        rebuild(optimizer, twin, model)
+
+
+def test_hooks_on_the_state_are_refused() -> None:
+    model, twin = pair()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.register_state_dict_post_hook(lambda *_: None)
+    with pytest.raises(OptionError, match="SGD has hooks"):
+        rebuild(optimizer, twin, model)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_run_steps_as_the_instance_does(devices: int) -> None:
+    x = torch.randn(16, 2, generator=torch.Generator().manual_seed(1)).double()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.mse_loss(model(batch[0]), batch[0])
+
+    model = nn.Linear(2, 2).double()
+    plain = copy.deepcopy(model)
+    optimizer = Scaled(model.parameters(), factor=0.25)
+    flowdp.Trainer(
+        model,
+        optimizer,
+        loss,
+        dataset=(x,),
+        batch_size=16 // devices,
+        global_batch_size=16,
+        epochs=3,
+        policy="exact",
+        devices=["cpu"] * devices,
+        progress=False,
+    ).fit()
+    own = Scaled(plain.parameters(), factor=0.25)
+    for _ in range(3):
+        own.zero_grad()
+        loss(plain, (x,)).backward()
+        own.step()
+    torch.testing.assert_close(model.weight, plain.weight, rtol=1e-12, atol=1e-12)
+
+
+# ---------------------------------------------------------------- factories
+def by_globals(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in params if id(p) in DECAYED], 0.1)
+
+
+def by_argument(params: Any, decayed: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in params if p in decayed], 0.1)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_factories_that_look_for_the_users_parameters_are_refused(
+    devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(2, 2)
+    names = {id(model.weight): "weight"}
+    monkeypatch.setitem(globals(), "DECAYED", {id(model.weight)})
+    makers: dict[Any, str] = {
+        (lambda params: torch.optim.SGD([p for p in params if id(p) in names], 0.1)): "names",
+        by_globals: "DECAYED",
+        partial(by_argument, decayed={model.weight}): "an argument",
+        (lambda params, known=tuple(names): by_argument(params, known)): "a default",
+    }
+    for make, name in makers.items():
+        trainer = flowdp.Trainer(
+            model,
+            make,
+            lambda model, batch: model(batch[0]).mean(),
+            dataset=(torch.ones(8, 2),),
+            batch_size=4,
+            epochs=1,
+            devices=["cpu"] * devices,
+            progress=False,
+        )
+        with pytest.raises(OptionError, match=rf"reads '{name}'.*model\.named_parameters"):
+            trainer.start()
+
+
+def test_other_factories_are_not_refused() -> None:
+    model = nn.Linear(2, 2)
+    lr, names = 0.1, {"weight"}
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        late.append(1)
+        return torch.optim.SGD([p for name, p in model.named_parameters() if name in names], lr)
+
+    check_factory(make, model)
+    late: list[int] = []
+    for factory in (make, torch.optim.SGD, partial(torch.optim.SGD, lr=lr), by_globals, lambda _: model):
+        check_factory(factory, model)
