@@ -52,7 +52,8 @@ class TrainedState:
         )
 
     def __repr__(self) -> str:
-        last = f", loss {format_metric(self.history[-1].loss)}" if self.history else ""
+        loss = self.history[-1].loss if self.history else None
+        last = "" if loss is None else f", loss {format_metric(loss)}"
         end = ", interrupted" if self.interrupted else ""
         return (
             f"<TrainedState: {len(self.state_dict)} tensors, {self.epochs_done} epochs, step "

@@ -255,7 +255,7 @@ def faults_of(
         replicas = run._engine.replicas
         state = run.join()
     found = witness.faults(COUNT, EPOCHS)
-    losses = [record.loss for record in state.history]
+    losses = [record.loss for record in state.history if record.loss is not None]
     if not losses[-1] < 0.7 * losses[0]:
         found.append(f"the loss did not fall: {losses}")
     if leaver is not None and not any(f"rank {leaver} left" in text for text in run.status().problems):

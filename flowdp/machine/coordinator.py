@@ -280,7 +280,7 @@ class Coordinator:
         commands += self._judge_numbers()
         if self.rounds.is_idle and self.error is None:
             commands += self._stand(now_ms)
-        self._watch_metric(commands)
+        commands += self._watch_metric(commands)
         if self.error is not None:
             return commands
         commands += self._direct()
@@ -319,15 +319,21 @@ class Coordinator:
             commands += self.standstill.decide(now_ms, self._present(), where, leaves=self._wants_stop)
         return self._failing(commands)
 
-    def _watch_metric(self, commands: Sequence[Command]) -> None:
-        """Have a scheduler see the loss of the evaluation, and no other where the run has one."""
+    def _watch_metric(self, commands: Sequence[Command]) -> list[Command]:
+        """Show a scheduler the loss of the evaluation, and no other where the run has one."""
         if not self.epochs.wait_for_metric:
-            return
+            return []
         for command in commands:
             if isinstance(command, EpochEnded):
                 metrics = command.metrics
                 is_seen = self.config.duties.eval_every is None or metrics.eval
                 self.epochs.metric = metrics.eval.get("loss", metrics.loss) if is_seen else None
+                if is_seen and self.epochs.metric is None:
+                    text = (
+                        f"epoch {metrics.epoch} has no loss, and a scheduler watches it: return it as 'loss'"
+                    )
+                    return self._failing([Fail(text, kind="option")])
+        return []
 
     def _judge_numbers(self) -> list[Command]:
         """Have replicas healed that have left the numbers, while another one is sound.

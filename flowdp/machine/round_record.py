@@ -15,10 +15,10 @@ MOVED = 0.02
 """Change of a share that is reported: quotas are whole steps, and vary by one."""
 
 
-def mean_loss(works: Sequence[Work]) -> float:
-    """Mean over the samples of several pieces of work; NaN without any."""
+def mean_loss(works: Sequence[Work]) -> float | None:
+    """Mean over the samples of several pieces of work; None without any."""
     samples = sum(work.losses[1] for work in works)
-    return math.fsum(work.losses[0] for work in works) / samples if samples else math.nan
+    return math.fsum(work.losses[0] for work in works) / samples if samples else None
 
 
 def round_ended(

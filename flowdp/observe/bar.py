@@ -138,7 +138,8 @@ def _postfix(record: RoundEnded, launch_bound: float | None) -> dict[str, str]:
     samples = sum(record.samples)
     share = " ".join(f"{100 * count / max(1, samples):.0f} %" for count in record.samples)
     rate = samples / record.wall_ms * 1e3 if record.wall_ms > 0 else 0.0
-    shown = {"loss": f"{record.loss:.3f}", "samples/s": f"{rate:,.0f}", "share": share}
+    shown = {} if record.loss is None else {"loss": f"{record.loss:.3f}"}
+    shown |= {"samples/s": f"{rate:,.0f}", "share": share}
     if launch_bound is not None and launch_bound >= BOUND:
         shown["waits to launch"] = f"{100 * launch_bound:.0f} %"
     return shown

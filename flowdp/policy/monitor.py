@@ -123,9 +123,10 @@ def judge(best: Best, monitor: Monitor, metrics: EpochMetrics, *, evaluates: boo
 
 
 def _numbers(metrics: EpochMetrics) -> dict[str, float]:
-    return {"loss": metrics.loss, **metrics.scalars, **metrics.eval}
+    loss = {} if metrics.loss is None else {"loss": metrics.loss}
+    return {**loss, **metrics.scalars, **metrics.eval}
 
 
 def _unknown(name: str, metrics: EpochMetrics) -> str:
-    known = ", ".join(map(repr, _numbers(metrics)))
+    known = ", ".join(map(repr, _numbers(metrics))) or "no numbers"
     return f"nothing in epoch {metrics.epoch} is called {name!r}, which is monitored; there are {known}"

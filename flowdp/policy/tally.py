@@ -103,7 +103,7 @@ class RankMetrics:
         data_wait_ms: Time waiting for batches.
         wait_ms: Time waiting for other ranks.
         sync_ms: Time in averaging.
-        loss: Mean over its samples, or by the weights that its losses name; NaN without any.
+        loss: Mean over its samples, or by the weights that its losses name; None without any.
         scalars: Weighted means of what it recorded.
         lr: Learning rate of the first group at its last step; 0 if it took none.
     """
@@ -114,7 +114,7 @@ class RankMetrics:
     data_wait_ms: float
     wait_ms: float
     sync_ms: float
-    loss: float
+    loss: float | None
     scalars: Mapping[str, float]
     lr: float
 
@@ -126,7 +126,8 @@ class EpochMetrics:
     Attributes:
         epoch: Which, from 0.
         epochs: Epochs of the run, or None where it ends by steps.
-        loss: Mean over the samples of all ranks, or by the weights that the losses name; NaN without any.
+        loss: Mean over the samples of all ranks, or by the weights that the losses name; None without
+            any.
         scalars: Means of what the loss recorded, by its weights, over all ranks.
         per_rank: The parts of the ranks. Shape (world_size,).
         epoch_ms: Wall time of the epoch.
@@ -149,7 +150,7 @@ class EpochMetrics:
 
     epoch: int
     epochs: int | None
-    loss: float
+    loss: float | None
     scalars: Mapping[str, float]
     per_rank: tuple[RankMetrics, ...]
     epoch_ms: float
@@ -173,8 +174,8 @@ class EpochMetrics:
             number = f"{number}/{self.epochs}".ljust(len(f"epoch {self.epochs}/{self.epochs}"))
         if not self.is_complete:
             number = f"{number.rstrip()}, a part"
-        metrics = {"loss": self.loss, **self.scalars}
-        metrics.update({f"eval {name}": value for name, value in self.eval.items()})
+        metrics = {} if self.loss is None else {"loss": self.loss}
+        metrics |= {**self.scalars, **{f"eval {name}": value for name, value in self.eval.items()}}
         return " | ".join(
             [
                 number,
@@ -353,9 +354,9 @@ def _rank_metrics(sums: RankSums) -> RankMetrics:
     )
 
 
-def _mean_loss(ranks: Sequence[RankSums]) -> float:
+def _mean_loss(ranks: Sequence[RankSums]) -> float | None:
     samples = sum(sums.losses[1] for sums in ranks)
-    return sum(sums.losses[0] for sums in ranks) / samples if samples else math.nan
+    return sum(sums.losses[0] for sums in ranks) / samples if samples else None
 
 
 def _mean_scalars(ranks: Sequence[RankSums]) -> dict[str, float]:

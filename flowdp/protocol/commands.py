@@ -99,7 +99,7 @@ class RoundEnded:
         global_step: Steps of all ranks after them.
         steps: Steps per rank. Shape (world_size,).
         samples: Samples per rank. Shape (world_size,).
-        loss: Mean over the samples; NaN without any.
+        loss: Mean over the samples; None without any.
         lr: Learning rate of the first group.
         wall_ms: From their beginning to their end.
         busy_ms: Time in steps per rank. Shape (world_size,).
@@ -123,7 +123,7 @@ class RoundEnded:
     global_step: int
     steps: tuple[int, ...]
     samples: tuple[int, ...]
-    loss: float
+    loss: float | None
     lr: float
     wall_ms: float
     busy_ms: tuple[float, ...]

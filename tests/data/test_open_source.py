@@ -70,6 +70,11 @@ def read(source: Source, epochs: int = 1, batches: int | None = None) -> list[An
     return all_taken
 
 
+def named(options: dict[str, Any]) -> str:
+    """A test's name, the same in every process: a value may have an address in its own."""
+    return " ".join(options) or "plain"
+
+
 def assert_same(ours: Any, theirs: Any) -> None:
     assert type(ours) is type(theirs)
     if isinstance(theirs, torch.Tensor):
@@ -141,7 +146,7 @@ SUBSETS = {
 
 
 @pytest.mark.parametrize("indices", SUBSETS.values(), ids=SUBSETS)
-@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"drop_last": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"drop_last": True}], ids=named)
 def test_a_subset_of_tensors_is_gathered_as_torch_reads_it(indices, options):
     whole = TensorDataset(X, Y)
     ours, plain = (opened(kind(whole, indices), **options) for kind in (Subset, Itemwise))
@@ -192,7 +197,7 @@ def mapping(samples):
         {"num_workers": 2},
         {"collate_fn": mapping, "num_workers": 1, "drop_last": True},
     ],
-    ids=str,
+    ids=named,
 )
 @pytest.mark.parametrize(
     "dataset", [Pairs(), TensorDataset(X, Y), list(Pairs())], ids=["map", "tensors", "list"]
@@ -237,7 +242,9 @@ def test_the_epochs_of_a_distributed_sampler_differ():
         assert batch[1].tolist() == list(twin)
 
 
-@pytest.mark.parametrize("loader", [{"shuffle": True}, {"shuffle": True, "generator": generator()}], ids=str)
+@pytest.mark.parametrize(
+    "loader", [{"shuffle": True}, {"shuffle": True, "generator": generator()}], ids=named
+)
 @pytest.mark.parametrize("dataset", [Pairs(), TensorDataset(X, Y)], ids=["map", "tensors"])
 def test_a_plain_random_sampler_becomes_the_seeded_order(dataset, loader):
     batches = read(opened(DataLoader(dataset, 5, **loader), seed=8), epochs=2)
@@ -374,7 +381,7 @@ class Finite(IterableDataset[Any]):
 @pytest.mark.parametrize(
     "options",
     [{}, {"drop_last": True}, {"collate_fn": mapping}, {"num_workers": 2}],
-    ids=str,
+    ids=named,
 )
 def test_an_iterable_dataset_yields_what_torch_yields(options):
     theirs = list(DataLoader(Finite(), 5, **options))

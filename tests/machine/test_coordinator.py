@@ -332,13 +332,23 @@ def test_the_deadline_is_that_of_the_rounds() -> None:
 def test_an_epoch_waits_for_the_loss_of_the_one_before() -> None:
     machine, _ = started("async", batches=2, epochs=2, wait_for_metric=True)
     # Both batches went to rank 0; it is done with the first, and the next epoch waits for the loss.
-    commands = machine.handle(StepsDone(0, 0, Work(0, 1, 8, 1.0, 0.0, 1.0)), 2.0)
+    one = Work(0, 1, 8, 1.0, 0.0, 1.0, losses=(4.0, 8))
+    commands = machine.handle(StepsDone(0, 0, one), 2.0)
     assert commands == []
     assert machine.handle(Tick(), 2.0) == []
-    commands = machine.handle(StepsDone(0, 0, Work(0, 1, 8, 1.0, 0.0, 1.0)), 3.0)
+    commands = machine.handle(StepsDone(0, 0, one), 3.0)
     assert [type(command) for command in commands[:1]] == [EpochEnded]
     # The loss is there: the second epoch is dealt.
-    assert orders(commands)[0].epoch == 1
+    assert (orders(commands)[0].epoch, orders(commands)[0].metric) == (1, 0.5)
+
+
+def test_a_scheduler_that_waits_for_a_loss_needs_one() -> None:
+    machine, _ = started("async", batches=2, epochs=2, wait_for_metric=True)
+    for now_ms in (2.0, 3.0):
+        commands = machine.handle(StepsDone(0, 0, Work(0, 1, 8, 1.0, 0.0, 1.0)), now_ms)
+    [failure] = [command for command in commands if isinstance(command, Fail)]
+    assert failure.kind == "option"
+    assert machine.life is Life.FAILING
 
 
 def test_a_rank_without_batches_is_told_so() -> None:

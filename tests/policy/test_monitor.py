@@ -14,7 +14,7 @@ from flowdp.policy.monitor import Best, Monitor, Verdict, judge, number_of
 from flowdp.policy.tally import EpochMetrics, Tally
 
 
-def epoch(number: int, loss: float = math.nan, **fields: object) -> EpochMetrics:
+def epoch(number: int, loss: float | None = None, **fields: object) -> EpochMetrics:
     return replace(Tally(number, 1).result(1.0, 1, number, None), loss=loss, **fields)
 
 
@@ -103,6 +103,8 @@ def test_an_unknown_name_is_an_error_that_lists_what_there_is():
     assert verdict.error == (
         "nothing in epoch 2 is called 'acuracy', which is monitored; there are 'loss', 'accuracy'"
     )
+    silent = judge(Best(), Monitor("loss", "min"), epoch(0), evaluates=False)[1]
+    assert silent.error == "nothing in epoch 0 is called 'loss', which is monitored; there are no numbers"
     # With an evaluation to come it may still be one of its names.
     assert judge(best, monitor, metrics, evaluates=True) == (best, Verdict())
     evaluated = replace(metrics, eval={"f1": 0.3})

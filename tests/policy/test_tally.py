@@ -68,7 +68,9 @@ def test_it_prints_as_one_line(metrics):
 
 def test_an_epoch_without_work_has_no_loss_and_divides_by_nothing():
     empty = result(Tally(0, 2), 0.0)
-    assert math.isnan(empty.loss)
+    assert empty.loss is None
+    assert empty == result(Tally(0, 2), 0.0)
+    assert "loss" not in str(empty)
     assert (empty.share, empty.throughput, empty.efficiency, empty.lr) == ((0.0, 0.0), (0.0, 0.0), 0.0, 0.0)
     assert (empty.rounds, empty.divergence, empty.scalars) == (0, None, {})
 
