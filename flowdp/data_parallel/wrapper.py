@@ -46,7 +46,7 @@ from flowdp.device.compiled import make_room
 from flowdp.device.copies import move
 from flowdp.device.cores import open_pools
 from flowdp.device.discovery import resolve_devices
-from flowdp.device.dispatch import prepare_torch
+from flowdp.device.dispatch import prepared_torch
 from flowdp.device.process_tuning import ProcessTuning, as_tuning, tuned_process
 from flowdp.device.streams import open_lanes
 from flowdp.engine.active_runs import check_free
@@ -234,7 +234,7 @@ class DataParallel(AliasModule):
         self._peers: Peers | None = None
         with ExitStack() as stack:
             if self.world_size > 1:
-                prepare_torch()
+                stack.enter_context(prepared_torch())
                 make_room(self.world_size)
                 stack.enter_context(tuned_process(tuning))
                 # Where shares follow measured speed, too, the order of sums is free.

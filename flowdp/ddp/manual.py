@@ -28,7 +28,7 @@ from flowdp.device.compiled import FirstCalls, make_room
 from flowdp.device.copies import carry
 from flowdp.device.cores import open_pools
 from flowdp.device.discovery import resolve_devices
-from flowdp.device.dispatch import prepare_torch
+from flowdp.device.dispatch import prepared_torch
 from flowdp.device.openmp import set_own_threads
 from flowdp.device.process_tuning import ProcessTuning, tuned_process
 from flowdp.device.streams import open_lanes
@@ -100,7 +100,7 @@ class Ddp:
         self._nccl = self._open_nccl(backend) if len(models) > 1 else None
         with ExitStack() as stack:
             if len(models) > 1:
-                prepare_torch()
+                stack.enter_context(prepared_torch())
                 make_room(len(models))
                 if self._kinds == {"cpu"}:
                     stack.enter_context(tuned_process(ProcessTuning()))

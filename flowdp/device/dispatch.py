@@ -8,32 +8,47 @@ The process then dies by a segmentation fault at any later use.
 
 In a forked process whose parent has differentiated, the first thread that comes to autograd throws the
 parent's engine away and makes another. A second thread may be in it by then: a segmentation fault, too. See
-`prepare_torch`.
+`prepared_torch`.
 
-Whether a mode is entered, torch notes in flags of the process; each mode puts back at its end what it found.
-Of two threads the second finds the first one's flag, and puts it back when both are out; then torch.compile
-may leave models as they are for as long as the process lives: see `RankMode`.
+Whether a mode is entered, torch notes in flags of the process, though modes belong to a thread; each mode
+puts back at its end what it found. Of two threads whose modes overlap, the second finds the first one's flag,
+and puts it back when both are out: the flag stays. For torch.compile of torch 2.8 that is a reason to leave a
+function uncompiled for as long as the process lives; that of 2.13 looks at the thread's own modes, unless
+`inline_torch_dispatch_torch_compile` is off. So modes of ranks leave the flags alone (`RankMode`), and what
+modes of torch and of the user leave behind is corrected (`correct_mode_flags`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch.autograd.variable import Variable
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["RankMode", "make_operators", "prepare_torch"]
+__all__ = ["RankMode", "correct_mode_flags", "make_operators", "prepared_torch"]
+
+FLAGS: dict[str, Callable[[Any], bool]] = {
+    "_is_in_torch_dispatch_mode": lambda _: True,
+    "_is_in_non_infra_torch_dispatch_mode": lambda mode: not mode.is_infra_mode(),
+    "_is_in_any_mode_without_ignore_compile_internals": lambda mode: not mode.ignore_compile_internals(),
+}
+"""The modes for which each flag is set. The last one came after torch 2.8."""
 
 
-def prepare_torch() -> None:
-    """Make what torch would make at its first use, in several threads at once.
+@contextmanager
+def prepared_torch() -> Iterator[None]:
+    """Torch, made ready for several threads, and its flags of modes corrected when they have ended.
+
+    Objects that torch makes at their first use are made now: several threads would make them at once.
 
     Threads:
-        The one that starts the workers, before they exist.
+        Entered by the one that starts the workers, before they exist; left by any, when they have ended.
 
     Source:
         torch 2.13, `PythonEngine::get_python_engine`, which any question to the engine comes to.
@@ -41,6 +56,10 @@ def prepare_torch() -> None:
     with _preparing:
         make_operators()
         Variable._execution_engine.is_checkpoint_valid()
+    try:
+        yield
+    finally:
+        correct_mode_flags()
 
 
 _preparing = threading.Lock()
@@ -72,40 +91,51 @@ def make_operators() -> int:
 class RankMode(TorchDispatchMode):
     """A mode that the threads of several ranks may be in at once, each in one of its own.
 
-    Torch's flags are set while any of them is in one, and are what they were before when the last has left.
+    It leaves torch's flags of the process as they are, so that modes of other threads find nothing of it
+    there. It sets the flag of its thread, by which guards of compiled code look at modes.
 
     Source:
         torch 2.13, `TorchDispatchMode.__enter__` and `__exit__`.
     """
-
-    _lock = threading.Lock()
-    _inside = 0
-    _before: dict[str, Any]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Any:
         """Enter it, in this thread."""
-        with RankMode._lock:
-            mode = super().__enter__()  # type: ignore[no-untyped-call]
-            if RankMode._inside == 0:
-                RankMode._before = {name: flags[-1] for name, flags in self._flags().items()}
-            RankMode._inside += 1
-        return mode
+        _python_dispatch._push_mode(self)
+        _tell_guards(_modes())
+        return self
 
     def __exit__(self, *error: object) -> None:
         """Leave it, in the same thread."""
-        with RankMode._lock:
-            RankMode._inside -= 1
-            for name, flags in self._flags().items():
-                flags[-1] = RankMode._inside > 0 or RankMode._before[name]
-            super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _python_dispatch._pop_mode()
+        _tell_guards(_modes())
 
-    def _flags(self) -> dict[str, deque[Any]]:
-        """The flags that torch has found at each entrance, and puts back."""
-        return {
-            name: flags
-            for name, flags in vars(self).items()
-            if name.startswith("old_") and isinstance(flags, deque)
-        }
+
+def correct_mode_flags() -> None:
+    """Set torch's flags of entered modes to what is true of the calling thread.
+
+    Modes that are entered in other threads put back what they found all the same: call it again behind them.
+
+    Source:
+        torch 2.13, `TorchDispatchMode.__enter__`.
+    """
+    modes = _modes()
+    others = [mode for mode in modes if not isinstance(mode, RankMode)]
+    for name, counts in FLAGS.items():
+        if hasattr(_python_dispatch, name):
+            setattr(_python_dispatch, name, any(map(counts, others)))
+    _tell_guards(modes)
+
+
+def _modes() -> list[TorchDispatchMode]:
+    """The modes that the calling thread has entered."""
+    return _python_dispatch._get_current_dispatch_mode_stack()
+
+
+def _tell_guards(modes: list[TorchDispatchMode]) -> None:
+    """Set the flag of the calling thread that makes guards of compiled code look at modes."""
+    tell = getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
+    if tell is not None:
+        tell(any(not mode.ignore_compile_internals() for mode in modes))

@@ -21,7 +21,7 @@ from flowdp.data.open_feeds import open_feeds
 from flowdp.data.source import Source
 from flowdp.device.compiled import make_room
 from flowdp.device.cores import open_pools
-from flowdp.device.dispatch import prepare_torch
+from flowdp.device.dispatch import prepared_torch
 from flowdp.device.process_tuning import ProcessTuning, tuned_process
 from flowdp.engine import active_runs
 from flowdp.engine.coordinator_thread import CoordinatorShell
@@ -239,7 +239,7 @@ class Engine:
             The user's; it gives its OpenMP pool back.
         """
         if len(self.workers) > 1:
-            prepare_torch()
+            self._settings.enter_context(prepared_torch())
         self._settings.enter_context(tuned_process(self._tuning))
         if self.care.evaluator is not None:
             self.care.evaluator.start(wake=self._wake_evaluation, failed=self._data_failed)

@@ -376,7 +376,7 @@ def _swap(
 
 
 class _Recording(RankMode):
-    """Around torch's tracing modes: keeps their flags right among threads, and sees each operation."""
+    """Around torch's tracing modes: sees each operation."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

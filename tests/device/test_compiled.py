@@ -4,6 +4,8 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch._dynamo
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
+from torch.utils import _python_dispatch
 
 import flowdp
 from flowdp.device.compiled import (
@@ -22,6 +25,7 @@ from flowdp.device.compiled import (
     make_room,
     uses_compile,
 )
+from flowdp.device.dispatch import FLAGS, RankMode
 from flowdp.modules.copying import copy_module
 from flowdp.threads.crew import Crew
 
@@ -343,6 +347,53 @@ def test_first_calls_take_turns(backend: Backend) -> None:
             assert not entered.is_set()
     thread.join(10)
     assert entered.is_set()
+
+
+class Silent(RankMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+by_either_rule = pytest.mark.parametrize("by_stack", [True, False])
+"""Whether dynamo looks at the thread's modes, or, as that of torch 2.8, at flags of the process."""
+
+
+@by_either_rule
+def test_a_rank_compiles_beside_one_in_a_mode(backend: Backend, by_stack: bool) -> None:
+    net = torch.compile(Net(), backend=backend)
+    crew = Crew(["beside"])
+    with closing(crew), torch._dynamo.config.patch(inline_torch_dispatch_torch_compile=by_stack):
+        mode = Silent()
+        crew.run([mode.__enter__])
+        net(X[:3])
+        crew.run([partial(mode.__exit__, None, None, None)])
+    assert backend.calls == 1
+
+
+@by_either_rule
+def test_a_flag_that_was_left_set_does_not_keep_a_rank_from_compiling(
+    backend: Backend, by_stack: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in FLAGS:
+        monkeypatch.setattr(_python_dispatch, name, True)
+    net = torch.compile(Net(), backend=backend)
+    with (
+        torch._dynamo.config.patch(inline_torch_dispatch_torch_compile=by_stack),
+        FirstCalls(net).turn(3),
+    ):
+        net(X[:3])
+    assert backend.calls == 1
+
+
+def test_what_is_compiled_does_not_run_past_a_mode(backend: Backend) -> None:
+    """Guards would take no notice of a mode that they are not told of."""
+    net = torch.compile(Net(), backend=backend)
+    net(X[:3])
+    with Silent():
+        with Silent():
+            net(X[:3])
+        net(X[:3])
+    assert backend.calls == 1
 
 
 def test_a_process_in_which_something_was_compiled_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
