@@ -8,7 +8,7 @@ the result and gives nothing; it is left out, not multiplied by 0, for 0 times N
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -27,6 +27,7 @@ __all__ = [
     "Collective",
     "Judge",
     "Reading",
+    "add_weighted",
     "arithmetic",
     "is_held",
     "relative_drift",
@@ -152,6 +153,17 @@ class Collective(Protocol):
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which parameters of a dtype are averaged: their own, float32 at least."""
     return dtype if dtype.itemsize >= 4 else torch.float32
+
+
+def add_weighted(total: Tensor, others: Iterable[Tensor], weights: Sequence[float | Tensor]) -> None:
+    """Multiply a tensor by the first weight and add the others, each times its own, in their order."""
+    first, *rest = weights
+    total.mul_(first)
+    for other, weight in zip(others, rest, strict=True):
+        if isinstance(weight, Tensor):
+            total.addcmul_(other, weight)
+        else:
+            total.add_(other, alpha=weight)
 
 
 def relative_drift(square: float, mean_square: float) -> float:
@@ -317,15 +329,9 @@ class BlockMean:
         givers: Sequence[int],
         shares: _Shares,
     ) -> None:
-        mean = self._room(torch.float64, 0, sources[0])
-        first, *others = shares.of_all(torch.float64)
-        mean.copy_(sources[givers[0]]).mul_(first)
-        for giver, share in zip(givers[1:], others, strict=True):
-            source = self._near(torch.float64, giver, sources)
-            if isinstance(share, Tensor):
-                mean.addcmul_(source, share)
-            else:
-                mean.add_(source, alpha=share)
+        mean = self._room(torch.float64, 0, sources[0]).copy_(sources[givers[0]])
+        others = (self._near(torch.float64, giver, sources) for giver in givers[1:])
+        add_weighted(mean, others, shares.of_all(torch.float64))
         _spread(mean, targets)
 
     def _maximum(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

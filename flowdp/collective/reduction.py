@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowdp.collective.base import BLOCK, CUDA_BLOCK, arithmetic
+from flowdp.collective.base import BLOCK, CUDA_BLOCK, add_weighted, arithmetic
 
 __all__ = ["Op", "flat_view", "reduce_all"]
 
@@ -56,10 +56,12 @@ def _reduce(blocks: Sequence[Tensor], op: Op, shares: Sequence[float] | None) ->
     else:
         if total.dtype.is_floating_point:
             total = total.to(arithmetic(total.dtype))
+        others = (blocks[giver].to(total.device) for giver in givers[1:])
         if shares is not None:
-            total.mul_(shares[givers[0]])
-        for giver in givers[1:]:
-            total.add_(blocks[giver].to(total.device), alpha=1 if shares is None else shares[giver])
+            add_weighted(total, others, [shares[giver] for giver in givers])
+        else:
+            for other in others:
+                total.add_(other)
         if op == "mean":
             total.div_(len(blocks))
     for block in blocks:

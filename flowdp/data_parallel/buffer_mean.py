@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from flowdp.collective.base import add_weighted
 from flowdp.data_parallel.replicas import Peers
 from flowdp.device.copies import carry
 
@@ -28,14 +29,13 @@ def average_buffers(peers: Peers, samples: Sequence[int]) -> None:
     givers = [rank for rank, count in enumerate(samples) if count]
     if not givers or givers == [0]:
         return
-    whole = sum(samples)
+    shares = [samples[rank] / sum(samples) for rank in givers]
     columns = zip(*(carry(peers.buffers(rank), peers.devices[0]) for rank in givers), strict=True)
     for own, column in zip(peers.buffers(0), columns, strict=True):
         if own.is_floating_point() or own.is_complex():
-            shares = (samples[rank] / whole for rank in givers)
-            mean = torch.zeros_like(own, dtype=torch.complex128 if own.is_complex() else torch.float64)
-            for share, buffer in zip(shares, column, strict=True):
-                mean.add_(buffer, alpha=share)
+            wide = torch.complex128 if own.is_complex() else torch.float64
+            mean = column[0].to(wide, copy=True)
+            add_weighted(mean, column[1:], shares)
             own.copy_(mean)
         else:
             own.copy_(torch.stack(column).amax(0))
