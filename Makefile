@@ -1,10 +1,12 @@
 # Every verb needs nothing but python3 (>= 3.11) with venv and pip: the first call builds .venv.
 #   make test ARGS="-k gate"      extra arguments for the program behind a verb
+#   make test WORKERS=2           so many tests at a time; else one for each core that may be used
 #   make test PYTHON=python3.12   the interpreter that builds .venv
 
 PYTHON ?= python3
 SEEDS  ?= 2000
 SOAK_SECONDS ?= 600
+WORKERS ?= auto
 ARGS   ?=
 
 VENV    := .venv
@@ -12,9 +14,15 @@ RUN     := $(VENV)/bin/python
 STAMP   := $(VENV)/.installed
 PIP     := $(RUN) -m pip --disable-pip-version-check -qq
 BENCHES := $(subst /,.,$(basename $(filter-out %/__init__.py,$(wildcard bench/micro/*.py bench/end_to_end/*.py))))
+# A test is a process's work from its first line to its last, and a process runs one at a time: no test shares
+# threads, ports or folders with another. Stealing keeps the tests of a file together, and no process idle.
+PYTEST  := $(RUN) -m pytest -n $(WORKERS) --dist worksteal
+QUICK   := tests/policy tests/protocol tests/machine tests/threads tests/test_doors.py
+# `make check test` runs the contract tests once.
+CHECKED := $(if $(filter check,$(MAKECMDGOALS)),--ignore=tests/contract)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check sim soak bench gpu
+.PHONY: help demo test test-fast check sizes sim soak bench gpu
 
 help:
 	@sed -n 's/^## //p' $(firstword $(MAKEFILE_LIST))
@@ -23,9 +31,13 @@ help:
 demo: $(STAMP)
 	@$(RUN) examples/demo.py $(ARGS)
 
-## make test     all tests
+## make test     all tests, as many at a time as there are cores
 test: $(STAMP)
-	@$(RUN) -m pytest $(ARGS)
+	@$(PYTEST) $(CHECKED) $(ARGS)
+
+## make test-fast  what decides, the contract tests, and a run through each door: under a minute
+test-fast: $(STAMP)
+	@$(PYTEST) $(QUICK) $(if $(CHECKED),,tests/contract) $(ARGS)
 
 ## make check    format, lint, types and the contract tests: what a commit must pass
 check: $(STAMP)
@@ -33,6 +45,10 @@ check: $(STAMP)
 	@$(RUN) -m ruff check .
 	@$(RUN) -m mypy
 	@$(RUN) -m pytest tests/contract
+
+## make sizes    the longest modules and functions
+sizes:
+	@$(PYTHON) -m bench.sizes $(ARGS)
 
 ## make sim      random virtual clusters; SEEDS=100000 for a night
 sim: $(STAMP)

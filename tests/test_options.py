@@ -20,14 +20,6 @@ from flowdp.options import (
 )
 
 
-def test_the_defaults_are_allowed() -> None:
-    options = CadenceOptions()
-    assert (options.anchor, options.overhead_target, options.max_anchor) == (10, 0.10, None)
-    assert (options.max_batch_diff, options.speed_hint) == (None, None)
-    assert (options.divergence_threshold, options.divergence_guard) == (0.05, True)
-    assert options.windows
-
-
 @pytest.mark.parametrize(
     "given",
     [

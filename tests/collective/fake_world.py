@@ -72,7 +72,7 @@ def in_threads(ranks: Sequence[int], body: Callable[[int], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
         assert not thread.is_alive()
     return [seen[rank] for rank in ranks]
 

@@ -1,4 +1,4 @@
-"""Each module has its test file, at the same place in the tree, and each test file its module."""
+"""Tests lie where their module lies. A module without decisions of its own needs no file: others test it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ FREE_FOLDERS = {
     "bench": "mirrors bench/",
 }
 FREE_FILES = {
+    "test_doors.py": "one run through each door",
     "test_exit.py": "how processes end that have a run",
     "sim/test_seeds.py": "many virtual clusters",
     "sim/test_mutants.py": "planted bugs, to test the rules",
@@ -35,13 +36,12 @@ def modules_below(folder: Path, pattern: str = "*.py") -> set[str]:
 
 
 def offences(package: Path, tests: Path) -> list[str]:
-    """Modules without tests, and test files without a module."""
+    """Test files without a module."""
     modules = {m for m in modules_below(package) if not m.rpartition("/")[2].startswith("__")}
     present = modules_below(tests, "test_*.py")
     mirrored = {file for file in present if file.split("/")[0] not in FREE_FOLDERS} - FREE_FILES.keys()
     wanted = {mirror_of(module) for module in modules}
-    missing = [f"tests/{file} is missing" for file in sorted(wanted - present)]
-    return missing + [f"tests/{file} mirrors no module" for file in sorted(mirrored - wanted)]
+    return [f"tests/{file} mirrors no module" for file in sorted(mirrored - wanted)]
 
 
 def test_tests_mirror_modules() -> None:
@@ -58,7 +58,8 @@ def test_bench_tests_mirror_benches() -> None:
     ("module", "test", "found"),
     [
         ("policy/drift.py", "policy/test_drift.py", []),
-        ("policy/drift.py", "policy/test_el_che.py", ["missing", "mirrors no module"]),
+        ("policy/drift.py", "policy/test_el_che.py", ["mirrors no module"]),
+        ("policy/drift.py", "test_drift.py", ["mirrors no module"]),
         ("run.py", "test_run.py", []),
         ("sim/__main__.py", "sim/test_seeds.py", []),
         ("__init__.py", "contract/test_anything.py", []),

@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from flowdp.protocol import gate, messages
-from flowdp.protocol.gate import Arrival, Directives, Outcome
+from flowdp.protocol.gate import Directives, Outcome
 
 
 @pytest.mark.parametrize(
@@ -23,13 +23,6 @@ from flowdp.protocol.gate import Arrival, Directives, Outcome
 )
 def test_what_voids(wishes: dict[str, object], voids: bool) -> None:
     assert Outcome(0, 2, (0, 1), (1, 1), (8, 8), **wishes).voids is voids  # type: ignore[arg-type]
-
-
-def test_defaults_wish_nothing() -> None:
-    assert Directives() == Directives(stop=False, pause=False, lr=None)
-    assert Arrival(0, 0, 0, 1, 8) == Arrival(
-        0, 0, 0, 1, 8, left=0, drift=False, together=False, compare=False
-    )
 
 
 def test_they_are_frozen_and_messages_too() -> None:

@@ -10,8 +10,8 @@ from dataclasses import FrozenInstanceError, is_dataclass
 import pytest
 
 from flowdp.protocol import messages
-from flowdp.protocol.commands import Command, Send
-from flowdp.protocol.messages import Abort, Fact, Order, Part, Shutdown, StartEpoch, SyncNow
+from flowdp.protocol.commands import Command
+from flowdp.protocol.messages import Fact, Order, StartEpoch, SyncNow
 
 RECORDS = [value for value in vars(messages).values() if isinstance(value, type) and is_dataclass(value)]
 
@@ -47,11 +47,3 @@ def test_an_order_says_how_many_steps_it_is() -> None:
     assert StartEpoch(0, 0, (0, 1, 2)).steps == 3
     assert StartEpoch(0, 0, (0, 1, 2), group=2).steps == 2
     assert StartEpoch(0, 0, (), group=2).steps == 0
-
-
-def test_a_part_may_be_empty() -> None:
-    assert [Part(0, 5).samples, Part(5, 5).samples] == [5, 0]
-
-
-def test_orders_to_leave_differ() -> None:
-    assert Send(0, Shutdown()) != Send(0, Abort("x"))
