@@ -262,7 +262,7 @@ class Run:
         """
         if self.done:
             return
-        if not self._engine.config.duties.inside:
+        if not self._engine.config.tasks.inside:
             raise OptionError(
                 "an IterableDataset, or a sampler without a seed, is resumed at an epoch's end alone: use "
                 "run.snapshot()"

@@ -420,7 +420,7 @@ class Trainer:
             least=replicas[0].least,
             forwards=self.sizes.parts if replicas[0].meets else None,
             groups=self.sizes.groups,
-            duties=self.upkeep.duties(resumed, inside=source.can_resume_inside and source.unseeded is None),
+            tasks=self.upkeep.tasks(resumed, inside=source.can_resume_inside and source.unseeded is None),
             on_failure=self.upkeep.on_failure,
             start=None if resumed is None else resumed.position,
         )

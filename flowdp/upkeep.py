@@ -24,7 +24,7 @@ from flowdp.data.open_source import Source
 from flowdp.engine.evaluation import EvalStep, Evaluator, check_evaluation
 from flowdp.engine.services import Care
 from flowdp.errors import OptionError
-from flowdp.machine.barrier_tasks import Duties, SavePlan
+from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
 from flowdp.observe.callbacks import Callback, OnCheckpoint, check_callbacks, monitor_of
 from flowdp.options import CheckpointOptions, OnFailure, OnNan, Policy
 from flowdp.result import TrainedState
@@ -119,7 +119,7 @@ class Upkeep:
             advice,
         )
 
-    def duties(self, resumed: Resumed | None, *, inside: bool = True) -> Duties:
+    def tasks(self, resumed: Resumed | None, *, inside: bool = True) -> BarrierPlan:
         """What the ranks do while all stand still.
 
         Args:
@@ -132,7 +132,7 @@ class Upkeep:
             save = SavePlan(self.checkpoint.every, self.checkpoint.unit)
         elif self._has_listeners:
             save = SavePlan(1, "epoch")
-        return Duties(
+        return BarrierPlan(
             save=save,
             eval_every=None if self.eval_dataset is None else self.eval_every,
             monitor=self._monitor,

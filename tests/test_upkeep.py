@@ -67,18 +67,18 @@ def test_a_wrong_option_is_named(given: dict[str, Any], said: str) -> None:
 
 def test_nothing_asked_for_is_nothing_done(tmp_path: Path) -> None:
     kept = upkeep()
-    assert kept.duties(None).save is None
-    assert kept.duties(None).eval_every is None
-    assert not any(kept.duties(None).halts(epoch) for epoch in range(5))
+    assert kept.tasks(None).save is None
+    assert kept.tasks(None).eval_every is None
+    assert not any(kept.tasks(None).halts(epoch) for epoch in range(5))
     assert kept.begin(ExitStack()) == (None, None)
     assert not kept.care(None, {}).has_listeners
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_means_a_checkpoint_after_every_epoch(tmp_path: Path) -> None:
-    assert upkeep(checkpoint=tmp_path).duties(None).save == SavePlan(1, "epoch")
+    assert upkeep(checkpoint=tmp_path).tasks(None).save == SavePlan(1, "epoch")
     options = CheckpointOptions(tmp_path, every=50, unit="step")
-    assert upkeep(checkpoint=options).duties(None).save == SavePlan(50, "step")
+    assert upkeep(checkpoint=options).tasks(None).save == SavePlan(50, "step")
 
 
 def test_whoever_hears_of_checkpoints_has_them_taken() -> None:
@@ -89,17 +89,17 @@ def test_whoever_hears_of_checkpoints_has_them_taken() -> None:
         def on_checkpoint(self, checkpoint: Any) -> None:
             pass
 
-    assert upkeep(callbacks=[Deaf()]).duties(None).save is None
-    assert upkeep(callbacks=[Hearing()]).duties(None).save == SavePlan(1, "epoch")
+    assert upkeep(callbacks=[Deaf()]).tasks(None).save is None
+    assert upkeep(callbacks=[Hearing()]).tasks(None).save == SavePlan(1, "epoch")
     listening = upkeep(on_checkpoint=print)
-    assert listening.duties(None).save == SavePlan(1, "epoch")
+    assert listening.tasks(None).save == SavePlan(1, "epoch")
     assert listening.care(None, {}).has_listeners
 
 
 def test_early_stopping_becomes_the_monitor() -> None:
-    duties = upkeep(callbacks=[EarlyStopping("acc", patience=2, mode="max", restore_best=True)]).duties(None)
-    assert duties.monitor is not None
-    assert (duties.monitor.name, duties.monitor.patience, duties.keeps_best) == ("acc", 2, True)
+    tasks = upkeep(callbacks=[EarlyStopping("acc", patience=2, mode="max", restore_best=True)]).tasks(None)
+    assert tasks.monitor is not None
+    assert (tasks.monitor.name, tasks.monitor.patience, tasks.keeps_best) == ("acc", 2, True)
 
 
 def test_a_state_begins_at_its_epoch() -> None:

@@ -23,7 +23,7 @@ import flowdp
 from bench.gpu.averaging import Make, one_round, outcome_of
 from bench.gpu.part import lanes_of
 from flowdp.collective import host
-from flowdp.collective.async_mean import Snapshots
+from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.local import DeviceMean
 from flowdp.collective.nccl import NcclMean
 from flowdp.data.prefetch import PrefetchFeed
@@ -171,7 +171,7 @@ def stalled(staller: Staller) -> Iterator[None]:
                 staller.at("averaging")
 
         stack.enter_context(_before(host, "_copy", late))
-        stack.enter_context(_before(Snapshots, "_mean_of", lambda mean, _, home: late(mean._lanes[home])))
+        stack.enter_context(_before(SnapshotMean, "_mean_of", lambda mean, _, home: late(mean._lanes[home])))
         yield
 
 

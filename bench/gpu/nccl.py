@@ -16,7 +16,7 @@ from bench.gpu.checks import deviation, faults_of
 from bench.gpu.part import Figure, Finding, Note, Place, timed_ms
 from bench.harness import step_ms
 from flowdp.collective.nccl import NcclMean, load
-from flowdp.collective.nccl_setup import Opening, Side, abort_all, sum_replicas
+from flowdp.collective.nccl_setup import CommunicatorSetup, Side, abort_all, sum_replicas
 from flowdp.device.streams import QUIET
 
 
@@ -29,7 +29,7 @@ def measure_one(place: Place) -> Iterator[Finding]:
     before = replica.memories[0].double().sum().item()
     with QUIET:
         side = Side(nccl, lanes[0], replica.flats)
-    comms = Opening(nccl, lanes, [replica.flats]).wait()
+    comms = CommunicatorSetup(nccl, lanes, [replica.flats]).wait()
     mean = partial(sum_replicas, nccl, comms, [side], (3,), drift=False)
     try:
         mean()
@@ -45,7 +45,7 @@ def measure_one(place: Place) -> Iterator[Finding]:
     finally:
         for comm in comms:
             comm.destroy()
-    comms = Opening(nccl, lanes, [replica.flats]).wait()
+    comms = CommunicatorSetup(nccl, lanes, [replica.flats]).wait()
     abort_all(comms)
     yield Note("one rank: communicators made twice, destroyed once, aborted once")
 

@@ -23,10 +23,10 @@ from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import QUIET, Event, Lane
 from flowdp.errors import ProtocolError
 
-__all__ = ["Snapshots"]
+__all__ = ["SnapshotMean"]
 
 
-class Snapshots:
+class SnapshotMean:
     """A slot per rank and their mean, all tagged with the round they belong to.
 
     A slot that does not belong to the round is never averaged or applied. Memory: one replica per rank and

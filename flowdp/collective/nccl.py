@@ -32,7 +32,7 @@ from flowdp.collective.base import relative_drift
 from flowdp.collective.nccl_setup import (
     ABORT_S,
     REMAKING_S,
-    Opening,
+    CommunicatorSetup,
     Side,
     abort_all,
     nccl_errors,
@@ -142,7 +142,7 @@ class NcclMean(StreamedMean):
         CollectiveError: NCCL does not work here; the replicas are as they were.
 
     Threads:
-        Made by one thread, before the workers run; how long it may wait, `Opening.wait` says.
+        Made by one thread, before the workers run; how long it may wait, `CommunicatorSetup.wait` says.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class NcclMean(StreamedMean):
         try:
             with QUIET:
                 self._sides = [Side(self._nccl, lane, own) for lane, own in zip(lanes, flats, strict=True)]
-            self._comms = Opening(self._nccl, lanes, flats).wait()
+            self._comms = CommunicatorSetup(self._nccl, lanes, flats).wait()
         except torch.OutOfMemoryError as error:
             raise CollectiveError(
                 f"no room for what NCCL needs beside the replicas; backend='local' does without: {error}"
@@ -247,7 +247,7 @@ class NcclMean(StreamedMean):
                 return
             flats = [self._replicas[member].flats for member in self._members]
             try:
-                comms = Opening(self._nccl, lanes, flats, quiet=nullcontext()).wait(REMAKING_S)
+                comms = CommunicatorSetup(self._nccl, lanes, flats, quiet=nullcontext()).wait(REMAKING_S)
             except torch.OutOfMemoryError as error:
                 raise CollectiveError(f"no room for its first sums: {error}") from error
             with self._lock:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flowdp.collective.nccl import load
-from flowdp.collective.nccl_setup import ABORT_S, CHECKED, Opening, abort_all, nccl_errors
+from flowdp.collective.nccl_setup import ABORT_S, CHECKED, CommunicatorSetup, abort_all, nccl_errors
 from flowdp.collective.on_streams import ROUNDS
 from flowdp.collective.watchdog import LIMIT_S, Watchdog
 from flowdp.device.flat_parameters import Flat
@@ -89,7 +89,7 @@ class NcclLoop:
         self._marks = [_Marks(lanes) for _ in range(ROUNDS)]
         self._launches = 0
         try:
-            self._comms = Opening(self._nccl, lanes, [_flats(lane, sizes) for lane in lanes]).wait()
+            self._comms = CommunicatorSetup(self._nccl, lanes, [_flats(lane, sizes) for lane in lanes]).wait()
             self._watchdog = Watchdog([lane.device for lane in lanes], LIMIT_S, self._give_up)
             try:
                 self._check(sizes)

@@ -21,7 +21,7 @@ from flowdp.device.streams import QUIET, Lane
 from flowdp.errors import CollectiveError
 from flowdp.policy.formats import format_error
 
-__all__ = ["ABORT_S", "REMAKING_S", "Opening", "Side", "abort_all", "nccl_errors", "sum_replicas"]
+__all__ = ["ABORT_S", "REMAKING_S", "CommunicatorSetup", "Side", "abort_all", "nccl_errors", "sum_replicas"]
 
 MAKING_S = 120.0
 """For making the communicators: one or two seconds as a rule, but eight big cards have taken 55, nearly all
@@ -220,7 +220,7 @@ def sum_replicas(
             side.divide(ldexp(max(samples), -bits), drift=drift, equal=equal)
 
 
-class Opening:
+class CommunicatorSetup:
     """Communicators in the making, on a thread of its own: what hangs in there cannot be called back.
 
     `QUIET` is held only for what is allocated before the first sum: a thread that hangs would never give it

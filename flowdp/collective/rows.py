@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from flowdp.device.flat_parameters import ALIGNMENT
 
-__all__ = ["Place", "Rows"]
+__all__ = ["PackedRows", "RowPlace"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RowPlace:
     """Where a tensor lies.
 
     Attributes:
@@ -65,7 +65,7 @@ class Place:
         return row.view(self.dtype).as_strided(self.shape, self.strides, self.start // 2)
 
 
-class Rows:
+class PackedRows:
     """Places for tensors.
 
     Args:
@@ -84,7 +84,7 @@ class Rows:
         dtypes: Container[torch.dtype],
         wanted: Sequence[bool] | None = None,
     ) -> None:
-        self.places: list[Place | None] = []
+        self.places: list[RowPlace | None] = []
         self.sizes: dict[torch.dtype, int] = {}
         self._zeros: dict[tuple[torch.dtype, int, torch.device], Tensor] = {}
         numbers: dict[torch.dtype, int] = {}
@@ -98,7 +98,7 @@ class Rows:
             length = tensor.numel() * (2 if tensor.dtype.is_complex else 1)
             gap = -length % (ALIGNMENT // real.itemsize)
             strides = torch.empty_like(tensor, device="meta").stride()
-            self.places.append(Place(row, start, length, gap, tensor.dtype, tensor.shape, strides))
+            self.places.append(RowPlace(row, start, length, gap, tensor.dtype, tensor.shape, strides))
             self.sizes[real] = start + length + gap
 
     def pack(self, tensors: Sequence[Tensor | None], device: torch.device) -> list[Tensor]:
@@ -110,7 +110,7 @@ class Rows:
 
         Threads: any, one for each device.
         """
-        pairs: list[list[tuple[Place, Tensor | None]]] = [[] for _ in self.sizes]
+        pairs: list[list[tuple[RowPlace, Tensor | None]]] = [[] for _ in self.sizes]
         for place, tensor in zip(self.places, tensors, strict=True):
             if place is not None:
                 pairs[place.row].append((place, tensor))
@@ -122,7 +122,7 @@ class Rows:
         ]
 
     @torch.no_grad()
-    def strip(self, pairs: Sequence[tuple[Place, Tensor | None]], device: torch.device) -> Tensor:
+    def strip(self, pairs: Sequence[tuple[RowPlace, Tensor | None]], device: torch.device) -> Tensor:
         """A part of a row, made by one operation.
 
         Args:
@@ -146,7 +146,7 @@ class Rows:
         """The tensors in rows, each with a version counter of its own; None where there is no place."""
         return [None if place is None else place.view(rows[place.row]).data for place in self.places]
 
-    def _zero(self, place: Place, count: int, device: torch.device) -> Tensor:
+    def _zero(self, place: RowPlace, count: int, device: torch.device) -> Tensor:
         """Zeros for a row, kept where they are a gap."""
         dtype = place.dtype.to_real() if place.dtype.is_complex else place.dtype
         if count != place.gap:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flowdp.collective.gradient_sum import Gradients, add_up
 from flowdp.collective.nccl_loop import SUMMED, NcclLoop
-from flowdp.collective.rows import Rows
+from flowdp.collective.rows import PackedRows
 from flowdp.data_parallel.module_tensors import Tables
 from flowdp.device.copies import carry
 from flowdp.device.streams import Lane
@@ -76,7 +76,7 @@ class Reducing:
     def __init__(self, loop: NcclLoop, parameters: Sequence[Tensor], home: torch.device) -> None:
         self._loop = loop
         self._parameters = parameters  # kept, or others might get their identities
-        self._rows = Rows(parameters, SUMMED)
+        self._rows = PackedRows(parameters, SUMMED)
         self._home = home
 
     def pack(self, gradients: Gradients, device: torch.device) -> Packed:
@@ -130,7 +130,9 @@ class Wire:
     Threads: the user's.
     """
 
-    def __init__(self, loop: NcclLoop, rows: Rows, tables: Sequence[Tables], lanes: Sequence[Lane]) -> None:
+    def __init__(
+        self, loop: NcclLoop, rows: PackedRows, tables: Sequence[Tables], lanes: Sequence[Lane]
+    ) -> None:
         self._loop = loop
         self._rows = rows
         self._tables = tables
@@ -160,10 +162,10 @@ class Wire:
             and all(type(one) is nn.Parameter and shared[_memory(one)] == 1 for one in column)
             for column in columns
         ]
-        rows = Rows([column[0] for column in columns], SUMMED, is_free)
+        rows = PackedRows([column[0] for column in columns], SUMMED, is_free)
         if not rows.sizes:
             return None
-        loop = link(lanes, Rows([c[0] for c in columns if c[0].requires_grad], SUMMED).sizes)
+        loop = link(lanes, PackedRows([c[0] for c in columns if c[0].requires_grad], SUMMED).sizes)
         return None if loop is None else cls(loop, rows, tables, lanes)
 
     def carries(self, index: int) -> bool:

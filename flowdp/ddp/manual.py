@@ -21,7 +21,7 @@ from flowdp.collective.local_group import group_lanes
 from flowdp.collective.nccl_loop import SUMMED, NcclLoop
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.collective.reduction import Op, flat_view, reduce_all
-from flowdp.collective.rows import Rows
+from flowdp.collective.rows import PackedRows
 from flowdp.collective.select import open_loop
 from flowdp.ddp.structure import check_alike, check_apart, structure
 from flowdp.device.compiled import FirstCalls, make_room
@@ -96,7 +96,7 @@ class Ddp:
         self._norms = [SharedStatistics(model) for model in models]
         self._calls: list[FirstCalls] = []  # made with the first function that is called
         self._lanes = open_lanes(devices) if self._norms[0] and len(models) > 1 else []
-        self._layouts: dict[tuple[int, ...], Rows] = {}
+        self._layouts: dict[tuple[int, ...], PackedRows] = {}
         self._nccl = self._open_nccl(backend) if len(models) > 1 else None
         with ExitStack() as stack:
             if len(models) > 1:
@@ -283,7 +283,7 @@ class Ddp:
     def _open_nccl(self, backend: LoopBackend) -> NcclLoop | None:
         trained = [parameter for parameter in self.models[0].parameters() if parameter.requires_grad]
         sizes: dict[torch.dtype, int] = {}
-        for dtype, size in Rows(trained, SUMMED).sizes.items():
+        for dtype, size in PackedRows(trained, SUMMED).sizes.items():
             wide = arithmetic(dtype)
             sizes[wide] = max(size, sizes.get(wide, 0))
         return open_loop(backend, self._lanes or open_lanes(self.devices), sizes)
@@ -293,7 +293,7 @@ class Ddp:
         own = [tensor.detach() for tensor in tensors[0]]
         if self._nccl is not None:
             self._settle()
-            layout = Rows(own, _SENT)
+            layout = PackedRows(own, _SENT)
             rows = [
                 layout.pack(own if rank == 0 else [None] * len(own), device)
                 for rank, device in enumerate(self.devices)
@@ -345,7 +345,7 @@ class Ddp:
         self._settle()
         key = tuple(id(column[0]) for column in columns)
         if key not in self._layouts:
-            self._layouts[key] = Rows([column[0] for column in columns], SUMMED)
+            self._layouts[key] = PackedRows([column[0] for column in columns], SUMMED)
         layout = self._layouts[key]
         ranks = list(zip(*map(_gradients, columns), strict=True))
         is_in = [

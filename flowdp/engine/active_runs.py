@@ -1,4 +1,4 @@
-"""The runs of this process whose threads live: who holds a device, and what the process's end waits for."""
+"""Runs of this process whose threads are alive: devices in use, and runs to end at the process's exit."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from flowdp.errors import OptionError
 from flowdp.protocol.messages import Requested
 from flowdp.replica.replica import Replica
 
-__all__ = ["Live", "add", "check_free", "remove", "runs"]
+__all__ = ["LiveRun", "add", "check_free", "remove", "runs"]
 
 EXIT_GRACE_S = 5.0
 """How long the end of the process waits for a run that was told to stop."""
 
 
-class Live(Protocol):
-    """What is asked of a run here; an `Engine`."""
+class LiveRun(Protocol):
+    """Interface of a run in this table; an `Engine`."""
 
     replicas: Sequence[Replica]
     records: Records
@@ -47,8 +47,8 @@ _lock = threading.RLock()
 """Guards the set, which must not change while it is read. Reentrant: a signal's handler may ask."""
 
 
-def add(run: Live) -> None:
-    """Note a run whose threads are about to begin; forgotten when nobody holds it.
+def add(run: LiveRun) -> None:
+    """Register a run whose threads are about to start; dropped when the last reference to it goes.
 
     Raises:
         OptionError: Another run that has begun since the check at its start holds one of its devices.
@@ -58,8 +58,8 @@ def add(run: Live) -> None:
         _live.add(run)
 
 
-def remove(run: Live) -> None:
-    """Forget a run whose start was taken back."""
+def remove(run: LiveRun) -> None:
+    """Drop a run whose start was rolled back."""
     with _lock:
         _live.discard(run)
 
@@ -98,10 +98,10 @@ def _end_of_process() -> None:
     runs = _all()
     try:
         if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
-            _stop(runs)  # the script ended by a Ctrl-C that nobody caught
+            _stop(runs)  # the script ended by an uncaught Ctrl-C
             return
         for engine in runs:
-            engine.request(Requested("unpause"))  # nobody is left to do it
+            engine.request(Requested("unpause"))  # no other thread is left to do it
         for engine in runs:
             engine.records.wait()
             engine.close_observer(None)
@@ -112,13 +112,13 @@ def _end_of_process() -> None:
         _exit_interrupted()
 
 
-def _stop(runs: Sequence[Live]) -> None:
+def _stop(runs: Sequence[LiveRun]) -> None:
     for engine in runs:
         engine.request(Requested("stop"))
     _await(runs)
 
 
-def _await(runs: Sequence[Live]) -> None:
+def _await(runs: Sequence[LiveRun]) -> None:
     """Join runs that have ended or were told to, but for threads that stay inside the user's code."""
     deadline_s = perf_counter() + EXIT_GRACE_S
     for engine in runs:
@@ -128,9 +128,9 @@ def _await(runs: Sequence[Live]) -> None:
 
 
 def _exit_interrupted() -> None:
-    """Let the process end as by a Ctrl-C that nobody caught: by SIGINT, which a shell shows as 130.
+    """End the process as an uncaught Ctrl-C does: by SIGINT, which a shell shows as 130.
 
-    What an atexit callback raises is printed and changes nothing. The interpreter looks, when all else is
+    An exception of an atexit callback is printed and changes nothing. The interpreter looks, when all else is
     done, whether a KeyboardInterrupt has left code that was run from C.
     """
     names: ctypes.py_object[dict[str, object]] = ctypes.py_object({})

@@ -1,4 +1,4 @@
-"""What a rank does while all stand still: evaluate, put its state down, become what another one is."""
+"""Tasks of a rank at a barrier: evaluate, save its state, copy another rank's replica."""
 
 from __future__ import annotations
 
@@ -8,21 +8,29 @@ from flowdp.checkpoint.rank_state import capture
 from flowdp.checkpoint.writer import Saver
 from flowdp.engine.evaluation import Evaluator
 from flowdp.errors import ProtocolError
-from flowdp.protocol.messages import Adopt, Adopted, Capture, Captured, Duty, Evaluate, Evaluated
+from flowdp.protocol.messages import (
+    BarrierTask,
+    CopyReplica,
+    Evaluate,
+    Evaluated,
+    ReplicaCopied,
+    SaveState,
+    StateSaved,
+)
 from flowdp.replica.replica import Replica
 
-__all__ = ["Duties"]
+__all__ = ["BarrierTasks"]
 
 
-class Duties:
-    """The duties of one rank.
+class BarrierTasks:
+    """Executor of one rank's barrier tasks.
 
     Args:
-        replica: The rank's own.
-        replicas: Of all ranks.
-        saver: Takes what is put down; None where no run is kept.
+        replica: Replica of this rank.
+        replicas: Replicas of all ranks.
+        saver: Receives the saved states; None without checkpoints.
         evaluator: Evaluates; None where nothing is evaluated.
-        rank: Whose.
+        rank: Rank index.
 
     Threads:
         The worker of the rank.
@@ -42,37 +50,37 @@ class Duties:
         self._evaluator = evaluator
         self._rank = rank
 
-    def name(self, duty: Duty) -> str:
-        """What the rank does, in words."""
-        match duty:
+    def name(self, task: BarrierTask) -> str:
+        """Describe a task for messages."""
+        match task:
             case Evaluate():
-                return f"evaluates after epoch {duty.epoch}"
-            case Capture():
-                return "puts down its state"
-            case Adopt():
-                return f"becomes what rank {duty.donor} is"
+                return f"evaluates after epoch {task.epoch}"
+            case SaveState():
+                return "saves its state"
+            case CopyReplica():
+                return f"copies the replica of rank {task.donor}"
 
     def serve(
-        self, duty: Duty, wait: Callable[[], bool], moved: Callable[[], None]
-    ) -> Evaluated | Captured | Adopted:
-        """Do a duty; returns the answer to the coordinator.
+        self, task: BarrierTask, wait: Callable[[], bool], moved: Callable[[], None]
+    ) -> Evaluated | StateSaved | ReplicaCopied:
+        """Execute a task and return the answer to the coordinator.
 
         Args:
-            duty: Which.
+            task: Task to execute.
             wait: Blocks until there is something to look at; False: told to leave.
             moved: Called after each batch of an evaluation.
 
         Raises:
-            Exception: What the user's code raised.
+            Exception: Raised by the user's code.
         """
-        match duty:
+        match task:
             case Evaluate() if self._evaluator is not None:
                 return Evaluated(self._rank, self._evaluator.run(self._rank, self._replica, wait, moved))
-            case Capture() if self._saver is not None:
-                self._saver.put(self._rank, capture(self._replica, shared=duty.model == self._rank))
-                return Captured(self._rank)
-            case Adopt():
-                self._replica.adopt(self._replicas[duty.donor])
+            case SaveState() if self._saver is not None:
+                self._saver.put(self._rank, capture(self._replica, shared=task.model == self._rank))
+                return StateSaved(self._rank)
+            case CopyReplica():
+                self._replica.adopt(self._replicas[task.donor])
                 self._replica.lane.drain()  # the donor may train on as soon as the coordinator hears
-                return Adopted(self._rank)
-        raise ProtocolError(f"rank {self._rank} cannot do {duty}")
+                return ReplicaCopied(self._rank)
+        raise ProtocolError(f"rank {self._rank} cannot do {task}")

@@ -15,10 +15,10 @@ from functools import partial
 from time import perf_counter
 
 from flowdp.checkpoint.writer import Saver
-from flowdp.collective.async_mean import Snapshots
+from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.base import Collective
 from flowdp.data.source import Source
-from flowdp.engine.diagnostics import Witness
+from flowdp.engine.diagnostics import Diagnostics
 from flowdp.engine.evaluation import Evaluator
 from flowdp.engine.failures import Failures
 from flowdp.engine.records import Records
@@ -77,7 +77,7 @@ class CoordinatorShell:
         saver: Keeps what the ranks put down at a standstill.
         evaluator: Of the run; None where nothing is evaluated.
         watch: Says when the run has stalled.
-        witness: Sees what the ranks and threads are doing.
+        diagnostics: Sees what the ranks and threads are doing.
         records: Takes what is reported.
         failures: Takes what goes wrong.
         closing: Called last, when every thread has ended.
@@ -93,11 +93,11 @@ class CoordinatorShell:
         workers: Sequence[Inbox[Mail]],
         threads: Sequence[threading.Thread],
         source: Source,
-        snapshots: Snapshots | None,
+        snapshots: SnapshotMean | None,
         saver: Saver,
         evaluator: Evaluator | None,
         watch: StallWatch,
-        witness: Witness,
+        diagnostics: Diagnostics,
         records: Records,
         failures: Failures,
         closing: Callable[[], None],
@@ -114,7 +114,7 @@ class CoordinatorShell:
         self._saver = saver
         self._evaluator = evaluator
         self._watch = watch
-        self._witness = witness
+        self._diagnostics = diagnostics
         self._records = records
         self._failures = failures
         self._closing = closing
@@ -179,15 +179,15 @@ class CoordinatorShell:
         life = self.machine.life
         verdict = self._watch.look(
             now_ms,
-            (*self._witness.progress(), self.machine.global_step),
-            all_started=self._witness.have_all_started(),
+            (*self._diagnostics.progress(), self.machine.global_step),
+            all_started=self._diagnostics.have_all_started(),
             # A run that starts, fails or leaves has deadlines of its own, and a disk may be slow.
             may_stand=self._records.is_paused or life is not Life.RUNNING or self._failing_ms is not None,
-            longest_ms=self._witness.longest_ms(),
+            longest_ms=self._diagnostics.longest_ms(),
         )
         if verdict == "moves":
             return
-        error = self._witness.stall_error(self._watch.still_ms / 1e3)
+        error = self._diagnostics.stall_error(self._watch.still_ms / 1e3)
         if verdict == "warn":
             log.warning("%s", error)
             self._records.complain(str(error).partition("\n\n")[0].replace("\n ", ";"), "stalled")
@@ -208,7 +208,7 @@ class CoordinatorShell:
             case Save():
                 self._saver.save(command, self._records.epochs)
             case Quarantined():
-                text = self._witness.quarantined(command)
+                text = self._diagnostics.quarantined(command)
                 log.warning("%s", text)
                 self._records.complain(text, ("quarantined", command.rank))
             case RoundEnded():
@@ -252,7 +252,7 @@ class CoordinatorShell:
         kept = "no checkpoint was written" if last is None else f"the last checkpoint is {str(last)!r}"
         return FlowdpError(f"{command.error}; {kept}")
 
-    def _average(self, snapshots: Snapshots) -> None:
+    def _average(self, snapshots: SnapshotMean) -> None:
         """The body of the averaging thread."""
         while (job := self._jobs.get()) is not None:
             try:

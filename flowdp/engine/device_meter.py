@@ -1,4 +1,4 @@
-"""What steps cost and yielded on a device that works behind its host.
+"""Step times and losses on a device that runs behind its host.
 
 Losses stay in a page of device memory, times are events on the compute stream, and both are read behind the
 device's back, when a later step shows that they are there. So nothing on the step path waits for the device,
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flowdp.collective.base import Reading
 from flowdp.device.streams import QUIET, Event, Lane
-from flowdp.engine.meter import HostMeter, Meter, Report, Sums
+from flowdp.engine.meter import HostMeter, Meter, OrderReport, OrderSums
 from flowdp.machine.worker import Done, Step
 
 __all__ = ["PAGE", "STEPS_AHEAD", "DeviceMeter", "open_meter"]
@@ -79,17 +79,17 @@ class _Page:
 
 @dataclass(slots=True)
 class _Flight:
-    """Something that the device has yet to pass, and what to do then."""
+    """Event that the device has yet to pass, and the action to take then."""
 
     land: Callable[[], None]
     passed: Event | None = None  # of a page none: it is passed when a later one is
 
 
 class DeviceMeter(Meter):
-    """Measures a rank whose device works behind its host.
+    """Meter of a rank whose device runs behind its host.
 
     Args:
-        lane: The rank's; its compute stream is current where this is called.
+        lane: Lane of the rank; its compute stream is current at each call.
     """
 
     def __init__(self, lane: Lane) -> None:
@@ -212,7 +212,7 @@ class DeviceMeter(Meter):
     def meet(self) -> None:
         """See `Meter.meet`; rounds without steps are bounded as steps are.
 
-        Others may be awaited long, and nobody plans further while a report is missing: one that no step of
+        The wait for other ranks may be long, and planning stops while a report is missing: one that no step of
         this round has brought, because it had so few, is fetched. Its steps go on on the device meanwhile.
         """
         while self._owes:
@@ -250,11 +250,11 @@ class DeviceMeter(Meter):
 
         self._flights.append(_Flight(land, end))
 
-    def close(self, done: Done, lr: float, post: Callable[[Report], None]) -> None:
+    def close(self, done: Done, lr: float, post: Callable[[OrderReport], None]) -> None:
         """See `Meter.close`; the report follows when the device has passed the order's last step."""
         self._count_recorded()
         self._hand_over()
-        sums, self._sums = self._sums, Sums()
+        sums, self._sums = self._sums, OrderSums()
         self.then(lambda: post(sums.report(done, lr)))
 
     def then(self, post: Callable[[], None]) -> None:
@@ -280,7 +280,7 @@ class DeviceMeter(Meter):
         self._last.record(self._lane.compute)
 
     def _land_next(self) -> None:
-        """Wait for the oldest mark in flight, and read what the device has passed with it."""
+        """Wait for the oldest mark in flight, and read all values that the device has passed with it."""
         flights = self._flights
         oldest = next(flight.passed for flight in flights if flight.passed is not None)
         self.wait_for(oldest)
@@ -318,7 +318,7 @@ class DeviceMeter(Meter):
         return self._page
 
     def _hand_over(self) -> None:
-        """Send all pages to the host behind what is on the stream, and go on with another."""
+        """Send all pages to the host behind the work on the stream, and continue with a new page."""
         if self._page.losses or self._page.others:
             self._see(self._page)
             self._full.append(self._page)

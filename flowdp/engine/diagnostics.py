@@ -1,4 +1,4 @@
-"""What the ranks of a run are doing, as another thread sees it; no rank is asked, none is disturbed."""
+"""Activity of all ranks as seen from another thread, without asking or disturbing any of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowdp.policy.formats import format_indices
 from flowdp.protocol.commands import Quarantined
 from flowdp.threads.gate import Gate
 
-__all__ = ["Progress", "Witness"]
+__all__ = ["Diagnostics", "Progress"]
 
 EVENTS = 50
 """The last events of the story that a report shows."""
@@ -22,12 +22,12 @@ EVENTS = 50
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a rank has come.
+    """Progress of a rank.
 
     Attributes:
         steps: It has taken.
         throttled: Why it has no batches; None where it has some.
-        pieces: Into how many its micro-batches are cut.
+        pieces: Number of pieces that its micro-batches are cut into.
         uncaptured: Why its steps are not captured, where they were to be.
     """
 
@@ -37,8 +37,8 @@ class Progress:
     uncaptured: str | None = None
 
 
-class Witness:
-    """Looks at workers, gate and threads.
+class Diagnostics:
+    """Observer of workers, gate and threads.
 
     Args:
         workers: One per rank.
@@ -47,10 +47,10 @@ class Witness:
         threads: Gives all threads of the run, the readers of its datasets included.
         tail: The last so many events of the coordinator, as text.
         steps_at_gate: The optimizers step there, all alike ("exact").
-        readers: Gives what the readers of the datasets wait for, in words.
+        readers: Returns descriptions of the waits of all dataset readers.
 
     Threads:
-        Any. What it sees of several ranks is of moments close to each other, not of one.
+        Any. Facts about different ranks are of close moments, not of the same moment.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Witness:
         return [
             count
             for worker in self._workers
-            for count in (worker.current.local_step, worker.moves if worker.duty else 0)
+            for count in (worker.current.local_step, worker.moves if worker.task else 0)
         ]
 
     def have_all_started(self) -> bool:
@@ -103,7 +103,7 @@ class Witness:
         return max(worker.longest_ms for worker in self._workers)
 
     def ranks(self) -> list[str]:
-        """What each rank is doing, in words. Shape (world_size,)."""
+        """Descriptions of each rank's activity. Shape (world_size,)."""
         waiting = self._gate.waiting()
         told = []
         for worker in self._workers:
@@ -114,7 +114,7 @@ class Witness:
                     waiting=waiting.get(worker.rank),
                     awaited=worker.awaited,
                     step=None if step is None else (step.epoch, step.batches[0]),
-                    duty=worker.duty or None,
+                    task=worker.task or None,
                     idle=worker.machine.throttled,
                 )
             )

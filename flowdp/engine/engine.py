@@ -14,7 +14,7 @@ from typing import Any
 
 from flowdp.checkpoint.resume import Stood
 from flowdp.checkpoint.writer import Saver, Standing
-from flowdp.collective.async_mean import Snapshots
+from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.base import Collective
 from flowdp.collective.select import open_collective
 from flowdp.data.open_feeds import open_feeds
@@ -25,8 +25,8 @@ from flowdp.device.dispatch import prepared_torch
 from flowdp.device.process_tuning import ProcessTuning, tuned_process
 from flowdp.engine import active_runs
 from flowdp.engine.coordinator_thread import CoordinatorShell
-from flowdp.engine.diagnostics import Progress, Witness
-from flowdp.engine.event_file import StoryFile
+from flowdp.engine.diagnostics import Diagnostics, Progress
+from flowdp.engine.event_file import EventFile
 from flowdp.engine.failures import Failures
 from flowdp.engine.records import Records
 from flowdp.engine.services import Care
@@ -144,7 +144,7 @@ class Engine:
         self._settings.callback(self.close)
         gate = Gate(config.world_size, collective.launch)
         is_async = config.policy == "async" and config.world_size > 1
-        snapshots = Snapshots([replica.flat for replica in self.replicas], lanes) if is_async else None
+        snapshots = SnapshotMean([replica.flat for replica in self.replicas], lanes) if is_async else None
         self._feeds = open_feeds(
             self._source, lanes, held=list(config.groups or (1,) * config.world_size), rows=_rows(config)
         )
@@ -169,7 +169,7 @@ class Engine:
         ]
         machine = Coordinator(config)
         self.story = Story(machine, sink)
-        witness = Witness(
+        diagnostics = Diagnostics(
             self.workers,
             gate,
             self._source,
@@ -178,7 +178,7 @@ class Engine:
             steps_at_gate=config.policy == "exact",
             readers=partial(_waits_of, self._source, self.care),
         )
-        self._report: Callable[[str, int], str] = witness.report
+        self._report: Callable[[str, int], str] = diagnostics.report
         timeout_s = self.care.stall_timeout_s
         shell = CoordinatorShell(
             machine,
@@ -193,7 +193,7 @@ class Engine:
             self.saver,
             self.care.evaluator,
             StallWatch(None if timeout_s is None else timeout_s * 1e3),
-            witness,
+            diagnostics,
             self.records,
             self.failures,
             self._settings.close,
@@ -205,7 +205,7 @@ class Engine:
         )
 
     def _worker(
-        self, rank: int, gate: Gate, collective: Collective, snapshots: Snapshots | None, pool: PoolSize
+        self, rank: int, gate: Gate, collective: Collective, snapshots: SnapshotMean | None, pool: PoolSize
     ) -> Worker:
         return Worker(
             rank,
@@ -470,7 +470,7 @@ def open_engine(story: Path | None, *parts: Any, care: Care) -> Engine:
     """
     if story is None:
         return Engine(*parts, care=care)
-    file = StoryFile(story)
+    file = EventFile(story)
     try:
         engine = Engine(*parts, care=care, sink=file.write, closing=file.close)
     except BaseException:

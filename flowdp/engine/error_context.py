@@ -1,4 +1,4 @@
-"""Where a rank stands in its data: what its errors say."""
+"""Epoch, batch and sample indices for error messages."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from flowdp.errors import DataError, OutOfDeviceMemory, ProtocolError, StepError
 from flowdp.machine.worker import Step
 from flowdp.policy.formats import format_error, format_indices, format_text
 
-__all__ = ["Place"]
+__all__ = ["ErrorContext"]
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-class Place:
-    """The step of a rank that is under way, or was the last one.
+class ErrorContext:
+    """Current or last step of a rank.
 
     Args:
-        current: What the loss is told of the rank.
-        lane: The rank's.
+        current: The rank's record for the user's loss.
+        lane: Lane of the rank.
         source: Knows the samples of a batch.
 
     Attributes:
@@ -48,15 +48,15 @@ class Place:
         shown = format_indices(indices)
         return f"in epoch {epoch}, at its step {self._current.local_step} (batch {batch}, indices {shown})"
 
-    def explain(self, cause: BaseException, duty: str = "") -> BaseException:
-        """The error that the user will see, for what went wrong here.
+    def explain(self, cause: BaseException, task: str = "") -> BaseException:
+        """Build the user's error from an exception of this rank.
 
         Args:
-            cause: What was raised.
-            duty: What the rank did, where it was in no step.
+            cause: The exception.
+            task: Description of the barrier task; empty within a step.
         """
         try:
-            return self._explained(cause, duty)
+            return self._explained(cause, task)
         except Exception:  # of the sampler, say, that is asked for the indices
             rank = self._current.rank
             error = StepError(
@@ -65,7 +65,7 @@ class Place:
             error.__cause__ = cause
             return error
 
-    def _explained(self, cause: BaseException, duty: str) -> BaseException:
+    def _explained(self, cause: BaseException, task: str) -> BaseException:
         if isinstance(cause, OutOfDeviceMemory):
             return cause.with_traceback(None)  # of ours; its frames hold the replica
         if isinstance(cause, DataError | ProtocolError):
@@ -79,23 +79,23 @@ class Place:
                 "; the loss has met a tensor of another device: take it from the batch or the model, or move "
                 "it there, tensor.to(flowdp.current_worker().device)"
             )
-        where = f"while it {duty}" if duty else str(self)
+        where = f"while it {task}" if task else str(self)
         error = StepError(
             f"{who} failed {where}: {format_error(cause)}{notes}",
             rank=self._current.rank,
             device=str(self._lane.device),
             epoch=None if self.step is None else self.step.epoch,
             step=self._current.local_step,
-            indices=() if duty else self.indices,
+            indices=() if task else self.indices,
         )
         error.__cause__ = cause
         return error
 
     def out_of_memory(self, cause: torch.OutOfMemoryError, why: str) -> OutOfDeviceMemory:
-        """The error of a rank that cannot go on.
+        """Build the error of a rank that cannot continue.
 
         Args:
-            cause: What torch said.
+            cause: Torch's exception.
             why: Nothing smaller can be tried.
         """
         said = format_text(cause)

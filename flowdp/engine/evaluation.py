@@ -1,6 +1,6 @@
 """Evaluating the model while all ranks stand still: a rank that is free takes the next batch.
 
-The replicas are equal then, so it does not matter who evaluates what: every batch is reported with its
+The replicas are equal then, so any rank may evaluate any batch: every batch is reported with its
 number, and the means are taken in that order.
 """
 
@@ -26,7 +26,7 @@ from flowdp.device.compiled import FirstCalls
 from flowdp.device.copies import move
 from flowdp.device.streams import Lane
 from flowdp.device.worker_context import CurrentWorker, current_worker
-from flowdp.engine.metrics import Pool, is_metric, named_metrics, reset, source_of, updates
+from flowdp.engine.metrics import MetricPool, is_metric, named_metrics, reset, source_of, updates
 from flowdp.errors import DataError, OptionError
 from flowdp.modules.training_mode import put_modes
 from flowdp.policy.formats import format_indices
@@ -39,7 +39,7 @@ EvalStep = Callable[[nn.Module, Any], Mapping[str, Any]]
 """The user's own: (model, batch) -> means over the batch, or metrics that it has updated, by name."""
 
 EvalSums = tuple[tuple[int, float, tuple[tuple[str, float], ...]], ...]
-"""Of batches: the number, the samples (or what else the means count for), and (name, mean) pairs."""
+"""Results of batches: number, samples (or another weight of the means), and (name, mean) pairs."""
 
 _Row = tuple[int, float | Tensor, str, float | Tensor]  # batch, weight, name, mean
 
@@ -105,14 +105,14 @@ class Evaluator:
         # A rank gathers for itself, and the tensors may lie on another one's device.
         self._source = source.on_host() if isinstance(source, TensorSource) else source
         self._eval_step = eval_step
-        self._pool = Pool()
+        self._pool = MetricPool()
         self._wake: Callable[[int, int, int], None]
 
         # Serialises everything below.
         self._lock = threading.Lock()
         self._begun: Counter[int] = Counter()  # evaluations of each rank
         self._dealt: Counter[int] = Counter()  # batches of each evaluation
-        self._ends: dict[int, int] = {}  # batches of those whose length only the reading tells
+        self._ends: dict[int, int] = {}  # number of batches of datasets without a length
         self._inside: set[int] = set()  # ranks that evaluate
         self._is_cut = False
 
@@ -123,7 +123,7 @@ class Evaluator:
 
         Args:
             wake: Called as `wake(rank, epoch, batch)`, with the number of the evaluation for an epoch, when
-                what that rank waits for has come: a batch, the end, or a cut. Must not block.
+                the event has come that this rank waits for: a batch, the end, or a cut. Must not block.
             failed: Called once, if reading fails.
 
         Raises:
@@ -138,11 +138,11 @@ class Evaluator:
     ) -> EvalSums:
         """Evaluate batches until none is left. Every rank of the run calls it for each evaluation.
 
-        What the user's code records (`record_scalar`) counts towards the evaluation, and not towards the
+        Values that the user's code records (`record_scalar`) count towards the evaluation, and not towards the
         epoch.
 
         Args:
-            rank: Who.
+            rank: Rank index.
             replica: Its own; the module's modes are put back, whatever happens.
             wait: Blocks until `wake` was called for this rank, or more often; False: told to leave.
             moved: Called after each batch.
@@ -161,8 +161,8 @@ class Evaluator:
 
         Raises:
             DataError: The dataset failed.
-            TypeError: What was returned are neither numbers nor metrics by name.
-            Exception: What the user's code raised, with a note of the batch.
+            TypeError: The return value holds neither numbers nor metrics by name.
+            Exception: Raised by the user's code, with a note of the batch.
         """
         worker = current_worker()
         rows: list[_Row] = []
@@ -214,7 +214,7 @@ class Evaluator:
         return self._source.waits_for()
 
     def close(self) -> bool:
-        """End what was started; see `Source.close`."""
+        """Stop reading and end its processes; see `Source.close`."""
         return self._source.close()
 
     # ------------------------------------------------------------ which batch comes next
@@ -315,8 +315,8 @@ class _Metrics:
     """The metrics that a rank has updated in an evaluation.
 
     Args:
-        pool: Of all ranks.
-        rank: Which.
+        pool: Metrics of all ranks.
+        rank: Rank index.
         used: Updates of the metrics in its module before the evaluation, by their ids.
 
     Attributes:
@@ -324,7 +324,7 @@ class _Metrics:
         found: Its metrics by their names.
     """
 
-    def __init__(self, pool: Pool, rank: int, used: Mapping[int, int]) -> None:
+    def __init__(self, pool: MetricPool, rank: int, used: Mapping[int, int]) -> None:
         self.batches = 0
         self.found: dict[str, Any] = {}
         self._pool = pool
@@ -372,7 +372,7 @@ def _text(name: object) -> str:
 
 
 def _one(name: object, value: object, of: str = "the mean over the batch") -> float | Tensor:
-    """A number, or a copy of a tensor of one: what it is a view of may be large, or written again."""
+    """A number, or a copy of a one-element tensor: the base of a view may be large, or written again."""
     _text(name)
     if isinstance(value, Tensor):
         if value.numel() == 1 and not value.is_complex():
@@ -430,7 +430,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _own_generator(device: torch.device) -> Iterator[None]:
-    """Put a card's generator back: who evaluates what depends on speed, and training must not."""
+    """Restore a device's generator: ranks share batches by speed, and training must not depend on it."""
     if device.type != "cuda":
         yield
         return

@@ -10,16 +10,16 @@ from pathlib import Path
 
 from flowdp.errors import OptionError
 
-__all__ = ["StoryFile"]
+__all__ = ["EventFile"]
 
 log = logging.getLogger("flowdp")
 
 
-class StoryFile:
+class EventFile:
     """Takes the lines of a story until it is closed, or one cannot be written.
 
     Args:
-        path: Of the file; an older one is replaced.
+        path: Path of the file; an older one is replaced.
 
     Attributes:
         complain: Called once with the reason, where a line cannot be written.

@@ -17,7 +17,7 @@ log = logging.getLogger("flowdp")
 
 
 class Failures:
-    """Collects what went wrong, in the order in which it did.
+    """Errors of a run in the order in which they came.
 
     Threads:
         Any.
@@ -29,7 +29,7 @@ class Failures:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # serialises who is first, and whether it has been told
+        self._lock = threading.Lock()  # orders errors, and guards whether the first was reported
         self._said: set[str] = set()  # failures
         self._stuck: set[str] = set()  # names of threads
         self._is_concluded = False
@@ -39,12 +39,12 @@ class Failures:
         self.forgiven: dict[int, BaseException] = {}
 
     def add(self, error: BaseException, rank: int | None = None, *, is_awaited: bool = False) -> str:
-        """Keep an error; returns it in words. What was said before, by whomever, is not said again.
+        """Keep an error and return it as text. A text that was reported before, by any rank, is dropped.
 
         Args:
-            error: What went wrong.
+            error: The error.
             rank: In which rank, where it was in one.
-            is_awaited: Who asks for the answer waits for the thread that says so: it cannot be late.
+            is_awaited: join() already waits for this thread, so the error still counts after the run concluded.
         """
         what = format_error(error)
         words = what if rank is None else f"rank {rank}: {what}"
@@ -54,7 +54,7 @@ class Failures:
             self._said.add(what)
             is_late = self._is_concluded and not is_awaited
             if not is_late and self.first is None:
-                # The time first: who sees the error without the lock reads its time.
+                # The time first: a reader that sees the error without the lock reads its time.
                 self.first_s, self.first = time.monotonic(), error
             elif not is_late and self.first is not None:
                 self.first.add_note(f"Then {words}")
@@ -76,14 +76,14 @@ class Failures:
         log.error("rank %d has left, and the others go on: %s", rank, error, exc_info=error)
 
     def blame(self, rank: int) -> None:
-        """The others do not go on: what was kept apart of this rank is a failure as any other."""
+        """Count a tolerated error of this rank as a failure: the other ranks cannot continue."""
         with self._lock:
             error = self._held.pop(rank, None)
         if error is not None:
             self.add(error, rank)
 
     def conclude(self) -> None:
-        """The answer is being told: what fails from here on is logged, for nobody would see it as a note."""
+        """Mark the result as delivered: later failures are logged, as a note on it would go unseen."""
         with self._lock:
             self._is_concluded = True
 

@@ -2,7 +2,7 @@
 
 There the interrupt is raised in the user's code, and the loop's iterator only learns that it is not wanted
 any more, as after a `break`. So while such a loop is open in the main thread, a handler counts the
-interrupts, and then does what Python's own does. Any other handler is left alone.
+interrupts, and then acts as Python's own does. Any other handler is left alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a rank's steps cost and yielded, measured where they run; here, by the host's clock, step by step."""
+"""Step times and sums of losses of a rank; `HostMeter` uses the host's clock."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from flowdp.machine.worker import Done, Step
 from flowdp.policy.tally import NO_NORMS, pace_ms
 from flowdp.protocol.messages import Work
 
-__all__ = ["HostMeter", "Meter", "Report", "Sums"]
+__all__ = ["HostMeter", "Meter", "OrderReport", "OrderSums"]
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What was measured for an order.
+class OrderReport:
+    """Measurements of one order.
 
     Attributes:
-        work: Of all its steps.
-        wait_ms: In the gate waiting for others, all rounds together.
-        averaging: Of the last round; None without one.
+        work: Sums over all its steps.
+        wait_ms: Time in the gate waiting for other ranks, all rounds together.
+        averaging: Timing of the last round's mean; None without one.
     """
 
     work: Work
@@ -35,12 +35,12 @@ class Report:
 
 
 @dataclass(slots=True)
-class Sums:
-    """What an order has come to so far.
+class OrderSums:
+    """Sums of an order so far.
 
     Attributes:
         losses: Samples, or weights that losses name, that `loss` is summed over: of losses that were finite.
-        longest_ms: Of one step, with its wait for data.
+        longest_ms: Longest step, with its wait for data.
         norms: See `Work.norms`.
     """
 
@@ -68,8 +68,8 @@ class Sums:
         sums[0] += total
         sums[1] += weight
 
-    def report(self, done: Done, lr: float) -> Report:
-        """What is told of it."""
+    def report(self, done: Done, lr: float) -> OrderReport:
+        """Measurements of the order."""
         work = Work(
             epoch=done.epoch,
             steps=done.steps,
@@ -82,26 +82,26 @@ class Sums:
             lr=lr,
             norms=self.norms,
         )
-        return Report(work, self.wait_ms, self.averaging)
+        return OrderReport(work, self.wait_ms, self.averaging)
 
 
 class Meter(ABC):
-    """Measures one rank.
+    """Meter of one rank.
 
     Every step is `begin`, then `end`; every round `meet`, then `met`; every order ends with `close`.
 
     Attributes:
         round: Counts the means of the rank; the next step is of this one.
-        bad: Round -> its first step whose loss was found not to be finite, until somebody takes it out.
-        step_ms: What the last step took, without waiting for data; 0 where only the device knows.
+        bad: Round -> its first step whose loss was found not to be finite, until a caller removes it.
+        step_ms: Time of the last step without its wait for data; 0 where only the device knows.
 
     Threads:
         The worker's own.
     """
 
     def __init__(self) -> None:
-        self._sums = Sums()
-        self._open: list[tuple[str, float, float]] = []  # what the step under way has recorded
+        self._sums = OrderSums()
+        self._open: list[tuple[str, float, float]] = []  # values recorded in the current step
         self.round = 0
         self.bad: dict[int, Step] = {}
         self.step_ms = 0.0
@@ -129,9 +129,9 @@ class Meter(ABC):
             loss: Mean over its samples, detached; with a weight, of loss x weight. Shape []. None where it
                 has none.
             samples: How many.
-            step: Which.
+            step: The step.
             norms: 2-norms of its gradients, where they were clipped. Shape [] each.
-            weight: Of the loss, the mean over its samples; None where it counts by samples. Shape [].
+            weight: Weight of the loss, the mean over its samples; None where it counts by samples. Shape [].
         """
 
     def ahead_s(self) -> float:
@@ -139,7 +139,7 @@ class Meter(ABC):
         return 0.0
 
     def discard(self) -> None:
-        """Forget what was recorded since `begin`: the step begins again."""
+        """Drop all values recorded since `begin`: the step begins again."""
         self._open.clear()
 
     def waited(self, seconds: float) -> None:  # noqa: B027 - a device sees for itself when it has nothing to do
@@ -173,10 +173,10 @@ class Meter(ABC):
 
     @abstractmethod
     def met(self, reading: Reading) -> None:
-        """The mean of the round is on its way.
+        """Note that the round's mean is on its way.
 
         Args:
-            reading: What it cost and found.
+            reading: Its timing and results.
         """
 
     @abstractmethod
@@ -188,23 +188,23 @@ class Meter(ABC):
         """
 
     @abstractmethod
-    def close(self, done: Done, lr: float, post: Callable[[Report], None]) -> None:
+    def close(self, done: Done, lr: float, post: Callable[[OrderReport], None]) -> None:
         """An order has ended; the next step belongs to another.
 
         Args:
-            done: Which, and its steps.
+            done: The order and its steps.
             lr: Learning rate of its last step.
             post: Called with the report, at once or in a later call of this meter.
         """
 
     def then(self, post: Callable[[], None]) -> None:
-        """Call something when everything before it has been reported: the order of facts is that of deeds."""
+        """Call `post` once all earlier events were reported, so that they are posted in the order of occurrence."""
         post()
 
     def settle(self) -> None:  # noqa: B027 - there is nothing to wait for
         """Wait for the device and report what is due, before the thread waits for a message.
 
-        Called again behind a wait, that wait counts as nobody's.
+        Call again after blocking, so that the wait is charged to no step.
         """
 
     def _count_recorded(self) -> None:
@@ -214,7 +214,7 @@ class Meter(ABC):
 
 
 class HostMeter(Meter):
-    """Measures a rank whose work is done when the call returns."""
+    """Meter of a rank whose work is done when the call returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,8 +281,8 @@ class HostMeter(Meter):
             self._sums.norm(norm.item())
         self._sums.busy_ms += (perf_counter() - self._start_s) * 1e3
 
-    def close(self, done: Done, lr: float, post: Callable[[Report], None]) -> None:
+    def close(self, done: Done, lr: float, post: Callable[[OrderReport], None]) -> None:
         """See `Meter.close`."""
         self._count_recorded()
-        sums, self._sums = self._sums, Sums()
+        sums, self._sums = self._sums, OrderSums()
         post(sums.report(done, lr))

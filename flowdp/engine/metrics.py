@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from flowdp.modules.attributes import OWN, seal
 
-__all__ = ["Pool", "States", "is_metric", "named_metrics", "reset", "source_of", "updates"]
+__all__ = ["MetricPool", "States", "is_metric", "named_metrics", "reset", "source_of", "updates"]
 
 _BOOKS = {
     "_cache",
@@ -116,14 +116,14 @@ def _within(found: Iterable[object]) -> Iterator[object]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _RankMetric:
     """The batches that a rank has evaluated, and its metrics by their names."""
 
     batches: int
     metrics: Mapping[str, tuple[Any, States]]
 
 
-class Pool:
+class MetricPool:
     """Brings together the metrics of all ranks, evaluation by evaluation.
 
     Threads:
@@ -133,7 +133,7 @@ class Pool:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # serialises everything below
         self._owners: dict[int, tuple[int, Any]] = {}
-        self._parts: dict[int, list[_Part]] = {}
+        self._parts: dict[int, list[_RankMetric]] = {}
         self._first: dict[int, _Beside] = {}  # by the metrics' ids: since its first batch of an evaluation
 
     def own(self, rank: int, name: str, metric: Any) -> None:
@@ -158,7 +158,7 @@ class Pool:
         """Take the states of a rank that has no batch left, and reset its metrics.
 
         Args:
-            evaluation: Which, from 0.
+            evaluation: Index of the evaluation, from 0.
             batches: That this rank has evaluated.
             metrics: Those it has updated, by their names.
             end: Batches of the evaluation; None where it was cut, so that the number is not known.
@@ -181,7 +181,7 @@ class Pool:
                 reset(metric)
         with self._lock:
             parts = self._parts.setdefault(evaluation, [])
-            parts.append(_Part(batches, taken))
+            parts.append(_RankMetric(batches, taken))
             if not batches or sum(part.batches for part in parts) != end:
                 return []
             del self._parts[evaluation]
@@ -265,7 +265,7 @@ def _merged(states: Sequence[tuple[int, Any]], reduce: Callable[[Any], Any] | No
     if isinstance(states[0][1], list):
         return [one for _, state in states for one in state]  # as if one rank had seen all batches
     stacked = torch.stack([state for _, state in states])
-    if getattr(reduce, "__name__", "") == "dim_zero_mean":  # of what may be updated unequally often here
+    if getattr(reduce, "__name__", "") == "dim_zero_mean":  # ranks may update it unequally often here
         counts = torch.tensor([count for count, _ in states], dtype=torch.float64)
         return (
             (stacked.double() * counts.view(-1, *[1] * (stacked.dim() - 1)))

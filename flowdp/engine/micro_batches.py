@@ -18,17 +18,17 @@ from flowdp.data.source import Batch, Source
 from flowdp.data.trees import Form, concatenated, described, flatten, is_cut, unflatten
 from flowdp.machine.worker import Step
 
-__all__ = ["Intake", "MicroBatch", "joined"]
+__all__ = ["MicroBatch", "MicroBatcher", "joined"]
 
 
 @dataclass(slots=True)
 class MicroBatch:
-    """What one forward sees.
+    """Input of one forward.
 
     Attributes:
         batch: On the device.
-        samples: How many.
-        share: Of it in the step, if the step's other micro-batches are as large as its first.
+        samples: Number of samples.
+        share: Its share of the step, if the step's other micro-batches are as large as its first.
     """
 
     batch: Batch
@@ -36,18 +36,18 @@ class MicroBatch:
     share: float
 
 
-class Intake:
-    """Takes the batches of one step after another.
+class MicroBatcher:
+    """Groups the batches of a step into micro-batches, one step after another.
 
     Args:
-        feed: The rank's.
+        feed: Feed of the rank.
         source: Knows how many samples a batch has.
         width: Batches of a micro-batch.
 
     Attributes:
         taken: Batches of the step under way so far.
-        samples: Of those that were handed on.
-        micros: What was handed on, for as long as the step may have to begin again.
+        samples: Samples in the micro-batches handed on.
+        micros: Micro-batches handed on, kept while the step may have to begin again.
     """
 
     def __init__(self, feed: Feed, source: Source, width: int = 1) -> None:
@@ -61,7 +61,9 @@ class Intake:
         self._open: list[Batch] = []  # of them, those of the next micro-batch
         self._sizes: list[int] = []  # samples of each
         self._planned = 0  # samples of the step, if all micro-batches were as large as the first
-        self._trained: list[tuple[int, int]] = []  # what no mean holds yet, where the source keeps it
+        self._trained: list[
+            tuple[int, int]
+        ] = []  # batches that no mean holds yet, where the source keeps them
 
     @property
     def is_inside(self) -> bool:
@@ -70,7 +72,7 @@ class Intake:
 
     @property
     def factor(self) -> float:
-        """What all shares of the step must be multiplied by, so that they sum to 1."""
+        """Factor that makes the step's shares sum to 1."""
         return self._planned / self.samples
 
     def next(self, step: Step) -> MicroBatch | None:
@@ -132,10 +134,10 @@ class Intake:
             self._trained = []
 
     def lose(self, rank: int) -> None:
-        """The rank is lost, and the others shall train what no mean holds of it.
+        """Return the batches of a lost rank that no mean holds, so that others train them.
 
         Args:
-            rank: Whose intake this is.
+            rank: Rank index.
         """
         with suppress(Exception):  # of a device that is dead; its feed asks for nothing more all the same
             self._feed.follow(())
@@ -145,7 +147,7 @@ class Intake:
 def joined(batches: Sequence[Batch], sizes: Sequence[int]) -> Batch:
     """One batch of several, on their device.
 
-    Tensors, arrays and lists as long as their batch are put one behind the other. What else there is comes
+    Tensors, arrays and lists as long as their batch are concatenated. All other leaves come
     from the first; where it is no tensor, it must be the same in all of them.
 
     Args:

@@ -1,6 +1,6 @@
-"""Whether what a rank brings to a mean is made of numbers, and what becomes of it if not.
+"""Check of losses and replicas for NaN and inf before a mean.
 
-On a device the verdict is made behind the last step of a round, and the mean goes by it there: what is not
+On a device the verdict is made behind the last step of a round, and the mean obeys it there: a replica that is not
 finite leaves itself out. The host reads the verdict one round late, when the device has the next steps to do;
 or at once, where it has to be known at the gate.
 """
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from flowdp.device.flat_parameters import FlatTensors
 from flowdp.device.streams import QUIET
-from flowdp.engine.error_context import Place
+from flowdp.engine.error_context import ErrorContext
 from flowdp.engine.meter import Meter
 from flowdp.machine.worker import Step, WorkerMachine
 from flowdp.options import OnNan
 from flowdp.replica.replica import Replica
 
-__all__ = ["Numbers", "Verdict", "is_finite", "is_odd"]
+__all__ = ["FiniteVerdict", "NanGuard", "is_finite", "is_odd"]
 
 
 def is_finite(tensors: FlatTensors) -> bool:
@@ -61,7 +61,7 @@ def _trace(part: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class Verdict:
+class FiniteVerdict:
     """A verdict of the device on its replica, copied to the host.
 
     Attributes:
@@ -78,22 +78,22 @@ class Verdict:
     is_read: bool = False
 
 
-class Numbers:
-    """Keeps a replica that has left the numbers out of the means, or ends the run.
+class NanGuard:
+    """Keeps replicas with NaN or inf parameters out of the means, or ends the run.
 
     Args:
-        replica: Whose.
+        replica: Replica of the rank.
         machine: Says at the gate whether it is bad.
         meter: Sees the losses.
         place: The step under way.
-        on_nan: What to do.
+        on_nan: Action on NaN or inf.
 
     Threads:
         The rank's worker.
 
     Attributes:
         bad: (epoch, batch) of the step in which that was seen; None while it is sound.
-        verdict: Of the last mean, while the host has not read it; None: there is none.
+        verdict: Verdict of the last mean until the host has read it; else None.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Numbers:
         replica: Replica,
         machine: WorkerMachine,
         meter: Meter,
-        place: Place,
+        place: ErrorContext,
         on_nan: OnNan,
     ) -> None:
         lane = self._lane = replica.lane
@@ -111,7 +111,7 @@ class Numbers:
         self._place = place
         self._on_nan = on_nan
         self.bad: tuple[int, int] | None = None
-        self.verdict: Verdict | None = None
+        self.verdict: FiniteVerdict | None = None
         if lane.is_async:
             with QUIET:
                 self._told = lane.pinned((), torch.bool)
@@ -120,7 +120,7 @@ class Numbers:
             self._passed = lane.event()
 
     def judge(self) -> Tensor | None:
-        """Look at losses and replica before a mean; see `Judge`. On a device, `read` tells what it has found.
+        """Look at losses and replica before a mean; see `Judge`. On a device, `read` returns the result.
 
         Raises:
             FloatingPointError: On the CPU: they are not finite, and on_nan is "raise".
@@ -142,7 +142,7 @@ class Numbers:
         is_odd(parts, losses, self._odd)
         self._told.copy_(self._odd, non_blocking=True)
         self._passed.record(self._lane.compute)
-        self.verdict = Verdict(self._meter.round, last)
+        self.verdict = FiniteVerdict(self._meter.round, last)
         return self._odd if self._machine.is_late else None
 
     def decide(self) -> None:
@@ -184,7 +184,9 @@ class Numbers:
             self.left(bad, f"{what}; the mean of that round was taken without it")
         else:
             self._machine.was_bad, self.bad = True, verdict.bad
-        self._machine.is_late = False  # what happens twice may hit the next replica before this one is healed
+        self._machine.is_late = (
+            False  # a second such value may hit the next replica before this one is healed
+        )
 
     def saw(self) -> None:
         """A loss was not finite; if it is of this round, the next mean does without the replica.
@@ -198,10 +200,10 @@ class Numbers:
             self.left(step, _LOSS)
 
     def left(self, step: Step, what: str) -> None:
-        """The replica has left the numbers in this step.
+        """Note that the replica has NaN or inf values in this step.
 
         Args:
-            step: Which.
+            step: The step.
             what: Name of the value that is not finite.
 
         Raises:

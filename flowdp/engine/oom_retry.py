@@ -1,9 +1,9 @@
-"""What becomes of a step for which its device has no room: it is made of smaller pieces, or it fails.
+"""Retry of a step that ran out of device memory, in smaller pieces.
 
 Forward and backward begin again with the step's own samples, each micro-batch in twice as many pieces; batch
 norm sees a piece then, as under gradient accumulation. Later steps are made of as many pieces from the start.
 Nothing of the first attempt is left: gradients, buffers, the loss, recorded numbers and the generator of a
-CUDA device are as they were when the step began. Left alone is what no replica owns: a batch that the loss
+CUDA device are as they were when the step began. Not restored is anything outside the replica: a batch that the loss
 has written to, counters of the user's own, and the CPU's generator, which belongs to the process. Ranks that
 share a card share its generator, so that another one may draw some numbers twice.
 """
@@ -18,29 +18,29 @@ import torch
 
 from flowdp.data.open_feeds import Feed
 from flowdp.device.worker_context import CurrentWorker
-from flowdp.engine.error_context import Place
+from flowdp.engine.error_context import ErrorContext
 from flowdp.engine.meter import Meter
 from flowdp.engine.micro_batches import MicroBatch
 from flowdp.replica.replica import Replica
 
-__all__ = ["Retry", "without_frames"]
+__all__ = ["OomRetry", "without_frames"]
 
 log = logging.getLogger("flowdp")
 
 
-class Retry:
+class OomRetry:
     """Repeats forward and backward of a rank's steps.
 
     Args:
-        replica: Whose.
-        current: What the loss is told.
-        meter: Has counted what the loss recorded.
+        replica: Replica of the rank.
+        current: The rank's record for the user's loss.
+        meter: Holds the values that the loss recorded.
         feed: May hold batches ahead, and so memory.
         place: The step under way.
     """
 
     def __init__(
-        self, replica: Replica, current: CurrentWorker, meter: Meter, feed: Feed, place: Place
+        self, replica: Replica, current: CurrentWorker, meter: Meter, feed: Feed, place: ErrorContext
     ) -> None:
         self._replica = replica
         self._current = current
@@ -49,13 +49,13 @@ class Retry:
         self._place = place
 
     def run(self, micros: Sequence[MicroBatch], error: torch.OutOfMemoryError) -> None:
-        """Do again what has failed, in ever smaller pieces.
+        """Repeat the failed step in ever smaller pieces.
 
         Call it outside of the `except` block: an error that is being handled keeps its frames.
 
         Args:
-            micros: Of the step so far; the last one had no room.
-            error: What torch said, `without_frames`.
+            micros: Micro-batches of the step so far; the last one had no room.
+            error: Torch's error, `without_frames`.
 
         Raises:
             OutOfDeviceMemory: A sample alone has no room, or the batch cannot be cut.
@@ -103,7 +103,7 @@ class Retry:
 
 
 def without_frames(error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
-    """Let an error go of its frames, and of what they hold: the tensors of a forward.
+    """Drop an error's frames and the tensors of the forward that they hold.
 
     Where it came from stands in a note on it. One frame that is kept keeps its callers, ours among them.
     """

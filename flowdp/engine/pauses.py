@@ -1,4 +1,4 @@
-"""Who is inside `paused()`: the run goes on when the last one leaves."""
+"""Nested and concurrent `paused()` blocks: the run continues when the last one ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Pauses"]
 
 
 class Pauses:
-    """Counts those who have the devices to themselves.
+    """Counter of open `paused()` blocks.
 
     Args:
         request: Takes a wish, and gives its number.
@@ -38,7 +38,7 @@ class Pauses:
         self.unpause()
 
     def unpause(self) -> None:
-        """Let the run go on, unless somebody is inside."""
+        """Continue the run, unless a block is open."""
         with self._lock:
             if not self._inside:
                 self._request(Requested("unpause"))

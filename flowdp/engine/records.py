@@ -1,4 +1,4 @@
-"""What a run has reported so far, for any number of readers at their own pace."""
+"""Records of a run so far, for any number of readers at their own pace."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import Finish, RoundEnded
 from flowdp.threads.inbox import LISTEN_S
 
-__all__ = ["Feed", "Numbered", "Record", "Records"]
+__all__ = ["Numbered", "Record", "RecordStream", "Records"]
 
 KEPT_ROUNDS = 4096
 """Round records that are kept; epoch records are all kept."""
 
 KEPT_CHECKPOINTS = 4
-"""Checkpoints that may wait for who is told of them; each holds the model and every optimizer."""
+"""Checkpoints that may wait for callbacks; each holds the model and every optimizer."""
 
 
 class Numbered(Protocol):
-    """What is said here of a checkpoint: its number in the run."""
+    """Interface of a checkpoint here: its number in the run."""
 
     @property
     def version(self) -> int:
@@ -35,7 +35,7 @@ class Numbered(Protocol):
 Record = EpochMetrics | RoundEnded | Numbered
 
 
-class Feed:
+class RecordStream:
     """All records in the order in which they came, for the one thread that takes them.
 
     A slow one loses the oldest rounds that wait, and the oldest checkpoints, but never an epoch.
@@ -61,7 +61,7 @@ class Feed:
         self._changed = threading.Condition()  # guards everything here
 
     def put(self, record: Record) -> None:
-        """Append a record; does not wait for the reader. What comes after the end is not taken."""
+        """Append a record; does not wait for the reader. Records after the end are dropped."""
         if isinstance(record, RoundEnded):
             if not self._wants_rounds:
                 return
@@ -105,7 +105,7 @@ class Records:
 
     Attributes:
         epochs: All epoch records, in order.
-        before: Of these, those that were complete before.
+        before: Number of these that were complete before.
         finish: How the run ended; None before, and where a failure of flowdp's own ended it.
         is_ended: The run is over, or a failure is known though some thread may not have left yet.
         is_over: Every thread has left.
@@ -124,17 +124,17 @@ class Records:
         self._is_heard = False
         self._rounds: deque[RoundEnded] = deque(maxlen=KEPT_ROUNDS)
         self._round_count = 0
-        self._feed: Feed | None = None
+        self._feed: RecordStream | None = None
         self._problems: dict[object, tuple[str, int]] = {}  # the first text, and how often
         self._changed = threading.Condition()  # guards everything here
 
-    def feed(self, *, rounds: bool) -> Feed:
+    def feed(self, *, rounds: bool) -> RecordStream:
         """All records in one order, for the observer; to be called once, before the run begins.
 
         Args:
             rounds: Whether rounds are among them.
         """
-        self._feed = Feed(rounds=rounds)
+        self._feed = RecordStream(rounds=rounds)
         return self._feed
 
     def add(self, record: Record) -> None:
@@ -154,7 +154,7 @@ class Records:
 
         Args:
             text: In words.
-            about: Of what is about the same, the first text is kept and the others are counted; None: of the
+            about: Of texts with the same key, the first is kept and the others are counted; None: of the
                 same text.
         """
         with self._changed:
@@ -217,7 +217,7 @@ class Records:
 
     @contextmanager
     def reader(self) -> Iterator[None]:
-        """Be one who raises the run's failure, so that nobody else has to report it."""
+        """Register a caller that will raise the run's error, so that it is not also printed."""
         with self._changed:
             self._readers += 1
             self._changed.notify_all()
@@ -229,7 +229,7 @@ class Records:
                 self._is_heard |= self.is_ended
 
     def wait_for_reader(self, timeout_s: float) -> bool:
-        """Whether somebody waits for the end, or comes to ask for it within this time."""
+        """Whether a caller waits for the end, or asks for it within this time."""
         with self._changed:
             return self._changed.wait_for(lambda: self._is_heard or self._readers > 0, timeout_s)
 

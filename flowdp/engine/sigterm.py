@@ -1,4 +1,4 @@
-"""SIGTERM as a wish to stop: what a cluster sends some time before it kills.
+"""SIGTERM as a request to stop: clusters send it some time before they kill.
 
 Python runs a signal's handler in the main thread, between any two bytecodes: in the middle of a call of this
 library too, with its locks held. So the handler only puts a word into a queue, which is safe there, and a
@@ -53,7 +53,7 @@ class SigtermStop:
 
     Threads:
         Made in the main thread. `close`: any. It puts the handler from before back where it is called in the
-        main thread, nothing else is open, and nobody has set another handler since; until then that handler
+        main thread, nothing else is open, and no other handler was set since; until then that handler
         gets every SIGTERM through ours.
 
     Raises:

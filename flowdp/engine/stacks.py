@@ -1,4 +1,4 @@
-"""Where the threads of a run are: in words, and as Python stacks. For a run that hangs, and for who asks."""
+"""Activity of a run's threads as text and as Python stacks, for a stalled run and for `Run.dump()`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def stacks(threads: Iterable[threading.Thread]) -> dict[str, str]:
     """
     wanted = list(threads)
     idents = {thread.ident for thread in wanted}
-    # Frames keep what lies in them. No name may hold them here: this frame is one of them, and would keep
+    # Frames keep their locals alive. No name may hold them here: this frame is one of them, and would keep
     # them all until the garbage collector comes.
     texts = {
         ident: "".join(traceback.format_stack(frame))
@@ -40,18 +40,18 @@ def describe_rank(
     *,
     has_left: bool = False,
     waiting: Waiting | None = None,
-    duty: str | None = None,
+    task: str | None = None,
     awaited: tuple[int, int] | None = None,
     step: tuple[int, int] | None = None,
     idle: str | None = None,
     seconds: float | None = None,
 ) -> str:
-    """What a rank is doing, in words: the first of these facts that is given.
+    """Description of a rank's activity: the first of these facts that is given.
 
     Args:
         has_left: Its thread has ended.
-        waiting: What it waits for in the gate.
-        duty: What it does while all stand still, in words: "evaluates after epoch 2".
+        waiting: Its wait in the gate.
+        task: Its barrier task: "evaluates after epoch 2".
         awaited: Epoch and number of the batch that it needs and that was not read yet.
         step: Epoch and first batch of the step that it is in.
         idle: Why it has no batches.
@@ -61,8 +61,8 @@ def describe_rank(
         return "has left"
     if waiting is not None:
         doing = _at_gate(waiting)
-    elif duty is not None:
-        doing = duty
+    elif task is not None:
+        doing = task
     elif awaited is not None:
         doing = f"waiting for data: batch {awaited[1]} of epoch {awaited[0]}"
     elif step is not None:
@@ -79,14 +79,14 @@ def describe_run(
     events: Sequence[str],
     readers: Sequence[str] = (),
 ) -> str:
-    """All that is known of a run at one moment, as text of many lines.
+    """Report of a run at one moment, as text of many lines.
 
     Args:
         headline: The first line.
-        ranks: What each rank is doing. Shape (world_size,).
+        ranks: Activity of each rank. Shape (world_size,).
         stacks: Python stack of each thread by its name.
         events: The last events of the coordinator, oldest first.
-        readers: What the readers of datasets wait for.
+        readers: Waits of the dataset readers.
     """
     parts = [headline, *(f"  rank {rank}: {doing}" for rank, doing in enumerate(ranks))]
     parts += [f"  reader: {doing}" for doing in readers]
@@ -103,14 +103,14 @@ def stall_error(
     events: Sequence[str],
     readers: Sequence[str] = (),
 ) -> StallError:
-    """The error of a run that does not move; the arguments are those of `describe_run`.
+    """Error of a stalled run; arguments as of `describe_run`.
 
     Args:
         still_s: Seconds in which nothing has moved.
-        ranks: What each rank is doing. Shape (world_size,).
+        ranks: Activity of each rank. Shape (world_size,).
         stacks: Python stack of each thread by its name.
         events: The last events of the coordinator, oldest first.
-        readers: What the readers of datasets wait for.
+        readers: Waits of the dataset readers.
     """
     headline = (
         f"nothing has moved for {still_s:.1f} s; where a step or a read of the dataset may take that long, "

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from flowdp.checkpoint.writer import Saver
-from flowdp.collective.async_mean import Snapshots
+from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.base import Averaging, Collective
 from flowdp.data.open_feeds import Feed
 from flowdp.data.source import Source
@@ -24,14 +24,14 @@ from flowdp.device import worker_context
 from flowdp.device.compiled import FirstCalls
 from flowdp.device.openmp import set_own_threads
 from flowdp.engine import meter
-from flowdp.engine.barrier_tasks import Duties
+from flowdp.engine.barrier_tasks import BarrierTasks
 from flowdp.engine.device_meter import open_meter
-from flowdp.engine.error_context import Place
+from flowdp.engine.error_context import ErrorContext
 from flowdp.engine.evaluation import Evaluator
 from flowdp.engine.failures import Failures
-from flowdp.engine.micro_batches import Intake
-from flowdp.engine.nan_guard import Numbers
-from flowdp.engine.oom_retry import Retry, without_frames
+from flowdp.engine.micro_batches import MicroBatcher
+from flowdp.engine.nan_guard import NanGuard
+from flowdp.engine.oom_retry import OomRetry, without_frames
 from flowdp.errors import CollectiveAborted, DeviceError, StepError
 from flowdp.machine.worker import (
     Apply,
@@ -49,8 +49,8 @@ from flowdp.options import OnNan
 from flowdp.policy.pool_size import PoolSize
 from flowdp.protocol.messages import (
     Arrival,
+    BarrierTask,
     BatchReady,
-    Duty,
     Exiting,
     Fact,
     Hurried,
@@ -89,18 +89,18 @@ class Worker:
         post: Puts a fact into the coordinator's inbox.
         failures: Takes what goes wrong.
         pool: Chooses the size of this thread's OpenMP pool.
-        on_nan: What becomes of a replica that has left the numbers.
-        replicas: Of all ranks: one that has left the numbers becomes what another one is.
+        on_nan: What becomes of a replica with NaN or inf parameters.
+        replicas: Of all ranks: one with NaN or inf parameters becomes what another one is.
         saver: Takes what this rank puts down for a checkpoint.
         evaluator: Evaluates; None where nothing is evaluated.
         goes_on: The others go on where this rank fails by itself.
         global_step: Steps of all ranks before the run begins.
 
     Attributes:
-        moves: Counts up with all that is no step: meetings, batches evaluated, duties done.
+        moves: Counts up with all that is no step: meetings, batches evaluated, barrier tasks done.
         longest_ms: The longest step in the orders that have ended.
         awaited: (epoch, batch) that it waits for; None: for none.
-        duty: What it does while all stand still, in words; "" while it does none.
+        task: What it does while all stand still, in words; "" while it does none.
         is_idle: It waits for orders.
         has_left: Its thread is at its end.
     """
@@ -113,7 +113,7 @@ class Worker:
         feed: Feed,
         gate: Gate,
         collective: Collective,
-        snapshots: Snapshots | None,
+        snapshots: SnapshotMean | None,
         inbox: Inbox[Mail],
         post: Callable[[Fact], None],
         failures: Failures,
@@ -129,10 +129,10 @@ class Worker:
         self.moves = 0
         self.longest_ms = 0.0
         self.awaited: tuple[int, int] | None = None
-        self.duty = ""
+        self.task = ""
         self.is_idle = False
         self.has_left = False
-        self._duties = Duties(replica, replicas, saver, evaluator, rank)
+        self._tasks = BarrierTasks(replica, replicas, saver, evaluator, rank)
         self._goes_on = goes_on
         self._is_bound = False  # what the other ranks do needs this one
         self.rank = rank
@@ -154,10 +154,10 @@ class Worker:
         )
         self._calls = FirstCalls(replica.module, replica.function)
         self._add = self._add_compiled if self._calls.are_compiled else replica.add
-        self._intake = Intake(feed, source, replica.width)
-        self._place = Place(self.current, self._lane, source)
-        self._retry = Retry(replica, self.current, self._meter, feed, self._place)
-        self._numbers = Numbers(replica, self.machine, self._meter, self._place, on_nan)
+        self._intake = MicroBatcher(feed, source, replica.width)
+        self._place = ErrorContext(self.current, self._lane, source)
+        self._retry = OomRetry(replica, self.current, self._meter, feed, self._place)
+        self._numbers = NanGuard(replica, self.machine, self._meter, self._place, on_nan)
         self._feed = feed
         self._gate = gate
         self._collective = collective
@@ -170,8 +170,8 @@ class Worker:
 
     @property
     def step(self) -> Step | None:
-        """The step that it is in, or was in last; None while it waits for orders or does a duty."""
-        return None if self.is_idle or self.duty else self._place.step
+        """The step that it is in, or was in last; None while it waits for orders or does a barrier task."""
+        return None if self.is_idle or self.task else self._place.step
 
     def run(self) -> None:
         """Live until told to leave; whatever goes wrong is reported, never raised.
@@ -190,7 +190,7 @@ class Worker:
                 self._post(WorkerReady(self.rank))
                 self._loop()
         except BaseException as cause:
-            explained = self._place.explain(cause, self.duty)
+            explained = self._place.explain(cause, self.task)
             is_alone = self._goes_on and not self._is_bound and isinstance(explained, StepError | DeviceError)
             if is_alone:
                 self._intake.lose(self.rank)
@@ -228,7 +228,7 @@ class Worker:
                 self.is_idle = False
                 self._meter.settle()
             elif type(action) is Serve:
-                self._serve(action.duty)
+                self._serve(action.task)
             elif type(action) is Snapshot:
                 self._put_snapshot(action)
             elif type(action) is Apply:
@@ -345,7 +345,7 @@ class Worker:
             self._fit_feed()
             checksum = self.replica.checksum() if outcome.compare else None
 
-        def post(report: meter.Report) -> None:
+        def post(report: meter.OrderReport) -> None:
             # The last mean's, where no gate comes before this.
             if verdict is not None and not verdict.is_read:
                 numbers.read(is_reported=True)
@@ -399,23 +399,23 @@ class Worker:
         self.replica.learning_rate.set(lr, position, self.current.epoch)
         self.current.lr = self.replica.learning_rate.value
 
-    def _serve(self, duty: Duty) -> None:
+    def _serve(self, task: BarrierTask) -> None:
         """Do something while all ranks stand still, each its part."""
         self._meter.settle()
         self._is_bound = True
-        self.duty = self._duties.name(duty)
-        self._post(self._duties.serve(duty, self._await_evaluation, self._moved))
+        self.task = self._tasks.name(task)
+        self._post(self._tasks.serve(task, self._await_evaluation, self._moved))
         self._numbers.bad = None  # a replica that was bad has become what another one is
         self.moves += 1
-        self.duty = ""
+        self.task = ""
         self._is_bound = False
         self._meter.settle()
 
     def _await_evaluation(self) -> bool:
         """Wait for a note; False where it was an order to leave."""
-        doing, self.duty = self.duty, f"{self.duty}, waiting for data"
+        doing, self.task = self.task, f"{self.task}, waiting for data"
         self._read(self.inbox.get())
-        self.duty = doing
+        self.task = doing
         return not self.machine.leaves
 
     def _moved(self) -> None:

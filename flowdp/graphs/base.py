@@ -31,7 +31,7 @@ __all__ = [
     "Passed",
     "Recorder",
     "StepGraph",
-    "Trial",
+    "TrialStep",
     "Watched",
     "shared",
     "watching",
@@ -212,7 +212,7 @@ def _is_constant(leaf: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TrialStep:
     """The results of a graph's run that has changed nothing.
 
     Attributes:
@@ -254,7 +254,9 @@ class StepGraph(Protocol):
         """
         ...
 
-    def trial(self, leaves: Sequence[Tensor], factors: Factors, generator: torch.Generator | None) -> Trial:
+    def trial(
+        self, leaves: Sequence[Tensor], factors: Factors, generator: torch.Generator | None
+    ) -> TrialStep:
         """Run beside the step: gradients and buffers are as before when it returns. Arguments as of `run`.
 
         The caller puts the generator back.

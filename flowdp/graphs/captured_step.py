@@ -16,7 +16,16 @@ from torch import Tensor
 
 from flowdp.data.trees import Form, flatten
 from flowdp.device.draws import OwnDraws, device_generator, draw_seed
-from flowdp.graphs.base import PLAIN, Capturable, Computed, Factors, NotCaptured, Recorder, StepGraph, Trial
+from flowdp.graphs.base import (
+    PLAIN,
+    Capturable,
+    Computed,
+    Factors,
+    NotCaptured,
+    Recorder,
+    StepGraph,
+    TrialStep,
+)
 from flowdp.graphs.guards import Guards
 from flowdp.options import CaptureOptions
 from flowdp.policy.capture_plan import CapturePlan, FormPlan
@@ -220,7 +229,7 @@ class Captured:
     def _difference(
         self,
         graph: StepGraph,
-        trial: Trial,
+        trial: TrialStep,
         computed: Computed,
         told: Sequence[tuple[str, float | Tensor, float]],
         touched: Sequence[bool],

@@ -32,7 +32,7 @@ from flowdp.data.trees import tree_map
 from flowdp.device.dispatch import RankMode
 from flowdp.device.draws import is_random
 from flowdp.device.worker_context import CurrentWorker
-from flowdp.graphs.base import Capturable, Computed, Factors, NotCaptured, Outputs, Trial, watching
+from flowdp.graphs.base import Capturable, Computed, Factors, NotCaptured, Outputs, TrialStep, watching
 from flowdp.graphs.guards import Guards, is_alike
 from flowdp.graphs.lowering import Function, Inputs, lower
 from flowdp.policy.formats import format_error
@@ -262,7 +262,9 @@ class CpuGraph:
             for parameter, own in zip(self._touched, self._into, strict=True):
                 parameter.grad = own
 
-    def trial(self, leaves: Sequence[Tensor], factors: Factors, generator: torch.Generator | None) -> Trial:
+    def trial(
+        self, leaves: Sequence[Tensor], factors: Factors, generator: torch.Generator | None
+    ) -> TrialStep:
         """See `StepGraph.trial`: the run gets copies, as a forward may write to anything it is given."""
         own = [one.detach().clone() for one in self._tensors]
         leaves = [one.clone() for one in leaves]
@@ -281,7 +283,7 @@ class CpuGraph:
             into = script_list([after[place] for place in self._traced.touched])
             computed, _ = self._call(script_list(own), (into,), leaves, factors, generator)
         touched = [place in self._traced.touched for place in range(len(self._trained))]
-        return Trial(computed, after, [own[place] for place in self._buffers], touched)
+        return TrialStep(computed, after, [own[place] for place in self._buffers], touched)
 
     def _call(
         self,

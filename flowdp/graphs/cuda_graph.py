@@ -34,7 +34,7 @@ from flowdp.device.draws import DrawsNoted, device_generator
 from flowdp.device.streams import CudaLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.device.writes import WritesNoted
-from flowdp.graphs.base import Capturable, Computed, Factors, NotCaptured, Outputs, Trial, watching
+from flowdp.graphs.base import Capturable, Computed, Factors, NotCaptured, Outputs, TrialStep, watching
 
 __all__ = ["BOUND", "HALF_BOUND", "CudaGraphs", "CudaStepGraph"]
 
@@ -262,7 +262,9 @@ class CudaStepGraph:
         outputs = None if self._outputs is None else self._outputs.of([one.clone() for one in self._made])
         return Computed(loss, others.pop(0) if self._has_weight else None, others, outputs)
 
-    def trial(self, leaves: Sequence[Tensor], factors: Factors, generator: torch.Generator | None) -> Trial:
+    def trial(
+        self, leaves: Sequence[Tensor], factors: Factors, generator: torch.Generator | None
+    ) -> TrialStep:
         """See `StepGraph.trial`."""
         trained, buffers = self._step.trained, list(self._step.module.buffers())
         before = [parameter.grad for parameter in trained]
@@ -272,7 +274,7 @@ class CudaStepGraph:
             computed = self.run(leaves, factors, generator)
             gradients = [None if p.grad is None else p.grad.clone() for p in trained]
             touched = [any(parameter is one for one in self._parameters) for parameter in trained]
-            return Trial(computed, gradients, [buffer.clone() for buffer in buffers], touched)
+            return TrialStep(computed, gradients, [buffer.clone() for buffer in buffers], touched)
         finally:
             for parameter, gradient, value in zip(trained, before, kept, strict=True):
                 parameter.grad = gradient

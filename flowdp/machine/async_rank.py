@@ -27,7 +27,7 @@ class RankState:
         snapshot: Those in the last snapshot, applied or under way.
         works: Its reports since the last round.
         is_throttled: It was told that there is nothing for it.
-        bad: (epoch, batch) of the first step since the last meeting that left the numbers.
+        bad: (epoch, batch) of the first step since the last meeting with NaN or inf values.
     """
 
     orders: deque[StartEpoch] = field(default_factory=deque)

@@ -64,7 +64,7 @@ class SnapshotRounds:
     Attributes:
         global_step: Steps of all ranks in the means applied so far.
         limit: Of no use here, where orders are small.
-        bad: Ranks that had left the numbers at the last meeting -> (epoch, batch) where that began, if known.
+        bad: Ranks that had NaN or inf parameters at the last meeting -> (epoch, batch) where that began, if known.
             Consumed by the coordinator.
     """
 
@@ -99,7 +99,7 @@ class SnapshotRounds:
 
     @property
     def wants_meeting(self) -> bool:
-        """Whether the ranks must meet before anything else: one of them has left the numbers."""
+        """Whether the ranks must meet before anything else: one of them has NaN or inf parameters."""
         return self._is_bad and self._is_dirty
 
     @property

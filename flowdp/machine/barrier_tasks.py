@@ -16,10 +16,19 @@ from flowdp.errors import ProtocolError
 from flowdp.policy.monitor import Best, Monitor, judge
 from flowdp.policy.tally import EpochMetrics, evaluation_means
 from flowdp.protocol.commands import Command, CutEvaluation, EpochEnded, Fail, Save, Send
-from flowdp.protocol.messages import Adopt, Adopted, Capture, Captured, Duty, Evaluate, Evaluated, Evaluation
+from flowdp.protocol.messages import (
+    BarrierTask,
+    CopyReplica,
+    Evaluate,
+    Evaluated,
+    Evaluation,
+    ReplicaCopied,
+    SaveState,
+    StateSaved,
+)
 from flowdp.protocol.position import Position
 
-__all__ = ["MINUTE_MS", "Duties", "SavePlan", "Standstill"]
+__all__ = ["MINUTE_MS", "BarrierPlan", "SavePlan", "Standstill"]
 
 
 MINUTE_MS = 60_000.0
@@ -39,7 +48,7 @@ class SavePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Duties:
+class BarrierPlan:
     """What a run has to do at its standstills.
 
     Attributes:
@@ -76,7 +85,7 @@ class Duties:
 class _Asked:
     """An order that is out."""
 
-    duty: Duty
+    task: BarrierTask
     waits_for: set[int]
     results: list[Evaluation] = field(default_factory=list)
     is_cut: bool = False
@@ -86,16 +95,16 @@ class Standstill:
     """Decides what is due, and does it when the ranks stand still.
 
     Args:
-        duties: Of the run.
+        tasks: Of the run.
         position: Where it begins; None: at the beginning.
 
     Attributes:
         versions: Checkpoints so far, those of the run that this one continues included.
     """
 
-    def __init__(self, duties: Duties, position: Position | None = None) -> None:
+    def __init__(self, tasks: BarrierPlan, position: Position | None = None) -> None:
         self.versions = 0 if position is None else position.versions
-        self._duties = duties
+        self._tasks = tasks
         self._best = Best() if position is None else position.best
         self._best_before: dict[int, Best] = {}  # each epoch that was reported
         self._ended: list[EpochMetrics] = []  # complete, and not reported yet
@@ -104,7 +113,7 @@ class Standstill:
         self._evaluations = self._captures = 0
         self._wishes = self._asked_wishes = self._answered = 0  # for a snapshot
         self._wants_save = self._is_best = self._is_late = False
-        self._saved_step = position.global_step if position is not None and duties.is_saved else -1
+        self._saved_step = position.global_step if position is not None and tasks.is_saved else -1
         self._next_step = 0
         self._next_ms = math.inf
 
@@ -115,7 +124,7 @@ class Standstill:
     @property
     def is_enough(self) -> bool:
         """What is monitored has not got better for long enough: the run shall end."""
-        monitor = self._duties.monitor
+        monitor = self._tasks.monitor
         return monitor is not None and monitor.patience is not None and self._best.bad >= monitor.patience
 
     @property
@@ -132,7 +141,7 @@ class Standstill:
     @property
     def limit(self) -> int | None:
         """The global step at which the next checkpoint is due; None: none is, at a step."""
-        save = self._duties.save
+        save = self._tasks.save
         return None if save is None or save.unit != "step" else self._next_step
 
     def deadline_ms(self) -> float | None:
@@ -154,17 +163,17 @@ class Standstill:
 
     def end(self, global_step: int) -> bool:
         """The run is about to end; whether a last checkpoint comes first."""
-        if self._duties.save is not None and self._saved_step != global_step:
+        if self._tasks.save is not None and self._saved_step != global_step:
             self._wants_save = True
         return self._wants_save
 
     def heal(self, bad: Sequence[int]) -> None:
-        """These replicas have left the numbers."""
+        """These replicas have NaN or inf parameters."""
         self._to_heal = tuple(bad)
 
     def ended(self, metrics: EpochMetrics) -> list[Command]:
         """An epoch is complete; it is reported at once, or when its evaluation is."""
-        if not self._ended and not self._duties.halts(metrics.epoch):
+        if not self._ended and not self._tasks.halts(metrics.epoch):
             return [EpochEnded(metrics)]
         self._ended.append(metrics)
         return []
@@ -177,15 +186,15 @@ class Standstill:
         self._wants_save |= is_due and global_step != self._saved_step
 
     # ------------------------------------------------------------------ answers
-    def take(self, fact: Evaluated | Captured | Adopted) -> None:
+    def take(self, fact: Evaluated | StateSaved | ReplicaCopied) -> None:
         """Take an answer.
 
         Raises:
             ProtocolError: Nobody asked.
         """
-        kinds = {Evaluated: Evaluate, Captured: Capture, Adopted: Adopt}
+        kinds = {Evaluated: Evaluate, StateSaved: SaveState, ReplicaCopied: CopyReplica}
         asked = self._asked
-        if asked is None or not isinstance(asked.duty, kinds[type(fact)]) or fact.rank not in asked.waits_for:
+        if asked is None or not isinstance(asked.task, kinds[type(fact)]) or fact.rank not in asked.waits_for:
             raise ProtocolError(f"unexpected {fact}: {asked} is under way")
         asked.waits_for.discard(fact.rank)
         if isinstance(fact, Evaluated):
@@ -207,7 +216,7 @@ class Standstill:
         while self.is_wanted and not any(isinstance(command, Fail) for command in commands):
             asked = self._asked
             if asked is not None and asked.waits_for:
-                if leaves and isinstance(asked.duty, Evaluate) and not asked.is_cut:
+                if leaves and isinstance(asked.task, Evaluate) and not asked.is_cut:
                     asked.is_cut = True
                     commands.append(CutEvaluation())
                 return commands
@@ -223,48 +232,48 @@ class Standstill:
         if self._to_heal:
             bad, self._to_heal = self._to_heal, ()
             donor = next(rank for rank in present if rank not in bad)
-            return self._ask(Adopt(donor), [rank for rank in present if rank in bad])
+            return self._ask(CopyReplica(donor), [rank for rank in present if rank in bad])
         if self._ended:
             metrics = self._ended[0]
-            if self._duties.evaluates(metrics.epoch) and not leaves:
+            if self._tasks.evaluates(metrics.epoch) and not leaves:
                 self._evaluations += 1
                 return self._ask(Evaluate(metrics.epoch, self._evaluations - 1), present)
             return self._report(self._ended.pop(0))
         self._asked_wishes = self._wishes
         self._captures += 1
-        return self._ask(Capture(self._captures - 1, present[0]), present)
+        return self._ask(SaveState(self._captures - 1, present[0]), present)
 
-    def _ask(self, duty: Duty, ranks: Sequence[int]) -> list[Command]:
-        self._asked = _Asked(duty, set(ranks))
-        return [Send(rank, duty) for rank in ranks]
+    def _ask(self, task: BarrierTask, ranks: Sequence[int]) -> list[Command]:
+        self._asked = _Asked(task, set(ranks))
+        return [Send(rank, task) for rank in ranks]
 
     def _finish(self, asked: _Asked, now_ms: float, stand: Callable[[], Position]) -> list[Command]:
         """All answers are there."""
-        match asked.duty:
+        match asked.task:
             case Evaluate():
                 metrics = self._ended.pop(0)
                 means = {} if asked.is_cut else evaluation_means(asked.results)
                 return self._report(replace(metrics, eval=means))
             # An epoch whose end was read meanwhile is evaluated and reported first; then it is captured anew.
-            case Capture() if not self._ended:
-                return [self._save(asked.duty, now_ms, stand)]
+            case SaveState() if not self._ended:
+                return [self._save(asked.task, now_ms, stand)]
         return []
 
     def _report(self, metrics: EpochMetrics) -> list[Command]:
         """Report an epoch, and see what it means."""
         commands: list[Command] = [EpochEnded(metrics)]
         self._best_before[metrics.epoch] = self._best
-        monitor = self._duties.monitor
+        monitor = self._tasks.monitor
         if monitor is not None:
-            evaluates = self._duties.eval_every is not None
+            evaluates = self._tasks.eval_every is not None
             self._best, verdict = judge(self._best, monitor, metrics, evaluates=evaluates)
-            self._is_best = verdict.is_best and self._duties.keeps_best
+            self._is_best = verdict.is_best and self._tasks.keeps_best
             if verdict.error is not None:
                 commands.append(Fail(verdict.error, kind="option"))
-        self._wants_save |= self._duties.saves(metrics.epoch)
+        self._wants_save |= self._tasks.saves(metrics.epoch)
         return commands
 
-    def _save(self, capture: Capture, now_ms: float, stand: Callable[[], Position]) -> Command:
+    def _save(self, capture: SaveState, now_ms: float, stand: Callable[[], Position]) -> Command:
         is_due, self._wants_save = self._wants_save, False
         is_best, self._is_best = self._is_best, False
         self._is_late &= not is_due
@@ -279,12 +288,12 @@ class Standstill:
         return Save(capture.number, position, version, self._answered, capture.model, is_best)
 
     def _plan_steps(self, global_step: int) -> None:
-        save = self._duties.save
+        save = self._tasks.save
         if save is not None and save.unit == "step":
             every = int(save.every)
             self._next_step = (global_step // every + 1) * every
 
     def _plan_minutes(self, now_ms: float) -> None:
-        save = self._duties.save
+        save = self._tasks.save
         if save is not None and save.unit == "minute":
             self._next_ms = now_ms + save.every * MINUTE_MS

@@ -19,7 +19,7 @@ from enum import Enum
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.async_rounds import SnapshotRounds
-from flowdp.machine.barrier_tasks import Duties, Standstill
+from flowdp.machine.barrier_tasks import BarrierPlan, Standstill
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.exact_rounds import ExactRounds
 from flowdp.machine.planned_rounds import PlannedRounds
@@ -39,8 +39,6 @@ from flowdp.protocol.commands import (
 )
 from flowdp.protocol.messages import (
     Abort,
-    Adopted,
-    Captured,
     DataEnded,
     Directives,
     Evaluated,
@@ -48,10 +46,12 @@ from flowdp.protocol.messages import (
     Fact,
     Failed,
     Order,
+    ReplicaCopied,
     Requested,
     Shutdown,
     SnapshotReady,
     StartEpoch,
+    StateSaved,
     Tick,
     WorkerReady,
 )
@@ -80,7 +80,7 @@ class RunConfig:
         forwards: Samples of a micro-batch of each rank, where all ranks make each forward together (exact).
         groups: Batches that make one step of each rank; None: one each. With `max_steps` all are equal: how
             many steps an epoch has would depend on the speeds. Shape (world_size,).
-        duties: What is done while all ranks stand still.
+        tasks: What is done while all ranks stand still.
         on_failure: Whether the others go on where one rank fails ("continue": in sync and cadence).
         start: Where the run begins; None: at its beginning.
     """
@@ -98,7 +98,7 @@ class RunConfig:
     least: int = 1
     forwards: Sequence[int] | None = None
     groups: Sequence[int] | None = None
-    duties: Duties = field(default_factory=Duties)
+    tasks: BarrierPlan = field(default_factory=BarrierPlan)
     on_failure: OnFailure = "raise"
     start: Position | None = None
 
@@ -132,10 +132,10 @@ class Coordinator:
             config.world_size,
             config.wait_for_metric,
             config.groups,
-            config.duties.halts,
+            config.tasks.halts,
         )
         self.rounds = self._make_rounds(config, self.epochs)
-        self.standstill = Standstill(config.duties, config.start)
+        self.standstill = Standstill(config.tasks, config.start)
         self.error: str | None = None
         self.is_paused = False
         self._ready: set[int] = set()
@@ -202,9 +202,9 @@ class Coordinator:
                 if self.life in (Life.STARTING, Life.RUNNING):
                     self.epochs.end(fact.epoch, fact.batches)
                     return self.rounds.end(fact)
-            case Evaluated() | Captured() | Adopted() if self.life is Life.RUNNING:
+            case Evaluated() | StateSaved() | ReplicaCopied() if self.life is Life.RUNNING:
                 self.standstill.take(fact)
-                if isinstance(fact, Adopted):
+                if isinstance(fact, ReplicaCopied):
                     self._sick.pop(fact.rank, None)
             case _ if self.life is Life.RUNNING:
                 return self._failing(self.rounds.take(fact, now_ms))
@@ -314,7 +314,7 @@ class Coordinator:
 
         commands = self.standstill.decide(now_ms, self._present(), where, leaves=self._wants_stop)
         is_over = (self._ends or self.epochs.is_complete) and not self.standstill.is_wanted
-        may_save = self.config.duties.inside or not self.epochs.is_inside
+        may_save = self.config.tasks.inside or not self.epochs.is_inside
         if is_over and may_save and self.standstill.end(self.global_step):
             commands += self.standstill.decide(now_ms, self._present(), where, leaves=self._wants_stop)
         return self._failing(commands)
@@ -326,7 +326,7 @@ class Coordinator:
         for command in commands:
             if isinstance(command, EpochEnded):
                 metrics = command.metrics
-                is_seen = self.config.duties.eval_every is None or metrics.eval
+                is_seen = self.config.tasks.eval_every is None or metrics.eval
                 self.epochs.metric = metrics.eval.get("loss", metrics.loss) if is_seen else None
                 if is_seen and self.epochs.metric is None:
                     text = (
@@ -336,7 +336,7 @@ class Coordinator:
         return []
 
     def _judge_numbers(self) -> list[Command]:
-        """Have replicas healed that have left the numbers, while another one is sound.
+        """Have replicas healed with NaN or inf parameters, while another one is sound.
 
         One of which an acknowledgment told first is told of once more by the next outcome.
         """

@@ -58,7 +58,7 @@ class PlannedRounds:
     Attributes:
         global_step: Steps of all ranks in the rounds held so far.
         limit: Nothing is armed from this global step on; None: no limit.
-        bad: Ranks that had left the numbers in the last rounds held -> (epoch, batch) where that began, if
+        bad: Ranks that had NaN or inf parameters in the last rounds held -> (epoch, batch) where that began, if
             known. Consumed by the coordinator.
     """
 

@@ -84,6 +84,6 @@ def why(outcome: Outcome) -> str:
     if outcome.left:
         return f"rank {', '.join(map(str, outcome.left))} left"
     if outcome.bad:
-        return f"rank {', '.join(map(str, outcome.bad))} had left the numbers"
+        return f"rank {', '.join(map(str, outcome.bad))} had NaN or inf parameters"
     wishes = {"stop": outcome.stop, "pause": outcome.pause, "halt": outcome.halt, "hurried": outcome.hurried}
     return next((wish for wish, is_there in wishes.items() if is_there), "")

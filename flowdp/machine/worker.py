@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from flowdp.errors import ProtocolError
 from flowdp.protocol.messages import (
     Abort,
-    Adopt,
     Arrival,
-    Capture,
+    BarrierTask,
+    CopyReplica,
     DataEnded,
-    Duty,
     Evaluate,
     Order,
     Outcome,
     Part,
     RequestParams,
+    SaveState,
     Shutdown,
     StartEpoch,
     Throttle,
@@ -116,7 +116,7 @@ class Apply:
 class Serve:
     """Do what the order says, while all ranks stand still."""
 
-    duty: Duty
+    task: BarrierTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +155,10 @@ class WorkerMachine:
         total_steps: Steps of the run.
         throttled: Why there are no batches for this rank, while there are none.
         untold: Samples that means hold and no acknowledgment has told of.
-        is_bad: The replica has left the numbers since the last meeting: it weighs nothing in the next.
+        is_bad: The replica has NaN or inf parameters since the last meeting: it weighs nothing in the next.
         was_bad: The rank was left out of the last mean by its device, as its host has heard since. It says so
             at the next, where it counts, for the mean has come to it; its optimizer is healed behind that.
-        is_late: As given, until a replica of any rank has left the numbers.
+        is_late: As given, until a replica of any rank has NaN or inf parameters.
         plans: Counts up whenever `upcoming` is another list than before, but for batches trained since.
     """
 
@@ -173,7 +173,7 @@ class WorkerMachine:
         self.was_bad = False
         self.is_late = is_late
         self.plans = 0
-        self._duties: deque[Duty] = deque()
+        self._tasks: deque[BarrierTask] = deque()
         self._orders: deque[StartEpoch] = deque()
         self._control: deque[RequestParams | Update] = deque()
         self._order: StartEpoch | None = None
@@ -217,8 +217,8 @@ class WorkerMachine:
                 self._control.append(order)
             case Throttle():
                 self.throttled = order.reason
-            case Evaluate() | Capture() | Adopt():
-                self._duties.append(order)
+            case Evaluate() | SaveState() | CopyReplica():
+                self._tasks.append(order)
             case Shutdown():
                 self._leave = self._leave or Leave(None)
             case Abort():
@@ -236,8 +236,8 @@ class WorkerMachine:
             return self._serve(self._control.popleft())
         order = self._order
         if order is None:
-            if self._duties:
-                return self._stand(self._duties.popleft())
+            if self._tasks:
+                return self._stand(self._tasks.popleft())
             if not self._orders:
                 return _IDLE
             order = self._order = self._orders.popleft()
@@ -328,10 +328,10 @@ class WorkerMachine:
         self._base = global_step
         self._snapshot = None
 
-    def _stand(self, duty: Duty) -> Serve:
-        if isinstance(duty, Adopt):
+    def _stand(self, task: BarrierTask) -> Serve:
+        if isinstance(task, CopyReplica):
             self.was_bad = False
-        return Serve(duty)
+        return Serve(task)
 
     def _shorten(self, end: DataEnded) -> None:
         """Drop what the epoch does not have; at the gate it counts as left, which voids what is behind."""

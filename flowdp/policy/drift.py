@@ -120,7 +120,9 @@ class DivergenceGuard:
         drift = report.max_drift
         self._history.append(drift)
         if not math.isfinite(drift):
-            return GuardDecision(GuardAction.TIGHTEN, f"the drift is {drift}: a replica has left the numbers")
+            return GuardDecision(
+                GuardAction.TIGHTEN, f"the drift is {drift}: a replica has NaN or inf parameters"
+            )
         if not self._is_rising():
             return GuardDecision(GuardAction.STABLE, f"drift {drift:.4g} has not risen three times in a row")
         risen = f"the drift rose three times in a row, to {drift:.4g}"

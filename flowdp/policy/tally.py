@@ -59,7 +59,7 @@ class Work:
             place of samples.
         scalars: Name -> (weighted sum, sum of weights), from `record_scalar`.
         lr: Learning rate of the first group at the last step.
-        bad: (epoch, batch) of the first step that left the numbers, NaN or infinite; None while none has.
+        bad: (epoch, batch) of the first step with NaN or inf values, NaN or infinite; None while none has.
         norms: Sum, largest and number of the 2-norms of its steps' gradients, where they were clipped.
     """
 

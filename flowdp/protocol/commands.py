@@ -205,7 +205,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """The replica of a rank had left the numbers, and was left out of the mean.
+    """The replica of a rank had NaN or inf parameters, and was left out of the mean.
 
     Attributes:
         rank: Which.

@@ -24,7 +24,7 @@ class Arrival:
         drift: Whether its order wants the distance from the mean measured.
         together: Whether the steps of all ranks are one step of the run (exact).
         compare: Whether its order wants the replicas compared after the step (exact).
-        bad: Its replica has left the numbers: it weighs nothing.
+        bad: Its replica has NaN or inf parameters: it weighs nothing.
         was_bad: It weighed nothing in the round before, as its host knows by now; in this one it may.
         late: Of this round, too, its host will hear behind the gate.
     """
@@ -71,7 +71,7 @@ class Outcome:
         members: Ranks that took part, ascending.
         steps: Steps per rank since the last mean. Shape (world_size,); 0 for ranks that left.
         samples: Samples per rank: the weights of the mean. Shape (world_size,). On devices a replica that has
-            left the numbers in this round may weigh nothing all the same: the next outcome tells, or the
+            had NaN or inf parameters in this round may weigh nothing all the same: the next outcome tells, or the
             rank's acknowledgment.
         stop: The run ends here.
         pause: Everybody stands still after it.
@@ -81,7 +81,7 @@ class Outcome:
         drift: The distance from the mean is measured.
         compare: After the step of this round every rank sums the bits of its parameters (exact).
         halt: Everybody stands still after it, for something that the coordinator will say.
-        bad: Members whose replica has left the numbers: they weighed nothing, in this round or, where a host
+        bad: Members whose replica has NaN or inf parameters: they weighed nothing, in this round or, where a host
             hears of it from its device, in the one before.
         late: The hosts of all members hear of this round's behind the gate.
     """

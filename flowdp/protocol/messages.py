@@ -12,20 +12,26 @@ from typing import Literal
 
 from flowdp.policy.tally import Work
 from flowdp.protocol.gate import Arrival, Directives, Outcome
-from flowdp.protocol.tasks import Adopt, Adopted, Capture, Captured, Duty, Evaluate, Evaluated, Evaluation
+from flowdp.protocol.tasks import (
+    BarrierTask,
+    CopyReplica,
+    Evaluate,
+    Evaluated,
+    Evaluation,
+    ReplicaCopied,
+    SaveState,
+    StateSaved,
+)
 
 __all__ = [
     "Abort",
-    "Adopt",
-    "Adopted",
     "Arrival",
     "Averaged",
+    "BarrierTask",
     "BatchReady",
-    "Capture",
-    "Captured",
+    "CopyReplica",
     "DataEnded",
     "Directives",
-    "Duty",
     "Evaluate",
     "Evaluated",
     "Evaluation",
@@ -37,11 +43,14 @@ __all__ = [
     "Outcome",
     "Pace",
     "Part",
+    "ReplicaCopied",
     "RequestParams",
     "Requested",
+    "SaveState",
     "Shutdown",
     "SnapshotReady",
     "StartEpoch",
+    "StateSaved",
     "StepsDone",
     "SyncAck",
     "SyncNow",
@@ -207,7 +216,7 @@ class Shutdown:
     """The run is over: leave."""
 
 
-Order = StartEpoch | DataEnded | Throttle | RequestParams | Update | Abort | Shutdown | Duty
+Order = StartEpoch | DataEnded | Throttle | RequestParams | Update | Abort | Shutdown | BarrierTask
 
 
 # ---------------------------------------------------------------- facts
@@ -270,7 +279,7 @@ class SnapshotReady:
         round: The round it was asked for.
         steps: Steps since the last mean that it applied.
         samples: Samples of those steps: its weight; 0 where `bad`.
-        bad: The replica has left the numbers.
+        bad: The replica has NaN or inf parameters.
     """
 
     rank: int
@@ -330,7 +339,7 @@ class Exiting:
     Attributes:
         rank: Who.
         error: None after an order to leave, else the failure in words.
-        is_alone: The failure is this rank's own: no mean and no duty of the others depends on it.
+        is_alone: The failure is this rank's own: no mean and no barrier task of the others depends on it.
         untold: Samples that means hold and no report of this rank has told of.
     """
 
@@ -378,8 +387,8 @@ Fact = (
     | Updated
     | DataEnded
     | Evaluated
-    | Captured
-    | Adopted
+    | StateSaved
+    | ReplicaCopied
     | Exiting
     | Failed
     | Requested

@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Adopt", "Adopted", "Capture", "Captured", "Duty", "Evaluate", "Evaluated", "Evaluation"]
+__all__ = [
+    "BarrierTask",
+    "CopyReplica",
+    "Evaluate",
+    "Evaluated",
+    "Evaluation",
+    "ReplicaCopied",
+    "SaveState",
+    "StateSaved",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +33,7 @@ class Evaluate:
 
 
 @dataclass(frozen=True, slots=True)
-class Capture:
+class SaveState:
     """All ranks stand still: copy to the host what a checkpoint keeps of this rank.
 
     Attributes:
@@ -37,8 +46,8 @@ class Capture:
 
 
 @dataclass(frozen=True, slots=True)
-class Adopt:
-    """All ranks stand still: this replica had left the numbers, and becomes what another one is.
+class CopyReplica:
+    """All ranks stand still: this replica had NaN or inf parameters, and becomes what another one is.
 
     Attributes:
         donor: The rank to take optimizer state, parameters and buffers from.
@@ -47,7 +56,7 @@ class Adopt:
     donor: int
 
 
-Duty = Evaluate | Capture | Adopt
+BarrierTask = Evaluate | SaveState | CopyReplica
 """What a rank does while all stand still."""
 
 Evaluation = tuple[int, float, tuple[tuple[str, float], ...]]
@@ -69,14 +78,14 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class StateSaved:
     """What a checkpoint keeps of this rank is on its way to the host."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
-class Adopted:
+class ReplicaCopied:
     """The replica of this rank is again what the others are."""
 
     rank: int

@@ -22,7 +22,7 @@ from flowdp.modules.whole_batch import check_dense, check_embeddings
 from flowdp.options import CaptureOptions, Policy, Precision
 from flowdp.replica.batch_sizes import Sizes
 from flowdp.replica.captured_steps import capture_steps
-from flowdp.replica.custom_step import OwnStepReplica, TrainStep
+from flowdp.replica.custom_step import CustomStepReplica, TrainStep
 from flowdp.replica.exact_replica import ExactReplica
 from flowdp.replica.factories import (
     ModelOption,
@@ -166,7 +166,7 @@ def _replica(
         width = parts.sizes.widths[flat.rank]
         rest = rate, lane, parts.precision, parts.max_grad_norm, width
         if parts.train_step is not None:
-            return OwnStepReplica(parts.train_step, module, flat, optimizers, *rest)
+            return CustomStepReplica(parts.train_step, module, flat, optimizers, *rest)
         assert parts.loss is not None
         loss = loss_function(parts.loss, lane.device)
         if parts.policy == "exact":

@@ -13,12 +13,12 @@ from flowdp.device.worker_context import CurrentWorker
 from flowdp.replica.factories import all_of, needs_closure
 from flowdp.replica.replica import Replica
 
-__all__ = ["OwnStepReplica", "TrainStep"]
+__all__ = ["CustomStepReplica", "TrainStep"]
 
 TrainStep = Callable[[CurrentWorker, Any], Mapping[str, Any] | None]
 
 
-class OwnStepReplica(Replica):
+class CustomStepReplica(Replica):
     """A replica whose step is `train_step(worker, batch)`: one call is one step.
 
     All gradients are cleared when a call returns, for a loss leaves gradients at parameters that are not

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from flowdp.machine.barrier_tasks import MINUTE_MS, Duties, SavePlan
+from flowdp.machine.barrier_tasks import MINUTE_MS, BarrierPlan, SavePlan
 from flowdp.machine.coordinator import RunConfig
 from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.monitor import Monitor
@@ -155,7 +155,7 @@ def _draw_stream(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def _draw_lives(rng: random.Random, scenario: Scenario, span_ms: float) -> Scenario:
-    """The same with duties, troubles that a run survives, and runs that go on where it was saved."""
+    """The same with barrier tasks, troubles that a run survives, and runs that go on where it was saved."""
     first = _draw_troubles(rng, _draw_duties(rng, scenario, span_ms), span_ms)
     lives = [first]
     for _ in range(rng.choice((0, 1, 1, 2))):
@@ -176,7 +176,7 @@ def _draw_duties(rng: random.Random, scenario: Scenario, span_ms: float) -> Scen
         min_delta=rng.choice((0.0, 0.1)),
     )
     watches = rng.random() < 0.3
-    duties = Duties(
+    tasks = BarrierPlan(
         save=_draw_save(rng, scenario, span_ms),
         eval_every=eval_every,
         monitor=monitor if watches else None,
@@ -185,7 +185,7 @@ def _draw_duties(rng: random.Random, scenario: Scenario, span_ms: float) -> Scen
     step_ms = max(scenario.ms_per_step)
     return replace(
         scenario,
-        config=replace(scenario.config, duties=duties),
+        config=replace(scenario.config, tasks=tasks),
         eval_batches=rng.choice((1, 2, rng.randint(1, 20))),
         eval_ms=rng.choice((0.1, 1.0)) * step_ms,
         capture_ms=rng.choice((0.0, 0.5, 5.0)) * step_ms,
@@ -203,9 +203,9 @@ def _draw_save(rng: random.Random, scenario: Scenario, span_ms: float) -> SavePl
 
 
 def _draw_troubles(rng: random.Random, scenario: Scenario, span_ms: float) -> Scenario:
-    """The same with what a run with duties has to survive."""
+    """The same with what a run with barrier tasks has to survive."""
     config, ranks = scenario.config, len(scenario.ms_per_step)
-    has = {kind: rng.random() < 0.35 for kind in ("wish", "bad", "all", "alone", "duty")}
+    has = {kind: rng.random() < 0.35 for kind in ("wish", "bad", "all", "alone", "task")}
     wishes = list(scenario.wishes)
     crashes = list(scenario.crashes)
     if has["wish"]:
@@ -214,7 +214,7 @@ def _draw_troubles(rng: random.Random, scenario: Scenario, span_ms: float) -> Sc
     bad = rng.sample(range(ranks), rng.randint(1, min(2, ranks))) if has["bad"] else []
     bad = list(range(ranks)) if has["bad"] and has["all"] and rng.random() < 0.2 else bad
     at = rng.randint(0, 20)
-    if has["duty"]:
+    if has["task"]:
         crashes.append(
             Crash(
                 rng.randrange(ranks),

@@ -19,10 +19,10 @@
 | S15 | exact: the parts of a window that the ranks trained tile it, and none is smaller than it may be |
 | S16 | exact: all ranks train the same window in a round, at one place in the schedule, and it is one step |
 | S17 | exact: replicas are compared at the end of an epoch and at a stop, and one that differs ends the run |
-| S18 | a duty is ordered while all ranks stand still, and nobody moves before all have answered |
+| S18 | a barrier task is ordered while all ranks stand still, and nobody moves before all have answered |
 | S19 | a position that is saved or ended in says what was trained and is in the means, no more |
 | S20 | a rank's own failure ends no run: what it did since the last mean is trained by the others |
-| S21 | a replica that has left the numbers weighs nothing; once told, it takes no step before it is healed |
+| S21 | a replica with NaN or inf parameters weighs nothing; once told, it takes no step before it is healed |
 | S22 | a due evaluation sees each batch once, before its epoch is reported; after a stop there is none |
 | S23 | checkpoints are numbered, and the last one of a run that ends well stands at its end |
 | S24 | a run ends when what it watches has not got better for long enough, and knows when it was best |

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from flowdp.machine.barrier_tasks import Duties
+from flowdp.machine.barrier_tasks import BarrierPlan
 from flowdp.machine.coordinator import RunConfig
 from flowdp.protocol.messages import Requested
 
@@ -22,7 +22,7 @@ LATENCY_MS = 8000.0
 
 @dataclass(frozen=True)
 class Crash:
-    """A rank fails: before its first order, in a step, on its way to the gate, in the averaging, in a duty.
+    """A rank fails: before its first order, in a step, on its way to the gate, in the averaging, in a task.
 
     Attributes:
         rank: Who.
@@ -36,7 +36,7 @@ class Crash:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no mean and no duty of the others depends on it."""
+        """Whether no mean and no barrier task of the others depends on it."""
         return self.where in ("start", "step", "enter")
 
 
@@ -172,14 +172,14 @@ class Scenario:
 
     @property
     def stands(self) -> bool:
-        """Whether all ranks may stand still for some duty."""
+        """Whether all ranks may stand still for some barrier task."""
         is_wanted = any(wish.request.what in ("checkpoint", "snapshot") for wish in self.wishes)
-        return is_wanted or self.config.duties != Duties() or bool(self.bad_steps)
+        return is_wanted or self.config.tasks != BarrierPlan() or bool(self.bad_steps)
 
     @property
     def standstills(self) -> int:
         """There are no more of them."""
-        epochs, save = self.config.epochs or 1, self.config.duties.save
+        epochs, save = self.config.epochs or 1, self.config.tasks.save
         steps = sum(self.length(epoch) for epoch in range(epochs))
         # After a checkpoint a round is held before the next one is due, whatever the clock says.
         saves = (

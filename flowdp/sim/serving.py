@@ -1,11 +1,20 @@
-"""The duties of a standstill on virtual time."""
+"""The barrier tasks of a standstill on virtual time."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 
-from flowdp.protocol.messages import Adopt, Adopted, Capture, Captured, Duty, Evaluate, Evaluated, Evaluation
+from flowdp.protocol.messages import (
+    BarrierTask,
+    CopyReplica,
+    Evaluate,
+    Evaluated,
+    Evaluation,
+    ReplicaCopied,
+    SaveState,
+    StateSaved,
+)
 from flowdp.sim.clock import Clock
 from flowdp.sim.scenario import Scenario
 from flowdp.sim.standing import Standing
@@ -22,7 +31,7 @@ class Serving:
         rng: Where times and results are drawn from.
         judge: Hears what is done.
         crashes: Called as `crashes(rank, act)` before each act; True: the rank has failed.
-        answer: Called with the fact that tells of the end of a duty.
+        answer: Called with the fact that tells of the end of a barrier task.
     """
 
     def __init__(
@@ -32,7 +41,7 @@ class Serving:
         rng: random.Random,
         judge: Standing,
         crashes: Callable[[int, str], bool],
-        answer: Callable[[int, Evaluated | Captured | Adopted], None],
+        answer: Callable[[int, Evaluated | StateSaved | ReplicaCopied], None],
     ) -> None:
         self._scenario = scenario
         self._clock = clock
@@ -45,19 +54,19 @@ class Serving:
         self._is_cut = False
         self._results: dict[int, list[Evaluation]] = {}
 
-    def serve(self, rank: int, duty: Duty) -> None:
+    def serve(self, rank: int, task: BarrierTask) -> None:
         """A rank begins."""
-        match duty:
+        match task:
             case Evaluate():
-                if duty.number != self._number:
-                    self._number, self._next, self._is_cut = duty.number, 0, False
+                if task.number != self._number:
+                    self._number, self._next, self._is_cut = task.number, 0, False
                 self._results[rank] = []
                 self._take(rank)
-            case Capture():
+            case SaveState():
                 if not self._crashes(rank, "capture"):
                     took_ms = self._rng.random() * self._scenario.capture_ms
-                    self._clock.after(took_ms, self._answer, rank, Captured(rank))
-            case Adopt():
+                    self._clock.after(took_ms, self._answer, rank, StateSaved(rank))
+            case CopyReplica():
                 self._clock.after(self._scenario.sync_ms, self._adopted, rank)
 
     def cut(self) -> None:
@@ -81,4 +90,4 @@ class Serving:
 
     def _adopted(self, rank: int) -> None:
         self._judge.healed(rank)
-        self._answer(rank, Adopted(rank))
+        self._answer(rank, ReplicaCopied(rank))

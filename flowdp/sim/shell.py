@@ -20,14 +20,14 @@ class Shell:
     Attributes:
         machine: Decides.
         inbox: Orders that it has not read.
-        state: idle, waiting (for its batch), step, gate, busy, serving (a duty), released (from an aborted
+        state: idle, waiting (for its batch), step, gate, busy, serving (a task), released (from an aborted
             gate), gone.
         samples: Of its steps since its last report.
         entered_ms: When it last entered the gate.
         asked_ms: When it began to wait for its batch; None: it does not.
         wait_ms: Its waiting in the gate since its last acknowledgment.
         acts: How often it did what a crash may hit.
-        unread: (epoch, batch) of the step that left the numbers before the last mean, while only the device
+        unread: (epoch, batch) of the step with NaN or inf values before the last mean, while only the device
             knows.
     """
 
@@ -46,7 +46,7 @@ class Shell:
     _data_ms: float = 0.0
     _longest_ms: float = 0.0
     _steps: int = 0
-    _bad: tuple[int, int] | None = None  # the step that left the numbers
+    _bad: tuple[int, int] | None = None  # the step with NaN or inf values
     _fresh: tuple[int, int] | None = None  # the same, of the round under way, where only the device knows
 
     @property

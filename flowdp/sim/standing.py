@@ -8,15 +8,15 @@ from flowdp.machine.barrier_tasks import MINUTE_MS
 from flowdp.policy.monitor import Best
 from flowdp.protocol.commands import EpochEnded, Finish, RoundEnded, Save
 from flowdp.protocol.messages import (
-    Adopt,
-    Adopted,
-    Capture,
-    Captured,
-    Duty,
+    BarrierTask,
+    CopyReplica,
     Evaluate,
     Evaluated,
     Evaluation,
     Outcome,
+    ReplicaCopied,
+    SaveState,
+    StateSaved,
 )
 from flowdp.sim.effect import Effect, Memory
 from flowdp.sim.scenario import Scenario
@@ -48,7 +48,7 @@ class Standing:
         self.is_stopped = False
         self._scenario = scenario
         self._effect = effect
-        self._duties = scenario.config.duties
+        self._tasks = scenario.config.tasks
         self._epochs = memory.epochs
         self._round = memory.round
         self._best = memory.best
@@ -57,8 +57,8 @@ class Standing:
         self._saved_step = -1  # the last checkpoint's
         self._saved_ms = 0.0
         self._first_step = memory.global_step
-        self._serving: dict[int, Duty] = {}
-        self._bad: set[int] = set()  # ranks that have left the numbers, whoever knows
+        self._serving: dict[int, BarrierTask] = {}
+        self._bad: set[int] = set()  # ranks with NaN or inf parameters, whoever knows
         self._told_bad: set[int] = set()  # those of which an outcome has told
         self.weightless: set[int] = set()
         self._unseen: set[int] = set()  # those that went bad since the last outcome, as devices alone know
@@ -75,7 +75,7 @@ class Standing:
     @property
     def is_enough(self) -> bool:
         """What is monitored has not got better for long enough."""
-        monitor = self._duties.monitor
+        monitor = self._tasks.monitor
         return monitor is not None and monitor.patience is not None and self._best.bad >= monitor.patience
 
     # ------------------------------------------------------------------ standing still
@@ -83,47 +83,47 @@ class Standing:
         """All ranks are ready."""
         self._saved_ms = now_ms
 
-    def ordered(self, rank: int, duty: Duty, stirs: str) -> None:
-        """The coordinator orders a duty.
+    def ordered(self, rank: int, task: BarrierTask, stirs: str) -> None:
+        """The coordinator orders a barrier task.
 
         Args:
             rank: Whom.
-            duty: What.
+            task: What.
             stirs: Who does not stand still, and how; "" where all do.
         """
         if stirs:
-            raise Violation("S18", f"{duty} is ordered, and {stirs}")
+            raise Violation("S18", f"{task} is ordered, and {stirs}")
         bad = self._bad if self._scenario.config.policy != "exact" else set()
-        if bad and not isinstance(duty, Adopt):
-            raise Violation("S21", f"{duty} is ordered, and bad are {bad}")
-        if any(other != duty for other in self._serving.values()):
-            raise Violation("S18", f"{duty} is ordered while {self._serving} is out")
-        self._serving[rank] = duty
-        match duty:
+        if bad and not isinstance(task, CopyReplica):
+            raise Violation("S21", f"{task} is ordered, and bad are {bad}")
+        if any(other != task for other in self._serving.values()):
+            raise Violation("S18", f"{task} is ordered while {self._serving} is out")
+        self._serving[rank] = task
+        match task:
             case Evaluate():
-                if self.is_stopped or not self._duties.evaluates(duty.epoch):
-                    raise Violation("S22", f"{duty} is not due")
-                if duty.epoch != self._evaluated:
-                    self._evaluated, self._results = duty.epoch, {}
-            case Capture():
-                self._captures = duty.number + 1
-            case Adopt():
-                if rank not in self._told_bad | self._heard or duty.donor in self._bad:
-                    raise Violation("S21", f"rank {rank} is to adopt rank {duty.donor}, bad are {self._bad}")
+                if self.is_stopped or not self._tasks.evaluates(task.epoch):
+                    raise Violation("S22", f"{task} is not due")
+                if task.epoch != self._evaluated:
+                    self._evaluated, self._results = task.epoch, {}
+            case SaveState():
+                self._captures = task.number + 1
+            case CopyReplica():
+                if rank not in self._told_bad | self._heard or task.donor in self._bad:
+                    raise Violation("S21", f"rank {rank} is to adopt rank {task.donor}, bad are {self._bad}")
 
-    def answered(self, fact: Evaluated | Captured | Adopted) -> None:
-        """The coordinator hears of the end of a duty."""
+    def answered(self, fact: Evaluated | StateSaved | ReplicaCopied) -> None:
+        """The coordinator hears of the end of a barrier task."""
         self._serving.pop(fact.rank, None)  # it may have left since
 
     def told(self, rank: int, what: object) -> None:
-        """The coordinator tells a rank to begin something that is no duty."""
+        """The coordinator tells a rank to begin something that is no barrier task."""
         if self._serving:
             raise Violation("S18", f"rank {rank} and {what} while {self._serving} is out")
         if rank in self._heard:
             raise Violation("S21", f"rank {rank} and {what}, and it is known to be bad")
 
     def moves(self, rank: int, what: object) -> None:
-        """A rank begins something that is no duty."""
+        """A rank begins something that is no barrier task."""
         if self._serving:
             raise Violation("S18", f"rank {rank} and {what} while {self._serving} is out")
         if rank in self._told_bad:
@@ -180,7 +180,7 @@ class Standing:
                 raise Violation("S21", f"the snapshot of rank {rank} in round {round} is bad, and averaged")
 
     def is_bad(self, rank: int) -> bool:
-        """Whether the replica of a rank has left the numbers."""
+        """Whether the replica of a rank has NaN or inf parameters."""
         return rank in self._bad
 
     def healed(self, rank: int) -> None:
@@ -201,7 +201,7 @@ class Standing:
             self._waiting[what] += 1
             if self._waiting[what] > PATIENCE:
                 raise Violation("L6", f"a {what} was due {PATIENCE} rounds ago")
-        save = self._duties.save
+        save = self._tasks.save
         if save is None:
             return
         last = max(self._saved_step, self._first_step)
@@ -224,7 +224,7 @@ class Standing:
         if self.is_enough:
             raise Violation("S24", f"epoch {metrics.epoch} comes after {self._best}")
         expected: float | None = None
-        if self._duties.evaluates(metrics.epoch) and not self.is_stopped:
+        if self._tasks.evaluates(metrics.epoch) and not self.is_stopped:
             is_whole = self._evaluated == metrics.epoch and len(self._results) == self._scenario.eval_batches
             if not is_whole:
                 raise Violation(
@@ -237,12 +237,12 @@ class Standing:
             told is not None and not math.isclose(told, expected or 0.0, rel_tol=1e-9, abs_tol=1e-12)
         ):
             raise Violation("S22", f"epoch {metrics.epoch} says {metrics.eval}, its evaluation {expected}")
-        self._judge_best(metrics.epoch, metrics.loss if self._duties.eval_every is None else told)
-        if self._duties.saves(metrics.epoch):
+        self._judge_best(metrics.epoch, metrics.loss if self._tasks.eval_every is None else told)
+        if self._tasks.saves(metrics.epoch):
             self._waiting.setdefault("checkpoint", 0)
 
     def _judge_best(self, epoch: int, value: float | None) -> None:
-        monitor, self._best_before[epoch] = self._duties.monitor, self._best
+        monitor, self._best_before[epoch] = self._tasks.monitor, self._best
         if monitor is None or value is None:
             return
         best, least = self._best, monitor.min_delta
@@ -268,7 +268,7 @@ class Standing:
         best = self._best_before.get(position.done, self._best)
         if repr(position.best) != repr(best):
             raise Violation("S19", f"the best is {best}, not that of {position}")
-        is_best = self._is_best and self._duties.keeps_best
+        is_best = self._is_best and self._tasks.keeps_best
         if save.is_best != is_best:
             raise Violation("S24", f"{save} says that it is the best: {save.is_best}")
         self._is_best = False
@@ -318,5 +318,5 @@ class Standing:
         if self._waiting:
             raise Violation("L6", f"the run ends without {sorted(self._waiting)}")
         is_saved = self._saved_step == finish.global_step
-        if self._duties.save is not None and not is_saved:
+        if self._tasks.save is not None and not is_saved:
             raise Violation("S23", f"the last checkpoint is of step {self._saved_step}: {finish}")

@@ -33,17 +33,17 @@ from flowdp.protocol.commands import (
     Send,
 )
 from flowdp.protocol.messages import (
-    Adopted,
     Averaged,
-    Captured,
+    BarrierTask,
     DataEnded,
-    Duty,
     Evaluated,
     Exiting,
     Fact,
     Order,
+    ReplicaCopied,
     Requested,
     SnapshotReady,
+    StateSaved,
     StepsDone,
     SyncAck,
     Tick,
@@ -171,7 +171,7 @@ class World:
         self.facts.append((self.clock.now_ms, fact))
         if isinstance(fact, DataEnded):
             self.rules.knows_end(fact)
-        if isinstance(fact, Evaluated | Captured | Adopted):
+        if isinstance(fact, Evaluated | StateSaved | ReplicaCopied):
             self.rules.standing.answered(fact)
         if isinstance(fact, SyncAck) and fact.bad:
             self.rules.standing.acknowledged(fact.rank)
@@ -254,7 +254,7 @@ class World:
 
     def _send(self, number: int, order: Order) -> None:
         self.rules.ordered(number, order, is_gone=number in self.coordinator._gone)
-        if isinstance(order, Duty):
+        if isinstance(order, BarrierTask):
             stirs = [f"rank {other} {rank.stirs}" for other, rank in enumerate(self.ranks) if rank.stirs]
             self.rules.standing.ordered(number, order, ", ".join(stirs))
         self.ranks[number].expect(order)
@@ -307,7 +307,7 @@ class World:
                     self._apply(number, action)
                 case Serve():
                     rank.state = "serving"
-                    self._serving.serve(number, action.duty)
+                    self._serving.serve(number, action.task)
                 case Idle():
                     rank.state = "idle"
                     self.rules.is_moving[number] = False
@@ -371,8 +371,8 @@ class World:
         rank.read()
         self.gate.enter(rank.machine.judged(action.arrival))
 
-    def _served(self, number: int, fact: Evaluated | Captured | Adopted) -> None:
-        self.say("rank {} has done its duty: {}", number, fact)
+    def _served(self, number: int, fact: Evaluated | StateSaved | ReplicaCopied) -> None:
+        self.say("rank {} has done its barrier task: {}", number, fact)
         self.fact(fact, ("up", number))
         self.ranks[number].state = "idle"
         self._boundary(number)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from flowdp.collective.async_mean import Snapshots
+from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.base import BlockMean
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import QUIET, HostLane
@@ -34,22 +34,22 @@ def replicas(world_size: int = 2) -> tuple[list[nn.Module], list[FlatReplica]]:
     return modules, [FlatReplica(module, rank) for rank, module in enumerate(modules)]
 
 
-def on_host(flat: list[FlatReplica]) -> Snapshots:
-    return Snapshots(flat, [HostLane(CPU) for _ in flat])
+def on_host(flat: list[FlatReplica]) -> SnapshotMean:
+    return SnapshotMean(flat, [HostLane(CPU) for _ in flat])
 
 
 def state(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
-def hold(snapshots: Snapshots, round: int, samples: list[int]) -> tuple[float, ...]:
+def hold(snapshots: SnapshotMean, round: int, samples: list[int]) -> tuple[float, ...]:
     for rank in range(len(samples)):
         snapshots.take(rank, round)
     _, drifts = snapshots.average(round, samples)
     return drifts
 
 
-def apply_together(snapshots: Snapshots, round: int, world_size: int) -> None:
+def apply_together(snapshots: SnapshotMean, round: int, world_size: int) -> None:
     """All ranks apply at once, each in its own thread."""
     start = threading.Barrier(world_size)
     errors: list[Exception] = []
@@ -234,7 +234,7 @@ class Async(FakeWorld):
 
     def __init__(self, cards: Sequence[int]) -> None:
         super().__init__(local_mean, cards)
-        self.snapshots = Snapshots(self.replicas, self.lanes)
+        self.snapshots = SnapshotMean(self.replicas, self.lanes)
 
     def take(self, round: int, ranks: Sequence[int]) -> None:
         for rank in ranks:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flowdp.collective import nccl_loop
 from flowdp.collective.nccl_loop import NcclLoop
-from flowdp.collective.nccl_setup import Opening
+from flowdp.collective.nccl_setup import CommunicatorSetup
 from flowdp.collective.on_streams import ROUNDS
 from flowdp.device.streams import QUIET, CudaLane
 from flowdp.errors import CollectiveError, CollectiveTimeout
@@ -87,14 +87,14 @@ def test_what_a_thread_of_a_rank_does_next_comes_after_the_sum(world: World) -> 
 def test_values_that_do_not_arrive_are_found_at_the_start(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Opening.wait
+    real = CommunicatorSetup.wait
 
-    def wait(opening: Opening) -> list[object]:
+    def wait(opening: CommunicatorSetup) -> list[object]:
         comms = real(opening)
         world.nccl.broken = True
         return comms
 
-    monkeypatch.setattr(Opening, "wait", wait)
+    monkeypatch.setattr(CommunicatorSetup, "wait", wait)
     with pytest.raises(CollectiveError, match="wrong values: the boards"):
         NcclLoop(world.lanes, SIZES, nccl=world.nccl)
     assert world.nccl.destroyed == [0, 1, 2]
@@ -108,10 +108,10 @@ def test_what_only_sends_needs_no_sizes(world: World) -> None:
 
 
 def test_no_room_is_told_as_such(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(opening: Opening) -> list[object]:
+    def wait(opening: CommunicatorSetup) -> list[object]:
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(Opening, "wait", wait)
+    monkeypatch.setattr(CommunicatorSetup, "wait", wait)
     with pytest.raises(CollectiveError, match="no room for NCCL beside the replicas; backend='local'"):
         NcclLoop(world.lanes, SIZES, nccl=world.nccl)
 

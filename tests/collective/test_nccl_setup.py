@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowdp.collective import nccl_setup
-from flowdp.collective.nccl_setup import Opening, Side, sum_replicas
+from flowdp.collective.nccl_setup import CommunicatorSetup, Side, sum_replicas
 from flowdp.device.flat_parameters import Flat
 from flowdp.device.streams import QUIET, CudaLane
 from flowdp.errors import CollectiveError
@@ -36,7 +36,7 @@ class Group:
         self.lanes = [CudaLane(torch.device("cuda", card), self.cuda) for card in cards]
         self.flats = [flats(rank) for rank in range(len(cards))]
         self.nccl = FakeNccl(self.cuda, self.lanes)
-        self.opening = Opening(self.nccl, self.lanes, self.flats)
+        self.opening = CommunicatorSetup(self.nccl, self.lanes, self.flats)
 
     def late_when_it_hangs(self, monkeypatch):
         """Let the time for what hangs be over when it hangs."""

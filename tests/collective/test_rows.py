@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.collective.nccl_loop import SUMMED
-from flowdp.collective.rows import Rows
+from flowdp.collective.rows import PackedRows
 from flowdp.device.flat_parameters import ALIGNMENT
 from tests.loops import CPU
 
@@ -22,7 +22,7 @@ KINDS: list[Tensor] = [
 
 
 def test_what_is_packed_comes_back_with_its_strides() -> None:
-    rows = Rows(KINDS, SUMMED)
+    rows = PackedRows(KINDS, SUMMED)
     packed = rows.pack(KINDS, CPU)
     assert [row.dtype for row in packed] == [torch.float32, torch.float64, torch.bfloat16, torch.float16]
     assert [len(row) for row in packed] == list(rows.sizes.values())
@@ -34,7 +34,7 @@ def test_what_is_packed_comes_back_with_its_strides() -> None:
 
 
 def test_views_have_versions_of_their_own() -> None:
-    rows = Rows(KINDS[:1] * 2, SUMMED)
+    rows = PackedRows(KINDS[:1] * 2, SUMMED)
     one, other = rows.views(rows.pack(KINDS[:1] * 2, CPU))
     assert one is not None
     assert other is not None
@@ -45,7 +45,7 @@ def test_views_have_versions_of_their_own() -> None:
 
 
 def test_gaps_and_missing_tensors_are_zero() -> None:
-    rows = Rows(KINDS, SUMMED)
+    rows = PackedRows(KINDS, SUMMED)
     for _ in range(2):  # what is kept stays zero
         given: list[Tensor | None] = [None, *KINDS[1:]]
         first, second, *_ = rows.views(rows.pack(given, CPU))
@@ -62,7 +62,7 @@ def test_gaps_and_missing_tensors_are_zero() -> None:
 
 
 def test_other_strides_and_conjugates_are_copied_into_form() -> None:
-    rows = Rows(KINDS, SUMMED)
+    rows = PackedRows(KINDS, SUMMED)
     given = list(KINDS)
     given[0] = torch.ones(1, 1).expand(2, 3)
     given[2] = KINDS[2].contiguous()
@@ -80,10 +80,10 @@ def test_what_has_no_place() -> None:
     odd = [sparse, torch.arange(3), torch.empty(0), torch.ones(2)]
     with torch.inference_mode():
         odd.append(torch.ones(2))
-    rows = Rows(odd, SUMMED, [True, True, True, False, True])
+    rows = PackedRows(odd, SUMMED, [True, True, True, False, True])
     assert rows.places == [None] * 5
     assert rows.views(rows.pack(odd, CPU)) == [None] * 5
-    (place,) = Rows([torch.ones(2, 2)], SUMMED).places
+    (place,) = PackedRows([torch.ones(2, 2)], SUMMED).places
     assert place is not None
     assert place.fits(torch.zeros(2, 2))
     for other in (sparse, torch.ones(2, 2).half(), torch.ones(4), Special(torch.ones(2, 2))):
@@ -91,7 +91,7 @@ def test_what_has_no_place() -> None:
 
 
 def test_a_strip_is_a_part_of_a_row() -> None:
-    rows = Rows(KINDS, SUMMED)
+    rows = PackedRows(KINDS, SUMMED)
     place = rows.places[2]
     assert place is not None
     (whole, *_) = rows.pack(KINDS, CPU)

@@ -12,9 +12,9 @@ from torch import nn
 from flowdp.checkpoint.writer import Part
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import CudaLane, HostLane, Lane
-from flowdp.engine.barrier_tasks import Duties
+from flowdp.engine.barrier_tasks import BarrierTasks
 from flowdp.errors import ProtocolError
-from flowdp.protocol.messages import Adopt, Adopted, Capture, Captured, Evaluate, Evaluated
+from flowdp.protocol.messages import CopyReplica, Evaluate, Evaluated, ReplicaCopied, SaveState, StateSaved
 from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.replica import Replica
 from tests.fakes import FakeCuda
@@ -54,17 +54,17 @@ def never() -> bool:
     raise AssertionError("nobody waits here")
 
 
-def duties(own: Replica, *others: Replica, rank: int = 0, **given: Any) -> Duties:
+def tasks(own: Replica, *others: Replica, rank: int = 0, **given: Any) -> BarrierTasks:
     replicas = [own, *others] if rank == 0 else [*others, own]
-    return Duties(own, replicas, given.get("saver"), given.get("evaluator"), rank)
+    return BarrierTasks(own, replicas, given.get("saver"), given.get("evaluator"), rank)
 
 
 @pytest.mark.parametrize(("model", "has_model"), [(1, True), (0, False)])
 def test_the_rank_that_is_named_puts_the_model_down(model: int, has_model: bool) -> None:
     taker, own = Taker(), replica(3.0)
-    serve = duties(own, replica(0.0), rank=1, saver=taker)
-    assert serve.name(Capture(0, model)) == "puts down its state"
-    assert serve.serve(Capture(0, model), never, lambda: None) == Captured(1)
+    serve = tasks(own, replica(0.0), rank=1, saver=taker)
+    assert serve.name(SaveState(0, model)) == "saves its state"
+    assert serve.serve(SaveState(0, model), never, lambda: None) == StateSaved(1)
     with torch.no_grad():
         own.module.weight.zero_()  # the run goes on
     state = taker.parts[1]()
@@ -75,7 +75,7 @@ def test_the_rank_that_is_named_puts_the_model_down(model: int, has_model: bool)
 
 def test_an_evaluation_is_answered_with_its_numbers() -> None:
     moves: list[int] = []
-    serve = duties(replica(0.0), evaluator=Evaluating())
+    serve = tasks(replica(0.0), evaluator=Evaluating())
     answer = serve.serve(Evaluate(4, 0), lambda: True, lambda: moves.append(1))
     assert answer == Evaluated(0, ((0, 1.0, (("loss", 2.0),)),))
     assert len(moves) == 2
@@ -87,11 +87,11 @@ def test_a_rank_becomes_what_its_donor_is(on_card: bool) -> None:
     card = FakeCuda()
     lanes: list[Lane] = [CudaLane(CPU, card), CudaLane(CPU, card)] if on_card else [HostLane(CPU)] * 2
     donor, own = replica(5.0, lanes[0]), replica(float("nan"), lanes[1])
-    serve = duties(own, donor, rank=1)
+    serve = tasks(own, donor, rank=1)
     for memory in donor.flat.memories:
         card.watch("the donor", memory)
-    assert serve.name(Adopt(0)) == "becomes what rank 0 is"
-    assert serve.serve(Adopt(0), never, lambda: None) == Adopted(1)
+    assert serve.name(CopyReplica(0)) == "copies the replica of rank 0"
+    assert serve.serve(CopyReplica(0), never, lambda: None) == ReplicaCopied(1)
     assert own.module.weight.item() == 5.0
     with donor.lane.on(donor.lane.compute), torch.no_grad():
         donor.module.weight.add_(1.0)  # it trains on as soon as that is said
@@ -99,7 +99,7 @@ def test_a_rank_becomes_what_its_donor_is(on_card: bool) -> None:
     assert card.races == []
 
 
-@pytest.mark.parametrize("duty", [Evaluate(0, 0), Capture(0, 0)])
-def test_what_a_run_has_no_use_for_is_never_asked(duty: Any) -> None:
+@pytest.mark.parametrize("task", [Evaluate(0, 0), SaveState(0, 0)])
+def test_what_a_run_has_no_use_for_is_never_asked(task: Any) -> None:
     with pytest.raises(ProtocolError, match="rank 0 cannot do"):
-        duties(replica(0.0)).serve(duty, never, lambda: None)
+        tasks(replica(0.0)).serve(task, never, lambda: None)

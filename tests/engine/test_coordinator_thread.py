@@ -284,7 +284,7 @@ def test_averaging_beside_the_training_that_fails(monkeypatch: pytest.MonkeyPatc
     def broken(self: object, round: int, samples: object) -> object:
         raise MemoryError("planted")
 
-    monkeypatch.setattr("flowdp.collective.async_mean.Snapshots.average", broken)
+    monkeypatch.setattr("flowdp.collective.async_mean.SnapshotMean.average", broken)
     run = start("async")
     with pytest.raises(FlowdpError, match="MemoryError: planted") as caught:
         run.join(WAIT_S)

@@ -11,7 +11,7 @@ from flowdp.collective.base import Averaging
 from flowdp.device.streams import CudaLane, HostLane
 from flowdp.engine import device_meter as module
 from flowdp.engine.device_meter import PAGE, STEPS_AHEAD, DeviceMeter, open_meter
-from flowdp.engine.meter import HostMeter, Report
+from flowdp.engine.meter import HostMeter, OrderReport
 from flowdp.machine.worker import Done, Step
 from tests.engine.test_meter import closed, steps
 from tests.fakes import FakeCuda, FakeEvent
@@ -120,7 +120,7 @@ def test_the_host_stays_three_steps_ahead_and_no_more(
 
 def test_reports_come_without_waiting_when_later_steps_land(lane: CudaLane) -> None:
     meter = DeviceMeter(lane)
-    reports: list[Report] = []
+    reports: list[OrderReport] = []
     steps(meter, 1.0)
     meter.close(Done(0, 0, 1), 0.1, reports.append)
     steps(meter, *[1.0] * STEPS_AHEAD)
@@ -146,7 +146,7 @@ def test_rounds_without_steps_are_read_in_time(lane: CudaLane) -> None:
 
 def test_nobody_waits_at_the_gate_with_a_report_in_the_pocket(lane: CudaLane) -> None:
     meter = DeviceMeter(lane)
-    reports: list[Report] = []
+    reports: list[OrderReport] = []
     steps(meter, 1.0)
     meter.close(Done(0, 0, 1), 0.1, reports.append)
     steps(meter, 1.0)
@@ -316,7 +316,7 @@ def test_a_report_in_the_pocket_is_fetched_while_the_device_goes_on(
 ) -> None:
     with lane.on(lane.compute):
         meter = DeviceMeter(lane)
-        reports: list[Report] = []
+        reports: list[OrderReport] = []
         steps(meter, 1.0)
         meter.close(Done(0, 0, 1), 0.1, reports.append)
         steps(meter, 1.0)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import flowdp
-from flowdp.engine.diagnostics import Witness
+from flowdp.engine.diagnostics import Diagnostics
 from flowdp.machine.worker import Step
 from flowdp.protocol.commands import Quarantined
 from flowdp.protocol.messages import Arrival
@@ -30,7 +30,7 @@ def worker(rank: int, **seen: Any) -> Any:
         "has_left": False,
         "awaited": None,
         "step": None,
-        "duty": "",
+        "task": "",
         "moves": 0,
         "longest_ms": 0.0,
         "local_step": 0,
@@ -54,9 +54,9 @@ class Named:
         return tuple(range(100 * batch, 100 * batch + self.samples))
 
 
-def witness(*workers: Any, gate: Gate | None = None, samples: int = 4) -> Witness:
+def diagnostics(*workers: Any, gate: Gate | None = None, samples: int = 4) -> Diagnostics:
     source: Any = Named(samples)
-    return Witness(
+    return Diagnostics(
         workers, gate or Gate(len(workers)), source, lambda: [threading.current_thread()], lambda n: ["e"] * n
     )
 
@@ -65,11 +65,11 @@ STEP = Step(2, (7,), 9)
 
 
 def test_each_rank_is_told_in_words() -> None:
-    seen = witness(
+    seen = diagnostics(
         worker(0, has_left=True),
         worker(1, step=STEP),
         worker(2, awaited=(2, 8), step=STEP),
-        worker(3, duty="puts down its state"),
+        worker(3, task="saves its state"),
         worker(4, throttled="at its lead limit"),
         worker(5),
     )
@@ -77,7 +77,7 @@ def test_each_rank_is_told_in_words() -> None:
         "has left",
         "in a step (epoch 2, batch 7)",
         "waiting for data: batch 8 of epoch 2",
-        "puts down its state",
+        "saves its state",
         "idle: at its lead limit",
         "idle",
     ]
@@ -102,10 +102,10 @@ def gate() -> Iterator[Gate]:
 
 
 def test_who_waits_in_the_gate_has_started(gate: Gate) -> None:
-    seen = witness(worker(0, step=STEP), worker(1, step=STEP), gate=gate)
+    seen = diagnostics(worker(0, step=STEP), worker(1, step=STEP), gate=gate)
     assert seen.ranks()[0] == "at the gate in round 3, waiting for rank 1"
     assert not seen.have_all_started()
-    assert witness(worker(0, step=STEP), worker(1), gate=gate).have_all_started()
+    assert diagnostics(worker(0, step=STEP), worker(1), gate=gate).have_all_started()
 
 
 @pytest.mark.parametrize(
@@ -116,21 +116,21 @@ def test_who_waits_in_the_gate_has_started(gate: Gate) -> None:
         ({"step": STEP, "local_step": 1}, True),
         ({"awaited": (0, 0), "local_step": 1}, True),
         ({}, True),  # it has nothing to do
-        ({"duty": "evaluates"}, True),
+        ({"task": "evaluates"}, True),
     ],
 )
 def test_a_stall_before_the_first_step_has_ended_is_told_apart(rank: dict[str, Any], started: bool) -> None:
-    assert witness(worker(0, local_step=5), worker(1, **rank)).have_all_started() == started
+    assert diagnostics(worker(0, local_step=5), worker(1, **rank)).have_all_started() == started
 
 
 def test_what_moves_between_two_rounds_is_counted() -> None:
     ranks = [worker(0, local_step=3, moves=1, longest_ms=4.0), worker(1, local_step=2, longest_ms=9.0)]
-    seen = witness(*ranks)
+    seen = diagnostics(*ranks)
     before = seen.progress()
     assert seen.longest_ms() == 9.0
     ranks[0].moves += 1  # a meeting, to which nobody may have brought anything
     assert seen.progress() == before
-    ranks[1].duty, ranks[1].moves = "evaluates", 1
+    ranks[1].task, ranks[1].moves = "evaluates", 1
     assert seen.progress() != before
     before = seen.progress()
     ranks[1].moves += 1  # a batch of the evaluation
@@ -141,7 +141,7 @@ def test_what_moves_between_two_rounds_is_counted() -> None:
 
 
 def test_a_report_and_a_stall_tell_all_that_is_known() -> None:
-    seen = witness(worker(0), worker(1, step=STEP))
+    seen = diagnostics(worker(0), worker(1, step=STEP))
     text = seen.report("the headline", events=2)
     assert text.startswith("the headline\n  rank 0: idle\n  rank 1: in a step")
     assert "test_a_report_and_a_stall_tell_all_that_is_known" in text
@@ -154,7 +154,7 @@ def test_a_report_and_a_stall_tell_all_that_is_known() -> None:
 
 @pytest.mark.parametrize(("samples", "shown"), [(2, "300, 301)"), (9, "306, 307, ...)")])
 def test_the_first_bad_batch_is_named(samples: int, shown: str) -> None:
-    seen = witness(worker(0), worker(1), samples=samples)
+    seen = diagnostics(worker(0), worker(1), samples=samples)
     said = seen.quarantined(Quarantined(1, (2, 3)))
     assert said.startswith("rank 1 on cpu had NaN or infinite numbers")
     assert "The first were those of batch 3 of epoch 2 (indices 300" in said

@@ -12,7 +12,7 @@ from flowdp.data.epoch_order import EpochOrder
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.streams import CudaLane, HostLane, Lane
 from flowdp.device.worker_context import CurrentWorker
-from flowdp.engine.error_context import Place
+from flowdp.engine.error_context import ErrorContext
 from flowdp.errors import DataError, OutOfDeviceMemory, StepError
 from flowdp.machine.worker import Step
 from tests.data.cards import Card
@@ -20,11 +20,11 @@ from tests.data.cards import Card
 CPU = torch.device("cpu")
 
 
-def place(lane: Lane | None = None) -> Place:
+def place(lane: Lane | None = None) -> ErrorContext:
     order = EpochOrder(40, 10, 0, shuffle=False, drop_last=False)
     source = TensorSource([torch.arange(40)], lambda parts: parts[0], order)
     current = CurrentWorker(1, CPU, nn.Linear(1, 1), local_step=7, sink=lambda *_: None)
-    return Place(current, lane or HostLane(CPU), source)
+    return ErrorContext(current, lane or HostLane(CPU), source)
 
 
 def test_it_names_the_step() -> None:

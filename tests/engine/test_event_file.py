@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from flowdp import OptionError, Trainer
-from flowdp.engine.event_file import StoryFile
+from flowdp.engine.event_file import EventFile
 from flowdp.machine.event_log import replay
 
 FULL = Path("/dev/full")
@@ -75,7 +75,7 @@ def test_a_disk_that_is_full_before_is_told_at_the_start() -> None:
 
 
 def test_lines_are_written_until_it_is_closed(tmp_path: Path) -> None:
-    file = StoryFile(tmp_path / "run.jsonl")
+    file = EventFile(tmp_path / "run.jsonl")
     file.write("one\n")
     file.close()
     file.write("two\n")
@@ -86,4 +86,4 @@ def test_lines_are_written_until_it_is_closed(tmp_path: Path) -> None:
 def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OptionError, match="give another path"):
-        StoryFile(tmp_path / "pipe")
+        EventFile(tmp_path / "pipe")

@@ -12,7 +12,7 @@ from flowdp.collective.base import Averaging
 from flowdp.device.streams import CudaLane
 from flowdp.engine import meter as module
 from flowdp.engine.device_meter import PAGE, DeviceMeter
-from flowdp.engine.meter import HostMeter, Meter, Report, Sums
+from flowdp.engine.meter import HostMeter, Meter, OrderReport, OrderSums
 from flowdp.machine.worker import Done, Step
 from tests.fakes import FakeCuda
 
@@ -41,8 +41,8 @@ def steps(meter: Meter, *losses: float, samples: int = 4) -> None:
         meter.end(torch.tensor(loss), samples, STEP)
 
 
-def closed(meter: Meter, count: int) -> Report:
-    reports: list[Report] = []
+def closed(meter: Meter, count: int) -> OrderReport:
+    reports: list[OrderReport] = []
     meter.close(Done(0, 3, count), 0.1, reports.append)
     meter.settle()
     (report,) = reports
@@ -80,7 +80,7 @@ def test_a_loss_that_names_a_weight_counts_for_that(meter: Meter) -> None:
 
 
 def test_orders_do_not_mix(meter: Meter) -> None:
-    reports: list[Report] = []
+    reports: list[OrderReport] = []
     for order in range(5):
         steps(meter, *[float(order)] * 2)
         meter.close(Done(order, 0, 2), 0.1, reports.append)
@@ -200,7 +200,7 @@ def test_a_look_finds_nothing_in_finite_losses(meter: Meter) -> None:
 
 
 def test_norms_of_gradients_are_summed_but_those_of_a_scaled_loss_that_overflowed() -> None:
-    sums = Sums()
+    sums = OrderSums()
     for value in (3.0, math.inf, 5.0, math.nan):
         sums.norm(value)
     assert sums.norms == (8.0, 5.0, 2)

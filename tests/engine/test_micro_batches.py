@@ -13,7 +13,7 @@ from flowdp.data.batch_slice import Portion
 from flowdp.data.epoch_order import EpochOrder
 from flowdp.data.feed import Feed
 from flowdp.data.tensor_source import TensorSource
-from flowdp.engine.micro_batches import Intake, joined
+from flowdp.engine.micro_batches import MicroBatcher, joined
 from flowdp.machine.worker import Step
 from flowdp.protocol.messages import Part
 
@@ -45,11 +45,11 @@ class Slow(Feed):
         return True
 
 
-def open_intake(width: int, samples: int = 11) -> tuple[Intake, Slow]:
+def open_intake(width: int, samples: int = 11) -> tuple[MicroBatcher, Slow]:
     order = EpochOrder(samples, 2, 0, shuffle=False, drop_last=False)
     source = TensorSource([torch.arange(samples)], lambda parts: parts[0], order)
     feed = Slow(source)
-    return Intake(feed, source, width), feed
+    return MicroBatcher(feed, source, width), feed
 
 
 def test_micro_batches_of_several() -> None:
@@ -142,7 +142,7 @@ def test_what_is_in_a_mean_is_settled(keeps: bool) -> None:
     source = Keeping([torch.arange(11)], lambda parts: parts[0], order, keeps=keeps)
     feed = source.feed = Slow(source)
     feed.there = set(range(6))
-    intake = Intake(feed, source, width=2)
+    intake = MicroBatcher(feed, source, width=2)
 
     def train(*steps: Step) -> None:
         for step in steps:

@@ -19,9 +19,9 @@ from flowdp.device.flat_gradients import SharedGradients, Touched
 from flowdp.device.flat_parameters import FlatReplica, FlatTensors
 from flowdp.device.streams import HostLane
 from flowdp.device.worker_context import CurrentWorker
-from flowdp.engine.error_context import Place
+from flowdp.engine.error_context import ErrorContext
 from flowdp.engine.meter import HostMeter
-from flowdp.engine.nan_guard import Numbers, is_finite, is_odd
+from flowdp.engine.nan_guard import NanGuard, is_finite, is_odd
 from flowdp.machine.worker import Step, WorkerMachine
 from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.replica import Replica
@@ -112,8 +112,8 @@ def test_a_loss_that_is_seen_late_is_told_of_its_own_step(on_nan: Any) -> None:
     replica = Replica(module, FlatReplica(module), [optimizer], mse, LearningRate([optimizer]), lane)
     source: Any = None
     current = CurrentWorker(1, CPU, module, sink=lambda *_: None)
-    machine, meter, place = WorkerMachine(1), HostMeter(), Place(current, lane, source)
-    numbers = Numbers(replica, machine, meter, place, on_nan)
+    machine, meter, place = WorkerMachine(1), HostMeter(), ErrorContext(current, lane, source)
+    numbers = NanGuard(replica, machine, meter, place, on_nan)
     early, late = Step(2, (7, 8), 0), Step(2, (9, 10), 1)
     meter.end(torch.tensor(math.nan), 4, early)
     place.step, machine.steps = late, 2

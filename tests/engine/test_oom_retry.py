@@ -19,10 +19,10 @@ from flowdp import record_scalar
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import HostLane
 from flowdp.device.worker_context import CurrentWorker
-from flowdp.engine.error_context import Place
+from flowdp.engine.error_context import ErrorContext
 from flowdp.engine.meter import HostMeter
 from flowdp.engine.micro_batches import MicroBatch
-from flowdp.engine.oom_retry import Retry, without_frames
+from flowdp.engine.oom_retry import OomRetry, without_frames
 from flowdp.errors import OutOfDeviceMemory
 from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.replica import Replica
@@ -226,8 +226,8 @@ class Alone:
         self.meter, self.feed = HostMeter(), Shrinking()
         self.current = CurrentWorker(0, CPU, module, sink=self.meter.scalar)
         source: Any = None
-        place, feed = Place(self.current, lane, source), self.feed
-        self.retry = Retry(self.replica, self.current, self.meter, feed, place)  # type: ignore[arg-type]
+        place, feed = ErrorContext(self.current, lane, source), self.feed
+        self.retry = OomRetry(self.replica, self.current, self.meter, feed, place)  # type: ignore[arg-type]
 
     def step(self, *batches: Any) -> None:
         """As a worker does it."""

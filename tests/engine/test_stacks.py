@@ -91,7 +91,7 @@ def test_asking_for_stacks_keeps_nothing_alive() -> None:
             "at the gate in round 12, whose averaging is being launched",
         ),
         ({"awaited": (0, 7), "step": (0, 7)}, "waiting for data: batch 7 of epoch 0"),
-        ({"duty": "evaluates after epoch 2", "awaited": (0, 7)}, "evaluates after epoch 2"),
+        ({"task": "evaluates after epoch 2", "awaited": (0, 7)}, "evaluates after epoch 2"),
         ({"idle": "no data"}, "idle: no data"),
         ({}, "idle"),
     ],

@@ -429,7 +429,7 @@ def test_a_bad_replica_asks_for_a_meeting() -> None:
     assert run.take(SyncAck(0, outcome, Work(0, 0, 0))) == []
     [record] = run.take(SyncAck(1, outcome, Work(0, 1, 8)))
     assert isinstance(record, RoundEnded)
-    assert record.reason == "rank 0 had left the numbers"
+    assert record.reason == "rank 0 had NaN or inf parameters"
     assert run.machine.bad == {0: (0, 0)}
     assert not run.machine.wants_meeting
     assert run.machine.is_idle

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.barrier_tasks import MINUTE_MS, Duties, SavePlan, Standstill
+from flowdp.machine.barrier_tasks import MINUTE_MS, BarrierPlan, SavePlan, Standstill
 from flowdp.policy.monitor import Best, Monitor
 from flowdp.policy.tally import EpochMetrics, Tally, Work
 from flowdp.protocol.commands import Command, CutEvaluation, EpochEnded, Fail, Save, Send
-from flowdp.protocol.messages import Adopt, Adopted, Capture, Captured, Evaluate, Evaluated
+from flowdp.protocol.messages import CopyReplica, Evaluate, Evaluated, ReplicaCopied, SaveState, StateSaved
 from flowdp.protocol.position import Position
 
-EVALUATES = Duties(eval_every=2)
+EVALUATES = BarrierPlan(eval_every=2)
 
 
 def metrics(epoch: int, loss: float = 1.0) -> EpochMetrics:
@@ -26,8 +26,8 @@ def metrics(epoch: int, loss: float = 1.0) -> EpochMetrics:
 class Still:
     """Two ranks that stand still, at a global step."""
 
-    def __init__(self, duties: Duties, position: Position | None = None) -> None:
-        self.standstill = Standstill(duties, position)
+    def __init__(self, tasks: BarrierPlan, position: Position | None = None) -> None:
+        self.standstill = Standstill(tasks, position)
         self.standstill.begin(0.0, 0)
         self.now_ms = 0.0
         self.global_step = 0
@@ -52,8 +52,8 @@ class Still:
     def captures(self, commands: list[Command]) -> Save:
         """A capture is asked for, and done."""
         asked = [command.order for command in commands if isinstance(command, Send)]
-        assert [type(order) for order in asked] == [Capture, Capture]
-        [save] = self.answers(Captured)
+        assert [type(order) for order in asked] == [SaveState, SaveState]
+        [save] = self.answers(StateSaved)
         assert isinstance(save, Save)
         return save
 
@@ -111,7 +111,7 @@ def test_an_evaluation_is_cut_short_once_and_has_no_result() -> None:
 
 # ---------------------------------------------------------------- checkpoints
 def test_a_checkpoint_after_every_second_epoch() -> None:
-    still = Still(Duties(SavePlan(2, "epoch")))
+    still = Still(BarrierPlan(SavePlan(2, "epoch")))
     assert still.ends(0) == [EpochEnded(metrics(0))]
     still.global_step = 8
     assert still.ends(1) == []
@@ -124,7 +124,7 @@ def test_a_checkpoint_after_every_second_epoch() -> None:
 
 
 def test_checkpoints_by_steps_lie_behind_their_multiples() -> None:
-    still = Still(Duties(SavePlan(10, "step")))
+    still = Still(BarrierPlan(SavePlan(10, "step")))
     assert still.standstill.limit == 10
     for step, is_due in ((9, False), (10, True)):
         still.standstill.look(0.0, step)
@@ -132,18 +132,18 @@ def test_checkpoints_by_steps_lie_behind_their_multiples() -> None:
     still.global_step = 23  # a round is not cut
     assert still.captures(still.decide()).version == 1
     assert still.standstill.limit == 30
-    assert Still(Duties(SavePlan(1, "epoch"))).standstill.limit is None
+    assert Still(BarrierPlan(SavePlan(1, "epoch"))).standstill.limit is None
 
 
 def test_a_resumed_run_counts_on_from_where_it_begins() -> None:
-    standstill = Standstill(Duties(SavePlan(10, "step")), Position(2, global_step=23, versions=4))
+    standstill = Standstill(BarrierPlan(SavePlan(10, "step")), Position(2, global_step=23, versions=4))
     standstill.begin(0.0, 23)
     assert standstill.limit == 30
     assert standstill.versions == 4
 
 
 def test_checkpoints_by_the_clock() -> None:
-    still = Still(Duties(SavePlan(0.5, "minute")))
+    still = Still(BarrierPlan(SavePlan(0.5, "minute")))
     assert still.standstill.deadline_ms() == 0.5 * MINUTE_MS
     still.standstill.look(0.4 * MINUTE_MS, 5)
     assert not still.standstill.is_wanted
@@ -161,13 +161,13 @@ def test_checkpoints_by_the_clock() -> None:
 
 
 def test_wishes_are_answered_by_what_is_captured_after_them() -> None:
-    still = Still(Duties())
+    still = Still(BarrierPlan())
     still.standstill.wish("snapshot")
     still.standstill.wish("snapshot")
     commands = still.decide()
     still.standstill.wish("snapshot")  # it may have come too late for what was put down
-    still.standstill.take(Captured(0))
-    still.standstill.take(Captured(1))
+    still.standstill.take(StateSaved(0))
+    still.standstill.take(StateSaved(1))
     save, *again = still.decide()
     assert isinstance(save, Save)
     assert (save.snapshots, save.version, save.capture) == (2, None, 0)
@@ -180,19 +180,19 @@ def test_wishes_are_answered_by_what_is_captured_after_them() -> None:
 
 
 def test_the_ranks_that_are_there_capture_and_the_first_of_them_the_model() -> None:
-    still = Still(Duties())
+    still = Still(BarrierPlan())
     still.standstill.wish("checkpoint")
     commands = still.standstill.decide(0.0, [1, 3], still.stand, leaves=False)
-    assert commands == [Send(rank, Capture(0, model=1)) for rank in (1, 3)]
+    assert commands == [Send(rank, SaveState(0, model=1)) for rank in (1, 3)]
 
 
 def test_an_epoch_that_ends_meanwhile_comes_before_the_checkpoint() -> None:
     """The end of a stream may be read while the ranks stand still."""
-    still = Still(Duties(SavePlan(1, "epoch"), eval_every=1))
+    still = Still(BarrierPlan(SavePlan(1, "epoch"), eval_every=1))
     still.standstill.wish("snapshot")
     still.decide()
     still.ends(0)
-    commands = still.answers(Captured)
+    commands = still.answers(StateSaved)
     assert commands == [Send(rank, Evaluate(0, 0)) for rank in (0, 1)]
     reported, *rest = still.answers(Evaluated, ())
     assert isinstance(reported, EpochEnded)
@@ -205,19 +205,19 @@ def test_a_replica_is_healed_before_anything_else() -> None:
     still = Still(EVALUATES)
     still.ends(1)
     still.standstill.heal((0,))
-    assert still.decide() == [Send(0, Adopt(donor=1))]
-    still.standstill.take(Adopted(0))
+    assert still.decide() == [Send(0, CopyReplica(donor=1))]
+    still.standstill.take(ReplicaCopied(0))
     assert still.decide() == [Send(rank, Evaluate(1, 0)) for rank in (0, 1)]
 
 
 def test_who_is_gone_is_not_healed() -> None:
-    still = Still(Duties())
+    still = Still(BarrierPlan())
     still.standstill.heal((0, 2))
-    assert still.decide() == [Send(0, Adopt(donor=1))]
+    assert still.decide() == [Send(0, CopyReplica(donor=1))]
 
 
 # ---------------------------------------------------------------- the best, and enough of it
-WATCHES = Duties(monitor=Monitor("loss", "min", patience=2), keeps_best=True)
+WATCHES = BarrierPlan(monitor=Monitor("loss", "min", patience=2), keeps_best=True)
 
 
 def test_the_best_epoch_is_captured() -> None:
@@ -238,7 +238,7 @@ def test_the_best_epoch_is_captured() -> None:
 
 
 def test_a_checkpoint_in_the_epoch_behind_the_best_is_not_the_best() -> None:
-    still = Still(Duties(SavePlan(10, "step"), monitor=Monitor("loss", "min")))
+    still = Still(BarrierPlan(SavePlan(10, "step"), monitor=Monitor("loss", "min")))
     still.ends(0)
     still.decide()
     still.standstill.look(0.0, 10)
@@ -257,7 +257,7 @@ def test_an_epoch_that_was_cut_short_is_judged_when_it_is_whole() -> None:
 
 
 def test_a_monitor_that_watches_nothing_ends_the_run_before_anything_else() -> None:
-    still = Still(Duties(SavePlan(1, "epoch"), monitor=Monitor("recall", "max")))
+    still = Still(BarrierPlan(SavePlan(1, "epoch"), monitor=Monitor("recall", "max")))
     still.ends(0)
     reported, failure = still.decide()
     assert isinstance(reported, EpochEnded)
@@ -267,7 +267,7 @@ def test_a_monitor_that_watches_nothing_ends_the_run_before_anything_else() -> N
 
 
 # ---------------------------------------------------------------- answers
-@pytest.mark.parametrize("fact", [Captured(0), Evaluated(0, ()), Adopted(1)])
+@pytest.mark.parametrize("fact", [StateSaved(0), Evaluated(0, ()), ReplicaCopied(1)])
 def test_an_answer_that_nobody_waits_for_is_a_bug(fact: Any) -> None:
     still = Still(EVALUATES)
     with pytest.raises(ProtocolError, match="unexpected"):

@@ -9,7 +9,7 @@ import pytest
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.async_rounds import SnapshotRounds
-from flowdp.machine.barrier_tasks import MINUTE_MS, Duties, SavePlan
+from flowdp.machine.barrier_tasks import MINUTE_MS, BarrierPlan, SavePlan
 from flowdp.machine.coordinator import Coordinator, Life, RunConfig
 from flowdp.machine.exact_rounds import ExactRounds
 from flowdp.machine.planned_rounds import PlannedRounds
@@ -34,20 +34,20 @@ from flowdp.protocol.commands import (
 )
 from flowdp.protocol.messages import (
     Abort,
-    Adopt,
-    Adopted,
-    Capture,
-    Captured,
+    CopyReplica,
     DataEnded,
     Directives,
     Evaluate,
     Evaluated,
     Exiting,
     Outcome,
+    ReplicaCopied,
     Requested,
+    SaveState,
     Shutdown,
     SnapshotReady,
     StartEpoch,
+    StateSaved,
     StepsDone,
     SyncAck,
     Throttle,
@@ -428,11 +428,11 @@ def test_the_end_of_the_data_changes_nothing_in_a_run_that_is_leaving(fact: Any)
 def saved(machine: Coordinator, commands: list[Command], now_ms: float = 200.0) -> tuple[Save, list[Command]]:
     """All ranks capture; the save, and what follows it."""
     asked = [
-        command for command in commands if isinstance(command, Send) and isinstance(command.order, Capture)
+        command for command in commands if isinstance(command, Send) and isinstance(command.order, SaveState)
     ]
     assert asked
     for number, command in enumerate(asked, 1):
-        answer = machine.handle(Captured(command.rank), now_ms)
+        answer = machine.handle(StateSaved(command.rank), now_ms)
         if number < len(asked):
             assert answer == []
     save, *rest = answer
@@ -441,7 +441,7 @@ def saved(machine: Coordinator, commands: list[Command], now_ms: float = 200.0) 
 
 
 def test_after_an_epoch_all_stand_still_for_its_evaluation() -> None:
-    machine, out = started(batches=6, epochs=2, duties=Duties(eval_every=1))
+    machine, out = started(batches=6, epochs=2, tasks=BarrierPlan(eval_every=1))
     commands = meet(machine, orders(out))
     assert [type(command) for command in commands] == [RoundEnded, Send, Send]  # nothing of the next epoch
     assert [c.order for c in commands if isinstance(c, Send)] == [Evaluate(0, 0)] * 2
@@ -453,7 +453,7 @@ def test_after_an_epoch_all_stand_still_for_its_evaluation() -> None:
 
 
 def test_a_scheduler_gets_the_loss_of_the_evaluation() -> None:
-    machine, out = started(batches=6, epochs=2, duties=Duties(eval_every=1), wait_for_metric=True)
+    machine, out = started(batches=6, epochs=2, tasks=BarrierPlan(eval_every=1), wait_for_metric=True)
     meet(machine, orders(out))
     machine.handle(Evaluated(0, ((0, 2, (("loss", 0.5),)),)), 101.0)
     assert orders(machine.handle(Evaluated(1, ()), 102.0))[0].metric == 0.5
@@ -473,14 +473,14 @@ def test_a_checkpoint_that_is_asked_for_halts_the_ranks_at_their_next_meeting() 
 
 
 def test_a_run_that_ends_well_is_saved_at_its_end() -> None:
-    machine, out = started(batches=6, duties=Duties(SavePlan(100, "step")))
+    machine, out = started(batches=6, tasks=BarrierPlan(SavePlan(100, "step")))
     save, rest = saved(machine, meet(machine, orders(out)))
     assert (save.position.done, save.position.open) == (1, ())
     assert rest == [Send(0, Shutdown()), Send(1, Shutdown())]
 
 
 def test_a_run_that_is_stopped_is_saved_where_it_stops() -> None:
-    machine, out = started(duties=Duties(SavePlan(1, "epoch"), eval_every=1))
+    machine, out = started(tasks=BarrierPlan(SavePlan(1, "epoch"), eval_every=1))
     machine.handle(Requested("stop"), 1.0)
     save, rest = saved(machine, meet(machine, orders(out), steps=(1, 1), hurried=True, stop=True))
     assert save.position.global_step == 2
@@ -498,7 +498,7 @@ def test_a_run_can_be_saved_while_it_is_paused() -> None:
 
 
 def test_the_machine_wants_to_be_called_when_a_checkpoint_is_due() -> None:
-    machine, _ = started(duties=Duties(SavePlan(1, "minute")))
+    machine, _ = started(tasks=BarrierPlan(SavePlan(1, "minute")))
     assert machine.deadline_ms() == MINUTE_MS
     assert Direct(Directives(halt=True)) in machine.handle(Tick(), MINUTE_MS)
     assert machine.deadline_ms() is None
@@ -579,12 +579,12 @@ def test_a_failure_ends_the_run_where_the_others_cannot_go_on(
 
 
 def test_a_failure_in_a_duty_ends_the_run() -> None:
-    machine, block = alone(duties=Duties(SavePlan(2, "step")))
+    machine, block = alone(tasks=BarrierPlan(SavePlan(2, "step")))
     meet(machine, block, halt=True)
     assert machine.standstill.is_asked
     machine.handle(Exiting(1, "boom", is_alone=True), 2.0)
     assert machine.life is Life.FAILING
-    machine.handle(Captured(0), 3.0)  # said before it heard of the end
+    machine.handle(StateSaved(0), 3.0)  # said before it heard of the end
     assert machine.life is Life.FAILING
 
 
@@ -600,9 +600,9 @@ def test_a_bad_replica_is_healed_by_a_sound_one() -> None:
     machine, out = started()
     commands = meet(machine, orders(out), bad=(0,))
     assert Quarantined(0, None) in commands
-    assert Send(0, Adopt(donor=1)) in commands
+    assert Send(0, CopyReplica(donor=1)) in commands
     assert orders(commands) == {}
-    assert set(orders(machine.handle(Adopted(0), 200.0))) == {0, 1}
+    assert set(orders(machine.handle(ReplicaCopied(0), 200.0))) == {0, 1}
 
 
 def test_without_a_sound_replica_the_run_fails() -> None:
@@ -626,19 +626,19 @@ def test_of_one_replica_acknowledgment_and_outcome_tell_as_of_one() -> None:
     machine, blocks = under_way()
     commands = meet(machine, blocks[0], late=(0,))
     assert Quarantined(0, None) in commands
-    assert Send(0, Adopt(1)) not in commands  # a round is under way
+    assert Send(0, CopyReplica(1)) not in commands  # a round is under way
     commands = meet(machine, blocks[1], bad=(0,), halt=True)
     assert Quarantined(0, None) not in commands
-    assert Send(0, Adopt(1)) in commands
-    again = machine.handle(Adopted(0), 200.0)
+    assert Send(0, CopyReplica(1)) in commands
+    again = machine.handle(ReplicaCopied(0), 200.0)
     assert Quarantined(0, None) in meet(machine, orders(again), late=(0,))
 
 
 def test_what_the_last_acknowledgment_tells_is_healed_before_all_else() -> None:
-    machine, out = started(batches=2, duties=Duties(eval_every=1))
+    machine, out = started(batches=2, tasks=BarrierPlan(eval_every=1))
     commands = meet(machine, orders(out), late=(1,))
     assert Quarantined(1, None) in commands
-    assert [c.order for c in commands if isinstance(c, Send)] == [Adopt(0)]
+    assert [c.order for c in commands if isinstance(c, Send)] == [CopyReplica(0)]
 
 
 def test_a_run_fails_whose_only_sound_replica_leaves() -> None:
@@ -669,7 +669,7 @@ def test_in_exact_there_is_nothing_to_heal() -> None:
 
 
 def test_a_monitor_without_its_number_ends_the_run() -> None:
-    machine, out = started(batches=6, duties=Duties(monitor=Monitor("recall", "max")))
+    machine, out = started(batches=6, tasks=BarrierPlan(monitor=Monitor("recall", "max")))
     [failure] = [command for command in meet(machine, orders(out)) if isinstance(command, Fail)]
     assert failure.kind == "option"
     assert machine.life is Life.FAILING
@@ -680,10 +680,8 @@ def test_a_scheduler_sees_one_kind_of_loss() -> None:
     own, evaluated = ended_epoch(0, 2.0), ended_epoch(1, 3.0, loss=5.0)
     machine._watch_metric([own])
     assert machine.epochs.metric == 2.0
-    duties = Duties(eval_every=2)
-    machine = Coordinator(
-        RunConfig(world_size=1, batches=1, wait_for_metric=True, max_steps=9, duties=duties)
-    )
+    tasks = BarrierPlan(eval_every=2)
+    machine = Coordinator(RunConfig(world_size=1, batches=1, wait_for_metric=True, max_steps=9, tasks=tasks))
     # That of an epoch without an evaluation cannot be compared with those of the others.
     machine._watch_metric([own])
     assert machine.epochs.metric is None

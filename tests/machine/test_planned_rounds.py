@@ -572,7 +572,7 @@ def test_bad_replicas_are_named_with_their_first_bad_batch() -> None:
     record = settle(machine, answers)
     assert machine.bad == {1: (0, 3)}
     machine.bad = {}  # as the coordinator does
-    assert record.reason == "rank 1 had left the numbers"
+    assert record.reason == "rank 1 had NaN or inf parameters"
     assert machine.is_idle
     settle(machine, acks(orders(decide(machine))[0]))
     assert machine.bad == {}

@@ -45,7 +45,7 @@ def test_reports_of_a_rank_are_added_up() -> None:
     [
         ({}, ""),
         ({"left": (1, 2), "bad": (0,), "hurried": True}, "rank 1, 2 left"),
-        ({"bad": (0,), "stop": True}, "rank 0 had left the numbers"),
+        ({"bad": (0,), "stop": True}, "rank 0 had NaN or inf parameters"),
         ({"stop": True, "pause": True, "hurried": True}, "stop"),
         ({"pause": True, "halt": True}, "pause"),
         ({"halt": True, "hurried": True}, "halt"),

@@ -22,15 +22,15 @@ from flowdp.machine.worker import (
 )
 from flowdp.protocol.messages import (
     Abort,
-    Adopt,
     Arrival,
-    Capture,
+    CopyReplica,
     DataEnded,
     Evaluate,
     Outcome,
     Pace,
     Part,
     RequestParams,
+    SaveState,
     Shutdown,
     StartEpoch,
     SyncNow,
@@ -488,15 +488,15 @@ def test_an_order_of_nothing_is_answered() -> None:
     assert machine.next(NEVER) == Idle()
 
 
-# ---------------------------------------------------------------- duties, bad numbers, resume
+# ---------------------------------------------------------------- barrier tasks, bad numbers, resume
 def test_a_duty_comes_after_what_is_out() -> None:
     machine = WorkerMachine(0)
     machine.handle(planned((0,)))
     step(machine)
-    machine.handle(Capture(0))
+    machine.handle(SaveState(0))
     assert isinstance(machine.next(NEVER), Enter)
     machine.met(outcome(halt=True))
-    assert machine.next(NEVER) == Serve(Capture(0))
+    assert machine.next(NEVER) == Serve(SaveState(0))
     machine.handle(Evaluate(0, 0))
     machine.handle(planned((1,), plan=1))
     assert machine.next(NEVER) == Serve(Evaluate(0, 0))
@@ -505,7 +505,7 @@ def test_a_duty_comes_after_what_is_out() -> None:
 
 def test_a_failure_comes_before_a_duty() -> None:
     machine = WorkerMachine(0)
-    machine.handle(Adopt(1))
+    machine.handle(CopyReplica(1))
     machine.handle(Abort("rank 1 failed"))
     assert not WorkerMachine(0).leaves
     assert machine.leaves
@@ -569,9 +569,9 @@ def test_ranks_are_late_until_one_of_them_is_not() -> None:
 def test_a_replica_that_was_healed_has_nothing_to_say_any_more() -> None:
     machine = WorkerMachine(0)
     machine.was_bad = True
-    machine.handle(Capture(0, 1))
-    machine.handle(Adopt(1))
-    assert machine.next(NEVER) == Serve(Capture(0, 1))
+    machine.handle(SaveState(0, 1))
+    machine.handle(CopyReplica(1))
+    assert machine.next(NEVER) == Serve(SaveState(0, 1))
     assert machine.was_bad
-    assert machine.next(NEVER) == Serve(Adopt(1))
+    assert machine.next(NEVER) == Serve(CopyReplica(1))
     assert not machine.was_bad

@@ -185,7 +185,7 @@ def test_only_who_hears_rounds_is_woken_by_them(monkeypatch: pytest.MonkeyPatch)
     asked: list[bool] = []
     feed = Records.feed
 
-    def spy(records: Records, *, rounds: bool) -> records_module.Feed:
+    def spy(records: Records, *, rounds: bool) -> records_module.RecordStream:
         asked.append(rounds)
         return feed(records, rounds=rounds)
 

@@ -11,16 +11,16 @@ from flowdp.protocol import messages, tasks
 
 
 def test_duties_are_orders_and_their_answers_are_facts() -> None:
-    for order in (tasks.Evaluate(2, 1), tasks.Capture(0, 1), tasks.Adopt(3)):
+    for order in (tasks.Evaluate(2, 1), tasks.SaveState(0, 1), tasks.CopyReplica(3)):
         assert isinstance(order, messages.Order)
-        assert isinstance(order, tasks.Duty)
-    for fact in (tasks.Evaluated(0, ()), tasks.Captured(1), tasks.Adopted(2)):
+        assert isinstance(order, tasks.BarrierTask)
+    for fact in (tasks.Evaluated(0, ()), tasks.StateSaved(1), tasks.ReplicaCopied(2)):
         assert isinstance(fact, messages.Fact)
 
 
 @pytest.mark.parametrize(
     "said",
-    [tasks.Evaluate(2, 1), tasks.Evaluated(1, ((0, 8.0, (("loss", float("inf")),)),)), tasks.Capture(4)],
+    [tasks.Evaluate(2, 1), tasks.Evaluated(1, ((0, 8.0, (("loss", float("inf")),)),)), tasks.SaveState(4)],
 )
 def test_they_stand_in_a_story_and_cannot_be_changed(said: object) -> None:
     assert decode(encode(said)) == said

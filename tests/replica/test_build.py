@@ -12,7 +12,7 @@ from torch import nn
 from flowdp.errors import OptionError
 from flowdp.replica.batch_sizes import plan_sizes
 from flowdp.replica.build import Parts, build_replicas
-from flowdp.replica.custom_step import OwnStepReplica
+from flowdp.replica.custom_step import CustomStepReplica
 from flowdp.replica.exact_replica import ExactReplica
 from flowdp.replica.replica import Replica
 
@@ -79,7 +79,7 @@ def test_a_step_of_the_users_own_may_have_several_optimizers() -> None:
         return {"one": adam([first]), "two": adam([second])}
 
     made = build_replicas(parts(optimizer=two, loss=None, train_step=lambda worker, batch: None), [CPU] * 2)
-    assert {type(replica) for replica in made} == {OwnStepReplica}
+    assert {type(replica) for replica in made} == {CustomStepReplica}
     assert [list(replica.optimizers) for replica in made] == [["one", "two"]] * 2
     with pytest.raises(OptionError, match="2 optimizers"):
         build_replicas(parts(optimizer=two), [CPU] * 2)

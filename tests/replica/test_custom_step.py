@@ -18,7 +18,7 @@ from flowdp import OptionError, StepError, current_worker
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import HostLane
 from flowdp.device.worker_context import CurrentWorker
-from flowdp.replica.custom_step import OwnStepReplica
+from flowdp.replica.custom_step import CustomStepReplica
 from flowdp.replica.learning_rate import LearningRate
 
 CPU = torch.device("cpu")
@@ -169,11 +169,11 @@ def test_rates_of_all_optimizers_are_scaled_together() -> None:
 # ---------------------------------------------------------------- what a step leaves
 def replica(
     step: Any, precision: Any = "32", clip: float | None = None
-) -> tuple[OwnStepReplica, CurrentWorker]:
+) -> tuple[CustomStepReplica, CurrentWorker]:
     model = Gan()
     flat, named = FlatReplica(model), optimizers(model)
     rate = LearningRate(list(named.values()))
-    own = OwnStepReplica(step, model, flat, named, rate, HostLane(CPU), precision, clip)
+    own = CustomStepReplica(step, model, flat, named, rate, HostLane(CPU), precision, clip)
     if precision == "fp16":
         own._scaler = torch.amp.GradScaler("cpu", init_scale=16.0)  # from which nothing here overflows
     worker = CurrentWorker(0, CPU, model, samples=6, sink=lambda *_: None, steps=own)

@@ -108,21 +108,21 @@ def test_the_epochs_of_a_stream_differ() -> None:
     assert [limited.dealt(epoch) for epoch in range(4)] == [3, 5, 1, 0]
 
 
-# ---------------------------------------------------------------- duties and lives
+# ---------------------------------------------------------------- barrier tasks and lives
 LONG = [draw(seed) for seed in range(3000) if seed % 15 in (1, 8, 12)]
 
 
 def later_kinds(scenario: Scenario) -> list[str]:
-    """What is special about the duties of a scenario, its troubles, and what comes after it."""
+    """What is special about the barrier tasks of a scenario, its troubles, and what comes after it."""
     config, later = scenario.config, scenario.later
-    duties, watched = config.duties, config.duties.monitor
+    tasks, watched = config.tasks, config.tasks.monitor
     bad = {rank for rank, _ in scenario.bad_steps}
     special = {
-        f"saved by {duties.save and duties.save.unit}": True,
-        "evaluated": duties.eval_every,
+        f"saved by {tasks.save and tasks.save.unit}": True,
+        "evaluated": tasks.eval_every,
         "watched": watched,
         "patient": watched is not None and watched.patience is None,
-        "the best is kept": duties.keeps_best,
+        "the best is kept": tasks.keeps_best,
         "bad": bad,
         "bad and late": scenario.late_verdicts,
         "all bad": len(bad) == config.world_size > 1,

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from flowdp.machine.barrier_tasks import Duties, SavePlan
+from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
 from flowdp.machine.coordinator import RunConfig
 from flowdp.sim.lives import play
 from flowdp.sim.scenario import Crash, Scenario
 from flowdp.sim.violation import Violation
 from flowdp.sim.world import World
 
-CONFIG = RunConfig(world_size=2, batches=20, epochs=2, policy="sync", duties=Duties(SavePlan(4, "step")))
+CONFIG = RunConfig(world_size=2, batches=20, epochs=2, policy="sync", tasks=BarrierPlan(SavePlan(4, "step")))
 SCENARIO = Scenario(seed=0, config=CONFIG, ms_per_step=(1.0, 1.0), sync_ms=0.1, latency_ms=0.0)
 
 
@@ -58,12 +58,12 @@ def test_who_fails_before_the_first_checkpoint_begins_where_the_last_life_did() 
 
 
 def test_without_a_checkpoint_there_is_no_other_life() -> None:
-    first = replace(SCENARIO, config=replace(CONFIG, duties=Duties()), later=SCENARIO)
+    first = replace(SCENARIO, config=replace(CONFIG, tasks=BarrierPlan()), later=SCENARIO)
     assert len(play(first)) == 1
 
 
 def test_a_stream_goes_on_at_the_beginning_of_an_epoch_alone() -> None:
-    config = replace(CONFIG, batches=None, duties=Duties(SavePlan(1, "step")))
+    config = replace(CONFIG, batches=None, tasks=BarrierPlan(SavePlan(1, "step")))
     stream = replace(SCENARIO, config=config, lengths=(9,), read_ms=0.1)
     worlds = play(replace(stream, later=replace(stream, begins_at=0.0)))
     start = worlds[1].scenario.config.start

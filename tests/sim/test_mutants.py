@@ -15,7 +15,7 @@ import pytest
 
 from flowdp.machine.armed_rounds import Block
 from flowdp.machine.async_rounds import SnapshotRounds
-from flowdp.machine.barrier_tasks import Duties, Standstill
+from flowdp.machine.barrier_tasks import BarrierPlan, Standstill
 from flowdp.machine.coordinator import Coordinator, Life, RunConfig
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.exact_rounds import ExactRounds
@@ -59,7 +59,7 @@ Patch = pytest.MonkeyPatch
 
 @dataclass(frozen=True)
 class Lives:
-    """The first so many seeds with duties and several lives."""
+    """The first so many seeds with barrier tasks and several lives."""
 
     count: int
 
@@ -816,7 +816,7 @@ def no_acknowledgment_tells_a_late_verdict(patch: Patch) -> None:
 
 @mutant("S21", Lives(500))
 def a_healed_replica_says_that_it_was_bad(patch: Patch) -> None:
-    patch.setattr(WorkerMachine, "_stand", lambda self, duty: Serve(duty))
+    patch.setattr(WorkerMachine, "_stand", lambda self, task: Serve(task))
 
 
 @mutant("S21", Lives(100))
@@ -837,7 +837,7 @@ LATE_AND_BAD = Scenario(
         epochs=4,
         policy="async",
         cadence=CadenceOptions(anchor=2),
-        duties=Duties(eval_every=1),
+        tasks=BarrierPlan(eval_every=1),
     ),
     ms_per_step=(1.0, 1.0),
     late_snapshot=1.0,
@@ -883,8 +883,8 @@ def a_run_ends_without_a_last_checkpoint(patch: Patch) -> None:
 def a_resumed_run_numbers_its_checkpoints_anew(patch: Patch) -> None:
     init = Standstill.__init__
 
-    def anew(self: Standstill, duties: Duties, position: Position | None = None) -> None:
-        init(self, duties, position)
+    def anew(self: Standstill, tasks: BarrierPlan, position: Position | None = None) -> None:
+        init(self, tasks, position)
         self.versions = 0
 
     patch.setattr(Standstill, "__init__", anew)

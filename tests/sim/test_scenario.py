@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flowdp.machine.barrier_tasks import Duties, SavePlan
+from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
 from flowdp.machine.coordinator import RunConfig
 from flowdp.protocol.messages import Requested
 from flowdp.protocol.position import OpenEpoch, Position
@@ -37,23 +37,23 @@ def test_what_was_dealt_before_is_come_to_though_the_limit_lies_behind_it() -> N
 
 
 @pytest.mark.parametrize(
-    ("duties", "wishes", "standstills"),
+    ("tasks", "wishes", "standstills"),
     [
-        (Duties(), (), 8),
-        (Duties(SavePlan(2, "epoch")), (), 8),
-        (Duties(SavePlan(10, "step")), (), 11),
-        (Duties(SavePlan(0.1, "minute")), (), 38),
-        (Duties(), (Wish(1.0, Requested("snapshot")),), 9),
+        (BarrierPlan(), (), 8),
+        (BarrierPlan(SavePlan(2, "epoch")), (), 8),
+        (BarrierPlan(SavePlan(10, "step")), (), 11),
+        (BarrierPlan(SavePlan(0.1, "minute")), (), 38),
+        (BarrierPlan(), (Wish(1.0, Requested("snapshot")),), 9),
     ],
 )
-def test_how_often_all_stand_still(duties: Duties, wishes: tuple[Wish, ...], standstills: int) -> None:
-    assert replace(scenario(duties=duties), wishes=wishes).standstills == standstills
+def test_how_often_all_stand_still(tasks: BarrierPlan, wishes: tuple[Wish, ...], standstills: int) -> None:
+    assert replace(scenario(tasks=tasks), wishes=wishes).standstills == standstills
 
 
 def test_duties_take_their_time() -> None:
     calm = scenario()
     assert not calm.stands
-    slow = replace(scenario(duties=Duties(eval_every=1)), eval_batches=3, eval_ms=10.0, capture_ms=5.0)
+    slow = replace(scenario(tasks=BarrierPlan(eval_every=1)), eval_batches=3, eval_ms=10.0, capture_ms=5.0)
     assert slow.stands
     assert slow.standstill_ms == 130.0
     assert slow.longest_run_ms - calm.longest_run_ms == pytest.approx(

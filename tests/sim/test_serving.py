@@ -1,13 +1,13 @@
-"""Duties on virtual time: all batches are evaluated, once, by whoever is free."""
+"""Barrier tasks on virtual time: all batches are evaluated, once, by whoever is free."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
 
-from flowdp.machine.barrier_tasks import Duties
+from flowdp.machine.barrier_tasks import BarrierPlan
 from flowdp.machine.coordinator import RunConfig
-from flowdp.protocol.messages import Adopt, Adopted, Capture, Captured, Evaluate, Evaluated
+from flowdp.protocol.messages import CopyReplica, Evaluate, Evaluated, ReplicaCopied, SaveState, StateSaved
 from flowdp.sim.clock import Clock
 from flowdp.sim.effect import Effect, Memory
 from flowdp.sim.scenario import Scenario
@@ -16,7 +16,7 @@ from flowdp.sim.standing import Standing
 
 SCENARIO = Scenario(
     seed=0,
-    config=RunConfig(world_size=2, batches=4, epochs=1, duties=Duties(eval_every=1)),
+    config=RunConfig(world_size=2, batches=4, epochs=1, tasks=BarrierPlan(eval_every=1)),
     ms_per_step=(1.0, 1.0),
     sync_ms=3.0,
     eval_batches=9,
@@ -83,20 +83,20 @@ def test_a_rank_may_fail_in_its_duty() -> None:
     assert served.answers.keys() == {0}
     served = Served(crash=(1, "capture"))
     for rank in (0, 1):
-        served.serving.serve(rank, Capture(0))
+        served.serving.serve(rank, SaveState(0))
     served.rest()
     assert served.answers.keys() == {0}
 
 
 def test_capturing_and_adopting_take_their_time() -> None:
     served = Served()
-    served.serving.serve(0, Capture(0))
-    served.serving.serve(1, Adopt(0))
+    served.serving.serve(0, SaveState(0))
+    served.serving.serve(1, CopyReplica(0))
     served.rest()
     at_ms, fact = served.answers[0]
     assert 0.0 < at_ms <= 5.0
-    assert fact == Captured(0)
-    assert served.answers[1] == (3.0, Adopted(1))
+    assert fact == StateSaved(0)
+    assert served.answers[1] == (3.0, ReplicaCopied(1))
 
 
 def test_the_same_seed_gives_the_same_results() -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from flowdp.machine.barrier_tasks import MINUTE_MS, Duties, SavePlan
+from flowdp.machine.barrier_tasks import MINUTE_MS, BarrierPlan, SavePlan
 from flowdp.machine.coordinator import RunConfig
 from flowdp.policy.monitor import Best, Monitor
 from flowdp.policy.tally import RankSums, Tally, Work
 from flowdp.protocol.commands import EpochEnded, Finish, RoundEnded, Save
-from flowdp.protocol.messages import Adopt, Capture, Captured, Evaluate, Outcome
+from flowdp.protocol.messages import CopyReplica, Evaluate, Outcome, SaveState, StateSaved
 from flowdp.protocol.position import OpenEpoch, Position
 from flowdp.sim.effect import Effect, Memory
 from flowdp.sim.scenario import Scenario
@@ -22,8 +22,8 @@ from flowdp.sim.standing import Standing
 from flowdp.sim.violation import Violation
 
 
-def judge(duties: Duties | None = None, memory: Memory | None = None, **config: Any) -> Standing:
-    made = RunConfig(world_size=2, batches=4, epochs=4, duties=duties or Duties(), **config)
+def judge(tasks: BarrierPlan | None = None, memory: Memory | None = None, **config: Any) -> Standing:
+    made = RunConfig(world_size=2, batches=4, epochs=4, tasks=tasks or BarrierPlan(), **config)
     scenario = Scenario(seed=0, config=made, ms_per_step=(1.0, 1.0), eval_batches=2)
     memory = memory or Memory()
     return Standing(scenario, Effect(scenario, memory), memory)
@@ -49,9 +49,9 @@ def outcome(**fields: Any) -> Outcome:
 
 def captured(standing: Standing, number: int = 0) -> None:
     for rank in (0, 1):
-        standing.ordered(rank, Capture(number), "")
+        standing.ordered(rank, SaveState(number), "")
     for rank in (0, 1):
-        standing.answered(Captured(rank))
+        standing.answered(StateSaved(rank))
 
 
 def save(version: int | None = 1, *, snapshots: int = 0, is_best: bool = False, **position: Any) -> Save:
@@ -60,26 +60,26 @@ def save(version: int | None = 1, *, snapshots: int = 0, is_best: bool = False, 
 
 
 def somebody_stirs(standing: Standing) -> None:
-    standing.ordered(0, Capture(0), "rank 1 is at step")
+    standing.ordered(0, SaveState(0), "rank 1 is at step")
 
 
 def two_duties(standing: Standing) -> None:
-    standing.ordered(0, Capture(0), "")
-    standing.ordered(1, Capture(1), "")
+    standing.ordered(0, SaveState(0), "")
+    standing.ordered(1, SaveState(1), "")
 
 
 def a_step_in_a_duty(standing: Standing) -> None:
-    standing.ordered(0, Capture(0), "")
+    standing.ordered(0, SaveState(0), "")
     standing.moves(1, "begins (0, 0)")
 
 
 def an_order_in_a_duty(standing: Standing) -> None:
-    standing.ordered(0, Capture(0), "")
+    standing.ordered(0, SaveState(0), "")
     standing.told(1, "gets an order")
 
 
 def saved_too_early(standing: Standing) -> None:
-    standing.ordered(0, Capture(0), "")
+    standing.ordered(0, SaveState(0), "")
     standing.saved(save(), 0.0)
 
 
@@ -145,11 +145,11 @@ def adopts_from_a_bad_one(standing: Standing) -> None:
     for rank in (0, 1):
         standing.goes_bad(rank)
     standing.met(outcome(bad=(0, 1)))
-    standing.ordered(0, Adopt(1), "")
+    standing.ordered(0, CopyReplica(1), "")
 
 
 def a_sound_one_adopts(standing: Standing) -> None:
-    standing.ordered(0, Adopt(1), "")
+    standing.ordered(0, CopyReplica(1), "")
 
 
 def late_and_said_at_once(standing: Standing) -> None:
@@ -177,7 +177,7 @@ def sound_and_heard(standing: Standing) -> None:
 def captures_a_bad_one(standing: Standing) -> None:
     standing.goes_bad(1, is_late=True)
     standing.met(outcome(samples=(8, 8)))
-    standing.ordered(0, Capture(0), "")
+    standing.ordered(0, SaveState(0), "")
 
 
 def a_bad_snapshot_weighs(standing: Standing) -> None:
@@ -248,8 +248,8 @@ def test_a_sound_standstill() -> None:
     standing.goes_bad(1)
     standing.snapped(1, 3, 0)
     standing.met(outcome(samples=(8, 0), bad=(1,)))
-    standing.ordered(1, Adopt(0), "")
-    standing.answered(Captured(1))
+    standing.ordered(1, CopyReplica(0), "")
+    standing.answered(StateSaved(1))
     standing.healed(1)
     standing.moves(1, "begins (0, 0)")
     captured(standing)
@@ -262,7 +262,7 @@ def test_a_sound_standstill() -> None:
 def test_who_has_left_owes_nothing() -> None:
     standing = judge()
     for rank in (0, 1):
-        standing.ordered(rank, Capture(0), "")
+        standing.ordered(rank, SaveState(0), "")
         standing.is_gone(rank)
     standing.moves(0, "begins (0, 0)")
 
@@ -276,7 +276,7 @@ def test_in_exact_a_bad_gradient_is_left_out_and_forgotten() -> None:
 
 
 # ---------------------------------------------------------------- evaluations
-EVALUATES = Duties(eval_every=2)
+EVALUATES = BarrierPlan(eval_every=2)
 
 
 def evaluated(standing: Standing) -> None:
@@ -336,20 +336,20 @@ def rounds_until_it_is_late(standing: Standing, *global_steps: int, now_ms: floa
 
 
 def test_a_checkpoint_by_steps_is_late_a_few_rounds_behind_its_multiple() -> None:
-    assert rounds_until_it_is_late(judge(Duties(SavePlan(10, "step"))), 9, 10, 11, 12, 13, 14) == 5
+    assert rounds_until_it_is_late(judge(BarrierPlan(SavePlan(10, "step"))), 9, 10, 11, 12, 13, 14) == 5
     memory = Memory(global_step=15)
-    assert rounds_until_it_is_late(judge(Duties(SavePlan(10, "step")), memory), 16, 17, 18, 19, 19) == 5
+    assert rounds_until_it_is_late(judge(BarrierPlan(SavePlan(10, "step")), memory), 16, 17, 18, 19, 19) == 5
 
 
 def test_a_checkpoint_by_the_clock() -> None:
-    standing = judge(Duties(SavePlan(1, "minute")))
+    standing = judge(BarrierPlan(SavePlan(1, "minute")))
     standing.begins(5.0)
     assert rounds_until_it_is_late(standing, *range(1, 9), now_ms=MINUTE_MS) == 8
     assert rounds_until_it_is_late(standing, *range(9, 19), now_ms=MINUTE_MS + 5.0) == 4
 
 
 def test_a_checkpoint_after_an_epoch() -> None:
-    standing = judge(Duties(SavePlan(2, "epoch")))
+    standing = judge(BarrierPlan(SavePlan(2, "epoch")))
     standing.ended(ended(0))
     assert rounds_until_it_is_late(standing, 1, 2, 3, 4, 5) == 5
     standing.ended(ended(1))
@@ -357,7 +357,7 @@ def test_a_checkpoint_after_an_epoch() -> None:
 
 
 def test_a_run_that_ends_well_is_saved_at_its_end() -> None:
-    standing = judge(Duties(SavePlan(100, "step")))
+    standing = judge(BarrierPlan(SavePlan(100, "step")))
     with pytest.raises(Violation, match=r"^S23: "):
         standing.over(Finish(None, False, 0, 0))
     standing.over(Finish("rank 1 failed", False, 0, 0))
@@ -367,7 +367,7 @@ def test_a_run_that_ends_well_is_saved_at_its_end() -> None:
 
 
 # ---------------------------------------------------------------- the best, and enough of it
-WATCHES = Duties(monitor=Monitor("loss", "min", patience=2, min_delta=0.1), keeps_best=True)
+WATCHES = BarrierPlan(monitor=Monitor("loss", "min", patience=2, min_delta=0.1), keeps_best=True)
 
 
 def test_it_is_enough_when_it_does_not_get_better() -> None:

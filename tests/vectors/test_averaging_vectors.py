@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from flowdp.collective.async_mean import Snapshots
+from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.local import DeviceMean, LocalMean
 from flowdp.collective.nccl import NcclMean
 from flowdp.device.discovery import resolve_devices
@@ -79,7 +79,7 @@ class Cluster:
     def __init__(self, shape: Sequence[int] = (4,)) -> None:
         self.machine = Coordinator(RunConfig(world_size=2, batches=10_000, epochs=1, policy="async"))
         self.replicas = [replica(rank, shape) for rank in (0, 1)]
-        self.snapshots = Snapshots(self.replicas, HOST)
+        self.snapshots = SnapshotMean(self.replicas, HOST)
         self.now_ms = 0.0
         self.orders: list[list[StartEpoch]] = [[], []]
         self.asked: int | None = None  # the round whose snapshots are wanted
@@ -143,7 +143,7 @@ class Cluster:
 @answers("CA-001")
 def _weighted(vector: Vector) -> Answers:
     replicas = [replica(rank, vector["setup"]["shape"]) for rank in (0, 1)]
-    snapshots, version = Snapshots(replicas, HOST), vector["input"]["version"]
+    snapshots, version = SnapshotMean(replicas, HOST), vector["input"]["version"]
     given = vector["input"]["snapshots"]
     for rank, snapshot in enumerate(given):
         fill(replicas[rank], snapshot["value"])
@@ -241,7 +241,7 @@ def _end_to_end(vector: Vector) -> Answers:
 def _wrong_count(_: Vector) -> Answers:
     two, none = nn.Linear(3, 1), nn.Identity()
     with pytest.raises(OptionError) as error:
-        Snapshots([FlatReplica(two, 0), FlatReplica(none, 1)], HOST)
+        SnapshotMean([FlatReplica(two, 0), FlatReplica(none, 1)], HOST)
     assert "weight" in str(error.value)
     return {"error": True}
 

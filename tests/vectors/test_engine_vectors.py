@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiStepLR
 
 from flowdp import OptionError, Trainer, current_worker, record_scalar
-from flowdp.collective.async_mean import Snapshots
+from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.local import LocalMean
 from flowdp.data.open_feeds import open_feeds
 from flowdp.data.open_source import open_source
@@ -28,7 +28,7 @@ from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import HostLane
 from flowdp.device.worker_context import CurrentWorker, bind
 from flowdp.engine.failures import Failures
-from flowdp.engine.meter import HostMeter, Report
+from flowdp.engine.meter import HostMeter, OrderReport
 from flowdp.engine.worker_thread import Mail, Worker
 from flowdp.machine.worker import Done
 from flowdp.policy.pool_size import PoolSize
@@ -167,7 +167,7 @@ def fresh_worker() -> HostMeter:
 
 
 def drained(meter: HostMeter) -> dict[str, list[float]]:
-    reports: list[Report] = []
+    reports: list[OrderReport] = []
     meter.close(Done(0, 0, 0), 0.0, reports.append)
     return {name: [total, int(weight)] for name, (total, weight) in reports[0].work.scalars.items()}
 
@@ -228,7 +228,7 @@ class Rank:
         self.inbox: Inbox[Mail] = Inbox(64, "rank 0")
         gate = Gate(1)
         self.mean = Watched([self.flat], gate.finish)
-        self.snapshots = Snapshots([self.flat], [lane])
+        self.snapshots = SnapshotMean([self.flat], [lane])
         [feed] = open_feeds(source, [lane])
         self.worker = Worker(
             0, replica, source, feed, gate, self.mean, self.snapshots,

@@ -12,8 +12,8 @@ import pytest
 from bench.reliability import trial
 from bench.reliability.failures import main, matrix
 from bench.reliability.faults import ALL, BACKENDS, POLICIES, WHENS, Case, Fault, all_cases
-from flowdp.engine.error_context import Place
-from flowdp.engine.nan_guard import Numbers
+from flowdp.engine.error_context import ErrorContext
+from flowdp.engine.nan_guard import NanGuard
 from flowdp.engine.records import Records
 
 FOUND_FAULTS = {
@@ -60,7 +60,7 @@ def wrong_with(case: Case) -> str:
 
 
 def test_an_error_without_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Place, "explain", lambda place, cause, duty="": RuntimeError(str(cause)))
+    monkeypatch.setattr(ErrorContext, "explain", lambda place, cause, task="": RuntimeError(str(cause)))
     wrong = wrong_with(Case("error", "forward", "sync", 2, "local", "middle", 1))
     assert "not StepError" in wrong
     assert "the cause is None" in wrong
@@ -79,8 +79,8 @@ def test_a_failure_that_is_said_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_numbers_gone_bad_that_nobody_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Numbers, "judge", lambda numbers: None)
-    monkeypatch.setattr(Numbers, "left", lambda numbers, step, what: None)
+    monkeypatch.setattr(NanGuard, "judge", lambda numbers: None)
+    monkeypatch.setattr(NanGuard, "left", lambda numbers, step, what: None)
     wrong = wrong_with(Case("nan", "forward", "sync", 2, "local", "middle", 0, "quarantine"))
     assert "the answer is not finite" in wrong
 
