@@ -212,8 +212,8 @@ class DeviceMeter(Meter):
     def meet(self) -> None:
         """See `Meter.meet`; rounds without steps are bounded as steps are.
 
-        The wait for other ranks may be long, and planning stops while a report is missing: one that no step of
-        this round has brought, because it had so few, is fetched. Its steps go on on the device meanwhile.
+        The wait for other ranks may be long, and planning stops while a report is missing: one that no step
+        of this round has brought, because it had so few, is fetched. Its steps go on on the device meanwhile.
         """
         while self._owes:
             self._land_next()

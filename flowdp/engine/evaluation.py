@@ -138,8 +138,8 @@ class Evaluator:
     ) -> EvalSums:
         """Evaluate batches until none is left. Every rank of the run calls it for each evaluation.
 
-        Values that the user's code records (`record_scalar`) count towards the evaluation, and not towards the
-        epoch.
+        Values that the user's code records (`record_scalar`) count towards the evaluation, and not towards
+        the epoch.
 
         Args:
             rank: Rank index.

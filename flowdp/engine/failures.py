@@ -44,7 +44,8 @@ class Failures:
         Args:
             error: The error.
             rank: In which rank, where it was in one.
-            is_awaited: join() already waits for this thread, so the error still counts after the run concluded.
+            is_awaited: join() already waits for this thread, so the error still counts after the run
+                concluded.
         """
         what = format_error(error)
         words = what if rank is None else f"rank {rank}: {what}"

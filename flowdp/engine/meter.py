@@ -198,7 +198,7 @@ class Meter(ABC):
         """
 
     def then(self, post: Callable[[], None]) -> None:
-        """Call `post` once all earlier events were reported, so that they are posted in the order of occurrence."""
+        """Call `post` once all earlier events were reported: events are posted in the order of occurrence."""
         post()
 
     def settle(self) -> None:  # noqa: B027 - there is nothing to wait for

@@ -1,8 +1,8 @@
 """Check of losses and replicas for NaN and inf before a mean.
 
-On a device the verdict is made behind the last step of a round, and the mean obeys it there: a replica that is not
-finite leaves itself out. The host reads the verdict one round late, when the device has the next steps to do;
-or at once, where it has to be known at the gate.
+On a device the verdict is made behind the last step of a round, and the mean obeys it there: a replica that
+is not finite leaves itself out. The host reads the verdict one round late, when the device has the next steps
+to do; or at once, where it has to be known at the gate.
 """
 
 from __future__ import annotations

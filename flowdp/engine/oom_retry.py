@@ -3,9 +3,9 @@
 Forward and backward begin again with the step's own samples, each micro-batch in twice as many pieces; batch
 norm sees a piece then, as under gradient accumulation. Later steps are made of as many pieces from the start.
 Nothing of the first attempt is left: gradients, buffers, the loss, recorded numbers and the generator of a
-CUDA device are as they were when the step began. Not restored is anything outside the replica: a batch that the loss
-has written to, counters of the user's own, and the CPU's generator, which belongs to the process. Ranks that
-share a card share its generator, so that another one may draw some numbers twice.
+CUDA device are as they were when the step began. Not restored is anything outside the replica: a batch that
+the loss has written to, counters of the user's own, and the CPU's generator, which belongs to the process.
+Ranks that share a card share its generator, so that another one may draw some numbers twice.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class SnapshotRounds:
     Attributes:
         global_step: Steps of all ranks in the means applied so far.
         limit: Of no use here, where orders are small.
-        bad: Ranks that had NaN or inf parameters at the last meeting -> (epoch, batch) where that began, if known.
-            Consumed by the coordinator.
+        bad: Ranks that had NaN or inf parameters at the last meeting -> (epoch, batch) where that began, if
+            known. Consumed by the coordinator.
     """
 
     def __init__(self, epochs: Epochs, cadence: Cadence, world_size: int) -> None:

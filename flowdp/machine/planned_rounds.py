@@ -58,8 +58,8 @@ class PlannedRounds:
     Attributes:
         global_step: Steps of all ranks in the rounds held so far.
         limit: Nothing is armed from this global step on; None: no limit.
-        bad: Ranks that had NaN or inf parameters in the last rounds held -> (epoch, batch) where that began, if
-            known. Consumed by the coordinator.
+        bad: Ranks that had NaN or inf parameters in the last rounds held -> (epoch, batch) where that began,
+            if known. Consumed by the coordinator.
     """
 
     def __init__(self, epochs: Epochs, cadence: Cadence | None, world_size: int) -> None:

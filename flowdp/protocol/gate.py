@@ -71,8 +71,8 @@ class Outcome:
         members: Ranks that took part, ascending.
         steps: Steps per rank since the last mean. Shape (world_size,); 0 for ranks that left.
         samples: Samples per rank: the weights of the mean. Shape (world_size,). On devices a replica that has
-            had NaN or inf parameters in this round may weigh nothing all the same: the next outcome tells, or the
-            rank's acknowledgment.
+            had NaN or inf parameters in this round may weigh nothing all the same: the next outcome tells, or
+            the rank's acknowledgment.
         stop: The run ends here.
         pause: Everybody stands still after it.
         lr: New learning rate, or None.
@@ -81,8 +81,8 @@ class Outcome:
         drift: The distance from the mean is measured.
         compare: After the step of this round every rank sums the bits of its parameters (exact).
         halt: Everybody stands still after it, for something that the coordinator will say.
-        bad: Members whose replica has NaN or inf parameters: they weighed nothing, in this round or, where a host
-            hears of it from its device, in the one before.
+        bad: Members whose replica has NaN or inf parameters: they weighed nothing, in this round or, where a
+            host hears of it from its device, in the one before.
         late: The hosts of all members hear of this round's behind the gate.
     """
 
