@@ -9,8 +9,12 @@ SOAK_SECONDS ?= 600
 WORKERS ?= auto
 ARGS   ?=
 
+# With which torch, and with what beside it; .ci has other constraints.
+CONSTRAINTS ?= constraints.txt
+EXTRAS      ?= dev
+
 VENV    := .venv
-RUN     := $(VENV)/bin/python
+RUN     := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)/python
 STAMP   := $(VENV)/.installed
 PIP     := $(RUN) -m pip --disable-pip-version-check -qq
 BENCHES := $(subst /,.,$(basename $(filter-out %/__init__.py,$(wildcard bench/micro/*.py bench/end_to_end/*.py))))
@@ -68,9 +72,9 @@ gpu:
 	@$(PYTHON) -m bench.gpu $(ARGS)
 
 # torch comes first and by its exact pin: a resolver that may choose takes a CUDA build of gigabytes.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	@echo "Installing into $(VENV) (once; a few minutes)"
 	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install "$$(grep '^torch==' constraints.txt)"
-	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@$(PIP) install "$$(grep -wm1 '^torch' $(CONSTRAINTS))"
+	@$(PIP) install -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 	@touch $@

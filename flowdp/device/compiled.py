@@ -238,7 +238,7 @@ def _inside(value: Any) -> Iterator[Any]:
         yield from (value.func, value.args, value.keywords)
     elif isinstance(value, MethodType):
         yield from (value.__self__, value.__func__)
-    elif isinstance(value, FunctionType) and not value.__module__.startswith("torch."):
+    elif isinstance(value, FunctionType) and not (value.__module__ or "").startswith("torch."):
         named = (value.__globals__.get(name) for name in value.__code__.co_names)
         yield from (one for one in named if isinstance(one, FunctionType | nn.Module | partial))
         for cell in value.__closure__ or ():

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -314,7 +315,9 @@ def test_compiled_parts_are_found(backend: Backend) -> None:
         made: Tensor = double(model(batch))
         return made
 
-    assert all(uses_compile(one) for one in (closure, inner, in_place(backend)))
+    nowhere = FunctionType(closure.__code__, {}, closure=closure.__closure__)
+    assert nowhere.__module__ is None  # as of code that `exec` runs among names alone
+    assert all(uses_compile(one) for one in (closure, nowhere, inner, in_place(backend)))
     assert not uses_compile(error, Net(), nn.Sequential(Net()))
 
 

@@ -1,0 +1,85 @@
+"""The code of the README runs as it stands, with nothing installed but flowdp and what it requires."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import Optimizer
+
+import flowdp
+
+PAGE = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+Devices = list[str]
+
+
+def blocks(language: str) -> list[str]:
+    """The blocks of one language, in their order; "" is output or a command."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    return [block for name, block in found if name == language]
+
+
+def test_setup_is_a_diff_of_two_lines_with_the_result_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    [diff] = blocks("diff")
+    lines = diff.splitlines()
+    assert [line[0] for line in lines].count("+") == 2
+    assert {line[0] for line in lines} == {"+", " "}
+
+    def trained(added: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        optimizer = torch.optim.AdamW(model.parameters())
+        loader = [(torch.randn(7, 4, dtype=torch.float64), torch.randint(3, (7,))) for _ in range(20)]
+        code = "\n".join(line[1:] for line in lines if added or line[0] == " ")
+        names = {"model": model, "optimizer": optimizer, "loader": loader, "F": F}
+        exec(code, names)
+        if added:
+            assert isinstance(names["model"], flowdp.DataParallel)
+            names["model"].close()
+        return list(model.parameters())
+
+    def on_two_devices(model: nn.Module, optimizer: Optimizer, setup: Any = flowdp.setup) -> Any:
+        return setup(model, optimizer, devices=["cpu", "cpu"])
+
+    monkeypatch.setattr(flowdp, "setup", on_two_devices)
+    for one, several in zip(trained(False), trained(True), strict=True):
+        torch.testing.assert_close(several, one, rtol=0, atol=1e-11)
+
+
+def test_the_trainer_has_15_lines_and_goes_on_in_three(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, resume = blocks("python")
+    lines = [line for line in run.splitlines() if line]
+    assert len(lines) <= 15
+    assert set(re.findall(r"^(?:import|from) (\w+)", run, re.MULTILINE)) == {"torch", "flowdp"}
+    assert len(resume.splitlines()) == 3
+    given: dict[str, Any] = {}
+
+    def cut_short(*same: object, trainer: Any = flowdp.Trainer, **options: Any) -> flowdp.Trainer:
+        """Make a Trainer for a few steps; `...` stands for the options of the one before."""
+        assert same in ((), (...,))
+        given.update(options, progress=False)
+        return trainer(**given, max_steps=10 if same else 5)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(flowdp, "Trainer", cut_short)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(run, names)
+    names["run"].join()
+    assert "epoch 1/6" in capsys.readouterr().out
+    exec(resume, names)
+    exec(resume, names)
+    assert capsys.readouterr().out == "10\n10\n"
+
+
+def test_the_sample_runs_are_of_the_code_above_them() -> None:
+    two, one = [block for block in blocks("") if "samples/s" in block]
+    epochs = [line for line in two.splitlines() if line.startswith("epoch")]
+    assert f"epochs={len(epochs)}," in blocks("python")[0]
+    assert one.startswith(epochs[-1].partition(" | ")[0])
