@@ -16,7 +16,7 @@ FlowdpError
   ProtocolError              a bug of flowdp                   .story
 ```
 
-What a user writes::
+Usage::
 
     try:
         state = run.join()
@@ -51,7 +51,7 @@ class FlowdpError(Exception):
 
 
 class OptionError(FlowdpError, ValueError):
-    """An argument is wrong: what was given, why it cannot work, what to do instead."""
+    """An argument is wrong; the message has the value, the reason, and a remedy."""
 
 
 class DataError(FlowdpError):
@@ -106,8 +106,8 @@ class OutOfDeviceMemory(DeviceError):
 
     Attributes:
         rank: Index of the replica.
-        needed_bytes: What was asked for, in bytes; None where torch does not say.
-        free_bytes: What the device had left, in bytes; None where nobody knows.
+        needed_bytes: Requested memory, in bytes; None where torch does not say.
+        free_bytes: Free memory of the device, in bytes; None where unknown.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class StallError(FlowdpError):
     """No rank has moved for longer than `stall_timeout`.
 
     Attributes:
-        ranks: What each rank was doing, or waiting for, in words. Shape (world_size,).
+        ranks: Activity or wait of each rank, as text. Shape (world_size,).
         stacks: Python stack of each thread of the run by its name.
     """
 
@@ -165,7 +165,7 @@ class StateError(FlowdpError):
     """The run has ended well, but the user's model does not take its weights; `__cause__` says why.
 
     Attributes:
-        state: What the run has made, a `TrainedState`.
+        state: Result of the run, a `TrainedState`.
     """
 
     def __init__(self, message: str, *, state: Any) -> None:

@@ -3,7 +3,7 @@
 Each rank puts a copy of its replica down, a helper averages the copies, and each rank adds the difference
 between the mean and its own copy: the steps it took meanwhile are kept.
 
-On CUDA streams, with what waits for what::
+Order of work on the CUDA streams::
 
     compute of each rank  ... take | taken         ... (waits mean) apply | applied ...
     comm of one rank      (waits taken, applied of the round before) | average | mean
@@ -83,7 +83,7 @@ class SnapshotMean:
         """Average the snapshots of a round.
 
         Args:
-            round: Which.
+            round: Round number.
             samples: Weight per rank. Shape (world_size,). A rank with 0 need not have a snapshot.
 
         Returns:
@@ -104,11 +104,11 @@ class SnapshotMean:
         if not members:
             raise ProtocolError(f"a mean of round {round} was asked for, of which there is no snapshot")
         self._averaged = None
-        # On a device if there is one: what the host does is done, so nobody need wait for it by an event.
+        # On a device if there is one: work of the host is done when the call returns, so no event is needed.
         home = next((member for member in members if self._lanes[member].is_async), members[0])
         lane, (start, end) = self._lanes[home], self._marks[home]
         with ExitStack() as stack:
-            # What it makes at its first use is made while no grouped collective is being launched.
+            # First-use allocations happen while no grouped collective is being launched.
             stack.enter_context(QUIET if lane.is_async else nullcontext())
             for other in self._one_per_device(lane):
                 # Torch orders a copy between two devices with the current streams of both.

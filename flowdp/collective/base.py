@@ -1,4 +1,4 @@
-"""What a collective does, and the arithmetic that all of them share.
+"""Interface of collectives, and their common arithmetic.
 
 Parameters: the mean weighted by samples. Float buffers: the same mean in float64, so that a constant table
 comes out as it went in and an infinity stays one. Integers and flags: the maximum. A rank with weight 0 takes
@@ -50,7 +50,7 @@ to the same one."""
 
 @dataclass(frozen=True, slots=True)
 class Averaging:
-    """What a mean cost and found, for one rank.
+    """Timing and drift of a mean, for one rank.
 
     Attributes:
         sync_ms: Time spent averaging.
@@ -68,11 +68,11 @@ NOTHING = Averaging(0.0, None)
 """Of a round that averages nothing."""
 
 Reading = Callable[[], Averaging]
-"""What a mean cost and found, told later: call it when the device has passed the averaging, or it waits."""
+"""Deferred timing and drift of a mean: call it when the device has passed the averaging, or it waits."""
 
 
 Judge = Callable[[], Tensor | None]
-"""A look at what a rank brings, enqueued behind its last step. Returns, on the device, whether it holds
+"""Check of a rank's memory, enqueued behind its last step. Returns, on the device, whether it holds
 anything that is not finite: then it is left out of the mean there. Bool, shape []. None: it counts for its
 samples, for the host knows all that there is to know."""
 
@@ -99,7 +99,8 @@ class Collective(Protocol):
     masks: bool
 
     def prepare(self, rank: int, judge: Judge = unjudged) -> None:
-        """Bring what the module moved into the flat memory, and mark on `compute` that the replica is ready.
+        """Copy tensors that the module has replaced into flat memory, and mark on `compute` that the replica
+        is ready.
 
         Args:
             rank: Index of the replica.
@@ -114,7 +115,7 @@ class Collective(Protocol):
         ...
 
     def launch(self, outcome: Outcome) -> None:
-        """What is done once for all.
+        """Launch the part that is done once for all ranks.
 
         Raises:
             CollectiveError: The members cannot be averaged.
@@ -125,10 +126,10 @@ class Collective(Protocol):
         ...
 
     def average(self, rank: int, outcome: Outcome) -> Reading:
-        """Replace what is averaged in this rank's replica by the mean over the members.
+        """Replace the averaged tensors of this rank's replica by the mean over the members.
 
         Returns:
-            What tells how long it took and what it found. Read it before the eighth round after this one.
+            Timing and drift, deferred. Read it before the eighth round after this one.
 
         Threads: worker `rank`, once a round, after the gate has let it go; so is the reading.
         Streams: the rank's `compute` is current, and waits for the mean.
@@ -143,7 +144,7 @@ class Collective(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what the driver holds, in order; a second time does nothing.
+        """Release driver resources, in order; a second call does nothing.
 
         Threads: any, when no worker runs any more.
         """
@@ -183,13 +184,14 @@ class BlockMean:
         targets: Where the mean goes: `targets[target][flat]`. It may be the sources themselves; a target
             may also be wider, of the dtype that `arithmetic` says.
         device: Where the arithmetic is done; that of the flats if None.
-        part: Which part this object reduces, from 0.
+        part: Index of the part that this object reduces.
         parts: How many parts there are.
         far: Sources on other devices, by index. They are brought over block by block.
 
     Threads: one. Distinct parts touch distinct memory, so each may have its own.
     Streams: everything is enqueued on the current one of that device. A copy between two devices is ordered
-        by torch with the current streams of both, so whoever has `far` sources or targets makes both current.
+        by torch with the current streams of both, so a caller with `far` sources or targets makes both
+        current.
     """
 
     def __init__(
@@ -231,7 +233,7 @@ class BlockMean:
         Args:
             samples: Weight of each member. Shape (members,).
             drift: Whether to sum the squares.
-            bad: Of each member whether its weight is 0 all the same, on any device; it holds zeros then. If
+            bad: Flag per member: its weight is 0 all the same, on any device; it holds zeros then. If
                 all are, the mean is NaN. Empty: of none. Shape (members,).
 
         Returns:
@@ -361,8 +363,8 @@ def shift(flat: Flat, mean: Tensor, snapshot: Tensor) -> None:
     """Add `mean - snapshot` to the parameters of a flat, in their arithmetic.
 
     Args:
-        flat: What is changed; its buffers are not.
-        mean: Of the dtype that `arithmetic` says.
+        flat: Memory to change; its buffers stay.
+        mean: Mean, in the dtype of `arithmetic`.
         snapshot: The flat as it was.
     """
     blocks = _cut((flat.memory, mean, snapshot), 0, flat.split)
@@ -381,7 +383,7 @@ class _Shares:
     """The weight of each giver in a mean.
 
     Args:
-        weights: Of the givers, summing to 1.
+        weights: Weights of the sources, summing to 1.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -402,7 +404,7 @@ class _DeviceShares(_Shares):
     """The same where the device alone knows which givers count.
 
     Args:
-        weights: Of the givers, summing to 1 if all count.
+        weights: Weights of the sources, summing to 1 if all count.
         bad: Whether a giver does not.
         device: Where the shares are made; nothing is copied from the host.
     """
@@ -417,7 +419,7 @@ class _DeviceShares(_Shares):
         so_far = counting.cumsum(0)
         self._of_all = counting / so_far[-1]
         self._steps = counting / so_far
-        self._steps[:-1].nan_to_num_(0.0)  # nobody counts so far
+        self._steps[:-1].nan_to_num_(0.0)  # no rank counts so far
         self._cast: dict[tuple[torch.dtype, bool], Sequence[Tensor]] = {}
 
     def of_all(self, dtype: torch.dtype) -> Sequence[float | Tensor]:

@@ -5,7 +5,7 @@ gate and a second meeting. A small one is reduced by the last arrival alone, whi
 gate anyway: that takes less time than the second meeting.
 
 On CUDA the last arrival enqueues everything, for all members. Replicas on one card are one memory; on several
-cards each card reduces a part of all replicas, and what lies elsewhere is copied over block by block. Torch
+cards each card reduces a part of all replicas, and remote memory is copied over block by block. Torch
 lets a copy between two cards wait for the current streams of both, and both for the copy. So each part has
 streams of its own on the other cards, or the cards would work one after another.
 """
@@ -45,7 +45,7 @@ SMALL = 1 << 18
 class MemoryMean:
     """Averages memories of the host, by the last arrival or by all members together.
 
-    All members get the same bits, whoever was faster and whoever reduced.
+    All members get the same bits, independent of speed and of the reducing rank.
 
     Args:
         flats: The layout that all memories have; they themselves may lie elsewhere.
@@ -61,7 +61,7 @@ class MemoryMean:
         self._memories = memories
         self._meet = meet
         self.is_small = sum(flat.memory.numel() for flat in flats) <= SMALL
-        # What each rank reduces, cut anew when the members change.
+        # The range that each rank reduces, cut anew when the members change.
         self._parts: list[tuple[Sequence[int], BlockMean] | None] = [None] * len(memories)
         # Squares of each member's part. A row is written before the meeting and read behind it; nobody
         # writes again before all readers have entered the gate of the next round.
@@ -156,7 +156,7 @@ class LocalMean:
 class DeviceMean(StreamedMean):
     """Averages replicas on CUDA devices in place, by ordinary kernels and copies; see `Collective`.
 
-    All members get the same bits: what is averaged is averaged once, on the card of one of them.
+    All members get the same bits: each block is averaged once, on the card of one of them.
 
     Args:
         replicas: One per rank.

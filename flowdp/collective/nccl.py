@@ -1,8 +1,8 @@
-"""The mean by NCCL: one all-reduce over all devices, launched by one thread for everybody.
+"""Mean by NCCL: one all-reduce over all devices, launched by one thread for all ranks.
 
 A kernel of NCCL spins until its peers run too. So nothing that may wait for the device can stand between the
 first and the last of them: the last arrival at the gate launches them all in one group, while the workers
-stand in the gate and nobody else allocates or pins (`QUIET`).
+stand in the gate and no other thread allocates or pins (`QUIET`).
 
 Each rank scales its replica by its samples where these differ, the group sums, and each divides by the
 summed weight, which rides along in a tail of its own. So a rank that its device finds not to be finite leaves
@@ -53,13 +53,13 @@ log = logging.getLogger("flowdp")
 
 
 def load(devices: Sequence[torch.device]) -> Any:
-    """The module `cupy.cuda.nccl`, after a look at what is known not to work.
+    """The module `cupy.cuda.nccl`, after checks for known failures.
 
     Args:
         devices: One per rank.
 
     Raises:
-        CollectiveError: NCCL cannot be used here; the message says what to install or set.
+        CollectiveError: NCCL cannot be used here; the message names the package or setting.
     """
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
         raise CollectiveError(
@@ -92,7 +92,7 @@ def load(devices: Sequence[torch.device]) -> Any:
 
 
 def _check_nccl(version: int, devices: Sequence[torch.device]) -> None:
-    """Check that torch and cupy use one NCCL, and that it can do what the devices ask for."""
+    """Check that torch and cupy use one NCCL, and that it supports these devices."""
     cupys = version // 10_000, version // 100 % 100, version % 100
     torchs = torch.cuda.nccl.version()[:3] if hasattr(torch._C, "_nccl_version") else cupys
     try:
@@ -133,7 +133,7 @@ class NcclMean(StreamedMean):
     Args:
         replicas: One per rank.
         lanes: One per rank.
-        nccl: What stands for `cupy.cuda.nccl`, in tests.
+        nccl: Replacement of `cupy.cuda.nccl`, in tests.
         hung: Called, on a thread of its own, when a round does not end on the devices; they are released, and
             the mean is not to be trusted, as soon as it returns.
 
@@ -210,7 +210,7 @@ class NcclMean(StreamedMean):
         try:
             self._watchdog.close()
             super().close()
-            with QUIET:  # the last one frees what all had on their devices
+            with QUIET:  # the last one frees the memory of all on their devices
                 while comms:
                     comms.pop(0).destroy()
         except BaseException:
@@ -233,7 +233,7 @@ class NcclMean(StreamedMean):
     def _make_anew(self) -> None:
         """Communicators for the members that are left; a single one needs none.
 
-        The old ones are aborted, not destroyed: that waits for nobody, whatever the device of a rank that
+        The old ones are aborted, not destroyed: an abort does not wait, whatever the device of a rank that
         left is doing. All of them are, for they share memory. `QUIET` is held to the end, because other
         threads of the run prefetch meanwhile.
         """

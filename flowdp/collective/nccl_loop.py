@@ -56,7 +56,7 @@ class _Marks:
 class NcclLoop:
     """Broadcasts and sums over CUDA devices that all belong to one loop.
 
-    The work comes after what the caller has enqueued on his current streams of all devices, and what he
+    The work comes after the caller's work on its current streams of all devices, and work that it
     enqueues there comes after it. Sums are taken in the dtype of the rows, in an order of NCCL's own: the
     same in each run with the same devices, sizes and version of NCCL, but not that of the ranks.
 
@@ -64,7 +64,7 @@ class NcclLoop:
         lanes: One per rank, on distinct CUDA devices.
         sizes: Elements of the largest rows that will be summed, by dtype.
         held: Makes a context that holds interrupts (Ctrl-C) back: a group of NCCL is launched whole.
-        nccl: What stands for `cupy.cuda.nccl`, in tests.
+        nccl: Replacement of `cupy.cuda.nccl`, in tests.
 
     Raises:
         CollectiveError: NCCL does not work here.
@@ -143,7 +143,7 @@ class NcclLoop:
         comms = self._take(CollectiveError("the connections of NCCL have been closed"))
         if not comms:
             return
-        # The garbage collector may call this from a thread that holds QUIET, and then waits for nobody.
+        # The garbage collector may call this from a thread that holds QUIET, and then must not wait.
         if QUIET.acquire(timeout=ABORT_S / 2):
             try:
                 self._destroy(comms)
@@ -203,7 +203,7 @@ class NcclLoop:
             for done, lane, current in zip(marks.done, self._lanes, here, strict=True):
                 done.record(lane.comm)
                 current.wait_event(done)
-                # What the rank's thread allocated may be freed now, and allocated again by that thread.
+                # Memory of the rank's thread may be freed now, and allocated again by that thread.
                 lane.compute.wait_event(done)
         self._watchdog.launched(self._launches, marks.start, marks.done)
 
@@ -256,7 +256,7 @@ class NcclLoop:
             )
 
     def _give_up(self, error: CollectiveError) -> None:
-        """Release devices that hang: what they have computed since is not to be trusted."""
+        """Release devices that hang: their results since are not to be trusted."""
         log.error("%s. The gradients and parameters since then are not right", error)
         comms = self._take(error)
         # NCCL wants no thread inside a call on a communicator that is aborted; but a call may hang, too.

@@ -1,6 +1,6 @@
-"""A group of ranks that sum by NCCL: how its communicators are made and checked, and what one sum is.
+"""NCCL communicators of a group of ranks: creation, check, and one sum.
 
-`nccl` is cupy's module of that name throughout, or what stands for it in tests.
+`nccl` is cupy's module of that name throughout, or its replacement in tests.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Side:
         A weight of 0 leaves the replica out: 0 times NaN would be NaN.
 
         Args:
-            weight: Of the replica.
+            weight: Weight of the replica.
             drift: Whether the square is wanted.
             equal: All weights that are not 0 are this one: it is left out of the parameters' sum.
             bad: Whether the replica weighs nothing all the same, and holds zeros; None: it does not.
@@ -160,7 +160,7 @@ class Side:
                 carried.memory.fill_(count if carried.counts else value)
 
     def distance(self, value: float, count: int) -> float:
-        """How far what lies here is from these values, and what is not a number shows; overwrites it.
+        """Distance of this memory from given values; NaN shows. Overwrites it.
 
         Threads: any; it waits for the device.
         """
@@ -198,7 +198,7 @@ def sum_replicas(
     drift: bool,
     bad: Sequence[Tensor | None] = (),
 ) -> None:
-    """Enqueue one mean over all ranks. When NCCL refuses, what is carried in place is scaled already.
+    """Enqueue one mean over all ranks. When NCCL refuses, memory that is summed in place is scaled already.
 
     Equal samples need one pass over the parameters, behind the sum; others one more before it.
     """
@@ -221,14 +221,14 @@ def sum_replicas(
 
 
 class CommunicatorSetup:
-    """Communicators in the making, on a thread of its own: what hangs in there cannot be called back.
+    """Creation of communicators on a thread of its own: a call that hangs in NCCL cannot be cancelled.
 
-    `QUIET` is held only for what is allocated before the first sum: a thread that hangs would never give it
-    back. What another run allocates meanwhile can at worst make this one late. Where threads of this run
-    allocate, too, whoever waits holds it all the time.
+    `QUIET` is held only for allocations before the first sum: a thread that hangs would never give it
+    back. Allocations of another run meanwhile can at worst make this one late. Where threads of this run
+    allocate, too, the waiting thread holds it all the time.
 
-    Whoever takes the communicators away hands them out or aborts them, so that each is aborted once. While
-    the thread may be inside NCCL, nobody else aborts them: NCCL would free what the thread uses.
+    The thread that takes the communicators hands them out or aborts them, so that each is aborted once. While
+    the thread may be inside NCCL, no other aborts them: NCCL would free memory that the thread uses.
 
     Args:
         nccl: See above.
@@ -251,7 +251,7 @@ class CommunicatorSetup:
         self._errors: list[BaseException] = []
         self._is_made = threading.Event()
         self._is_over = threading.Event()
-        self._lock = threading.Lock()  # guards the three below, and what comes first: the end or giving up
+        self._lock = threading.Lock()  # guards the three below, and the order of end and timeout
         self._comms: list[Any] = []
         self._is_given_up = False
         self._is_outside = False  # of NCCL: the thread waits for the device
@@ -264,8 +264,8 @@ class CommunicatorSetup:
             sums_s: For the first sums, from then on.
 
         Raises:
-            CollectiveError: They could not be made, or are late or wrong. None is left, or what hangs inside
-                NCCL aborts them itself when it comes back.
+            CollectiveError: They could not be made, or are late or wrong. None is left, or one that hangs
+                inside NCCL aborts them itself when it comes back.
         """
         for lane in self._lanes:
             lane.drain()
@@ -283,7 +283,7 @@ class CommunicatorSetup:
             return comms
         abort_all(comms)
         if is_over:
-            # Taken out: an error that is kept keeps its frames, and they what the sums have allocated.
+            # Taken out: a kept error keeps its frames, and they the memory of the sums.
             raise self._errors.pop()
         if is_made:
             raise CollectiveError(
@@ -335,7 +335,7 @@ class CommunicatorSetup:
             self._nccl.groupEnd()
 
     def _check(self) -> None:
-        """Take two means of known values; what they need for the first time, later ones find there."""
+        """Take two means of known values; first-use allocations are made here."""
         self._go(outside=False)
         with self._quiet:
             sides = [
@@ -360,7 +360,7 @@ class CommunicatorSetup:
                     )
 
     def _go(self, *, outside: bool) -> None:
-        """On, in NCCL or outside of it, if anybody still waits for this."""
+        """Continue, in NCCL or outside of it, if the caller still waits."""
         with self._lock:
             if self._is_given_up:
                 raise CollectiveError("NCCL was given up")
@@ -391,7 +391,7 @@ def abort_all(comms: Sequence[Any]) -> None:
 
 @contextmanager
 def nccl_errors(nccl: Any, what: str) -> Iterator[None]:
-    """Turn what cupy raises into a `CollectiveError` that says what NCCL could not do."""
+    """Turn cupy's errors into a `CollectiveError` that names the failed NCCL operation."""
     try:
         yield
     except (nccl.NcclError, KeyError) as error:  # cupy has no name for the newer errors: a KeyError

@@ -1,4 +1,4 @@
-"""What all collectives on CUDA streams share: which work waits for which, and how the host hears of it.
+"""Common part of all collectives on CUDA streams: the order of work, and results for the host.
 
 One round, per rank::
 
@@ -6,7 +6,7 @@ One round, per rank::
     comm      (waits every member's ready) | start | arithmetic | done | drift to the host | told
     host      prepare, gate, launch by the last arrival, average      ...rounds later: the reading
 
-Nobody waits on the host but who reads, and by then the device has long passed.
+Only a reader waits on the host, and by then the device has long passed.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class StreamedMean(ABC):
         self._replicas = tuple(replicas)
         self._lanes = tuple(lanes)
         self._ready = [lane.event() for lane in lanes]
-        self._bad: list[Tensor | None] = [None] * len(lanes)  # what the judge of each rank has found
+        self._bad: list[Tensor | None] = [None] * len(lanes)  # verdict of each rank
         with QUIET:
             pinned = [lane.pinned((ROUNDS, width), float64).unbind() for lane in lanes]
         self._slots = [_Slot(lanes, rows) for rows in zip(*pinned, strict=True)]
@@ -127,7 +127,7 @@ class StreamedMean(ABC):
         return lambda: self._read(rank, outcome, slot, writers)
 
     def abort(self) -> None:  # noqa: B027 - no method of the subclasses that have nothing to do here
-        """Ordinary kernels wait for nobody, so none hangs."""
+        """Ordinary kernels do not wait for other devices, so none hangs."""
 
     def close(self) -> None:
         """Wait for the last round's work, which writes to memory that goes now."""
@@ -148,18 +148,18 @@ class StreamedMean(ABC):
         """Put the arithmetic on the comm streams of the workers.
 
         Returns:
-            What some workers report: float64 on their device, at most `width` numbers. They are written
+            Numbers that some workers report: float64 on their device, at most `width`. They are written
             anew in the next round. Empty where the drift is not measured.
         """
 
-    def _launched(  # noqa: B027 - most have nobody to tell
+    def _launched(  # noqa: B027 - most have nothing to report
         self, outcome: Outcome, start: Sequence[Event], done: Sequence[Event]
     ) -> None:
         """The round is on the comm streams, between these marks of its workers."""
 
     @abstractmethod
     def _drift(self, rank: int, outcome: Outcome, rows: Sequence[Sequence[float]]) -> tuple[float, float]:
-        """The drift of a rank and the norm of the mean, from what the workers have reported, in order.
+        """The drift of a rank and the norm of the mean, from the workers' numbers, in order.
 
         NaN where no member counted.
         """

@@ -1,4 +1,4 @@
-"""Tensors one behind the other, as one row of memory for each dtype: what is sent and summed at once."""
+"""Tensors packed into one row of memory per dtype, to be sent and summed at once."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class PackedRows:
     Args:
         tensors: Like those that will be put there.
         dtypes: Real dtypes that may have a row.
-        wanted: Which of the tensors may have a place; None: all.
+        wanted: Flag per tensor: it may have a place; None: all.
 
     Attributes:
         places: One for each tensor; None for one that is empty, sparse, or of another dtype.
@@ -126,7 +126,7 @@ class PackedRows:
         """A part of a row, made by one operation.
 
         Args:
-            pairs: Places that lie one behind the other, and what is put there.
+            pairs: Adjacent places, and the tensors for them.
             device: Where that is.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Which collective a run gets: how the bytes move, never who waits."""
+"""Choice of a run's collective: the path of the bytes, never the order of ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def open_collective(
         backend: As the user said. "auto" is the first of these that works here: NCCL for several CUDA
             devices, one rank each, unless the policy is async (a kernel that waits for its peers may only be
             launched while all stand at the gate); local where the devices reach each other; host memory.
-        policy: Who waits for whom.
+        policy: Averaging policy.
         replicas: One per rank.
         lanes: One per rank.
         meet: The second meeting at the gate, for collectives whose members work together on the host.

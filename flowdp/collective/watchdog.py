@@ -1,4 +1,4 @@
-"""Looks after collectives whose kernels wait for each other on the devices.
+"""Watchdog of collectives whose kernels wait for each other on the devices.
 
 When a link or a device dies, a kernel that spins for its peer never ends, and nothing fails on the host:
 every worker waits for its device, for ever. Time alone shows it. The time before a round begins says nothing,
@@ -41,7 +41,7 @@ class Watchdog:
         hung: Called with the error, on the watchdog's own thread.
 
     Threads:
-        `launched`, `forget`: whoever launches the rounds, one at a time. `close`: any.
+        `launched`, `forget`: the thread that launches the rounds, one at a time. `close`: any.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class Watchdog:
         self._devices = tuple(devices)
         self._limit_s = limit_s
         self._hung = hung
-        # No more than these are under way at a time (`STEPS_AHEAD`, and the newest); what they refer to is
-        # recorded again only after as many rounds more.
+        # No more than these are under way at a time (`STEPS_AHEAD`, and the newest); the objects they refer
+        # to are recorded again only after as many rounds more.
         self._lock = threading.Lock()  # guards `_rounds`, never while a device is asked
         self._rounds: deque[_Round] = deque(maxlen=ROUNDS // 2)
         self._closed = threading.Event()
@@ -62,7 +62,7 @@ class Watchdog:
         """A round is on the devices; returns at once.
 
         Args:
-            number: Of the round.
+            number: Number of the round.
             start: Passed when every rank's step is done and the averaging begins, anywhere.
             done: One per rank, passed when its averaging is. One may end while another hangs.
         """
@@ -70,7 +70,7 @@ class Watchdog:
             self._rounds.append(_Round(number, start, done))
 
     def forget(self) -> None:
-        """Look no more at what is on the devices: a rank that left may stay behind with its part of it."""
+        """Stop watching the devices: a rank that left may stay behind with its part."""
         with self._lock:
             self._rounds.clear()
 

@@ -1,4 +1,4 @@
-"""What the user's loss may ask while it runs: who am I, and where does a number go."""
+"""The current worker: rank, device and step for the user's loss, and a place to record numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["CurrentWorker", "Steps", "current_worker", "record_scalar"]
 
 
 class Steps(Protocol):
-    """What a worker does for the user's own `train_step`; see `CurrentWorker`.
+    """Operations of a worker for the user's `train_step`; see `CurrentWorker`.
 
     Attributes:
         optimizers: As the user gave them.
@@ -47,8 +47,8 @@ class CurrentWorker:
         global_step: Steps of all ranks before this one, as far as known here.
         lr: Learning rate of the first parameter group.
         samples: Samples of the batch.
-        sink: Takes what is recorded: name, value, weight.
-        steps: Does what a `train_step` asks for; None with a loss.
+        sink: Receives recorded numbers: name, value, weight.
+        steps: Operations for a `train_step`; None with a loss.
     """
 
     rank: int
@@ -153,7 +153,7 @@ def record_scalar(name: str, value: SupportsFloat, weight: float | None = None) 
         name: Under which it stands in `EpochMetrics.scalars`.
         value: A number or a tensor of one element; one on the worker's device is not read back, but summed
             up there.
-        weight: What it counts for; None is the samples of the step.
+        weight: Weight of the value; None is the samples of the step.
 
     Raises:
         ValueError: The tensor holds more than one element.

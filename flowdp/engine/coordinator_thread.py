@@ -69,13 +69,13 @@ class CoordinatorShell:
         story: Keeps what it was told.
         gate: Takes its directives.
         collective: Is aborted when ranks do not leave after a failure: one may hang in a kernel of it.
-        inbox: Of this thread.
+        inbox: Inbox of this thread.
         workers: Inboxes of the workers.
         threads: The workers' threads.
         source: Closed at the end.
         snapshots: Averaged on a helper thread; None where the policy has no such rounds.
         saver: Keeps what the ranks put down at a standstill.
-        evaluator: Of the run; None where nothing is evaluated.
+        evaluator: Evaluator of the run; None where nothing is evaluated.
         watch: Says when the run has stalled.
         diagnostics: Sees what the ranks and threads are doing.
         records: Takes what is reported.

@@ -154,8 +154,8 @@ class Records:
 
         Args:
             text: In words.
-            about: Of texts with the same key, the first is kept and the others are counted; None: of the
-                same text.
+            about: Key of similar texts: of texts with the same key, the first is kept and the others are
+                counted; None: of the same text.
         """
         with self._changed:
             first, times = self._problems.get(about or text, (text, 0))

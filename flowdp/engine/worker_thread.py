@@ -78,19 +78,19 @@ class Worker:
     """The body of one worker thread.
 
     Args:
-        rank: Who.
+        rank: Rank index.
         replica: Its model and optimizer.
-        source: Of all ranks' batches.
+        source: Source of all ranks' batches.
         feed: Brings this rank's batches to its device.
         gate: Where the ranks meet.
         collective: Averages at the gate.
         snapshots: Averages beside the training; None where the policy has no such rounds.
-        inbox: Of this thread.
+        inbox: Inbox of this thread.
         post: Puts a fact into the coordinator's inbox.
         failures: Takes what goes wrong.
         pool: Chooses the size of this thread's OpenMP pool.
         on_nan: What becomes of a replica with NaN or inf parameters.
-        replicas: Of all ranks: one with NaN or inf parameters becomes what another one is.
+        replicas: Replicas of all ranks: one with NaN or inf parameters becomes what another one is.
         saver: Takes what this rank puts down for a checkpoint.
         evaluator: Evaluates; None where nothing is evaluated.
         goes_on: The others go on where this rank fails by itself.

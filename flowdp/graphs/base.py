@@ -53,7 +53,7 @@ class Factors:
     """The numbers of a micro-batch that differ from step to step, and so are inputs of a graph.
 
     Attributes:
-        share: Of its loss in that of the step.
+        share: Share of its loss in that of the step.
         of: Samples of the rank's part of a window (exact); else those of the micro-batch.
     """
 
@@ -67,7 +67,7 @@ class Passed:
 
     Attributes:
         loss: As it is differentiated. Shape [].
-        weight: Of the loss, where it names one (exact). Float64, shape [].
+        weight: Weight of the loss, where it names one (exact). Float64, shape [].
         outputs: Further results, a tree; None: there are none.
     """
 
@@ -84,7 +84,7 @@ class Computed:
 
     Attributes:
         loss: Times its share, detached. Shape [].
-        weight: Of the loss, where it names one (exact). Float64, shape [].
+        weight: Weight of the loss, where it names one (exact). Float64, shape [].
         scalars: Recorded values, in the order of the graph's `records`; an eager step has passed them on.
         outputs: As of `Passed`, detached.
     """
@@ -105,15 +105,15 @@ class Capturable(Protocol):
     """Forward and backward of one rank, as they are recorded, and as they are computed eagerly.
 
     Attributes:
-        module: The rank's.
+        module: Module of the rank.
         trained: The parameters of which gradients are asked.
-        lane: Of the device where all of it lies.
+        lane: Lane of the device where all of it lies.
         draws: The rank's own random numbers; None: it draws from the device's generator.
         shares_generator: Whether other ranks draw from the device's generator, too.
         has_stepped: Whether the first micro-batch has been checked.
         casts: The autocast under which the forward runs, to be compared; None: none.
         has_flat_gradients: Whether the parameters' gradients lie in memory that stays for good.
-        gives_gradients: Whether somebody else keeps the gradients of a step, so that no later one may write
+        gives_gradients: Whether other code keeps the gradients of a step, so that no later one may write
             to their memory.
         obstacle: Why no step is captured; None: nothing stands in the way.
     """
@@ -144,7 +144,7 @@ class Capturable(Protocol):
 
         Args:
             batch: The micro-batch.
-            worker: Of a run; None in a loop that the user owns.
+            worker: Worker of a run; None in a loop that the user owns.
             share: See `Factors`; a tensor while it is recorded.
             of: See `Factors`; a tensor while it is recorded.
         """
@@ -168,7 +168,7 @@ class Outputs:
 
     Attributes:
         leaves: With a mark in the places of tensors.
-        form: Of the tree.
+        form: Form of the tree.
     """
 
     leaves: Sequence[Any]
@@ -218,7 +218,7 @@ class TrialStep:
     Attributes:
         computed: See there.
         gradients: Of each trained parameter behind the run, in the order of the module; None: it has none.
-        buffers: Of the module behind the run, in its order.
+        buffers: Buffers of the module behind the run, in its order.
         touched: Whether the graph adds to the gradient of each trained parameter: torch steps no other.
     """
 
@@ -246,7 +246,7 @@ class StepGraph(Protocol):
 
         Args:
             leaves: The tensors of the micro-batch, in the order of its tree.
-            factors: Of the micro-batch.
+            factors: Factors of the micro-batch.
             generator: Random numbers are drawn from it; None: from the device's own.
 
         Streams:
@@ -282,8 +282,8 @@ class Recorder(Protocol):
         Args:
             batch: The micro-batch.
             leaves: Its tensors.
-            worker: Whose step it is; None: no run's.
-            factors: Of the micro-batch.
+            worker: Worker of this step; None outside of a run.
+            factors: Factors of the micro-batch.
 
         Raises:
             NotCaptured: It cannot be recorded.
@@ -331,7 +331,7 @@ class Watched:
 
 
 class _Asked:
-    """Stands for a worker while its loss is recorded, and refuses what changes from step to step."""
+    """Stand-in for a worker while its loss is recorded; refuses values that change from step to step."""
 
     def __init__(self, worker: CurrentWorker) -> None:
         self._worker = worker

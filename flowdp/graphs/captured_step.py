@@ -39,7 +39,7 @@ class Captured:
 
     Args:
         step: Forward and backward to capture.
-        options: Of the run.
+        options: Options of the run.
         guard: Makes the guards of all that the step reads.
         make: Makes the recorder, of the guards.
         tell: Logs a text that no other rank has logged.

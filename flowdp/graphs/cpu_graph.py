@@ -3,7 +3,7 @@
 A loss is run once under torch's tracing modes, on tensors without contents, backward included. So nothing
 is computed, drawn or written meanwhile, and a loss that takes a number out of a tensor is found out. The
 inputs of the graph are the rank's tensors themselves: it reads the parameters where they are, adds to the
-gradients and updates the buffers in place. Gradients that somebody else keeps it makes anew instead, as an
+gradients and updates the buffers in place. Gradients that other code keeps it makes anew instead, as an
 eager backward does. Ranks of one architecture share a graph.
 
 `lowering` makes of a graph a function that needs no interpreter lock.
@@ -45,17 +45,17 @@ class Traced:
     """A recorded step, as a function of a rank's tensors.
 
     Attributes:
-        function: Of (own tensors[, gradients], leaves, share, of[, generator]); returns the loss, its weight
-            where it names one, the recorded values and further results. It adds to gradients that it is
-            given, else it returns them, too.
+        function: Function of (own tensors[, gradients], leaves, share, of[, generator]); returns the loss,
+            its weight where it names one, the recorded values and further results. It adds to gradients that
+            it is given, else it returns them, too.
         touched: Places of the trained parameters that get a gradient, among all trained ones.
         records: See `StepGraph`.
         draws: See `StepGraph`.
         has_weight: Whether the loss names a weight.
         outputs: Further results; None: there are none.
-        constants: Tensors that belong to nobody's tables; they follow the own tensors.
+        constants: Tensors outside of all modules; they follow the own tensors.
         watched: Snapshot of the guards of the rank that recorded.
-        form: Of the micro-batch and of the parameters, for comparison.
+        form: Form of the micro-batch and of the parameters, for comparison.
     """
 
     function: Function
@@ -70,7 +70,7 @@ class Traced:
 
 
 class SharedGraphs:
-    """The graphs of all ranks of a run: one rank records, the others take what was recorded.
+    """The graphs of all ranks of a run: one rank records, the others take its recording.
 
     Attributes:
         lock: Held while a rank records; for the process, as torch's tracing modes are not made for several
@@ -103,8 +103,8 @@ class CpuRecorder:
     Args:
         step: Forward and backward to record.
         modules: Those that the step reads and no other rank, by name: the rank's, and those in its loss.
-        guards: Of the rank.
-        shared: Of all ranks.
+        guards: Guards of the rank.
+        shared: Graphs shared by all ranks.
     """
 
     bound = 0.0
@@ -124,7 +124,7 @@ class CpuRecorder:
         worker: CurrentWorker | None,
         factors: Factors,  # noqa: ARG002 - inputs of the graph
     ) -> CpuGraph:
-        """Record a step, or take what another rank has recorded; see `Recorder.record`."""
+        """Record a step, or take another rank's recording; see `Recorder.record`."""
         self._check()
         tables = self._tables
         tables.read()
@@ -152,7 +152,7 @@ class CpuRecorder:
         return False
 
     def forget(self) -> None:
-        """See `Recorder.forget`; the other ranks may still need what is shared."""
+        """See `Recorder.forget`; the other ranks may still need the shared graphs."""
 
     def _check(self) -> None:
         step = self._step
@@ -300,7 +300,7 @@ class CpuGraph:
         inputs = [own, *into, list(leaves), *self._numbers]
         if self.draws:
             inputs.append(torch.default_generator if generator is None else generator)
-        # With gradients enabled, as nothing asks for them: some kernels keep for a backward what it needs.
+        # With gradients enabled, as nothing asks for them: some kernels keep tensors for a backward.
         # Its casts are in the graph: a caller's autocast would look for them at each operation.
         with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
             loss, *rest = self._traced.function(*inputs)

@@ -192,8 +192,9 @@ class CudaStepGraph:
     ) -> str | None:
         """Run it eagerly once, as it will be captured; the parameters' gradients lie where they stay.
 
-        So every kernel has been loaded, tuned and given its memory, and what the step touches is known before
-        anything is captured: below torch 2.13, other ranks of the card could not draw beside a capture.
+        So every kernel has been loaded, tuned and given its memory, and the tensors that the step touches are
+        known before anything is captured: below torch 2.13, other ranks of the card could not draw beside a
+        capture.
 
         Returns:
             The reason why it cannot be captured; None: it can, so far.
@@ -250,10 +251,10 @@ class CudaStepGraph:
         if gives:
             # Copies, by a few launches for all: the graph writes to its own again.
             give_gradients(self._parameters, torch._foreach_mul(self._gradients, 1.0))
-            # The replicas are sent what torch has seen written.
+            # The replicas are sent the tensors that torch has seen written.
             torch.autograd.graph.increment_version(self._written)
         else:
-            # Whoever asks which parameters a backward has touched looks at the versions.
+            # A search for the parameters that a backward has touched looks at the versions.
             torch.autograd.graph.increment_version(self._gradients)
         if self._stacked is not None:
             loss, *others = self._stacked.clone().unbind()
@@ -319,7 +320,7 @@ class CudaStepGraph:
             self._stacked = torch.stack(self._results)
 
     def _attach(self) -> None:
-        """Let the gradients lie where the graph adds to them, with what eager micro-batches have left."""
+        """Move the gradients to where the graph adds to them, with the sums of eager micro-batches."""
         if all(map(is_, map(_grad, self._parameters), self._gradients)):
             return
         fresh: list[Tensor] = []
@@ -345,7 +346,7 @@ def _owned(parameter: Tensor) -> Tensor:
 
 
 def _reason(error: Exception) -> str:
-    """An error as a sentence, with the place in the user's code; it does not keep what the error holds."""
+    """An error as a sentence, with the place in the user's code; it does not keep the error's frames."""
     text = str(error).strip().partition("\n")[0] or type(error).__name__
     if isinstance(error, torch.OutOfMemoryError):
         text = "the device has no room for a second set of activations beside those of eager steps"

@@ -121,7 +121,7 @@ class Guards:
     def _explained(self) -> str:
         try:
             return self._explain() or OBSCURE
-        except Exception:  # what is gone, or changes meanwhile
+        except Exception:  # an object that is gone, or changes meanwhile
             return OBSCURE
 
     def snapshot(self) -> list[tuple[str, object]]:

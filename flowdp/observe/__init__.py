@@ -1,1 +1,1 @@
-"""What watches a run; nothing in the engine calls it."""
+"""Observers of a run: callbacks and the progress bar; nothing in the engine calls them."""

@@ -22,7 +22,7 @@ __all__ = ["ProgressBar", "wants_progress"]
 
 
 def wants_progress(progress: bool | Literal["auto"]) -> bool:
-    """Whether to draw: "auto" where tqdm is installed and somebody may be looking.
+    """Whether to draw the bar; "auto": where tqdm is installed and the output is seen.
 
     Raises:
         OptionError: Neither a bool nor "auto", or True without tqdm.
@@ -46,8 +46,8 @@ class ProgressBar(Callback):
     It steps aside for the callbacks that are called after it, and for `aside` blocks.
 
     Args:
-        total_steps: Steps of all ranks in the run; None where nobody knows.
-        batches: Steps of all ranks in an epoch; None where nobody knows.
+        total_steps: Steps of all ranks in the run; None where unknown.
+        batches: Steps of all ranks in an epoch; None where unknown.
         start: Steps that were behind a resumed run when it began.
     """
 
@@ -55,7 +55,7 @@ class ProgressBar(Callback):
         self._total_steps = total_steps
         self._start = start
         self._epochs = "" if total_steps is None or batches is None else f"/{-(-total_steps // batches)}"
-        self._lock = threading.Lock()  # serialises everything below, and what is drawn
+        self._lock = threading.Lock()  # serialises the state below, and drawing
         self._bar: tqdm[NoReturn] | None = None
         self._inside = 0  # blocks for which it steps aside
         self._is_over = False
@@ -63,7 +63,7 @@ class ProgressBar(Callback):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave the terminal's line to what is printed in this block.
+        """Leave the terminal's line to output printed in this block.
 
         Threads:
             Any. The observer's does not wait for the block: it goes on, and draws nothing.
@@ -84,7 +84,7 @@ class ProgressBar(Callback):
 
     def on_train_start(self, run: Any) -> None:
         """Draw it, empty."""
-        from tqdm.auto import tqdm  # an extra, and slow to import: only for those who draw
+        from tqdm.auto import tqdm  # an extra, and slow to import: only where a bar is drawn
 
         self._run = run
         with self._lock:

@@ -1,4 +1,4 @@
-"""Callbacks: the user's own code beside a run, called with what the run has to say."""
+"""Callbacks: the user's code beside a run, called with the run's records."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from flowdp.protocol.commands import RoundEnded
 __all__ = ["METHODS", "Callback", "EarlyStopping", "OnCheckpoint", "check_callbacks", "monitor_of"]
 
 METHODS = ("on_train_start", "on_round", "on_epoch_end", "on_checkpoint", "on_exception", "on_train_end")
-"""What a callback may override."""
+"""Methods that a callback may override."""
 
 
 class Callback:
-    """Base of what is called while a run goes on; override what you need, the rest costs nothing.
+    """Base class of callbacks; override the methods you need, the others cost nothing.
 
     ::
 
@@ -37,7 +37,7 @@ class Callback:
     are listed; training goes on meanwhile. One that is slow sees everything later, but of the rounds that
     wait the last 4,096, and of the checkpoints the last 4.
 
-    What a method raises is logged the first time, stands in `run.status()`, and changes nothing for the
+    An exception of a method is logged the first time, stands in `run.status()`, and changes nothing for the
     other callbacks. It ends the run only where the class says `ends_run = True`.
 
     Threads:
@@ -46,7 +46,7 @@ class Callback:
         `pause()`, `set_lr()`, `checkpoint()` and `status()` do not wait.
 
     Attributes:
-        ends_run: What a method raises ends the run: `join()` raises a FlowdpError with it as its cause.
+        ends_run: An exception of a method ends the run: `join()` raises a FlowdpError with it as its cause.
     """
 
     ends_run: ClassVar[bool] = False
@@ -124,15 +124,15 @@ class EarlyStopping(Callback):
             raise OptionError(f"restore_best must be True or False, not {self.restore_best!r}")
 
     def watched(self) -> Monitor:
-        """What is watched, as the coordinator takes it."""
+        """The watched metric, in the coordinator's form."""
         return Monitor(self.monitor, self.mode, self.patience, self.min_delta)
 
 
 class OnCheckpoint(Callback):
-    """Calls a function with every checkpoint: what `Trainer(on_checkpoint=)` is given.
+    """Callback of `Trainer(on_checkpoint=)`: calls a function with every checkpoint.
 
     Args:
-        function: Of the checkpoint.
+        function: Function to call with the checkpoint.
     """
 
     def __init__(self, function: Callable[[Any], object]) -> None:
@@ -166,7 +166,7 @@ def check_callbacks(callbacks: object) -> tuple[Callback, ...]:
 
 
 def monitor_of(callbacks: Iterable[Callback]) -> tuple[Monitor | None, bool]:
-    """What early stopping watches, if anything, and whether the answer is to be the best checkpoint.
+    """Metric of early stopping, if any, and whether the result is the best checkpoint.
 
     Raises:
         OptionError: More than one of them stops the run early.

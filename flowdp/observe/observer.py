@@ -1,4 +1,4 @@
-"""The observer: the one thread that tells a run's callbacks what the run has to say."""
+"""The observer: the thread that calls a run's callbacks with its records."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GRACE_S = 2.0
 
 @dataclass(slots=True)
 class _Complaint:
-    """What a method of a callback raises."""
+    """An exception of a callback's method."""
 
     text: str
     times: int = 1
@@ -42,14 +42,14 @@ class Observer:
     Without anything to call it has no thread, and the run keeps nothing for it.
 
     Args:
-        records: Of the run, which has not begun.
+        records: Records of the run, which has not begun.
         callbacks: In the order in which they are called.
         fail: Ends the run by an error; called where a callback that `ends_run` has raised, also when the run
             is over.
         patience_s: Time that one call may take before it is reported; None: no limit.
 
     Threads:
-        Made and started by the thread that starts the run; what reads it may be any.
+        Made and started by the thread that starts the run; read by any.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class Observer:
         """Start the thread, where there is anything to call.
 
         Args:
-            run: What `on_train_start` gets.
+            run: Argument of `on_train_start`.
             error: The run's first failure; None while there is none.
-            state: Gives what `on_train_end` gets after a run without a failure. Called once, on the thread,
-                when the run is over; it must not wait for the observer.
+            state: Returns the argument of `on_train_end` after a run without a failure. Called once, on the
+                thread, when the run is over; it must not wait for the observer.
             begins: Waits until the run begins; False where its start was taken back, so nothing is called.
         """
         if self._feed is None:

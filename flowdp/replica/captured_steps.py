@@ -30,8 +30,8 @@ def capture_steps(replicas: Sequence[Replica], options: CaptureOptions) -> None:
     """Let replicas run captured steps.
 
     Args:
-        replicas: Of all ranks, newly built.
-        options: Of the run.
+        replicas: Replicas of all ranks, newly built.
+        options: Options of the run.
 
     Threads:
         The one that builds.
@@ -49,7 +49,7 @@ class Capturing:
     """State that all capturing ranks share: options, graphs and the log.
 
     Args:
-        options: Of all.
+        options: Options of all ranks.
 
     Attributes:
         lock: Held while a rank records on the CPU: its module's tables are not as they are then.

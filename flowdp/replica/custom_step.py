@@ -19,7 +19,7 @@ TrainStep = Callable[[CurrentWorker, Any], Mapping[str, Any] | None]
 
 
 class CustomStepReplica(Replica):
-    """A replica whose step is `train_step(worker, batch)`: one call is one step.
+    """Replica with the user's `train_step(worker, batch)`: one call is one step.
 
     All gradients are cleared when a call returns, for a loss leaves gradients at parameters that are not
     stepped by it. In "fp16" the optimizers share one gradient scaler, which looks at what they have stepped
@@ -49,7 +49,7 @@ class CustomStepReplica(Replica):
 
         Raises:
             TypeError: It returned something else than a mapping of numbers or None.
-            ValueError: What stands under "loss" is not a scalar.
+            ValueError: The value under "loss" is not a scalar.
         """
         if self.turn is None:
             result = self._call(batch, worker)
@@ -76,7 +76,7 @@ class CustomStepReplica(Replica):
             return self._train_step(worker, batch)
 
     def step(self, factor: float = 1.0) -> Tensor | None:  # noqa: ARG002 - there is nothing to scale
-        """Clear what the call has left; see `Replica.step`."""
+        """Clear the gradients that the call has left; see `Replica.step`."""
         self._update_scale()
         self.module.zero_grad(set_to_none=True)
         return self._take_value()
@@ -89,7 +89,7 @@ class CustomStepReplica(Replica):
                 self._differentiate(loss, **options)
                 return
             if all(parameter.grad is None for parameter in self.trained):
-                self._update_scale()  # else what lies there would be of another scale
+                self._update_scale()  # else the gradients there would be of another scale
             self._differentiate(self._scaler.scale(loss), **options)
 
     def _differentiate(self, loss: Tensor, **options: Any) -> None:

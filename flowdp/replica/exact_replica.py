@@ -43,13 +43,13 @@ LABELS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class ExactReplica(Replica):
-    """A replica whose optimizer steps by the mean gradient of all ranks.
+    """Replica whose optimizer steps by the mean gradient of all ranks.
 
     Args:
         size: Samples of a micro-batch, at most.
-        touched: What the ranks tell each other.
-        groups: Of the ranks that have a part of a window, for SyncBatchNorm.
-        seed: Of what this rank draws, where that repeats; None: from torch's own generator.
+        touched: Table of parameters with gradients, shared by the ranks.
+        groups: Groups of the ranks that have a part of a window, for SyncBatchNorm.
+        seed: Seed of this rank's reproducible draws; None: torch's own generator.
         checks: Whether the loss is checked, in the windows 1, 2, 4, 8, ... (by the first rank, and by others
             that have a label which losses leave out); see `check_mean`.
         replica: As of `Replica`.
@@ -74,17 +74,17 @@ class ExactReplica(Replica):
         self._seed = seed if self.device.type == "cpu" else None  # a card has a generator of its own
         self._checks = checks
         self._has_looked = False
-        self._is_part = touched.world_size > 1  # of a window, what it gets
+        self._is_part = touched.world_size > 1  # its part of a window
         self._groups = groups
         self._norms = SharedStatistics(self.module)
         self.meets = bool(self._norms)
-        # What ran out of memory on one rank cannot be done again without the others.
+        # A step that ran out of memory on one rank cannot be repeated without the others.
         self.can_repeat = not self.meets
         self.averaged = self.gradients
         # An overflow of a scaled loss is the scaler's: it finds it in the mean, and leaves the step out.
         self.watched = self.gradients if self._scaler is None else None
         self._size = size
-        self.least = min(self.least, size)  # of batch_size=1 each forward is what it is on one device
+        self.least = min(self.least, size)  # with batch_size=1 each forward equals that of one device
         self._named: Any = None  # the weight of the micro-batch's loss, if it names one
         self._unnamed = 0.0  # weight of the part's losses that name none
         if self._scaler is not None:
@@ -151,7 +151,7 @@ class ExactReplica(Replica):
         """Take the step of the window; the gradients are the mean of all ranks' now.
 
         All ranks come to the same bits: they have the same parameters, gradients and optimizer state, and
-        what is not finite in one rank's gradient is in the mean.
+        a NaN or inf in one rank's gradient is in the mean.
 
         Streams:
             As `Replica.step`.
@@ -169,7 +169,7 @@ class ExactReplica(Replica):
         self.gradients.clear()
 
     def checksum(self) -> Callable[[], int]:
-        """Sum the bits of the parameters; returns what tells the sum, once the device has come this far."""
+        """Sum the bits of the parameters; returns a function that reads the sum once the device has made it."""
         at = self._sums[self._summed % CHECKSUMS]
         self._summed += 1
         at.copy_(self.flat.checksum(), non_blocking=True)

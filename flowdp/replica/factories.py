@@ -1,8 +1,8 @@
-"""From what the user gave to one replica per device: models, optimizers and criteria, checked.
+"""Models, optimizers and criteria for each device, from instances or factories, checked.
 
 Factories run one after another on the calling thread, rank 0 first, so that `torch.manual_seed` before the
 start fixes the initial weights. All replicas start from rank 0's. Everything is built under the compute
-stream of its rank, where it will be used: what autograd notes about a parameter names the stream it saw.
+stream of its rank, where it will be used: autograd's record of a parameter names the stream it saw.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def all_of(optimizers: Optimizers) -> list[Optimizer]:
 
 
 def _each(given: object, build: Callable[[Any], Optimizer]) -> Optimizers:
-    """What `build` makes of every optimizer, in the form in which they were given."""
+    """The result of `build` for every optimizer, in the form in which they were given."""
     if isinstance(given, Mapping) and given:
         return {name: build(one) for name, one in given.items()}
     if isinstance(given, Sequence) and given:
@@ -227,7 +227,7 @@ def _check_made(made: object, own: set[nn.Parameter]) -> Optimizer:
 
 
 def several_optimizers(count: int) -> str:
-    """What to say of several optimizers where one is needed."""
+    """Error text for several optimizers where one is needed."""
     return (
         f"the optimizer option gives {count} optimizers, and with a loss one takes the step: give a "
         "train_step, which says when each of them steps"
@@ -261,7 +261,7 @@ def seed_devices(devices: Sequence[torch.device], seed: int) -> None:
 
     Args:
         devices: One per rank. Ranks that share a device share its generator.
-        seed: Of the run.
+        seed: Seed of the run.
     """
     for place, device in enumerate(dict.fromkeys(devices)):
         if device.type == "cuda":
@@ -271,7 +271,7 @@ def seed_devices(devices: Sequence[torch.device], seed: int) -> None:
 
 
 def slow_optimizer(optimizer: Optimizer) -> str | None:
-    """What to say about an optimizer that launches more kernels than it has to; None where there is nothing.
+    """Advice about an optimizer that launches more kernels than necessary; None without one.
 
     A step of many small kernels is bound by the host that launches them.
     """

@@ -3,9 +3,9 @@
 The replica's own optimizer stays as the user made it, parameter by parameter: schedulers, checkpoints and
 state_dicts go on with it. A twin of the same class steps runs of parameters that lie next to each other in
 one group, as one flat parameter each. At each step it takes over all options of the groups; its state is put
-into the replica's optimizer, as views, whenever somebody asks for it, and read from there when it was loaded.
+into the replica's optimizer, as views, whenever it is asked for, and read from there when it was loaded.
 
-What torch does with a parameter that has no gradient stays true: it is not stepped. So a run whose parameters
+A parameter without a gradient is not stepped, as in torch. So a run whose parameters
 do not all have one is divided, for good, and each of its parts is stepped when it has gradients.
 """
 
@@ -60,8 +60,8 @@ ELEMENTWISE: dict[type[Optimizer], frozenset[str]] = {
     Rprop: frozenset({"prev", "step_size"}),
     ASGD: frozenset({"ax"}),
 }
-"""Optimizers that compute each element from that element alone, and what of their state has the parameter's
-form. The rest of it is one number: steps, or what follows from them."""
+"""Optimizers that compute each element from that element alone, and the entries of their state in the
+parameter's form. The other entries are one number: steps, or a function of them."""
 
 FUSED: dict[str, frozenset[type[Optimizer]]] = {
     "cpu": frozenset({Adam, AdamW, Adagrad}),  # torch 2.13's fused SGD computes nonsense in bfloat16 there
@@ -149,7 +149,7 @@ class FlatOptimizer:
     Args:
         own: The replica's optimizer; `obstacle` has found none.
         replica: The flat memory, arranged.
-        gradients: Of the replica.
+        gradients: Gradients of the replica.
 
     Threads:
         The owner of the replica; `publish` any, while the replica is not stepped.
@@ -190,7 +190,7 @@ class FlatOptimizer:
         """Make all ready for a step by the gradients that lie in flat memory.
 
         Args:
-            touched: Which parameters have a gradient.
+            touched: Flag per parameter: it has a gradient.
 
         Returns:
             The optimizer to step.

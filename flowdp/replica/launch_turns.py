@@ -35,7 +35,7 @@ def describe_launching(waiting: float, ranks: int, *, captures: bool) -> str:
 
     Args:
         waiting: Part of the ranks' time that they wait to launch.
-        ranks: Of the run.
+        ranks: Ranks of the run.
         captures: Whether steps are captured where they can be.
     """
     advice = "these are steps that are not captured" if captures else "capture=True takes it out of the step"

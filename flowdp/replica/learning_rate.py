@@ -1,7 +1,7 @@
 """The learning rate of a replica's next step, as a function of where the step stands in the run.
 
 Every replica owns a twin of the user's scheduler and steps it until its count equals the position, so the
-curve is the same on 1, 2 or 8 devices. What the user's rate is multiplied by (the world size's factor, and
+curve is the same on 1, 2 or 8 devices. The factor of the user's rate (from the world size, and
 `run.set_lr`) is kept apart from the scheduler, which never sees it. Several optimizers have a scheduler each;
 whatever multiplies the rates multiplies all of them.
 """
@@ -83,9 +83,9 @@ class LearningRate:
     Args:
         optimizers: The replica's own.
         scheduler: The user's; a twin is made for each optimizer.
-        unit: What the scheduler counts.
+        unit: Unit that the scheduler counts.
         lr_lambda: Factor as a function of the global step.
-        factor: What the world size multiplies the user's rates by.
+        factor: Factor of the user's rates, from the world size.
 
     Raises:
         OptionError: An optimizer has no learning rate.
@@ -121,7 +121,7 @@ class LearningRate:
         for twin in self._schedulers:
             _check_unit(twin, unit)
         self._count = 0
-        self._plain = [float(group["lr"]) for group in self._groups]  # what the scheduler says
+        self._plain = [float(group["lr"]) for group in self._groups]  # rates of the scheduler
         self._base = list(self._plain)
         self._write()
 
@@ -179,11 +179,11 @@ class LearningRate:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Stand where another one stood, without going through the steps before.
 
-        What multiplies the rates is taken over where the user had set it, else it stays that of this world
+        The factor of the rates is taken over where the user had set it, else it stays that of this world
         size. The groups of the optimizers hold what they held then.
 
         Args:
-            state: As of `state_dict`; nothing is shared with it. None: nobody knows, and the rates go on from
+            state: As of `state_dict`; nothing is shared with it. None: unknown, and the rates continue from
                 this one's own.
 
         Raises:
@@ -279,7 +279,7 @@ def _twin(scheduler: SchedulerOption, optimizer: Optimizer) -> Any:
     if _is_scheduler(scheduler):
         # Nested schedulers share the optimizer: the memo gives all of them the new one.
         twin = copy.deepcopy(scheduler, {id(scheduler.optimizer): optimizer})
-        # What torch notes at an optimizer to warn about schedulers that are stepped first. A rank that had no
+        # Torch's own marks at an optimizer warn about schedulers that are stepped first. A rank that had no
         # batch yet steps its scheduler first, rightly.
         _mark_step_as_called(optimizer)
         return twin

@@ -1,4 +1,4 @@
-"""A check of the loss under policy="exact": is it a mean over samples, or over what it names?
+"""Check of the loss under policy="exact": a mean over samples, or over the weight that it names.
 
 The parts of a window count by their samples, or by the weight that the loss names. A loss that is a mean over
 tokens or class weights, or a sum, and does not say so, trains something else than one big batch does.

@@ -27,7 +27,7 @@ def rebuild(optimizer: Optimizer, module: nn.Module, source: nn.Module) -> Optim
     """Rebuild an optimizer with a replica's parameters in place of those of its model.
 
     Args:
-        optimizer: Of the source's parameters.
+        optimizer: Optimizer of the source's parameters.
         module: The replica.
         source: The module that it was copied from.
 
@@ -104,7 +104,7 @@ def check_factory(factory: object, source: nn.Module) -> None:
     It would find none of them, and take all for others. Seen are its arguments, closure and globals.
 
     Args:
-        factory: Of an optimizer.
+        factory: Factory of an optimizer.
         source: The module that is copied for each device.
 
     Raises:
@@ -173,7 +173,7 @@ def _leaves(value: object) -> Iterator[object]:
 
 
 def _check_own(optimizer: Optimizer) -> None:
-    """Check that the optimizer does what its class does.
+    """Check that the optimizer behaves as its class does.
 
     Raises:
         OptionError: It has hooks, or methods of its own.

@@ -18,8 +18,8 @@ def copy_state(own: Optimizer, other: Optimizer) -> None:
     Not by `load_state_dict`, which casts the state to the dtype of its parameter.
 
     Args:
-        own: Whose state is replaced.
-        other: Of the same parameters in the same order; nothing is shared with it.
+        own: Optimizer whose state is replaced.
+        other: Optimizer of the same parameters in the same order; nothing is shared with it.
 
     Streams:
         Enqueued on the current ones of both devices.

@@ -1,4 +1,4 @@
-"""One model, its optimizers and its loss on one device: what a step is."""
+"""One model, its optimizers and its loss on one device, and their training step."""
 
 from __future__ import annotations
 
@@ -60,33 +60,33 @@ def loss_function(loss: LossOption, device: torch.device) -> Loss:
 
 
 class Replica:
-    """The trained things of one rank, and what a step of them is: here, a loss and its optimizer.
+    """Model and optimizers of one rank with their training step: here, a loss and its optimizer.
 
     A step is `add` for each of its micro-batches, then `step`; after each meeting of the ranks comes `meet`.
 
     Args:
         module: On its device, flattened.
         flat: Its memory.
-        optimizers: Of its parameters.
+        optimizers: Optimizers of its parameters.
         loss: Function of (module, batch).
         learning_rate: Sets the optimizers' rates.
-        lane: Of the device where all of it lies.
+        lane: Lane of the device where all of it lies.
         precision: "bf16" and "fp16" run forward and loss under autocast, "fp16" with a scaled loss.
         max_grad_norm: Gradients are clipped to this 2-norm between backward and step; None: not.
         width: Batches of the source in a micro-batch.
 
     Attributes:
-        averaged: What the ranks average.
+        averaged: Flat memory that the ranks average.
         function: The user's, which a step calls.
-        watched: What of it must stay finite; None: nothing.
-        pieces: Into how many a micro-batch is cut at least, because the device has run out of memory.
+        watched: Memory that must stay finite; None: none.
+        pieces: Least number of pieces of a micro-batch, since the device has run out of memory.
         least: Samples that a forward must have.
         meets: Whether forwards and backwards are made together with the other ranks (SyncBatchNorm in exact).
-        part: Of the step, where all ranks share one (exact).
+        part: Part of the step, where all ranks share one (exact).
         trained: The parameters that the optimizer steps.
         has_stepped: Whether the first micro-batch has been checked.
         captured: Runs forward and backward as recorded graphs; None: they run eagerly.
-        turn: Of this rank among those that launch; None where no other rank does.
+        turn: Turn of this rank to launch; None where no other rank launches.
         draws: The rank's own random numbers; None: it draws from the device's generator.
         gradients: As flat memory; None where each parameter has its own, or none.
         gives_gradients: Never: they are the replica's own.
@@ -98,8 +98,8 @@ class Replica:
         caches_casts: Whether autocast casts a weight that is used twice only once. Torch's cache of casts is
             the process's, and each rank that leaves autocast empties it: of several ranks none has it, or
             the rounding of their gradients would be a matter of chance.
-        steps: What a `train_step` may ask; None with a loss.
-        loss_weight: Of the last step's loss, per sample, where losses name one (exact). Shape [].
+        steps: Operations for a `train_step`; None with a loss.
+        loss_weight: Weight of the last step's loss, per sample, where losses name one (exact). Shape [].
 
     Threads:
         The worker of this rank, once it runs.
@@ -190,7 +190,7 @@ class Replica:
         return None
 
     def mark(self) -> None:
-        """A step begins: note what a repetition of its forward and backward has to start from."""
+        """Begin a step: note the state that a repetition of its forward and backward starts from."""
         if self._has_buffers:
             self.flat.keep_buffers()
         if self._generator is not None:
@@ -214,11 +214,11 @@ class Replica:
 
         Args:
             batch: On the device.
-            worker: Whose step it is; knows the samples.
-            share: Of its loss in that of the step.
+            worker: Worker of this step; knows the samples.
+            share: Share of its loss in that of the step.
 
         Raises:
-            TypeError: What the loss returned is not a loss.
+            TypeError: The return value of the loss is not a loss.
             ValueError: The loss is not a scalar.
 
         Streams:
@@ -232,7 +232,7 @@ class Replica:
             self._check_first()
 
     def step(self, factor: float = 1.0) -> Tensor | None:
-        """Clip and step the optimizer by what the micro-batches have left.
+        """Clip the micro-batches' gradients and step the optimizer.
 
         Args:
             factor: On loss and gradients, where the shares did not sum to 1.
@@ -307,7 +307,7 @@ class Replica:
 
     @torch.no_grad()
     def adopt(self, donor: Replica) -> None:
-        """Become what another replica is: parameters, buffers, state of the optimizers, scale of the loss.
+        """Copy another replica: parameters, buffers, state of the optimizers, scale of the loss.
 
         The learning rate is left alone, and gradients are cleared.
 
@@ -388,7 +388,7 @@ class Replica:
 
         Args:
             loss: As the user returned it.
-            share: Of the loss in that of the step. A tensor, of its dtype, while a graph is recorded.
+            share: Share of the loss in that of the step. A tensor, of its dtype, while a graph is recorded.
             of: Samples of the rank's part (exact). A tensor while a graph is recorded.
         """
         if isinstance(share, Tensor):
@@ -448,7 +448,7 @@ class Replica:
         return self.gradients.clip(max_norm)
 
     def _check_first(self) -> None:
-        """Check once what would otherwise be wrong without an error."""
+        """Check once for mistakes that would otherwise go unnoticed."""
         self._check_gradients()
         self.flat.check_registered()
         self.has_stepped = True

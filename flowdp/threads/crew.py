@@ -1,4 +1,4 @@
-"""A crew: one thread per device that does what it is handed, for loops that the user owns."""
+"""A crew: one thread per device that runs the jobs it is handed, for loops that the user owns."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Crew:
         self._boxes = [None if name is None else _Box() for name in names]
         self._running: list[_Job[Any]] = []
         self._turn = threading.Lock()  # one call of `run` at a time
-        self._caller: threading.Thread | None = None  # whose turn it is
+        self._caller: threading.Thread | None = None  # the thread whose turn it is
         self._threads = [
             threading.Thread(
                 # Settings may belong to the context of a thread, as those of torch.compile do.
@@ -73,7 +73,7 @@ class Crew:
             jobs: `jobs[i]` for place i; None for nothing.
 
         Returns:
-            What they return, None for no job. Shape (places,).
+            Their return values, None for no job. Shape (places,).
 
         Raises:
             BaseException: The error of the first thread that failed, in order, when all have ended, but one
@@ -142,10 +142,10 @@ class Crew:
 
 
 class _Job(Generic[T]):
-    """One job and what became of it."""
+    """One job and its result."""
 
     def __init__(self, do: Callable[[], T]) -> None:
-        self._todo = [do]  # whoever takes it out does it, or gives it up
+        self._todo = [do]  # the thread that takes it out does it, or gives it up
         self.result: T
         self.error: BaseException | None = None
         self._is_done = False
@@ -171,7 +171,7 @@ class _Job(Generic[T]):
             self._is_done = True
 
     def wait(self) -> None:
-        # The flag, not the lock, is the answer: whoever is interrupted behind `acquire` asks again.
+        # The flag, not the lock, is the answer: a thread that is interrupted behind `acquire` asks again.
         while not self._is_done:
             self._end.acquire(timeout=LISTEN_S)
 
@@ -201,7 +201,7 @@ def _live(box: _Box, around: AbstractContextManager[Any]) -> None:
     with around:
         while (job := box.get()) is not None:
             job()
-            del job  # what it holds may be memory of a device
+            del job  # it may hold memory of a device
 
 
 def _dismiss(boxes: Sequence[_Box | None]) -> None:

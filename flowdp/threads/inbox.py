@@ -19,7 +19,7 @@ T = TypeVar("T")
 class Inbox(Generic[T]):
     """A queue with one reader and many writers that never blocks a writer.
 
-    The protocol bounds what can be outstanding, so a full inbox is a bug and not a reason to wait: one
+    The protocol bounds the outstanding messages, so a full inbox is a bug and not a reason to wait: one
     message over the limit raises.
 
     Threads:
@@ -27,7 +27,7 @@ class Inbox(Generic[T]):
 
     Args:
         limit: Most messages that may wait.
-        name: Whose inbox, for the error.
+        name: Owner of the inbox, for the error.
 
     Attributes:
         is_empty: The opposite of `pending`, as a function of the queue itself: for a loop.

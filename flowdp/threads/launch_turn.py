@@ -2,9 +2,9 @@
 
 The launching part is the user's loss, which is Python, and the optimizer's step where that is; backward runs
 without the interpreter lock and needs no turn. `flowdp.policy.launch_limit` decides how many ranks may have
-one, from what is measured here.
+one, from the measurements here.
 
-A turn changes when something is launched, never what. So nothing depends on it, and nobody waits for it for
+A turn changes the time of a launch, never its content. So nothing depends on it, and no rank waits for it for
 long: a holder may wait for another rank, in a lock of the user's, or for its device in an `.item()`. One
 that has waited for `TIMEOUT_S` goes on without a turn, and the limit is lifted for all; after a few times
 for good. Where a loss waits for its device at each step the measured speed decides, as for anything else.
@@ -62,7 +62,7 @@ class _Begin:
 
     Attributes:
         s: The time.
-        samples: Of all ranks before it.
+        samples: Samples of all ranks before it.
         ahead_s: Time that hosts had waited for their devices before it, of all ranks together.
         counts: Forwards and optimizer steps of all ranks before it.
     """
@@ -78,7 +78,7 @@ class LaunchTurn:
 
     Args:
         ranks: That train; at least 2.
-        tell: Called once, with `waiting`, when launching has been what limits the ranks for a while; by a
+        tell: Called once, with `waiting`, when launching has limited the ranks for a while; by a
             rank.
         limit: Decides; None: by `LaunchLimit`.
 
@@ -265,7 +265,7 @@ class RankTurn:
         The rank's worker.
 
     Attributes:
-        samples: Of its forwards so far.
+        samples: Samples of its forwards so far.
         forward: Its calls of the user's loss.
         step: Its optimizer's steps.
         ahead_s: Gives the time that its host has waited for its device.

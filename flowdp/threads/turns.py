@@ -58,7 +58,7 @@ class Turns:
                     self._pass_on()
 
     def take_away(self, thread: threading.Thread) -> None:
-        """Pass the turn on if this thread has it: what it still does is of no use to any run."""
+        """Pass the turn on if this thread has it: its remaining work is of no use to any run."""
         with self._changed:
             if self._holder is not None and self._holder == thread.ident:
                 self._pass_on()
