@@ -246,7 +246,7 @@ class BlockMean:
         """
         total = sum(samples)
         if total <= 0:
-            raise ProtocolError("a mean of replicas that trained no samples was asked for")
+            raise ProtocolError("no member of the mean has trained a sample")
         givers = [member for member, count in enumerate(samples) if count]
         weights = [samples[member] / total for member in givers]
         if any(flag is not None for flag in bad):

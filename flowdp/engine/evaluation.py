@@ -367,7 +367,7 @@ def _of_one_batch(name: str, metric: object) -> str:
 
 def _text(name: object) -> str:
     if not isinstance(name, str):
-        raise TypeError(f"what is evaluated is named by a str, not by {name!r}")
+        raise TypeError(f"the name of a metric must be a str, not {name!r}")
     return name
 
 

@@ -234,4 +234,4 @@ class NanGuard:
 
 
 _LOSS = "the loss is not finite"
-_REST = "the loss is finite, and what the step made of it is not finite"
+_REST = "the loss is finite, but parameters or buffers have NaN or inf after the step"

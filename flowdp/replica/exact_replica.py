@@ -169,7 +169,7 @@ class ExactReplica(Replica):
         self.gradients.clear()
 
     def checksum(self) -> Callable[[], int]:
-        """Sum the bits of the parameters; returns a function that reads the sum once the device has made it."""
+        """Sum the bits of the parameters; returns a function that reads the sum when it is there."""
         at = self._sums[self._summed % CHECKSUMS]
         self._summed += 1
         at.copy_(self.flat.checksum(), non_blocking=True)

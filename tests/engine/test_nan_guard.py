@@ -226,7 +226,7 @@ def test_it_ends_the_run_where_that_is_asked(policy: str, behind: bool) -> None:
     with pytest.raises(StepError) as caught:
         run.join(20)
     error = caught.value
-    what = "what the step made of it is not finite" if behind else "the loss is not finite"
+    what = "parameters or buffers have NaN or inf after the step" if behind else "the loss is not finite"
     assert what in str(error)
     assert error.epoch == 0
     assert 13 in error.indices
@@ -277,7 +277,7 @@ def test_an_error_that_is_late_names_its_step_and_has_spoilt_nothing(lanes: str,
     with pytest.raises(StepError, match="the mean of that round was taken without it") as caught:
         run.join(20)
     assert (13 if epochs == 2 else 21) in caught.value.indices
-    assert "what the step made of it is not finite" in str(caught.value)
+    assert "parameters or buffers have NaN or inf after the step" in str(caught.value)
     for replica in run._engine.replicas:
         assert all(bool(tensor.isfinite().all()) for tensor in replica.module.state_dict().values())
 
