@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from flowdp.checkpoint.file import plain
 from flowdp.data.source import Source
+from flowdp.device.structure import difference, structure
 from flowdp.protocol.position import Position
 
-__all__ = ["differences", "fingerprint", "orders", "table_differences", "tensor_form"]
+__all__ = ["SHOWN", "differences", "fingerprint", "orders"]
 
 SHOWN = 5
 """Differences of a model that are named."""
@@ -39,12 +40,10 @@ def fingerprint(
     Raises:
         CheckpointError: An argument is not plain.
     """
-    tables = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-    model = {name: _form(tensor) for table in tables for name, tensor in table}
     kinds = [type(optimizer).__name__ for optimizer in optimizers]
     said: dict[str, Any] = plain(
         {
-            "model": model,
+            "model": structure(module, every_name=True),
             "optimizers": kinds,
             "dataset_length": dataset_length,
             "monitor": monitor,
@@ -63,7 +62,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, inside_epoc
         inside_epoch: Whether the checkpoint lies inside an epoch: then its batches must be the same ones.
     """
     found = []
-    if model := table_differences(_table(saved, "model"), now["model"]):
+    if model := difference(_table(saved, "model"), now["model"], "in the checkpoint", "here", SHOWN):
         found.append(f"another model: {model}")
     # Another one would take its state and its learning rate for its own.
     if saved.get("optimizers") != now["optimizers"]:
@@ -75,7 +74,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, inside_epoc
         before, after = _table(saved, "order"), now["order"]
         found += [
             f"{name} was {before.get(name)!r}, it is {after.get(name)!r} now: inside an epoch it must stay"
-            for name in _union(before, after)
+            for name in [*before, *(name for name in after if name not in before)]
             if before.get(name) != after.get(name)
         ]
     return found
@@ -98,27 +97,6 @@ def orders(source: Source, position: Position) -> dict[int, int]:
     return {epoch: checksum for epoch, checksum in found.items() if checksum is not None}
 
 
-def table_differences(saved: Mapping[str, str], own: Mapping[str, str]) -> str:
-    """The first differences of two tables of tensors in words; "" where there are none."""
-    found = [
-        f"{name!r} is {saved.get(name, 'missing')} in the checkpoint and {own.get(name, 'missing')} here"
-        for name in _union(saved, own)
-        if saved.get(name) != own.get(name)
-    ]
-    more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return "; ".join(found[:SHOWN]) + more
-
-
-def tensor_form(tensor: Tensor) -> str:
-    """Dtype and shape, as text."""
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-
-
-def _form(tensor: Tensor) -> str:
-    is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    return tensor_form(tensor) + (" frozen" if is_frozen else "")
-
-
 def _count(length: object) -> str:
     return "no length" if length is None else f"{length} samples"
 
@@ -127,7 +105,3 @@ def _table(saved: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """A part of a fingerprint that came from a file, where nothing but its being a dict is known."""
     table = saved.get(name)
     return table if isinstance(table, dict) else {}
-
-
-def _union(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    return [*saved, *(name for name in own if name not in saved)]

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from flowdp.checkpoint.fingerprint import table_differences, tensor_form
+from flowdp.checkpoint.fingerprint import SHOWN
 from flowdp.device.streams import QUIET, Lane
+from flowdp.device.structure import difference, tensor_form
 from flowdp.errors import CheckpointError
 from flowdp.policy.formats import format_error
 from flowdp.replica.factories import all_of
@@ -185,10 +186,11 @@ def _each(optimizers: Any, take: Callable[[Optimizer], Any]) -> Any:
 # ---------------------------------------------------------------- and back
 def _restore_model(module: nn.Module, model: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> None:
     own, hidden = module.state_dict(), _hidden_buffers(module)
-    found = table_differences(
-        {name: _form(value) for name, value in {**model, **buffers}.items()},
-        {name: _form(value) for name, value in {**own, **hidden}.items()},
+    saved, mine = (
+        {name: _form(value) for name, value in values.items()}
+        for values in ({**model, **buffers}, {**own, **hidden})
     )
+    found = difference(saved, mine, "in the checkpoint", "here", SHOWN)
     if found:
         raise CheckpointError(
             f"the checkpoint is of another model: {found}; build the model that was trained, or start anew "
@@ -201,7 +203,7 @@ def _restore_model(module: nn.Module, model: Mapping[str, Any], buffers: Mapping
 
 
 def _form(value: Any) -> str:
-    return tensor_form(value) if isinstance(value, Tensor) else "no tensor"
+    return tensor_form(value.dtype, value.shape) if isinstance(value, Tensor) else "no tensor"
 
 
 def _restore_optimizers(replica: Replica, saved: Any) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from flowdp.device.structure import check_same, tensor_form
 from flowdp.errors import FlowdpError, OptionError
 
 __all__ = ["Tables"]
@@ -86,9 +87,8 @@ class Tables:
         if mine.shape != like.shape or mine.dtype != like.dtype:
             if index < len(self._parameters):
                 raise FlowdpError(
-                    f"the model has changed since setup(): {self.names[index]!r} is "
-                    f"{_text(_shape(like))} now, and {_text(_shape(mine))} on {mine.device}; "
-                    f"call setup() again"
+                    f"the model has changed since setup(): {self.names[index]!r} is {_form_of(like)} now, "
+                    f"and {_form_of(mine)} on {mine.device}; call setup() again"
                 )
             table[key] = torch.empty_like(like, device=mine.device)
         return table[key]
@@ -124,20 +124,11 @@ class Tables:
             OptionError: It does not; the message names what differs.
         """
         mine, theirs = (
-            {name: _shape(tensor) for name, tensor in zip(table.names, table.tensors, strict=True)}
+            {name: _form_of(tensor) for name, tensor in zip(table.names, table.tensors, strict=True)}
             for table in (self, first)
         )
-        for name in [*theirs, *mine]:
-            if mine.get(name) != theirs.get(name):
-                raise OptionError(
-                    f"the replica for {device} differs from the model: {name!r} is {_text(mine.get(name))} "
-                    f"there and {_text(theirs.get(name))} here; replica(device) must build the same model"
-                )
-        if self.names != first.names:
-            raise OptionError(
-                f"the replica for {device} has the model's tensors in another order: replica(device) must "
-                f"register submodules in the same order"
-            )
+        remedy = "replica(device) must build the same model"
+        check_same(mine, theirs, f"in the replica for {device}", "in the model", remedy)
         if len(self.modules) != len(first.modules):
             raise OptionError(
                 f"the replica for {device} has {len(self.modules)} modules and the model has "
@@ -152,9 +143,5 @@ def _form(part: nn.Module) -> list[Any]:
     return [*part._modules.values(), *part._parameters]
 
 
-def _shape(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    return tuple(tensor.shape), tensor.dtype
-
-
-def _text(form: tuple[tuple[int, ...], torch.dtype] | None) -> str:
-    return "missing" if form is None else f"{form[1]} of shape {form[0]}"
+def _form_of(tensor: Tensor) -> str:
+    return tensor_form(tensor.dtype, tensor.shape)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from flowdp.collective.batch_norm import SharedStatistics
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.ddp.buckets import BUCKET_BYTES, broadcast_all
-from flowdp.ddp.structure import check_alike, check_apart, structure
+from flowdp.ddp.structure import check_alike, check_apart
 from flowdp.ddp.synchronizer import GradientSynchronizer, Strategy
+from flowdp.device.structure import structure
 from flowdp.errors import OptionError
 from flowdp.modules.stand_in import AliasModule
 

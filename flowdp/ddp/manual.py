@@ -23,7 +23,7 @@ from flowdp.collective.process_group import ProcessGroup
 from flowdp.collective.reduction import Op, flat_view, reduce_all
 from flowdp.collective.rows import PackedRows
 from flowdp.collective.select import open_loop
-from flowdp.ddp.structure import check_alike, check_apart, structure
+from flowdp.ddp.structure import check_alike, check_apart
 from flowdp.device.compiled import FirstCalls, make_room
 from flowdp.device.copies import carry
 from flowdp.device.cores import open_pools
@@ -32,6 +32,7 @@ from flowdp.device.dispatch import prepared_torch
 from flowdp.device.openmp import set_own_threads
 from flowdp.device.process_tuning import ProcessTuning, tuned_process
 from flowdp.device.streams import open_lanes
+from flowdp.device.structure import structure
 from flowdp.device.torch_modes import caller_modes
 from flowdp.errors import OptionError
 from flowdp.modules.whole_batch import check_embeddings

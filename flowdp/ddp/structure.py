@@ -6,28 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
+from flowdp.device.structure import check_same
 from flowdp.errors import OptionError
 
-__all__ = ["check_alike", "check_apart", "structure"]
-
-
-def structure(module: nn.Module) -> dict[str, str]:
-    """What two replicas must agree on: each parameter and buffer in words, by name, in order.
-
-    Raises:
-        OptionError: A tensor has no shape yet (lazy modules).
-    """
-    words = {}
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if is_lazy(tensor):
-            raise OptionError(f"{name!r} has no shape yet; run one batch through the module first")
-        kind = "buffer"
-        if isinstance(tensor, nn.Parameter):
-            kind = "parameter" if tensor.requires_grad else "frozen parameter"
-        words[name] = f"a {kind} of shape {tuple(tensor.shape)}, {tensor.dtype}"
-    return words
+__all__ = ["check_alike", "check_apart"]
 
 
 def check_alike(structures: Sequence[Mapping[str, str]]) -> None:
@@ -36,20 +19,8 @@ def check_alike(structures: Sequence[Mapping[str, str]]) -> None:
     Raises:
         OptionError: They differ; the message names the first tensor that does, the rank and both forms.
     """
-    first = structures[0]
     for rank, other in enumerate(structures):
-        for name in [*first, *other]:
-            if first.get(name) != other.get(name):
-                raise OptionError(
-                    f"the replicas differ: {name!r} is {first.get(name, 'missing')} on rank 0 and "
-                    f"{other.get(name, 'missing')} on rank {rank}"
-                )
-        if list(first) != list(other):
-            name = next(ours for ours, theirs in zip(first, other, strict=True) if ours != theirs)
-            raise OptionError(
-                f"the replicas of rank 0 and rank {rank} have the same tensors in another order, from "
-                f"{name!r} on: submodules must be registered in the same order on every rank"
-            )
+        check_same(other, structures[0], f"on rank {rank}", "on rank 0", "all ranks need the same model")
 
 
 def check_apart(models: Sequence[nn.Module]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from flowdp.device.structure import check_same, tensor_form
 from flowdp.errors import CollectiveError, OptionError
 
 __all__ = ["ALIGNMENT", "Flat", "FlatReplica", "FlatTensors"]
@@ -55,6 +56,12 @@ class _Spec:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def form(self) -> str:
+        """It in words, for comparison."""
+        strides = ", ".join(map(str, self.strides))
+        return f"a {self.kind}, {tensor_form(self.dtype, self.shape)} with strides ({strides})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,21 +133,10 @@ class FlatTensors(ABC):
         Raises:
             OptionError: They differ; the message names the first tensor that does, its rank and both forms.
         """
-        if self._specs == other._specs:
-            return
-        mine = {spec.name: spec for spec in self._specs}
-        theirs = {spec.name: spec for spec in other._specs}
-        for name in [*theirs, *mine]:
-            if mine.get(name) != theirs.get(name):
-                raise OptionError(
-                    f"the replicas differ: {name!r} is {_describe(mine.get(name))} on rank {self.rank} and "
-                    f"{_describe(theirs.get(name))} on rank {other.rank}; the model factory must build the "
-                    f"same model for every device"
-                )
-        raise OptionError(
-            f"the replicas of rank {self.rank} and rank {other.rank} have the same tensors in another order; "
-            f"the model factory must register submodules in the same order for every device"
-        )
+        if self._specs != other._specs:
+            mine, theirs = ({spec.name: spec.form for spec in one._specs} for one in (self, other))
+            remedy = "the model factory must build the same model for every device"
+            check_same(mine, theirs, f"on rank {self.rank}", f"on rank {other.rank}", remedy)
 
 
 class FlatReplica(FlatTensors):
@@ -441,9 +437,3 @@ def _check_devices(groups: dict[torch.dtype, list[_Place]], rank: int) -> None:
 
 def _text(shape: Iterable[int]) -> str:
     return "(" + ", ".join(str(size) for size in shape) + ")"
-
-
-def _describe(spec: _Spec | None) -> str:
-    if spec is None:
-        return "missing (or frozen)"
-    return f"a {spec.kind} of shape {_text(spec.shape)}, strides {_text(spec.strides)}, {spec.dtype}"

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import Lane
+from flowdp.device.structure import check_same, structure
 from flowdp.errors import OptionError
 from flowdp.modules.copying import CopyError, copy_module
 from flowdp.modules.stand_in import AliasModule
@@ -136,6 +137,10 @@ def equal_start(modules: Sequence[nn.Module], lanes: Sequence[Lane]) -> list[Fla
     """
     if not any(parameter.requires_grad for parameter in modules[0].parameters()):
         raise OptionError("the model has no parameter that requires grad: there is nothing to train")
+    structures = [structure(module) for module in modules]
+    remedy = "the model factory must build the same model for every device"
+    for rank, own in enumerate(structures):
+        check_same(own, structures[0], f"on rank {rank}", "on rank 0", remedy)
     replicas: list[FlatReplica] = []
     for rank, (module, lane) in enumerate(zip(modules, lanes, strict=True)):
         with lanes[0].on(lanes[0].compute), lane.on(lane.compute):
@@ -143,7 +148,7 @@ def equal_start(modules: Sequence[nn.Module], lanes: Sequence[Lane]) -> list[Fla
             _restore_chunks(module)
             if rank > 0:
                 replicas[rank].copy_from(replicas[0])
-                _copy_frozen(modules[0], module, rank)
+                _copy_frozen(modules[0], module)
         lane.drain()
     return replicas
 
@@ -160,14 +165,10 @@ def _restore_chunks(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _copy_frozen(source: nn.Module, target: nn.Module, rank: int) -> None:
-    for (name, mine), (their_name, theirs) in zip(_frozen(target), _frozen(source), strict=True):
-        if (name, mine.shape) != (their_name, theirs.shape):
-            raise OptionError(
-                f"the replicas differ: frozen parameter {name!r} of shape {tuple(mine.shape)} on "
-                f"rank {rank} is {their_name!r} of shape {tuple(theirs.shape)} on rank 0"
-            )
-        mine.copy_(theirs)
+def _copy_frozen(source: nn.Module, target: nn.Module) -> None:
+    for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
+        if not mine.requires_grad:
+            mine.copy_(theirs)
 
 
 def build_optimizers(option: OptimizerOption, module: nn.Module, source: nn.Module | None) -> Optimizers:
@@ -320,7 +321,3 @@ def _parameters(function: Callable[..., object]) -> dict[str, inspect.Parameter]
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # a builtin without a signature
         return {}
-
-
-def _frozen(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    return ((name, p) for name, p in module.named_parameters() if not p.requires_grad)

@@ -56,7 +56,7 @@ def test_the_same_run_has_no_differences() -> None:
             said(frozen()),
             "another model: 'bias' is float32 (3,) in the checkpoint and float32 (3,) frozen here",
         ),
-        (said(Counting()), "another model: 'count' is missing in the checkpoint and float32 (1,) here"),
+        (said(Counting()), "another model: 'count' is missing in the checkpoint and float32 (1,) buffer"),
         (said(nn.Sequential(*[nn.Linear(2, 3)] * 4)), "; and 5 more"),
         (said(length=99), "the dataset had 100 samples, it has 99 samples now"),
         (said(length=None), "the dataset had 100 samples, it has no length now"),

@@ -88,7 +88,7 @@ def test_a_buffer_that_has_grown_is_made_anew_and_a_parameter_is_not() -> None:
     grown = tables.fit(2, torch.ones(5, dtype=torch.float64))
     assert module.state is grown
     assert (grown.shape, grown.dtype) == ((5,), torch.float64)
-    with pytest.raises(FlowdpError, match=r"'first.weight' is torch.float16 of shape \(2, 2\) now"):
+    with pytest.raises(FlowdpError, match=r"'first.weight' is float16 \(2, 2\) now"):
         tables.fit(0, torch.ones(2, 2, dtype=torch.float16))
 
 
@@ -101,5 +101,5 @@ def test_a_replica_keeps_the_same() -> None:
     Tables(mlp()).check_like(Tables(mlp()), CPU)
     with pytest.raises(OptionError, match="has 5 modules and the model has 4"):
         Tables(mlp().append(nn.ReLU())).check_like(Tables(mlp()), CPU)
-    with pytest.raises(OptionError, match=r"'0.weight' is torch.float32"):
+    with pytest.raises(OptionError, match=r"'0.weight' is float32"):
         Tables(mlp().float()).check_like(Tables(mlp()), CPU)

@@ -808,7 +808,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"buffers": "sum"}, "buffers"),
     ({"max_grad_norm": 0}, "max_grad_norm"),
     ({"tune_process": 3}, "tune_process"),
-    ({"replica": lambda device: nn.Linear(6, 3)}, "differs from the model"),
+    ({"replica": lambda device: nn.Linear(6, 3)}, "the models differ"),
 ]
 
 

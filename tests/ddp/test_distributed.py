@@ -190,8 +190,8 @@ def test_replicas_that_differ_are_named_on_every_rank():
 
     for error in each(3, body):
         assert isinstance(error, OptionError)
-        assert "'left.weight' is a parameter of shape (2, 6)" in str(error)
-        assert "(3, 6), torch.float64 on rank 1" in str(error)
+        assert "'left.weight' is float64 (3, 6) on rank 1" in str(error)
+        assert "float64 (2, 6) on rank 0" in str(error)
 
 
 def test_lazy_modules_and_other_devices_are_refused():

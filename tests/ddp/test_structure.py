@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from flowdp.ddp.structure import check_alike, check_apart, structure
+from flowdp.ddp.structure import check_alike, check_apart
+from flowdp.device.structure import structure
 from flowdp.errors import OptionError
 
 
@@ -12,36 +13,10 @@ def model(width: int = 3) -> nn.Module:
     return nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width))
 
 
-def test_equal_models_are_alike():
+def test_models_of_all_ranks_are_compared():
     check_alike([structure(model()) for _ in range(3)])
-    assert next(iter(structure(model()))) == "0.weight"
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda m: m[0].weight.requires_grad_(False), "'0.weight'.*frozen"),
-        (lambda m: m.double(), "'0.weight'.*float64"),
-        (lambda m: m.register_buffer("more", m[0].weight.data), "'more' is missing on rank 0"),
-        (lambda m: m.__setitem__(0, nn.Linear(2, 3, bias=False)), "'0.bias'.*missing on rank 1"),
-        (lambda m: m[1].register_buffer("running_mean", m[0].weight.data), r"'1.running_mean'.*\(3, 2\)"),
-    ],
-)
-def test_what_differs_is_named(change, said):
-    other = model()
-    change(other)
-    with pytest.raises(OptionError, match=said):
-        check_alike([structure(model()), structure(other)])
-
-
-def test_another_order_is_another_structure():
-    one, other = nn.Module(), nn.Module()
-    for name in "ab":
-        one.add_module(name, nn.Linear(2, 2))
-    for name in "ba":
-        other.add_module(name, nn.Linear(2, 2))
-    with pytest.raises(OptionError, match=r"another order, from 'a\.weight' on"):
-        check_alike([structure(one), structure(other)])
+    with pytest.raises(OptionError, match=r"'0\.weight' is float32 \(4, 2\) on rank 1 and .* on rank 0"):
+        check_alike([structure(model()), structure(model(4))])
 
 
 def test_models_apart():

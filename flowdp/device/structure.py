@@ -1,0 +1,89 @@
+"""Structure of a model: its tensors by name, in words, and the differences of two models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from flowdp.errors import OptionError
+
+__all__ = ["check_same", "difference", "structure", "tensor_form"]
+
+
+def structure(module: nn.Module, *, every_name: bool = False) -> dict[str, str]:
+    """Each parameter and buffer in words, by name, in order.
+
+    Args:
+        module: On any device.
+        every_name: Whether a tensor with several names is listed under each, not under the first alone.
+
+    Raises:
+        OptionError: A tensor has no shape yet (lazy modules).
+    """
+    found = {}
+    parameters = module.named_parameters(remove_duplicate=not every_name)
+    buffers = module.named_buffers(remove_duplicate=not every_name)
+    for kind, named in (("", parameters), ("buffer", buffers)):
+        for name, tensor in named:
+            if is_lazy(tensor):
+                raise OptionError(f"{name!r} has no shape yet; run one batch through the model first")
+            is_frozen = not kind and not tensor.requires_grad
+            found[name] = tensor_form(tensor.dtype, tensor.shape, "frozen" if is_frozen else kind)
+    return found
+
+
+def tensor_form(dtype: torch.dtype, shape: Iterable[int], kind: str = "") -> str:
+    """A tensor in words: "float32 (2, 3) frozen"."""
+    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)} {kind}".rstrip()
+
+
+def difference(
+    mine: Mapping[str, str], theirs: Mapping[str, str], here: str, there: str, most: int = 1
+) -> str:
+    """The first differences of two structures; "" where there are none.
+
+    Args:
+        mine: Of one model.
+        theirs: Of the other.
+        here: Place of the one, for the text: "on rank 1".
+        there: Place of the other.
+        most: Tensors that are named.
+    """
+    names = [*mine, *(name for name in theirs if name not in mine)]
+    found = [
+        f"{name!r} is {mine.get(name, 'missing')} {here} and {theirs.get(name, 'missing')} {there}"
+        for name in names
+        if mine.get(name) != theirs.get(name)
+    ]
+    if found:
+        more = f"; and {len(found) - most} more" if len(found) > most > 1 else ""
+        return "; ".join(found[:most]) + more
+    for one, other in zip(mine, theirs, strict=True):
+        if one != other:
+            return (
+                f"the same tensors are in another order {here} than {there}, from {other!r} on: submodules "
+                f"must be registered in the same order"
+            )
+    return ""
+
+
+def check_same(
+    mine: Mapping[str, str], theirs: Mapping[str, str], here: str, there: str, remedy: str
+) -> None:
+    """Check that two models have the same structure.
+
+    Args:
+        mine: See `difference`.
+        theirs: See `difference`.
+        here: See `difference`.
+        there: See `difference`.
+        remedy: What to do, for the message.
+
+    Raises:
+        OptionError: They differ; the message names the first tensor that does, its places and both forms.
+    """
+    if found := difference(mine, theirs, here, there):
+        raise OptionError(f"the models differ: {found}; {remedy}")

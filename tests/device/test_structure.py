@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from flowdp.device.structure import check_same, difference, structure
+from flowdp.errors import OptionError
+
+
+def model(width: int = 3) -> nn.Module:
+    return nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width))
+
+
+def test_the_structure_of_a_model() -> None:
+    net = model().half()
+    net[0].bias.requires_grad_(False)
+    net[1].twin = net[0].weight
+    assert structure(net) == {
+        "0.weight": "float16 (3, 2)",
+        "0.bias": "float16 (3,) frozen",
+        "1.weight": "float16 (3,)",
+        "1.bias": "float16 (3,)",
+        "1.running_mean": "float16 (3,) buffer",
+        "1.running_var": "float16 (3,) buffer",
+        "1.num_batches_tracked": "int64 () buffer",
+    }
+    assert "1.twin" in structure(net, every_name=True)
+    with pytest.raises(OptionError, match=r"'weight' has no shape yet"):
+        structure(nn.LazyLinear(3))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: m[0].weight.requires_grad_(False), "'0.weight' is .*frozen here and"),
+        (lambda m: m.double(), "'0.weight' is float64.* here and float32 .* there"),
+        (lambda m: m.register_buffer("more", m[0].weight.data), r"'more' is .* here and missing there"),
+        (lambda m: m.__setitem__(0, nn.Linear(2, 3, bias=False)), "'0.bias' is missing here and"),
+        (lambda m: m[1].register_buffer("running_mean", m[0].weight.data), r"'1.running_mean'.*\(3, 2\)"),
+    ],
+)
+def test_the_first_difference_is_named(change, said) -> None:
+    other = model()
+    change(other)
+    with pytest.raises(OptionError, match=rf"^the models differ: {said}.*; build it anew$"):
+        check_same(structure(other), structure(model()), "here", "there", "build it anew")
+
+
+def test_equal_models_have_no_difference() -> None:
+    assert difference(structure(model()), structure(model()), "here", "there") == ""
+
+
+def test_as_many_differences_as_are_asked_for() -> None:
+    found = difference(structure(model(3)), structure(model(4)), "here", "there", most=2)
+    assert found.count(" here and ") == 2
+    assert found.endswith("; and 4 more")
+
+
+def test_another_order_is_a_difference() -> None:
+    one, other = nn.Module(), nn.Module()
+    for name in "ab":
+        one.add_module(name, nn.Linear(2, 2))
+    for name in "ba":
+        other.add_module(name, nn.Linear(2, 2))
+    assert "in another order here than there, from 'a.weight' on" in difference(
+        structure(other), structure(one), "here", "there"
+    )
