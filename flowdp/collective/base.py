@@ -99,8 +99,7 @@ class Collective(Protocol):
     masks: bool
 
     def prepare(self, rank: int, judge: Judge = unjudged) -> None:
-        """Copy tensors that the module has replaced into flat memory, and mark on `compute` that the replica
-        is ready.
+        """Copy replaced tensors into flat memory, and mark on `compute` that the replica is ready.
 
         Args:
             rank: Index of the replica.

@@ -399,7 +399,7 @@ def test_numbers_are_copied_where_they_are_returned(ranks: Any) -> None:
         ({"a": torch.ones(1, dtype=torch.complex64)}, "complex64"),
         ({"a": None}, "'a' must be one number, the mean over the batch, not None"),
         ({"a": "much"}, "not 'much'"),
-        ({3: 1.0}, "named by a str, not by 3"),
+        ({3: 1.0}, "must be a str, not 3"),
     ],
 )
 def test_what_is_no_mean(ranks: Any, result: object, message: str) -> None:
