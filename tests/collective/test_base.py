@@ -189,7 +189,7 @@ def test_flags_take_the_maximum():
 
 
 def test_a_round_without_samples_is_a_bug():
-    with pytest.raises(ProtocolError, match="no samples"):
+    with pytest.raises(ProtocolError, match="has trained a sample"):
         averaged(memories(2), [0, 0])
 
 
