@@ -42,7 +42,7 @@ from flowdp.engine.evaluation import EvalStep
 from flowdp.engine.services import Care
 from flowdp.engine.sigterm import SigtermStop, check_sigterm
 from flowdp.errors import OptionError
-from flowdp.machine.coordinator import RunConfig
+from flowdp.machine.config import RunConfig
 from flowdp.observe.banner import tell_devices
 from flowdp.observe.bar import ProgressBar, wants_progress
 from flowdp.observe.callbacks import Callback

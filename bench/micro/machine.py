@@ -15,7 +15,8 @@ from time import perf_counter, thread_time
 
 from bench.harness import Comparison, compare, options, report
 from flowdp.device.process_tuning import SWITCH_INTERVAL_S
-from flowdp.machine.coordinator import Coordinator, RunConfig
+from flowdp.machine.config import RunConfig
+from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.event_log import Story
 from flowdp.options import CadenceOptions, Policy
 from flowdp.protocol.messages import Arrival

@@ -32,7 +32,8 @@ from flowdp.engine.records import Records
 from flowdp.engine.services import Care
 from flowdp.engine.worker_thread import Mail, Worker
 from flowdp.errors import CollectiveError, DataError, FlowdpError
-from flowdp.machine.coordinator import Coordinator, RunConfig
+from flowdp.machine.config import RunConfig
+from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.event_log import Story
 from flowdp.options import Backend
 from flowdp.policy.pool_size import PoolSize

@@ -1,21 +1,21 @@
-"""Rounds that were armed by one order to every rank, until all who are there have acknowledged them."""
+"""Rounds that one order to every rank has armed, and what came of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flowdp.errors import ProtocolError
 from flowdp.policy.ledger import Deal
 from flowdp.protocol.messages import DataEnded, Outcome, SyncAck, SyncNow, Work
 
-__all__ = ["Block"]
+__all__ = ["ArmedRounds", "HeldRounds"]
 
 
 @dataclass(slots=True)
-class Block:
-    """One order, as every rank got it.
+class ArmedRounds:
+    """One order, as every rank got it, until all present ranks have acknowledged it.
 
     Attributes:
         plan: Number of the plan.
@@ -23,9 +23,9 @@ class Block:
         epoch: Epoch of the batches.
         deal: The batches.
         every: Steps of each rank in one of the rounds. Shape (world_size,).
-        predicted_ms: When it should be over; infinite where nobody knows.
-        start_ms: When it began.
-        acks: What the ranks have answered.
+        predicted_ms: Expected duration; infinite while no speed is known.
+        start_ms: Time of the beginning.
+        acks: Acknowledgments so far, by rank.
     """
 
     plan: int
@@ -42,27 +42,28 @@ class Block:
         """Number of the last of them."""
         return self.sync.round + self.sync.count - 1
 
+    @property
+    def end_step(self) -> int:
+        """Global step behind all of them."""
+        return self.sync.global_step + self.sync.count * self.sync.steps
+
     def shorten(self, end: DataEnded) -> list[int]:
-        """Drop what the epoch does not have; returns the ranks that held some of that."""
+        """Drop the batches that the epoch does not have; returns the ranks that held some of them."""
         if self.epoch != end.epoch:
             return []
         whole = self.deal
         self.deal = tuple(tuple(batch for batch in hand if batch < end.batches) for hand in whole)
         return [rank for rank, hand in enumerate(whole) if hand != self.deal[rank]]
 
-    @property
-    def late(self) -> list[int]:
-        """Ranks that were left out of the last round's mean, as their devices alone knew."""
-        return [rank for rank, ack in sorted(self.acks.items()) if ack.bad]
-
-    def outcome(self, present: Sequence[int]) -> Outcome:
-        """Of the last round held.
+    def held(self, present: Sequence[int], unreported: Mapping[int, int]) -> HeldRounds:
+        """Sum up the acknowledgments.
 
         Args:
-            present: Who has acknowledged it.
+            present: Ranks that are still there; all have acknowledged.
+            unreported: Samples of ranks that are gone which means hold and no acknowledgment has reported.
 
         Raises:
-            ProtocolError: Two of them left it with different ones.
+            ProtocolError: Two ranks left the last round with different outcomes.
         """
         outcome = self.acks[present[0]].outcome
         for rank in present:
@@ -70,19 +71,81 @@ class Block:
                 raise ProtocolError(
                     f"rank {rank} left round {outcome.round} with another outcome: {self.acks[rank].outcome}"
                 )
-        return outcome
+        works = [self._work(rank, outcome, unreported.get(rank, 0)) for rank in range(len(self.deal))]
+        return HeldRounds(self, outcome, works)
 
-    def work(self, rank: int, outcome: Outcome, untold: int) -> Work:
-        """What a rank has done: what it said, or, where it is gone, what the means hold of it.
+    def _work(self, rank: int, outcome: Outcome, unreported: int) -> Work:
+        """Work of a rank as reported or, of a rank that is gone, as far as the means hold it.
 
-        Args:
-            rank: Who.
-            outcome: Of the last round held.
-            untold: What it said of its samples when it went.
-
-        How long it took, it alone knew.
+        The times of a rank that is gone are lost with it.
         """
         if rank in self.acks:
             return self.acks[rank].work
         before = outcome.round - self.sync.round
-        return Work(self.epoch, self.every[rank] * before + outcome.steps[rank], untold)
+        return Work(self.epoch, self.every[rank] * before + outcome.steps[rank], unreported)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRounds:
+    """The rounds of one order that were held.
+
+    Attributes:
+        armed: The order, with the acknowledgments.
+        outcome: Of the last round held.
+        works: Work of each rank in all of them. Shape (world_size,).
+    """
+
+    armed: ArmedRounds
+    outcome: Outcome
+    works: Sequence[Work]
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds held."""
+        return self.outcome.round - self.armed.sync.round + 1
+
+    @property
+    def sync_ms(self) -> float:
+        """Averaging time of one round."""
+        return max(ack.sync_ms for ack in self.armed.acks.values())
+
+    @property
+    def wait_ms(self) -> tuple[float, ...]:
+        """Waiting in the gate per rank, all rounds together. Shape (world_size,)."""
+        acks = self.armed.acks
+        return tuple(acks[rank].wait_ms if rank in acks else 0.0 for rank in range(len(self.works)))
+
+    def rank_sync_ms(self, rank: int) -> float:
+        """Averaging time of a rank, all rounds together."""
+        ack = self.armed.acks.get(rank)
+        return 0.0 if ack is None else ack.sync_ms * self.rounds
+
+    @property
+    def bad(self) -> dict[int, tuple[int, int] | None]:
+        """Ranks with NaN or inf parameters -> (epoch, batch) of the first, if known."""
+        return {rank: self.works[rank].bad for rank in (*self.outcome.bad, *self._late)}
+
+    @property
+    def drifts(self) -> tuple[float, ...]:
+        """Distances from the mean in the last round; empty where not measured."""
+        # A mean of one replica is that replica: a distance of 0 would tell the guard that all is well.
+        givers = [rank for rank in self.outcome.members if self.outcome.samples[rank]]
+        if len(set(givers).difference(self._late)) < 2:
+            return ()
+        return tuple(ack.drift for ack in self.armed.acks.values() if ack.drift is not None)
+
+    @property
+    def norm(self) -> float | None:
+        """2-norm of the averaged parameters in the last round; None where not measured."""
+        return next((ack.norm for ack in self.armed.acks.values() if ack.norm is not None), None)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the rank with the most steps."""
+        works = [ack.work for _, ack in sorted(self.armed.acks.items())]
+        return max(works, key=lambda work: work.steps).lr
+
+    @property
+    def _late(self) -> list[int]:
+        """Ranks that their devices left out of the last mean, which the outcome could not tell."""
+        return [rank for rank, ack in sorted(self.armed.acks.items()) if ack.bad]

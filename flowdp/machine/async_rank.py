@@ -9,14 +9,14 @@ from statistics import median
 from flowdp.errors import ProtocolError
 from flowdp.protocol.messages import DataEnded, StartEpoch, Work
 
-__all__ = ["AHEAD", "RankState"]
+__all__ = ["AHEAD", "AsyncRank"]
 
 AHEAD = 2
 """Orders per rank that are out."""
 
 
 @dataclass(slots=True)
-class RankState:
+class AsyncRank:
     """One rank; all counts are steps since the run began.
 
     Attributes:

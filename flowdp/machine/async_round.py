@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from flowdp.errors import ProtocolError
 from flowdp.protocol.messages import Averaged, Outcome, SnapshotReady, SyncAck
 
-__all__ = ["Blocking", "SnapshotRound"]
+__all__ = ["AsyncRound", "Meeting"]
 
 
 @dataclass(slots=True)
-class SnapshotRound:
+class AsyncRound:
     """A round: snapshots are collected, averaged, applied.
 
     Attributes:
@@ -40,7 +40,7 @@ class SnapshotRound:
 
 
 @dataclass(slots=True)
-class Blocking:
+class Meeting:
     """A meeting of all ranks at the gate.
 
     Attributes:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.async_rank import AHEAD, RankState
-from flowdp.machine.async_round import Blocking, SnapshotRound
+from flowdp.machine.async_rank import AHEAD, AsyncRank
+from flowdp.machine.async_round import AsyncRound, Meeting
 from flowdp.machine.epochs import Epochs
-from flowdp.machine.round_record import rebalanced, round_ended, why
+from flowdp.machine.round_record import ShareChanges, reason_of, round_ended
+from flowdp.machine.rounds import Averages, Constraints, Rounds, Shares
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.drift import DriftReport
 from flowdp.policy.lead import Overshoot, lead_room
@@ -40,7 +42,7 @@ from flowdp.protocol.messages import (
 )
 from flowdp.protocol.position import Position
 
-__all__ = ["SnapshotRounds"]
+__all__ = ["AsyncRounds"]
 
 ORDER_MS = 10.0
 """Steps go out in orders of about this time. Only a finished order tells that a count is full: with long
@@ -53,44 +55,41 @@ SNAPSHOT_TIMEOUT_MS = 5000.0
 """How long a round waits for its snapshots; doubled when that was too short, halved when it was not."""
 
 
-class SnapshotRounds:
+class AsyncRounds(Rounds):
     """Deals batches in small orders and runs rounds beside the training.
 
     Args:
         epochs: Ledgers and tallies.
         cadence: Counts per rank.
         world_size: Ranks, at least 2.
-
-    Attributes:
-        global_step: Steps of all ranks in the means applied so far.
-        limit: Of no use here, where orders are small.
-        bad: Ranks that had NaN or inf parameters at the last meeting -> (epoch, batch) where that began, if
-            known. Consumed by the coordinator.
     """
+
+    shares: ClassVar[Shares] = "steps"
+    averages: ClassVar[Averages] = "snapshots"
+    cadence: Cadence
 
     def __init__(self, epochs: Epochs, cadence: Cadence, world_size: int) -> None:
         self.epochs = epochs
         self.cadence = cadence
         self.world_size = world_size
         self.global_step = 0
-        self.limit: int | None = None
-        self.bad: dict[int, tuple[int, int] | None] = {}
+        self._bad: dict[int, tuple[int, int] | None] = {}
         self._is_bad = False  # some rank has said so since the last meeting
-        self._ranks = [RankState() for _ in range(world_size)]
+        self._ranks = [AsyncRank() for _ in range(world_size)]
         self._overshoot = Overshoot(ENDLESS if epochs.batches is None else epochs.batches)
-        self._round: SnapshotRound | None = None
-        self._blocking: Blocking | None = None
+        self._round: AsyncRound | None = None
+        self._meeting: Meeting | None = None
         self._next_round = 0
         self._plan = 0
         self._timeout_ms = SNAPSHOT_TIMEOUT_MS
         self._met_dealt = 0  # batches dealt until the last blocking round: nothing since, nothing to meet for
         self._round_start_ms = math.nan
-        self._told_share: tuple[float, ...] = (1.0 / world_size,) * world_size
+        self._share_changes = ShareChanges(world_size)
 
     @property
     def is_idle(self) -> bool:
         """Whether no order and no round is out."""
-        return self._round is None and self._blocking is None and not self._is_dirty
+        return self._round is None and self._meeting is None and not self._is_dirty
 
     @property
     def anchor(self) -> int:
@@ -171,23 +170,23 @@ class SnapshotRounds:
         return [Send(rank, end) for rank, state in enumerate(self._ranks) if state.shorten(end)]
 
     # ------------------------------------------------------------------ decisions
-    def decide(self, now_ms: float, *, hold: bool, meet: bool) -> list[Command]:
-        """Deal orders, open a round, or call a blocking one.
+    def pop_bad(self) -> dict[int, tuple[int, int] | None]:
+        """Ranks found with NaN or inf parameters since the last call -> their first bad (epoch, batch)."""
+        bad, self._bad = self._bad, {}
+        return bad
 
-        Args:
-            now_ms: The time.
-            hold: Nothing new: the user wants to stop or to stand still.
-            meet: All ranks shall meet at the gate soon.
-        """
-        if self._blocking is not None:
-            # The last one waits for whatever is dealt, which a stop or a pause does not.
-            if not hold or self._blocking.is_hurried:
+    def decide(self, now_ms: float, constraints: Constraints) -> list[Command]:
+        """Deal orders, open a round, or call a meeting. Orders are small, so a limit asks for no more."""
+        hold = constraints.hold
+        if self._meeting is not None:
+            # The last one waits for everything that is dealt, which a stop or a pause does not.
+            if not hold or self._meeting.is_hurried:
                 return []
-            self._blocking.is_hurried = True
-            return [Hurry(self._blocking.number)]
+            self._meeting.is_hurried = True
+            return [Hurry(self._meeting.number)]
         commands: list[Command] = []
         # Before the first step since the last meeting there is nothing to meet for.
-        meet = (hold or meet) and self._is_dirty
+        meet = (hold or constraints.meet) and self._is_dirty
         if not hold and not meet:
             commands += self._deal(now_ms)
         round_ = self._round
@@ -261,7 +260,7 @@ class SnapshotRounds:
         )[rank]
         return ahead if room is None else room
 
-    def _may_move(self, state: RankState) -> bool:
+    def _may_move(self, state: AsyncRank) -> bool:
         """Whether a rank is not held back by the data: it has orders, or could get some."""
         return bool(state.orders) or not self.epochs.is_exhausted
 
@@ -275,11 +274,11 @@ class SnapshotRounds:
         return steps > 0
 
     def _open_round(self, now_ms: float) -> list[Command]:
-        self._round = SnapshotRound(self._next_round, now_ms + self._timeout_ms)
+        self._round = AsyncRound(self._next_round, now_ms + self._timeout_ms)
         self._next_round += 1
         return [Send(rank, RequestParams(self._round.number)) for rank in range(self.world_size)]
 
-    def _abandon(self, round_: SnapshotRound) -> Command:
+    def _abandon(self, round_: AsyncRound) -> Command:
         """Give the round up; its steps stay with their ranks, and count in the next one."""
         for state in self._ranks:
             state.snapshot = state.mean
@@ -288,7 +287,7 @@ class SnapshotRounds:
 
     def _meet(self, is_hurried: bool) -> list[Command]:
         number = self._next_round
-        self._blocking, self._next_round = Blocking(number, is_hurried), number + 1
+        self._meeting, self._next_round = Meeting(number, is_hurried), number + 1
         # The meeting belongs to the epoch whose batches are behind it, if any are.
         epoch = max((rank.orders[-1].epoch for rank in self._ranks if rank.orders), default=self.epochs.done)
         sync = SyncNow(number, 0, 1, self.global_step, 0)
@@ -298,11 +297,11 @@ class SnapshotRounds:
         return [*orders, Hurry(number)] if is_hurried else orders
 
     # ------------------------------------------------------------------ rounds
-    def _apply(self, round_: SnapshotRound) -> list[Command]:
+    def _apply(self, round_: AsyncRound) -> list[Command]:
         self.global_step += sum(snapshot.steps for snapshot in round_.snapshots.values())
         return [Send(rank, Update(round_.number, self.global_step)) for rank in range(self.world_size)]
 
-    def _end_round(self, round_: SnapshotRound, now_ms: float) -> list[Command]:
+    def _end_round(self, round_: AsyncRound, now_ms: float) -> list[Command]:
         averaged = round_.averaged
         if averaged is None:
             raise ProtocolError(f"round {round_.number} was applied before it was averaged")
@@ -316,20 +315,19 @@ class SnapshotRounds:
         self._round = None
         samples = round_.samples(self.world_size)
         record = self._record(round_.number, steps, samples, averaged.sync_ms, drift, reason, now_ms)
-        share = rebalanced(self._told_share, self.cadence.quotas)
-        self._told_share = share or self._told_share
+        share = self._share_changes.report(self.cadence.quotas)
         return [replace(record, param_norm=averaged.norm, share=share)]
 
     def _take_ack(self, ack: SyncAck, now_ms: float) -> list[Command]:
-        blocking = self._blocking
-        if blocking is None or blocking.number != ack.outcome.round or ack.rank in blocking.acks:
-            raise ProtocolError(f"unexpected {ack}: {blocking} is under way")
-        blocking.acks[ack.rank] = ack
-        if len(blocking.acks) < self.world_size:
+        meeting = self._meeting
+        if meeting is None or meeting.number != ack.outcome.round or ack.rank in meeting.acks:
+            raise ProtocolError(f"unexpected {ack}: {meeting} is under way")
+        meeting.acks[ack.rank] = ack
+        if len(meeting.acks) < self.world_size:
             return []
-        outcome = blocking.outcome()
+        outcome = meeting.outcome()
         for rank, state in enumerate(self._ranks):
-            theirs = blocking.acks[rank]
+            theirs = meeting.acks[rank]
             if state.orders:
                 self._credit(rank, state.orders.popleft(), theirs.work, theirs.wait_ms)
             for order in state.orders:
@@ -339,16 +337,16 @@ class SnapshotRounds:
             state.mean = state.snapshot = state.trained
         self.epochs.fold()
         self.global_step = outcome.global_step
-        self._blocking = None
-        self.bad = {rank: self._ranks[rank].bad for rank in outcome.bad}
+        self._meeting = None
+        self._bad = {rank: self._ranks[rank].bad for rank in outcome.bad}
         self._is_bad = False
         for state in self._ranks:
             state.bad = None
         if outcome.voids:
             self._plan += 1
         self._met_dealt = sum(rank.dealt for rank in self._ranks)
-        sync_ms = max(theirs.sync_ms for theirs in blocking.acks.values())
-        reason = why(outcome) or "meeting"
+        sync_ms = max(theirs.sync_ms for theirs in meeting.acks.values())
+        reason = reason_of(outcome) or "meeting"
         return [self._record(outcome.round, outcome.steps, outcome.samples, sync_ms, None, reason, now_ms)]
 
     def _record(

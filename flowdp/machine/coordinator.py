@@ -14,17 +14,15 @@ The life of a run::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from enum import Enum
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.async_rounds import SnapshotRounds
-from flowdp.machine.barrier_tasks import BarrierPlan, Standstill
+from flowdp.machine.barrier_tasks import Standstill
+from flowdp.machine.config import RunConfig
 from flowdp.machine.epochs import Epochs
-from flowdp.machine.exact_rounds import ExactRounds
-from flowdp.machine.planned_rounds import PlannedRounds
-from flowdp.options import CadenceOptions, OnFailure, Policy
-from flowdp.policy.cadence import Cadence
+from flowdp.machine.policies import make_rounds
+from flowdp.machine.rounds import Constraints
 from flowdp.protocol.commands import (
     AbortGate,
     Command,
@@ -57,50 +55,7 @@ from flowdp.protocol.messages import (
 )
 from flowdp.protocol.position import Position
 
-__all__ = ["Coordinator", "Life", "RunConfig"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """What the coordinator has to know of a run.
-
-    Attributes:
-        world_size: Ranks.
-        batches: Batches of an epoch, in exact windows; None: not known before its end was read, which exact
-            cannot have.
-        epochs: How many; None: until `max_steps`.
-        max_steps: Steps of all ranks after which the run ends; None: no limit.
-        policy: Who waits for whom.
-        cadence: How often.
-        ratios: Fixed shares, summing to 1; None: by measured speed. Shape (world_size,).
-        wait_for_metric: A scheduler watches the loss of the epoch before.
-        window: Samples that make one step of the run (exact).
-        samples: Samples of an epoch (exact): its last window has what remains.
-        least: Samples of a rank's part of a window (exact), where it has any.
-        forwards: Samples of a micro-batch of each rank, where all ranks make each forward together (exact).
-        groups: Batches that make one step of each rank; None: one each. With `max_steps` all are equal: how
-            many steps an epoch has would depend on the speeds. Shape (world_size,).
-        tasks: What is done while all ranks stand still.
-        on_failure: Whether the others go on where one rank fails ("continue": in sync and cadence).
-        start: Where the run begins; None: at its beginning.
-    """
-
-    world_size: int
-    batches: int | None
-    epochs: int | None = None
-    max_steps: int | None = None
-    policy: Policy = "cadence"
-    cadence: CadenceOptions = field(default_factory=CadenceOptions)
-    ratios: Sequence[float] | None = None
-    wait_for_metric: bool = False
-    window: int | None = None
-    samples: int | None = None
-    least: int = 1
-    forwards: Sequence[int] | None = None
-    groups: Sequence[int] | None = None
-    tasks: BarrierPlan = field(default_factory=BarrierPlan)
-    on_failure: OnFailure = "raise"
-    start: Position | None = None
+__all__ = ["Coordinator", "Life"]
 
 
 class Life(Enum):
@@ -134,7 +89,7 @@ class Coordinator:
             config.groups,
             config.tasks.halts,
         )
-        self.rounds = self._make_rounds(config, self.epochs)
+        self.rounds = make_rounds(config, self.epochs)
         self.standstill = Standstill(config.tasks, config.start)
         self.error: str | None = None
         self.is_paused = False
@@ -220,8 +175,8 @@ class Coordinator:
         self._gone.add(fact.rank)
         self._sick.pop(fact.rank, None)
         if fact.error is not None:
-            if isinstance(self.rounds, PlannedRounds) and fact.is_alone and self._may_go_on():
-                return [LeaveGate(fact.rank), *self.rounds.leave(fact.rank, fact.untold, now_ms)]
+            if fact.is_alone and self._may_go_on():
+                return [LeaveGate(fact.rank), *self.rounds.take(fact, now_ms)]
             self.error = self.error or fact.error
         elif self.life not in (Life.LEAVING, Life.FAILING):
             self.error = self.error or f"rank {fact.rank} left without being told to"
@@ -229,7 +184,7 @@ class Coordinator:
 
     def _may_go_on(self) -> bool:
         """Whether the others can do without a rank that has just left."""
-        is_wanted = self.config.on_failure == "continue" and self.config.policy != "exact"
+        is_wanted = self.config.on_failure == "continue" and self.rounds.averages == "parameters"
         is_running = self.life is Life.RUNNING and self.error is None and not self.standstill.is_asked
         return is_wanted and is_running and bool(self._present())
 
@@ -285,9 +240,9 @@ class Coordinator:
             return commands
         commands += self._direct()
         stands = self.standstill.is_wanted or self.rounds.wants_meeting
-        self.rounds.limit = self.standstill.limit
         hold = self._ends or self._wants_pause or stands
-        orders = self.rounds.decide(now_ms, hold=hold, meet=self._wants_meeting)
+        constraints = Constraints(hold, self._wants_meeting, self.standstill.limit)
+        orders = self.rounds.decide(now_ms, constraints)
         if self._wants_meeting and any(isinstance(c, Send) and _is_meeting(c.order) for c in orders):
             # Armed behind the directive, so its outcome will tell the learning rate if no earlier one did.
             self._wants_meeting = False
@@ -340,16 +295,15 @@ class Coordinator:
 
         One of which an acknowledgment told first is told of once more by the next outcome.
         """
-        found, self.rounds.bad = self.rounds.bad, {}
+        found = self.rounds.pop_bad()
         bad = self._sick | {rank: at for rank, at in found.items() if rank not in self._sick}
         if bad and bad.keys() >= set(self._present()):
             where = [f"rank {rank}: {_named(batch)}" for rank, batch in bad.items()]
             what = "NaN or infinite numbers in every replica, there is none left to go on from"
             return self._failing([Fail(f"{what} ({'; '.join(where)})", kind="numbers")])
         quarantined = [Quarantined(rank, batch) for rank, batch in bad.items() if rank not in self._sick]
-        if (
-            quarantined and self.config.policy != "exact"
-        ):  # there all take one step, by what the others brought
+        # Where gradients are averaged all take the same step, by those of the others.
+        if quarantined and self.rounds.averages != "gradients":
             self._sick = bad
             self.standstill.heal(tuple(bad))
         return list[Command](quarantined)
@@ -397,28 +351,6 @@ class Coordinator:
 
     def _present(self) -> list[int]:
         return [rank for rank in range(self.config.world_size) if rank not in self._gone]
-
-    @staticmethod
-    def _make_rounds(config: RunConfig, epochs: Epochs) -> PlannedRounds | SnapshotRounds:
-        if config.policy == "exact":
-            if config.window is None or config.samples is None:
-                raise ProtocolError(f"exact has to know its windows: {config}")
-            return ExactRounds(
-                epochs,
-                config.world_size,
-                config.window,
-                config.samples,
-                config.ratios,
-                config.cadence.speed_hint,
-                config.least,
-                config.forwards,
-            )
-        one_step = config.policy == "sync" or (config.policy == "cadence" and not config.cadence.windows)
-        if config.world_size == 1 or one_step:
-            return PlannedRounds(epochs, None, config.world_size)
-        cadence = Cadence(config.world_size, config.cadence, config.ratios)
-        rounds = SnapshotRounds if config.policy == "async" else PlannedRounds
-        return rounds(epochs, cadence, config.world_size)
 
 
 def _named(batch: tuple[int, int] | None) -> str:

@@ -15,7 +15,8 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from flowdp.machine import barrier_tasks
-from flowdp.machine.coordinator import Coordinator, RunConfig
+from flowdp.machine.config import RunConfig
+from flowdp.machine.coordinator import Coordinator
 from flowdp.options import CadenceOptions
 from flowdp.policy.tally import RankMetrics
 from flowdp.protocol import commands, messages, position

@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import ClassVar
 
-from flowdp.machine.armed_rounds import Block
+from flowdp.machine.armed_rounds import ArmedRounds, HeldRounds
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.planned_rounds import PlannedRounds
+from flowdp.machine.rounds import Averages, Shares
 from flowdp.policy.ledger import Deal, Ledger
 from flowdp.policy.shares import ThroughputBalance, part_sizes, weights_from
 from flowdp.protocol.commands import Command, Fail
-from flowdp.protocol.messages import Part, StartEpoch, SyncAck, Work
+from flowdp.protocol.messages import Part, StartEpoch, SyncAck
 
 __all__ = ["ExactRounds"]
 
@@ -48,6 +50,9 @@ class ExactRounds(PlannedRounds):
             each makes its own. Shape (world_size,).
     """
 
+    shares: ClassVar[Shares] = "samples"
+    averages: ClassVar[Averages] = "gradients"
+
     def __init__(
         self,
         epochs: Epochs,
@@ -59,7 +64,7 @@ class ExactRounds(PlannedRounds):
         least: int = 1,
         forwards: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(epochs, None, world_size)
+        super().__init__(epochs, world_size)
         self._window = window
         self._samples = samples
         self._ratios = ratios
@@ -67,28 +72,28 @@ class ExactRounds(PlannedRounds):
         self._forwards = forwards
         first = weights_from([0.0] * world_size, speed_hint)
         self._balance = ThroughputBalance(first, calibration=CALIBRATION, interval=INTERVAL, floor=FLOOR)
-        self._blocks_held = 0
+        self._orders_held = 0
 
     @property
     def ratios(self) -> tuple[float, ...]:
         """Shares of the windows that are planned next. Shape (world_size,)."""
         return self._balance.ratios if self._ratios is None else tuple(self._ratios)
 
-    def _deal(self, ledger: Ledger, room: int) -> tuple[int, Deal]:
+    def _deal(self, ledger: Ledger) -> tuple[int, Deal]:
         # The windows stand in the hand of rank 0; what of them is whose is in the parts.
-        is_split = self._ratios is not None or self._blocks_held > CALIBRATION
-        count = min(self._block_steps() if is_split else 1, ledger.remaining, room)
+        is_split = self._ratios is not None or self._orders_held > CALIBRATION
+        count = min(self.times.steps_at_once if is_split else 1, ledger.remaining, self._room)
         nobody = (0,) * (self.world_size - 1)
         return count, ledger.deal((count, *nobody), [1.0] * self.world_size)
 
-    def _order(self, block: Block, rank: int) -> StartEpoch:
+    def _order(self, armed: ArmedRounds, rank: int) -> StartEpoch:
         return StartEpoch(
-            block.plan,
-            block.epoch,
-            block.deal[0],
-            block.sync,
+            armed.plan,
+            armed.epoch,
+            armed.deal[0],
+            armed.sync,
             metric=self.epochs.metric,
-            parts=tuple(parts[rank] for parts in self._parts(block.deal[0])),
+            parts=tuple(parts[rank] for parts in self._parts(armed.deal[0])),
         )
 
     def _parts(self, windows: Sequence[int]) -> list[tuple[Part, ...]]:
@@ -133,36 +138,37 @@ class ExactRounds(PlannedRounds):
                 break
         return tuple(sizes) if all(size == 0 or size >= self._least for size in sizes) else None
 
-    def _wants_comparison(self, ledger: Ledger) -> bool:
-        return ledger.remaining == 0
+    @property
+    def _wants_comparison(self) -> bool:
+        return True
 
-    def _may_hurry(self) -> bool:
-        return False
-
-    def _steps_of(self, rank: int, work: Work, rounds: int) -> int:  # noqa: ARG002
-        # A rank without a sample has taken the window's step, too.
-        return rounds if rank == 0 else 0
-
-    def _measure(self, works: Sequence[Work], drifts: tuple[float, ...]) -> str:  # noqa: ARG002
-        # The first round builds what all later ones find there: it says nothing about the speeds.
-        if self._blocks_held > 0:
-            self._balance.update([work.samples for work in works], [work.busy_ms for work in works])
-        self._blocks_held += 1
-        return ""
-
-    def _shares(self) -> Sequence[float]:
+    @property
+    def _weights(self) -> Sequence[float]:
         return self.ratios
 
-    def _settle(self, block: Block, now_ms: float) -> list[Command]:
-        records = super()._settle(block, now_ms)
-        if block.acks[0].outcome.compare:
-            different = _different(block.acks)
+    def _count_back(self, held: HeldRounds) -> None:
+        # A rank without a sample has taken the window's step, too.
+        self.epochs.settle(held.armed.epoch, 0, held.armed.deal[0], held.rounds)
+
+    def _measure(self, held: HeldRounds) -> str:
+        # The first round builds what all later ones find there: it says nothing about the speeds.
+        if self._orders_held > 0:
+            works = held.works
+            self._balance.update([work.samples for work in works], [work.busy_ms for work in works])
+        self._orders_held += 1
+        return super()._measure(held)
+
+    def _settle(self, held: HeldRounds, now_ms: float) -> list[Command]:
+        records = super()._settle(held, now_ms)
+        if held.outcome.compare:
+            different = _different(held.armed.acks)
             if different:
                 names = ", ".join(map(str, different))
                 records.append(
                     Fail(
-                        f"the replicas differ after epoch {block.epoch}, global step {self.global_step}: the "
-                        f"parameters of rank {names} are not those of the others"
+                        f"the replicas differ after epoch {held.armed.epoch}, "
+                        f"global step {self.global_step}: the parameters of rank {names} are not those of "
+                        "the others"
                     )
                 )
         return records

@@ -1,4 +1,4 @@
-"""Records of rounds, for those who watch: built from what the ranks say that they did."""
+"""Round records for callbacks and logs, made of the ranks' reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flowdp.policy.tally import joined_norms, mean_and_largest
 from flowdp.protocol.commands import RoundEnded
 from flowdp.protocol.messages import Outcome, Work
 
-__all__ = ["mean_loss", "rebalanced", "round_ended", "why"]
+__all__ = ["ShareChanges", "mean_loss", "reason_of", "round_ended"]
 
 MOVED = 0.02
 """Change of a share that is reported: quotas are whole steps, and vary by one."""
@@ -40,9 +40,9 @@ def round_ended(
     param_norm: float | None = None,
     share: Sequence[float] = (),
 ) -> RoundEnded:
-    """The record of a round, or of the rounds of one order together.
+    """Make the record of a round, or of the rounds of one order together.
 
-    `works` is what each rank has reported since the record before, shape (world_size, reports); the rest are
+    `works` are the reports of each rank since the record before, shape (world_size, reports); the rest are
     fields of `RoundEnded`.
     """
     norms = joined_norms(work.norms for theirs in works for work in theirs)
@@ -71,16 +71,29 @@ def round_ended(
     )
 
 
-def rebalanced(told: Sequence[float], weights: Sequence[float]) -> tuple[float, ...]:
-    """The shares that these weights mean, where they differ from those that were told last; else empty."""
-    whole = math.fsum(weights)
-    shares = tuple(weight / whole for weight in weights) if whole else ()
-    moved = [abs(one - two) for one, two in zip(told, shares, strict=False)]
-    return shares if max(moved, default=0.0) >= MOVED else ()
+class ShareChanges:
+    """The shares that a record has reported last.
+
+    Args:
+        world_size: Ranks; they begin with equal shares.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._reported: tuple[float, ...] = (1.0 / world_size,) * world_size
+
+    def report(self, weights: Sequence[float]) -> tuple[float, ...]:
+        """Shares in proportion to these weights, where they differ from those reported last; else empty."""
+        whole = math.fsum(weights)
+        shares = tuple(weight / whole for weight in weights) if whole else ()
+        moved = [abs(one - two) for one, two in zip(self._reported, shares, strict=False)]
+        if max(moved, default=0.0) < MOVED:
+            return ()
+        self._reported = shares
+        return shares
 
 
-def why(outcome: Outcome) -> str:
-    """What made a round other than an ordinary one, in words; "" where nothing did."""
+def reason_of(outcome: Outcome) -> str:
+    """The reason why a round was no ordinary one; "" for an ordinary one."""
     if outcome.left:
         return f"rank {', '.join(map(str, outcome.left))} left"
     if outcome.bad:

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from flowdp.machine.barrier_tasks import MINUTE_MS, BarrierPlan, SavePlan
-from flowdp.machine.coordinator import RunConfig
+from flowdp.machine.config import RunConfig
 from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.monitor import Monitor
 from flowdp.protocol.messages import Requested

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowdp.errors import OptionError
-from flowdp.machine.coordinator import RunConfig
+from flowdp.machine.config import RunConfig
 from flowdp.options import CadenceOptions, Policy, one_of
 from flowdp.policy.formats import format_duration
 from flowdp.protocol.commands import RoundEnded

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Literal
 
 from flowdp.machine.barrier_tasks import BarrierPlan
-from flowdp.machine.coordinator import RunConfig
+from flowdp.machine.config import RunConfig
 from flowdp.protocol.messages import Requested
 
 __all__ = ["LATENCY_MS", "STALL", "Crash", "Disturbance", "Scenario", "Wish"]

@@ -1,19 +1,19 @@
-"""A block: what of it was done, by ranks that said so and by one that is gone."""
+"""Rounds of one order: what was held of them, by ranks that acknowledged and by one that is gone."""
 
 from __future__ import annotations
 
 import pytest
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.armed_rounds import Block
+from flowdp.machine.armed_rounds import ArmedRounds
 from flowdp.protocol.messages import DataEnded, Outcome, SyncAck, SyncNow, Work
 
 DEAL = ((0, 2, 4), (1, 3, 5))
 
 
-def block(count: int = 3) -> Block:
+def block(count: int = 3) -> ArmedRounds:
     every = tuple(len(hand) // count for hand in DEAL)
-    return Block(0, SyncNow(7, every[0], count, 20, 2), 1, DEAL, every, 10.0)
+    return ArmedRounds(0, SyncNow(7, every[0], count, 20, 2), 1, DEAL, every, 10.0)
 
 
 def outcome(round: int, members: tuple[int, ...] = (0, 1), steps: tuple[int, int] = (1, 1)) -> Outcome:
@@ -28,17 +28,18 @@ def test_its_last_round() -> None:
 def test_all_who_are_there_leave_it_with_one_outcome() -> None:
     made = block()
     made.acks = {rank: SyncAck(rank, outcome(9), Work(1, 3, 24)) for rank in (0, 1)}
-    assert made.outcome([0, 1]) == outcome(9)
+    assert made.held([0, 1], {}).outcome == outcome(9)
     made.acks[1] = SyncAck(1, outcome(8), Work(1, 2, 16))
     with pytest.raises(ProtocolError, match="rank 1 left round 9 with another outcome"):
-        made.outcome([0, 1])
-    assert made.outcome([1]) == outcome(8)
+        made.held([0, 1], {})
+    held = made.held([1], {})
+    assert (held.outcome, held.rounds) == (outcome(8), 2)
 
 
 def test_what_a_rank_did_is_what_it_said() -> None:
     made = block()
     made.acks[1] = SyncAck(1, outcome(9), Work(1, 3, 24, busy_ms=5.0))
-    assert made.work(1, outcome(9), 0) == Work(1, 3, 24, busy_ms=5.0)
+    assert made.held([1], {}).works[1] == Work(1, 3, 24, busy_ms=5.0)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,11 @@ def test_what_a_rank_did_is_what_it_said() -> None:
     ],
 )
 def test_what_a_rank_did_that_is_gone_is_what_the_means_hold(count: int, last: Outcome, steps: int) -> None:
-    assert block(count).work(1, last, 16) == Work(1, steps, 16)
+    made = block(count)
+    made.acks[0] = SyncAck(0, last, Work(1, 3, 24), 0.5, 2.0)
+    held = made.held([0], {1: 16})
+    assert held.works[1] == Work(1, steps, 16)
+    assert (held.wait_ms, held.rank_sync_ms(0), held.rank_sync_ms(1)) == ((2.0, 0.0), 0.5 * held.rounds, 0.0)
 
 
 def test_an_epoch_that_is_shorter_than_what_was_dealt() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.async_rank import AHEAD, RankState
+from flowdp.machine.async_rank import AHEAD, AsyncRank
 from flowdp.protocol.messages import DataEnded, StartEpoch, Work
 
 
 def test_what_was_not_trained_is_not_dealt_any_more() -> None:
-    state = RankState(is_throttled=True)
+    state = AsyncRank(is_throttled=True)
     order = StartEpoch(0, 0, (0, 1, 2))
     state.give(order)
     assert (state.dealt, state.is_throttled) == (3, False)
@@ -22,7 +22,7 @@ def test_what_was_not_trained_is_not_dealt_any_more() -> None:
 
 
 def test_the_end_of_an_epoch_shortens_its_orders_alone() -> None:
-    state = RankState()
+    state = AsyncRank()
     state.give(StartEpoch(0, 3, (7, 9)))
     state.give(StartEpoch(0, 4, (8,)))
     assert not state.shorten(DataEnded(2, 1))
@@ -37,7 +37,7 @@ def test_the_end_of_an_epoch_shortens_its_orders_alone() -> None:
 
 
 def test_steps_of_several_batches_are_counted_as_steps() -> None:
-    state = RankState()
+    state = AsyncRank()
     state.give(StartEpoch(0, 0, (0, 1, 2, 3, 4), group=2))
     assert state.dealt == 3
     # The last step has one batch less than it might, and is cut to nothing after that.
@@ -49,10 +49,10 @@ def test_steps_of_several_batches_are_counted_as_steps() -> None:
 
 
 def test_counts_that_cannot_be() -> None:
-    state = RankState(trained=1)
+    state = AsyncRank(trained=1)
     with pytest.raises(ProtocolError, match="counts out of order"):
         state.check()
-    state = RankState()
+    state = AsyncRank()
     for number in range(AHEAD + 1):
         state.give(StartEpoch(0, 0, (number,)))
     with pytest.raises(ProtocolError, match="3 orders are out, 2 may be"):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.async_round import Blocking, SnapshotRound
+from flowdp.machine.async_round import AsyncRound, Meeting
 from flowdp.protocol.messages import Outcome, SnapshotReady, SyncAck, Work
 
 
 def test_who_is_missing_and_what_they_weigh() -> None:
-    round_ = SnapshotRound(4, 100.0)
+    round_ = AsyncRound(4, 100.0)
     round_.snapshots[2] = SnapshotReady(2, 4, 3, 24)
     assert round_.missing(3) == (0, 1)
     round_.snapshots.update({0: SnapshotReady(0, 4, 1, 8), 1: SnapshotReady(1, 4, 0, 0)})
@@ -20,7 +20,7 @@ def test_who_is_missing_and_what_they_weigh() -> None:
 
 def test_all_are_told_the_same() -> None:
     told = Outcome(5, 10, (0, 1), (1, 1), (8, 8))
-    meeting = Blocking(5, is_hurried=False)
+    meeting = Meeting(5, is_hurried=False)
     meeting.acks[1] = SyncAck(1, told, Work(0, 1, 8))
     meeting.acks[0] = SyncAck(0, told, Work(0, 1, 8))
     assert meeting.outcome() is told

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.async_rounds import SNAPSHOT_TIMEOUT_MS, SnapshotRounds
+from flowdp.machine.async_rounds import SNAPSHOT_TIMEOUT_MS, AsyncRounds
 from flowdp.machine.epochs import Epochs
+from flowdp.machine.rounds import Constraints
 from flowdp.options import CadenceOptions
 from flowdp.policy.cadence import Cadence
 from flowdp.protocol.commands import Average, Command, Hurry, RoundAbandoned, RoundEnded, Send
@@ -44,13 +45,13 @@ class Run:
         **options: Any,
     ) -> None:
         cadence = Cadence(2, CadenceOptions(**options))
-        self.machine = SnapshotRounds(Epochs(batches, epochs, None, 2, groups=groups), cadence, 2)
+        self.machine = AsyncRounds(Epochs(batches, epochs, None, 2, groups=groups), cadence, 2)
         self.out: list[list[StartEpoch]] = [[], []]
         self.now_ms = 0.0
 
     def decide(self, *, hold: bool = False, meet: bool = False) -> list[Command]:
         """What the machine says besides its orders, which are kept in `out`."""
-        commands = self.machine.decide(self.now_ms, hold=hold, meet=meet)
+        commands = self.machine.decide(self.now_ms, Constraints(hold, meet))
         self.machine.check()
         for command in commands:
             if isinstance(command, Send) and isinstance(command.order, StartEpoch):
@@ -430,7 +431,7 @@ def test_a_bad_replica_asks_for_a_meeting() -> None:
     [record] = run.take(SyncAck(1, outcome, Work(0, 1, 8)))
     assert isinstance(record, RoundEnded)
     assert record.reason == "rank 0 had NaN or inf parameters"
-    assert run.machine.bad == {0: (0, 0)}
+    assert run.machine.pop_bad() == {0: (0, 0)}
     assert not run.machine.wants_meeting
     assert run.machine.is_idle
 

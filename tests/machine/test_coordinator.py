@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.async_rounds import SnapshotRounds
 from flowdp.machine.barrier_tasks import MINUTE_MS, BarrierPlan, SavePlan
-from flowdp.machine.coordinator import Coordinator, Life, RunConfig
-from flowdp.machine.exact_rounds import ExactRounds
-from flowdp.machine.planned_rounds import PlannedRounds
-from flowdp.options import CadenceOptions, Policy
+from flowdp.machine.config import RunConfig
+from flowdp.machine.coordinator import Coordinator, Life
+from flowdp.options import Policy
 from flowdp.policy.drift import DriftReport
 from flowdp.policy.monitor import Monitor
 from flowdp.policy.tally import Tally
@@ -356,27 +354,6 @@ def test_a_rank_without_batches_is_told_so() -> None:
     assert others(commands) == [Send(1, Throttle("no data"))]
 
 
-@pytest.mark.parametrize(
-    ("given", "rounds", "has_cadence"),
-    [
-        ({"policy": "sync"}, PlannedRounds, False),
-        ({"policy": "cadence"}, PlannedRounds, True),
-        ({"policy": "async"}, SnapshotRounds, True),
-        # Nothing to wait for, or nothing to gain: blocks of single steps.
-        ({"policy": "async", "world_size": 1}, PlannedRounds, False),
-        ({"policy": "cadence", "cadence": CadenceOptions(max_anchor=0)}, PlannedRounds, False),
-        ({"policy": "cadence", "cadence": CadenceOptions(max_batch_diff=0)}, PlannedRounds, False),
-        ({"policy": "async", "cadence": CadenceOptions(max_batch_diff=0)}, SnapshotRounds, True),
-        ({"policy": "exact", "window": 8, "samples": 30}, ExactRounds, False),
-        ({"policy": "exact", "window": 8, "samples": 30, "world_size": 1}, ExactRounds, False),
-    ],
-)
-def test_which_rounds_run(given: dict[str, Any], rounds: type, has_cadence: bool) -> None:
-    machine = Coordinator(RunConfig(**{"world_size": 2, "batches": 4, "epochs": 1, **given}))
-    assert type(machine.rounds) is rounds
-    assert (machine.rounds.cadence is not None) is has_cadence
-
-
 def test_fixed_shares_reach_the_rounds() -> None:
     _machine, commands = started(batches=1000, ratios=(0.75, 0.25))
     block = orders(commands)
@@ -507,7 +484,6 @@ def test_the_machine_wants_to_be_called_when_a_checkpoint_is_due() -> None:
 def test_a_run_goes_on_where_it_was_saved() -> None:
     first, out = started(batches=12, epochs=2)
     first.handle(Requested("checkpoint"), 1.0)
-    assert isinstance(first.rounds, PlannedRounds)
     assert first.rounds.cadence is not None
     first.rounds.cadence.guard.report(DriftReport((0.1, 0.2)))
     save, _ = saved(first, meet(first, orders(out), steps=(2, 1), hurried=True, halt=True))
@@ -518,7 +494,6 @@ def test_a_run_goes_on_where_it_was_saved() -> None:
     assert blocks[0].sync is not None
     assert (blocks[0].sync.global_step, blocks[0].sync.round) == (3, save.position.round)
     assert second.global_step == 3
-    assert isinstance(second.rounds, PlannedRounds)
     assert second.rounds.cadence is not None
     assert second.rounds.cadence.guard.history == (0.2,)
 

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import pytest
 
 from flowdp.machine import event_log as module
-from flowdp.machine.coordinator import Coordinator, Life, RunConfig
+from flowdp.machine.config import RunConfig
+from flowdp.machine.coordinator import Coordinator, Life
 from flowdp.machine.event_log import RECORDS, Story, brief, decode, encode, replay
 from flowdp.options import CadenceOptions
 from flowdp.policy.tally import EpochMetrics

@@ -9,6 +9,7 @@ import pytest
 
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.exact_rounds import CALIBRATION, ExactRounds
+from flowdp.machine.rounds import Constraints
 from flowdp.protocol.commands import Command, Fail, Hurry, RoundEnded, Send
 from flowdp.protocol.messages import Outcome, Part, StartEpoch, SyncAck, SyncNow, Work
 
@@ -26,7 +27,7 @@ def rounds(
 
 def decide(machine: ExactRounds, now_ms: float = 0.0, *, hold: bool = False) -> list[Block]:
     """The blocks that are armed; nothing else is ever said."""
-    commands = machine.decide(now_ms, hold=hold, meet=False)
+    commands = machine.decide(now_ms, Constraints(hold))
     machine.check()
     found: list[Block] = []
     for command in commands:
@@ -246,7 +247,7 @@ def test_a_round_in_progress_is_never_hurried() -> None:
         settle(machine, acks(block))
     decide(machine)
     for hold in (False, True):
-        commands = machine.decide(1e9, hold=hold, meet=True)
+        commands = machine.decide(1e9, Constraints(hold, meet=True))
         assert not any(isinstance(command, Hurry) for command in commands)
     assert machine.deadline_ms() is None
 

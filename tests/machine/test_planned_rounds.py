@@ -1,118 +1,15 @@
-"""Planned rounds: given acknowledgments, what is armed next and what is settled."""
+"""Planned rounds: acknowledgments in, orders and records out."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.epochs import Epochs
-from flowdp.machine.planned_rounds import BLOCK_MS, BLOCK_STEPS, PlannedRounds
-from flowdp.options import CadenceOptions
-from flowdp.policy.cadence import Cadence
-from flowdp.protocol.commands import Command, Hurry, RoundEnded, Send
-from flowdp.protocol.messages import Averaged, DataEnded, Outcome, StartEpoch, SyncAck, SyncNow, Work
-from flowdp.protocol.position import Position
-
-Orders = dict[int, StartEpoch]
-
-
-def rounds(
-    batches: int = 100,
-    *,
-    world_size: int = 2,
-    cadence: bool = True,
-    epochs: int = 1,
-    groups: tuple[int, ...] | None = None,
-    **options: Any,
-) -> PlannedRounds:
-    policy = Cadence(world_size, CadenceOptions(**options)) if cadence else None
-    return PlannedRounds(Epochs(batches, epochs, None, world_size, groups=groups), policy, world_size)
-
-
-def decide(machine: PlannedRounds, now_ms: float = 0.0, *, hold: bool = False) -> list[Command]:
-    commands = machine.decide(now_ms, hold=hold, meet=False)
-    machine.check()
-    return commands
-
-
-def orders(commands: list[Command]) -> list[Orders]:
-    """The orders among the commands, one mapping of ranks for each block."""
-    found: list[Orders] = []
-    for command in commands:
-        if isinstance(command, Send) and isinstance(command.order, StartEpoch):
-            if command.rank == 0:
-                found.append({})
-            found[-1][command.rank] = command.order
-    return found
-
-
-def sync(order: StartEpoch) -> SyncNow:
-    assert order.sync is not None
-    return order.sync
-
-
-def acks(
-    block: Orders,
-    *,
-    pace_ms: tuple[float, ...] = (10.0, 10.0),
-    steps: tuple[int, ...] | None = None,
-    rounds_held: int | None = None,
-    drift: float | None = None,
-    sync_ms: float = 1.0,
-    **wishes: bool,
-) -> list[SyncAck]:
-    """What all ranks say when the block ended so."""
-    first = sync(block[0])
-    held = rounds_held or first.count
-    done = steps or tuple(sync(order).every * held for order in block.values())
-    outcome = Outcome(
-        round=first.round + held - 1,
-        global_step=first.global_step + sum(done),
-        members=tuple(block),
-        steps=done,
-        samples=tuple(8 * n for n in done),
-        **wishes,
-    )
-    return [
-        SyncAck(
-            rank,
-            outcome,
-            Work(
-                order.epoch,
-                done[rank],
-                8 * done[rank],
-                busy_ms=done[rank] * pace_ms[rank],
-                pace_ms=pace_ms[rank] if done[rank] else 0.0,
-                losses=(8.0 * done[rank], 8 * done[rank]),
-            ),
-            sync_ms,
-            wait_ms=2.0,
-            drift=drift,
-        )
-        for rank, order in block.items()
-    ]
-
-
-def settle(machine: PlannedRounds, answers: list[SyncAck], now_ms: float = 0.0) -> RoundEnded:
-    *others, last = answers
-    for answer in others:
-        assert machine.take(answer, now_ms) == []
-    [record] = machine.take(last, now_ms)
-    assert isinstance(record, RoundEnded)
-    return record
-
-
-def test_the_first_round_measures_and_nothing_is_armed_behind_it() -> None:
-    machine = rounds()
-    [block] = orders(decide(machine))
-    # Three steps each, in the order in which the ranks will ask for them.
-    assert [block[rank].batches for rank in (0, 1)] == [(0, 2, 4), (1, 3, 5)]
-    assert sync(block[0]) == SyncNow(0, 3, 1, 0, 6, drift=True)
-    # Asked again, there is nothing to add.
-    assert decide(machine) == []
+from flowdp.protocol.commands import Hurry, RoundEnded, Send
+from flowdp.protocol.messages import Averaged, DataEnded, SyncAck
+from tests.planned import acks, decide, ends, lost, orders, rounds, settle, stream, sync
 
 
 def test_from_then_on_one_round_runs_and_one_lies_ready() -> None:
@@ -130,12 +27,6 @@ def test_from_then_on_one_round_runs_and_one_lies_ready() -> None:
     settle(machine, acks(first, pace_ms=(10.0, 20.0)), 260.0)
     [third] = orders(decide(machine, 260.0))
     assert sync(third[0]).round == 3
-
-
-def test_a_hint_makes_the_first_round_a_full_one() -> None:
-    machine = rounds(speed_hint=(1, 2.0))
-    first, _second = orders(decide(machine))
-    assert [len(first[0].batches), len(first[1].batches)] == [20, 10]
 
 
 def test_answers_to_the_next_order_may_come_first() -> None:
@@ -221,135 +112,6 @@ def test_a_hold_hurries_the_round_that_runs_once(wish: str) -> None:
     assert machine.is_idle
 
 
-def test_a_late_round_is_hurried_at_its_deadline() -> None:
-    machine = rounds()
-    [probe] = orders(decide(machine))
-    # Nobody knows how long the first round takes.
-    assert machine.deadline_ms() is None
-    settle(machine, acks(probe), 30.0)
-    decide(machine, 30.0)
-    # Predicted 100 ms and 1 ms of averaging, 1.25 times that.
-    assert machine.deadline_ms() == pytest.approx(30.0 + 1.0 + 125.0)
-    assert decide(machine, 155.9) == []
-    assert decide(machine, 156.1) == [Hurry(1)]
-    # Once is enough.
-    assert machine.deadline_ms() is None
-    assert decide(machine, 400.0) == []
-
-
-def test_noise_does_not_shorten_short_rounds() -> None:
-    machine = rounds()
-    [probe] = orders(decide(machine))
-    settle(machine, acks(probe, pace_ms=(1.0, 1.0), sync_ms=0.0), 3.0)
-    decide(machine, 3.0)
-    # A quarter of 10 ms would be less than 20 ms.
-    assert machine.deadline_ms() == pytest.approx(3.0 + 10.0 + 20.0)
-
-
-def test_sync_is_one_step_of_every_rank_and_never_hurried() -> None:
-    machine = rounds(batches=9, cadence=False)
-    [probe] = orders(decide(machine))
-    assert [block.batches for block in probe.values()] == [(0,), (1,)]
-    assert not sync(probe[0]).drift
-    assert decide(machine, 1e6, hold=True) == []
-    assert machine.deadline_ms() is None
-    settle(machine, acks(probe))
-    # Three rounds fit in a block, the last batch has no partner.
-    block, tail = orders(decide(machine))
-    assert [order.batches for order in block.values()] == [(2, 4, 6), (3, 5, 7)]
-    assert sync(block[0]) == SyncNow(1, 1, 3, 2, 2)
-    assert [order.batches for order in tail.values()] == [(8,), ()]
-    assert [sync(order).every for order in tail.values()] == [1, 0]
-    assert sync(tail[0]).global_step == 8
-    record = settle(machine, acks(block))
-    assert (record.round, record.rounds, record.global_step) == (3, 3, 8)
-
-
-def test_a_block_lasts_about_a_fifth_of_a_second() -> None:
-    machine = rounds(batches=1000, cadence=False)
-    [probe] = orders(decide(machine))
-    settle(machine, acks(probe, pace_ms=(9.0, 5.0)))
-    first, _second = orders(decide(machine))
-    # 9 ms and 1 ms of averaging.
-    assert sync(first[0]).count == BLOCK_MS / 10 == 20
-
-
-def test_a_block_has_a_limit() -> None:
-    machine = rounds(batches=3000, cadence=False)
-    [probe] = orders(decide(machine))
-    settle(machine, acks(probe, pace_ms=(0.1, 0.1), sync_ms=0.0))
-    first, _second = orders(decide(machine))
-    assert sync(first[0]).count == BLOCK_STEPS
-
-
-def test_a_block_that_is_voided_in_the_middle() -> None:
-    machine = rounds(batches=100, cadence=False)
-    [probe] = orders(decide(machine))
-    settle(machine, acks(probe))
-    first, _second = orders(decide(machine))
-    # A pause at its second round: two rounds were held, the rest comes back.
-    record = settle(machine, acks(first, rounds_held=2, pause=True))
-    assert (record.rounds, record.steps) == (2, (2, 2))
-    assert machine.epochs.of(0).position == 6
-    again, _ = orders(decide(machine))
-    assert again[0].batches[0] == 6
-    assert sync(again[0]).global_step == 6
-
-
-def test_one_device_needs_no_rank_to_wait_for() -> None:
-    machine = rounds(batches=80, world_size=1, cadence=False)
-    [probe] = orders(decide(machine))
-    assert probe[0].batches == (0,)
-    settle(machine, acks(probe, pace_ms=(5.0,), sync_ms=0.0))
-    first, second = orders(decide(machine))
-    # 40 steps are 200 ms; its blocks can be hurried.
-    assert (sync(first[0]).every, sync(first[0]).count) == (40, 1)
-    assert len(second[0].batches) == 39
-    assert decide(machine, hold=True) == [Hurry(sync(first[0]).round)]
-
-
-def test_quotas_are_steps_of_several_batches() -> None:
-    machine = rounds(groups=(2, 1), speed_hint=(1, 2.0))
-    first, _ = orders(decide(machine))
-    assert [(len(first[rank].batches), first[rank].group, first[rank].steps) for rank in (0, 1)] == [
-        (40, 2, 20),
-        (10, 1, 10),
-    ]
-    assert [sync(first[rank]).every for rank in (0, 1)] == [20, 10]
-    assert sync(first[0]).steps == 30
-    # What a hurry leaves comes back in whole steps.
-    record = settle(machine, acks(first, steps=(5, 10), hurried=True))
-    assert (record.global_step, record.reason) == (15, "hurried")
-    assert machine.epochs.of(0).trained == 20
-
-
-def test_sync_with_steps_of_several_batches() -> None:
-    machine = rounds(9, cadence=False, groups=(2, 1))
-    [first] = orders(decide(machine))
-    settle(machine, acks(first))
-    [block] = orders(decide(machine))
-    # Two more rounds of one step each: three batches a round.
-    assert [block[rank].batches for rank in (0, 1)] == [(3, 4, 6, 7), (5, 8)]
-    assert [(sync(block[rank]).every, sync(block[rank]).count) for rank in (0, 1)] == [(1, 2), (1, 2)]
-    settle(machine, acks(block))
-    assert machine.global_step == 6
-    assert machine.epochs.of(0).is_complete
-
-
-def test_drift_is_measured_rarely_where_averaging_is_dear() -> None:
-    machine = rounds(batches=1000, max_anchor=10)
-    [block] = orders(decide(machine))
-    assert sync(block[0]).drift
-    wants = []
-    ready = [block]
-    for _ in range(9):
-        settle(machine, acks(ready.pop(0), sync_ms=50.0))
-        ready += orders(decide(machine))
-    wants = [sync(block[0]).drift for block in ready]
-    number = sync(ready[0][0]).round
-    assert wants == [round % 4 == 0 for round in range(number, number + len(ready))]
-
-
 def test_the_next_epoch_follows_without_a_gap() -> None:
     machine = rounds(batches=6, epochs=2)
     [probe] = orders(decide(machine))
@@ -395,20 +157,6 @@ def test_what_is_out_is_what_the_ledgers_say() -> None:
         machine.check()
 
 
-# ---------------------------------------------------------------- epochs of unknown length
-def stream(**given: Any) -> PlannedRounds:
-    machine = rounds(**given)
-    machine.epochs.batches = None
-    return machine
-
-
-def ends(machine: PlannedRounds, epoch: int, batches: int) -> list[Command]:
-    machine.epochs.end(epoch, batches)
-    commands = machine.end(DataEnded(epoch, batches))
-    machine.check()
-    return commands
-
-
 def test_the_end_of_the_data_shortens_what_is_out() -> None:
     machine = stream(epochs=2)
     [first] = orders(decide(machine))
@@ -446,54 +194,6 @@ def test_a_round_of_nothing_ends_after_its_epoch() -> None:
     assert record.steps == (0, 0)
     assert machine.is_idle
     assert machine.epochs.is_complete
-
-
-@pytest.mark.parametrize("length", [7, 8])
-def test_in_sync_a_block_is_held_up_to_the_round_that_is_short(length: int) -> None:
-    machine = stream(cadence=False, epochs=2)
-    [probe] = orders(decide(machine))
-    settle(machine, acks(probe))
-    block, behind = orders(decide(machine))
-    assert sync(block[0]).count > length
-    ends(machine, 0, length)
-    assert [len(hand) for hand in machine._blocks[0].deal] == [(length + 1) // 2 - 1, length // 2 - 1]
-    assert machine._blocks[1].deal == ((), ())
-    done = (((length + 1) // 2 - 1), length // 2 - 1)
-    settle(machine, acks(block, steps=done, rounds_held=max(done) + (length == 8), hurried=True))
-    assert len(machine.epochs.ended(1.0, 1, length)) == 1
-    assert behind[0].plan == block[0].plan
-    [following, *_] = orders(decide(machine))
-    assert (following[0].epoch, following[0].plan) == (1, block[0].plan + 1)
-
-
-# ---------------------------------------------------------------- limits, lost ranks, resume
-def test_nothing_is_armed_from_the_limit_on() -> None:
-    machine = rounds(cadence=False)
-    [first] = orders(decide(machine))
-    settle(machine, acks(first, pace_ms=(1.0, 1.0)))
-    machine.limit = 13  # two are held: twelve are left, and the round that passes it is not cut
-    [block] = orders(decide(machine))
-    assert sync(block[0]).count == 6
-    assert [len(order.batches) for order in block.values()] == [6, 6]
-    settle(machine, acks(block, pace_ms=(1.0, 1.0)))
-    assert machine.global_step == 14
-    assert decide(machine) == []
-    assert machine.is_idle
-    machine.limit = 26
-    [block] = orders(decide(machine))
-    assert sync(block[0]).count == 6
-
-
-def lost(
-    machine: PlannedRounds, block: Orders, rank: int, *, round: int, members: tuple[int, ...]
-) -> list[SyncAck]:
-    """What the others say of the round in which a rank is missing."""
-    steps = tuple(int(other in members) for other in range(3))
-    held = round - sync(block[0]).round + 1
-    outcome = Outcome(
-        round, sync(block[0]).global_step + 3 * held - 3 + sum(steps), members, steps, (8, 8, 8), left=(rank,)
-    )
-    return [SyncAck(other, outcome, Work(0, held, 8 * held, pace_ms=1.0)) for other in members]
 
 
 def test_what_a_lost_rank_did_since_the_last_mean_is_dealt_to_the_others() -> None:
@@ -548,16 +248,6 @@ def test_who_leaves_between_two_rounds_leaves_nothing() -> None:
     assert [command.rank for command in commands if isinstance(command, Send)] == [1, 2]
 
 
-def test_the_quota_of_a_lost_rank_is_none() -> None:
-    machine = rounds(100, world_size=3)
-    [probe] = orders(decide(machine))
-    settle(machine, acks(probe, pace_ms=(10.0, 20.0, 10.0)))
-    assert machine.cadence is not None
-    machine.leave(1, 0, 0.0)
-    assert machine.cadence.quotas[1] == 0
-    assert min(machine.cadence.quotas[0], machine.cadence.quotas[2]) >= 1
-
-
 def test_bad_replicas_are_named_with_their_first_bad_batch() -> None:
     machine = rounds()
     [probe] = orders(decide(machine))
@@ -570,12 +260,11 @@ def test_bad_replicas_are_named_with_their_first_bad_batch() -> None:
         for ack in acks(probe)
     ]
     record = settle(machine, answers)
-    assert machine.bad == {1: (0, 3)}
-    machine.bad = {}  # as the coordinator does
+    assert machine.pop_bad() == {1: (0, 3)}
     assert record.reason == "rank 1 had NaN or inf parameters"
     assert machine.is_idle
     settle(machine, acks(orders(decide(machine))[0]))
-    assert machine.bad == {}
+    assert machine.pop_bad() == {}
 
 
 def test_what_devices_alone_knew_comes_with_the_acknowledgment() -> None:
@@ -586,10 +275,9 @@ def test_what_devices_alone_knew_comes_with_the_acknowledgment() -> None:
         for ack in acks(probe)
     ]
     record = settle(machine, answers)
-    assert machine.bad == {1: (0, 3)}
     assert record.drift is None  # the mean is the other replica
     settle(machine, acks(orders(decide(machine))[0]))
-    assert machine.bad == {1: (0, 3)}  # until the coordinator has heard
+    assert machine.pop_bad() == {1: (0, 3)}  # until the coordinator has asked
 
 
 def test_a_drift_of_several_that_count_is_one() -> None:
@@ -600,16 +288,3 @@ def test_a_drift_of_several_that_count_is_one() -> None:
         for ack in acks(probe, pace_ms=(5.0, 5.0, 5.0))
     ]
     assert settle(machine, answers).drift == 0.5
-
-
-def test_what_was_measured_goes_on_where_the_ranks_are_as_many() -> None:
-    position = Position(2, global_step=40, round=7, anchor=20, pace_ms=(5.0, 10.0))
-    machine = rounds()
-    machine.resume(position)
-    first, _second = orders(decide(machine))
-    assert sync(first[0]) == SyncNow(7, 40, 1, 40, 60, drift=True)
-    assert machine.pace_ms == (5.0, 10.0)
-    other = rounds(world_size=3)
-    other.resume(position)
-    [probe] = orders(decide(other))
-    assert sync(probe[0]) == SyncNow(7, 3, 1, 40, 9, drift=True)

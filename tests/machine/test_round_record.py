@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowdp.machine.round_record import mean_loss, rebalanced, round_ended, why
+from flowdp.machine.round_record import ShareChanges, mean_loss, reason_of, round_ended
 from flowdp.protocol.messages import Outcome, Work
 
 
@@ -53,12 +53,15 @@ def test_reports_of_a_rank_are_added_up() -> None:
         ({"lr": 0.1}, ""),
     ],
 )
-def test_why(fields: dict[str, object], said: str) -> None:
-    assert why(Outcome(0, 2, (0, 1), (1, 1), (8, 8), **fields)) == said  # type: ignore[arg-type]
+def test_the_reason_of_an_outcome(fields: dict[str, object], said: str) -> None:
+    assert reason_of(Outcome(0, 2, (0, 1), (1, 1), (8, 8), **fields)) == said  # type: ignore[arg-type]
 
 
-def test_shares_are_told_when_they_have_moved() -> None:
-    assert rebalanced((0.5, 0.5), (10, 10)) == ()
-    assert rebalanced((0.5, 0.5), (51, 50)) == ()
-    assert rebalanced((0.5, 0.5), (30, 10)) == (0.75, 0.25)
-    assert rebalanced((0.75, 0.25), (30, 0)) == (1.0, 0.0)
+def test_shares_are_reported_when_they_have_changed() -> None:
+    changes = ShareChanges(2)
+    assert changes.report((10, 10)) == ()
+    assert changes.report((51, 50)) == ()
+    assert changes.report(()) == ()
+    assert changes.report((30, 10)) == (0.75, 0.25)
+    assert changes.report((30, 10)) == ()
+    assert changes.report((30, 0)) == (1.0, 0.0)

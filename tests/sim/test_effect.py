@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flowdp.machine.coordinator import RunConfig
+from flowdp.machine.config import RunConfig
 from flowdp.machine.worker import Step
 from flowdp.policy.tally import RankSums
 from flowdp.protocol.position import OpenEpoch, Position

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowdp.machine.coordinator import RunConfig
+from flowdp.machine.config import RunConfig
 from flowdp.protocol.messages import Arrival, Directives, StartEpoch, SyncNow
 from flowdp.sim.scenario import Crash, Scenario
 from flowdp.sim.world import World

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
-from flowdp.machine.coordinator import RunConfig
+from flowdp.machine.config import RunConfig
 from flowdp.sim.lives import play
 from flowdp.sim.scenario import Crash, Scenario
 from flowdp.sim.violation import Violation

@@ -13,14 +13,16 @@ from typing import Any
 
 import pytest
 
-from flowdp.machine.armed_rounds import Block
-from flowdp.machine.async_rounds import SnapshotRounds
+from flowdp.machine.armed_rounds import ArmedRounds, HeldRounds
+from flowdp.machine.async_rounds import AsyncRounds
 from flowdp.machine.barrier_tasks import BarrierPlan, Standstill
-from flowdp.machine.coordinator import Coordinator, Life, RunConfig
+from flowdp.machine.config import RunConfig
+from flowdp.machine.coordinator import Coordinator, Life
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.exact_rounds import ExactRounds
 from flowdp.machine.gate import GateState
 from flowdp.machine.planned_rounds import PlannedRounds
+from flowdp.machine.rounds import Constraints
 from flowdp.machine.worker import Action, Done, Enter, Leave, Serve, Step, WorkerMachine
 from flowdp.options import CadenceOptions
 from flowdp.policy.cadence import Cadence
@@ -237,13 +239,12 @@ def answers_come_in_the_order_of_rounds(patch: Patch) -> None:
     take = PlannedRounds.take
 
     def strict(self: PlannedRounds, fact: Fact, now_ms: float) -> list[Command]:
-        first = self._blocks[0]
-        blocks, self._blocks = self._blocks, type(self._blocks)([first])
+        first = self._armed[0]
+        armed, self._armed = self._armed, type(self._armed)([first])
         try:
             return take(self, fact, now_ms)
         finally:
-            blocks = blocks if self._blocks else type(blocks)(list(blocks)[1:])
-            self._blocks = blocks
+            self._armed = armed if self._armed else type(armed)(list(armed)[1:])
 
     patch.setattr(PlannedRounds, "take", strict)
 
@@ -296,8 +297,8 @@ def the_planned_samples_are_the_weights(patch: Patch) -> Machines:
 def a_stop_waits_for_the_end_of_the_data(patch: Patch) -> None:
     decide = PlannedRounds.decide
 
-    def deaf(self: PlannedRounds, now_ms: float, *, hold: bool, meet: bool) -> list[Command]:
-        return decide(self, now_ms, hold=False, meet=meet)
+    def deaf(self: PlannedRounds, now_ms: float, constraints: Constraints) -> list[Command]:
+        return decide(self, now_ms, replace(constraints, hold=False))
 
     patch.setattr(PlannedRounds, "decide", deaf)
     patch.setattr(GateState, "direct", lambda self, directives: None)
@@ -497,7 +498,12 @@ def replicas_that_differ_go_on(patch: Patch) -> None:
 
 @mutant("S1", 200)
 def windows_are_never_counted_back(patch: Patch) -> None:
-    patch.setattr(ExactRounds, "_steps_of", lambda self, rank, work, rounds: 0)
+    count_back = ExactRounds._count_back
+
+    def none(self: ExactRounds, held: HeldRounds) -> None:
+        count_back(self, replace(held, outcome=replace(held.outcome, round=held.armed.sync.round - 1)))
+
+    patch.setattr(ExactRounds, "_count_back", none)
 
 
 @mutant("S1", 200)
@@ -515,14 +521,14 @@ def a_step_is_counted_back_as_one_batch(patch: Patch) -> None:
 # ---------------------------------------------------------------- snapshots
 @mutant("S8", 1500)
 def a_late_answer_counts_for_the_next_round(patch: Patch) -> None:
-    take = SnapshotRounds.take
+    take = AsyncRounds.take
 
-    def gullible(self: SnapshotRounds, fact: Fact, now_ms: float) -> list[Command]:
+    def gullible(self: AsyncRounds, fact: Fact, now_ms: float) -> list[Command]:
         if isinstance(fact, SnapshotReady) and self._round is not None:
             fact = replace(fact, round=self._round.number)
         return take(self, fact, now_ms)
 
-    patch.setattr(SnapshotRounds, "take", gullible)
+    patch.setattr(AsyncRounds, "take", gullible)
 
 
 @mutant("L1", 50)
@@ -532,7 +538,7 @@ def the_end_of_the_data_is_not_noticed(patch: Patch) -> None:
 
 @mutant("S9", 50)
 def the_run_ends_without_a_last_mean(patch: Patch) -> None:
-    patch.setattr(SnapshotRounds, "_is_dirty", False)
+    patch.setattr(AsyncRounds, "_is_dirty", False)
     patch.setattr(Coordinator, "_position", lambda own, now_ms: Position(1))  # would say that batches are out
 
 
@@ -547,7 +553,7 @@ SLOW_LINKS = Scenario(
 @mutant("L1", SLOW_LINKS)
 def a_short_timeout_is_never_doubled(patch: Patch) -> None:
     constant = property(lambda self: 2.0, lambda self, value: None)
-    patch.setattr(SnapshotRounds, "_timeout_ms", constant, raising=False)
+    patch.setattr(AsyncRounds, "_timeout_ms", constant, raising=False)
 
 
 @mutant("S8", 500)
@@ -565,20 +571,20 @@ def steps_of_an_abandoned_round_are_lost(patch: Patch) -> Machines:
 
 @mutant("S4", 500)
 def steps_of_an_abandoned_round_count_twice(patch: Patch) -> None:
-    abandon = SnapshotRounds._abandon
+    abandon = AsyncRounds._abandon
 
-    def crediting(self: SnapshotRounds, round_: Any) -> Command:
+    def crediting(self: AsyncRounds, round_: Any) -> Command:
         self.global_step += sum(snapshot.steps for snapshot in round_.snapshots.values())
         return abandon(self, round_)
 
-    patch.setattr(SnapshotRounds, "_abandon", crediting)
+    patch.setattr(AsyncRounds, "_abandon", crediting)
 
 
 @mutant("L1", 100)
 def a_throttled_rank_is_never_released(patch: Patch) -> None:
-    deal = SnapshotRounds._deal
+    deal = AsyncRounds._deal
 
-    def forgetting(self: SnapshotRounds, now_ms: float) -> list[Command]:
+    def forgetting(self: AsyncRounds, now_ms: float) -> list[Command]:
         throttled = [state for state in self._ranks if state.is_throttled]
         commands = deal(self, now_ms)
         for state in throttled:
@@ -587,7 +593,7 @@ def a_throttled_rank_is_never_released(patch: Patch) -> None:
         ranks = {rank for rank, state in enumerate(self._ranks) if any(state is t for t in throttled)}
         return [c for c in commands if not (isinstance(c, Send) and c.rank in ranks)]
 
-    patch.setattr(SnapshotRounds, "_deal", forgetting)
+    patch.setattr(AsyncRounds, "_deal", forgetting)
 
 
 @mutant("S13", 50)
@@ -720,7 +726,7 @@ def left_overs_do_not_survive_a_resume(patch: Patch) -> None:
 
 @mutant("S4", Lives(100))
 def a_resumed_run_counts_its_steps_anew(patch: Patch) -> None:
-    for rounds in (PlannedRounds, SnapshotRounds):
+    for rounds in (PlannedRounds, AsyncRounds):
         patch.setattr(rounds, "resume", lambda self, position: None)
 
 
@@ -772,13 +778,13 @@ def one_failure_ends_the_run_of_all(patch: Patch) -> None:
 
 @mutant("S4", Lives(500))
 def what_a_lost_rank_did_before_the_mean_is_forgotten(patch: Patch) -> None:
-    work = Block.work
+    work = ArmedRounds._work
 
-    def forgetful(self: Block, rank: int, outcome: Outcome, untold: int) -> Work:
+    def forgetful(self: ArmedRounds, rank: int, outcome: Outcome, untold: int) -> Work:
         done = work(self, rank, outcome, untold)
         return done if rank in self.acks else replace(done, steps=0)
 
-    patch.setattr(Block, "work", forgetful)
+    patch.setattr(ArmedRounds, "_work", forgetful)
 
 
 @mutant("S7", Lives(300))
@@ -811,7 +817,7 @@ def no_gate_hears_of_a_late_verdict(patch: Patch) -> None:
 
 @mutant("S21", Lives(500))
 def no_acknowledgment_tells_a_late_verdict(patch: Patch) -> None:
-    patch.setattr(Block, "late", ())
+    patch.setattr(HeldRounds, "_late", ())
 
 
 @mutant("S21", Lives(500))
@@ -826,7 +832,7 @@ def nobody_heals(patch: Patch) -> None:
 
 @mutant("S21", Lives(500))
 def a_bad_snapshot_is_averaged(patch: Patch) -> None:
-    patch.setattr(SnapshotRounds, "_is_bad", property(lambda self: False, lambda self, value: None), False)
+    patch.setattr(AsyncRounds, "_is_bad", property(lambda self: False, lambda self, value: None), False)
 
 
 LATE_AND_BAD = Scenario(
@@ -849,14 +855,14 @@ LATE_AND_BAD = Scenario(
 
 @mutant("L1", LATE_AND_BAD)
 def a_bad_snapshot_of_an_abandoned_round_is_never_forgotten(patch: Patch) -> None:
-    take = SnapshotRounds.take
+    take = AsyncRounds.take
 
-    def mindful(self: SnapshotRounds, fact: Fact, now_ms: float) -> list[Command]:
+    def mindful(self: AsyncRounds, fact: Fact, now_ms: float) -> list[Command]:
         self._is_bad |= isinstance(fact, SnapshotReady) and fact.bad
         return take(self, fact, now_ms)
 
-    patch.setattr(SnapshotRounds, "take", mindful)
-    patch.setattr(SnapshotRounds, "wants_meeting", property(lambda self: self._is_bad))
+    patch.setattr(AsyncRounds, "take", mindful)
+    patch.setattr(AsyncRounds, "wants_meeting", property(lambda self: self._is_bad))
 
 
 @mutant("S22", Lives(100))

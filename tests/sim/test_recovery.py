@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from flowdp.machine.coordinator import RunConfig
+from flowdp.machine.config import RunConfig
 from flowdp.options import Policy
 from flowdp.policy.cadence import Cadence
 from flowdp.protocol.position import Position

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from flowdp.machine.coordinator import Coordinator, RunConfig
+from flowdp.machine.config import RunConfig
+from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.worker import Step
 from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.tally import Tally, Work

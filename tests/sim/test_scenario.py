@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
-from flowdp.machine.coordinator import RunConfig
+from flowdp.machine.config import RunConfig
 from flowdp.protocol.messages import Requested
 from flowdp.protocol.position import OpenEpoch, Position
 from flowdp.sim.scenario import Crash, Scenario, Wish

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flowdp.machine.async_rounds import SnapshotRounds
+from flowdp.machine.async_rounds import AsyncRounds
 from flowdp.machine.event_log import Story, replay
 from flowdp.sim import __main__ as command_line
 from flowdp.sim.faults import draw
@@ -104,7 +104,7 @@ def test_seeds_pass(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_failing_seed_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SnapshotRounds, "_is_dirty", False)
+    monkeypatch.setattr(AsyncRounds, "_is_dirty", False)
     assert command_line.main(["--seeds", "20"]) == 1
     said = capsys.readouterr().out
     assert "seed 9: S2: " in said
@@ -116,10 +116,10 @@ def test_a_failing_seed_is_named(capsys: pytest.CaptureFixture[str], monkeypatch
 def test_another_exception_is_a_failure(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: SnapshotRounds, now_ms: float) -> None:
+    def broken(self: AsyncRounds, now_ms: float) -> None:
         raise KeyError("rank")
 
-    monkeypatch.setattr(SnapshotRounds, "_open_round", broken)
+    monkeypatch.setattr(AsyncRounds, "_open_round", broken)
     assert command_line.main(["--seeds", "20"]) == 1
     assert "KeyError: 'rank'" in capsys.readouterr().out
 

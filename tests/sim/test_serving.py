@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from flowdp.machine.barrier_tasks import BarrierPlan
-from flowdp.machine.coordinator import RunConfig
+from flowdp.machine.config import RunConfig
 from flowdp.protocol.messages import CopyReplica, Evaluate, Evaluated, ReplicaCopied, SaveState, StateSaved
 from flowdp.sim.clock import Clock
 from flowdp.sim.effect import Effect, Memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from flowdp.machine.coordinator import RunConfig
+from flowdp.machine.config import RunConfig
 from flowdp.protocol.messages import DataEnded
 from flowdp.protocol.position import Position
 from flowdp.sim.clock import Clock

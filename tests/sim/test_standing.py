@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flowdp.machine.barrier_tasks import MINUTE_MS, BarrierPlan, SavePlan
-from flowdp.machine.coordinator import RunConfig
+from flowdp.machine.config import RunConfig
 from flowdp.policy.monitor import Best, Monitor
 from flowdp.policy.tally import RankSums, Tally, Work
 from flowdp.protocol.commands import EpochEnded, Finish, RoundEnded, Save

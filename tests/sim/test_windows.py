@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from flowdp.machine.coordinator import RunConfig
+from flowdp.machine.config import RunConfig
 from flowdp.machine.worker import Step
 from flowdp.protocol.commands import Finish
 from flowdp.protocol.messages import Outcome, Part

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from flowdp.machine.coordinator import Coordinator, RunConfig
+from flowdp.machine.config import RunConfig
+from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.worker import WorkerMachine
 from flowdp.options import Policy
 from flowdp.protocol.commands import Command, EpochEnded, RoundEnded

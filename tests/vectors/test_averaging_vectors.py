@@ -19,7 +19,8 @@ from flowdp.device.discovery import resolve_devices
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import HostLane
 from flowdp.errors import OptionError, ProtocolError
-from flowdp.machine.coordinator import Coordinator, RunConfig
+from flowdp.machine.config import RunConfig
+from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.gate import GateState
 from flowdp.protocol.commands import Average, Command, RoundAbandoned, RoundEnded, Send
 from flowdp.protocol.messages import (

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from flowdp.machine.async_rounds import SnapshotRounds
-from flowdp.machine.coordinator import Coordinator, RunConfig
+from flowdp.machine.async_rounds import AsyncRounds
+from flowdp.machine.config import RunConfig
+from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.gate import GateState, decide
+from flowdp.machine.rounds import Constraints
 from flowdp.machine.worker import Enter, Idle, Leave, Snapshot, Step, WorkerMachine
 from flowdp.options import CadenceOptions
 from flowdp.policy.cadence import Cadence
@@ -64,13 +66,13 @@ class Free:
         self, batches: int = 1000, *, epochs: int = 1, ratios: Sequence[float] | None = None, **options: Any
     ):
         cadence = Cadence(2, CadenceOptions(**options), ratios)
-        self.machine = SnapshotRounds(Epochs(batches, epochs, None, 2), cadence, 2)
+        self.machine = AsyncRounds(Epochs(batches, epochs, None, 2), cadence, 2)
         self.out: list[list[StartEpoch]] = [[], []]
         self.throttled = [False, False]
         self.requested = False
 
     def decide(self) -> None:
-        for command in self.machine.decide(0.0, hold=False, meet=False):
+        for command in self.machine.decide(0.0, Constraints()):
             assert isinstance(command, Send)
             match command.order:
                 case StartEpoch():
@@ -275,7 +277,7 @@ def _end_of_a_round(vector: Vector) -> Answers:
     said: list[Command] = []
     for rank, steps in enumerate(run.steps()):
         run.machine.take(SnapshotReady(rank, 0, steps, 8 * steps), 0.0)
-    run.machine.decide(0.0, hold=False, meet=False)
+    run.machine.decide(0.0, Constraints())
     run.machine.take(Averaged(0, 1.0, (0.05, 0.03)), 0.0)
     for rank in (0, 1):
         said += run.machine.take(Updated(rank, 0), 0.0)

@@ -1,0 +1,92 @@
+"""Rounds of several steps, as many of each rank as its speed allows (cadence)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from flowdp.machine.armed_rounds import HeldRounds
+from flowdp.machine.epochs import Epochs
+from flowdp.machine.planned_rounds import PlannedRounds
+from flowdp.machine.rounds import Shares
+from flowdp.policy.cadence import Cadence
+from flowdp.policy.ledger import Deal, Ledger
+from flowdp.protocol.commands import Command
+from flowdp.protocol.position import Position
+
+__all__ = ["CadenceRounds"]
+
+DRIFT_EVERY = 4
+"""Where averaging takes more than `DRIFT_SHARE` of a round, the drift is measured in every fourth round."""
+
+DRIFT_SHARE = 0.02
+
+
+class CadenceRounds(PlannedRounds):
+    """Rounds with a quota of steps for each rank, so that all ranks arrive at the same time.
+
+    Args:
+        epochs: Ledgers and tallies.
+        cadence: The quotas.
+        world_size: Ranks, at least 2.
+    """
+
+    shares: ClassVar[Shares] = "steps"
+    may_hurry: ClassVar[bool] = True
+    cadence: Cadence
+
+    def __init__(self, epochs: Epochs, cadence: Cadence, world_size: int) -> None:
+        super().__init__(epochs, world_size)
+        self.cadence = cadence
+
+    @property
+    def anchor(self) -> int:
+        """Steps of the slowest rank in a round."""
+        return self.cadence.anchor
+
+    @property
+    def pace_ms(self) -> tuple[float, ...]:
+        """Time of one step per rank; 0 where not measured. Shape (world_size,)."""
+        return self.cadence.el_che.ms_per_batch if self.cadence.el_che.is_calibrated else super().pace_ms
+
+    def resume(self, position: Position) -> None:
+        """Begin where another run stood; its measurements count where the number of ranks is the same."""
+        super().resume(position)
+        is_same = position.world_size == self.world_size == len(position.pace_ms)
+        if is_same and position.anchor is not None:
+            self.cadence.restore(position.anchor, position.pace_ms, position.drifts)
+
+    def leave(self, rank: int, unreported_samples: int, now_ms: float) -> list[Command]:
+        """Go on without a rank that has failed; see `PlannedRounds.leave`."""
+        self.cadence.leave(rank)
+        return super().leave(rank, unreported_samples, now_ms)
+
+    def _deal(self, ledger: Ledger) -> tuple[int, Deal]:
+        return 1, ledger.deal(self.cadence.quotas, self.cadence.ms_per_step, self.cadence.due)
+
+    @property
+    def _is_paced(self) -> bool:
+        return self.cadence.is_known
+
+    @property
+    def _predicted_pace_ms(self) -> Sequence[float]:
+        if not self.cadence.el_che.is_calibrated:
+            return ()
+        measured = self.cadence.el_che.ms_per_batch
+        slowest = max(measured)
+        return [ms or slowest for ms in measured]
+
+    @property
+    def _wants_drift(self) -> bool:
+        is_cheap = self.times.sync_ms <= DRIFT_SHARE * self.cadence.round_ms
+        return is_cheap or self._round % DRIFT_EVERY == 0
+
+    @property
+    def _weights(self) -> Sequence[float]:
+        return self.cadence.quotas if self.cadence.el_che.is_calibrated else ()
+
+    def _measure(self, held: HeldRounds) -> str:
+        super()._measure(held)
+        paces = [work.pace_ms if rank in self._present else 0.0 for rank, work in enumerate(held.works)]
+        steps = [work.steps for work in held.works]
+        return self.cadence.measured(paces, steps, held.sync_ms, held.drifts or None)

@@ -1,0 +1,56 @@
+"""The class of rounds for each policy: the one place that asks which policy a run has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flowdp.errors import ProtocolError
+from flowdp.machine.async_rounds import AsyncRounds
+from flowdp.machine.cadence_rounds import CadenceRounds
+from flowdp.machine.config import RunConfig
+from flowdp.machine.epochs import Epochs
+from flowdp.machine.exact_rounds import ExactRounds
+from flowdp.machine.rounds import Rounds
+from flowdp.machine.sync_rounds import SingleRounds, SyncRounds
+from flowdp.options import Policy
+from flowdp.policy.cadence import Cadence
+
+__all__ = ["ROUNDS", "make_rounds"]
+
+ROUNDS: Mapping[Policy, type[Rounds]] = {
+    "sync": SyncRounds,
+    "cadence": CadenceRounds,
+    "async": AsyncRounds,
+    "exact": ExactRounds,
+}
+"""Its class says what a policy deals by speed (`shares`), and what it takes the mean of (`averages`)."""
+
+
+def make_rounds(config: RunConfig, epochs: Epochs) -> Rounds:
+    """Make the rounds of a run. One device, and a cadence of one step, need no cadence.
+
+    Raises:
+        ProtocolError: The size of the global batches is missing.
+    """
+    ranks, options = config.world_size, config.cadence
+    match config.policy:
+        case "exact":
+            if config.window is None or config.samples is None:
+                raise ProtocolError(f"exact has to know its windows: {config}")
+            return ExactRounds(
+                epochs,
+                ranks,
+                config.window,
+                config.samples,
+                config.ratios,
+                options.speed_hint,
+                config.least,
+                config.forwards,
+            )
+        case _ if ranks == 1:
+            return SingleRounds(epochs, ranks)
+        case "async":
+            return AsyncRounds(epochs, Cadence(ranks, options, config.ratios), ranks)
+        case "cadence" if options.windows:
+            return CadenceRounds(epochs, Cadence(ranks, options, config.ratios), ranks)
+    return SyncRounds(epochs, ranks)

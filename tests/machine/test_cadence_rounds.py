@@ -1,0 +1,103 @@
+"""Rounds of the cadence: quotas, hurry and drift."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowdp.protocol.commands import Hurry
+from flowdp.protocol.messages import SyncNow
+from flowdp.protocol.position import Position
+from tests.planned import acks, decide, orders, rounds, settle, sync
+
+
+def test_the_first_round_measures_and_nothing_is_armed_behind_it() -> None:
+    machine = rounds()
+    [block] = orders(decide(machine))
+    # Three steps each, in the order in which the ranks will ask for them.
+    assert [block[rank].batches for rank in (0, 1)] == [(0, 2, 4), (1, 3, 5)]
+    assert sync(block[0]) == SyncNow(0, 3, 1, 0, 6, drift=True)
+    # Asked again, there is nothing to add.
+    assert decide(machine) == []
+
+
+def test_a_hint_makes_the_first_round_a_full_one() -> None:
+    machine = rounds(speed_hint=(1, 2.0))
+    first, _second = orders(decide(machine))
+    assert [len(first[0].batches), len(first[1].batches)] == [20, 10]
+
+
+def test_a_late_round_is_hurried_at_its_deadline() -> None:
+    machine = rounds()
+    [probe] = orders(decide(machine))
+    # Nobody knows how long the first round takes.
+    assert machine.deadline_ms() is None
+    settle(machine, acks(probe), 30.0)
+    decide(machine, 30.0)
+    # Predicted 100 ms and 1 ms of averaging, 1.25 times that.
+    assert machine.deadline_ms() == pytest.approx(30.0 + 1.0 + 125.0)
+    assert decide(machine, 155.9) == []
+    assert decide(machine, 156.1) == [Hurry(1)]
+    # Once is enough.
+    assert machine.deadline_ms() is None
+    assert decide(machine, 400.0) == []
+
+
+def test_noise_does_not_shorten_short_rounds() -> None:
+    machine = rounds()
+    [probe] = orders(decide(machine))
+    settle(machine, acks(probe, pace_ms=(1.0, 1.0), sync_ms=0.0), 3.0)
+    decide(machine, 3.0)
+    # A quarter of 10 ms would be less than 20 ms.
+    assert machine.deadline_ms() == pytest.approx(3.0 + 10.0 + 20.0)
+
+
+def test_quotas_are_steps_of_several_batches() -> None:
+    machine = rounds(groups=(2, 1), speed_hint=(1, 2.0))
+    first, _ = orders(decide(machine))
+    assert [(len(first[rank].batches), first[rank].group, first[rank].steps) for rank in (0, 1)] == [
+        (40, 2, 20),
+        (10, 1, 10),
+    ]
+    assert [sync(first[rank]).every for rank in (0, 1)] == [20, 10]
+    assert sync(first[0]).steps == 30
+    # What a hurry leaves comes back in whole steps.
+    record = settle(machine, acks(first, steps=(5, 10), hurried=True))
+    assert (record.global_step, record.reason) == (15, "hurried")
+    assert machine.epochs.of(0).trained == 20
+
+
+def test_drift_is_measured_rarely_where_averaging_is_dear() -> None:
+    machine = rounds(batches=1000, max_anchor=10)
+    [block] = orders(decide(machine))
+    assert sync(block[0]).drift
+    wants = []
+    ready = [block]
+    for _ in range(9):
+        settle(machine, acks(ready.pop(0), sync_ms=50.0))
+        ready += orders(decide(machine))
+    wants = [sync(block[0]).drift for block in ready]
+    number = sync(ready[0][0]).round
+    assert wants == [round % 4 == 0 for round in range(number, number + len(ready))]
+
+
+def test_the_quota_of_a_lost_rank_is_none() -> None:
+    machine = rounds(100, world_size=3)
+    [probe] = orders(decide(machine))
+    settle(machine, acks(probe, pace_ms=(10.0, 20.0, 10.0)))
+    assert machine.cadence is not None
+    machine.leave(1, 0, 0.0)
+    assert machine.cadence.quotas[1] == 0
+    assert min(machine.cadence.quotas[0], machine.cadence.quotas[2]) >= 1
+
+
+def test_what_was_measured_goes_on_where_the_ranks_are_as_many() -> None:
+    position = Position(2, global_step=40, round=7, anchor=20, pace_ms=(5.0, 10.0))
+    machine = rounds()
+    machine.resume(position)
+    first, _second = orders(decide(machine))
+    assert sync(first[0]) == SyncNow(7, 40, 1, 40, 60, drift=True)
+    assert machine.pace_ms == (5.0, 10.0)
+    other = rounds(world_size=3)
+    other.resume(position)
+    [probe] = orders(decide(other))
+    assert sync(probe[0]) == SyncNow(7, 3, 1, 40, 9, drift=True)

@@ -1,0 +1,56 @@
+"""The rounds that a run gets for its policy."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from flowdp.errors import ProtocolError
+from flowdp.machine.async_rounds import AsyncRounds
+from flowdp.machine.cadence_rounds import CadenceRounds
+from flowdp.machine.config import RunConfig
+from flowdp.machine.epochs import Epochs
+from flowdp.machine.exact_rounds import ExactRounds
+from flowdp.machine.policies import ROUNDS, make_rounds
+from flowdp.machine.rounds import Rounds
+from flowdp.machine.sync_rounds import SingleRounds, SyncRounds
+from flowdp.options import CadenceOptions, Policy
+
+WINDOWS = {"policy": "exact", "window": 8, "samples": 30}
+
+
+def made(**given: Any) -> Rounds:
+    config = RunConfig(**{"world_size": 2, "batches": 4, "epochs": 1, **given})
+    return make_rounds(config, Epochs(config.batches, config.epochs, None, config.world_size))
+
+
+@pytest.mark.parametrize(
+    ("given", "rounds", "has_cadence"),
+    [
+        ({"policy": "sync"}, SyncRounds, False),
+        ({"policy": "cadence"}, CadenceRounds, True),
+        ({"policy": "async"}, AsyncRounds, True),
+        # Nothing to wait for, or nothing to gain: rounds of single steps.
+        ({"policy": "sync", "world_size": 1}, SingleRounds, False),
+        ({"policy": "async", "world_size": 1}, SingleRounds, False),
+        ({"policy": "cadence", "cadence": CadenceOptions(max_anchor=0)}, SyncRounds, False),
+        ({"policy": "cadence", "cadence": CadenceOptions(max_batch_diff=0)}, SyncRounds, False),
+        ({"policy": "async", "cadence": CadenceOptions(max_batch_diff=0)}, AsyncRounds, True),
+        (WINDOWS, ExactRounds, False),
+        ({**WINDOWS, "world_size": 1}, ExactRounds, False),
+    ],
+)
+def test_the_class_of_a_run(given: dict[str, Any], rounds: type, has_cadence: bool) -> None:
+    machine = made(**given)
+    assert type(machine) is rounds
+    assert (machine.cadence is not None) is has_cadence
+
+
+def test_exact_needs_the_size_of_its_windows() -> None:
+    with pytest.raises(ProtocolError, match="exact has to know its windows"):
+        made(policy="exact", window=8)
+
+
+def test_each_policy_has_a_class() -> None:
+    assert set(ROUNDS) == set(get_args(Policy))
