@@ -19,6 +19,9 @@ import pytest
 
 GRACE_S = 2.0  # for threads that are on their way out when the test returns
 
+if os.name != "posix":  # benches of reliability fork, kill and limit processes
+    collect_ignore = ["bench"]
+
 FASHION_MNIST_PLACES = (
     Path("/usr/share/datasets/fashion-mnist"),  # Debian's package dataset-fashion-mnist
     Path(__file__).resolve().parents[2] / "shared/data/fashion-mnist",
@@ -99,7 +102,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a `gpu(n)` test on a machine with fewer CUDA devices."""
+    """Skip a test that this system cannot run, and a `gpu(n)` test on a machine with fewer CUDA devices."""
+    if os.name != "posix" and item.get_closest_marker("posix"):
+        pytest.skip("needs fork, signals, named pipes, links or locked files of a POSIX system")
+    if sys.platform != "linux" and item.get_closest_marker("linux"):
+        pytest.skip("needs /proc or /dev/full of Linux")
     marker = item.get_closest_marker("gpu")
     if marker is None:
         return

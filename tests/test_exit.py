@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.posix
+
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 200
 """Of a process that hangs: beside many others one takes half a minute to import torch and to train."""

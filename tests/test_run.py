@@ -361,6 +361,7 @@ def test_a_rate_that_is_none(lr: Any) -> None:
 
 
 # ---------------------------------------------------------------- Ctrl-C
+@pytest.mark.posix
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("where", ["join", "metrics", "fit", "block"])
 def test_ctrl_c_ends_the_run_and_keeps_what_it_has_made(policy: str, where: str) -> None:

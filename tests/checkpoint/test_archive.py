@@ -196,23 +196,27 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "a.pt"
 
 
+@pytest.mark.posix
 def test_a_link_is_not_read(path: Path) -> None:
     link = path.with_name("link.pt")
     link.symlink_to(path)
     assert "symbolic link" in refusal(link)
 
 
+@pytest.mark.posix
 def test_a_folder_may_be_a_link(path: Path, tmp_path: Path) -> None:
     (tmp_path / "folder").symlink_to(path.parent)
     assert read(tmp_path / "folder" / "a.pt")["version"] == 1
     write(tmp_path / "folder" / "b.pt", checkpoint())
 
 
+@pytest.mark.posix
 def test_a_pipe_is_not_waited_for(path: Path) -> None:
     os.mkfifo(path.with_name("pipe.pt"))
     assert "no plain file" in refusal(path.with_name("pipe.pt"))
 
 
+@pytest.mark.posix
 @pytest.mark.parametrize("name", ["a.pt", "a.pt.tmp", "best.pt", "best.pt.tmp"])
 @pytest.mark.parametrize("links", [True, False])
 def test_what_a_link_points_to_is_not_written_to(
@@ -234,6 +238,7 @@ def test_what_a_link_points_to_is_not_written_to(
     assert read(path)["version"] == 1
 
 
+@pytest.mark.posix
 def test_a_pipe_where_the_file_is_written(path: Path) -> None:
     os.mkfifo(path.with_name("a.pt.tmp"))
     write(path, checkpoint())

@@ -168,6 +168,7 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
 STEPS = ("fsync", "read", "_name_also", "replace", "_sync_folder")
 
 
+@pytest.mark.posix
 @pytest.mark.parametrize("at", [*((step, "before") for step in STEPS), *((step, "after") for step in STEPS)])
 def test_a_process_that_is_killed_leaves_whole_files(tmp_path: Path, at: tuple[str, str]) -> None:
     options = CheckpointOptions(tmp_path, keep_last=1, keep_best=("loss", "min"))

@@ -19,6 +19,8 @@ from flowdp.checkpoint import folder_lock
 from flowdp.checkpoint.folder_lock import NAME, FolderLock
 from tests.watched import Watched, both
 
+pytestmark = pytest.mark.posix
+
 ROOT = Path(__file__).resolve().parents[2]
 
 HOLDER = """

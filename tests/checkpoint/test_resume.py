@@ -128,6 +128,7 @@ def test_a_folder_that_another_run_has_filled(tmp_path: Path, resume: Any) -> No
         find(given, store(tmp_path / "theirs"))
 
 
+@pytest.mark.posix
 def test_the_same_folder_by_another_name_is_its_own(tmp_path: Path) -> None:
     file = store(tmp_path / "real").save(state(), version=1, global_step=2)
     (tmp_path / "link").symlink_to(tmp_path / "real")

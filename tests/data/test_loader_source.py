@@ -309,6 +309,7 @@ class Process(Counted):
         return os.getpid()
 
 
+@pytest.mark.posix
 def test_the_processes_live_through_all_epochs_and_a_ctrl_c(runs):
     run = runs(Process(), epochs=5, num_workers=2, batch_size=5)
     pids = set(run.take(0, 0, 0).tolist() + run.take(0, 0, 1).tolist())
@@ -385,6 +386,7 @@ def test_a_dataset_that_exits(runs):
     assert isinstance(runs(Exits()).failed.get(timeout=5).__cause__, SystemExit)
 
 
+@pytest.mark.posix
 @pytest.mark.parametrize("collate_fn", [None, list], ids=["tensors", "plain numbers"])
 def test_a_worker_process_that_dies(runs, collate_fn):
     class Dies(Counted):

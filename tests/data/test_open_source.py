@@ -254,6 +254,7 @@ def test_a_plain_random_sampler_becomes_the_seeded_order(dataset, loader):
     ]
 
 
+@pytest.mark.posix
 def test_what_a_loader_says_is_used():
     started = torch.zeros(2, dtype=torch.int64).share_memory_()
 
@@ -401,6 +402,7 @@ def test_an_iterable_dataset_of_batches():
     assert [ours.samples_in(0, batch) for batch in (0, 1)] == [3, 1]
 
 
+@pytest.mark.posix
 def test_what_a_loader_of_an_iterable_dataset_says_is_used():
     started = torch.zeros(2, dtype=torch.int64).share_memory_()
 

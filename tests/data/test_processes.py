@@ -36,6 +36,7 @@ def opened(dataset: Any, **options: Any) -> tuple[Any, Processes]:
     return iterator, Processes(iterator)
 
 
+@pytest.mark.posix
 def test_all_is_read_and_no_process_and_no_thread_is_left():
     before = set(threading.enumerate())
     iterator, processes = opened(Numbers())
@@ -45,6 +46,7 @@ def test_all_is_read_and_no_process_and_no_thread_is_left():
     assert set(threading.enumerate()) == before
 
 
+@pytest.mark.posix
 def test_the_wait_ends_when_a_process_dies():
     iterator, processes = opened(Numbers(dies=True))
     begin_s = time.perf_counter()
@@ -54,6 +56,7 @@ def test_the_wait_ends_when_a_process_dies():
     processes.shut_down()
 
 
+@pytest.mark.posix
 def test_the_wait_has_an_end():
     iterator, processes = opened(Numbers())
     list(iterator)
@@ -62,6 +65,7 @@ def test_the_wait_has_an_end():
     processes.shut_down()
 
 
+@pytest.mark.posix
 def test_processes_inside_the_dataset_are_ended():
     class Stuck(Numbers):
         inside = multiprocessing.get_context("fork").Semaphore(0)

@@ -561,6 +561,7 @@ def test_ranks_of_one_card_tell_the_allocator_what_they_read(monkeypatch: pytest
         held.clear()
 
 
+@pytest.mark.posix
 def test_what_an_interrupt_left_running_ends_before_the_module_is_looked_at() -> None:
     """Or it would count as sent what it has not sent."""
     module = mlp()

@@ -900,6 +900,7 @@ def test_the_process_is_as_before(setup: Setup) -> None:
     assert sys.getswitchinterval() == before
 
 
+@pytest.mark.posix
 @two
 def test_after_a_ctrl_c_the_next_call_works(setup: Setup) -> None:
     release = threading.Event()
@@ -1235,6 +1236,7 @@ def test_a_failure_in_a_part_says_how_the_call_was_cut_and_appears_once(setup: S
     assert other.endswith("flowdp: on rank 1, cpu")
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # by LBFGS of torch 2.8
 def test_an_optimizer_with_a_closure(setup: Setup) -> None:
     losses = []
     for prepare in (setup, lambda model, _: model):

@@ -142,6 +142,7 @@ def test_afterwards_two_threads_get_the_same_objects() -> None:
     assert int(same) > 2000
 
 
+@pytest.mark.posix
 def test_threads_of_a_forked_process_differentiate() -> None:
     """Without the call about 1 of 150 die of a segmentation fault: two throw the parent's engine away."""
     assert output(FORKS) == ["0"]

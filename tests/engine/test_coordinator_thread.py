@@ -292,12 +292,14 @@ def test_averaging_beside_the_training_that_fails(monkeypatch: pytest.MonkeyPatc
     assert threads() == []
 
 
+@pytest.mark.linux
 def test_a_story_on_a_full_disk() -> None:
     with pytest.raises(OptionError, match=r"story cannot be written to '/dev/full' .*No space left"):
         start("sync", story="/dev/full")
     assert threads() == []
 
 
+@pytest.mark.posix
 def test_a_story_that_can_no_longer_be_written(tmp_path: Path, release: threading.Event) -> None:
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         if current_worker().local_step == 1:

@@ -211,6 +211,7 @@ def stalled(**options: Any) -> flowdp.StallError:
     return caught.value
 
 
+@pytest.mark.posix
 def test_a_stall_names_the_process_that_does_not_deliver() -> None:
     opened = multiprocessing.get_context("fork").Event()
     loader = torch.utils.data.DataLoader(

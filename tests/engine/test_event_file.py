@@ -47,6 +47,7 @@ def trainer(story: Path, **options: Any) -> Trainer:
     )
 
 
+@pytest.mark.linux
 @needs_full
 def test_a_disk_that_fills_up_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "run.jsonl"
@@ -68,6 +69,7 @@ def test_a_disk_that_fills_up_ends_nothing(tmp_path: Path, caplog: pytest.LogCap
     assert replay(lines).events == len(lines) - 1
 
 
+@pytest.mark.linux
 @needs_full
 def test_a_disk_that_is_full_before_is_told_at_the_start() -> None:
     with pytest.raises(OptionError, match=r"story cannot be written to '/dev/full' .*; give another path"):
@@ -83,6 +85,7 @@ def test_lines_are_written_until_it_is_closed(tmp_path: Path) -> None:
     assert file.path.read_text() == "one\n"
 
 
+@pytest.mark.posix
 def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OptionError, match="give another path"):

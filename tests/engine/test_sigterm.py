@@ -175,6 +175,7 @@ def test_a_handler_that_is_not_pythons_is_left_alone(monkeypatch: pytest.MonkeyP
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.posix
 def test_by_default_the_second_ends_the_process_and_a_forked_one_the_first() -> None:
     program = """
 import os, signal, threading, warnings

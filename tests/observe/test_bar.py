@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import os
-import pty
 import re
 import struct
 import sys
-import termios
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -215,6 +212,10 @@ class Screen:
 @contextmanager
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """A pseudo terminal for stdout and stderr; at the end the list has the lines that are to be seen."""
+    import fcntl  # not on Windows, nor are the other two
+    import pty
+    import termios
+
     outside, inside = pty.openpty()
     fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 120, 0, 0))
     written: list[bytes] = []
@@ -263,6 +264,7 @@ def check(seen: list[str], *printed: str) -> None:
     assert [line for line in seen if line not in (*bar, "")] == list(printed)
 
 
+@pytest.mark.posix
 def test_what_a_loop_prints_comes_out_clean(monkeypatch: pytest.MonkeyPatch) -> None:
     printed = []
     with terminal(monkeypatch) as seen:
@@ -276,6 +278,7 @@ def test_what_a_loop_prints_comes_out_clean(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(printed) == 3
 
 
+@pytest.mark.posix
 def test_what_a_callback_prints_comes_out_clean(monkeypatch: pytest.MonkeyPatch) -> None:
     class Prints(Callback):
         def on_epoch_end(self, metrics: EpochMetrics) -> None:
@@ -293,6 +296,7 @@ def test_what_a_callback_prints_comes_out_clean(monkeypatch: pytest.MonkeyPatch)
     )
 
 
+@pytest.mark.posix
 def test_a_resumed_run_prints_no_old_epoch_as_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     before = small(epochs=2).fit()
     printed = []

@@ -53,6 +53,7 @@ def test_stop_leaves_a_checkpoint_of_the_last_round(tmp_path: Path, witness: Wit
     assert run.status().problems == ()
 
 
+@pytest.mark.posix
 @pytest.mark.parametrize("policy", POLICIES)
 def test_ctrl_c_leaves_a_checkpoint_and_fills_the_model(
     tmp_path: Path, witness: Witness, policy: str
@@ -75,6 +76,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_fills_the_model(
     assert torch.equal(module.trained, run.state.state_dict["trained"])
 
 
+@pytest.mark.posix
 def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, witness: Witness) -> None:
     with held_at(witness, 9) as inside:
         run = trainer(witness, "sync", 2, checkpoint=tmp_path, **ENDLESS).start()
@@ -98,6 +100,7 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, witness: Witness) -> None
     assert newest(tmp_path)["global_step"] == run.join().global_step
 
 
+@pytest.mark.posix
 @pytest.mark.parametrize("policy", POLICIES)
 def test_sigterm_stops_where_that_was_asked_for(tmp_path: Path, witness: Witness, policy: str) -> None:
     before = signal.getsignal(signal.SIGTERM)

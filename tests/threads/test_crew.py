@@ -121,6 +121,7 @@ class Interrupted:
         self.is_done = True
 
 
+@pytest.mark.posix
 def test_the_call_after_a_ctrl_c_waits_for_what_still_runs(crew: Crew) -> None:
     left = Interrupted(crew)
     assert not left.is_done
@@ -150,6 +151,7 @@ def test_a_ctrl_c_just_behind_a_wait_leaves_nothing_to_wait_for() -> None:
     assert job.result == 3
 
 
+@pytest.mark.posix
 def test_settle_waits_for_what_still_runs(crew: Crew) -> None:
     left = Interrupted(crew)
     timer = threading.Timer(0.1, left.release.set)
@@ -159,6 +161,7 @@ def test_settle_waits_for_what_still_runs(crew: Crew) -> None:
     timer.join()
 
 
+@pytest.mark.posix
 def test_a_ctrl_c_while_waiting_for_what_still_runs_is_heard(crew: Crew) -> None:
     left = Interrupted(crew)
     main = threading.main_thread().ident or 0

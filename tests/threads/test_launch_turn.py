@@ -216,6 +216,7 @@ def test_ranks_that_wait_for_each_other_inside_go_on_without_a_turn(monkeypatch:
     assert turn._held == 0
 
 
+@pytest.mark.posix
 def test_an_interrupted_wait_leaves_no_turn_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_turn, "TIMEOUT_S", WAIT_S)
     turn, go = LaunchTurn(2, limit=Fixed(2, 1)), threading.Event()

@@ -69,6 +69,7 @@ threading.Event().wait()
 """
 
 
+@pytest.mark.posix
 def test_what_a_process_has_started_ends_with_it(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

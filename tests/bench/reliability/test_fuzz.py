@@ -33,6 +33,7 @@ def test_half_of_them_have_a_right_checksum_and_all_can_be_made_again(tmp_path: 
     assert len(set(MUTATIONS)) == 8
 
 
+@pytest.mark.posix
 @pytest.mark.parametrize(
     ("what", "said"), [("raises", "KeyError: \"'x'\""), ("ends", "gone"), ("hangs", "hangs for 0.5 s")]
 )

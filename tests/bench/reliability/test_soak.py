@@ -49,6 +49,7 @@ def test_files_objects_and_memory_that_stay(monkeypatch: pytest.MonkeyPatch) -> 
     assert [line.partition(" ")[0] for line in report.verdict()] == ["files", "objects", "memory"]
 
 
+@pytest.mark.posix
 def test_threads_and_processes_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     def leak() -> None:
         threading.Thread(target=end.wait, name="stray").start()
