@@ -14,7 +14,7 @@ from flowdp.device.streams import HostLane, Lane
 from flowdp.policy.pool_size import PoolSize
 
 CPU = torch.device("cpu")
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def mlp() -> nn.Sequential:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from types import TracebackType
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class Watched:

@@ -21,7 +21,7 @@ from flowdp.policy.tally import EpochMetrics, RankMetrics, RankSums
 from flowdp.protocol.commands import Save
 from flowdp.protocol.position import OpenEpoch, Position
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def metrics(epoch: int, loss: float) -> EpochMetrics:

@@ -21,7 +21,7 @@ from tests.fakes import FakeCuda
 
 CPU = torch.device("cpu")
 SIZES = {torch.float32: 100, torch.bfloat16: 30}
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class World:

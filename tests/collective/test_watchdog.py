@@ -17,7 +17,7 @@ from tests.fakes import FakeCuda, FakeEvent
 CARDS = [torch.device("cuda", 0), torch.device("cuda", 1)]
 LIMIT_S = 0.05
 LOOKS = 12  # three times the limit
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Mark(FakeEvent):

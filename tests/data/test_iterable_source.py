@@ -18,7 +18,7 @@ from flowdp.errors import CheckpointError, DataError, ProtocolError
 from flowdp.protocol.position import OpenEpoch, Position
 from tests.data.test_loader_source import Watched
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class Stream(IterableDataset[Any]):

@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 from flowdp.data import shared
 from flowdp.data.shared import ReadingTurns, reachable
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class Rows(Dataset[Any]):

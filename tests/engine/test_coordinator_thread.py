@@ -21,7 +21,7 @@ from flowdp.device.streams import HostLane
 from flowdp.machine.coordinator import Coordinator
 from flowdp.protocol.messages import SyncAck
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from flowdp.protocol.commands import Quarantined
 from flowdp.protocol.messages import Arrival
 from flowdp.threads.gate import Gate
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def worker(rank: int, **seen: Any) -> Any:

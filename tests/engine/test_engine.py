@@ -38,7 +38,7 @@ from tests.watched import Watched, both
 
 pytestmark = pytest.mark.usefixtures("lanes")
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def mse(model: nn.Module, batch: Any) -> Tensor:

@@ -84,7 +84,7 @@ def witness() -> Witness:
     return Witness()
 
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Door:

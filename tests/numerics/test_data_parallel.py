@@ -248,13 +248,14 @@ def context_loss(context: flowdp.LossContext) -> Tensor:
 @pytest.mark.parametrize(
     ("lanes", "kind", "cadence"),
     [
-        *(("cpu", kind, cadence) for kind in OPTIMIZERS for cadence in (True, False, "record")),
+        *(("cpu", "adamw", cadence) for cadence in (True, False, "record")),
+        ("cpu", "sgd", "record"),
         # Not True: by measured times, which faked streams stretch, windows take hundreds of batches.
         *(("streams", "adamw", cadence) for cadence in (False, "record")),
     ],
     indirect=["lanes"],
 )
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [1, 2, 4])
 def test_windows(user, count, kind, cadence, has_loss):
     data, model, twin = Epochs(), network(), network()
     optimizer, by_hand = (OPTIMIZERS[kind](groups(m)) for m in (model, twin))

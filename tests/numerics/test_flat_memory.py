@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import flowdp
 from flowdp.replica.replica import Replica
 
-SAMPLES, BATCH_SIZE, EPOCHS = 256, 4, 2
+SAMPLES, BATCH_SIZE, EPOCHS = 128, 4, 2
 WIDTH = 16
 """Fused kernels round the last elements of a tensor, which do not fill a vector, in another way."""
 

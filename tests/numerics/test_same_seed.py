@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 import flowdp
 from flowdp.device.worker_context import CurrentWorker
 
-SAMPLES, BATCH_SIZE, EPOCHS = 203, 8, 3
+SAMPLES, BATCH_SIZE, EPOCHS = 203, 8, 2
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ from flowdp.threads import launch_turn
 
 pytestmark = pytest.mark.usefixtures("lanes")
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def mse(model: nn.Module, batch: Any) -> Tensor:

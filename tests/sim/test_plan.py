@@ -25,7 +25,7 @@ def mixes(count: int) -> list[list[float]]:
 @pytest.mark.parametrize(("policy", "mean"), [("cadence", 0.98), ("async", 0.99)])
 def test_unequal_devices_are_used(policy: Policy, mean: float) -> None:
     """An averaging costs 2 % of a slow step; a run has 250 batches for each device."""
-    count = 200 if policy == "cadence" else 50
+    count = 100 if policy == "cadence" else 25
     found = [
         simulate(speeds, sync_ms=0.02 * max(speeds), batches=250 * len(speeds), policy=policy).efficiency
         for speeds in mixes(count)

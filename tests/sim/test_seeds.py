@@ -68,7 +68,7 @@ def test_seeds_of_steps_of_several_batches(first: int) -> None:
 
 @pytest.mark.parametrize("first", [1, 8, 12])
 def test_seeds_of_several_lives(first: int) -> None:
-    for seed in range(first, 4500, 15):
+    for seed in range(first, 3000, 15):
         play(draw(seed))
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from flowdp.threads.crew import Crew, _Job
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @pytest.fixture

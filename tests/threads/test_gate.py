@@ -20,8 +20,8 @@ from flowdp.protocol.messages import Arrival, Directives, Outcome
 from flowdp.threads.gate import Gate, Waiting
 from tests.watched import Watched
 
-STRESS_ROUNDS = int(os.environ.get("FLOWDP_GATE_ROUNDS", "100000"))
-JOIN_S = 30.0
+STRESS_ROUNDS = int(os.environ.get("FLOWDP_GATE_ROUNDS", "30000"))
+JOIN_S = 120.0
 
 
 def arrival(rank: int, round: int = 0, global_step: int = 0, left: int = 0) -> Arrival:

@@ -13,7 +13,7 @@ from flowdp.policy.launch_limit import LaunchLimit, Window
 from flowdp.threads import launch_turn
 from flowdp.threads.launch_turn import LaunchTurn, RankTurn
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Fixed(LaunchLimit):
