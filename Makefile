@@ -56,7 +56,7 @@ sizes:
 
 ## make sim      random virtual clusters; SEEDS=100000 for a night
 sim: $(STAMP)
-	@$(RUN) -m flowdp.sim --seeds $(SEEDS) $(ARGS)
+	@$(RUN) -m tests.simulator --seeds $(SEEDS) $(ARGS)
 
 ## make soak     every failure in every kind of run, then random runs: does anything grow? SOAK_SECONDS each
 soak: $(STAMP)

@@ -20,9 +20,11 @@ from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.event_log import Story
 from flowdp.options import CadenceOptions, Policy
 from flowdp.protocol.messages import Arrival
-from flowdp.sim.faults import Scenario, draw
+from flowdp.sim.scenario import Scenario
 from flowdp.sim.world import World
 from flowdp.threads.gate import Gate
+from tests.simulator.cluster import JudgedWorld
+from tests.simulator.faults import draw
 
 RANKS = 8
 GATE_ROUNDS = 2_000
@@ -98,7 +100,7 @@ def runs_per_s() -> float:
     """Virtual runs of drawn scenarios per second of one core."""
     started = thread_time()
     for seed in range(SEEDS):
-        World(draw(seed)).run()
+        JudgedWorld(draw(seed)).run()
     return SEEDS / (thread_time() - started)
 
 
@@ -113,7 +115,7 @@ def main() -> None:
         figures[f"coordinator_{policy}_with_story_us"] = median(times)
         times = [coordinator_us(world, story=False) for _ in range(arguments.pairs)]
         figures[f"coordinator_{policy}_us"] = median(times)
-        figures[f"coordinator_{policy}_facts_per_step"] = len(world.facts) / sum(world.rules.steps)
+        figures[f"coordinator_{policy}_facts_per_step"] = len(world.facts) / world.coordinator.global_step
     figures["simulator_runs_per_s"] = median(runs_per_s() for _ in range(arguments.pairs))
     results: list[Comparison] = []
     for ranks in (2, 4, 8):

@@ -2,37 +2,57 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
 from flowdp.errors import CollectiveAborted
 from flowdp.machine.gate import GateState
-from flowdp.machine.worker import Leave
-from flowdp.protocol.messages import Arrival, Directives, Outcome, SyncAck
+from flowdp.protocol.messages import Arrival, Directives, Outcome
+from flowdp.sim.clock import Clock
+from flowdp.sim.shell import Shell
 
-if TYPE_CHECKING:
-    from flowdp.sim.world import World
-
-__all__ = ["VirtualGate"]
+__all__ = ["Cluster", "VirtualGate"]
 
 ABORTED = 2**62
 """The gate's hurry after an abort."""
 
 
+class Cluster(Protocol):
+    """The ranks that meet at a gate."""
+
+    clock: Clock
+    ranks: Sequence[Shell]
+
+    def say(self, text: str, *about: object) -> None:
+        """Tell the trace of an event."""
+
+    def crashes(self, number: int, where: str) -> bool:
+        """Whether a rank fails now that it comes to such an act."""
+
+    def held(self, outcome: Outcome, sync_ms: float) -> None:
+        """A round was held, and its mean is in."""
+
+    def released(self, number: int) -> None:
+        """A rank has left the aborted gate without an outcome."""
+
+
 class VirtualGate:
-    """Where the ranks of a world meet; a meeting is complete only when all members stand in it.
+    """The gate of a virtual cluster; a meeting is complete only when all members stand in it.
 
     Args:
-        world: Whose ranks.
+        cluster: The ranks.
         state: The machine that decides.
+        sync_ms: Time of one averaging.
 
     Attributes:
         hurry: Rounds up to this number are entered with the steps there are.
     """
 
-    def __init__(self, world: World, state: GateState) -> None:
+    def __init__(self, cluster: Cluster, state: GateState, sync_ms: float) -> None:
         self.hurry = -1
-        self._world = world
+        self._cluster = cluster
         self._state = state
+        self._sync_ms = sync_ms
 
     @property
     def is_aborted(self) -> bool:
@@ -40,19 +60,19 @@ class VirtualGate:
         return self._state.error is not None
 
     def direct(self, directives: Directives) -> None:
-        """Replace what the next outcome will say."""
+        """Replace the directives of the next outcome."""
         self._state.direct(directives)
 
     def enter(self, arrival: Arrival) -> None:
         """A rank comes in, and goes on when all have come and their mean is there."""
-        rank = self._world.ranks[arrival.rank]
-        rank.state = "gate"
-        rank.entered_ms = self._world.clock.now_ms
-        self._world.say("rank {} enters the gate: {}", arrival.rank, arrival)
+        cluster = self._cluster
+        rank = cluster.ranks[arrival.rank]
+        rank.state, rank.entered_ms = "gate", cluster.clock.now_ms
+        cluster.say("rank {} enters the gate: {}", arrival.rank, arrival)
         try:
             outcome = self._state.enter(arrival)
         except CollectiveAborted:
-            self._released(arrival.rank)
+            cluster.released(arrival.rank)
             return
         if outcome is not None:
             self._hold(outcome)
@@ -64,67 +84,27 @@ class VirtualGate:
             self._hold(outcome)
 
     def abort(self, reason: str) -> None:
-        """Release everybody, for good."""
+        """Release all ranks, for good."""
         self._state.abort(reason)
         self.hurry = ABORTED
-        for number, rank in enumerate(self._world.ranks):
+        for number, rank in enumerate(self._cluster.ranks):
             if rank.state == "gate":
-                self._world.clock.after(0.0, self._released, number)
+                self._cluster.clock.after(0.0, self._cluster.released, number)
 
     def _hold(self, outcome: Outcome) -> None:
-        world = self._world
-        world.say("gate: {}", outcome)
+        cluster = self._cluster
+        cluster.say("gate: {}", outcome)
         for member in outcome.members:
-            world.ranks[member].wait_ms += world.clock.now_ms - world.ranks[member].entered_ms
+            rank = cluster.ranks[member]
+            rank.wait_ms += cluster.clock.now_ms - rank.entered_ms
         for member in outcome.members:
-            if world.crashes(member, "mean"):
+            if cluster.crashes(member, "mean"):
                 # Its part of the mean is missing: the round is an error for all.
                 self.abort(f"rank {member} failed in round {outcome.round}")
                 return
-        world.clock.after(self._sync_ms(outcome), self._held, outcome)
+        sync_ms = self._sync_ms if len(outcome.members) > 1 else 0.0
+        cluster.clock.after(sync_ms, self._end, outcome, sync_ms)
 
-    def _held(self, outcome: Outcome) -> None:
-        if self.is_aborted:
-            return
-        world = self._world
-        for member in outcome.members:
-            world.rules.met(member, outcome)
-        for member in outcome.members:
-            rank = world.ranks[member]
-            rank.state = "idle"
-            done = rank.machine.met(outcome)
-            rank.met()
-            if world.source is not None:
-                world.source.settle(member)
-            if done is not None:
-                bits = self._bits(member, done.epoch) if outcome.compare else None
-                is_bad = rank.unread is not None
-                rank.read()
-                work, sync_ms = rank.work(done), self._sync_ms(outcome)
-                ack = SyncAck(
-                    member, outcome, work, sync_ms, rank.wait_ms, 0.001, bits, norm=None, bad=is_bad
-                )
-                rank.wait_ms = 0.0
-                world.fact(ack, ("up", member))
-            world.clock.after(0.0, world.resume, member, "idle")
-
-    def _released(self, number: int) -> None:
-        """The gate was aborted: wait for the order to leave."""
-        world = self._world
-        rank = world.ranks[number]
-        if rank.state == "gone":
-            return
-        rank.state = "released"
-        rank.wake(world.clock.now_ms)
-        if isinstance(rank.machine.next(-1), Leave):
-            world.leave(number, None)
-        else:
-            # The order is on its way: look again when it has come.
-            world.clock.after(world.scenario.latency_ms + 0.01, self._released, number)
-
-    def _sync_ms(self, outcome: Outcome) -> float:
-        return self._world.scenario.sync_ms if len(outcome.members) > 1 else 0.0
-
-    def _bits(self, number: int, epoch: int) -> int:
-        differs = self._world.scenario.differs
-        return int(differs is not None and differs[0] == number and epoch >= differs[1])
+    def _end(self, outcome: Outcome, sync_ms: float) -> None:
+        if not self.is_aborted:
+            self._cluster.held(outcome, sync_ms)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Literal
 
-from flowdp.machine.barrier_tasks import BarrierPlan
 from flowdp.machine.config import RunConfig
+from flowdp.machine.worker import Step
 from flowdp.protocol.messages import Requested
 
 __all__ = ["LATENCY_MS", "STALL", "Crash", "Disturbance", "Scenario", "Wish"]
@@ -149,62 +147,13 @@ class Scenario:
             return min(window, samples - batch * window)
         return self.last_batch if batch == self.length(epoch) - 1 else self.batch_size
 
+    def samples_of(self, step: Step) -> int:
+        """Samples that a rank trains in a step."""
+        if step.part is not None:
+            return step.part.samples
+        return sum(self.samples_in(step.epoch, batch) for batch in step.batches)
+
     def step_ms(self, rank: int, samples: int) -> float:
         """Mean time of a step."""
         ms = self.ms_per_step[rank]
         return ms if self.config.window is None else ms * samples / self.batch_size
-
-    @property
-    def longest_step_ms(self) -> float:
-        """No step takes longer than this."""
-        slowed = self.slow_from[2] if self.slow_from else 1.0
-        slowed = max(slowed, self.disturbance.factor if self.disturbance else 1.0)
-        whole = max(self.step_ms(rank, self.config.window or 0) for rank in range(len(self.ms_per_step)))
-        return whole * (1 + self.noise) * slowed * (STALL if self.stall else 1.0)
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether all ranks are as fast as ever, and rounds as long as the cadence wants them."""
-        config = self.config
-        changes = (self.noise, self.stall, self.slow_from, self.disturbance, self.crashes, config.start)
-        limits = (config.ratios, config.cadence.max_batch_diff is not None)
-        return config.policy == "cadence" and config.batches is not None and not any((*changes, *limits))
-
-    @property
-    def stands(self) -> bool:
-        """Whether all ranks may stand still for some barrier task."""
-        is_wanted = any(wish.request.what in ("checkpoint", "snapshot") for wish in self.wishes)
-        return is_wanted or self.config.tasks != BarrierPlan() or bool(self.bad_steps)
-
-    @property
-    def standstills(self) -> int:
-        """There are no more of them."""
-        epochs, save = self.config.epochs or 1, self.config.tasks.save
-        steps = sum(self.length(epoch) for epoch in range(epochs))
-        # After a checkpoint a round is held before the next one is due, whatever the clock says.
-        saves = (
-            0 if save is None or save.unit == "epoch" else steps / (save.every if save.unit == "step" else 1)
-        )
-        return 2 * epochs + len(self.wishes) + len(self.bad_steps) + math.ceil(saves) + 2
-
-    @property
-    def standstill_ms(self) -> float:
-        """No standstill takes longer than this: a heal, two evaluations, two captures."""
-        evaluation_ms = (self.eval_batches + 1) * 1.5 * self.eval_ms
-        return 2 * evaluation_ms + 2 * self.capture_ms + self.sync_ms + 12 * self.latency_ms
-
-    @cached_property
-    def most_rounds(self) -> int:
-        """No run holds more of them."""
-        steps = sum(self.length(epoch) for epoch in range(self.config.epochs or 1))
-        return 100 + 10 * (steps + self.standstills)
-
-    @cached_property
-    def longest_run_ms(self) -> float:
-        """No run that ends by itself takes longer than this."""
-        steps = sum(self.length(epoch) for epoch in range(self.config.epochs or 1))
-        per_step = self.longest_step_ms + self.sync_ms + 6 * self.latency_ms + self.read_ms
-        last_wish_ms = max((wish.at_ms for wish in self.wishes), default=0.0)
-        lateness_ms = (steps * 4 + 20) * (self.lost_snapshot + self.late_snapshot) * LATENCY_MS * 8
-        trained_ms = 4 * steps * per_step + self.standstills * self.standstill_ms
-        return 100 + trained_ms + len(self.wishes) * (last_wish_ms + 1) + lateness_ms

@@ -17,7 +17,7 @@ from flowdp.protocol.messages import (
 )
 from flowdp.sim.clock import Clock
 from flowdp.sim.scenario import Scenario
-from flowdp.sim.standing import Standing
+from flowdp.sim.watcher import Watcher
 
 __all__ = ["Serving"]
 
@@ -29,7 +29,7 @@ class Serving:
         scenario: Batches of an evaluation, and the times.
         clock: Virtual time.
         rng: Where times and results are drawn from.
-        judge: Hears what is done.
+        watcher: Hears of batches that are evaluated, and of replicas that are healed.
         crashes: Called as `crashes(rank, act)` before each act; True: the rank has failed.
         answer: Called with the fact that tells of the end of a barrier task.
     """
@@ -39,14 +39,14 @@ class Serving:
         scenario: Scenario,
         clock: Clock,
         rng: random.Random,
-        judge: Standing,
+        watcher: Watcher,
         crashes: Callable[[int, str], bool],
         answer: Callable[[int, Evaluated | StateSaved | ReplicaCopied], None],
     ) -> None:
         self._scenario = scenario
         self._clock = clock
         self._rng = rng
-        self._judge = judge
+        self._watcher = watcher
         self._crashes = crashes
         self._answer = answer
         self._number = -1  # of the evaluation under way
@@ -85,9 +85,9 @@ class Serving:
     def _took(self, rank: int, batch: int) -> None:
         result = (batch, self._rng.randint(1, 8), (("score", round(self._rng.random(), 3)),))
         self._results[rank].append(result)
-        self._judge.evaluated(result)
+        self._watcher.evaluated(result)
         self._take(rank)
 
     def _adopted(self, rank: int) -> None:
-        self._judge.healed(rank)
+        self._watcher.healed(rank)
         self._answer(rank, ReplicaCopied(rank))

@@ -8,14 +8,26 @@ scenario's seed alone: the same scenario gives the same story.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.coordinator import Coordinator, Life
+from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.event_log import brief
 from flowdp.machine.gate import GateState
-from flowdp.machine.worker import Apply, Enter, Idle, Leave, Report, Serve, Snapshot, Step, WorkerMachine
+from flowdp.machine.worker import (
+    Apply,
+    Done,
+    Enter,
+    Idle,
+    Leave,
+    Report,
+    Serve,
+    Snapshot,
+    Step,
+    WorkerMachine,
+)
+from flowdp.policy.tally import Work
 from flowdp.protocol.commands import (
     AbortGate,
     Average,
@@ -40,6 +52,7 @@ from flowdp.protocol.messages import (
     Exiting,
     Fact,
     Order,
+    Outcome,
     ReplicaCopied,
     Requested,
     SnapshotReady,
@@ -51,13 +64,12 @@ from flowdp.protocol.messages import (
     WorkerReady,
 )
 from flowdp.sim.clock import Clock
-from flowdp.sim.effect import Memory
 from flowdp.sim.gate import VirtualGate
-from flowdp.sim.rules import Rules, Violation
 from flowdp.sim.scenario import LATENCY_MS, STALL, Disturbance, Scenario
 from flowdp.sim.serving import Serving
 from flowdp.sim.shell import Shell
 from flowdp.sim.source import VirtualReader
+from flowdp.sim.watcher import Watcher
 
 __all__ = ["Machines", "World"]
 
@@ -78,12 +90,12 @@ class World:
         scenario: What happens.
         machines: The machines to run.
         trace: Called with the time and a line for every event; None: silent.
-        memory: What had come of the run that this one continues; None: it continues none.
+        watcher: Hears of everything that happens; None: nothing does.
 
     Attributes:
         clock: Virtual time.
         coordinator: The machine under test.
-        rules: The judges; `rules.finish` is how the run ended.
+        finish: How the run ended; None while it runs.
         source: Of data of unknown length; None: of any other, which is always there.
         step_ms: Time that each rank spent in steps. Shape (world_size,).
         records: Every record the coordinator reported.
@@ -96,7 +108,7 @@ class World:
         scenario: Scenario,
         machines: Machines | None = None,
         trace: Callable[[float, str], None] | None = None,
-        memory: Memory | None = None,
+        watcher: Watcher | None = None,
     ) -> None:
         machines = machines or Machines()
         self.scenario = scenario
@@ -104,17 +116,18 @@ class World:
         self.clock = Clock(self._rng, scenario.latency_ms)
         world_size, start = scenario.config.world_size, scenario.config.start
         self.coordinator = machines.coordinator(scenario.config)
-        self.gate = VirtualGate(self, machines.gate(world_size))
-        self.rules = Rules(scenario, memory)
+        self.watcher = watcher or Watcher()
+        self.finish: Finish | None = None
         global_step = 0 if start is None else start.global_step
-        self.ranks = [Shell(machines.worker(rank, global_step)) for rank in range(world_size)]
+        self.ranks: Sequence[Shell] = [
+            Shell(machines.worker(rank, global_step)) for rank in range(world_size)
+        ]
         self.step_ms = [0.0] * world_size
         if scenario.config.policy in ("sync", "cadence"):
             for shell in self.ranks:
                 shell.machine.is_late = scenario.late_verdicts
-        judge = self.rules.standing
-        self._serving = Serving(scenario, self.clock, self._rng, judge, self.crashes, self._served)
-        self._has_begun = False
+        self.gate = VirtualGate(self, machines.gate(world_size), scenario.sync_ms)
+        self._serving = Serving(scenario, self.clock, self._rng, self.watcher, self.crashes, self._served)
         self.records: list[RoundEnded | EpochEnded] = []
         self.facts: list[tuple[float, Fact]] = []
         self.source: VirtualReader | None = None
@@ -129,7 +142,7 @@ class World:
         """Run to the end.
 
         Raises:
-            Violation: A rule does not hold.
+            ProtocolError: A machine has found an error in the protocol, or nothing is left to happen.
         """
         for rank in range(len(self.ranks)):
             self.clock.after(self._rng.random() * self.scenario.latency_ms, self._start, rank)
@@ -137,13 +150,12 @@ class World:
             self.source.start()
         for wish in self.scenario.wishes:
             self.clock.after(wish.at_ms, self._wish, wish.request)
-        try:
-            while self.rules.finish is None and self.clock.advance():
-                self.rules.passes(self.clock.now_ms)
-        except ProtocolError as error:
-            raise Violation("S2", f"the protocol was broken: {error}") from error
-        if self.rules.finish is None:
-            self.rules.stands_still(f"{[rank.state for rank in self.ranks]}, {self.coordinator.life}")
+        while self.finish is None and self.clock.advance():
+            self.watcher.passes(self.clock.now_ms)
+        if self.finish is None:
+            states = f"{[rank.state for rank in self.ranks]}, {self.coordinator.life}"
+            self.watcher.stands_still(states)
+            raise ProtocolError(f"nothing is left to happen: {states}")
 
     def say(self, text: str, *about: object) -> None:
         """Tell the trace of an event."""
@@ -156,34 +168,15 @@ class World:
         self.clock.send(link, self._handle, fact, extra_ms=extra_ms)
 
     def _wish(self, request: Requested) -> None:
-        self.rules.wishes(request)
-        if request.what in ("checkpoint", "snapshot") and self.coordinator.life in (
-            Life.STARTING,
-            Life.RUNNING,
-        ):
-            self.rules.standing.wishes(request.what)
-        if request.what == "stop":
-            self.rules.must_end("L3", self.clock.now_ms, rounds=4)
+        self.watcher.wishes(request, self.coordinator, self.clock.now_ms)
         self._handle(request)
 
     def _handle(self, fact: Fact) -> None:
         self.say("-> {}", fact)
         self.facts.append((self.clock.now_ms, fact))
-        if isinstance(fact, DataEnded):
-            self.rules.knows_end(fact)
-        if isinstance(fact, Evaluated | StateSaved | ReplicaCopied):
-            self.rules.standing.answered(fact)
-        if isinstance(fact, SyncAck) and fact.bad:
-            self.rules.standing.acknowledged(fact.rank)
-        may_go_on = isinstance(fact, Exiting) and self._may_go_on(fact)
+        self.watcher.hears(fact, self.coordinator)
         commands = self.coordinator.handle(fact, self.clock.now_ms)
-        self.coordinator.check()
-        if isinstance(fact, Exiting) and fact.error is not None:
-            goes_on = any(isinstance(command, LeaveGate) for command in commands)
-            self.rules.exits(fact, self.clock.now_ms, may=may_go_on, goes_on=goes_on)
-        if not self._has_begun and self.coordinator.life is Life.RUNNING:
-            self._has_begun = True
-            self.rules.standing.begins(self.clock.now_ms)
+        self.watcher.decides(fact, commands, self.coordinator, self.clock.now_ms)
         for command in commands:
             self._obey(command)
         deadline_ms = self.coordinator.deadline_ms()
@@ -191,17 +184,9 @@ class World:
             self._tick_ms = deadline_ms
             self.clock.after(max(0.0, deadline_ms - self.clock.now_ms), self._tick, deadline_ms)
 
-    def _may_go_on(self, fact: Exiting) -> bool:
-        """Whether the run can do without a rank that has failed, and shall."""
-        config, coordinator = self.scenario.config, self.coordinator
-        is_wanted = config.on_failure == "continue" and config.policy in ("sync", "cadence")
-        is_running = coordinator.life is Life.RUNNING and coordinator.error is None
-        others = [rank for rank in range(config.world_size) if rank not in (*coordinator._gone, fact.rank)]
-        return is_wanted and is_running and fact.is_alone and bool(others)
-
     def _lose(self, number: int) -> None:
         """The run goes on without a rank."""
-        self.rules.loses(number)
+        self.watcher.loses(number)
         self.gate.leave(number)
 
     def _tick(self, deadline_ms: float) -> None:
@@ -228,9 +213,9 @@ class World:
             case CutEvaluation():
                 self._serving.cut()
             case Save():
-                self.rules.standing.saved(command, self.clock.now_ms)
+                self.watcher.saved(command, self.clock.now_ms)
             case Average():
-                self.rules.averages(command.round, command.samples)
+                self.watcher.averages(command.round, command.samples)
                 self.clock.after(self.scenario.sync_ms, self._averaged, command.round)
             case RoundEnded():
                 self.records.append(command)
@@ -238,25 +223,26 @@ class World:
                     self.disturbed_until = len(self.records)
                 cadence = self.coordinator.rounds.cadence
                 quotas = () if cadence is None else cadence.quotas
-                self.rules.reported(command, quotas, self.clock.now_ms)
+                self.watcher.reported(command, quotas, self.clock.now_ms)
             case EpochEnded():
                 self.records.append(command)
-                self.rules.ended(command)
+                self.watcher.ended(command)
             case Paused():
-                self.rules.paused(command, any(rank.state == "step" for rank in self.ranks))
+                self.watcher.paused(command, any(rank.state == "step" for rank in self.ranks))
             case Fail():
-                self.rules.fails(self.clock.now_ms)
+                self.watcher.fails(self.clock.now_ms)
             case Finish():
-                self.rules.over(command, self.coordinator)
+                self.finish = command
+                self.watcher.over(command, self.coordinator)
 
     def _averaged(self, round: int) -> None:
         self.fact(Averaged(round, self.scenario.sync_ms, (0.001,) * len(self.ranks)), "average")
 
     def _send(self, number: int, order: Order) -> None:
-        self.rules.ordered(number, order, is_gone=number in self.coordinator._gone)
+        stirs: list[str] = []
         if isinstance(order, BarrierTask):
             stirs = [f"rank {other} {rank.stirs}" for other, rank in enumerate(self.ranks) if rank.stirs]
-            self.rules.standing.ordered(number, order, ", ".join(stirs))
+        self.watcher.ordered(number, order, is_gone=number in self.coordinator._gone, stirs=stirs)
         self.ranks[number].expect(order)
         self.clock.send(number, self._deliver, number, order)
 
@@ -273,11 +259,12 @@ class World:
         if rank.state == "gone":
             return
         rank.receive(order)
+        self.watcher.delivered(number, order)
         if rank.state in ("idle", "waiting"):
             self._boundary(number)
 
     def _ended(self, end: DataEnded) -> None:
-        self.rules.read_end(end, self.clock.now_ms)
+        self.watcher.read_end(end, self.clock.now_ms)
         self.fact(end, "reader")
 
     def _wake(self, number: int, key: tuple[int, int]) -> None:
@@ -291,14 +278,14 @@ class World:
         while True:
             action = rank.machine.next(self.gate.hurry)
             if not isinstance(action, Step):
-                self.rules.goes_on(number)
+                self.watcher.goes_on(number)
             match action:
                 case Step():
                     self._begin_step(number, action)
                 case Enter():
                     self._enter(number, action)
                 case Report():
-                    work = self.ranks[number].work(action.done)
+                    work = self._work(number, action.done)
                     self.fact(StepsDone(number, action.done.plan, work), ("up", number))
                     continue
                 case Snapshot():
@@ -310,7 +297,7 @@ class World:
                     self._serving.serve(number, action.task)
                 case Idle():
                     rank.state = "idle"
-                    self.rules.is_moving[number] = False
+                    self.watcher.idles(number)
                 case Leave():
                     self.leave(number, None)
             return
@@ -321,15 +308,13 @@ class World:
         missing = None if self.source is None else self.source.take(number, *keys)
         if missing is not None:
             rank.state, rank.asked_ms = "waiting", self.clock.now_ms
-            self.rules.is_moving[number] = False
-            self.rules.waits(number, missing, self.clock.now_ms)
+            self.watcher.waits(number, missing, self.clock.now_ms)
             return
-        self.rules.goes_on(number)
+        self.watcher.goes_on(number)
         if self.crashes(number, "step"):
             return
         rank.state = "step"
-        self.rules.is_moving[number] = True
-        self.rules.step_begins(number, keys[0], step.position)
+        self.watcher.step_begins(number, keys[0], step.position)
         mean_ms = s.step_ms(number, 0 if step.part is None else step.part.samples)
         ms = mean_ms * (1 + s.noise * (2 * self._rng.random() - 1))
         slow = s.slow_from
@@ -354,9 +339,10 @@ class World:
     def _end_step(self, number: int, step: Step, ms: float) -> None:
         rank = self.ranks[number]
         if (number, rank.machine.total_steps) in self.scenario.bad_steps:
-            self.rules.standing.goes_bad(number, is_late=rank.machine.is_late)
+            self.watcher.goes_bad(number, is_late=rank.machine.is_late)
             rank.goes_bad(step)
-        rank.stepped(self.rules.step_ends(number, step), ms)
+        self.watcher.step_ends(number, step)
+        rank.stepped(self.scenario.samples_of(step), ms)
         self.step_ms[number] += ms
         what = step.batches[0] if len(step.batches) == 1 else step.batches
         self.say("rank {} trained batch {} of epoch {}", number, what, step.epoch)
@@ -365,11 +351,55 @@ class World:
     def _enter(self, number: int, action: Enter) -> None:
         if self.crashes(number, "enter"):
             return
-        self.rules.is_moving[number] = False
-        self.rules.standing.moves(number, "the gate")
+        self.watcher.enters(number)
         rank = self.ranks[number]
         rank.read()
         self.gate.enter(rank.machine.judged(action.arrival))
+
+    def held(self, outcome: Outcome, sync_ms: float) -> None:
+        """A round was held, and its mean is in."""
+        for member in outcome.members:
+            self.watcher.met(member, outcome)
+        for member in outcome.members:
+            rank = self.ranks[member]
+            rank.state = "idle"
+            done = rank.machine.met(outcome)
+            rank.met()
+            if self.source is not None:
+                self.source.settle(member)
+            if done is not None:
+                bits = self._bits(member, done.epoch) if outcome.compare else None
+                is_bad = rank.unread is not None
+                rank.read()
+                work = self._work(member, done)
+                ack = SyncAck(
+                    member, outcome, work, sync_ms, rank.wait_ms, 0.001, bits, norm=None, bad=is_bad
+                )
+                rank.wait_ms = 0.0
+                self.fact(ack, ("up", member))
+            self.clock.after(0.0, self.resume, member, "idle")
+
+    def released(self, number: int) -> None:
+        """A rank has left the aborted gate without an outcome: it waits for the order to leave."""
+        rank = self.ranks[number]
+        if rank.state == "gone":
+            return
+        rank.state = "released"
+        rank.wake(self.clock.now_ms)
+        if isinstance(rank.machine.next(-1), Leave):
+            self.leave(number, None)
+        else:
+            # The order is on its way: look again when it has come.
+            self.clock.after(self.scenario.latency_ms + 0.01, self.released, number)
+
+    def _work(self, number: int, done: Done) -> Work:
+        rank = self.ranks[number]
+        self.watcher.reports(number, done, rank.steps)
+        return rank.work(done)
+
+    def _bits(self, number: int, epoch: int) -> int:
+        differs = self.scenario.differs
+        return int(differs is not None and differs[0] == number and epoch >= differs[1])
 
     def _served(self, number: int, fact: Evaluated | StateSaved | ReplicaCopied) -> None:
         self.say("rank {} has done its barrier task: {}", number, fact)
@@ -387,7 +417,7 @@ class World:
         if self.crashes(number, "snapshot"):
             return
         rank.state = "busy"
-        self.rules.snapped(number, action.round, action.steps, action.samples)
+        self.watcher.snapped(number, action.round, action.steps, action.samples)
         if self._rng.random() >= s.lost_snapshot:
             late_ms = self._rng.random() * LATENCY_MS if self._rng.random() < s.late_snapshot else 0.0
             fact = SnapshotReady(number, action.round, action.steps, action.samples, rank.machine.is_bad)
@@ -399,7 +429,7 @@ class World:
         if self.crashes(number, "apply"):
             return
         rank.state = "busy"
-        self.rules.applied(number, action.round)
+        self.watcher.applied(number, action.round)
         self.fact(Updated(number, action.round), ("up", number))
         self.clock.after(self.scenario.sync_ms / 4, self.resume, number, "busy")
 
@@ -408,7 +438,7 @@ class World:
         if self.source is not None and is_alone:
             self.source.reclaim(number)
         self.ranks[number].state = "gone"
-        self.rules.left(number)
+        self.watcher.left(number)
         self.say("rank {} leaves: {}", number, error or "as told")
         self.fact(Exiting(number, error, is_alone, self.ranks[number].machine.untold), ("up", number))
 

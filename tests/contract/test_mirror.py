@@ -16,12 +16,12 @@ FREE_FOLDERS = {
     "real": "training scripts as others write them",
     "vectors": "recorded behaviour, run through the production functions",
     "bench": "mirrors bench/",
+    "simulator": "random virtual clusters, their judges, and the tests of these",
 }
 FREE_FILES = {
     "test_doors.py": "one run through each door",
     "test_exit.py": "how processes end that have a run",
-    "sim/test_seeds.py": "many virtual clusters",
-    "sim/test_mutants.py": "planted bugs, to test the rules",
+    "sim/test_command_line.py": "python -m flowdp.sim",
 }
 
 
@@ -61,7 +61,7 @@ def test_bench_tests_mirror_benches() -> None:
         ("policy/drift.py", "policy/test_el_che.py", ["mirrors no module"]),
         ("policy/drift.py", "test_drift.py", ["mirrors no module"]),
         ("run.py", "test_run.py", []),
-        ("sim/__main__.py", "sim/test_seeds.py", []),
+        ("sim/__main__.py", "sim/test_command_line.py", []),
         ("__init__.py", "contract/test_anything.py", []),
     ],
 )

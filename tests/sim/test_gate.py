@@ -5,28 +5,28 @@ from __future__ import annotations
 from flowdp.machine.config import RunConfig
 from flowdp.protocol.messages import Arrival, Directives, StartEpoch, SyncNow
 from flowdp.sim.scenario import Crash, Scenario
-from flowdp.sim.world import World
+from tests.simulator.cluster import JudgedWorld
 
 
-def world(**given: object) -> World:
+def world(**given: object) -> JudgedWorld:
     config = RunConfig(world_size=3, batches=3, epochs=1, policy="sync")
     plain = Scenario(seed=0, config=config, ms_per_step=(1.0, 1.0, 1.0), sync_ms=5.0, latency_ms=0.0, **given)  # type: ignore[arg-type]
-    made = World(plain)
+    made = JudgedWorld(plain)
     for rank in made.ranks:
         rank.machine.handle(StartEpoch(0, 0, (), SyncNow(0, 0, 1, 0, 0)))
         rank.machine.next(-1)
     return made
 
 
-def enters(made: World, rank: int) -> None:
+def enters(made: JudgedWorld, rank: int) -> None:
     made.gate.enter(Arrival(rank, 0, 0, 0, 0))
 
 
-def states(made: World) -> list[str]:
+def states(made: JudgedWorld) -> list[str]:
     return [rank.state for rank in made.ranks]
 
 
-def rest(made: World, until_ms: float) -> None:
+def rest(made: JudgedWorld, until_ms: float) -> None:
     while made.clock.now_ms < until_ms and made.clock.advance():
         pass
 

@@ -9,10 +9,9 @@ from flowdp.machine.barrier_tasks import BarrierPlan
 from flowdp.machine.config import RunConfig
 from flowdp.protocol.messages import CopyReplica, Evaluate, Evaluated, ReplicaCopied, SaveState, StateSaved
 from flowdp.sim.clock import Clock
-from flowdp.sim.effect import Effect, Memory
 from flowdp.sim.scenario import Scenario
 from flowdp.sim.serving import Serving
-from flowdp.sim.standing import Standing
+from tests.simulator.rules import Rules
 
 SCENARIO = Scenario(
     seed=0,
@@ -32,7 +31,7 @@ class Served:
         rng = random.Random(0)
         self.clock = Clock(rng, 0.0)
         self.answers: dict[int, tuple[float, object]] = {}
-        self.judge = Standing(SCENARIO, Effect(SCENARIO, Memory()), Memory())
+        self.judge = Rules(SCENARIO)
         self.serving = Serving(
             SCENARIO,
             self.clock,
@@ -55,14 +54,14 @@ def test_the_ranks_share_an_evaluation() -> None:
     served = Served()
     for epoch in (0, 1):
         for rank in (0, 1):
-            served.judge.ordered(rank, Evaluate(epoch, epoch), "")
+            served.judge.ordered(rank, Evaluate(epoch, epoch), is_gone=False)
             served.serving.serve(rank, Evaluate(epoch, epoch))
         served.rest()
         assert sorted(served.batches()) == list(range(9))
         for _, fact in served.answers.values():
             assert isinstance(fact, Evaluated)
             assert fact.results
-            served.judge.answered(fact)
+            served.judge.standing.answered(fact)
 
 
 def test_one_that_is_cut_ends_with_the_batches_in_hand() -> None:

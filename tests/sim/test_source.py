@@ -8,8 +8,8 @@ from flowdp.machine.config import RunConfig
 from flowdp.protocol.messages import DataEnded
 from flowdp.protocol.position import Position
 from flowdp.sim.clock import Clock
-from flowdp.sim.faults import Scenario
 from flowdp.sim.source import VirtualReader
+from tests.simulator.faults import Scenario
 
 
 class Readings:

@@ -13,9 +13,10 @@ from flowdp.machine.worker import WorkerMachine
 from flowdp.options import Policy
 from flowdp.protocol.commands import Command, EpochEnded, RoundEnded
 from flowdp.protocol.messages import Fact, Requested, Tick, WorkerReady
-from flowdp.sim.faults import Crash, Scenario, Wish
-from flowdp.sim.rules import Violation
-from flowdp.sim.world import Machines, World
+from flowdp.sim.world import Machines
+from tests.simulator.cluster import JudgedWorld
+from tests.simulator.faults import Crash, Scenario, Wish
+from tests.simulator.rules import Violation
 
 
 def scenario(policy: Policy = "sync", **given: Any) -> Scenario:
@@ -25,8 +26,8 @@ def scenario(policy: Policy = "sync", **given: Any) -> Scenario:
     )
 
 
-def ran(given: Scenario, **machines: Any) -> World:
-    world = World(given, Machines(**machines))
+def ran(given: Scenario, **machines: Any) -> JudgedWorld:
+    world = JudgedWorld(given, Machines(**machines))
     world.run()
     return world
 
@@ -118,7 +119,7 @@ def test_work_that_was_not_done_is_noticed() -> None:
 
 def test_silent_without_a_trace_and_told_with_one() -> None:
     lines: list[tuple[float, str]] = []
-    world = World(scenario(), trace=lambda now_ms, text: lines.append((now_ms, text)))
+    world = JudgedWorld(scenario(), trace=lambda now_ms, text: lines.append((now_ms, text)))
     world.run()
     times = [now_ms for now_ms, _ in lines]
     assert times == sorted(times)

@@ -11,9 +11,9 @@ from flowdp.machine.config import RunConfig
 from flowdp.machine.worker import Step
 from flowdp.protocol.commands import Finish
 from flowdp.protocol.messages import Outcome, Part
-from flowdp.sim.faults import Crash, Scenario
-from flowdp.sim.violation import Violation
-from flowdp.sim.windows import Windows
+from tests.simulator.faults import Crash, Scenario
+from tests.simulator.violation import Violation
+from tests.simulator.windows import Windows
 
 CONFIG = RunConfig(world_size=3, batches=2, epochs=1, policy="exact", window=8, samples=13)
 SCENARIO = Scenario(seed=0, config=CONFIG, ms_per_step=(1.0, 1.0, 1.0), batch_size=3)

@@ -16,10 +16,10 @@ from flowdp.policy.tally import RankSums, Tally, Work
 from flowdp.protocol.commands import EpochEnded, Finish, RoundEnded, Save
 from flowdp.protocol.messages import CopyReplica, Evaluate, Outcome, SaveState, StateSaved
 from flowdp.protocol.position import OpenEpoch, Position
-from flowdp.sim.effect import Effect, Memory
 from flowdp.sim.scenario import Scenario
-from flowdp.sim.standing import Standing
-from flowdp.sim.violation import Violation
+from tests.simulator.effect import Effect, Memory
+from tests.simulator.standing import Standing
+from tests.simulator.violation import Violation
 
 
 def judge(tasks: BarrierPlan | None = None, memory: Memory | None = None, **config: Any) -> Standing:

@@ -10,12 +10,12 @@ from flowdp.machine.config import RunConfig
 from flowdp.options import Policy
 from flowdp.policy.cadence import Cadence
 from flowdp.protocol.position import Position
-from flowdp.sim.faults import Disturbance, draw
-from flowdp.sim.lives import play
-from flowdp.sim.recovery import RECOVERY, judge_recovery
 from flowdp.sim.scenario import Scenario
-from flowdp.sim.violation import Violation
-from flowdp.sim.world import World
+from tests.simulator.cluster import JudgedWorld
+from tests.simulator.faults import Disturbance, draw
+from tests.simulator.lives import play
+from tests.simulator.recovery import RECOVERY, judge_recovery
+from tests.simulator.violation import Violation
 
 
 def scenario(policy: Policy = "cadence", epochs: int = 70, for_ms: float = 5000.0) -> Scenario:
@@ -27,13 +27,13 @@ def scenario(policy: Policy = "cadence", epochs: int = 70, for_ms: float = 5000.
     )
 
 
-def ran(given: Scenario) -> World:
-    world = World(given)
+def ran(given: Scenario) -> JudgedWorld:
+    world = JudgedWorld(given)
     world.run()
     return world
 
 
-def shares(world: World, epochs: int) -> list[int]:
+def shares(world: JudgedWorld, epochs: int) -> list[int]:
     """Samples per rank of the last epochs."""
     ended = [record.metrics for record in world.records if hasattr(record, "metrics")][-epochs:]
     return [sum(metrics.per_rank[rank].samples for metrics in ended) for rank in range(2)]

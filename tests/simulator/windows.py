@@ -6,7 +6,7 @@ from flowdp.machine.worker import Step
 from flowdp.protocol.commands import Finish
 from flowdp.protocol.messages import Outcome
 from flowdp.sim.scenario import Scenario
-from flowdp.sim.violation import Violation
+from tests.simulator.violation import Violation
 
 __all__ = ["Windows"]
 

@@ -50,11 +50,12 @@ from flowdp.protocol.messages import (
     Work,
 )
 from flowdp.protocol.position import Position
-from flowdp.sim.effect import Effect
-from flowdp.sim.faults import Disturbance, Scenario, draw
-from flowdp.sim.lives import play
-from flowdp.sim.rules import Violation
-from flowdp.sim.world import Machines, World
+from flowdp.sim.world import Machines
+from tests.simulator.cluster import JudgedWorld
+from tests.simulator.effect import Effect
+from tests.simulator.faults import Disturbance, Scenario, draw
+from tests.simulator.lives import play
+from tests.simulator.rules import Violation
 
 Patch = pytest.MonkeyPatch
 
@@ -82,13 +83,13 @@ class Mutant:
     rule: str
     where: Where
     plant: Callable[[Patch], Machines | None]
-    world: type[World] = World
+    world: type[JudgedWorld] = JudgedWorld
 
 
 MUTANTS: dict[str, Mutant] = {}
 
 
-def mutant(rule: str, where: Where, world: type[World] = World) -> Callable[[Any], Any]:
+def mutant(rule: str, where: Where, world: type[JudgedWorld] = JudgedWorld) -> Callable[[Any], Any]:
     """Register what plants a bug: patches production code, or answers with other machines."""
 
     def register(plant: Callable[[Patch], Machines | None]) -> Callable[[Patch], Machines | None]:
@@ -195,7 +196,7 @@ class FinishAndLeave(WorkerMachine):
         return super().next(hurry)
 
 
-class LeavingWorld(World):
+class LeavingWorld(JudgedWorld):
     """A rank that ends takes itself out of the gate, so that nobody waits for it."""
 
     def leave(self, number: int, error: str | None, *, is_alone: bool = False) -> None:
@@ -963,6 +964,6 @@ def test_the_failing_seed_of_the_page_fails_so(monkeypatch: Patch) -> None:
 def test_a_short_timeout_that_doubles_is_no_bug(monkeypatch: Patch) -> None:
     """The control of the mutant: from the same short timeout, doubling reaches what is needed."""
     monkeypatch.setattr("flowdp.machine.async_rounds.SNAPSHOT_TIMEOUT_MS", 2.0)
-    World(SLOW_LINKS).run()
+    JudgedWorld(SLOW_LINKS).run()
     for seed in range(100):
-        World(draw(seed)).run()
+        JudgedWorld(draw(seed)).run()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from flowdp.sim.faults import Scenario, draw
+from tests.simulator.bounds import Bounds
+from tests.simulator.faults import Scenario, draw
 
 DRAWN = [draw(seed) for seed in range(1000)]
 
@@ -77,10 +78,15 @@ def test_scenarios_are_sound() -> None:
 
 
 def test_bounds() -> None:
-    calm = next(s for s in DRAWN if not s.stands and not s.stall and s.slow_from is None and not s.noise)
-    assert calm.longest_step_ms == max(calm.ms_per_step)
+    calm = next(
+        s for s in DRAWN if not Bounds(s).stands and not s.stall and s.slow_from is None and not s.noise
+    )
+    assert Bounds(calm).longest_step_ms == max(calm.ms_per_step)
     # Even one rank alone, a step after the other, ends within the bound.
-    assert calm.longest_run_ms > calm.length(0) * (calm.config.epochs or 1) * calm.longest_step_ms
+    assert (
+        Bounds(calm).longest_run_ms
+        > calm.length(0) * (calm.config.epochs or 1) * Bounds(calm).longest_step_ms
+    )
 
 
 def test_a_part_of_a_window_takes_its_part_of_the_time() -> None:
@@ -89,7 +95,7 @@ def test_a_part_of_a_window_takes_its_part_of_the_time() -> None:
     )
     assert exact.step_ms(0, exact.batch_size) == exact.ms_per_step[0]
     whole = [exact.step_ms(rank, exact.config.window or 0) for rank in range(exact.config.world_size)]
-    assert exact.longest_step_ms == max(whole) >= max(exact.ms_per_step)
+    assert Bounds(exact).longest_step_ms == max(whole) >= max(exact.ms_per_step)
     last = exact.length(0) - 1
     assert sum(exact.samples_in(0, window) for window in range(last + 1)) == exact.config.samples
 
@@ -170,7 +176,7 @@ def test_every_kind_of_duty_and_life_comes_up() -> None:
 
 def test_the_other_seeds_have_none() -> None:
     others = [draw(seed) for seed in range(300) if seed % 15 not in (1, 8, 12)]
-    assert not any(scenario.later or scenario.stands for scenario in others)
+    assert not any(scenario.later or Bounds(scenario).stands for scenario in others)
     assert all(scenario.config.on_failure == "raise" for scenario in others)
 
 

@@ -13,7 +13,7 @@ from flowdp.machine.worker import Step
 from flowdp.policy.monitor import Best
 from flowdp.protocol.position import Position
 from flowdp.sim.scenario import Scenario
-from flowdp.sim.violation import Violation
+from tests.simulator.violation import Violation
 
 __all__ = ["Effect", "Memory"]
 

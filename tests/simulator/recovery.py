@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flowdp.protocol.commands import EpochEnded, RoundEnded
-from flowdp.sim.violation import Violation
-from flowdp.sim.world import World
+from tests.simulator.cluster import JudgedWorld
+from tests.simulator.violation import Violation
 
 __all__ = ["RECOVERY", "TOLERANCE", "judge_recovery"]
 
@@ -15,7 +15,7 @@ TOLERANCE = 0.25
 """Relative difference of a share that counts as none; beside it, one step in each epoch, for rounding."""
 
 
-def judge_recovery(disturbed: World, calm: World) -> None:
+def judge_recovery(disturbed: JudgedWorld, calm: JudgedWorld) -> None:
     """Compare the samples per rank of two runs, over the epochs behind the recovery.
 
     Args:
@@ -43,7 +43,7 @@ def judge_recovery(disturbed: World, calm: World) -> None:
             )
 
 
-def _samples(world: World, first: int) -> tuple[list[int], int]:
+def _samples(world: JudgedWorld, first: int) -> tuple[list[int], int]:
     """Samples per rank from an epoch on, and how many epochs those are."""
     ended = [record.metrics for record in world.records if isinstance(record, EpochEnded)]
     judged = [metrics for metrics in ended if metrics.epoch >= first]

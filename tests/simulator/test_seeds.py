@@ -12,10 +12,10 @@ import pytest
 
 from flowdp.machine.async_rounds import AsyncRounds
 from flowdp.machine.event_log import Story, replay
-from flowdp.sim import __main__ as command_line
-from flowdp.sim.faults import draw
-from flowdp.sim.lives import play
-from flowdp.sim.world import World
+from tests.simulator import __main__ as command_line
+from tests.simulator.cluster import JudgedWorld
+from tests.simulator.faults import draw
+from tests.simulator.lives import play
 
 SEEDS = 300
 CORPUS = json.loads((Path(__file__).parent / "corpus/seeds.json").read_text())
@@ -38,12 +38,12 @@ def test_corpus(case: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("seed", [0, 7, 8, 12, 17, 19, 28, 38, 59, 223, 499, 3185])
 def test_same_seed_same_story(seed: int) -> None:
-    first, second = World(draw(seed)), World(draw(seed))
+    first, second = JudgedWorld(draw(seed)), JudgedWorld(draw(seed))
     first.run()
     second.run()
     assert first.facts == second.facts
     assert first.clock.now_ms == second.clock.now_ms
-    other = World(replace(draw(seed), seed=seed + 1))
+    other = JudgedWorld(replace(draw(seed), seed=seed + 1))
     other.run()
     assert other.facts != first.facts
 
@@ -72,7 +72,7 @@ def test_seeds_of_several_lives(first: int) -> None:
         play(draw(seed))
 
 
-def story_of(world: World) -> list[str]:
+def story_of(world: JudgedWorld) -> list[str]:
     """The lines that a run with a sink would have written."""
     lines: list[str] = []
     machine = type(world.coordinator)(world.scenario.config)
@@ -84,7 +84,7 @@ def story_of(world: World) -> list[str]:
 
 @pytest.mark.parametrize("seed", [0, 7, 8, 12, 17, 19, 28, 38, 59, 223, 499, 3185])
 def test_a_story_replays(seed: int) -> None:
-    world = World(draw(seed))
+    world = JudgedWorld(draw(seed))
     world.run()
     result = replay(story_of(world))
     assert result.error is None
@@ -94,7 +94,7 @@ def test_a_story_replays(seed: int) -> None:
     assert result.coordinator.global_step == world.coordinator.global_step
 
 
-# ---------------------------------------------------------------- python -m flowdp.sim
+# ---------------------------------------------------------------- python -m tests.simulator
 def test_seeds_pass(capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.main(["--seeds", "5", "--from", "10"]) == 0
     said = capsys.readouterr().out
@@ -108,7 +108,7 @@ def test_a_failing_seed_is_named(capsys: pytest.CaptureFixture[str], monkeypatch
     assert command_line.main(["--seeds", "20"]) == 1
     said = capsys.readouterr().out
     assert "seed 9: S2: " in said
-    assert "    python -m flowdp.sim --seed 9 --trace" in said
+    assert "    python -m tests.simulator --seed 9 --trace" in said
     assert command_line.main(["--seed", "9"]) == 1
     assert "seed 9: S2: " in capsys.readouterr().out
 
@@ -127,7 +127,7 @@ def test_another_exception_is_a_failure(
 def test_a_trace_has_a_line_for_every_event(capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.main(["--seed", "17", "--trace"]) == 0
     *trace, last = capsys.readouterr().out.splitlines()
-    world = World(draw(17))
+    world = JudgedWorld(draw(17))
     world.run()
     facts = [line for line in trace if " ms  -> " in line]
     steps = [line for line in trace if " trained batch " in line]
@@ -137,34 +137,9 @@ def test_a_trace_has_a_line_for_every_event(capsys: pytest.CaptureFixture[str]) 
     assert float(trace[0].split(" ms ")[0]) >= 0.0
 
 
-def test_replay_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    world = World(draw(0))
-    world.run()
-    lines = story_of(world)
-    whole, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
-    whole.write_text("".join(lines))
-    torn.write_text("".join(lines[:3]) + lines[3][:20])
-    assert command_line.main(["--replay", str(whole)]) == 0
-    assert (
-        f"{len(world.facts):,} facts give the same commands; then the run is done" in capsys.readouterr().out
-    )
-    assert command_line.main(["--replay", str(torn)]) == 1
-    assert "line 4: not a line of a story" in capsys.readouterr().out
-    assert command_line.main(["--replay", str(tmp_path / "gone")]) == 2
-    assert "cannot read the story" in capsys.readouterr().err
-
-
-def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command_line.main(["--plan", "12,28", "--sync", "9", "--policy", "async"]) == 0
-    assert "async: " in capsys.readouterr().out
-    assert command_line.main(["--plan", "12,0"]) == 2
-    assert "speeds must be" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--plan", "fast"], "is no list of numbers"),
         (["--seeds", "0"], "is no number of at least 1"),
         (["--seed", "1", "--seeds", "2"], "not allowed with"),
         ([], "is required"),
@@ -178,7 +153,7 @@ def test_wrong_arguments(arguments: list[str], reason: str, capsys: pytest.Captu
 
 
 def test_several_processes() -> None:
-    command = [sys.executable, "-m", "flowdp.sim", "--seeds", "60", "--jobs", "2"]
+    command = [sys.executable, "-m", "tests.simulator", "--seeds", "60", "--jobs", "2"]
     child = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert child.returncode == 0, child.stderr
     assert "60 runs" in child.stdout

@@ -9,21 +9,21 @@ import pytest
 
 from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
 from flowdp.machine.config import RunConfig
-from flowdp.sim.lives import play
 from flowdp.sim.scenario import Crash, Scenario
-from flowdp.sim.violation import Violation
-from flowdp.sim.world import World
+from tests.simulator.cluster import JudgedWorld
+from tests.simulator.lives import play
+from tests.simulator.violation import Violation
 
 CONFIG = RunConfig(world_size=2, batches=20, epochs=2, policy="sync", tasks=BarrierPlan(SavePlan(4, "step")))
 SCENARIO = Scenario(seed=0, config=CONFIG, ms_per_step=(1.0, 1.0), sync_ms=0.1, latency_ms=0.0)
 
 
-def lives(**given: Any) -> list[World]:
+def lives(**given: Any) -> list[JudgedWorld]:
     first = replace(SCENARIO, crashes=(Crash(1, "mean", 7),))
     return play(replace(first, later=replace(SCENARIO, **given)))
 
 
-def starts(worlds: list[World]) -> list[int]:
+def starts(worlds: list[JudgedWorld]) -> list[int]:
     return [world.scenario.config.start.global_step for world in worlds[1:] if world.scenario.config.start]
 
 
@@ -72,12 +72,12 @@ def test_a_stream_goes_on_at_the_beginning_of_an_epoch_alone() -> None:
 
 
 def test_the_lives_up_to_a_violation_are_there() -> None:
-    class Forgetful(World):
+    class Forgetful(JudgedWorld):
         def _obey(self, command: Any) -> None:
             if self.scenario.config.start is None or type(command).__name__ != "EpochEnded":
                 super()._obey(command)
 
-    worlds: list[World] = []
+    worlds: list[JudgedWorld] = []
     second = replace(SCENARIO, begins_at=0.0)
     with pytest.raises(Violation, match=r"^S19: "):
         play(replace(SCENARIO, later=second), world=Forgetful, lives=worlds)

@@ -9,7 +9,7 @@ import pytest
 
 from flowdp.machine.config import RunConfig
 from flowdp.machine.coordinator import Coordinator
-from flowdp.machine.worker import Step
+from flowdp.machine.worker import Done, Step
 from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.tally import Tally, Work
 from flowdp.protocol.commands import EpochEnded, Finish, Paused, RoundEnded
@@ -23,9 +23,9 @@ from flowdp.protocol.messages import (
     StartEpoch,
     Update,
 )
-from flowdp.sim.effect import Memory
-from flowdp.sim.faults import Scenario
-from flowdp.sim.rules import Rules, Violation
+from tests.simulator.effect import Memory
+from tests.simulator.faults import Scenario
+from tests.simulator.rules import Rules, Violation
 
 
 def rules(policy: Policy = "cadence") -> Rules:
@@ -37,6 +37,10 @@ def rules(policy: Policy = "cadence") -> Rules:
         cadence=CadenceOptions(max_batch_diff=1, max_anchor=20),
     )
     return Rules(Scenario(seed=0, config=config, ms_per_step=(1.0, 1.0), batch_size=8, last_batch=3))
+
+
+def wish_for(judge: Rules, request: Requested) -> None:
+    judge.wishes(request, Coordinator(judge.scenario.config), 0.0)
 
 
 def train(judge: Rules, rank: int, *batches: int) -> None:
@@ -184,7 +188,7 @@ def pause_in_a_step(judge: Rules) -> None:
 
 
 def told_twice(judge: Rules) -> None:
-    judge.wishes(Requested("set_lr", 0.1))
+    wish_for(judge, Requested("set_lr", 0.1))
     for round in (0, 1):
         judge.met(0, outcome((0, 0), (0, 0), round, lr=0.1))
 
@@ -202,14 +206,14 @@ def behind_a_mean_of_snapshots(judge: Rules) -> None:
 
 
 def deaf_to_a_wish(judge: Rules) -> None:
-    judge.wishes(Requested("pause"))
+    wish_for(judge, Requested("pause"))
     for _ in range(4):
         judge.reported(record(0, (0, 0)), ())
 
 
 def too_long(judge: Rules) -> None:
-    judge.passes(judge.scenario.longest_run_ms)
-    judge.passes(judge.scenario.longest_run_ms + 1)
+    judge.passes(judge.bounds.longest_run_ms)
+    judge.passes(judge.bounds.longest_run_ms + 1)
 
 
 def late_leave(judge: Rules) -> None:
@@ -299,7 +303,7 @@ def test_broken(rule: str, break_it: Callable[[Rules], None]) -> None:
 def test_a_sound_run_passes() -> None:
     judge = rules()
     for wish in (Requested("set_lr", 0.1), Requested("pause"), Requested("unpause")):
-        judge.wishes(wish)
+        wish_for(judge, wish)
     held(judge)
     judge.reported(record(4, (2, 2)), (2, 2))
     told = outcome((0, 0), (0, 0), 1, lr=0.1)
@@ -397,7 +401,7 @@ def test_a_lost_rank_is_judged_no_more() -> None:
     judge.reported(record(1, (1, 0)), (3, 0))  # its quota is 0
     with pytest.raises(Violation, match=r"^S5: "):
         judge.reported(record(1, (0, 0)), (0, 3))
-    judge.wishes(Requested("stop"))
+    wish_for(judge, Requested("stop"))
     judge.over(Finish(None, True, 1, 0), Coordinator(judge.scenario.config))
 
 
@@ -431,3 +435,9 @@ def endless_rounds(judge: Rules) -> None:
 def test_a_livelock_is_noticed_before_its_time(livelock: Callable[[Rules], None]) -> None:
     with pytest.raises(Violation, match=r"^L1: "):
         livelock(rules())
+
+
+def test_steps_that_were_not_taken() -> None:
+    rules().reports(1, Done(0, 0, 3), 3)
+    with pytest.raises(Violation, match=r"^S4: rank 1 took 0 steps"):
+        rules().reports(1, Done(0, 0, 1), 0)

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 from flowdp.machine.event_log import decode, encode
 from flowdp.protocol.position import Position
-from flowdp.sim.effect import Memory
-from flowdp.sim.recovery import judge_recovery
 from flowdp.sim.scenario import Scenario
-from flowdp.sim.world import Machines, World
+from flowdp.sim.world import Machines
+from tests.simulator.cluster import JudgedWorld
+from tests.simulator.effect import Memory
+from tests.simulator.recovery import judge_recovery
 
 __all__ = ["play"]
 
@@ -20,9 +21,9 @@ def play(
     scenario: Scenario,
     machines: Machines | None = None,
     trace: Callable[[float, str], None] | None = None,
-    world: type[World] = World,
-    lives: list[World] | None = None,
-) -> list[World]:
+    world: type[JudgedWorld] = JudgedWorld,
+    lives: list[JudgedWorld] | None = None,
+) -> list[JudgedWorld]:
     """Run a scenario and those that go on where it was saved.
 
     Args:
@@ -61,7 +62,7 @@ def play(
     return lives
 
 
-def _resumable(world: World) -> list[tuple[Position, Memory]]:
+def _resumable(world: JudgedWorld) -> list[tuple[Position, Memory]]:
     saved = [(save.position, memory) for save, memory in world.rules.standing.saves]
     if world.scenario.config.batches is not None:
         return saved

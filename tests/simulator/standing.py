@@ -18,9 +18,9 @@ from flowdp.protocol.messages import (
     SaveState,
     StateSaved,
 )
-from flowdp.sim.effect import Effect, Memory
 from flowdp.sim.scenario import Scenario
-from flowdp.sim.violation import Violation
+from tests.simulator.effect import Effect, Memory
+from tests.simulator.violation import Violation
 
 __all__ = ["Standing"]
 

@@ -1,56 +1,42 @@
 """What must hold in every run, whatever happens: the simulator's judges.
 
-| rule | |
-|---|---|
-| S1 | each batch of an epoch is trained exactly once, over all lives; never twice, even if a run ends early |
-| S2 | every rank sees the same outcomes in the same order, and their steps and samples are the true ones |
-| S3 | no order goes to a rank that has left |
-| S4 | a step is credited once, by a round that was held; `global_step` never falls |
-| S5 | anchor and quotas stay in their range, and no round is longer than averaging costs |
-| S6 | the lead over the slowest rank that can still move stays within its limit |
-| S7 | epochs are reported once, in order, with full counts and all rounds; one that `max_steps` cut, twice |
-| S8 | a stale snapshot never enters a mean, its weight is true, and its mean is applied to it alone |
-| S9 | the replicas are equal at the end, and after each meeting at the gate |
-| S10 | nobody begins a step while the run is paused |
-| S11 | all ranks obey a stop in the same round |
-| S12 | a wish is obeyed once |
-| S13 | no step stands before the last mean in the schedule |
-| S14 | nothing is dealt beyond the end of an epoch once the coordinator knows it |
-| S15 | exact: the parts of a window that the ranks trained tile it, and none is smaller than it may be |
-| S16 | exact: all ranks train the same window in a round, at one place in the schedule, and it is one step |
-| S17 | exact: replicas are compared at the end of an epoch and at a stop, and one that differs ends the run |
-| S18 | a barrier task is ordered while all ranks stand still, and nobody moves before all have answered |
-| S19 | a position that is saved or ended in says what was trained and is in the means, no more |
-| S20 | a rank's own failure ends no run: what it did since the last mean is trained by the others |
-| S21 | a replica with NaN or inf parameters weighs nothing; once told, it takes no step before it is healed |
-| S22 | a due evaluation sees each batch once, before its epoch is reported; after a stop there is none |
-| S23 | checkpoints are numbered, and the last one of a run that ends well stands at its end |
-| S24 | a run ends when what it watches has not got better for long enough, and knows when it was best |
-| L1 | a run that nobody ends early ends by itself, within a bound of virtual time |
-| L2 | after a failure every rank has left within a bound |
-| L3 | after a stop every rank has left within a bound |
-| L4 | a pause and a learning rate are obeyed within a few rounds |
-| L5 | nobody waits long for a batch beyond the end of an epoch |
-| L6 | a checkpoint that is due comes within a few rounds, and a snapshot that is asked for is taken |
-| L7 | 48 rounds after a rank was slow for a while, it has the share of a run in which it never was |
+The table of the rules is in docs/testing.md.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flowdp.machine.coordinator import Coordinator
-from flowdp.machine.worker import Step
+from flowdp.machine.coordinator import Coordinator, Life
+from flowdp.machine.worker import Done, Step
 from flowdp.policy.ledger import ENDLESS
-from flowdp.protocol.commands import EpochEnded, Finish, Paused, RoundEnded
-from flowdp.protocol.messages import DataEnded, Exiting, Order, Outcome, Requested, StartEpoch, Update
-from flowdp.sim.effect import Effect, Memory
+from flowdp.protocol.commands import Command, EpochEnded, Finish, LeaveGate, Paused, RoundEnded, Save
+from flowdp.protocol.messages import (
+    BarrierTask,
+    DataEnded,
+    Evaluated,
+    Evaluation,
+    Exiting,
+    Fact,
+    Order,
+    Outcome,
+    ReplicaCopied,
+    Requested,
+    StartEpoch,
+    StateSaved,
+    SyncAck,
+    Update,
+)
 from flowdp.sim.scenario import Scenario
-from flowdp.sim.standing import Standing
-from flowdp.sim.violation import Violation
-from flowdp.sim.windows import Windows
+from flowdp.sim.watcher import Watcher
+from tests.simulator.bounds import Bounds
+from tests.simulator.effect import Effect, Memory
+from tests.simulator.standing import Standing
+from tests.simulator.violation import Violation
+from tests.simulator.windows import Windows
 
 __all__ = ["Rules", "Violation"]
 
@@ -70,8 +56,8 @@ class _Snapshot:
     samples: int
 
 
-class Rules:
-    """Watches one run.
+class Rules(Watcher):
+    """Judges one run.
 
     Args:
         scenario: The run.
@@ -91,6 +77,7 @@ class Rules:
         config, world_size = scenario.config, scenario.config.world_size
         memory = memory or Memory()
         self.scenario = scenario
+        self.bounds = Bounds(scenario)
         self.effect = Effect(scenario, memory)
         self.standing = Standing(scenario, self.effect, memory)
         self.epochs: list[int] = []
@@ -101,6 +88,8 @@ class Rules:
         self.is_moving = [False] * world_size
         self.is_paused = False
         self.finish: Finish | None = None
+        self._has_begun = False
+        self._may_go_on = False  # after the failure that the coordinator hears of
         self._first_epoch = memory.epochs
         begun = config.start.open if config.start is not None else ()
         self._complete = 0  # epochs reported as complete, up to the first that is not
@@ -125,7 +114,7 @@ class Rules:
         self._windows = Windows(scenario) if config.policy == "exact" else None
         self._lead = config.cadence.max_batch_diff if config.policy == "cadence" else None
 
-    def wishes(self, request: Requested) -> None:
+    def wishes(self, request: Requested, coordinator: Coordinator, now_ms: float) -> None:
         """The user asks for something."""
         self._wished[request.what] += 1
         if request.what == "unpause":
@@ -136,15 +125,54 @@ class Rules:
             self.standing.is_stopped = True
             self._reasons.append("stop")
         self._lr = request.value if request.what == "set_lr" else self._lr
+        is_open = coordinator.life in (Life.STARTING, Life.RUNNING)
+        if request.what in ("checkpoint", "snapshot") and is_open:
+            self.standing.wishes(request.what)
+        if request.what == "stop":
+            self.must_end("L3", now_ms, rounds=4)
+
+    # ------------------------------------------------------------------ facts
+    def hears(self, fact: Fact, coordinator: Coordinator) -> None:
+        """The coordinator is about to take a fact."""
+        if isinstance(fact, DataEnded):
+            self.knows_end(fact)
+        if isinstance(fact, Evaluated | StateSaved | ReplicaCopied):
+            self.standing.answered(fact)
+        if isinstance(fact, SyncAck) and fact.bad:
+            self.standing.acknowledged(fact.rank)
+        if isinstance(fact, Exiting):
+            self._may_go_on = self._can_do_without(fact, coordinator)
+
+    def decides(
+        self, fact: Fact, commands: Sequence[Command], coordinator: Coordinator, now_ms: float
+    ) -> None:
+        """The coordinator has answered a fact."""
+        coordinator.check()
+        if isinstance(fact, Exiting) and fact.error is not None:
+            goes_on = any(isinstance(command, LeaveGate) for command in commands)
+            self.exits(fact, now_ms, may=self._may_go_on, goes_on=goes_on)
+        if not self._has_begun and coordinator.life is Life.RUNNING:
+            self._has_begun = True
+            self.standing.begins(now_ms)
+
+    def _can_do_without(self, fact: Exiting, coordinator: Coordinator) -> bool:
+        """Whether the run can do without a rank that has failed, and shall."""
+        config = self.scenario.config
+        is_wanted = config.on_failure == "continue" and config.policy in ("sync", "cadence")
+        is_running = coordinator.life is Life.RUNNING and coordinator.error is None
+        others = [rank for rank in range(config.world_size) if rank not in (*coordinator._gone, fact.rank)]
+        return is_wanted and is_running and fact.is_alone and bool(others)
 
     # ------------------------------------------------------------------ time
     def must_end(self, rule: str, now_ms: float, rounds: int) -> None:
         """Something happened after which every rank shall leave within so many rounds."""
         s = self.scenario
         read_ms = s.read_ms * sum(s.config.groups or ())  # a step in progress may wait for its batches
-        per_round = s.longest_step_ms + read_ms + 3 * s.sync_ms + 8 * s.latency_ms
+        per_round = self.bounds.longest_step_ms + read_ms + 3 * s.sync_ms + 8 * s.latency_ms
         # An evaluation is cut short, and what is left is the batch that a rank is in.
-        duties_ms = 1.5 * s.eval_ms + 2 * s.capture_ms + s.sync_ms + 12 * s.latency_ms if s.stands else 0.0
+        duties_ms = (
+            1.5 * s.eval_ms + 2 * s.capture_ms + s.sync_ms + 12 * s.latency_ms if self.bounds.stands else 0.0
+        )
         self._end_by.append((now_ms + rounds * per_round + duties_ms + 1.0, rule))
 
     def left(self, rank: int) -> None:
@@ -184,7 +212,7 @@ class Rules:
         self._now_ms = now_ms
         if self._at_once > AT_ONCE:
             raise Violation("L1", f"time stands still at {now_ms} ms")
-        if now_ms > self.scenario.longest_run_ms:
+        if now_ms > self.bounds.longest_run_ms:
             raise Violation("L1", f"still running after {now_ms:.0f} ms of virtual time")
         if self._waits and not self._end_by:
             self._judge_waits(now_ms)
@@ -208,6 +236,7 @@ class Rules:
 
     def waits(self, rank: int, key: tuple[int, int], now_ms: float) -> None:
         """A rank waits for a batch that has not been read."""
+        self.is_moving[rank] = False
         if rank not in self._waits or self._waits[rank][0] != key:
             self._waits[rank] = (key, now_ms)
 
@@ -226,6 +255,7 @@ class Rules:
     # ------------------------------------------------------------------ steps and rounds
     def step_begins(self, rank: int, key: tuple[int, int], position: int) -> None:
         """A rank begins a step."""
+        self.is_moving[rank] = True
         self.standing.moves(rank, key)
         if self.is_paused:
             raise Violation("S10", f"rank {rank} begins {key} while the run is paused")
@@ -240,17 +270,31 @@ class Rules:
                 if is_moving and self._same_round(rank, other) and lead > self._lead:
                     raise Violation("S6", f"rank {rank} leads rank {other} by {lead}")
 
-    def step_ends(self, rank: int, step: Step) -> int:
-        """A rank has taken a step; returns its samples."""
+    def step_ends(self, rank: int, step: Step) -> None:
+        """A rank has taken a step."""
         if self._windows is not None and step.part is not None:
             self._windows.trained(step)
-        return self.effect.stepped(rank, step)
+        self.effect.stepped(rank, step)
+
+    def reports(self, rank: int, done: Done, steps: int) -> None:
+        """A rank reports an order, after so many steps since its last report."""
+        if steps != done.steps:
+            raise Violation("S4", f"rank {rank} took {steps} steps for {done}")
+
+    def idles(self, rank: int) -> None:
+        """A rank has nothing to do."""
+        self.is_moving[rank] = False
+
+    def enters(self, rank: int) -> None:
+        """A rank enters the gate."""
+        self.is_moving[rank] = False
+        self.standing.moves(rank, "the gate")
 
     def met(self, rank: int, outcome: Outcome) -> None:
         """A rank leaves the gate with an outcome."""
         mine = self.outcomes[rank]
         mine.append(outcome)
-        if len(mine) > self.scenario.most_rounds:
+        if len(mine) > self.bounds.most_rounds:
             raise Violation("L1", f"the run has not come to its end in {len(mine)} rounds")
         for other in self.outcomes:
             if len(other) >= len(mine) and other[len(mine) - 1] is not outcome:
@@ -292,10 +336,12 @@ class Rules:
         self.effect.met(rank, snapshot.steps)
         self._base[rank] = self._mean_steps[round]
 
-    def ordered(self, rank: int, order: Order, is_gone: bool) -> None:
+    def ordered(self, rank: int, order: Order, *, is_gone: bool, stirs: Sequence[str] = ()) -> None:
         """The coordinator sends an order."""
         if is_gone:
             raise Violation("S3", f"{order} goes to rank {rank}, which has left")
+        if isinstance(order, BarrierTask):
+            self.standing.ordered(rank, order, ", ".join(stirs))
         if isinstance(order, StartEpoch):
             self.standing.told(rank, order)
         if isinstance(order, StartEpoch) and order.pace is not None and order.pace.quota < 1:
@@ -330,7 +376,7 @@ class Rules:
         most = 200 if options.max_anchor is None else max(1, options.max_anchor)
         if not 1 <= record.anchor <= max(most, options.anchor):
             raise Violation("S5", f"anchor {record.anchor} of {options}")
-        if self.scenario.is_steady and record.anchor > max(options.anchor, self._dear_anchor):
+        if self.bounds.is_steady and record.anchor > max(options.anchor, self._dear_anchor):
             raise Violation("S5", f"anchor {record.anchor}, where averaging asks for {self._dear_anchor}")
 
     @property
@@ -369,6 +415,22 @@ class Rules:
         self.standing.ended(event)
         if self._windows is not None:
             self._windows.ended(metrics.epoch)
+
+    def saved(self, save: Save, now_ms: float) -> None:
+        """All ranks have captured their part of a checkpoint."""
+        self.standing.saved(save, now_ms)
+
+    def goes_bad(self, rank: int, *, is_late: bool) -> None:
+        """The replica of a rank has NaN or inf parameters from now on."""
+        self.standing.goes_bad(rank, is_late=is_late)
+
+    def evaluated(self, result: Evaluation) -> None:
+        """A rank has evaluated a batch."""
+        self.standing.evaluated(result)
+
+    def healed(self, rank: int) -> None:
+        """A rank has copied a healthy replica."""
+        self.standing.healed(rank)
 
     def paused(self, event: Paused, is_somebody_in_a_step: bool) -> None:
         """The run stands still, or goes on."""

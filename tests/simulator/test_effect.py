@@ -12,9 +12,9 @@ from flowdp.machine.config import RunConfig
 from flowdp.machine.worker import Step
 from flowdp.policy.tally import RankSums
 from flowdp.protocol.position import OpenEpoch, Position
-from flowdp.sim.effect import Effect, Memory
 from flowdp.sim.scenario import Scenario
-from flowdp.sim.violation import Violation
+from tests.simulator.effect import Effect, Memory
+from tests.simulator.violation import Violation
 
 SCENARIO = Scenario(
     seed=0,
