@@ -1,9 +1,10 @@
-"""BatchNorm over several ranks with parts of one batch: the least size of a part, statistics of the whole.
+"""BatchNorm over ranks that train parts of one batch.
 
-Plain BatchNorm normalises each rank's part by itself. The layers that torch's own
-`SyncBatchNorm.convert_sync_batchnorm(model)` makes are synchronised here over ranks that are threads of this
-process: forward adds up counts, means and variances (Chan's formula, in float64), backward the two sums of
-the incoming gradient that mean and variance pass back. Torch's own forward needs a process for each rank.
+Plain BatchNorm normalises each rank's part separately, which needs two samples at least. The layers of
+`torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)` are synchronised here over ranks that are threads of
+this process, as torch's own forward needs one process per rank. Forward adds up counts, means and variances
+(Chan's formula, in float64); backward adds up the two sums of the incoming gradient that pass through mean
+and variance.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = [
 
 
 def plain_layers(module: nn.Module) -> list[_BatchNorm]:
-    """The BatchNorm layers that normalise each rank's part by itself; InstanceNorm is not one."""
+    """The BatchNorm layers that normalise each rank's part separately; InstanceNorm is not one."""
     return [
         layer
         for layer in module.modules()
@@ -46,24 +47,24 @@ def plain_layers(module: nn.Module) -> list[_BatchNorm]:
 
 
 def least_part(layers: Sequence[_BatchNorm]) -> int:
-    """Samples that a rank's part of a batch must have, if it has any: of one alone there is no variance.
+    """Smallest number of samples in a rank's part of a batch: 2 where a variance is computed, else 1.
 
     Args:
-        layers: Of `plain_layers`; those that normalise by their running statistics now need none.
+        layers: The result of `plain_layers`. Layers that use their running statistics compute none.
     """
     return 2 if any(_takes_statistics(layer) for layer in layers) else 1
 
 
 def check_synchronised(models: Sequence[nn.Module], policy: str, devices: Sequence[torch.device]) -> None:
-    """Check that the layers of SyncBatchNorm, if there are any, can be synchronised over the ranks.
+    """Check that the SyncBatchNorm layers of a model can be synchronised over the ranks.
 
     Args:
         models: One per rank.
-        policy: That of the run; under "exact" all ranks have parts of one batch.
+        policy: Policy of the run; only under "exact" do all ranks train parts of one batch.
         devices: One per rank.
 
     Raises:
-        OptionError: They cannot.
+        OptionError: They cannot be synchronised.
     """
     counts = [len(SharedStatistics(model)) for model in models]
     if len(models) == 1 or not any(counts):
@@ -87,21 +88,20 @@ def check_synchronised(models: Sequence[nn.Module], policy: str, devices: Sequen
 class SharedStatistics:
     """The SyncBatchNorm layers of one rank's module.
 
-    The module is torch's, untouched, but for the time within `among`.
+    The module is changed only within `among`.
 
     Args:
-        module: The rank's.
+        module: Module of the rank.
 
     Attributes:
-        group: The ranks that have a part of the batch which is in forward or backward now; None outside.
-        weight: How much the losses of this rank count in the sum of the gradients, beside those of the
-            others; any common factor is of no account.
+        group: Process group of the ranks that have a part of the current batch; None outside of `among`.
+        weight: Weight of this rank's loss in the sum of the gradients, relative to the other ranks.
 
     Raises:
         OptionError: A layer has a forward or a process group of its own.
 
     Threads:
-        The rank's.
+        The thread of the rank.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -119,7 +119,7 @@ class SharedStatistics:
             if layer.process_group is not None:
                 raise OptionError(
                     f"{name!r} has a process group of torch.distributed, and the devices of this process are "
-                    f"none: convert without process_group="
+                    f"not in one: convert without process_group="
                 )
             self._layers[name] = layer
 
@@ -135,14 +135,13 @@ class SharedStatistics:
     def among(
         self, group: ProcessGroup | None, weight: float = 1.0, *, keeps: bool = False
     ) -> Iterator[None]:
-        """Take the statistics of all ranks of a group, in forward and backward of the module.
-
-        Outside, the layers have torch's own forward.
+        """Compute statistics over all ranks of a group in forward and backward of the module.
 
         Args:
-            group: Of the ranks that do the same at this moment; None: no rank is met.
-            weight: As the attribute.
-            keeps: A backward afterwards is with the same group.
+            group: Process group of the ranks that call the module at the same time; None: statistics stay
+                those of this rank.
+            weight: See the attribute.
+            keeps: Use the group also for a backward after this context.
         """
         if group is None or not self._layers:
             yield
@@ -160,7 +159,7 @@ class SharedStatistics:
 
 @contextmanager
 def taking_part(shared: SharedStatistics, group: ProcessGroup | None) -> Iterator[None]:
-    """Around a rank's job, with a group for it alone: the others do not wait for one that fails or ends."""
+    """Context of one call of a rank, with a group made for it. Its end or error releases the other ranks."""
     if group is None:
         yield
         return
@@ -175,27 +174,29 @@ def taking_part(shared: SharedStatistics, group: ProcessGroup | None) -> Iterato
 
 
 class WindowGroups:
-    """Groups of the ranks that have a part of the same window: one a window, made by the first to come.
+    """Process groups of the ranks that have a part of the same window, made by the first rank that asks.
 
     Args:
         lanes: One per rank.
 
     Threads:
-        `taking_part`, `leave`: each rank's own.
+        `taking_part` and `leave`: the thread of the rank.
     """
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self._lanes = tuple(lanes)
         self._lock = threading.Lock()
-        self._open: dict[int, dict[int, ProcessGroup]] = {}  # by window, those that are not taken
+        self._open: dict[
+            int, dict[int, ProcessGroup]
+        ] = {}  # by window: groups that their ranks have not taken yet
         self._taken: dict[int, ProcessGroup] = {}  # by rank
         self._gone: set[int] = set()
 
     @contextmanager
     def taking_part(self, rank: int, window: int, ranks: Sequence[int]) -> Iterator[ProcessGroup | None]:
-        """The group of a rank while it trains its part; None where no other rank has one.
+        """The group of a rank while it trains its part; None where no other rank has a part.
 
-        A rank whose part ends well is not waited for; one that fails leaves when its error is known.
+        The group is closed when the part succeeds. After an error `leave` closes it.
         """
         if len(ranks) < 2:
             yield None
@@ -214,7 +215,7 @@ class WindowGroups:
         del self._taken[rank]
 
     def leave(self, rank: int) -> None:
-        """A rank makes no more calls: the ranks that wait for it get an error."""
+        """Close the groups of a rank that makes no more calls: ranks that wait for it raise an error."""
         with self._lock:
             self._gone.add(rank)
             waiting = [groups[rank] for groups in self._open.values() if rank in groups]
@@ -256,10 +257,12 @@ def _statistics(values: Tensor, group: ProcessGroup, what: str) -> tuple[Tensor,
     _add_up(group, rows, what)
     counts, means, variances = rows.split([1, channels, channels], dim=1)
     count = counts.sum()
-    if not count.is_cuda and count <= 1:  # a card is not asked: with a value on each rank there are two
+    if (
+        not count.is_cuda and count <= 1
+    ):  # not read from a CUDA device: with a value on each rank there are two
         raise ValueError(f"Expected more than 1 value per channel when training, got {int(count)}")
     mean = (means * counts).sum(0) / count
-    # The variance of the parts, and of their means around the mean of all.
+    # The variance within the parts plus that of their means.
     variance = ((variances + (means - mean).square()) * counts).sum(0) / count
     return mean, variance, count
 
@@ -319,8 +322,8 @@ class _Normalise(torch.autograd.Function):
             shared: SharedStatistics = ctx.shared
             if shared.group is None:
                 raise FlowdpError(
-                    "the backward of SyncBatchNorm adds up sums of all devices, and this one runs on one of "
-                    "them alone: run it where all of them run theirs, inside of the function for `parallel`"
+                    "the backward of SyncBatchNorm adds up sums of all devices, and this one runs on one "
+                    "device alone: run it on all devices, inside of the function for `parallel`"
                 )
             total = sums.double() * shared.weight
             _add_up(shared.group, total, f"backward of {ctx.name!r}")
@@ -332,7 +335,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _add_up(group: ProcessGroup, rows: Tensor, what: str) -> None:
-    """Replace it by the sum over the ranks; `what` must be the same on all of them."""
+    """Replace rows by their sum over the ranks; `what` must be equal on all ranks."""
     try:
         group._reduce(flat_view(rows), "sum", f"the {what} (SyncBatchNorm), shape {tuple(rows.shape)}").wait()
     except CollectiveError as error:

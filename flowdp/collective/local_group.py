@@ -1,13 +1,14 @@
 """Process groups whose ranks are threads of this process.
 
-A rank puts its tensor down and goes on. When the last one has come, a call is cut into parts. On the CPU
-whoever waits for the call does parts of it: a rank that is early works for one that is late, and ranks that
-are equally fast share. On CUDA the last arrival enqueues all parts, on the comm stream of one rank per card,
-between two marks: what the ranks had enqueued before, and the end, which their streams wait for.
+A rank registers its tensor for a call and continues. When the last rank has registered, the call is split
+into chunks. On the CPU the ranks that wait for the call execute the chunks, so that an early rank works for
+a late one. On CUDA the last rank enqueues all chunks on the comm stream of one rank per device. That stream
+first waits for all work that the ranks have enqueued before the call, and the ranks' streams wait for the
+last chunk.
 
-Not NCCL, also on distinct cards: its kernels spin until their peers run, and between the first and the last
-launch of a call no thread of the process may allocate on a device; ranks that are in the middle of a backward
-pass do. Processes have no such hazard: `ProcessGroup.from_torch`.
+NCCL is not used, not even between different devices. Its kernels spin until their peers run, so no thread
+of the process may allocate on a device between the first and the last launch of a call, and ranks in a
+backward pass allocate. Separate processes do not have this problem: `ProcessGroup.from_torch`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from flowdp.collective.base import BLOCK, CUDA_BLOCK
 from flowdp.collective.process_group import ProcessGroup, Work
-from flowdp.collective.reduction import Op, reduce_all
+from flowdp.collective.reduction import Op, reduce_all, split_equally
 from flowdp.device.discovery import DevicesOption, resolve_devices
 from flowdp.device.streams import QUIET, Event, Lane, open_lanes
 from flowdp.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, OptionError
@@ -33,13 +33,15 @@ __all__ = ["group_lanes", "local_groups"]
 
 TIMEOUT_S = 600.0
 
-Job = Callable[[], object]
-Plan = Callable[[Sequence[Any]], Sequence[Job]]
-"""From what each rank gave, in order, to the parts of the work, which may be done in any order at once."""
+Chunk = Callable[[], object]
+"""One part of the arithmetic or the copies of a call."""
+
+Plan = Callable[[Sequence[Any]], Sequence[Chunk]]
+"""Splits a call into chunks, given the values of all ranks in order. Chunks may run at the same time."""
 
 
 def local_groups(devices: DevicesOption = "auto", *, timeout: float = TIMEOUT_S) -> list[ProcessGroup]:
-    """Process groups for threads of this process, one per device; each is used by one thread of yours.
+    """Process groups for threads of this process: one per device, each to be used by one thread.
 
     ::
 
@@ -51,12 +53,12 @@ def local_groups(devices: DevicesOption = "auto", *, timeout: float = TIMEOUT_S)
         threads = [threading.Thread(target=work, args=(group,)) for group in groups]
 
     Args:
-        devices: As the `Trainer` takes them: "auto", a number, or a list with one per rank, in which a device
-            may repeat. All of them the CPU, or all CUDA devices.
-        timeout: Seconds that a rank waits for the others to make the same call.
+        devices: "auto", a number, or a list with one device per rank, in which a device may repeat. All are
+            the CPU, or all are CUDA devices.
+        timeout: Seconds to wait until all ranks have made the same call.
 
     Raises:
-        OptionError: No such device, CPU and CUDA mixed, or a timeout that is not positive or not finite.
+        OptionError: An unknown device, CPU and CUDA mixed, or a timeout that is not positive and finite.
     """
     places = resolve_devices(devices)
     if len({place.type for place in places}) > 1:
@@ -70,89 +72,105 @@ def local_groups(devices: DevicesOption = "auto", *, timeout: float = TIMEOUT_S)
 
 
 def group_lanes(lanes: Sequence[Lane], timeout: float = TIMEOUT_S) -> list[ProcessGroup]:
-    """Process groups on these lanes: one per rank, all with streams or all without."""
-    table = _Table(lanes, timeout)
-    return [_LocalGroup(table, rank) for rank in range(len(lanes))]
+    """Process groups on lanes, one per rank: all lanes have streams, or none has."""
+    rendezvous = _Rendezvous(lanes, timeout)
+    return [_LocalGroup(rendezvous, rank) for rank in range(len(lanes))]
 
 
 class _Call:
-    """One collective: what the ranks gave for it, and what is left to do."""
+    """One collective call: the values of the ranks, and the chunks that are left.
 
-    def __init__(self, number: int, what: str, rank: int) -> None:
+    Attributes:
+        number: Index of the call in the group.
+        name: Operation, dtype and shape, which must be equal on all ranks.
+        first: The rank that made the call first.
+        inputs: The value of each rank that has made the call.
+        ready: Events of the ranks' streams, which the first chunk waits for.
+        done: Events behind the last chunk, which the ranks' streams wait for.
+        chunks: Chunks that no rank has taken yet.
+        left: Number of chunks that have not ended; -1 until all ranks have made the call.
+    """
+
+    def __init__(self, number: int, name: str, rank: int) -> None:
         self.number = number
-        self.what = what
+        self.name = name
         self.first = rank
-        self.given: dict[int, Any] = {}
+        self.inputs: dict[int, Any] = {}
         self.ready: list[Event] = []
         self.done: list[Event] = []
-        self.jobs: list[Job] = []  # not taken yet
-        self.left = -1  # not ended yet; -1 before all have come
+        self.chunks: list[Chunk] = []
+        self.left = -1
 
 
-class _Table:
-    """Where the ranks put down what they give. Its condition guards everything in it."""
+class _Rendezvous:
+    """The calls of a group that some ranks have made and others have not. A condition guards all of it.
+
+    Attributes:
+        lanes: One per rank.
+        size: Number of ranks.
+        leaders: The first rank on each device, whose comm stream does the work of all ranks there.
+    """
 
     def __init__(self, lanes: Sequence[Lane], timeout: float) -> None:
         self.lanes = tuple(lanes)
         self.size = len(lanes)
-        # The first rank on each card.
-        self.workers = list({lane.device: rank for rank, lane in reversed(list(enumerate(lanes)))}.values())
+        self.leaders = list({lane.device: rank for rank, lane in reversed(list(enumerate(lanes)))}.values())
         self._timeout = timeout
         self._changed = threading.Condition()
         self._calls: dict[int, _Call] = {}
         self._counts = [0] * self.size
         self._gone: dict[int, str] = {}
         self._error: tuple[type[CollectiveError], str] | None = None
-        self._twins: list[_Table] = []
+        self._twins: list[_Rendezvous] = []
 
-    def twin(self) -> _Table:
-        """Another table for the same ranks, which ends with this one."""
-        made = _Table(self.lanes, self._timeout)
+    def twin(self) -> _Rendezvous:
+        """A second rendezvous of the same ranks, which fails and ends with this one."""
+        made = _Rendezvous(self.lanes, self._timeout)
         with self._changed:
             self._twins.append(made)
         return made
 
-    def put(self, rank: int, what: str, given: Any, plan: Plan) -> _Call:
-        """Put down what a rank gives for its next call; does not wait.
+    def put(self, rank: int, name: str, value: Any, plan: Plan) -> _Call:
+        """Register the value of a rank for its next call, without waiting.
 
         Raises:
-            CollectiveError: The group has failed, or this call is another one than the others'.
+            CollectiveError: The group has failed, or the call differs from that of another rank.
         """
         ready = self._mark_ready(rank)
         with self._changed:
             number = self._counts[rank]
             self._counts[rank] += 1
-            call = self._calls.setdefault(number, _Call(number, what, rank))
-            if call.what != what:
+            call = self._calls.setdefault(number, _Call(number, name, rank))
+            if call.name != name:
                 self._fail(
                     CollectiveError,
-                    f"the ranks' calls differ: call {number} is {call.what} on rank {call.first} and {what} "
+                    f"the ranks' calls differ: call {number} is {call.name} on rank {call.first} and {name} "
                     f"on rank {rank}",
                 )
             self._raise_error()
-            call.given[rank] = given
+            call.inputs[rank] = value
             call.ready += ready
-            if len(call.given) < self.size:
+            if len(call.inputs) < self.size:
                 return call
             del self._calls[number]
             try:
-                jobs = list(plan([call.given[rank] for rank in range(self.size)]))
+                chunks = list(plan([call.inputs[rank] for rank in range(self.size)]))
             except CollectiveError as error:
                 self._fail(type(error), str(error))
             if not ready:
-                self._open(call, jobs)
+                self._open(call, chunks)
         if ready:
             try:
-                self._enqueue(call, jobs)
+                self._enqueue(call, chunks)
             except BaseException as error:
-                self.fail(CollectiveAborted, f"{what} failed: {format_error(error)}")
+                self.fail(CollectiveAborted, f"{name} failed: {format_error(error)}")
                 raise
             with self._changed:
                 self._open(call, [])
         return call
 
     def wait(self, rank: int, call: _Call) -> None:
-        """Wait for the ranks that have not come, and do a part of the work.
+        """Wait for the other ranks to make the call, and execute chunks until it is complete.
 
         Raises:
             CollectiveError: The group has failed.
@@ -162,19 +180,19 @@ class _Table:
             while call.left < 0:
                 self._check(call)
                 if not self._changed.wait(end_s - monotonic()) and call.left < 0:
-                    late = sorted(set(range(self.size)) - set(call.given))
+                    late = sorted(set(range(self.size)) - set(call.inputs))
                     self._fail(
                         CollectiveTimeout,
-                        f"{_ranks(late)} did not come to {call.what} (call {call.number}) within "
+                        f"{_ranks(late)} did not come to {call.name} (call {call.number}) within "
                         f"{self._timeout:g} s",
                     )
-            while call.jobs:
-                job = call.jobs.pop()
+            while call.chunks:
+                chunk = call.chunks.pop()
                 self._changed.release()
                 try:
-                    job()
+                    chunk()
                 except BaseException as error:
-                    self.fail(CollectiveAborted, f"{call.what} failed: {format_error(error)}")
+                    self.fail(CollectiveAborted, f"{call.name} failed: {format_error(error)}")
                     raise
                 finally:
                     self._changed.acquire()
@@ -189,7 +207,7 @@ class _Table:
             stream.wait_event(mark)
 
     def fail(self, kind: type[CollectiveError], reason: str) -> None:
-        """Let every call that is not complete, and all later ones, raise this; the first reason stays."""
+        """Make every incomplete call and all later ones raise this error; only the first failure counts."""
         with self._changed:
             self._error = self._error or (kind, reason)
             self._changed.notify_all()
@@ -198,7 +216,7 @@ class _Table:
             twin.fail(kind, reason)
 
     def leave(self, rank: int) -> None:
-        """A rank comes no more: calls that it has not made can never be complete."""
+        """Record that a rank makes no more calls: those that it has not made fail on the other ranks."""
         with self._changed:
             self._gone[rank] = f"rank {rank} has closed its group"
             self._changed.notify_all()
@@ -206,15 +224,15 @@ class _Table:
         for twin in twins:
             twin.leave(rank)
 
-    def _open(self, call: _Call, jobs: list[Job]) -> None:
-        call.jobs, call.left = jobs[::-1], len(jobs)  # taken from the end
+    def _open(self, call: _Call, chunks: list[Chunk]) -> None:
+        call.chunks, call.left = chunks[::-1], len(chunks)  # popped from the end
         self._changed.notify_all()
 
     def _check(self, call: _Call) -> None:
         self._raise_error()
         for rank, reason in self._gone.items():
-            if rank not in call.given:
-                self._fail(CollectiveAborted, f"{reason} and does not come to {call.what}")
+            if rank not in call.inputs:
+                self._fail(CollectiveAborted, f"{reason} and does not come to {call.name}")
 
     def _fail(self, kind: type[CollectiveError], reason: str) -> NoReturn:
         self.fail(kind, reason)  # the condition's lock is reentrant
@@ -235,17 +253,17 @@ class _Table:
         mark.record(lane.current())
         return [mark]
 
-    def _enqueue(self, call: _Call, jobs: Sequence[Job]) -> None:
+    def _enqueue(self, call: _Call, chunks: Sequence[Chunk]) -> None:
         with QUIET, ExitStack() as stack:
-            for worker in self.workers:  # rank 0 comes last: the work is done on its card
-                lane = self.lanes[worker]
+            for leader in self.leaders:  # rank 0 is last, so the chunks run on its device and stream
+                lane = self.lanes[leader]
                 for mark in call.ready:
                     lane.comm.wait_event(mark)
                 stack.enter_context(lane.on(lane.comm))
-            for job in jobs:
-                job()
-            for worker in self.workers:
-                lane = self.lanes[worker]
+            for chunk in chunks:
+                chunk()
+            for leader in self.leaders:
+                lane = self.lanes[leader]
                 mark = lane.event()
                 mark.record(lane.comm)
                 call.done.append(mark)
@@ -254,29 +272,29 @@ class _Table:
 class _LocalGroup(ProcessGroup):
     backend = "local"
 
-    def __init__(self, table: _Table, rank: int) -> None:
-        self._table = table
-        self.rank, self.size = rank, table.size
-        lane = table.lanes[rank]
+    def __init__(self, rendezvous: _Rendezvous, rank: int) -> None:
+        self._rendezvous = rendezvous
+        self.rank, self.size = rank, rendezvous.size
+        lane = rendezvous.lanes[rank]
         self.device = lane.device
-        self.shares_device = lane.is_async and len(table.workers) < table.size
+        self.shares_device = lane.is_async and len(rendezvous.leaders) < rendezvous.size
 
     def all_gather_object(self, thing: Any) -> list[Any]:
         call = self._call("all_gather_object", thing, _nothing)
-        return [call.given[rank] for rank in range(self.size)]
+        return [call.inputs[rank] for rank in range(self.size)]
 
     def barrier(self) -> None:
         self._call("barrier", None, _nothing)
 
     def twin(self) -> ProcessGroup:
-        made = self._table.twin() if self.rank == 0 else None
+        made = self._rendezvous.twin() if self.rank == 0 else None
         return _LocalGroup(self.all_gather_object(made)[0], self.rank)
 
     def abort(self, reason: str) -> None:
-        self._table.fail(CollectiveAborted, f"rank {self.rank} gave up: {reason}")
+        self._rendezvous.fail(CollectiveAborted, f"rank {self.rank} gave up: {reason}")
 
     def close(self) -> None:
-        self._table.leave(self.rank)
+        self._rendezvous.leave(self.rank)
 
     def _reduce(self, flat: Tensor, op: Op, call: str) -> Work:
         return self._start_call(call, flat, partial(_reductions, op))
@@ -288,32 +306,29 @@ class _LocalGroup(ProcessGroup):
         self._check_device(flat)
         self._call(call, (flat, outputs), _gathers)
 
-    def _call(self, what: str, given: Any, plan: Plan) -> _Call:
-        call = self._table.put(self.rank, what, given, plan)
-        self._table.wait(self.rank, call)
+    def _call(self, name: str, value: Any, plan: Plan) -> _Call:
+        call = self._rendezvous.put(self.rank, name, value, plan)
+        self._rendezvous.wait(self.rank, call)
         return call
 
-    def _start_call(self, what: str, flat: Tensor, plan: Plan) -> Work:
+    def _start_call(self, name: str, flat: Tensor, plan: Plan) -> Work:
         self._check_device(flat)
-        return Work(partial(self._table.wait, self.rank, self._table.put(self.rank, what, flat, plan)))
+        call = self._rendezvous.put(self.rank, name, flat, plan)
+        return Work(partial(self._rendezvous.wait, self.rank, call))
 
     def _check_device(self, flat: Tensor) -> None:
         here = self.device
         if flat.device.type != here.type or (here.type == "cuda" and flat.device != here):
-            raise OptionError(f"rank {self.rank} of the group is on {here}, the tensor on {flat.device}")
+            raise OptionError(
+                f"rank {self.rank} of the group is on {here}, the tensor on {flat.device}: move it there"
+            )
 
 
-def _spans(flat: Tensor) -> list[slice]:
-    """Parts: eight blocks each on the CPU, where taking one costs more than a block; one block on CUDA."""
-    size = CUDA_BLOCK if flat.is_cuda else 8 * BLOCK
-    return [slice(start, start + size) for start in range(0, flat.numel(), size)]
-
-
-def _nothing(given: Sequence[Any]) -> list[Job]:  # noqa: ARG001 - to come is all there is to do
+def _nothing(given: Sequence[Any]) -> list[Chunk]:  # noqa: ARG001 - a barrier has no work
     return []
 
 
-def _reductions(op: Op, flats: Sequence[Tensor]) -> list[Job]:
+def _reductions(op: Op, flats: Sequence[Tensor]) -> list[Chunk]:
     owners: dict[int, int] = {}
     for rank, flat in enumerate(flats):
         if flat.numel() and owners.setdefault(flat.data_ptr(), rank) != rank:
@@ -321,19 +336,19 @@ def _reductions(op: Op, flats: Sequence[Tensor]) -> list[Job]:
                 f"ranks {owners[flat.data_ptr()]} and {rank} gave the same memory to all_reduce: each rank "
                 "needs a model, and tensors, of its own"
             )
-    return [partial(reduce_all, [flat[span] for flat in flats], op) for span in _spans(flats[0])]
+    return [partial(reduce_all, pieces, op) for pieces in split_equally(flats)]
 
 
-def _copies(src: int, flats: Sequence[Tensor]) -> list[Job]:
+def _copies(src: int, flats: Sequence[Tensor]) -> list[Chunk]:
     return [
-        partial(flat[span].copy_, flats[src][span])
+        partial(target.copy_, source)
         for rank, flat in enumerate(flats)
         if rank != src
-        for span in _spans(flat)
+        for target, source in split_equally([flat, flats[src]])
     ]
 
 
-def _gathers(given: Sequence[tuple[Tensor, list[Tensor]]]) -> list[Job]:
+def _gathers(given: Sequence[tuple[Tensor, list[Tensor]]]) -> list[Chunk]:
     return [
         partial(output.copy_, flat)
         for _, outputs in given

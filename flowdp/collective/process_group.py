@@ -1,7 +1,8 @@
-"""A process group: the collectives that one rank takes part in, whoever the others are.
+"""Process groups: the collectives of one rank, with one interface for threads and for processes.
 
-Ranks are threads of this process (`flowdp.local_groups`), processes of a launcher
-(`ProcessGroup.from_torch`), or one alone (`ProcessGroup.single`). All make the same calls in the same order.
+The ranks are threads of this process (`flowdp.local_groups`), processes of a launcher
+(`ProcessGroup.from_torch`), or one rank alone (`ProcessGroup.single`). Each makes the same calls in the same
+order.
 """
 
 from __future__ import annotations
@@ -23,44 +24,44 @@ __all__ = ["ProcessGroup", "Work"]
 
 
 class Work:
-    """A collective on its way.
+    """Handle of a collective that has started.
 
     Args:
-        finish: What `wait` does, once.
+        finish: Called by the first `wait` that succeeds; None: nothing is left to do.
     """
 
     def __init__(self, finish: Callable[[], None] | None = None) -> None:
         self._finish = finish
 
     def wait(self) -> None:
-        """Return when the result is in the tensor; on CUDA, when the current stream waits for it.
+        """Wait until the result is in the tensor; on CUDA, make the current stream wait for it instead.
 
         Raises:
-            CollectiveError: The call failed on any rank.
+            CollectiveError: The call failed on some rank.
         """
         if self._finish is not None:
             self._finish()
-            self._finish = None  # a call that failed fails again
+            self._finish = None  # not after an error: a call that failed fails again
 
 
 class ProcessGroup(ABC):
-    """One rank's place among those that it computes with.
+    """The group of ranks that compute together, as seen by one of them.
 
     ::
 
-        groups = flowdp.local_groups(["cpu", "cpu"])      # one for each of two threads
+        groups = flowdp.local_groups(["cpu", "cpu"])      # one group object for each of two threads
         group.all_reduce(tensor)                          # in each: the mean over the ranks, in place
         work = group.all_reduce(tensor, "sum", async_op=True)
-        ...                                               # `tensor` is not to be touched meanwhile
+        ...                                               # do not use `tensor` before `wait` returns
         work.wait()
 
     Attributes:
-        rank: Its number, from 0.
-        size: Ranks in the group.
-        device: Where its tensors lie.
+        rank: Index of this rank.
+        size: Number of ranks.
+        device: Device of the tensors of this rank.
         backend: "local", "torch" or "single".
-        shares_device: Whether another rank of this process is on the same CUDA device. Autograd has one
-            thread for each, so ranks wait for each other inside a backward pass only where it runs in the
+        shares_device: Whether another rank of this process uses the same CUDA device. Autograd has one thread
+            per device, so such ranks can wait for each other in a backward pass only if it runs in the
             calling thread.
 
     Threads: one at a time.
@@ -74,15 +75,15 @@ class ProcessGroup(ABC):
 
     @staticmethod
     def single(device: torch.device | str = "cpu") -> ProcessGroup:
-        """A group of one rank: every call leaves the tensor as it is."""
+        """A group of one rank: no call changes a tensor."""
         return _SingleGroup(torch.device(device))
 
     @staticmethod
     def from_torch(group: dist.ProcessGroup | None = None) -> ProcessGroup:
-        """The ranks of `torch.distributed`, processes that a launcher such as torchrun has started.
+        """A group over `torch.distributed`, for processes that a launcher such as torchrun has started.
 
         Args:
-            group: A group of torch's; the default one if None. Closing ours leaves it alone.
+            group: Group of `torch.distributed`; None: the default group. `close()` does not close it.
 
         Raises:
             OptionError: `torch.distributed` is not initialised, or this process is not in the group.
@@ -98,41 +99,44 @@ class ProcessGroup(ABC):
 
     @property
     def world_size(self) -> int:
-        """Ranks in the group."""
+        """Number of ranks."""
         return self.size
 
     def all_reduce(self, tensor: Tensor, op: Op = "mean", *, async_op: bool = False) -> Work:
         """Replace the tensor by its reduction over the ranks; float16 and bfloat16 are added in float32.
 
         Args:
-            tensor: Of the same shape and dtype on every rank.
-            op: "sum", "mean", "max" or "min"; a mean of integers has no dtype of its own and is refused.
-            async_op: Return at once. The tensor is ready after `wait()` of what is returned.
+            tensor: Has the same shape and dtype on every rank.
+            op: "sum", "mean", "max" or "min"; a mean of integers is an error.
+            async_op: Return at once. The tensor is ready after `wait()` of the returned handle.
 
         Raises:
-            OptionError: The tensor cannot be reduced so.
-            CollectiveError: The ranks' calls differ; every rank is told.
+            OptionError: The operation is not defined for the tensor.
+            CollectiveError: The ranks' calls differ; every rank raises it.
             CollectiveAborted: Another rank failed.
-            CollectiveTimeout: Another rank did not come.
+            CollectiveTimeout: Another rank did not make this call within the timeout.
         """
         one_of("op", op, Op)
         if op != "sum" and tensor.is_complex() and op != "mean":
-            raise OptionError(f"complex numbers have no order, so no {op!r}")
+            raise OptionError(f"{op!r} is not defined for complex numbers, which have no order")
         if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise OptionError(f"a mean of {tensor.dtype} is not {tensor.dtype}; take op='sum', or floats")
+            raise OptionError(
+                f"a mean of {tensor.dtype} would not be exact in {tensor.dtype}: use op='sum', or convert "
+                "to a float dtype"
+            )
         return self._start(
             tensor, f"all_reduce {op!r}", lambda flat, call: self._reduce(flat, op, call), async_op
         )
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, async_op: bool = False) -> Work:
-        """Replace the tensor by that of rank `src`; raises as `all_reduce` does."""
+        """Replace the tensor by that of rank `src`; raises the errors of `all_reduce`."""
         if not 0 <= src < self.size:
             raise OptionError(f"src must be a rank from 0 to {self.size - 1}, not {src!r}")
         what = f"broadcast from rank {src}"
         return self._start(tensor, what, lambda flat, call: self._broadcast(flat, src, call), async_op)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, in their order: copies, also of this rank's own."""
+        """Copies of the tensors of all ranks, in the order of the ranks, this one included."""
         flat = flat_view(_strided(tensor))
         outputs = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
         self._gather(flat, [flat_view(output) for output in outputs], _describe("all_gather", tensor))
@@ -140,27 +144,27 @@ class ProcessGroup(ABC):
 
     @abstractmethod
     def all_gather_object(self, thing: Any) -> list[Any]:
-        """What each rank gives, in their order; in one process the very objects."""
+        """The objects of all ranks, in the order of the ranks; within one process not copied."""
 
     @abstractmethod
     def barrier(self) -> None:
-        """Return when every rank has called this."""
+        """Wait until every rank has called this."""
 
     def twin(self) -> ProcessGroup:
-        """A group of the same ranks whose calls have an order of their own. Every rank calls it.
+        """A second group of the same ranks, whose calls are ordered separately. Every rank calls it.
 
-        What ends this group ends it, too.
+        An error or the end of this group also ends the second one.
         """
         return self
 
-    def abort(self, reason: str) -> None:  # noqa: B027 - torch's ranks and one alone have nobody to tell
-        """Let the others' calls, this one and all later ones, raise `CollectiveAborted` at once.
+    def abort(self, reason: str) -> None:  # noqa: B027 - nothing to do for torch's ranks, or for one alone
+        """Make all present and later calls of every rank raise `CollectiveAborted` at once.
 
-        Ranks of `from_torch` cannot be told: they find out by torch's own timeout.
+        With `from_torch` it has no effect: the other processes end by torch's own timeout.
         """
 
-    def close(self) -> None:  # noqa: B027 - what is not ours stays
-        """Take no further part; a rank that waits for this one is told."""
+    def close(self) -> None:  # noqa: B027 - torch's group is not closed
+        """End this rank's part; a rank that waits for it, or will, raises `CollectiveAborted`."""
 
     @abstractmethod
     def _reduce(self, flat: Tensor, op: Op, call: str) -> Work: ...
@@ -174,7 +178,7 @@ class ProcessGroup(ABC):
     def _start(self, tensor: Tensor, what: str, start: Callable[[Tensor, str], Work], async_op: bool) -> Work:
         flat = flat_view(_strided(tensor))
         work = start(flat, _describe(what, tensor))
-        if flat.data_ptr() != tensor.data_ptr():  # the tensor is not contiguous
+        if flat.data_ptr() != tensor.data_ptr():  # a copy, as the tensor is not contiguous
             work = Work(_copied_back(work, flat, tensor))
         if not async_op:
             work.wait()
@@ -205,14 +209,14 @@ class _SingleGroup(ProcessGroup):
 
 
 class _TorchGroup(ProcessGroup):
-    """Calls `torch.distributed`. Calls that differ between the ranks end as torch ends them."""
+    """Calls `torch.distributed`, which also decides how calls end that differ between the ranks."""
 
     backend = "torch"
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        # Not `get_backend`: without a name in `init_process_group` it says "undefined".
+        # `get_backend` returns "undefined" where `init_process_group` was called without a name.
         is_cuda = "nccl" in dist.get_backend_config(group)
         self.device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
 
@@ -227,7 +231,7 @@ class _TorchGroup(ProcessGroup):
     def _reduce(self, flat: Tensor, op: Op, call: str) -> Work:  # noqa: ARG002
         is_float = flat.dtype.is_floating_point and op in ("sum", "mean")
         wide = flat.to(arithmetic(flat.dtype)) if is_float else flat
-        # Not torch's own mean: gloo has none.
+        # Without torch's own mean, which gloo does not have.
         operation = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(op, dist.ReduceOp.SUM)
         handle = dist.all_reduce(wide, operation, group=self._group, async_op=True)
 
@@ -255,7 +259,7 @@ def _strided(tensor: Tensor) -> Tensor:
 
 
 def _bytes(flat: Tensor) -> Tensor:
-    return flat.view(torch.uint8)  # gloo knows few dtypes, and these calls compute nothing
+    return flat.view(torch.uint8)  # gloo supports few dtypes, and these calls only copy
 
 
 def _describe(what: str, tensor: Tensor) -> str:

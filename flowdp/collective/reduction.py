@@ -1,4 +1,4 @@
-"""Sums, means and extremes of equal tensors, written back to all of them."""
+"""Sum, mean, maximum and minimum of tensors of one shape, written to all of them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from flowdp.collective.base import BLOCK, CUDA_BLOCK, add_weighted, arithmetic
 
-__all__ = ["Op", "flat_view", "reduce_all"]
+__all__ = ["Op", "flat_view", "reduce_all", "split_equally"]
 
 Op = Literal["sum", "mean", "max", "min"]
 
 
 def flat_view(tensor: Tensor) -> Tensor:
-    """What a tensor holds, as real numbers in one row, outside of any graph.
+    """The elements of a tensor as real numbers in one dimension, detached from any graph.
 
     Returns:
         A view, or a copy where the tensor is not contiguous. Shape (elements,).
@@ -32,18 +32,29 @@ def reduce_all(tensors: Sequence[Tensor], op: Op, shares: Sequence[float] | None
     Terms are added in the order of the tensors, float16 and bfloat16 in float32; all get the same bits.
 
     Args:
-        tensors: Of one dtype, on the device of the first or elsewhere. Shape (elements,) each.
-        op: What to compute.
-        shares: With "sum": what each tensor is multiplied by. One with 0.0 is left out, not multiplied,
-            for 0 times NaN is NaN. Not all are 0.
+        tensors: Tensors of one dtype, on the device of the first or on others. Shape (elements,) each.
+        op: Operation.
+        shares: With "sum": factor of each tensor. A tensor with 0.0 is left out instead of multiplied, as
+            0 times NaN is NaN. At least one is not 0.
 
-    Streams: everything is enqueued on the current one of the first tensor's device. A copy between two
-        devices is ordered by torch with the current streams of both.
+    Streams: all work is enqueued on the current stream of the first tensor's device. Torch orders a copy
+        between two devices with the current streams of both.
     """
     first = tensors[0]
     size = CUDA_BLOCK if first.is_cuda else BLOCK * torch.get_num_threads()
     for blocks in zip(*(tensor.split(size) for tensor in tensors), strict=True):
         _reduce(blocks, op, shares)
+
+
+def split_equally(flats: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """Split tensors of one shape at the same places into pieces for threads, or kernels, that share the work.
+
+    Returns:
+        For each piece its views of all tensors. On the CPU a piece has eight blocks, as handing one to a
+        thread takes longer than to reduce a block; on CUDA it has one.
+    """
+    size = CUDA_BLOCK if flats[0].is_cuda else 8 * BLOCK
+    return list(zip(*(flat.split(size) for flat in flats), strict=True))
 
 
 def _reduce(blocks: Sequence[Tensor], op: Op, shares: Sequence[float] | None) -> None:

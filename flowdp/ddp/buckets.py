@@ -1,8 +1,9 @@
-"""Gradients of one dtype, one behind the other in flat memory, to be reduced by one call."""
+"""Buckets: tensors of one dtype in contiguous memory, reduced or sent by one call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -10,28 +11,30 @@ from torch import Tensor
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.errors import OptionError
 
-__all__ = ["BUCKET_BYTES", "GradientBucket", "broadcast_all", "dense_strides"]
+__all__ = ["BUCKET_BYTES", "GradientBucket", "broadcast_all", "bucketed", "dense_strides"]
+
+T = TypeVar("T", bound=Tensor)
 
 BUCKET_BYTES = 25 << 20
-"""What torch's own DistributedDataParallel takes: large enough that a call's fixed cost is small beside it,
-small enough that the first one starts early in the backward pass."""
+"""Bytes of a bucket, as in torch's DistributedDataParallel: large enough to hide the fixed cost of a call,
+small enough that the first call starts early in the backward pass."""
 
 
 class GradientBucket:
-    """Flat memory that tensors are copied into, and shown again in their shapes.
+    """Contiguous memory for copies of tensors, which it gives back as views in their shapes.
 
     ::
 
         bucket = GradientBucket(25 << 20)
-        bucket.add(gradient)                       # False: it does not fit any more
+        bucket.add(gradient)                       # False: no room is left for it
         group.all_reduce(bucket.data)
         for gradient in bucket.extract(): ...      # views of the bucket, in the order of `add`
 
     Args:
-        capacity_bytes: How much fits. A larger tensor fits into an empty bucket alone, which grows for it,
-            so no tensor is ever left out.
-        dtype: Of everything in it.
-        device: Where it lies.
+        capacity_bytes: Size in bytes. An empty bucket grows for one larger tensor, so that every tensor
+            fits somewhere.
+        dtype: Of every tensor in it.
+        device: Of the memory.
 
     Raises:
         OptionError: The capacity is not positive.
@@ -52,22 +55,22 @@ class GradientBucket:
 
     @property
     def size(self) -> int:
-        """Elements in it."""
+        """Number of elements in it."""
         return self._size
 
     @property
     def nbytes(self) -> int:
-        """Bytes in it."""
+        """Number of bytes in it."""
         return self._size * self._memory.itemsize
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was added since it was made or cleared."""
+        """Whether no tensor was added since it was made or cleared."""
         return not self._views
 
     @property
     def is_full(self) -> bool:
-        """Whether not one element more fits."""
+        """Whether there is no room for one more element."""
         return self.nbytes + self._memory.itemsize > self.capacity_bytes
 
     @property
@@ -76,19 +79,19 @@ class GradientBucket:
         return self._memory[: self._size]
 
     def add(self, tensor: Tensor) -> bool:
-        """Copy a tensor in, behind the others.
+        """Copy a tensor to the end.
 
         Returns:
             Whether it fits; if not, the bucket is as it was.
 
         Raises:
-            OptionError: It is of another dtype or device: that needs a bucket of its own, not an emptier one.
+            OptionError: The tensor has another dtype or device than the bucket.
         """
         memory = self._memory
         if (tensor.dtype, tensor.device) != (memory.dtype, memory.device):
             raise OptionError(
-                f"a bucket of {memory.dtype} on {memory.device} takes no tensor of {tensor.dtype} on "
-                f"{tensor.device}"
+                f"a bucket of {memory.dtype} on {memory.device} cannot hold a tensor of {tensor.dtype} on "
+                f"{tensor.device}; make one bucket for each dtype and device"
             )
         end = self._size + tensor.numel()
         if end * memory.itemsize > self.capacity_bytes and not self.is_empty:
@@ -104,48 +107,51 @@ class GradientBucket:
         return True
 
     def extract(self) -> list[Tensor]:
-        """What was added, in order and shape: views of the bucket, until it is cleared and filled anew."""
+        """Views of the added tensors, in order and in their shapes, valid until the bucket is cleared."""
         return list(self._views)
 
     def clear(self) -> None:
-        """Forget what was added."""
+        """Remove all tensors."""
         self._views, self._size = [], 0
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of a tensor (channels_last stays), or contiguous ones where it overlaps or has gaps."""
+    """Strides of a tensor (channels_last included), or contiguous ones where it overlaps or has gaps."""
     return torch.empty_like(tensor, device="meta").stride()
 
 
 def broadcast_all(
     group: ProcessGroup, tensors: Sequence[Tensor], src: int = 0, bucket_bytes: int = BUCKET_BYTES
 ) -> None:
-    """Replace each tensor by that of rank `src`: one call for each bucket full.
+    """Replace each tensor by that of rank `src`: one call for each bucket.
 
     Raises:
         CollectiveError: As of `ProcessGroup.broadcast`.
     """
-    for chunk in _chunks(tensors, bucket_bytes):
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
+    for bucket in bucketed(tensors, bucket_bytes):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
         group.broadcast(flat, src)
         if group.rank == src:
             continue
-        for tensor, values in zip(chunk, flat.split([tensor.numel() for tensor in chunk]), strict=True):
-            # Not a new version of it for autograd: a graph that is still to be run back may have seen it.
+        for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            # Without a new version for autograd: a graph whose backward is still to run may have saved it.
             tensor.data.copy_(values.view(tensor.shape))
 
 
-def _chunks(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype, at most `bucket_bytes` of them or a larger one alone; the same on every rank."""
-    open_chunks: dict[torch.dtype, list[Tensor]] = {}
-    room: dict[torch.dtype, int] = {}
+def bucketed(tensors: Iterable[T], bucket_bytes: int) -> list[list[T]]:
+    """Split tensors into buckets of one dtype and device, in the order of their first tensors.
+
+    A bucket has at most `bucket_bytes`, or one larger tensor. The split is the same on every rank.
+    """
+    buckets: list[list[T]] = []
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[T]] = {}
+    room: dict[tuple[torch.dtype, torch.device], int] = {}
     for tensor in tensors:
-        chunk = open_chunks.setdefault(tensor.dtype, [])
-        left = room.get(tensor.dtype, bucket_bytes) - tensor.nbytes
-        if chunk and left < 0:
-            yield chunk
-            chunk = open_chunks[tensor.dtype] = []
-            left = bucket_bytes - tensor.nbytes
-        chunk.append(tensor)
-        room[tensor.dtype] = left
-    yield from open_chunks.values()
+        kind = tensor.dtype, tensor.device
+        if tensor.nbytes > room.get(kind, -1):
+            open_buckets[kind] = []
+            buckets.append(open_buckets[kind])
+            room[kind] = bucket_bytes
+        open_buckets[kind].append(tensor)
+        room[kind] -= tensor.nbytes
+    return buckets

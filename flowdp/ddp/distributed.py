@@ -1,4 +1,4 @@
-"""One rank of data-parallel training: a module whose gradients are averaged as backward ends."""
+"""Wrapper for the module of one rank, whose gradients are averaged in backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flowdp.collective.batch_norm import SharedStatistics
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.ddp.buckets import BUCKET_BYTES, broadcast_all
-from flowdp.ddp.structure import check_alike, check_apart
+from flowdp.ddp.structure import check_same_structure, check_separate_memory
 from flowdp.ddp.synchronizer import GradientSynchronizer, Strategy
 from flowdp.device.structure import structure
 from flowdp.errors import OptionError
@@ -22,7 +22,7 @@ __all__ = ["DistributedDataParallel"]
 
 
 class DistributedDataParallel(AliasModule):
-    """Wraps one rank's module; every rank of the group makes one, with the same module.
+    """Wraps the module of one rank. Every rank of the group makes one, with a replica of the same module.
 
     ::
 
@@ -33,26 +33,29 @@ class DistributedDataParallel(AliasModule):
             loss_of(model(x), y).backward()       # gradients are the means over the ranks
             optimizer.step()                      # so parameters stay equal
 
-    `state_dict` and the like have the module's own names. All ranks start from rank 0's values, and run the
-    same number of forward and backward passes. A parameter may be unused, on one rank or on all, but not all
-    parameters on a rank: a backward pass that reaches none is not heard of by the others, who wait for it.
+    `state_dict` and the like have the module's own names. All ranks start from rank 0's values and run the
+    same number of forward and backward passes. A parameter may be unused, on one rank or on all, but each
+    backward pass must reach at least one parameter: without any, the rank does not take part in the average,
+    and the other ranks wait for it.
 
     Args:
-        module: On the group's device.
-        group: This rank's: of `flowdp.local_groups`, `ProcessGroup.from_torch` or `ProcessGroup.single`.
-        strategy: "overlapped" averages while backward goes on, "synchronous" at its end; with "none" you call
+        module: Replica of this rank, on the group's device.
+        group: Process group of this rank, from `flowdp.local_groups`, `ProcessGroup.from_torch` or
+            `ProcessGroup.single`.
+        strategy: "overlapped" averages during backward, "synchronous" at its end; with "none" you call
             `sync_gradients()` after it.
-        bucket_bytes: Gradients that are averaged by one call.
-        broadcast_buffers: Take rank 0's buffers before a forward in training mode with gradients.
-        gradient_as_bucket_view: Let `.grad` be a view of its bucket; see `GradientSynchronizer`.
+        bucket_bytes: Bytes of gradients that one call averages.
+        broadcast_buffers: Copy rank 0's buffers to all ranks before a forward in training mode with
+            gradients.
+        gradient_as_bucket_view: Make `.grad` a view of its bucket; see `GradientSynchronizer`.
 
     Attributes:
-        process_group: As given.
+        process_group: The group given.
 
     Raises:
-        OptionError: The replicas differ in structure, share memory, or lie elsewhere than the group. Every
-            rank hears where.
-        CollectiveError: Another rank failed, or did not come.
+        OptionError: The replicas differ in structure, share memory, or lie on another device than the group;
+            every rank raises it and names the tensor.
+        CollectiveError: Another rank failed, or made no such call within the timeout.
     """
 
     def __init__(
@@ -69,8 +72,8 @@ class DistributedDataParallel(AliasModule):
         self.process_group = group
         self._broadcast_buffers = broadcast_buffers
         self._bucket_bytes = bucket_bytes
-        self._is_syncing = True  # not in `no_sync`
-        self._is_due = True  # the last forward was averaged: the next takes rank 0's buffers
+        self._is_syncing = True  # outside of `no_sync`
+        self._is_due = True  # the next forward takes rank 0's buffers: the gradients of the last are averaged
         is_automatic = strategy != "none"
         self.sync_parameters()
         self._norms, self._norm_group = self._open_norms()
@@ -85,7 +88,7 @@ class DistributedDataParallel(AliasModule):
         self._seal(type(self))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, with rank 0's buffers in training."""
+        """Call the module, in training after a copy of rank 0's buffers."""
         if self.module.training and torch.is_grad_enabled():
             if self._broadcast_buffers and self._is_due:
                 broadcast_all(self.process_group, list(self.module.buffers()), 0, self._bucket_bytes)
@@ -94,7 +97,7 @@ class DistributedDataParallel(AliasModule):
             return self.module(*args, **kwargs)
 
     def _open_norms(self) -> tuple[SharedStatistics, ProcessGroup | None]:
-        """The layers of SyncBatchNorm, and the group for their statistics: backward averages meanwhile."""
+        """The SyncBatchNorm layers and a group for them: gradients are averaged during their backward."""
         group = self.process_group
         if group.backend != "local":  # torch synchronises its own layers over its processes
             return SharedStatistics(nn.Identity()), None
@@ -105,40 +108,40 @@ class DistributedDataParallel(AliasModule):
         return norms, group.twin() if norms and group.size > 1 else None
 
     def sync_parameters(self) -> None:
-        """Take rank 0's parameters and buffers. Every rank calls it.
+        """Copy rank 0's parameters and buffers to all ranks. Every rank calls it.
 
         Raises:
-            OptionError: As when made.
+            OptionError: As in the constructor.
         """
         group = self.process_group
         structures = group.all_gather_object(_structure(self.module, group.device))
         for rank, found in enumerate(structures):
             if isinstance(found, str):
                 raise OptionError(f"on rank {rank}, {found}")
-        check_alike(structures)
+        check_same_structure(structures)
         if group.backend == "local":
-            check_apart(group.all_gather_object(self.module))
+            check_separate_memory(group.all_gather_object(self.module))
         tensors: list[Tensor] = [*self.module.parameters(), *self.module.buffers()]
         broadcast_all(self.process_group, tensors, 0, self._bucket_bytes)
 
     def sync_gradients(self) -> None:
-        """Average the gradients as they are now. Every rank calls it.
+        """Average the present gradients. Every rank calls it.
 
-        Backward does it by itself unless `strategy` is "none" or it ran in `no_sync()`.
+        It is needed only with `strategy="none"`, or after a backward pass in `no_sync()`.
         """
         with torch.no_grad():
             self._synchronizer.sync_all()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """It belongs to its rank and is not copied, nor saved: its module is."""
+        """Refuse to be copied or saved: the wrapper belongs to its rank."""
         raise TypeError("a DistributedDataParallel cannot be copied or saved; copy or save its .module")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave gradients as they are: backward passes in here add up on the rank.
+        """Accumulate gradients on the rank: backward passes in this context average nothing.
 
-        The next one outside averages the sum. Buffers are sent once for all forwards that belong to one
-        average, before the first of them.
+        The next backward pass outside averages the sum. Buffers are copied once for all forward passes whose
+        gradients are averaged together, before the first of them.
         """
         synchronizer = self._synchronizer
         before = synchronizer.automatic, self._is_syncing
@@ -150,7 +153,7 @@ class DistributedDataParallel(AliasModule):
 
 
 def _structure(module: nn.Module, device: torch.device) -> dict[str, str] | str:
-    """What the ranks compare; or what is wrong, for all of them to hear: else the others would wait."""
+    """The structure of a module, or the message of an error that all ranks shall raise."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         is_there = tensor.device.type == device.type
         if device.type == "cuda" and device.index is not None:

@@ -1,4 +1,4 @@
-"""Manual control: models of yours on several devices, and the collectives to call between your own lines."""
+"""Manual control: replicas on several devices, and collectives to call from a training loop of your own."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.checks import check_loop_backend
-from flowdp.collective.base import BLOCK, arithmetic
+from flowdp.collective.base import arithmetic
 from flowdp.collective.batch_norm import SharedStatistics, check_synchronised, taking_part
 from flowdp.collective.local import SMALL
 from flowdp.collective.local_group import group_lanes
 from flowdp.collective.nccl_loop import SUMMED, NcclLoop
 from flowdp.collective.process_group import ProcessGroup
-from flowdp.collective.reduction import Op, flat_view, reduce_all
+from flowdp.collective.reduction import Op, flat_view, reduce_all, split_equally
 from flowdp.collective.rows import PackedRows
 from flowdp.collective.select import open_loop
-from flowdp.ddp.structure import check_alike, check_apart
+from flowdp.ddp.structure import check_same_structure, check_separate_memory
 from flowdp.device.compiled import FirstCalls, make_room
 from flowdp.device.copies import carry
 from flowdp.device.cores import open_pools
@@ -50,11 +50,11 @@ _SENT = {
     torch.int32,
     torch.int64,
 }
-"""The dtypes that are sent in rows, as bytes."""
+"""Dtypes that NCCL sends packed in rows, as bytes."""
 
 
 class Ddp:
-    """Replicas that you train as you like: GAN, reinforcement learning, several losses.
+    """Replicas for a training loop of your own: GANs, reinforcement learning, several losses.
 
     ::
 
@@ -74,13 +74,13 @@ class Ddp:
                 optimizer.zero_grad()
         ddp.close()
 
-    It is a context manager that closes itself. With one model every call still does what it says, alone.
+    It is a context manager, which closes it. All calls work with one model, too.
 
     Attributes:
-        models: As given, one per rank.
-        devices: Where they are, one per rank.
+        models: The models given, one per rank.
+        devices: Their devices, one per rank.
 
-    Threads: one at a time, and none of its own.
+    Threads: one at a time, and none of those that `parallel` runs.
     Streams: on CUDA, work goes to the caller's current streams of all devices.
     """
 
@@ -95,7 +95,7 @@ class Ddp:
         self._kinds = frozenset(device.type for device in devices)
         self._crew: Crew | None = None
         self._norms = [SharedStatistics(model) for model in models]
-        self._calls: list[FirstCalls] = []  # made with the first function that is called
+        self._calls: list[FirstCalls] = []  # made for the first function that `parallel` is given
         self._lanes = open_lanes(devices) if self._norms[0] and len(models) > 1 else []
         self._layouts: dict[tuple[int, ...], PackedRows] = {}
         self._nccl = self._open_nccl(backend) if len(models) > 1 else None
@@ -107,10 +107,10 @@ class Ddp:
                     stack.enter_context(tuned_process(ProcessTuning()))
                 threads = [pool.size for pool in open_pools(devices, ProcessTuning())]
                 names = [f"flowdp-ddp-{rank}" for rank in range(len(models))]
-                self._crew = Crew(names, partial(_around, self.devices, threads))
+                self._crew = Crew(names, partial(_thread_context, self.devices, threads))
                 stack.callback(self._crew.close)
             self._close = weakref.finalize(self, stack.pop_all().close)
-            self._close.atexit = False  # a job that hangs would hold up the end of the process
+            self._close.atexit = False  # a call that hangs would delay the end of the process
         self._give_back = weakref.finalize(self, _close_all, [self._nccl])
 
     @classmethod
@@ -121,26 +121,28 @@ class Ddp:
         *,
         backend: LoopBackend = "auto",
     ) -> Ddp:
-        """Take models, one per rank.
+        """Wrap models, one per rank.
 
         Args:
-            models: Of the same structure; nothing of them is changed but where they lie.
-            devices: Where each shall lie: those that lie elsewhere are moved. None: where they are.
-            backend: How tensors travel between CUDA devices: "nccl"; "local", by copies to and from the first
-                device; "auto", by NCCL where each model has a CUDA device of its own and NCCL works.
+            models: Replicas of one structure. They are moved to their devices and not changed otherwise.
+            devices: Device of each model. None: the devices on which the models are.
+            backend: Transfer between CUDA devices: "nccl"; "local", by copies to and from the first device;
+                "auto", by NCCL where each model has a CUDA device of its own and NCCL works.
 
         Raises:
             CollectiveError: backend="nccl" does not work here.
-            OptionError: No model, one given twice or sharing tensors with another, another number of devices,
-                one that is not there, a model on several devices, models that differ in structure (the
-                parameter is named), or an embedding that needs the indices of all devices' batches.
+            OptionError: No model, one given twice or sharing tensors with another, a wrong number of devices,
+                an unknown device, a model on several devices, models that differ in structure (the message
+                names the parameter), or an embedding that needs the indices of all devices' batches.
         """
         if not models:
-            raise OptionError("models must have at least one model")
+            raise OptionError("models is empty: give at least one model")
         if devices is not None and len(devices) != len(models):
-            raise OptionError(f"{len(models)} models need as many devices, not {len(devices)}")
-        check_alike([structure(model) for model in models])
-        check_apart(models)
+            raise OptionError(
+                f"{len(models)} models need {len(models)} devices, one each, not {len(devices)}"
+            )
+        check_same_structure([structure(model) for model in models])
+        check_separate_memory(models)
         if len(models) > 1:
             check_embeddings(models[0], "Ddp.wrap", is_shared=True)
         places = [_device_of(rank, model) for rank, model in enumerate(models)]
@@ -155,22 +157,22 @@ class Ddp:
 
     @property
     def world_size(self) -> int:
-        """Models."""
+        """Number of models."""
         return len(self.models)
 
     def sync_params(self) -> None:
-        """Give all models the parameters and buffers of model 0."""
+        """Copy the parameters and buffers of model 0 to all models."""
         self._send([[*model.parameters(), *model.buffers()] for model in self.models])
 
     def sync_buffers(self) -> None:
-        """Give all models the buffers of model 0."""
+        """Copy the buffers of model 0 to all models."""
         self._send([list(model.buffers()) for model in self.models])
 
     def all_reduce_gradients(self) -> None:
         """Replace each gradient by its mean over the replicas.
 
-        One that is missing on a replica counts as zero there; missing on all of them it stays None. Frozen
-        parameters are left alone.
+        A gradient that is missing on a replica counts as zero there; missing on all of them it stays None.
+        Frozen parameters keep the gradients that they have.
 
         Raises:
             OptionError: A gradient is sparse.
@@ -180,46 +182,48 @@ class Ddp:
     def weighted_all_reduce_gradients(self, batch_counts: Sequence[int]) -> None:
         """Replace each gradient by the sum of the replicas' gradients, each times its share of the counts.
 
-        With the sizes of the batches, of which each loss was the mean, that is the gradient of the mean over
-        all samples. A replica with count 0 gives nothing and gets the sum.
+        Where each loss is the mean over a batch and the counts are the batch sizes, that is the gradient of
+        the mean over all samples. A replica with count 0 is left out of the sum and receives it.
 
         Args:
-            batch_counts: One per rank: samples, or `ElChe.batch_counts`.
+            batch_counts: One per rank: numbers of samples, or `ElChe.batch_counts`.
 
         Raises:
-            OptionError: As many counts as not, a negative one, or all 0; a gradient is sparse; or the counts
-                differ and the models have SyncBatchNorm.
+            OptionError: A wrong number of counts, a negative one, or all are 0; a gradient is sparse; or the
+                counts differ and the models have SyncBatchNorm.
         """
         counts = [float(count) for count in batch_counts]
         if len(counts) != len(self.models):
-            raise OptionError(f"{len(self.models)} models need as many batch_counts, not {len(counts)}")
+            raise OptionError(
+                f"{len(self.models)} models need {len(self.models)} batch_counts, one each, not {len(counts)}"
+            )
         total = sum(counts)
         if self._lanes and len(set(counts)) > 1:
             raise OptionError(
-                "with SyncBatchNorm each loss counts the same in the gradients of the other replicas, which "
-                "cannot be weighted afterwards: multiply each loss by its share, count * replicas / sum of "
-                "counts, and call all_reduce_gradients()"
+                "with SyncBatchNorm each loss has entered the gradients of all replicas, with equal "
+                "weights, and cannot be weighted afterwards: multiply each loss by count * replicas / sum "
+                "of counts before backward, and call all_reduce_gradients()"
             )
         if not all(count >= 0 for count in counts) or not 0 < total < float("inf"):
-            raise OptionError(f"batch_counts must be 0 or more, and one of them more, not {batch_counts!r}")
+            raise OptionError(f"batch_counts must be finite, 0 or more, and not all 0, not {batch_counts!r}")
         self._reduce("sum", [count / total for count in counts])
 
     def parallel(self, fn: Callable[..., Any], *args: Sequence[Any]) -> list[Any]:
         """Call `fn(rank, model, *its element of each of args)` for every replica at once, each in a thread.
 
-        The threads take over the caller's grad, inference and autocast modes and, on CUDA, its streams.
+        The threads use the caller's grad, inference and autocast modes and, on CUDA, its current streams.
 
-        SyncBatchNorm takes the statistics of all replicas, whose forwards and backwards must run in here, on
-        all of them; each replica's loss counts the same.
+        SyncBatchNorm computes the statistics of all replicas. Forward and backward must then run inside of
+        `fn`, on all replicas; each replica's loss has the same weight.
 
         Returns:
-            What the calls return. Shape (world_size,).
+            The results of the calls. Shape (world_size,).
 
         Raises:
-            OptionError: An argument has not one element per rank.
-            BaseException: What the call of the lowest rank raised, with a note that names rank and device,
-                when all have ended.
-            RuntimeError: It is closed, or called inside of `fn`.
+            OptionError: An argument does not have one element per rank.
+            BaseException: The error of the lowest rank that raised one, after all calls have ended, with a
+                note that names rank and device.
+            RuntimeError: This object is closed, or `parallel` is called inside of `fn`.
         """
         for number, elements in enumerate(args):
             if len(elements) != len(self.models):
@@ -247,12 +251,12 @@ class Ddp:
                 ]
             )
         except BaseException:
-            for group in filter(None, groups):  # a job that never began is waited for, else
+            for group in filter(None, groups):  # or the ranks wait for a call that never began
                 group.abort("the call was given up")
             raise
 
     def close(self) -> None:
-        """End the threads, and give NCCL back; a second time does nothing."""
+        """End the threads and release NCCL; further calls do nothing."""
         self._close()
         self._give_back()
 
@@ -274,7 +278,6 @@ class Ddp:
     ) -> Any:
         try:
             turn = nullcontext() if group else self._calls[rank].turn()
-            # None for a stream or a group: nothing
             with turn, modes(), torch.cuda.stream(stream), taking_part(self._norms[rank], group):
                 return call()
         except Exception as error:
@@ -322,9 +325,7 @@ class Ddp:
         near = [carry(own, home) for own in gradients]
         rows = list(zip(*near, strict=True))
         flats = [[flat_view(tensor) for tensor in row] for row in rows]
-        pieces = [
-            piece for row in flats for piece in zip(*(flat.split(8 * BLOCK) for flat in row), strict=True)
-        ]
+        pieces = [piece for row in flats for piece in split_equally(row)]
         if self._crew and home.type == "cpu" and sum(row[0].numel() for row in flats) > SMALL:
             jobs = len(self.models)
             self._crew.run([partial(_reduce_pieces, pieces[at::jobs], op, shares) for at in range(jobs)])
@@ -342,7 +343,7 @@ class Ddp:
     def _reduce_by_nccl(
         self, nccl: NcclLoop, columns: Sequence[Sequence[Tensor]], op: Op, shares: Sequence[float] | None
     ) -> list[Sequence[Tensor]]:
-        """Reduce the gradients that can lie in rows; the columns of the others."""
+        """Reduce the gradients that fit into rows; return the columns of the others."""
         self._settle()
         key = tuple(id(column[0]) for column in columns)
         if key not in self._layouts:
@@ -374,12 +375,12 @@ class Ddp:
         return [column for column, is_one in zip(columns, is_in, strict=True) if not is_one]
 
     def _settle(self) -> None:
-        """Wait for the jobs that an interrupted call has left: they may allocate while NCCL is launched."""
+        """Wait for calls that an interrupt left running: they may allocate while NCCL is launched."""
         if self._crew is not None:
             self._crew.settle()
 
     def _columns(self) -> Iterator[Sequence[Tensor]]:
-        """The parameters of all ranks that have a gradient anywhere: zeros where it is missing."""
+        """All ranks' parameters, for each that has a gradient anywhere; missing gradients become zero."""
         for index, parameters in enumerate(zip(*(model.parameters() for model in self.models), strict=True)):
             if not any(p.requires_grad and p.grad is not None for p in parameters):
                 continue
@@ -389,8 +390,8 @@ class Ddp:
                 if parameter.grad.layout is not torch.strided:
                     name = [name for name, _ in self.models[0].named_parameters()][index]
                     raise OptionError(
-                        f"the gradient of parameter {name!r} is sparse, which is not averaged: make it with "
-                        "sparse=False"
+                        f"the gradient of parameter {name!r} is sparse, and only dense gradients are "
+                        "averaged: make the layer with sparse=False"
                     )
             yield parameters
 
@@ -400,7 +401,7 @@ def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _fill(tensors: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:
-    """Copy values to tensors; None leaves one as it is."""
+    """Copy values to tensors, except for those that are None."""
     pairs = [(one, value) for one, value in zip(tensors, values, strict=True) if value is not None]
     if pairs:
         torch._foreach_copy_([one for one, _ in pairs], [value for _, value in pairs])
@@ -413,8 +414,8 @@ def _close_all(opened: Sequence[NcclLoop | None]) -> None:
 
 
 @contextmanager
-def _around(devices: Sequence[torch.device], threads: Sequence[int], rank: int) -> Iterator[None]:
-    """Where the thread of a rank lives."""
+def _thread_context(devices: Sequence[torch.device], threads: Sequence[int], rank: int) -> Iterator[None]:
+    """Context of a rank's thread: its number of OpenMP threads, and backward in this thread."""
     if devices[rank].type == "cpu":
         set_own_threads(threads[rank])
     # Backward runs in this thread, not in autograd's one per device, which replicas may share.
@@ -432,6 +433,7 @@ def _device_of(rank: int, model: nn.Module) -> torch.device:
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if len(devices) > 1:
         raise OptionError(
-            f"model {rank} lies on {' and '.join(sorted(map(str, devices)))}; a replica must lie on one"
+            f"model {rank} is on {' and '.join(sorted(map(str, devices)))}: move it to one device, "
+            "model.to(...)"
         )
     return devices.pop() if devices else torch.device("cpu")

@@ -1,8 +1,9 @@
-"""Gradients averaged over the ranks of a group, bucket by bucket, while the backward pass still runs.
+"""Averages gradients over the ranks of a group, bucket by bucket, while the backward pass runs.
 
-Every rank lays out the same buckets and starts them in the same order, whatever its gradients are ready in.
-Which gradients a rank had rides at the end of each bucket: one per parameter, 1 or 0. So a gradient that is
-missing on one rank counts as zero, and one that is missing on all of them stays None, without another call.
+Every rank has the same buckets and reduces them in the same order, in whatever order its gradients are
+made. The end of each bucket holds a flag for each parameter: 1 where the rank has a gradient, 0 where it
+has none. So a gradient that is missing on one rank counts as zero, and one that is missing on all ranks
+stays None, without a second call.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.collective.process_group import ProcessGroup, Work
-from flowdp.ddp.buckets import BUCKET_BYTES, GradientBucket
+from flowdp.ddp.buckets import BUCKET_BYTES, GradientBucket, bucketed
 from flowdp.errors import CollectiveError, OptionError
 from flowdp.options import one_of
 
@@ -28,37 +29,37 @@ Strategy = Literal["synchronous", "overlapped", "none"]
 class GradientSynchronizer:
     """Averages the gradients of one rank's parameters over its group.
 
-    By itself, at the end of each backward pass, for as long as it is kept (`automatic`)::
+    With `automatic`, in each backward pass, until it is garbage collected::
 
         synchronizer = GradientSynchronizer(model.parameters(), group, strategy="overlapped")
-        loss.backward()                       # the gradients are means when it returns
+        loss.backward()                       # gradients are means when it returns
 
-    or by hand::
+    or by explicit calls::
 
         synchronizer = GradientSynchronizer(model.parameters(), group, automatic=False)
         loss.backward()
         synchronizer.sync_all()
 
-    A gradient that comes once more, by accumulation, may be averaged again: the mean of equal terms is the
-    term. So an averaged gradient plus a rank's own new one becomes what it should.
+    A gradient that was averaged may be added to and averaged again: the mean of equal terms is that term, so
+    accumulated gradients come out right.
 
     Args:
-        parameters: Of this rank, with or without names: the same on every rank, in the same order. Frozen
-            ones are left out, until they are unfrozen, on every rank.
-        group: This rank's.
-        strategy: "synchronous" averages when the backward pass is over; "overlapped" starts each bucket as
-            soon as its gradients, and all buckets before it, are there; "none" never does anything.
-        bucket_bytes: Capacity of a bucket.
-        gradient_as_bucket_view: Let `.grad` be a view of the bucket, so that no gradient is kept twice or
-            copied back. It then changes when the next backward pass is averaged: clone what is to be kept.
-        automatic: Average by itself. It may be changed at any time outside of a backward pass.
+        parameters: Parameters of this rank, with or without names: the same on every rank, in the same order.
+            Frozen ones are left out until they are unfrozen, on every rank.
+        group: Process group of this rank.
+        strategy: "synchronous" averages at the end of the backward pass; "overlapped" starts each bucket as
+            soon as its gradients and all earlier buckets are complete; "none" does nothing.
+        bucket_bytes: Capacity of a bucket in bytes.
+        gradient_as_bucket_view: Make `.grad` a view of the bucket, which saves a second copy of each
+            gradient. It changes when the next backward pass is averaged: clone a gradient to keep it.
+        automatic: Average in every backward pass. It may be changed between two of them.
 
     Raises:
-        OptionError: A strategy or capacity that there is not.
+        OptionError: Unknown strategy, or a capacity that is not positive.
 
-    Threads: those in which the backward passes of the rank run, one at a time. Ranks that share a CUDA device
-        call `torch.autograd.set_multithreading_enabled(False)` first, each in its thread: autograd has one
-        thread for the device, and in it one rank would wait for the other for ever.
+    Threads: the thread that runs the rank's backward passes, one at a time. Ranks that share a CUDA device
+        call `torch.autograd.set_multithreading_enabled(False)` first, each in its own thread: autograd has
+        one thread per device, in which one rank would wait for the other for ever.
     """
 
     def __init__(
@@ -83,8 +84,8 @@ class GradientSynchronizer:
         self._names = {parameter: name or f"number {at}" for at, (name, parameter) in enumerate(named)}
         self._places: dict[nn.Parameter, tuple[_Bucket, int]] = {}
         self._buckets: list[_Bucket] = []
-        self._next = 0  # of the buckets, to be started
-        # What autograd calls at the end of a backward pass. It alone keeps it: one that failed drops it.
+        self._next = 0  # index of the first bucket whose reduction has not started
+        # The callback at the end of the backward pass. Autograd alone keeps it: a pass that failed drops it.
         self._end: Callable[[], Callable[[], None] | None] = _no_end
         hooks: list[Any] = []
         weakref.finalize(self, _remove, hooks)
@@ -94,48 +95,38 @@ class GradientSynchronizer:
         self.prepare()
 
     def prepare(self) -> None:
-        """Lay out the buckets: parameters in reverse order, each dtype apart.
+        """Make the buckets: parameters in reverse order, separately for each dtype.
 
-        Done by itself, also when parameters were frozen or unfrozen; before an `add_gradient` of one of those
-        call it, on every rank.
+        It is called automatically, also after parameters were frozen or unfrozen. Call it, on every rank,
+        only before `add_gradient` of a parameter that was just unfrozen.
         """
-        self._buckets = []
-        self._places = {}
-        spans: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-        room: dict[tuple[torch.dtype, torch.device], int] = {}
-        for parameter in reversed([parameter for parameter in self._names if parameter.requires_grad]):
-            key = parameter.dtype, parameter.device
-            left = room.get(key, 0) - parameter.nbytes
-            if key not in spans or left < 0:
-                left = self._bucket_bytes - parameter.nbytes
-                spans[key] = []
-                self._buckets.append(_Bucket(spans[key]))
-            spans[key].append(parameter)
-            room[key] = left
-        for bucket in self._buckets:
-            bucket.lay_out()
-            for place, parameter in enumerate(bucket.parameters):
-                self._places[parameter] = bucket, place
+        trained = [parameter for parameter in self._names if parameter.requires_grad]
+        self._buckets = [_Bucket(some) for some in bucketed(reversed(trained), self._bucket_bytes)]
+        self._places = {
+            parameter: (bucket, place)
+            for bucket in self._buckets
+            for place, parameter in enumerate(bucket.parameters)
+        }
         self._reset()
 
     @property
     def is_stale(self) -> bool:
-        """Whether parameters were frozen or unfrozen since the buckets were laid out."""
+        """Whether parameters were frozen or unfrozen since the buckets were made."""
         return any(parameter.requires_grad != (parameter in self._places) for parameter in self._names)
 
     def add_gradient(self, parameter: nn.Parameter) -> None:
-        """Bring a parameter's gradient into its bucket; "overlapped" starts the bucket when it is complete.
+        """Copy a parameter's gradient to its bucket; with "overlapped", start the bucket when it is complete.
 
         Raises:
-            OptionError: The parameter is not one of those that are averaged, or its gradient is sparse.
-            CollectiveError: Its bucket is on its way already.
+            OptionError: The parameter is not averaged, or its gradient is sparse.
+            CollectiveError: The reduction of its bucket has started.
         """
         if self.strategy == "none":
             return
         if parameter not in self._places:
             raise OptionError(
-                "the parameter is not averaged: it was frozen when the buckets were laid out, or is none of "
-                "those that the synchronizer was made for"
+                "the parameter is not averaged: it was not given to this synchronizer, or was frozen when "
+                "the buckets were made (call prepare() on every rank after unfreezing it)"
             )
         bucket, place = self._places[parameter]
         if bucket.work is not None:
@@ -149,19 +140,19 @@ class GradientSynchronizer:
                 self._start(self._buckets[self._next])
 
     def sync_all(self) -> None:
-        """Average all gradients as they are now, and wait; `.grad` is the mean afterwards.
+        """Average all gradients and wait: each `.grad` is then the mean.
 
         Raises:
             OptionError: A gradient is sparse.
-            CollectiveError: The group failed, and gradients may be averaged or not; or parameters were frozen
-                or unfrozen when some were on their way.
+            CollectiveError: The group failed, and gradients may or may not be averaged; or parameters were
+                frozen or unfrozen after the reduction of some gradients had started.
         """
         if self.strategy == "none":
             return
         if self.is_stale:
             if self._next:
                 raise CollectiveError(
-                    "a parameter was frozen or unfrozen when some gradients were on their way: do it before "
+                    "a parameter was frozen or unfrozen while gradients were being averaged: do it before "
                     "the backward pass, on every rank"
                 )
             self.prepare()
@@ -177,7 +168,7 @@ class GradientSynchronizer:
             self._reset()
 
     def clear(self) -> None:
-        """Forget which gradients were added; what is on its way is waited for."""
+        """Forget which gradients were added, and wait for the reductions that have started."""
         try:
             for bucket in self._buckets[: self._next]:
                 assert bucket.work is not None
@@ -186,7 +177,7 @@ class GradientSynchronizer:
             self._reset()
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
-        """A backward pass has accumulated into a parameter."""
+        """Count a gradient that the backward pass has accumulated; at the first one, register the end."""
         if not self.automatic:
             return
         if not parameter.requires_grad:  # frozen since the forward pass: nothing was accumulated
@@ -200,8 +191,8 @@ class GradientSynchronizer:
                 )
             if self._next:
                 raise CollectiveError(
-                    "the last backward pass failed when some of its gradients were on their way to the other "
-                    "ranks: they wait for the rest; call abort() on the process group to release them"
+                    "the last backward pass failed after the average of some gradients had started: the "
+                    "other ranks wait for the rest; call abort() on the process group to release them"
                 )
             if self.is_stale:
                 self.prepare()
@@ -210,7 +201,7 @@ class GradientSynchronizer:
             end = partial(_end_of_backward, weakref.ref(self))
             self._end = weakref.ref(end)
             torch.autograd.Variable._execution_engine.queue_callback(end)
-            del end  # or the traceback of what may be raised below would keep it
+            del end  # the traceback of an error raised below would keep it
         if self.strategy == "overlapped":
             self.add_gradient(parameter)
 
@@ -222,7 +213,7 @@ class GradientSynchronizer:
         if grad.layout is not torch.strided:
             raise OptionError(
                 f"the gradient of parameter {self._names[parameter]!r} is sparse, and buckets are dense: "
-                "make it with sparse=False"
+                "make the layer with sparse=False"
             )
         if grad.data_ptr() != view.data_ptr():
             view.copy_(grad.detach())
@@ -231,14 +222,14 @@ class GradientSynchronizer:
         bucket.missing.discard(place)
 
     def _start(self, bucket: _Bucket) -> None:
-        bucket.tell_missing()
+        bucket.write_flags()
         self._next += 1
         bucket.work = self._group.all_reduce(bucket.data, "mean", async_op=True)
 
     def _finish(self, bucket: _Bucket) -> None:
         assert bucket.work is not None
         bucket.work.wait()
-        found = bucket.found_elsewhere()
+        found = bucket.present_elsewhere()
         for place, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
             if place not in bucket.missing:
                 if not self._as_view:
@@ -256,38 +247,37 @@ class GradientSynchronizer:
 
 
 class _Bucket:
-    """Some parameters, and where their gradients lie.
+    """Parameters and the memory of their gradients.
 
     Attributes:
-        data: The gradients, then for each one whether it is there. Shape (elements + parameters,).
+        data: The gradients, then one flag for each. Shape (elements + parameters,).
         views: The gradients, in the shapes of the parameters.
-        missing: Places without a gradient, so far.
-        work: Its reduction; None before it is started.
+        missing: Indices of the parameters without a gradient so far.
+        work: The reduction; None before it starts.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         self.missing: set[int] = set()
         self.work: Work | None = None
-
-    def lay_out(self) -> None:
-        first = self.parameters[0]
-        flags = first.detach().new_zeros(len(self.parameters))
-        nbytes = sum(parameter.nbytes for parameter in self.parameters) + flags.nbytes
+        first = parameters[0]
+        flags = first.detach().new_zeros(len(parameters))
+        nbytes = sum(parameter.nbytes for parameter in parameters) + flags.nbytes
         bucket = GradientBucket(nbytes, first.dtype, first.device)
-        for tensor in (*self.parameters, flags):
+        for tensor in (*parameters, flags):
             bucket.add(tensor)
         self.data = bucket.data
         *self.views, self._flags = bucket.extract()
 
-    def tell_missing(self) -> None:
+    def write_flags(self) -> None:
+        """Set the flags, and the gradients that are missing to zero."""
         self._flags.fill_(1.0)
         for place in self.missing:
             self.views[place].zero_()
             self._flags[place] = 0.0
 
-    def found_elsewhere(self) -> list[int]:
-        """Places without a gradient here that have one on another rank; asks the device only if needed."""
+    def present_elsewhere(self) -> list[int]:
+        """Indices of missing gradients that another rank has; reads the device only if any is missing."""
         if not self.missing:
             return []
         flags: list[Any] = self._flags.tolist()
@@ -304,7 +294,7 @@ def _can_learn(parameter: nn.Parameter) -> bool:
 
 def _hooked(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
     is_trained = parameter.requires_grad
-    parameter.requires_grad_(True)  # torch hooks no frozen one; the hook stays when it is frozen
+    parameter.requires_grad_(True)  # torch takes no hook for a frozen one; the hook stays when it is frozen
     try:
         return parameter.register_post_accumulate_grad_hook(hook)
     finally:

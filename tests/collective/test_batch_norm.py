@@ -243,7 +243,7 @@ def test_a_backward_that_one_rank_runs_alone_is_refused() -> None:
         convert(nn.BatchNorm1d(CHANNELS).double()),
         x=x,
     )
-    with pytest.raises(FlowdpError, match="run it where all of them run theirs"):
+    with pytest.raises(FlowdpError, match="run it on all devices, inside"):
         outs[0].sum().backward()
 
 

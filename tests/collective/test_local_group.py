@@ -22,7 +22,6 @@ CPU = torch.device("cpu")
 @pytest.fixture(params=["one part", "many parts"], autouse=True)
 def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "many parts":
-        monkeypatch.setattr(local_group, "BLOCK", 2)
         monkeypatch.setattr(reduction, "BLOCK", 3)
     return request.param
 
@@ -299,7 +298,7 @@ def test_streams_are_ordered(card, kind):
 @pytest.mark.parametrize("taken", ["the ranks' marks", "the end's marks"])
 def test_each_edge_is_needed(card, taken, monkeypatch):
     marks: list[Any] = []
-    real = local_group._Table._enqueue
+    real = local_group._Rendezvous._enqueue
 
     def enqueue(table: Any, call: Any, jobs: Any) -> None:
         if taken == "the ranks' marks":
@@ -308,7 +307,7 @@ def test_each_edge_is_needed(card, taken, monkeypatch):
         if taken == "the end's marks":
             marks.extend(call.done)
 
-    monkeypatch.setattr(local_group._Table, "_enqueue", enqueue)
+    monkeypatch.setattr(local_group._Rendezvous, "_enqueue", enqueue)
     without_waits(monkeypatch, lambda: marks)
     card.step()
     assert card.cuda.races

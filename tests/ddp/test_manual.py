@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flowdp.collective import reduction
 from flowdp.collective.nccl_loop import NcclLoop
 from flowdp.ddp import manual as ddp_module
 from flowdp.ddp.manual import Ddp
@@ -37,7 +38,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     """The ways to average: in the calling thread, as small models are; by all threads; on a fake NCCL."""
     if request.param == "together":
         monkeypatch.setattr(ddp_module, "SMALL", 0)
-        monkeypatch.setattr(ddp_module, "BLOCK", 2)
+        monkeypatch.setattr(reduction, "BLOCK", 2)
     cuda, made = FakeCuda(), list[FakeNccl]()
     if request.param == "nccl":
 
@@ -262,7 +263,7 @@ def test_where_models_lie():
     with pytest.raises(OptionError, match="'nowhere' is no device"):
         Ddp.wrap([model], ["nowhere"])
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    with pytest.raises(OptionError, match="model 0 lies on cpu and meta"):
+    with pytest.raises(OptionError, match="model 0 is on cpu and meta"):
         Ddp.wrap([mixed])
 
 
@@ -274,7 +275,7 @@ def test_models_that_do_not_fit_together():
         Ddp.wrap([one, nn.Linear(2, 3, bias=False)])
     with pytest.raises(OptionError, match="at least one"):
         Ddp.wrap([])
-    with pytest.raises(OptionError, match="2 models need as many devices, not 1"):
+    with pytest.raises(OptionError, match="2 models need 2 devices, one each, not 1"):
         Ddp.wrap([one, nn.Linear(2, 3)], ["cpu"])
     with pytest.raises(OptionError, match="'weight' is the same tensor in models 0 and 1"):
         Ddp.wrap([one, one])

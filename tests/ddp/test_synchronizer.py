@@ -248,14 +248,14 @@ def test_on_streams(is_view, taken, monkeypatch):
     lanes = [CudaLane(torch.device("cpu"), cuda) for _ in range(2)]
     groups = group_lanes(lanes, timeout=20)
     marks: list[Any] = []
-    real = local_group._Table._enqueue
+    real = local_group._Rendezvous._enqueue
 
     def enqueue(table: Any, call: Any, jobs: Any) -> None:
         marks.extend(call.ready if taken == "the ranks' marks" else [])
         real(table, call, jobs)
         marks.extend(call.done if taken == "the end's marks" else [])
 
-    monkeypatch.setattr(local_group._Table, "_enqueue", enqueue)
+    monkeypatch.setattr(local_group._Rendezvous, "_enqueue", enqueue)
     without_waits(monkeypatch, lambda: marks)
 
     def body(rank: int) -> None:
@@ -407,7 +407,7 @@ def test_bad_gradients():
     synchronizer = GradientSynchronizer(embedding.named_parameters(), ProcessGroup.single())
     with pytest.raises(OptionError, match="no gradient"):
         synchronizer.add_gradient(embedding.weight)
-    with pytest.raises(OptionError, match="none of those"):
+    with pytest.raises(OptionError, match="was not given to this synchronizer"):
         synchronizer.add_gradient(nn.Parameter(torch.zeros(1)))
     for _ in range(2):  # the second pass is one of its own
         with pytest.raises(OptionError, match=r"'weight' is sparse.*sparse=False"):
@@ -519,7 +519,7 @@ def test_frozen_on_the_way():
         module[0].requires_grad_(False)
 
     module[2].weight.register_hook(freeze)
-    with pytest.raises(CollectiveError, match="frozen or unfrozen when some gradients were on their way"):
+    with pytest.raises(CollectiveError, match="frozen or unfrozen while gradients were being averaged"):
         module(data(0)).sum().backward()
     del synchronizer
 
@@ -566,7 +566,7 @@ def test_a_backward_pass_that_failed_half_way_is_told():
     synchronizer = GradientSynchronizer(module.parameters(), Spy([]), strategy="overlapped", bucket_bytes=1)
     kept = fail(module)
     for _ in range(2):
-        with pytest.raises(CollectiveError, match="failed when some of its gradients were on their way"):
+        with pytest.raises(CollectiveError, match="failed after the average of some gradients had started"):
             module(data(0)).sum().backward()
     synchronizer.clear()
     module(data(0)).sum().backward()
