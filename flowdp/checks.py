@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flowdp.errors import OptionError
+from flowdp.machine.policies import ROUNDS
 from flowdp.options import (
     Backend,
     CadenceOptions,
@@ -120,7 +121,7 @@ def check_step(
         raise OptionError("loss and train_step both say what a step is: give one of them")
     if not callable(train_step):
         raise OptionError(f"train_step must be a function of (worker, batch), not {train_step!r}")
-    if policy == "exact":
+    if ROUNDS[policy].averages == "gradients":
         raise OptionError(
             "policy='exact' averages the gradient of one loss before the one step of its optimizer, and a "
             "train_step steps as it likes: use policy='sync', or give a loss"
@@ -177,7 +178,7 @@ def check_backend(backend: Backend, policy: Policy, devices: Sequence[torch.devi
     Raises:
         OptionError: They cannot, on these devices or with this policy.
     """
-    if backend == "nccl" and policy == "async":
+    if backend == "nccl" and ROUNDS[policy].averages == "snapshots":
         raise OptionError(
             "backend='nccl' cannot be used with policy='async': its kernels wait for each other, and so may "
             "only be launched while all ranks stand at the gate; use backend='auto' or 'local'"
@@ -247,7 +248,7 @@ def check_ratios(ratios: object, policy: Policy, world_size: int) -> tuple[float
     """
     if ratios is None:
         return None
-    if policy == "sync":
+    if ROUNDS[policy].shares == "equal":
         raise OptionError(
             "partition_ratios cannot be kept under policy='sync', where every device takes one step of each "
             "round: use policy='cadence'"
@@ -323,13 +324,11 @@ def check_going_on(on_failure: object, on_nan: object, policy: Policy, world_siz
     one_of("on_nan", on_nan, OnNan)
     if on_failure == "raise":
         return
-    if policy in ("async", "exact"):
-        why = {
-            "async": "what a rank did since the last mean has been reported, and cannot be taken back",
-            "exact": "all devices together take one step, and a part of it would be missing",
-        }
-        raise OptionError(
-            f"on_failure='continue' is for policy='sync' and 'cadence'; under {policy!r} {why[policy]}"
-        )
+    why = {
+        "snapshots": "what a rank did since the last mean has been reported, and cannot be taken back",
+        "gradients": "all devices together take one step, and a part of it would be missing",
+    }.get(ROUNDS[policy].averages)
+    if why is not None:
+        raise OptionError(f"on_failure='continue' is for policy='sync' and 'cadence'; under {policy!r} {why}")
     if world_size == 1:
         raise OptionError("on_failure='continue' needs another device to go on with")

@@ -26,6 +26,8 @@ from flowdp.collective.process_group import ProcessGroup
 from flowdp.collective.reduction import flat_view
 from flowdp.device.streams import Lane
 from flowdp.errors import CollectiveError, FlowdpError, OptionError
+from flowdp.machine.policies import ROUNDS
+from flowdp.options import Policy
 
 __all__ = [
     "SharedStatistics",
@@ -55,7 +57,7 @@ def least_part(layers: Sequence[_BatchNorm]) -> int:
     return 2 if any(_takes_statistics(layer) for layer in layers) else 1
 
 
-def check_synchronised(models: Sequence[nn.Module], policy: str, devices: Sequence[torch.device]) -> None:
+def check_synchronised(models: Sequence[nn.Module], policy: Policy, devices: Sequence[torch.device]) -> None:
     """Check that the SyncBatchNorm layers of a model can be synchronised over the ranks.
 
     Args:
@@ -73,7 +75,7 @@ def check_synchronised(models: Sequence[nn.Module], policy: str, devices: Sequen
         raise OptionError(
             f"the models of the ranks have {counts} SyncBatchNorm layers: convert all of them, or none"
         )
-    if policy != "exact":
+    if ROUNDS[policy].averages != "gradients":
         raise OptionError(
             f"SyncBatchNorm takes the statistics of one batch from all devices, and under policy={policy!r} "
             "each device trains batches of its own: use policy='exact', or leave the model unconverted"

@@ -16,6 +16,7 @@ from flowdp.device.discovery import reach_each_other
 from flowdp.device.flat_parameters import FlatTensors
 from flowdp.device.streams import Lane
 from flowdp.errors import CollectiveError
+from flowdp.machine.policies import ROUNDS
 from flowdp.options import Backend, LoopBackend, Policy
 from flowdp.threads.shield import interrupts_held
 
@@ -55,7 +56,7 @@ def open_collective(
     if len(chosen) > 1:
         if backend == "nccl":
             return NcclMean(replicas, lanes, hung=hung)
-        if backend == "auto" and _is_one_each(chosen) and policy != "async":
+        if backend == "auto" and _is_one_each(chosen) and ROUNDS[policy].averages != "snapshots":
             try:
                 return NcclMean(replicas, lanes, hung=hung)
             except CollectiveError as error:

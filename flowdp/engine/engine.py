@@ -35,6 +35,7 @@ from flowdp.errors import CollectiveError, DataError, FlowdpError
 from flowdp.machine.config import RunConfig
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.event_log import Story
+from flowdp.machine.policies import ROUNDS
 from flowdp.options import Backend
 from flowdp.policy.pool_size import PoolSize
 from flowdp.policy.stall import StallWatch
@@ -144,7 +145,7 @@ class Engine:
         self._settings.callback(collective.close)
         self._settings.callback(self.close)
         gate = Gate(config.world_size, collective.launch)
-        is_async = config.policy == "async" and config.world_size > 1
+        is_async = ROUNDS[config.policy].averages == "snapshots" and config.world_size > 1
         snapshots = SnapshotMean([replica.flat for replica in self.replicas], lanes) if is_async else None
         self._feeds = open_feeds(
             self._source, lanes, held=list(config.groups or (1,) * config.world_size), rows=_rows(config)
@@ -153,7 +154,7 @@ class Engine:
             self._settings.callback(lane.drain)
             self._settings.callback(feed.close)
         # Where the bits do not depend on measured speed, they shall not depend on the size of a pool either.
-        adapts = config.policy in ("cadence", "async")
+        adapts = ROUNDS[config.policy].shares == "steps"
         pools = open_pools([lane.device for lane in lanes], self._tuning, adapts=adapts)
         self.turn = open_turns(self.replicas)
         self.workers = [
@@ -176,7 +177,7 @@ class Engine:
             self._source,
             self.threads,
             self.story.tail,
-            steps_at_gate=config.policy == "exact",
+            steps_at_gate=ROUNDS[config.policy].averages == "gradients",
             readers=partial(_waits_of, self._source, self.care),
         )
         self._report: Callable[[str, int], str] = diagnostics.report

@@ -15,6 +15,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from flowdp.errors import OptionError
+from flowdp.machine.policies import ROUNDS
 from flowdp.options import Policy
 
 __all__ = ["Sizes", "plan_sizes"]
@@ -46,11 +47,11 @@ class Sizes:
             policy: Who waits for whom.
         """
         groups = self.groups
-        if groups is None or policy == "exact":
+        if groups is None or ROUNDS[policy].averages == "gradients":
             return batches
         if len(set(groups)) == 1:
             return -(-batches // groups[0])
-        if policy != "sync":
+        if ROUNDS[policy].shares != "equal":
             return None
         rounds, rest = divmod(batches, sum(groups))
         tail = 0
@@ -106,7 +107,7 @@ def plan_sizes(
     """
     _check_int("gradient_accumulation_steps", accumulation)
     sizes = _per_rank(dataset, batch_size, world_size)
-    if policy == "exact":
+    if ROUNDS[policy].averages == "gradients":
         if accumulation > 1:
             raise OptionError(
                 "gradient_accumulation_steps has no use with policy='exact', which cuts each window of "

@@ -18,6 +18,7 @@ from flowdp.device.flat_gradients import Touched
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import Lane, open_lanes
 from flowdp.errors import OptionError
+from flowdp.machine.policies import ROUNDS
 from flowdp.modules.whole_batch import check_dense, check_embeddings
 from flowdp.options import CaptureOptions, Policy, Precision
 from flowdp.replica.batch_sizes import Sizes
@@ -93,10 +94,11 @@ def build_replicas(parts: Parts, devices: Sequence[torch.device]) -> list[Replic
     lanes = open_lanes(devices)
     modules = build_models(parts.model, lanes)
     check_synchronised(modules, parts.policy, devices)
-    if parts.policy == "exact":
+    averages = ROUNDS[parts.policy].averages
+    if averages == "gradients":
         check_embeddings(modules[0], "policy='exact'", is_shared=len(devices) > 1)
     flats = equal_start(modules, lanes)
-    if parts.policy == "exact" and least_part(plain_layers(modules[0])) > 1:
+    if averages == "gradients" and least_part(plain_layers(modules[0])) > 1:
         log.warning(
             "policy='exact': BatchNorm takes its statistics from each micro-batch, not from the window of %d "
             "samples, so this run is not that of one device; with GroupNorm or LayerNorm it is, and "
@@ -169,7 +171,7 @@ def _replica(
             return CustomStepReplica(parts.train_step, module, flat, optimizers, *rest)
         assert parts.loss is not None
         loss = loss_function(parts.loss, lane.device)
-        if parts.policy == "exact":
+        if ROUNDS[parts.policy].averages == "gradients":
             check_dense(all_of(optimizers)[0])
             size = parts.sizes.parts[flat.rank]
             return ExactReplica(

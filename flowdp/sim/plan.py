@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from flowdp.errors import OptionError
 from flowdp.machine.config import RunConfig
+from flowdp.machine.policies import ROUNDS
 from flowdp.options import CadenceOptions, Policy, one_of
 from flowdp.policy.formats import format_duration
 from flowdp.protocol.commands import RoundEnded
@@ -106,7 +107,7 @@ def simulate(
     for name, count in (("batch_size", batch_size), ("batches", batches), ("epochs", epochs)):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise OptionError(f"{name} must be an int of at least 1, not {count!r}")
-    is_exact = policy == "exact"
+    is_exact = ROUNDS[policy].shares == "samples"
     config = RunConfig(
         world_size=len(given),
         batches=-(-batches // len(given)) if is_exact else batches,
@@ -170,7 +171,7 @@ def _check(
         raise OptionError(f"noise must lie in 0..1, 1 excluded, not {noise!r}")
     if ratios is None:
         return
-    if policy == "sync":
+    if ROUNDS[policy].shares == "equal":
         raise OptionError(
             "partition_ratios need rounds of several steps; with policy='sync' all shares are equal"
         )

@@ -15,6 +15,7 @@ from flowdp.errors import ProtocolError
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.event_log import brief
 from flowdp.machine.gate import GateState
+from flowdp.machine.policies import ROUNDS
 from flowdp.machine.worker import (
     Apply,
     Done,
@@ -123,7 +124,7 @@ class World:
             Shell(machines.worker(rank, global_step)) for rank in range(world_size)
         ]
         self.step_ms = [0.0] * world_size
-        if scenario.config.policy in ("sync", "cadence"):
+        if ROUNDS[scenario.config.policy].averages == "parameters":
             for shell in self.ranks:
                 shell.machine.is_late = scenario.late_verdicts
         self.gate = VirtualGate(self, machines.gate(world_size), scenario.sync_ms)
