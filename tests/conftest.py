@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-GRACE_S = 2.0  # for threads that are on their way out when the test returns
+GRACE_S = 20.0  # for threads that are on their way out when the test returns
 
 if os.name != "posix":  # benches of reliability fork, kill and limit processes
     collect_ignore = ["bench"]

@@ -266,7 +266,7 @@ def test_sigterm_can_be_taken_over_in_the_main_thread_alone() -> None:
 
     thread = threading.Thread(target=start)
     thread.start()
-    thread.join(20)
+    thread.join(60)
     [error] = refused
     assert str(error).startswith("handle_sigterm=True works in the main thread alone")
     assert threads() == []

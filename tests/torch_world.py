@@ -27,7 +27,7 @@ def in_processes(work: Callable[..., Any], folder: Path, size: int, *args: Any) 
     except EOFError:
         answers = []
     for process in processes:
-        process.join(20)
+        process.join(60)
     assert [process.exitcode for process in processes] == [0] * size, "see what the processes wrote"
     return answers
 

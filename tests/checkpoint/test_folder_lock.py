@@ -100,7 +100,7 @@ def test_a_killed_process_holds_nothing_though_its_child_lives(tmp_path: Path) -
                 mine.take()
         finally:
             process.send_signal(signal.SIGKILL)
-            process.wait(30)
+            process.wait(60)
         os.kill(child, 0)  # it is there
         mine.take()
         mine.give_back()
@@ -169,7 +169,7 @@ def test_a_folder_that_is_being_given_back_is_waited_for(
 
     def slow(handle: int) -> bool:
         is_giving.set()
-        assert is_awaited.wait(10)
+        assert is_awaited.wait(60)
         return is_there(handle)
 
     def waits(timeout: float) -> bool:
@@ -180,7 +180,7 @@ def test_a_folder_that_is_being_given_back_is_waited_for(
     monkeypatch.setattr(first._is_free, "wait", waits)
     giving = threading.Thread(target=first.give_back)
     giving.start()
-    assert is_giving.wait(10)
+    assert is_giving.wait(60)
     try:
         second.take()
     finally:

@@ -131,7 +131,7 @@ class FakeNccl:
                 fake.aborted.append(self.rank)
                 if not fake.deaf:
                     fake.wake.set()
-                fake.wake.wait(20)
+                fake.wake.wait(60)
 
             def destroy(self) -> None:
                 if self.is_open:
@@ -164,7 +164,7 @@ class FakeNccl:
     def _end(self, group: _Group) -> None:
         if self.hangs == ("make" if group.made else "sum"):
             self.hanging.set()
-            assert self.wake.wait(20)
+            assert self.wake.wait(60)
             if self.fails:
                 raise NcclError("aborted")
         if group.made:

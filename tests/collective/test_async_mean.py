@@ -56,7 +56,7 @@ def apply_together(snapshots: SnapshotMean, round: int, world_size: int) -> None
 
     def work(rank: int) -> None:
         try:
-            start.wait(20)
+            start.wait(60)
             snapshots.apply(rank, round)
         except Exception as error:
             errors.append(error)
@@ -65,7 +65,7 @@ def apply_together(snapshots: SnapshotMean, round: int, world_size: int) -> None
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
     assert not errors
 

@@ -26,7 +26,7 @@ Body = Callable[[int, nn.Module, Tensor], Any]
 
 def each(sizes: Sequence[int], body: Body, model: nn.Module, x: Tensor) -> list[Any]:
     """Call the body for each rank in its thread; what it returns, or the first error."""
-    groups = local_groups(["cpu"] * len(sizes), timeout=20)
+    groups = local_groups(["cpu"] * len(sizes), timeout=60)
     parts = [part.detach().requires_grad_(x.requires_grad) for part in x.split(list(sizes))]
     models = [copy.deepcopy(model) for _ in sizes]
 
@@ -171,7 +171,7 @@ def test_losses_that_count_unequally() -> None:
     norm, x, sizes = nn.BatchNorm1d(CHANNELS).double(), numbers(9, CHANNELS), (2, 7)
     whole = x.clone().requires_grad_()
     norm(whole).sin().mean().backward()
-    groups, parts = local_groups(["cpu"] * 2, timeout=20), x.split(sizes)
+    groups, parts = local_groups(["cpu"] * 2, timeout=60), x.split(sizes)
 
     def run(rank: int) -> Tensor:
         model, part = convert(copy.deepcopy(norm)), parts[rank].clone().requires_grad_()

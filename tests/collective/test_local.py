@@ -207,7 +207,7 @@ def test_a_member_that_waits_is_released_by_an_abort(way):
 
     def body(rank: int) -> Averaging | None:
         outcome = world.gate.enter(Arrival(rank, 0, 0, steps=1, samples=1))
-        entered.wait(20)
+        entered.wait(60)
         if rank == 0:
             return world.mean.average(rank, outcome)()
         world.gate.abort("rank 1 failed")
@@ -261,7 +261,7 @@ def test_the_layout_may_lie_on_a_device_that_the_host_cannot_reach(samples, drif
     memories = [[(9 * torch.randn(600, generator=draw)).to(dtype) for dtype in splits] for _ in samples]
     before = [[memory.double() for memory in rank] for rank in memories]
     everyone = threading.Barrier(len(samples))
-    mean = MemoryMean(layout, memories, lambda rank: everyone.wait(20) and None)
+    mean = MemoryMean(layout, memories, lambda rank: everyone.wait(60) and None)
     ranks = tuple(range(len(samples)))
     outcome = Outcome(0, 0, ranks, (1,) * len(samples), samples, drift=drift)
     mean.launch(outcome)

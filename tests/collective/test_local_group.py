@@ -57,7 +57,7 @@ def test_all_reduce(size, op, dtype):
 def test_bits_do_not_depend_on_who_comes_last():
     def body(group: ProcessGroup, order: Sequence[int], turns: Sequence[threading.Event]) -> Tensor:
         tensor = values(group.rank, 5000)
-        turns[order.index(group.rank)].wait(20)
+        turns[order.index(group.rank)].wait(60)
         work = group.all_reduce(tensor, "sum", async_op=True)
         turns[order.index(group.rank) + 1].set()
         work.wait()
@@ -138,7 +138,7 @@ def test_calls_that_differ_are_an_error_for_all(second, said, late):
 
     def body(group: ProcessGroup) -> None:
         if group.rank == late:
-            assert came.wait(20)
+            assert came.wait(60)
         if group.rank == 1:
             second(group)
             return
@@ -175,7 +175,7 @@ def test_abort_releases_whoever_waits():
             is_under_way.set()
             work.wait()
         else:
-            assert is_under_way.wait(20)
+            assert is_under_way.wait(60)
             group.abort("no more data")
             group.abort("the first reason stays")
             group.barrier()

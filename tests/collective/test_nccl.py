@@ -216,7 +216,7 @@ def test_making_them_is_no_hang(monkeypatch):
 
         enough = threading.Event()
         monkeypatch.setattr(world.mean._watchdog, "_begun", begun)
-        assert enough.wait(20)
+        assert enough.wait(60)
 
     world.read(remade(world, monkeypatch, outlast))
     assert told == []
@@ -347,9 +347,9 @@ def test_an_abort_releases_a_launch_that_hangs(world, monkeypatch):
     fake(world).hangs = "sum"
     hung = threading.Thread(target=world.hold, args=([1, 2, 3],))
     hung.start()
-    assert fake(world).hanging.wait(20)
+    assert fake(world).hanging.wait(60)
     world.mean.abort()
-    hung.join(20)
+    hung.join(60)
     assert not hung.is_alive()
     assert not QUIET.locked()
 

@@ -239,7 +239,7 @@ def test_a_leave_that_makes_the_round_launches_from_any_thread(world, monkeypatc
     waiting.start()
     waits_in(world.gate, 2)
     world.gate.leave(1)
-    waiting.join(20)
+    waiting.join(60)
     assert seen == [(threading.current_thread(), (0, 2), (1,))]
     wanted = weighted([before[0], before[2]], [2, 5])
     after = world.states()

@@ -78,7 +78,7 @@ class Card(FakeCuda):
     def until(self, happened: Callable[[], bool]) -> None:
         """Wait for something that is true when an event is recorded, or memory refused."""
         with self.recorded:
-            assert self.recorded.wait_for(happened, timeout=10)
+            assert self.recorded.wait_for(happened, timeout=60)
 
     def _told(self) -> None:
         with self.recorded:

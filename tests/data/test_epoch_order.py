@@ -123,7 +123,7 @@ def test_an_epoch_is_drawn_once_however_many_threads_ask(monkeypatch):
     together = threading.Barrier(4)
 
     def rank(number: int) -> list[list[int]]:
-        together.wait(timeout=5)
+        together.wait(60)
         # Two ranks an epoch ahead of two others, as under the asynchronous policy.
         return [whole(order, epoch) for epoch in (number % 2, number % 2 + 1)]
 
@@ -206,7 +206,7 @@ def test_threads_in_several_epochs_share_one_sampler():
     together = threading.Barrier(4)
 
     def rank(number: int) -> list[int]:
-        together.wait(timeout=5)
+        together.wait(60)
         return whole(order, number % 2)
 
     with ThreadPoolExecutor(4) as pool:

@@ -32,7 +32,7 @@ from flowdp.protocol.messages import Part
 from flowdp.protocol.position import OpenEpoch, Position
 
 SAMPLES = 103
-CLOSE_MS = 2000.0
+CLOSE_MS = 30_000.0  # what a test waits for, it waits for longer
 
 
 class Counted(Dataset[Any]):
@@ -79,7 +79,7 @@ class Run:
     def take(self, rank: int, epoch: int, batch: int) -> Any:
         """Ask until the batch is there."""
         while (payload := self.reader.take(rank, epoch, batch)) is None:
-            assert self.woken[rank].get(timeout=10) == (epoch, batch)
+            assert self.woken[rank].get(timeout=60) == (epoch, batch)
         return payload
 
     def close(self) -> bool:
@@ -123,7 +123,7 @@ def in_threads(ranks: int, body: Any) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(60)
         assert not thread.is_alive()
     for error in errors:
         raise error
@@ -233,7 +233,7 @@ def test_no_more_than_ahead_is_read_while_nobody_waits():
 
     dataset = Announced()
     run = Run(dataset, ahead=3, shuffle=False).start()
-    assert reached.wait(timeout=5)
+    assert reached.wait(60)
     assert run.close()
     assert dataset.counts.tolist() == [1] * 24 + [0] * (SAMPLES - 24)
 
@@ -251,7 +251,7 @@ def test_a_batch_taken_makes_room_for_one_more():
     run = Run(dataset, ahead=3, shuffle=False).start()
     run.take(0, 0, 1)
     run.take(0, 0, 0)
-    assert reached.wait(timeout=5)
+    assert reached.wait(60)
     assert run.close()
     assert dataset.counts.sum() == 5 * 8
 
@@ -276,14 +276,14 @@ def test_the_last_rank_that_asked_is_woken():
 
     class Held(Counted):
         def __getitem__(self, index):
-            assert begin.wait(timeout=10)
+            assert begin.wait(60)
             return super().__getitem__(index)
 
     run = Run(Held()).start()
     assert run.reader.take(0, 0, 1) is None
     assert run.reader.take(1, 0, 1) is None  # dealt anew
     begin.set()
-    assert run.woken[1].get(timeout=5) == (0, 1)
+    assert run.woken[1].get(timeout=60) == (0, 1)
     assert run.reader.take(1, 0, 1) is not None
     assert run.close()
     assert run.woken[0].empty()
@@ -352,12 +352,12 @@ class Broken(Counted):
 def test_a_dataset_that_raises(runs, num_workers):
     run = runs(Broken(42), shuffle=False, num_workers=num_workers)  # sample 42 is in batch 5
     waits = run.reader.take(1, 1, 0)
-    error = run.failed.get(timeout=5)
+    error = run.failed.get(timeout=60)
     assert waits is None
     assert (error.epoch, error.indices) == (0, tuple(range(40, 48)))
     assert isinstance(error.__cause__, KeyError)
     assert "batch 5 of epoch 0 (samples 40, 41, 42, 43, 44, 45, 46, 47) failed: KeyError" in str(error)
-    assert run.woken[1].get(timeout=5) == (1, 0)
+    assert run.woken[1].get(timeout=60) == (1, 0)
     for rank, key in ((1, (1, 0)), (0, (0, 0)), (2, (0, 5))):
         with pytest.raises(DataError) as later:
             run.reader.take(rank, *key)
@@ -368,12 +368,12 @@ def test_a_dataset_that_raises(runs, num_workers):
 
 def test_a_long_batch_is_named_in_short(runs):
     run = runs(Broken(0), batch_size=50, shuffle=False)
-    assert "(samples 0, 1, 2, 3, 4, 5, 6, 7, ...)" in str(run.failed.get(timeout=5))
+    assert "(samples 0, 1, 2, 3, 4, 5, 6, 7, ...)" in str(run.failed.get(timeout=60))
 
 
 def test_a_collate_function_that_returns_none(runs):
     run = runs(Counted(), collate_fn=lambda samples: None)
-    error = run.failed.get(timeout=5)
+    error = run.failed.get(timeout=60)
     assert "the batch is None; the collate function must return one" in str(error)
     assert error.epoch == 0
 
@@ -383,7 +383,7 @@ def test_a_dataset_that_exits(runs):
         def __getitem__(self, index):
             raise SystemExit(3)
 
-    assert isinstance(runs(Exits()).failed.get(timeout=5).__cause__, SystemExit)
+    assert isinstance(runs(Exits()).failed.get(timeout=60).__cause__, SystemExit)
 
 
 @pytest.mark.posix
@@ -397,7 +397,7 @@ def test_a_worker_process_that_dies(runs, collate_fn):
 
     run = runs(Dies(), shuffle=False, num_workers=2, collate_fn=collate_fn)
     assert run.reader.take(0, 1, 0) is None
-    error = run.failed.get(timeout=2)
+    error = run.failed.get(timeout=60)
     assert re.search(r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly", str(error))
     assert error.epoch == 0
     assert isinstance(error.__cause__, RuntimeError)
@@ -430,7 +430,7 @@ def test_a_sampler_that_raises_does_so_after_the_batches_before_it(num_workers):
     source = open_source(loader, **none, seed=0, epochs=3)
     failed: queue.SimpleQueue[DataError] = queue.SimpleQueue()
     source.start(wake=lambda *key: None, failed=failed.put)
-    assert failed.get(timeout=5).epoch == 1
+    assert failed.get(timeout=60).epoch == 1
     assert dataset.counts.sum() == 12
     with pytest.raises(DataError, match="sampler BreaksLater failed in epoch 1: KeyError"):
         source.take(0, 1, 0)
@@ -450,7 +450,7 @@ def test_torchs_timeout_is_an_error(runs):
             threading.Event().wait()
 
     run = runs(Never(), num_workers=1, timeout=0.1)
-    assert "timed out after 0.1 seconds" in str(run.failed.get(timeout=5))
+    assert "timed out after 0.1 seconds" in str(run.failed.get(timeout=60))
 
 
 # ---------------------------------------------------------------- closing
@@ -518,11 +518,11 @@ def test_closing_while_the_reader_is_inside_the_dataset():
     class Stuck(Counted):
         def __getitem__(self, index):
             entered.set()
-            assert leave.wait(timeout=10)
+            assert leave.wait(60)
             return super().__getitem__(index)
 
     run = Run(Stuck()).start()
-    assert entered.wait(timeout=5)
+    assert entered.wait(60)
     assert not run.close()
     leave.set()
     assert run.close()  # it ended with that call; nothing was told to anybody
@@ -531,7 +531,7 @@ def test_closing_while_the_reader_is_inside_the_dataset():
 
 def test_closing_after_a_failure():
     run = Run(Broken(3), shuffle=False, num_workers=1).start()
-    run.failed.get(timeout=5)
+    run.failed.get(timeout=60)
     assert run.close()
 
 
@@ -550,7 +550,7 @@ def rows_of(run: Run, portion: Any, batch: int) -> list[int]:
 
 def wait_for(run: Run, rank: int, batch: int, start: int, stop: int) -> Portion:
     while (portion := cut(run, rank, batch, start, stop)) is None:
-        assert run.woken[rank].get(timeout=10) == (0, batch)
+        assert run.woken[rank].get(timeout=60) == (0, batch)
     return portion
 
 
@@ -592,7 +592,7 @@ def test_what_is_given_back_can_be_cut_anew(runs, early):
 def test_all_ranks_that_wait_for_a_batch_are_woken(runs):
     class Gated(Counted):
         def __getitem__(self, index: int) -> int:
-            is_open.wait(10)
+            is_open.wait(60)
             return super().__getitem__(index)
 
     is_open = threading.Event()
@@ -600,14 +600,14 @@ def test_all_ranks_that_wait_for_a_batch_are_woken(runs):
     for rank in (0, 1, 2, 1):
         assert cut(run, rank, 1, 4 * (rank % 2), 4) is None
     is_open.set()
-    assert [run.woken[rank].get(timeout=10) for rank in (0, 1, 2)] == [(0, 1)] * 3
+    assert [run.woken[rank].get(timeout=60) for rank in (0, 1, 2)] == [(0, 1)] * 3
     assert all(woken.empty() for woken in run.woken)
 
 
 def test_all_ranks_that_wait_hear_of_a_failure(runs):
     class Broken(Counted):
         def __getitem__(self, index: int) -> int:
-            is_open.wait(10)
+            is_open.wait(60)
             raise ZeroDivisionError("broken")
 
     is_open = threading.Event()
@@ -615,7 +615,7 @@ def test_all_ranks_that_wait_hear_of_a_failure(runs):
     for rank in (0, 3):
         assert cut(run, rank, 0, rank, rank + 1) is None
     is_open.set()
-    assert [run.woken[rank].get(timeout=10) for rank in (0, 3)] == [(0, 0)] * 2
+    assert [run.woken[rank].get(timeout=60) for rank in (0, 3)] == [(0, 0)] * 2
     with pytest.raises(DataError, match="broken"):
         cut(run, 3, 0, 3, 4)
 
@@ -706,7 +706,7 @@ def test_nothing_is_kept_of_a_run_whose_reading_fails(runs):
     run = runs(Broken(42), shuffle=False, keeps=True)
     run.take(0, 0, 0)
     assert run.reader.take(0, 0, 5) is None
-    run.failed.get(timeout=5)
+    run.failed.get(timeout=60)
     assert not run.reader._lent
 
 
@@ -766,7 +766,7 @@ def test_what_was_trained_before_cannot_be_taken(runs, key):
 
 def test_an_error_names_the_batch_at_which_a_resumed_run_begins():
     run = Run(Broken(index=0), start=Position(1, done=1), shuffle=False).start()
-    assert run.failed.get(timeout=5).epoch == 1
+    assert run.failed.get(timeout=60).epoch == 1
     assert run.close()
 
 
@@ -807,7 +807,7 @@ def test_an_epoch_begins_when_somebody_waits_for_it(ahead):
         for batch in range(13):
             watched.waits.clear()
             run.take(0, epoch, batch)
-        assert watched.waits.wait(timeout=5)  # for the next epoch: all of this one was taken
+        assert watched.waits.wait(60)  # for the next epoch: all of this one was taken
         assert dataset.counts.tolist() == [epoch + 1] * SAMPLES
         assert thread.is_alive()
     assert run.close()
@@ -824,7 +824,7 @@ def test_inside_an_epoch_reading_runs_ahead():
 
     run = Run(Announced(), epochs=None, ahead=3, on_demand=True, shuffle=False).start()
     run.take(0, 0, 0)
-    assert reached.wait(timeout=5)
+    assert reached.wait(60)
     assert run.close()
 
 
@@ -858,7 +858,7 @@ def test_an_error_without_a_text_reaches_the_ranks(runs):
             raise Mute
 
     run = runs(Failing())
-    error = run.failed.get(timeout=10)
+    error = run.failed.get(timeout=60)
     assert isinstance(error.__cause__, Mute)
     assert str(error).endswith("failed: Mute: (no text: its __str__ raised ValueError)")
 
@@ -926,7 +926,7 @@ def read_all(sources: Sequence[Source], samples: int) -> list[list[int]]:
     def rank_of(number: int) -> None:
         for batch in range(samples // 4):
             while (payload := sources[number].take(0, 0, batch)) is None:
-                assert woken[number].get(timeout=10) == (0, 0, batch)
+                assert woken[number].get(timeout=60) == (0, 0, batch)
             read[number] += payload.tolist()
 
     in_threads(len(sources), rank_of)
@@ -962,7 +962,7 @@ class Hanging(Counted):
 
     def __getitem__(self, index: int) -> int:
         self.is_inside.set()
-        assert self.goes_on.wait(20)
+        assert self.goes_on.wait(60)
         return index
 
 
@@ -976,20 +976,20 @@ def test_a_reader_that_has_no_room_holds_no_other_up(runs: Any) -> None:
 def test_a_reader_that_is_left_inside_a_dataset_holds_no_later_run_up(runs: Any) -> None:
     hanging = Hanging()
     run = runs(hanging)
-    assert hanging.is_inside.wait(10)
+    assert hanging.is_inside.wait(60)
     waiting = runs(Counted())
     assert waiting.close()  # it waits for its turn, and gives that up
     assert not run.close()
     later = runs(Counted(8))
     assert later.take(0, 0, 0).shape == (8,)
     hanging.goes_on.set()
-    run.reader.threads()[0].join(10)
+    run.reader.threads()[0].join(60)
 
 
 def test_processes_need_no_turn(runs: Any) -> None:
     hanging = Hanging()
     runs(hanging)
-    assert hanging.is_inside.wait(10)
+    assert hanging.is_inside.wait(60)
     assert runs(Counted(), num_workers=1).take(0, 0, 0).shape == (8,)
     hanging.goes_on.set()
 
@@ -1014,7 +1014,7 @@ def test_much_reading_in_this_process_is_told_once(num_workers, caplog, monkeypa
         source.start(wake=lambda *key: woken.put(key), failed=woken.put)
         for batch in range(20):
             if source.take(0, 0, batch) is None:
-                assert woken.get(timeout=30) == (0, 0, batch)
+                assert woken.get(timeout=60) == (0, 0, batch)
                 assert source.take(0, 0, batch) is not None
         assert source.close()
     told = [record.message for record in caplog.records if "num_workers=2" in record.message]

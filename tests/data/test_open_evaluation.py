@@ -50,7 +50,7 @@ def read(source: Source, epochs: int) -> list[list[float]]:
     batches = []
     for key in [(epoch, batch) for epoch in range(epochs) for batch in range(3)]:
         while (taken := source.take(0, *key)) is None:
-            assert woken.get(timeout=10) == (0, *key)
+            assert woken.get(timeout=60) == (0, *key)
         batches.append((taken[0] if isinstance(taken, tuple) else taken).tolist())
     assert source.close()
     return batches

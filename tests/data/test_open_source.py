@@ -63,7 +63,7 @@ def read(source: Source, epochs: int = 1, batches: int | None = None) -> list[An
     for key in [(epoch, batch) for epoch in range(epochs) for batch in range(known)]:
         taken = source.take(0, *key)
         if taken is None:
-            assert woken.get(timeout=10) == (0, *key)
+            assert woken.get(timeout=60) == (0, *key)
             taken = source.take(0, *key)
         all_taken.append(taken)
     assert source.close()
@@ -596,7 +596,7 @@ def test_a_resumed_run_reads_on_where_it_stood(dataset):
     for batch in (2, 4):
         taken = source.take(0, 1, batch)
         if taken is None:
-            assert woken.get(timeout=10) == (0, 1, batch)
+            assert woken.get(timeout=60) == (0, 1, batch)
             taken = source.take(0, 1, batch)
         assert_same(taken, everything[5 + batch])
         assert source.samples_in(1, batch) == len(torch.utils._pytree.tree_leaves(taken)[0])

@@ -128,7 +128,7 @@ class Rank:
     def take(self, key: Key) -> Batch:
         with self.lane.on(self.lane.compute):
             while (batch := self.ask(key)) is None:
-                self.notes.get(timeout=10)
+                self.notes.get(timeout=60)
         return batch
 
     def ask(self, key: Key, part: Part | None = None) -> Batch | None:
@@ -161,7 +161,7 @@ def close() -> Iterator[Callable[[Any], Any]]:
     for thing in sorted(things, key=lambda thing: isinstance(thing, Source)):
         begin = time.perf_counter()
         assert (thing if isinstance(thing, Source) else thing.feed).close()
-        assert time.perf_counter() - begin < (2 if isinstance(thing, Source) else 1)
+        assert time.perf_counter() - begin < 30  # whatever it waits for in a test, it waits for longer
 
 
 def tensors(length: int = SAMPLES, **options: Any) -> TensorSource:
@@ -319,14 +319,14 @@ def test_the_batch_being_copied_is_given_back_at_once(close):
 
         def pinned(self, shape, dtype):
             self.inside.set()
-            assert self.go.wait(10)
+            assert self.go.wait(60)
             return super().pinned(shape, dtype)
 
     shelf, lane = Shelf(), Slow()
     shelf.put(0, 1, 2)
     rank = close(Rank(shelf, lane))
     rank.follow([(0, 0), (0, 1)])
-    assert lane.inside.wait(10)
+    assert lane.inside.wait(60)
     rank.follow([(0, 2)])
     assert shelf.returned == [(0, 0)]
     lane.go.set()
@@ -365,11 +365,11 @@ def test_it_asks_again_when_woken(close):
     shelf = Shelf()
     rank = close(Rank(shelf, CardLane()))
     rank.follow([(0, 0)])
-    assert shelf.asked.get(timeout=10) == (0, 0, 0)
+    assert shelf.asked.get(timeout=60) == (0, 0, 0)
     assert rank.ask((0, 0)) is None
     shelf.put(0)
     rank.feed.wake(0, 0)
-    assert rank.notes.get(timeout=10) == (0, 0)
+    assert rank.notes.get(timeout=60) == (0, 0)
     assert rank.train((0, 0)).tolist() == [0.0] * BATCH
 
 
@@ -379,7 +379,7 @@ def test_a_wait_has_one_note(close):
     assert rank.ask((0, 0)) is None
     shelf.put(0)
     rank.feed.wake(0, 0)
-    assert rank.notes.get(timeout=10) == (0, 0)
+    assert rank.notes.get(timeout=60) == (0, 0)
     rank.follow([])
     card = rank.lane.card
     card.log.clear()
@@ -395,7 +395,7 @@ def test_it_asks_again_for_a_batch_that_comes_back(close):
     rank = close(Rank(shelf, CardLane()))
     for _ in range(3):
         rank.follow([(0, 0)])
-        assert shelf.asked.get(timeout=10) == (0, 0, 0)
+        assert shelf.asked.get(timeout=60) == (0, 0, 0)
         rank.follow([])
 
 
@@ -416,7 +416,7 @@ def test_short_rings_and_a_short_reader_do_not_lock_up(close, ahead, lane_of):
                 ranks[who].follow(mine[i : i + 8])
                 for key in mine[i : i + 4]:
                     check(source, key, ranks[who].train(key))
-                everyone.wait(20)  # a round
+                everyone.wait(60)  # a round
         except BaseException as error:
             errors.append(error)
             everyone.abort()
@@ -425,7 +425,7 @@ def test_short_rings_and_a_short_reader_do_not_lock_up(close, ahead, lane_of):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()
     assert errors == []
     assert sorted(key for rank in ranks for key in rank.seen) == everything()
@@ -729,13 +729,13 @@ def test_it_closes_while_it_waits(close, waits_for):
     rank.feed._ring.limit = 3
     if waits_for == "the source":
         rank.follow([(0, 0)])
-        shelf.asked.get(timeout=10)
+        shelf.asked.get(timeout=60)
     if waits_for == "a slot":
         shelf.put(0, 1)
         rank.follow([(0, 0), (0, 1)])
         rank.take((0, 0))
-        assert shelf.asked.get(timeout=10) == (0, 0, 0)
-        assert shelf.asked.get(timeout=10) == (0, 0, 1)
+        assert shelf.asked.get(timeout=60) == (0, 0, 0)
+        assert shelf.asked.get(timeout=60) == (0, 0, 1)
     assert rank.feed.close()
     assert rank.feed.close()
 
@@ -766,7 +766,7 @@ def test_a_wait_for_the_device_that_never_ends_is_told():
 
     def synchronize() -> None:
         inside.set()
-        stuck.wait(10)
+        stuck.wait(60)
 
     class Stuck(CardLane):
         def event(self, *, timing: bool = False) -> Any:
@@ -778,7 +778,7 @@ def test_a_wait_for_the_device_that_never_ends_is_told():
     rank.follow(everything())
     for key in everything()[:HOST_SLOTS]:
         rank.train(key)
-    assert inside.wait(10)
+    assert inside.wait(60)
     assert not rank.feed.close()
     stuck.set()
     assert rank.feed.close()
@@ -893,7 +893,7 @@ def test_two_ranks_share_every_batch(close, source_of, rows):
                 continue
             with rank.lane.on(rank.lane.compute):
                 while (portion := rank.ask(key, part)) is None:
-                    rank.notes.get(timeout=10)
+                    rank.notes.get(timeout=60)
                 batch = portion.rows(0, portion.samples)
                 assert torch.equal(batch["x"][:, 0, 0].long(), batch["y"])
                 seen += batch["y"].tolist()

@@ -76,10 +76,10 @@ def test_processes_inside_the_dataset_are_ended():
 
     iterator, processes = opened(Stuck())
     for _ in iterator._workers:
-        assert Stuck.inside.acquire(timeout=5)
+        assert Stuck.inside.acquire(timeout=60)
     processes.terminate()
     for process in iterator._workers:
-        process.join(5)
+        process.join(60)
         assert not process.is_alive()
     processes.shut_down()
 

@@ -96,7 +96,7 @@ def test_broadcast_of_many_tensors(bucket_bytes):
         return [torch.randn(7), torch.tensor(rank), torch.randn(3, 3).double(), image, flags, torch.empty(0)]
 
     held = [make(rank) for rank in range(3)]
-    groups = local_groups(["cpu"] * 3, timeout=20)
+    groups = local_groups(["cpu"] * 3, timeout=60)
     assert (
         in_threads(range(3), lambda rank: broadcast_all(groups[rank], held[rank], 1, bucket_bytes))
         == [None] * 3

@@ -307,7 +307,7 @@ def test_calls_run_at_once_and_answer_in_order():
     meeting = threading.Barrier(3)
 
     def work(rank: int, model: nn.Module, letter: str, number: int) -> tuple[Any, ...]:
-        meeting.wait(20)
+        meeting.wait(60)
         return rank, model, letter, number, threading.current_thread().name
 
     with Ddp.wrap(replicas(3)) as ddp:
@@ -366,7 +366,7 @@ def test_threads_end_with_the_object():
     del ddp
     gc.collect()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
 
 

@@ -38,7 +38,7 @@ def data(rank: int, step: int = 0) -> Tensor:
 
 
 def each(size: int, body: Callable[[ProcessGroup], Any]) -> list[Any]:
-    groups = local_groups(["cpu"] * size, timeout=20)
+    groups = local_groups(["cpu"] * size, timeout=60)
 
     def run(rank: int) -> Any:
         try:

@@ -11,5 +11,5 @@ def in_thread(work: Callable[[], object]) -> object:
     results: list[object] = []
     thread = threading.Thread(target=lambda: results.append(work()))
     thread.start()
-    thread.join(timeout=30)
+    thread.join(60)
     return results[0]

@@ -348,7 +348,7 @@ def test_first_calls_take_turns(backend: Backend) -> None:
         thread.start()
         with first.turn(8):  # not the first of its size
             assert not entered.is_set()
-    thread.join(10)
+    thread.join(60)
     assert entered.is_set()
 
 

@@ -53,7 +53,7 @@ def elsewhere(work: Callable[[], Any]) -> list[Any]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     return answers
 
 

@@ -249,13 +249,13 @@ class Overlap:
         self._both = threading.Barrier(2)
 
     def __call__(self) -> None:
-        place = self._both.wait(10)
+        place = self._both.wait(60)
         mode = Theirs()
         for turn, act in enumerate((mode.__enter__, partial(mode.__exit__, None, None, None))):
             for each in range(2):
                 if place == each:
                     act()
-                self._both.wait(10)
+                self._both.wait(60)
             assert flags() == {True}, turn
 
 

@@ -56,7 +56,7 @@ class TestOwnThreads:
         seen: list[tuple[int, int]] = []
 
         def work(count: int) -> None:
-            start.wait(30)
+            start.wait(60)
             set_own_threads(count)
             seen.append((count, torch.get_num_threads()))
 
@@ -64,7 +64,7 @@ class TestOwnThreads:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
         assert len(seen) == 8
         assert all(wanted == had for wanted, had in seen)
         assert in_thread(torch.get_num_threads) == 3

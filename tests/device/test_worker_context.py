@@ -60,7 +60,7 @@ def test_each_thread_has_its_own_worker() -> None:
 
     def body(mine: CurrentWorker, value: float) -> None:
         bind(mine)
-        both_bound.wait(5)
+        both_bound.wait(60)
         record_scalar("value", value)
         found.append(current_worker())
 
@@ -68,6 +68,6 @@ def test_each_thread_has_its_own_worker() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     assert [recorded for _, recorded in workers] == [{"value": [(1.0, 1.0)]}, {"value": [(2.0, 1.0)]}]
     assert all(any(mine is one for one in found) for mine, _ in workers)

@@ -366,7 +366,7 @@ def output(name: str) -> str:
         finally:
             for thread in threading.enumerate():
                 if thread.name.startswith("flowdp-"):
-                    thread.join(10.0)
+                    thread.join(60)
             os.chdir(here)
             log.removeHandler(handler)
             log.propagate = is_loud

@@ -86,7 +86,7 @@ def test_a_rank_that_is_stuck_while_another_fails(policy: str, release: threadin
     run = start(policy, loss=loss)
     with pytest.raises(StepError, match="the other one") as caught:
         run.join(WAIT_S)
-    assert perf_counter() - failed_s[0] < 3
+    assert perf_counter() - failed_s[0] < WAIT_S / 2  # long before the stuck thread goes on
     [note] = caught.value.__notes__
     assert note.startswith("flowdp-worker-0 has not left yet")
     assert "release.wait(WAIT_S)" in note
@@ -116,7 +116,7 @@ def test_leaving_the_block_does_not_wait_for_a_stuck_rank(release: threading.Eve
     began = perf_counter()
     with pytest.raises(StepError, match="the other one"), start(loss=loss) as run:
         run.join()
-    assert perf_counter() - began < 4
+    assert perf_counter() - began < WAIT_S / 2
     release.set()
     end(run)
 
@@ -145,7 +145,7 @@ def test_a_run_can_be_stopped_while_its_dataset_is_stuck(policy: str, release: t
     run.stop()
     began = perf_counter()
     state = run.join()
-    assert perf_counter() - began < 3
+    assert perf_counter() - began < WAIT_S / 2  # long before the stuck thread goes on
     assert (state.interrupted, state.global_step) == (True, 0)
     assert [thread.name for thread in threads()] == ["flowdp-reader"]
     release.set()
@@ -340,7 +340,7 @@ def test_a_device_that_never_comes_to_rest_does_not_hold_the_failure(
     began = perf_counter()
     with caplog.at_level("WARNING", "flowdp"), pytest.raises(StepError):
         run.join()
-    assert perf_counter() - began < 3
+    assert perf_counter() - began < WAIT_S / 2  # long before the stuck thread goes on
     assert done == ["aborted"]
     assert "does not come to rest" in caplog.text
     (closer,) = threads()

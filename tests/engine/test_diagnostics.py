@@ -204,7 +204,7 @@ class Hangs(torch.utils.data.Dataset[Tensor]):
 def stalled(**options: Any) -> flowdp.StallError:
     run = flowdp.Trainer(
         nn.Linear(1, 1), lambda p: torch.optim.SGD(p, 1e-3), lambda model, batch: model(batch).mean(),
-        epochs=1, devices=2, policy="sync", stall_timeout=0.2, progress=False, **options,
+        epochs=1, devices=2, policy="sync", stall_timeout=1.0, progress=False, **options,
     ).start()  # fmt: skip
     with pytest.raises(flowdp.StallError) as caught:
         run.join()

@@ -91,7 +91,7 @@ class Ranks:
     def rank(self, rank: int, own: Replica) -> EvalSums:
         def wait() -> bool:
             self.waits.put(self.moved[rank])
-            return self.inboxes[rank].get(timeout=10)
+            return self.inboxes[rank].get(timeout=60)
 
         def moved() -> None:
             self.moved[rank] += 1
@@ -172,7 +172,7 @@ def test_a_fast_rank_takes_what_a_slow_one_leaves(ranks: Any) -> None:
     def step(model: nn.Module, batch: Any) -> dict[str, float]:
         if not slow:
             slow.append(model)
-            assert all(taken.acquire(timeout=10) for _ in range(BATCHES - 1))
+            assert all(taken.acquire(timeout=60) for _ in range(BATCHES - 1))
         elif model is not slow[0]:
             taken.release()
         return {}
@@ -211,7 +211,7 @@ class Held(Pairs):
         self.may = threading.Event()
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        assert index < 5 or self.may.wait(10)
+        assert index < 5 or self.may.wait(60)
         return super().__getitem__(index)
 
 
@@ -221,7 +221,7 @@ def test_a_cut_ends_the_waiting_and_every_later_evaluation(ranks: Any) -> None:
     models = replica()
     with ThreadPoolExecutor(1) as pool:
         result = pool.submit(one.rank, 0, models)
-        while one.waits.get(timeout=10) < 1:
+        while one.waits.get(timeout=60) < 1:
             pass
         one.evaluator.cut()
         assert [row[0] for row in result.result(10)] == [0]
@@ -235,7 +235,7 @@ def test_a_rank_that_is_told_to_leave_leaves(ranks: Any) -> None:
     one = ranks(dataset, errors)
     with ThreadPoolExecutor(1) as pool:
         result = pool.submit(one.rank, 0, replica())
-        while one.waits.get(timeout=10) < 1:
+        while one.waits.get(timeout=60) < 1:
             pass
         one.inboxes[0].put(False)
         assert [row[0] for row in result.result(10)] == [0]
@@ -439,7 +439,7 @@ def test_a_dataset_that_fails_is_heard_of_by_all(ranks: Any) -> None:
         for result in [pool.submit(many.rank, rank, models[rank]) for rank in (0, 1)]:
             with pytest.raises(DataError, match="batch 2 of epoch 0"):
                 result.result(10)
-    assert many.failed.get(timeout=10).epoch == 0
+    assert many.failed.get(timeout=60).epoch == 0
 
 
 @pytest.mark.parametrize(

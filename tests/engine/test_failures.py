@@ -77,7 +77,7 @@ def test_a_thread_that_stays_is_named_with_its_stack() -> None:
     gone.start()
     while not "".join(stacks([stuck]).values()).endswith("release.acquire()\n"):
         assert stuck.is_alive()
-    gone.join(5)
+    gone.join(60)
     failures = Failures()
     failures.note_stuck([stuck, gone])  # nothing to note it on
     failures.add(ValueError("one"))
@@ -87,7 +87,7 @@ def test_a_thread_that_stays_is_named_with_its_stack() -> None:
     stalled.add(StallError("still", stacks=stacks([stuck])))
     stalled.note_stuck([stuck])
     release.release()
-    stuck.join(5)
+    stuck.join(60)
     failures.note_stuck([stuck, gone])
     assert failures.first is not None
     [note] = failures.first.__notes__

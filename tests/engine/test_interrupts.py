@@ -60,7 +60,7 @@ def test_in_another_thread_there_is_nothing_to_hear() -> None:
 
     thread = threading.Thread(target=listen)
     thread.start()
-    thread.join(10.0)
+    thread.join(60)
     assert seen == [0, signal.default_int_handler]
 
 
@@ -69,7 +69,7 @@ def test_a_loop_that_ends_in_another_thread_leaves_the_handler_to_the_next() -> 
     interrupts = loop.__enter__()
     thread = threading.Thread(target=loop.__exit__, args=(None, None, None))
     thread.start()
-    thread.join(10.0)
+    thread.join(60)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     assert interrupts() > 0

@@ -224,7 +224,7 @@ def test_the_mean_does_without_a_replica_gone_bad(
 def test_it_ends_the_run_where_that_is_asked(policy: str, behind: bool) -> None:
     run = start(Trouble(13, behind=behind), policy=policy, on_nan="raise")
     with pytest.raises(StepError) as caught:
-        run.join(20)
+        run.join(60)
     error = caught.value
     what = "parameters or buffers have NaN or inf after the step" if behind else "the loss is not finite"
     assert what in str(error)
@@ -244,7 +244,7 @@ def test_the_device_leaves_it_out_wherever_it_happens(
 ) -> None:
     """In the first round, in the middle, and in the last one, which no gate follows."""
     run = start(Trouble(sample, behind=True), epochs=epochs, optimizer=adam)
-    state = run.join(20)
+    state = run.join(60)
     assert all(bool(tensor.isfinite().all()) for tensor in state.state_dict.values())
     told = [record.getMessage() for record in caplog.records if "NaN" in record.getMessage()]
     assert len(told) == 1
@@ -256,7 +256,7 @@ def test_what_recurs_is_known_at_the_gate(lanes: str, caplog: pytest.LogCaptureF
     """Rank 1 in the first round; when it is healed, rank 0 in the third and rank 1 in the fourth."""
     data = {"dataset": (torch.cat([X, X])[:40], torch.cat([Y, Y])[:40])}
     data["dataset"][0][:, 0] = torch.arange(40.0)
-    state = start(Trouble(5, 25, 37, behind=True), optimizer=adam, epochs=2, **data).join(20)
+    state = start(Trouble(5, 25, 37, behind=True), optimizer=adam, epochs=2, **data).join(60)
     assert all(bool(tensor.isfinite().all()) for tensor in state.state_dict.values())
     assert sum("NaN" in record.getMessage() for record in caplog.records) == 3
 
@@ -266,7 +266,7 @@ def test_what_recurs_is_known_at_the_gate(lanes: str, caplog: pytest.LogCaptureF
 def test_all_at_once_end_the_run(lanes: str, policy: str) -> None:
     run = start(Trouble(*range(SAMPLES), behind=True), policy=policy, epochs=5, optimizer=adam)
     with pytest.raises(flowdp.FlowdpError, match="NaN or infinite numbers in every replica"):
-        run.join(20)
+        run.join(60)
 
 
 @on_streams
@@ -275,7 +275,7 @@ def test_all_at_once_end_the_run(lanes: str, policy: str) -> None:
 def test_an_error_that_is_late_names_its_step_and_has_spoilt_nothing(lanes: str, epochs: int) -> None:
     run = start(Trouble(13 if epochs == 2 else 21, behind=True), on_nan="raise", epochs=epochs)
     with pytest.raises(StepError, match="the mean of that round was taken without it") as caught:
-        run.join(20)
+        run.join(60)
     assert (13 if epochs == 2 else 21) in caught.value.indices
     assert "parameters or buffers have NaN or inf after the step" in str(caught.value)
     for replica in run._engine.replicas:
@@ -287,7 +287,7 @@ def test_where_the_others_go_on_an_error_comes_before_the_mean(lanes: str) -> No
     """What the rank has not given is dealt anew, so its mean must not have been held."""
     run = start(Trouble(13, behind=True), on_nan="raise", on_failure="continue", max_steps=24, epochs=None)
     with pytest.raises(StepError) as caught:
-        run.join(20)
+        run.join(60)
     assert "the mean of that round" not in str(caught.value)
 
 

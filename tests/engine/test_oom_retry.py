@@ -156,7 +156,7 @@ def test_one_sample_that_has_no_room(policy: str) -> None:
         epochs=2, policy=policy, shuffle=False, devices=["cpu", "cpu"], progress=False,
     ).start()  # fmt: skip
     with pytest.raises(OutOfDeviceMemory, match="one sample alone has no room") as caught:
-        run.join(20)
+        run.join(60)
     error = caught.value
     assert (error.needed_bytes, error.free_bytes) == (3 * 2**29, 12 * 2**20)
     assert isinstance(error.__cause__, torch.OutOfMemoryError)
@@ -202,7 +202,7 @@ def test_what_is_not_tried_again(options: dict[str, Any], why: str) -> None:
         mlp, dataset=dataset, batch_size=4, epochs=1, devices=["cpu"], progress=False, **given
     ).start()
     with pytest.raises(OutOfDeviceMemory, match=why) as caught:
-        run.join(20)
+        run.join(60)
     assert caught.value.rank == 0
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     assert len(tried) == 1

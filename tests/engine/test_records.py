@@ -37,7 +37,7 @@ def in_thread(function: Callable[[], object]) -> tuple[Future[object], threading
     pool = ThreadPoolExecutor(1)
     future = pool.submit(body)
     pool.shutdown(wait=False)
-    assert begun.wait(5)
+    assert begun.wait(60)
     return future, begun
 
 
@@ -203,8 +203,8 @@ def test_every_record_wakes_the_reader_of_a_feed() -> None:
         for number in range(50):
             record = (round_record, epoch_record, Saved)[number % 3](number)
             records.add(record)
-            assert answers.get(timeout=5) == [record]
+            assert answers.get(timeout=60) == [record]
     finally:
         records.end(FINISH, over=True)
-    assert answers.get(timeout=5) == []
+    assert answers.get(timeout=60) == []
     reading.result(5)

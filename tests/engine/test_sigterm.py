@@ -54,7 +54,7 @@ class Wish:
         self.asked.release()
 
     def wait(self) -> None:
-        assert self.asked.acquire(timeout=30)
+        assert self.asked.acquire(timeout=60)
 
 
 def sigterm() -> None:
@@ -103,7 +103,7 @@ def test_an_end_in_another_thread_leaves_the_handler_before_in_charge(earlier: E
     run = Wish()
     closer = threading.Thread(target=run.stop.close)
     closer.start()
-    closer.join(30)
+    closer.join(60)
     assert signal.getsignal(signal.SIGTERM) is not earlier  # only the main thread can set it
     sigterm()
     assert (earlier.heard, run.by) == (1, [])
@@ -114,7 +114,7 @@ def test_the_next_run_puts_back_what_another_thread_left(earlier: Earlier) -> No
     first = Wish()
     closer = threading.Thread(target=first.stop.close)
     closer.start()
-    closer.join(30)
+    closer.join(60)
     second = Wish()
     sigterm()
     second.wait()
@@ -160,7 +160,7 @@ def test_only_the_main_thread_can(earlier: Earlier) -> None:
 
     thread = threading.Thread(target=elsewhere)
     thread.start()
-    thread.join(30)
+    thread.join(60)
     assert len(said) == 1
     assert "main thread" in said[0]
     assert sigterm_module._open == []
@@ -191,7 +191,7 @@ if not child:
 _, status = os.waitpid(child, 0)
 print(os.WTERMSIG(status), asked.acquire(blocking=False), flush=True)
 signal.raise_signal(signal.SIGTERM)
-print(asked.acquire(timeout=30), flush=True)
+print(asked.acquire(timeout=60), flush=True)
 signal.raise_signal(signal.SIGTERM)
 print("not reached")
 """

@@ -32,7 +32,7 @@ def thread_inside(name: str, keeps: object = None) -> Iterator[threading.Thread]
         yield thread
     finally:
         release.release()
-        thread.join(30)
+        thread.join(60)
 
 
 def test_the_stack_of_a_thread_names_the_users_line() -> None:

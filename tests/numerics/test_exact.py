@@ -432,7 +432,7 @@ def test_a_rate_that_is_set_takes_effect_for_all_at_once() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         worker = current_worker()
         if worker.rank == 0 and worker.global_step == 3 and not is_set.is_set():
-            started.wait(10)
+            started.wait(60)
             handles[0].set_lr(0.002)
             is_set.set()
         return mse(model, batch)

@@ -194,7 +194,7 @@ class Gated(Read):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if index >= 4:
-            self.is_open.wait(20)
+            self.is_open.wait(60)
         return super().__getitem__(index)
 
 
@@ -220,9 +220,9 @@ def test_a_pause_waits_for_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch) ->
         net(), adamw, loss, dataset=dataset, shuffle=False, batch_size=4, epochs=1, devices=1,
         gradient_accumulation_steps=2, progress=False,
     ).start() as run:  # fmt: skip
-        assert begun.wait(20)
+        assert begun.wait(60)
         run.pause()
-        assert hurried.wait(20)
+        assert hurried.wait(60)
         dataset.is_open.set()
         with run.paused():
             assert run.status().local_steps == (1,)

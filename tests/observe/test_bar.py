@@ -235,7 +235,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             patch.setattr(banner, "_told", set())
             yield seen
     finally:
-        reader.join(10.0)
+        reader.join(60)
         os.close(outside)
     screen = Screen(120)
     screen.take(b"".join(written).decode())

@@ -193,9 +193,9 @@ def each_thread_its_own(vector: dict[str, Any]) -> Answers:
 
     def body(which: str) -> None:
         meter = fresh_worker()
-        both.wait(5)
+        both.wait(60)
         record_scalar(*vector["input"][which])
-        both.wait(5)
+        both.wait(60)
         found[f"{which}_sees"] = drained(meter)
 
     in_threads(lambda: body("main"), lambda: body("child"))
@@ -207,7 +207,7 @@ def in_threads(*bodies: Callable[[], None]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
 
 
 # ---------------------------------------------------------------- orders to a worker
@@ -248,7 +248,7 @@ class Rank:
 
     def end(self) -> None:
         self.inbox.post(Shutdown())
-        self.thread.join(5)
+        self.thread.join(60)
         assert not self.thread.is_alive()
 
 
@@ -290,7 +290,7 @@ def a_plan(vector: dict[str, Any]) -> Answers:
 def told_to_leave_before_the_plan(vector: dict[str, Any]) -> Answers:
     rank = Rank(vector["setup"]["dataset"], vector["setup"]["batch"])
     rank.start(Shutdown(), StartEpoch(0, 0, tuple(range(100))))
-    rank.thread.join(5)
+    rank.thread.join(60)
     return {"returns_shutdown": not rank.thread.is_alive() and rank.worker.current.local_step == 0}
 
 
@@ -298,7 +298,7 @@ def told_to_leave_before_the_plan(vector: dict[str, Any]) -> Answers:
 def meetings_after_the_end(vector: dict[str, Any]) -> Answers:
     rank = Rank()
     rank.start(Abort("gone"), *(StartEpoch(0, 0, (), SyncNow(n, 0, 1, 0, 0)) for n in range(3)), Shutdown())
-    rank.thread.join(5)
+    rank.thread.join(60)
     assert not rank.thread.is_alive()
     return {"collective_calls": rank.mean.calls, "returns": True}
 
