@@ -43,6 +43,8 @@ def drawn(draw: Callable[[], Tensor], seed: int, rank: int) -> Tensor:
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_a_rank_draws_from_its_own_generator(name: str) -> None:
+    if name.endswith("_like") and torch.__version__ < "2.13":
+        pytest.skip("older torch has no generator for it: an error says so")
     draw = DRAWS[name]
     before = torch.get_rng_state()
     first = drawn(draw, 7, 0)

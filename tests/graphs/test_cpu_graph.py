@@ -146,6 +146,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("precision", ["32", "bf16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_gradients_buffers_and_draws_are_those_of_an_eager_step(name: str, precision: str) -> None:
+    if (name, precision) == ("recurrent", "bf16") and torch.__version__ < "2.13":
+        pytest.skip(
+            "older torch rounds the backward of an LSTM otherwise in a graph: a run notices and stays eager"
+        )
     torch.manual_seed(3)
     model = MODELS[name]()
     eager, captured = (Rank(one, precision=precision) for one in (copy.deepcopy(model), model))

@@ -32,6 +32,9 @@ from flowdp.checkpoint import file as checkpoint_file
 from flowdp.errors import CheckpointError, OptionError
 from flowdp.replica.learning_rate import LearningRate, check_schedule
 
+# torch 2.8: its SequentialLR calls the schedulers within it in a way that it warns of.
+pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
+
 EPOCHS, BATCHES = 3, 14
 TOTAL = EPOCHS * BATCHES
 SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
