@@ -26,8 +26,8 @@ from flowdp.ddp.distributed import DistributedDataParallel
 from flowdp.ddp.manual import Ddp
 from flowdp.ddp.synchronizer import GradientSynchronizer
 from flowdp.device.discovery import devices
-from flowdp.device.process_tuning import ProcessTuning
 from flowdp.device.worker_context import current_worker, record_scalar
+from flowdp.engine.evaluation import EvaluationOptions
 from flowdp.errors import (
     CheckpointError,
     CollectiveAborted,
@@ -43,11 +43,20 @@ from flowdp.errors import (
     StateError,
     StepError,
 )
-from flowdp.observe.callbacks import Callback, EarlyStopping
-from flowdp.options import CadenceOptions, CaptureOptions, CheckpointOptions
+from flowdp.observe.callbacks import Callback, EarlyStopping, OnCheckpoint
+from flowdp.options import (
+    CadenceOptions,
+    CaptureOptions,
+    CheckpointOptions,
+    FailureOptions,
+    ProcessTuning,
+    ReadingOptions,
+    RuntimeOptions,
+)
 from flowdp.policy.el_che import ElChe
 from flowdp.policy.tally import EpochMetrics, RankMetrics
 from flowdp.protocol.commands import RoundEnded
+from flowdp.replica.learning_rate import SchedulerOptions
 from flowdp.result import Status, TrainedState
 from flowdp.run import Run, runs
 from flowdp.sim.plan import Prediction, simulate
@@ -58,8 +67,14 @@ __all__ = [  # noqa: RUF022 - in the order in which a reader meets them
     "CadenceOptions",
     "CaptureOptions",
     "CheckpointOptions",
+    "EvaluationOptions",
+    "FailureOptions",
+    "ReadingOptions",
+    "RuntimeOptions",
+    "SchedulerOptions",
     "Callback",
     "EarlyStopping",
+    "OnCheckpoint",
     "ProcessTuning",
     "Run",
     "runs",

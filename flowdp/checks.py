@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -17,46 +18,45 @@ from flowdp.options import (
     CadenceOptions,
     CaptureOptions,
     CheckpointOptions,
+    FailureOptions,
     LoopBackend,
-    OnFailure,
-    OnNan,
     Policy,
     Precision,
-    one_of,
+    ReadingOptions,
+    RuntimeOptions,
 )
 from flowdp.policy.shares import normalised_ratios
 from flowdp.replica.factories import check_closure, several_optimizers
+from flowdp.validators import check_int, is_number, one_of
 
 __all__ = [
     "check_backend",
     "check_cadence",
     "check_capture",
     "check_checkpoint",
-    "check_flag",
-    "check_function",
-    "check_going_on",
+    "check_failures",
     "check_length",
     "check_loop_backend",
     "check_model_and_optimizer",
-    "check_number",
     "check_ratios",
+    "check_reading",
     "check_resume",
-    "check_stall_timeout",
+    "check_runtime",
     "check_step",
-    "check_story",
     "check_words",
     "fixed_ratios",
 ]
 
+R = TypeVar("R")
 
-def check_words(policy: object, backend: object, precision: object) -> None:
-    """Who waits for whom, how bytes move, and in which dtype it computes.
+
+def check_words(policy: object, precision: object) -> None:
+    """Check the policy and the precision.
 
     Raises:
         OptionError: One of them is no word of the list.
     """
     one_of("policy", policy, Policy)
-    one_of("backend", backend, Backend)
     one_of("precision", precision, Precision)
 
 
@@ -66,9 +66,8 @@ def check_length(epochs: object, max_steps: object) -> None:
     Raises:
         OptionError: Nobody says, or not by a positive int.
     """
-    for name, value in (("epochs", epochs), ("max_steps", max_steps)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise OptionError(f"{name} must be an int of at least 1, not {value!r}")
+    check_int("epochs", epochs, optional=True)
+    check_int("max_steps", max_steps, optional=True)
     if epochs is None and max_steps is None:
         raise OptionError("epochs or max_steps must say how long to train: give one of them, or both")
 
@@ -131,45 +130,6 @@ def check_step(
             "gradient_accumulation_steps cannot be kept with a train_step: one call gets one batch and is "
             "one step. Split the batch inside of it, and call worker.step after the last backward"
         )
-
-
-def check_number(name: str, value: object, *, above: bool, optional: bool = False) -> None:
-    """A finite number of at least 0, or above it; or None where it is optional.
-
-    Raises:
-        OptionError: It is not.
-    """
-    if optional and value is None:
-        return
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 <= float(str(value)) < float("inf") or (above and value == 0):
-        raise OptionError(f"{name} must be a number {'above' if above else 'of at least'} 0, not {value!r}")
-
-
-def check_flag(name: str, value: object) -> bool:
-    """True or False.
-
-    Raises:
-        OptionError: It is neither.
-    """
-    if not isinstance(value, bool):
-        raise OptionError(f"{name} must be True or False, not {value!r}")
-    return value
-
-
-def check_function(name: str, value: object, of: str) -> None:
-    """A function, or None.
-
-    Args:
-        name: Of the argument.
-        value: As given.
-        of: Its parameters, in words.
-
-    Raises:
-        OptionError: It cannot be called.
-    """
-    if value is not None and not callable(value):
-        raise OptionError(f"{name} must be a function of {of}, not {value!r}")
 
 
 def check_backend(backend: Backend, policy: Policy, devices: Sequence[torch.device]) -> Backend:
@@ -263,20 +223,9 @@ def fixed_ratios(ratios: object, world_size: int) -> tuple[float, ...]:
         OptionError: They are no numbers, one for each device.
     """
     numbers = list(ratios) if isinstance(ratios, Sequence) else []
-    if not numbers or not all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in numbers):
+    if not numbers or not all(is_number(n) for n in numbers):
         raise OptionError(f"partition_ratios must be numbers, one for each device, not {ratios!r}")
     return normalised_ratios(numbers, world_size)
-
-
-def check_story(story: object) -> Path | None:
-    """Where the story goes.
-
-    Raises:
-        OptionError: It is no path.
-    """
-    if story is not None and (not isinstance(story, (str, PathLike)) or not str(story)):
-        raise OptionError(f"story must be the path of a file, not {story!r}")
-    return None if story is None else Path(story)
 
 
 def check_checkpoint(checkpoint: object) -> CheckpointOptions | None:
@@ -304,26 +253,15 @@ def check_resume(resume: object, checkpoint: CheckpointOptions | None) -> None:
         raise OptionError(f"resume must be True, the path of a checkpoint or a TrainedState, not {resume!r}")
 
 
-def check_stall_timeout(seconds: object) -> float | None:
-    """How long nothing may move.
+def check_failures(failures: object, policy: Policy, world_size: int) -> FailureOptions:
+    """Check the options of failures; None is the default.
 
     Raises:
-        OptionError: It is no time above 0.
+        OptionError: It is something else, or the policy cannot go on without a rank.
     """
-    check_number("stall_timeout", seconds, above=True, optional=True)
-    return None if seconds is None else float(str(seconds))
-
-
-def check_going_on(on_failure: object, on_nan: object, policy: Policy, world_size: int) -> None:
-    """What becomes of a run in which a rank fails, or leaves the numbers.
-
-    Raises:
-        OptionError: They are no words of the lists, or the policy cannot go on without a rank.
-    """
-    one_of("on_failure", on_failure, OnFailure)
-    one_of("on_nan", on_nan, OnNan)
-    if on_failure == "raise":
-        return
+    options = _record("failures", failures, FailureOptions)
+    if options.on_failure == "raise":
+        return options
     why = {
         "snapshots": "what a rank did since the last mean has been reported, and cannot be taken back",
         "gradients": "all devices together take one step, and a part of it would be missing",
@@ -332,3 +270,28 @@ def check_going_on(on_failure: object, on_nan: object, policy: Policy, world_siz
         raise OptionError(f"on_failure='continue' is for policy='sync' and 'cadence'; under {policy!r} {why}")
     if world_size == 1:
         raise OptionError("on_failure='continue' needs another device to go on with")
+    return options
+
+
+def check_reading(reading: object) -> ReadingOptions:
+    """Check the options of reading; None is the default.
+
+    Raises:
+        OptionError: It is something else.
+    """
+    return _record("reading", reading, ReadingOptions)
+
+
+def check_runtime(runtime: object) -> RuntimeOptions:
+    """Check the options of the runtime; None is the default.
+
+    Raises:
+        OptionError: It is something else.
+    """
+    return _record("runtime", runtime, RuntimeOptions)
+
+
+def _record(name: str, given: object, kind: type[R]) -> R:
+    if given is not None and not isinstance(given, kind):
+        raise OptionError(f"{name} must be {kind.__name__}(...), not {given!r}")
+    return kind() if given is None else given

@@ -5,12 +5,13 @@ Bad values raise `OptionError` here, before a thread starts; nothing below this 
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal
 
 from flowdp.errors import OptionError
+from flowdp.validators import check_flag, check_function, check_int, check_number, is_int, is_number, one_of
 
 __all__ = [
     "Backend",
@@ -19,13 +20,16 @@ __all__ = [
     "CaptureOptions",
     "CheckpointOptions",
     "CheckpointUnit",
+    "FailureOptions",
     "LoopBackend",
     "OnFailure",
     "OnNan",
     "Policy",
     "Precision",
+    "ProcessTuning",
+    "ReadingOptions",
+    "RuntimeOptions",
     "SchedulerUnit",
-    "one_of",
 ]
 
 Policy = Literal["sync", "cadence", "async", "exact"]
@@ -37,26 +41,6 @@ OnFailure = Literal["raise", "continue"]
 OnNan = Literal["quarantine", "raise"]
 Buffers = Literal["broadcast", "average"]
 CheckpointUnit = Literal["epoch", "step", "minute"]
-
-
-def one_of(name: str, given: object, literal: object) -> None:
-    """Check a word against the words of a `Literal`.
-
-    Raises:
-        OptionError: `given` is not one of them.
-    """
-    words = get_args(literal)
-    if given not in words:
-        listed = ", ".join(repr(word) for word in words)
-        raise OptionError(f"{name} must be one of {listed}, not {given!r}")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,34 +81,21 @@ class CadenceOptions:
         Raises:
             OptionError: A field is out of its range.
         """
-        if not _is_int(self.anchor) or self.anchor < 1:
-            raise OptionError(f"cadence.anchor must be an int of at least 1, not {self.anchor!r}")
-        if not _is_number(self.overhead_target) or not 0.01 <= self.overhead_target <= 0.50:
+        check_int("cadence.anchor", self.anchor)
+        if not is_number(self.overhead_target) or not 0.01 <= self.overhead_target <= 0.50:
             raise OptionError(f"cadence.overhead_target must lie in 0.01..0.50, not {self.overhead_target!r}")
-        if self.max_anchor is not None and (not _is_int(self.max_anchor) or self.max_anchor < 0):
-            raise OptionError(
-                f"cadence.max_anchor must be None, 0 or a positive int, not {self.max_anchor!r}"
-            )
-        if self.max_batch_diff is not None and (not _is_int(self.max_batch_diff) or self.max_batch_diff < 0):
-            raise OptionError(
-                f"cadence.max_batch_diff must be None or an int >= 0, not {self.max_batch_diff!r}"
-            )
-        if not _is_number(self.divergence_threshold) or not self.divergence_threshold > 0:
-            raise OptionError(
-                f"cadence.divergence_threshold must be positive, not {self.divergence_threshold!r}"
-            )
-        if not isinstance(self.divergence_guard, bool):
-            raise OptionError(
-                f"cadence.divergence_guard must be True or False, not {self.divergence_guard!r}"
-            )
+        check_int("cadence.max_anchor", self.max_anchor, least=0, optional=True)
+        check_int("cadence.max_batch_diff", self.max_batch_diff, least=0, optional=True)
+        check_number("cadence.divergence_threshold", self.divergence_threshold, above=True)
+        check_flag("cadence.divergence_guard", self.divergence_guard)
         if self.speed_hint is not None:
             self._check_hint(self.speed_hint)
 
     @staticmethod
     def _check_hint(hint: object) -> None:
-        if not isinstance(hint, tuple) or len(hint) != 2 or not _is_int(hint[0]) or hint[0] < 0:
+        if not isinstance(hint, tuple) or len(hint) != 2 or not is_int(hint[0]) or hint[0] < 0:
             raise OptionError(f"cadence.speed_hint must be (slow_rank, ratio), not {hint!r}")
-        if not _is_number(hint[1]) or hint[1] < 1:
+        if not is_number(hint[1]) or hint[1] < 1:
             raise OptionError(
                 f"cadence.speed_hint ratio says how many times faster the others are and must be >= 1, "
                 f"not {hint[1]!r}"
@@ -159,10 +130,8 @@ class CaptureOptions:
         Raises:
             OptionError: A field is out of its range.
         """
-        for name in ("compare_every", "graphs"):
-            value = getattr(self, name)
-            if not _is_int(value) or value < 1:
-                raise OptionError(f"capture.{name} must be an int of at least 1, not {value!r}")
+        check_int("capture.compare_every", self.compare_every)
+        check_int("capture.graphs", self.graphs)
 
 
 @dataclass(frozen=True)
@@ -200,16 +169,15 @@ class CheckpointOptions:
             raise OptionError(f"checkpoint.dir must be the path of a folder, not {self.dir!r}")
         one_of("checkpoint.unit", self.unit, CheckpointUnit)
         if self.unit == "minute":
-            if not _is_number(self.every) or not self.every > 0:
+            if not is_number(self.every) or not self.every > 0:
                 raise OptionError(
                     f"checkpoint.every must be a positive number of minutes, not {self.every!r}"
                 )
-        elif not _is_int(self.every) or self.every < 1:
+        elif not is_int(self.every) or self.every < 1:
             raise OptionError(
                 f"checkpoint.every must be an int of at least 1 with unit={self.unit!r}, not {self.every!r}"
             )
-        if not _is_int(self.keep_last) or self.keep_last < 1:
-            raise OptionError(f"checkpoint.keep_last must be an int of at least 1, not {self.keep_last!r}")
+        check_int("checkpoint.keep_last", self.keep_last)
         best = self.keep_best
         if best is not None and not (
             isinstance(best, tuple)
@@ -219,3 +187,161 @@ class CheckpointOptions:
             and best[1] in ("min", "max")
         ):
             raise OptionError(f"checkpoint.keep_best must be (monitor, 'min' or 'max'), not {best!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingOptions:
+    """How a dataset becomes batches. A DataLoader says all of this itself, and takes none of it.
+
+    ::
+
+        ReadingOptions(shuffle=False)
+        ReadingOptions(num_workers=4, collate_fn=pad, drop_last=True)
+
+    Attributes:
+        shuffle: Draw an order for each epoch. None is True; an IterableDataset has its own order.
+        drop_last: Leave out an epoch's last batch where it is not full. None is False.
+        collate_fn: Makes a batch of a list of samples. None is torch's.
+        num_workers: Processes that read the dataset. None is 0: a thread reads, in turn with the evaluation
+            and other runs of this process whose datasets share an object (an open file, the parts of a
+            split). It cannot see other readers: a loop of your own over the same dataset while the run goes
+            on, or a file that two datasets share as a global, needs processes here or there.
+    """
+
+    shuffle: bool | None = None
+    drop_last: bool | None = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    num_workers: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            OptionError: A field is out of its range.
+        """
+        check_flag("reading.shuffle", self.shuffle, optional=True)
+        check_flag("reading.drop_last", self.drop_last, optional=True)
+        check_function("reading.collate_fn", self.collate_fn, "a list of samples")
+        check_int("reading.num_workers", self.num_workers, least=0, optional=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureOptions:
+    """Errors and stalls of a run: which end it, and which it survives.
+
+    ::
+
+        FailureOptions(on_failure="continue")       # the other devices go on without one that fails
+        FailureOptions(stall_timeout=None)          # never end a run that stands still
+
+    Attributes:
+        on_failure: "raise": the run fails where a device fails. "continue": the others go on, and train the
+            batches that it had not brought to a mean ("sync" and "cadence"). Batches that are read from a
+            dataset, and not gathered from tensors, are kept in the host's memory for that, all between two
+            means at most; a loss must leave its batch as it is.
+        on_nan: "quarantine": a replica with NaN or infinite parameters is left out of the mean and copies a
+            healthy one. "raise": it ends the run. CUDA devices leave it out themselves, and the host hears of
+            it one round later.
+        stall_timeout: Seconds without progress, or 10 longest steps where that is more, after which the run
+            fails with a StallError. Until every device has ended its first step, and while paused, it is a
+            warning. None: never.
+        check_loss: Under "exact", compare the loss of the first micro-batch with those of its parts: one that
+            is neither a mean over samples nor names its weight is an error.
+    """
+
+    on_failure: OnFailure = "raise"
+    on_nan: OnNan = "quarantine"
+    stall_timeout: float | None = 60.0
+    check_loss: bool = True
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            OptionError: A field is out of its range.
+        """
+        one_of("failures.on_failure", self.on_failure, OnFailure)
+        one_of("failures.on_nan", self.on_nan, OnNan)
+        check_number("failures.stall_timeout", self.stall_timeout, above=True, optional=True)
+        check_flag("failures.check_loss", self.check_loss)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessTuning:
+    """Process-wide settings that a run may change.
+
+    ::
+
+        RuntimeOptions(tune_process=False)                          # none
+        RuntimeOptions(tune_process=ProcessTuning(malloc=False))    # all but the allocator's
+
+    Attributes:
+        openmp: Give the starting thread's OpenMP pool back before the workers build theirs, each of which has
+            its share of `torch.get_num_threads()`. False: each has all of that number, and the pool stays.
+        malloc: Let glibc keep big freed blocks. It lasts until the process ends.
+        switch_interval: Let the interpreter switch between threads every 0.5 ms.
+    """
+
+    openmp: bool = True
+    malloc: bool = True
+    switch_interval: bool = True
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            OptionError: One is neither True nor False.
+        """
+        for name, value in vars(self).items():
+            check_flag(f"tune_process.{name}", value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeOptions:
+    """How a run uses devices and process.
+
+    ::
+
+        RuntimeOptions(backend="cpu")
+        RuntimeOptions(handle_sigterm=True, event_log="run.jsonl")
+
+    Attributes:
+        backend: How the bytes move: "nccl" (cupy; CUDA devices, one rank each), "local" (within this process:
+            CPU, or CUDA devices that reach each other), "cpu" (through host memory); "auto" takes the first
+            of these that works here. "async" has no "nccl".
+        partition_ratios: Fixed shares of the work, one per device; None: by measured speed.
+        capture: Record forward and backward of a step as a graph, and run that without the interpreter lock:
+            for models of many small operations on several devices. Changes of the recorded code and tensors
+            are looked for at each step, and now and then a step is run eagerly beside and compared; a step
+            that cannot be captured runs eagerly, and the log says why. `CaptureOptions` for how often.
+        tune_process: Process-wide settings while a run lives (see `ProcessTuning`); False leaves all alone.
+        handle_sigterm: SIGTERM stops the run as `stop()` does; a second one ends the process.
+        event_log: File that the coordinator's events are written to, for `python -m flowdp.sim --replay`.
+    """
+
+    backend: Backend = "auto"
+    partition_ratios: Sequence[float] | None = None
+    capture: bool | CaptureOptions = False
+    tune_process: bool | ProcessTuning = True
+    handle_sigterm: bool = False
+    event_log: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            OptionError: A field is out of its range.
+        """
+        one_of("runtime.backend", self.backend, Backend)
+        if not isinstance(self.capture, bool | CaptureOptions):
+            raise OptionError(
+                f"runtime.capture must be True, False or CaptureOptions(...), not {self.capture!r}"
+            )
+        if not isinstance(self.tune_process, bool | ProcessTuning):
+            raise OptionError(
+                f"runtime.tune_process must be True, False or a ProcessTuning, not {self.tune_process!r}"
+            )
+        check_flag("runtime.handle_sigterm", self.handle_sigterm)
+        log = self.event_log
+        if log is not None and (not isinstance(log, (str, Path)) or not str(log)):
+            raise OptionError(f"runtime.event_log must be the path of a file, not {log!r}")

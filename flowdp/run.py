@@ -160,7 +160,8 @@ class Run:
     def save_story(self, path: str | PathLike[str]) -> None:
         """Write the events that are kept, the last few thousand, for `python -m flowdp.sim --replay`.
 
-        A story of a longer run can be replayed only where `Trainer(story=...)` wrote it from the beginning.
+        Events of a longer run can be replayed only where `RuntimeOptions(event_log=...)` wrote them from the
+        beginning.
 
         Raises:
             OSError: It cannot be written.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from inspect import signature
 from os import PathLike
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,27 +19,25 @@ from torch.utils.data import DataLoader, Dataset
 from flowdp.checkpoint.fingerprint import fingerprint, orders
 from flowdp.checkpoint.folder import Store
 from flowdp.checkpoint.resume import Resumed
-from flowdp.checkpoint.writer import Checkpoint
 from flowdp.checks import (
     check_backend,
     check_cadence,
     check_capture,
-    check_flag,
     check_length,
     check_model_and_optimizer,
-    check_number,
     check_ratios,
+    check_reading,
+    check_runtime,
     check_step,
-    check_story,
     check_words,
 )
 from flowdp.data.open_source import dataset_length, loader_order, open_source
 from flowdp.data.source import Source
 from flowdp.device.discovery import resolve_devices
-from flowdp.device.process_tuning import ProcessTuning, as_tuning
+from flowdp.device.process_tuning import as_tuning
 from flowdp.engine.active_runs import check_free
 from flowdp.engine.engine import open_engine
-from flowdp.engine.evaluation import EvalStep
+from flowdp.engine.evaluation import EvaluationOptions
 from flowdp.engine.services import Care
 from flowdp.engine.sigterm import SigtermStop, check_sigterm
 from flowdp.errors import OptionError
@@ -48,15 +47,13 @@ from flowdp.observe.bar import ProgressBar, wants_progress
 from flowdp.observe.callbacks import Callback
 from flowdp.observe.observer import Observer
 from flowdp.options import (
-    Backend,
     CadenceOptions,
-    CaptureOptions,
     CheckpointOptions,
-    OnFailure,
-    OnNan,
+    FailureOptions,
     Policy,
     Precision,
-    SchedulerUnit,
+    ReadingOptions,
+    RuntimeOptions,
 )
 from flowdp.policy.schedule import lr_factor
 from flowdp.protocol.messages import Requested
@@ -65,12 +62,13 @@ from flowdp.replica.batch_sizes import plan_sizes
 from flowdp.replica.build import Parts, build_replicas
 from flowdp.replica.custom_step import TrainStep
 from flowdp.replica.factories import ModelOption, OptimizerOption, all_of
-from flowdp.replica.learning_rate import LrLambda, SchedulerOption, check_schedule
+from flowdp.replica.learning_rate import SchedulerOptions, check_scheduler
 from flowdp.replica.replica import LossOption, Replica
 from flowdp.result import TrainedState
 from flowdp.run import Run
 from flowdp.threads.shield import interrupts_held
 from flowdp.upkeep import Upkeep
+from flowdp.validators import check_number
 
 __all__ = ["Trainer"]
 
@@ -116,66 +114,30 @@ class Trainer:
         policy: Who waits for whom: "sync" averages after every step; "cadence" after rounds in which each
             device takes steps by its speed; "async" while the devices train on; "exact" averages gradients,
             so that all devices together take the step of one that has the whole batch.
-        backend: How the bytes move, never who waits: "nccl" (cupy; CUDA devices, one rank each), "local"
-            (within this process: CPU, or CUDA devices that reach each other), "cpu" (through host memory);
-            "auto" takes the first of these that works here. "async" has no "nccl".
         cadence: How long the rounds are.
-        partition_ratios: Fixed shares of the work, one per device; None: by measured speed.
         global_batch_size: Samples of one step of all devices together, under "exact": each has its part, in
             micro-batches of at most batch_size. None: the sum of the devices' batch sizes. A DataLoader's
             dataset is batched anew.
-        shuffle: None is True, or what the DataLoader says.
         seed: Of the order of the samples: the order of an epoch is a function of (seed, epoch) alone; and of
             each CUDA device's generator.
-        drop_last: Leave out an epoch's last batch where it is not full. None is False.
-        collate_fn: Makes a batch of a list of samples. None is torch's.
-        num_workers: Processes that read the dataset. None is 0: a thread reads, in turn with the evaluation
-            and other runs of this process whose datasets reach a common object (an open file, the parts of
-            a split). It cannot know what else you read: a loop of your own over the same dataset while the
-            run goes on, or a file that two datasets share as a global, needs processes here or there.
         max_grad_norm: Clip each replica's gradients to this 2-norm; under "exact", the averaged gradient.
         gradient_accumulation_steps: Batches of a step of one device, each with a forward and a backward of
             its own; an epoch's last step may have fewer. Each counts for its samples.
         precision: "32"; "bf16" or "fp16" for autocast, "fp16" with a gradient scaler per replica.
-        scheduler: Factory of a scheduler, or an instance made for the optimizer instance: one of torch's, of
-            timm's, or of another class with `optimizer`, `step`, `state_dict` and `load_state_dict`.
-        scheduler_unit: What the scheduler counts, "step" (of all devices) or "epoch".
-        lr_lambda: Factor on the learning rate as a function of the global step, in place of a scheduler.
-        lr_scale_ratio: Multiplies the learning rate by 1 + ratio * (devices - 1).
-        eval_dataset: Evaluated on the averaged model, each sample once, by all devices together; the means
-            stand in `EpochMetrics.eval`.
-        eval_step: Function of (model, batch) that returns a mapping of means over the batch, or of
-            metrics (torchmetrics) of the model that it has updated; None: the loss, with the scalars that it
-            returns.
-        eval_every: Epochs between two evaluations.
+        scheduler: How the learning rate changes; None: it stays.
+        evaluation: A dataset, evaluated on the averaged model after every epoch by all devices together, or
+            `EvaluationOptions`; the means stand in `EpochMetrics.eval`.
         checkpoint: A folder, for a checkpoint after every epoch, or `CheckpointOptions`. A run that ends
             well, by `stop()` and Ctrl-C too, leaves one at its end.
         resume: True: go on from the newest checkpoint of the folder, if there is one; or the path of a
             checkpoint, or a `TrainedState`.
-        on_checkpoint: Function of each `Checkpoint`, called on the callbacks' thread.
         callbacks: `Callback` instances, called beside the training; `EarlyStopping` among them ends it.
-        stall_timeout: Seconds in which nothing may move, or 10 longest steps where that is more, before the
-            run fails with a StallError. Until every device has ended its first step, and while paused, it is
-            a warning. None: never.
-        on_failure: "raise": the run fails where a device fails. "continue": the others go on, and train what
-            it had not brought to a mean ("sync" and "cadence"). What is read from a dataset, and not gathered
-            from tensors, is kept in the host's memory for that, all batches between two means at most; a loss
-            must leave its batch as it is.
-        on_nan: "quarantine": a replica with NaN or infinite numbers is left out of the mean and goes on from
-            the others. "raise": it ends the run. CUDA devices leave it out themselves, and the host hears of
-            it one round later.
-        handle_sigterm: SIGTERM stops the run as `stop()` does; a second one ends the process.
         progress: True for a progress bar (needs tqdm), "auto" for one where there is a terminal or notebook;
             it steps aside for what is printed in a loop over `run.metrics()` or in a callback. False also
             leaves out the line on stderr that names the devices.
-        story: File that the coordinator's events are written to, for `python -m flowdp.sim --replay`.
-        tune_process: Process-wide settings while a run lives (see `ProcessTuning`); False leaves all alone.
-        check: Under "exact", compare the loss of the first micro-batch with those of its parts: one that is
-            neither a mean over samples nor names its weight is an error.
-        capture: Record forward and backward of a step as a graph, and run that without the interpreter lock:
-            for models of many small operations on several devices. Changes of what it was recorded from are
-            looked for at each step, and now and then one is run eagerly beside and compared; a step that
-            cannot be captured runs eagerly, and the log says why. `CaptureOptions` for how often.
+        reading: How the dataset becomes batches: order, workers, collation. A DataLoader says that itself.
+        failures: Errors, stalls and NaNs: which end the run, and which it survives.
+        runtime: How the run uses devices and process: backend, fixed shares, captured steps, SIGTERM.
 
     Raises:
         OptionError: An argument is wrong. Nothing has been started then.
@@ -197,71 +159,43 @@ class Trainer:
         train_step: TrainStep | None = None,
         devices: Literal["auto"] | int | Sequence[torch.device | str | int] = "auto",
         policy: Policy = "cadence",
-        backend: Backend = "auto",
         cadence: CadenceOptions | None = None,
-        partition_ratios: Sequence[float] | None = None,
         global_batch_size: int | None = None,
-        shuffle: bool | None = None,
         seed: int = 0,
-        drop_last: bool | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_workers: int | None = None,
         max_grad_norm: float | None = None,
         gradient_accumulation_steps: int = 1,
         precision: Precision = "32",
-        scheduler: SchedulerOption | None = None,
-        scheduler_unit: SchedulerUnit | None = None,
-        lr_lambda: LrLambda | None = None,
-        lr_scale_ratio: float = 0.0,
-        eval_dataset: DatasetOption | None = None,
-        eval_step: EvalStep | None = None,
-        eval_every: int = 1,
+        scheduler: SchedulerOptions | None = None,
+        evaluation: DatasetOption | EvaluationOptions | None = None,
         checkpoint: str | PathLike[str] | CheckpointOptions | None = None,
         resume: bool | str | PathLike[str] | TrainedState = False,
-        on_checkpoint: Callable[[Checkpoint], object] | None = None,
         callbacks: Sequence[Callback] = (),
-        stall_timeout: float | None = 60.0,
-        on_failure: OnFailure = "raise",
-        on_nan: OnNan = "quarantine",
-        handle_sigterm: bool = False,
         progress: bool | Literal["auto"] = "auto",
-        story: str | PathLike[str] | None = None,
-        tune_process: bool | ProcessTuning = True,
-        check: bool = True,
-        capture: bool | CaptureOptions = False,
+        reading: ReadingOptions | None = None,
+        failures: FailureOptions | None = None,
+        runtime: RuntimeOptions | None = None,
     ) -> None:
-        check_words(policy, backend, precision)
+        check_words(policy, precision)
         check_length(epochs, max_steps)
         check_model_and_optimizer(model, optimizer)
         check_step(loss, train_step, policy, gradient_accumulation_steps, optimizer)
-        check_schedule(scheduler, scheduler_unit, lr_lambda, optimizer)
+        schedule = check_scheduler(scheduler, optimizer)
         check_number("max_grad_norm", max_grad_norm, above=True, optional=True)
-        check_number("lr_scale_ratio", lr_scale_ratio, above=False)
+        reading, self.runtime = check_reading(reading), check_runtime(runtime)
         self.devices = resolve_devices(devices)
         self.cadence = check_cadence(cadence, len(self.devices))
-        self.partition_ratios = check_ratios(partition_ratios, policy, len(self.devices))
+        self.partition_ratios = check_ratios(self.runtime.partition_ratios, policy, len(self.devices))
         self.model = model
         self.dataset = dataset
         self.epochs, self.max_steps = epochs, max_steps
         self.policy = policy
-        self.backend = check_backend(backend, policy, self.devices)
-        self.upkeep = Upkeep(
-            eval_dataset,
-            eval_step,
-            eval_every,
-            checkpoint,
-            resume,
-            on_checkpoint,
-            callbacks,
-            stall_timeout,
-            on_failure,
-            on_nan,
-        )
+        self.backend = check_backend(self.runtime.backend, policy, self.devices)
+        self.upkeep = Upkeep(evaluation, checkpoint, resume, callbacks, failures)
         self.upkeep.check(train_step, policy, len(self.devices))
-        self.handle_sigterm = check_flag("handle_sigterm", handle_sigterm)
-        self.story = check_story(story)
+        event_log = self.runtime.event_log
+        self.event_log = None if event_log is None else Path(event_log)
         self.progress, self.tells = wants_progress(progress), progress is not False
-        self.tuning = as_tuning(tune_process)
+        self.tuning = as_tuning(self.runtime.tune_process)
         self.sizes = plan_sizes(
             dataset, batch_size, global_batch_size, gradient_accumulation_steps, policy, len(self.devices)
         )
@@ -275,20 +209,22 @@ class Trainer:
             sizes=self.sizes,
             seed=seed,
             repeats=self.partition_ratios is not None,
-            checks=check_flag("check", check),
-            capture=check_capture(capture, train_step),
+            checks=self.upkeep.failures.check_loss,
+            capture=check_capture(self.runtime.capture, train_step),
             precision=precision,
             max_grad_norm=max_grad_norm,
-            schedule=(scheduler, scheduler_unit, lr_lambda, lr_factor(lr_scale_ratio, len(self.devices))),
+            schedule=(
+                schedule.scheduler,
+                schedule.unit,
+                schedule.lr_lambda,
+                lr_factor(schedule.lr_scale_ratio, len(self.devices)),
+            ),
         )
         self._reading: dict[str, Any] = {
             "batch_size": self.sizes.source,
             "window": self.sizes.window,
-            "shuffle": shuffle,
             "seed": seed,
-            "drop_last": drop_last,
-            "collate_fn": collate_fn,
-            "num_workers": num_workers,
+            **vars(reading),
         }
         self.upkeep.check_eval_dataset(**self._eval_reading())
         self._first_source = self._open()
@@ -339,7 +275,7 @@ class Trainer:
         end; a run that is paused goes on then. In `with trainer.start() as run:` an exception stops the run.
 
         Raises:
-            OptionError: The factories' results cannot be used, the story's file cannot be opened, or another
+            OptionError: The factories' results cannot be used, the event log cannot be opened, or another
                 run holds one of the devices.
             CheckpointError: There is nothing to go on from, or this run cannot.
             CollectiveError: backend="nccl" was asked for and does not work here; the message says why.
@@ -358,7 +294,7 @@ class Trainer:
             raise
 
     def _start(self, undo: ExitStack) -> Run:
-        if self.handle_sigterm:
+        if self.runtime.handle_sigterm:
             check_sigterm()
         if self.tells:
             tell_devices(self.devices)
@@ -387,10 +323,12 @@ class Trainer:
         aside = nullcontext if bar is None else bar.aside
         module = self.model if isinstance(self.model, nn.Module) else None
         with interrupts_held() as held:
-            engine = open_engine(self.story, config, replicas, source, self.tuning, self.backend, care=care)
+            engine = open_engine(
+                self.event_log, config, replicas, source, self.tuning, self.backend, care=care
+            )
             undo.callback(engine.take_back)
-            observer = Observer(engine.records, told, engine.fail, self.upkeep.stall_timeout)
-            if self.handle_sigterm:
+            observer = Observer(engine.records, told, engine.fail, self.upkeep.failures.stall_timeout)
+            if self.runtime.handle_sigterm:
                 care.sigterm = SigtermStop(partial(engine.request, Requested("stop")))
             engine.close_observer = observer.close
             engine.saver.orders = partial(orders, source)
@@ -421,7 +359,7 @@ class Trainer:
             forwards=self.sizes.parts if replicas[0].meets else None,
             groups=self.sizes.groups,
             tasks=self.upkeep.tasks(resumed, inside=source.can_resume_inside and source.unseeded is None),
-            on_failure=self.upkeep.on_failure,
+            on_failure=self.upkeep.failures.on_failure,
             start=None if resumed is None else resumed.position,
         )
 
@@ -462,7 +400,7 @@ class Trainer:
 
     def _open(self, start: Position | None = None) -> Source:
         world_size = len(self.devices)
-        keeps = self.upkeep.on_failure == "continue"
+        keeps = self.upkeep.failures.on_failure == "continue"
         return open_source(
             self.dataset, epochs=self.epochs, world_size=world_size, start=start, keeps=keeps, **self._reading
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from os import PathLike
@@ -11,22 +11,15 @@ from typing import Any
 
 from flowdp.checkpoint.folder import Store
 from flowdp.checkpoint.resume import Resumed, find
-from flowdp.checkpoint.writer import Checkpoint
-from flowdp.checks import (
-    check_checkpoint,
-    check_function,
-    check_going_on,
-    check_resume,
-    check_stall_timeout,
-)
+from flowdp.checks import check_checkpoint, check_failures, check_resume
 from flowdp.data.open_evaluation import open_evaluation
 from flowdp.data.open_source import Source
-from flowdp.engine.evaluation import EvalStep, Evaluator, check_evaluation
+from flowdp.engine.evaluation import Evaluator, check_evaluation
 from flowdp.engine.services import Care
 from flowdp.errors import OptionError
 from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
-from flowdp.observe.callbacks import Callback, OnCheckpoint, check_callbacks, monitor_of
-from flowdp.options import CheckpointOptions, OnFailure, OnNan, Policy
+from flowdp.observe.callbacks import Callback, check_callbacks, monitor_of
+from flowdp.options import CheckpointOptions, Policy
 from flowdp.result import TrainedState
 from flowdp.threads.shield import interrupts_held
 
@@ -43,16 +36,11 @@ class Upkeep:
         OptionError: One is wrong.
     """
 
-    eval_dataset: Any
-    eval_step: EvalStep | None
-    eval_every: int
+    evaluation: Any
     checkpoint: str | PathLike[str] | CheckpointOptions | None
     resume: bool | str | PathLike[str] | TrainedState
-    on_checkpoint: Callable[[Checkpoint], object] | None
     callbacks: Sequence[Callback]
-    stall_timeout: float | None
-    on_failure: OnFailure
-    on_nan: OnNan
+    failures: Any
 
     def check(self, train_step: object, policy: Policy, world_size: int) -> None:
         """Check all of them, against each other and against what is trained, and bring them into one form.
@@ -60,17 +48,13 @@ class Upkeep:
         Raises:
             OptionError: One is wrong.
         """
-        check_evaluation(self.eval_dataset, self.eval_step, self.eval_every, train_step)
-        check_going_on(self.on_failure, self.on_nan, policy, world_size)
+        self.evaluation = check_evaluation(self.evaluation, train_step)
+        self.failures = check_failures(self.failures, policy, world_size)
         self.checkpoint = check_checkpoint(self.checkpoint)
         if not isinstance(self.resume, TrainedState):
             check_resume(self.resume, self.checkpoint)
         self.callbacks = check_callbacks(self.callbacks)
-        check_function("on_checkpoint", self.on_checkpoint, "the checkpoint")
-        if self.on_checkpoint is not None:
-            self.callbacks = (*self.callbacks, OnCheckpoint(self.on_checkpoint))
         self._monitor, self.restores_best = monitor_of(self.callbacks)
-        self.stall_timeout = check_stall_timeout(self.stall_timeout)
 
     @property
     def watched(self) -> list[str] | None:
@@ -86,8 +70,8 @@ class Upkeep:
         Raises:
             OptionError: It cannot.
         """
-        if self.eval_dataset is not None:
-            open_evaluation(self.eval_dataset, **reading)
+        if self.evaluation is not None:
+            open_evaluation(self.evaluation.dataset, **reading)
 
     def check_source(self, source: Source) -> None:
         """Check that a run of this dataset can go on from the checkpoints that this asks for.
@@ -134,7 +118,7 @@ class Upkeep:
             save = SavePlan(1, "epoch")
         return BarrierPlan(
             save=save,
-            eval_every=None if self.eval_dataset is None else self.eval_every,
+            eval_every=None if self.evaluation is None else self.evaluation.every,
             monitor=self._monitor,
             keeps_best=self.restores_best,
             is_saved=is_saved,
@@ -172,15 +156,15 @@ class Upkeep:
             reading: As of `Evaluator`, how its dataset is read.
         """
         evaluator = None
-        if self.eval_dataset is not None:
-            evaluator = Evaluator(self.eval_dataset, self.eval_step, **reading)
+        if self.evaluation is not None:
+            evaluator = Evaluator(self.evaluation.dataset, self.evaluation.step, **reading)
         return Care(
             store=store,
             fingerprint=fingerprint,
             has_listeners=self._has_listeners,
             evaluator=evaluator,
-            stall_timeout_s=self.stall_timeout,
-            on_nan=self.on_nan,
+            stall_timeout_s=self.failures.stall_timeout,
+            on_nan=self.failures.on_nan,
         )
 
     @property

@@ -14,10 +14,8 @@ from flowdp.checks import (
     check_length,
     check_loop_backend,
     check_model_and_optimizer,
-    check_number,
     check_ratios,
     check_step,
-    check_story,
     check_words,
     several_optimizers,
 )
@@ -56,31 +54,25 @@ def test_a_step_is_one_of_two() -> None:
 
 def test_the_rest_passes_on_what_is_right() -> None:
     check_length(1, None)
-    check_words("exact", "auto", "bf16")
-    check_number("x", 0.0, above=False)
-    check_number("x", None, above=True, optional=True)
+    check_words("exact", "bf16")
     assert check_backend("nccl", "exact", [CUDA]) == "nccl"
     check_loop_backend("nccl", [CUDA])
     check_loop_backend("local", [CPU])
     assert check_cadence(None, 2) == CadenceOptions()
     assert check_ratios((3, 1), "exact", 2) == (0.75, 0.25)
     assert check_ratios(None, "sync", 2) is None
-    assert check_story(None) is None
 
 
 def test_and_refuses_what_is_not() -> None:
     for refused in (
         lambda: check_length(None, None),
-        lambda: check_words("exact", "auto", 16),
-        lambda: check_number("x", 0.0, above=True),
-        lambda: check_number("x", None, above=True),
+        lambda: check_words("exact", 16),
         lambda: check_backend("nccl", "async", [CUDA]),
         lambda: check_backend("nccl", "exact", [CPU]),
         lambda: check_loop_backend("nccl", [CPU, CUDA]),
         lambda: check_loop_backend("cpu", [CPU]),  # type: ignore[arg-type]
         lambda: check_cadence(CadenceOptions(speed_hint=(2, 2.0)), 2),
         lambda: check_ratios((3, 1), "sync", 2),
-        lambda: check_story(3),
     ):
         with pytest.raises(OptionError):
             refused()

@@ -282,7 +282,8 @@ def test_a_forked_child_of_a_process_with_a_run_can_exit(way: str, tmp_path: Pat
         model = torch.nn.Linear(1, 1)
         net = flowdp.setup(model, torch.optim.SGD(model.parameters(), 1e-3), devices=2, progress=False)
         net(torch.ones(4, 1))
-        run = endless(checkpoint={str(tmp_path)!r}, callbacks=[Notes()], handle_sigterm=True).start()
+        heard = flowdp.RuntimeOptions(handle_sigterm=True)
+        run = endless(checkpoint={str(tmp_path)!r}, callbacks=[Notes()], runtime=heard).start()
         try:
 {CHILDREN[way]}
         finally:
@@ -303,7 +304,7 @@ def test_a_process_without_room_for_a_thread_ends_by_itself() -> None:
         import resource
         def ending():
             return [thread.name for thread in threading.enumerate() if thread.name.startswith("flowdp-")]
-        never_started = trainer(handle_sigterm=True)
+        never_started = trainer(runtime=flowdp.RuntimeOptions(handle_sigterm=True))
         handler = signal.getsignal(signal.SIGTERM)
         threading.stack_size(1 << 30)
         with open("/proc/self/statm") as file:

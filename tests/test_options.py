@@ -13,11 +13,14 @@ from flowdp.options import (
     Backend,
     CadenceOptions,
     CheckpointOptions,
+    FailureOptions,
     Policy,
     Precision,
+    ReadingOptions,
+    RuntimeOptions,
     SchedulerUnit,
-    one_of,
 )
+from flowdp.validators import one_of
 
 
 @pytest.mark.parametrize(
@@ -153,3 +156,43 @@ def test_checkpoint_options_that_cannot_work(given: dict[str, Any]) -> None:
 def test_checkpoint_options_are_named() -> None:
     with pytest.raises(TypeError):
         CheckpointOptions("runs", 2)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "match"),
+    [
+        (ReadingOptions, {"shuffle": 1}, "reading.shuffle must be True or False, not 1"),
+        (ReadingOptions, {"drop_last": "no"}, "reading.drop_last must be True or False, not 'no'"),
+        (
+            ReadingOptions,
+            {"collate_fn": 3},
+            "reading.collate_fn must be a function of a list of samples, not 3",
+        ),
+        (ReadingOptions, {"num_workers": -1}, "reading.num_workers must be an int of at least 0, not -1"),
+        (ReadingOptions, {"num_workers": True}, "not True"),
+        (
+            FailureOptions,
+            {"on_failure": "ignore"},
+            "on_failure must be one of 'raise', 'continue', not 'ignore'",
+        ),
+        (FailureOptions, {"on_nan": True}, "on_nan must be one of 'quarantine', 'raise', not True"),
+        (FailureOptions, {"stall_timeout": 0}, "failures.stall_timeout must be a number above 0, not 0"),
+        (FailureOptions, {"stall_timeout": "a minute"}, "must be a number above 0, not 'a minute'"),
+        (FailureOptions, {"check_loss": None}, "failures.check_loss must be True or False, not None"),
+        (RuntimeOptions, {"backend": "mpi"}, "runtime.backend must be one of .*'cpu', not 'mpi'"),
+        (RuntimeOptions, {"capture": 1}, "runtime.capture must be True, False or CaptureOptions"),
+        (RuntimeOptions, {"tune_process": "hard"}, "must be True, False or a ProcessTuning, not 'hard'"),
+        (RuntimeOptions, {"handle_sigterm": "x"}, "runtime.handle_sigterm must be True or False, not 'x'"),
+        (RuntimeOptions, {"event_log": 3}, "runtime.event_log must be the path of a file, not 3"),
+        (RuntimeOptions, {"event_log": ""}, "runtime.event_log must be the path of a file, not ''"),
+    ],
+)
+def test_fields_of_a_run_out_of_range(kind: Any, given: dict[str, Any], match: str) -> None:
+    with pytest.raises(OptionError, match=match):
+        kind(**given)
+
+
+def test_records_without_a_field_are_the_defaults() -> None:
+    assert ReadingOptions() == ReadingOptions(shuffle=None, drop_last=None, collate_fn=None, num_workers=None)
+    assert (FailureOptions().on_failure, FailureOptions().stall_timeout) == ("raise", 60.0)
+    assert (RuntimeOptions().backend, RuntimeOptions().capture) == ("auto", False)

@@ -23,7 +23,9 @@ from flowdp import (
     Callback,
     EpochMetrics,
     OptionError,
+    ReadingOptions,
     Run,
+    SchedulerOptions,
     StateError,
     StepError,
     TrainedState,
@@ -339,7 +341,9 @@ def test_a_new_rate_comes_to_all_ranks_in_the_same_round(policy: str, devices: i
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
 def test_a_new_rate_survives_the_schedule(policy: str) -> None:
     steps = Steps()
-    run = trainer(steps, policy=policy, lr_lambda=lambda step: 1 / (1 + step), **ENDLESS).start()
+    run = trainer(
+        steps, policy=policy, scheduler=SchedulerOptions(lr_lambda=lambda step: 1 / (1 + step)), **ENDLESS
+    ).start()
     steps.wait_for_more(60)
     run.set_lr(0.5)
     steps.wait_until(lambda: any(lr > 0.01 for _, _, _, lr in steps.seen))
@@ -510,7 +514,7 @@ def test_records_carry_the_norm_of_the_gradients_that_are_clipped(policy: str, l
 
     run = trainer(
         loss, model=nn.Linear(1, 1, bias=False), dataset=data, batch_size=4 if policy != "exact" else 2,
-        shuffle=False, max_grad_norm=0.1, policy=policy, epochs=2,
+        reading=ReadingOptions(shuffle=False), max_grad_norm=0.1, policy=policy, epochs=2,
     ).start()  # fmt: skip
     rounds = [record for record in run.metrics("round") if record.grad_norm is not None]
     for epoch in run.join().history:

@@ -22,8 +22,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from flowdp import (
     CadenceOptions,
     EarlyStopping,
+    FailureOptions,
     OptionError,
     ProcessTuning,
+    ReadingOptions,
+    RuntimeOptions,
+    SchedulerOptions,
     Trainer,
     current_worker,
     record_scalar,
@@ -101,17 +105,32 @@ LOADER = DataLoader(TensorDataset(*DATA), 4)
         ({"dataset": torch.ones(0, 1)}, "the dataset is empty"),
         ({"dataset": (DATA[0], DATA[1][:5])}, "differ in length .* element 0 has 60, element 1 has 5"),
         ({"dataset": (DATA[0], 5)}, "element 1 of the dataset is a int, not a tensor"),
-        ({"dataset": Stream(), "shuffle": True}, "shuffle=True has no use for Stream"),
+        (
+            {"dataset": Stream(), "reading": ReadingOptions(shuffle=True)},
+            "shuffle=True has no use for Stream",
+        ),
         ({"batch_size": None}, "batch_size is missing"),
         ({"batch_size": 0}, "batch_size must be an int of at least 1, not 0"),
         ({"batch_size": True}, "not True"),
         ({"batch_size": 2.0}, "not 2.0"),
-        ({"batch_size": 61, "drop_last": True}, "drop_last=True leaves no batch"),
+        ({"batch_size": 61, "reading": ReadingOptions(drop_last=True)}, "drop_last=True leaves no batch"),
         ({"dataset": LOADER}, "batch_size=4 was given beside a DataLoader"),
-        ({"dataset": LOADER, "batch_size": None, "shuffle": False}, "shuffle=False was given beside"),
-        ({"dataset": LOADER, "batch_size": None, "drop_last": True}, "drop_last=True was given beside"),
-        ({"dataset": LOADER, "batch_size": None, "num_workers": 2}, "num_workers=2 was given beside"),
-        ({"dataset": LOADER, "batch_size": None, "collate_fn": list}, "collate_fn=.* was given beside"),
+        (
+            {"dataset": LOADER, "batch_size": None, "reading": ReadingOptions(shuffle=False)},
+            "shuffle=False was given beside",
+        ),
+        (
+            {"dataset": LOADER, "batch_size": None, "reading": ReadingOptions(drop_last=True)},
+            "drop_last=True was given beside",
+        ),
+        (
+            {"dataset": LOADER, "batch_size": None, "reading": ReadingOptions(num_workers=2)},
+            "num_workers=2 was given beside",
+        ),
+        (
+            {"dataset": LOADER, "batch_size": None, "reading": ReadingOptions(collate_fn=list)},
+            "collate_fn=.* was given beside",
+        ),
         ({"epochs": None}, "epochs or max_steps must say how long to train"),
         ({"epochs": 0}, "epochs must be an int of at least 1, not 0"),
         ({"epochs": 1.5}, "not 1.5"),
@@ -126,58 +145,60 @@ LOADER = DataLoader(TensorDataset(*DATA), 4)
         ({"devices": ["cpu", None]}, "not None"),
         ({"policy": "ring"}, "policy must be one of 'sync', 'cadence', 'async', 'exact', not 'ring'"),
         ({"policy": ["sync"]}, "policy must be one of"),
-        ({"backend": "mpi"}, "backend must be one of .*'cpu', not 'mpi'"),
         ({"precision": 16}, "precision must be one of '32', 'bf16', 'fp16', not 16"),
         ({"cadence": "fast"}, "cadence must be a CadenceOptions, not 'fast'"),
         (
             {"cadence": CadenceOptions(speed_hint=(2, 2.0))},
             "names rank 2 as the slow one; the ranks are 0 to 1",
         ),
-        ({"partition_ratios": [1.0]}, "1 ratios for 2 devices"),
-        ({"partition_ratios": [1.0, 0.0]}, "positive and finite, not 0.0"),
-        ({"partition_ratios": 0.5}, "partition_ratios must be numbers, one for each device, not 0.5"),
-        ({"partition_ratios": ["a", "b"]}, r"not \['a', 'b'\]"),
-        ({"partition_ratios": [0.5, 0.5], "policy": "sync"}, "cannot be kept under policy='sync'"),
-        ({"shuffle": 1}, "shuffle must be True or False, not 1"),
-        ({"drop_last": "no"}, "drop_last must be True or False, not 'no'"),
+        ({"runtime": RuntimeOptions(partition_ratios=[1.0])}, "1 ratios for 2 devices"),
+        ({"runtime": RuntimeOptions(partition_ratios=[1.0, 0.0])}, "positive and finite, not 0.0"),
+        (
+            {"runtime": RuntimeOptions(partition_ratios=0.5)},
+            "partition_ratios must be numbers, one for each device, not 0.5",
+        ),
+        ({"runtime": RuntimeOptions(partition_ratios=["a", "b"])}, r"not \['a', 'b'\]"),
+        (
+            {"runtime": RuntimeOptions(partition_ratios=[0.5, 0.5]), "policy": "sync"},
+            "cannot be kept under policy='sync'",
+        ),
         ({"seed": -1}, "seed must be an int of at least 0, not -1"),
         ({"seed": "now"}, "seed must be an int of at least 0, not 'now'"),
-        ({"collate_fn": 3}, "collate_fn must be a callable that makes a batch of samples, not 3"),
-        ({"collate_fn": list}, "collate_fn=.* has no use for a dataset of tensors"),
-        ({"num_workers": -1}, "num_workers must be an int of at least 0, not -1"),
-        ({"num_workers": 2}, "num_workers=2 has no use for a dataset of tensors"),
+        ({"reading": ReadingOptions(collate_fn=list)}, "collate_fn=.* has no use for a dataset of tensors"),
+        ({"reading": ReadingOptions(num_workers=2)}, "num_workers=2 has no use for a dataset of tensors"),
         ({"max_grad_norm": 0}, "max_grad_norm must be a number above 0, not 0"),
         ({"max_grad_norm": "1"}, "max_grad_norm must be a number above 0, not '1'"),
         ({"max_grad_norm": float("nan")}, "max_grad_norm must be a number above 0, not nan"),
-        ({"scheduler": lambda opt: StepLR(opt, 1)}, "needs scheduler_unit='step' or 'epoch'"),
-        ({"scheduler": 3, "scheduler_unit": "step"}, "torch scheduler or a factory of one, not 3"),
-        ({"scheduler": StepLR, "scheduler_unit": "step", "lr_lambda": abs}, "scheduler and lr_lambda both"),
-        ({"scheduler": StepLR(OPTIMIZER, 1), "scheduler_unit": "step"}, "made for the optimizer instance"),
         (
-            {"scheduler": ReduceLROnPlateau(OPTIMIZER), "scheduler_unit": "step", "optimizer": OPTIMIZER},
-            "scheduler_unit must be 'epoch'",
+            {"scheduler": lambda opt: StepLR(opt, 1)},
+            r"must be SchedulerOptions\(..., unit='step' or 'epoch'\)",
         ),
-        ({"scheduler_unit": "step"}, "scheduler_unit='step' is given without a scheduler"),
-        ({"lr_lambda": 0.5}, "lr_lambda must be a function of the global step, not 0.5"),
-        ({"lr_scale_ratio": -1}, "lr_scale_ratio must be a number of at least 0, not -1"),
-        ({"lr_scale_ratio": None}, "lr_scale_ratio must be a number of at least 0, not None"),
+        (
+            {"scheduler": SchedulerOptions(StepLR(OPTIMIZER, 1), unit="step")},
+            "made for the optimizer instance",
+        ),
+        ({"reading": {"shuffle": False}}, r"reading must be ReadingOptions\(...\), not {'shuffle': False}"),
+        ({"failures": "continue"}, r"failures must be FailureOptions\(...\), not 'continue'"),
+        ({"runtime": False}, r"runtime must be RuntimeOptions\(...\), not False"),
+        ({"evaluation": 3}, "evaluation: dataset must be tensors of equal length"),
         ({"progress": "yes"}, "progress must be True, False or 'auto', not 'yes'"),
-        ({"story": 3}, "story must be the path of a file, not 3"),
-        ({"tune_process": "hard"}, "tune_process must be True, False or a ProcessTuning, not 'hard'"),
         ({"checkpoint": 3}, r"checkpoint must be a folder or CheckpointOptions\(...\), not 3"),
         ({"resume": True}, "resume=True takes the newest checkpoint of the folder: give checkpoint="),
         ({"resume": 3}, "resume must be True, the path of a checkpoint or a TrainedState, not 3"),
         ({"callbacks": [print]}, "callbacks must be instances of flowdp.Callback, not <built-in"),
         ({"callbacks": [EarlyStopping(), EarlyStopping("a")]}, "one EarlyStopping decides when a run ends"),
-        ({"stall_timeout": 0}, "stall_timeout must be a number above 0, not 0"),
-        ({"on_failure": "ignore"}, "on_failure must be one of 'raise', 'continue', not 'ignore'"),
-        ({"on_failure": "continue", "policy": "async"}, "under 'async' what a rank did since the last mean"),
-        ({"on_failure": "continue", "policy": "exact"}, "under 'exact' all devices together take one step"),
-        ({"on_failure": "continue", "devices": 1}, "needs another device to go on with"),
-        ({"on_nan": True}, "on_nan must be one of 'quarantine', 'raise', not True"),
-        ({"eval_step": print}, "eval_step=.* has no use without an eval_dataset"),
-        ({"eval_every": 0, "eval_dataset": DATA}, "eval_every must be a number of epochs, .* not 0"),
-        ({"eval_step": 3, "eval_dataset": DATA}, r"eval_step must be a function of \(model, batch\), not 3"),
+        (
+            {"failures": FailureOptions(on_failure="continue"), "policy": "async"},
+            "under 'async' what a rank did since the last mean",
+        ),
+        (
+            {"failures": FailureOptions(on_failure="continue"), "policy": "exact"},
+            "under 'exact' all devices together take one step",
+        ),
+        (
+            {"failures": FailureOptions(on_failure="continue"), "devices": 1},
+            "needs another device to go on with",
+        ),
     ],
 )
 def test_what_is_refused_when_it_is_made(options: dict[str, Any], match: str) -> None:
@@ -219,8 +240,6 @@ def test_an_argument_of_any_kind_is_taken_or_named(name: str) -> None:
     beside: dict[str, Any] = {}
     if name == "train_step":
         beside = {"loss": None}
-    elif name in ("eval_step", "eval_every"):
-        beside = {"eval_dataset": DATA}
     for value in JUNK:
         said = complaint(**beside, **{name: value})
         assert said is None or name in said, f"{name}={value!r}: {said}"
@@ -229,12 +248,9 @@ def test_an_argument_of_any_kind_is_taken_or_named(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("on_checkpoint", 3),
-        ("handle_sigterm", "x"),
         ("checkpoint", ""),
-        ("story", ""),
         ("resume", ""),
-        ("eval_dataset", 3),
+        ("evaluation", 3),
         ("callbacks", ""),
         ("progress", 1),
     ],
@@ -260,7 +276,7 @@ def test_sigterm_can_be_taken_over_in_the_main_thread_alone() -> None:
 
     def start() -> None:
         try:
-            trainer(handle_sigterm=True).start()
+            trainer(runtime=RuntimeOptions(handle_sigterm=True)).start()
         except OptionError as error:
             refused.append(error)
 
@@ -293,7 +309,7 @@ ONE_MODULE = nn.Linear(1, 1)
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"model": shapes(1, 2)}, r"'weight' is a parameter of shape \(2, 1\).*on rank 1 and .*on rank 0"),
+        ({"model": shapes(1, 2)}, r"'weight' is float32 \(2, 1\) on rank 1 and float32 \(1, 1\) on rank 0"),
         ({"model": lambda: ONE_MODULE}, "same module for rank 1 and an earlier rank"),
         ({"model": lambda: 3}, "returned int for rank 0, not a module"),
         ({"model": nn.LazyLinear(1)}, "has no shape yet; run one batch"),
@@ -302,13 +318,13 @@ ONE_MODULE = nn.Linear(1, 1)
         ({"optimizer": OPTIMIZER}, "2 parameters that are not the model's"),
         ({"optimizer": lambda params: sgd(ONE_MODULE.parameters())}, "parameters of another model"),
         ({"optimizer": lambda params: 3}, "returned int, not a torch optimizer"),
-        ({"scheduler": lambda opt: 3, "scheduler_unit": "step"}, "returned 3, not a torch scheduler"),
-        ({"scheduler": lambda opt: ReduceLROnPlateau(opt), "scheduler_unit": "step"}, "must be 'epoch'"),
+        ({"scheduler": SchedulerOptions(lambda opt: 3, unit="step")}, "returned 3, not a torch scheduler"),
+        ({"scheduler": SchedulerOptions(lambda opt: ReduceLROnPlateau(opt), unit="step")}, "must be 'epoch'"),
         (
-            {"story": "/nowhere/run.jsonl"},
-            r"story cannot be written to '/nowhere/run.jsonl' \(.*\); give another path",
+            {"runtime": RuntimeOptions(event_log="/nowhere/run.jsonl")},
+            r"event_log cannot be written to '/nowhere/run.jsonl' \(.*\); give another path",
         ),
-        ({"story": "/"}, "cannot be written to '/'"),
+        ({"runtime": RuntimeOptions(event_log="/")}, "cannot be written to '/'"),
     ],
 )
 def test_what_is_refused_before_a_thread_starts(
@@ -337,9 +353,10 @@ def test_a_factory_that_raises_on_one_device(what: str, tmp_path: Path) -> None:
         }
         return made[what]()
 
-    options: dict[str, Any] = {what: factory, "story": tmp_path / "run.jsonl"}
-    if what == "scheduler":
-        options["scheduler_unit"] = "epoch"
+    options: dict[str, Any] = {
+        what: SchedulerOptions(factory, unit="epoch") if what == "scheduler" else factory,
+        "runtime": RuntimeOptions(event_log=tmp_path / "run.jsonl"),
+    }
     job = trainer(**options)
     with pytest.raises(ZeroDivisionError, match="no second one"):
         job.start()
@@ -383,14 +400,14 @@ class Squares(Dataset[Any]):
         ({}, 30),
         ({"max_steps": 7}, 7),
         ({"epochs": None, "max_steps": 40}, 40),
-        ({"batch_size": 7, "drop_last": True}, 16),
+        ({"batch_size": 7, "reading": ReadingOptions(drop_last=True)}, 16),
         ({"dataset": {"x": DATA[0], "y": DATA[1]}, "loss": lambda m, b: mse(m, (b["x"], b["y"]))}, 30),
-        ({"dataset": Squares(), "num_workers": 1}, 30),
+        ({"dataset": Squares(), "reading": ReadingOptions(num_workers=1)}, 30),
         ({"dataset": DataLoader(Squares(), 8, num_workers=2), "batch_size": None}, 16),
         ({"loss": nn.MSELoss()}, 30),
-        ({"tune_process": ProcessTuning(openmp=False)}, 30),
-        ({"tune_process": False}, 30),
-        ({"partition_ratios": [3, 1]}, 30),
+        ({"runtime": RuntimeOptions(tune_process=ProcessTuning(openmp=False))}, 30),
+        ({"runtime": RuntimeOptions(tune_process=False)}, 30),
+        ({"runtime": RuntimeOptions(partition_ratios=[3, 1])}, 30),
     ],
 )
 def test_how_long_it_trains(options: dict[str, Any], steps: int) -> None:
@@ -405,8 +422,9 @@ def test_total_steps_are_those_that_a_schedule_needs() -> None:
     job = trainer(
         devices=3,
         policy="sync",
-        scheduler=lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=job.total_steps),
-        scheduler_unit="step",
+        scheduler=SchedulerOptions(
+            lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=job.total_steps), unit="step"
+        ),
     )
     state = job.fit()  # one step more, and OneCycleLR raises
     assert state.global_step == job.total_steps
@@ -415,7 +433,7 @@ def test_total_steps_are_those_that_a_schedule_needs() -> None:
 
 def test_fixed_shares_are_kept() -> None:
     data = (torch.ones(1600, 1), torch.ones(1600, 1))
-    state = trainer(dataset=data, partition_ratios=[3, 1], epochs=1).fit()
+    state = trainer(dataset=data, runtime=RuntimeOptions(partition_ratios=[3, 1]), epochs=1).fit()
     assert state.history[0].share[0] == pytest.approx(0.75, abs=0.05)
 
 
@@ -561,7 +579,7 @@ def test_a_rank_that_leaves_autocast_is_of_no_account_to_the_others(policy: str)
 
         torch.manual_seed(0)
         model = nn.Linear(33, 33, bias=False)
-        fixed = {"partition_ratios": [1, 1]} if policy == "exact" else {}
+        fixed = {"runtime": RuntimeOptions(partition_ratios=[1, 1])} if policy == "exact" else {}
         trainer(
             model=model, loss=loss, dataset=(torch.randn(64, 33),), precision="bf16", policy=policy, **fixed
         ).fit()
@@ -587,7 +605,7 @@ def test_the_story_of_a_run_replays(options: dict[str, Any], tmp_path: Path) -> 
     file = tmp_path / "run.jsonl"
     steered = options.pop("steered", False)
     length = {"epochs": None, "max_steps": 10**9} if steered else {}
-    run = trainer(story=file, **length, **options).start()
+    run = trainer(runtime=RuntimeOptions(event_log=file), **length, **options).start()
     if steered:
         records = run.metrics("round")
         next(records)
@@ -618,7 +636,7 @@ def test_the_story_of_a_run_that_failed_replays(tmp_path: Path) -> None:
             raise ValueError("boom")
         return mse(model, batch)
 
-    run = trainer(story=str(tmp_path / "run.jsonl"), loss=loss).start()
+    run = trainer(runtime=RuntimeOptions(event_log=str(tmp_path / "run.jsonl")), loss=loss).start()
     with pytest.raises(Exception, match="boom"):
         run.join()
     result = replay((tmp_path / "run.jsonl").read_text().splitlines())
@@ -665,7 +683,7 @@ def test_an_evaluation_and_the_reading_ahead_share_a_file(tmp_path: Path) -> Non
         return model(value.float().unsqueeze(1)).square().mean()
 
     train, rest = random_split(shared, [24, 8])
-    epochs = list(trainer(loss=loss, dataset=train, eval_dataset=rest).start().metrics())
+    epochs = list(trainer(loss=loss, dataset=train, evaluation=rest).start().metrics())
     assert [metrics.scalars["wrong"] for metrics in epochs] == [0.0, 0.0]
     assert [metrics.eval["wrong"] for metrics in epochs] == [0.0, 0.0]
     shared.file.close()

@@ -12,24 +12,19 @@ import torch
 from flowdp.checkpoint.resume import Resumed
 from flowdp.errors import CheckpointError, OptionError
 from flowdp.machine.barrier_tasks import SavePlan
-from flowdp.observe.callbacks import Callback, EarlyStopping
-from flowdp.options import CheckpointOptions
+from flowdp.observe.callbacks import Callback, EarlyStopping, OnCheckpoint
+from flowdp.options import CheckpointOptions, FailureOptions
 from flowdp.result import TrainedState
 from flowdp.upkeep import Upkeep
 
 
 def upkeep(policy: Any = "cadence", world_size: int = 2, train_step: object = None, **given: Any) -> Upkeep:
     options: dict[str, Any] = {
-        "eval_dataset": None,
-        "eval_step": None,
-        "eval_every": 1,
+        "evaluation": None,
         "checkpoint": None,
         "resume": False,
-        "on_checkpoint": None,
         "callbacks": (),
-        "stall_timeout": 60.0,
-        "on_failure": "raise",
-        "on_nan": "quarantine",
+        "failures": None,
     }
     made = Upkeep(**{**options, **given})
     made.check(train_step, policy, world_size)
@@ -47,17 +42,12 @@ def trained(model: torch.nn.Module) -> TrainedState:
         ({"checkpoint": 7}, "checkpoint must be a folder"),
         ({"resume": True}, "resume=True takes the newest checkpoint of the folder"),
         ({"resume": 1.5}, "resume must be True, the path of a checkpoint or a TrainedState"),
-        ({"stall_timeout": 0}, "stall_timeout must be a number above 0"),
-        ({"stall_timeout": "a minute"}, "stall_timeout must be a number above 0"),
-        ({"on_failure": "ignore"}, "on_failure must be one of 'raise', 'continue'"),
-        ({"on_failure": "continue", "policy": "async"}, "'sync' and 'cadence'"),
-        ({"on_failure": "continue", "policy": "exact"}, "'sync' and 'cadence'"),
-        ({"on_failure": "continue", "world_size": 1}, "needs another device"),
-        ({"on_nan": "zero"}, "on_nan must be one of 'quarantine', 'raise'"),
+        ({"failures": FailureOptions(on_failure="continue"), "policy": "async"}, "'sync' and 'cadence'"),
+        ({"failures": FailureOptions(on_failure="continue"), "policy": "exact"}, "'sync' and 'cadence'"),
+        ({"failures": FailureOptions(on_failure="continue"), "world_size": 1}, "needs another device"),
         ({"callbacks": [print]}, "callbacks must be instances of flowdp.Callback"),
         ({"callbacks": [EarlyStopping(), EarlyStopping("acc")]}, "one EarlyStopping decides"),
-        ({"eval_every": 2}, "no use without an eval_dataset"),
-        ({"eval_dataset": torch.zeros(2), "train_step": print}, "give eval_step"),
+        ({"evaluation": torch.zeros(2), "train_step": print}, "does not say how to evaluate"),
     ],
 )
 def test_a_wrong_option_is_named(given: dict[str, Any], said: str) -> None:
@@ -91,7 +81,7 @@ def test_whoever_hears_of_checkpoints_has_them_taken() -> None:
 
     assert upkeep(callbacks=[Deaf()]).tasks(None).save is None
     assert upkeep(callbacks=[Hearing()]).tasks(None).save == SavePlan(1, "epoch")
-    listening = upkeep(on_checkpoint=print)
+    listening = upkeep(callbacks=[OnCheckpoint(print)])
     assert listening.tasks(None).save == SavePlan(1, "epoch")
     assert listening.care(None, {}).has_listeners
 

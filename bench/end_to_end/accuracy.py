@@ -175,13 +175,15 @@ def run_once(configuration: Configuration, row: Row, train: Data, test: Data, ep
         epochs=epochs,
         devices=["cpu"] * configuration.devices,
         policy=configuration.policy,
-        scheduler=lambda optimizer: CosineAnnealingLR(optimizer, steps),
-        scheduler_unit="step",
-        lr_scale_ratio=configuration.lr_scale_ratio,
+        scheduler=flowdp.SchedulerOptions(
+            lambda optimizer: CosineAnnealingLR(optimizer, steps),
+            unit="step",
+            lr_scale_ratio=configuration.lr_scale_ratio,
+        ),
         seed=seed,
         progress=False,
         # One thread for each device, on one as on two.
-        tune_process=flowdp.ProcessTuning(openmp=False),
+        runtime=flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False)),
     ).fit()
     row.accuracy_percent.append(round(100 * accuracy(model, test), 2))
     rounds = sum(epoch.rounds for epoch in state.history)

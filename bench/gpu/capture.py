@@ -69,7 +69,7 @@ def trainer(place: Place, ranks: int, steps: int, *, capture: bool, dropout: flo
         policy="cadence" if ranks > 1 else "sync",
         seed=0,
         progress=False,
-        capture=capture,
+        runtime=flowdp.RuntimeOptions(capture=capture),
     )
 
 

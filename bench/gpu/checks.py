@@ -236,7 +236,7 @@ def faults_of(
         "cadence": flowdp.CadenceOptions(anchor=2, max_anchor=4),
         "policy": policy,
         "precision": precision,
-        "on_failure": "raise" if leaver is None else "continue",
+        "failures": flowdp.FailureOptions(on_failure="raise" if leaver is None else "continue"),
         **options,
     }
     torch.manual_seed(0)

@@ -18,6 +18,7 @@ from bench.harness import step_ms
 from flowdp.collective.nccl import NcclMean, load
 from flowdp.collective.nccl_setup import CommunicatorSetup, Side, abort_all, sum_replicas
 from flowdp.device.streams import QUIET
+from flowdp.options import RuntimeOptions
 
 
 def measure_one(place: Place) -> Iterator[Finding]:
@@ -59,13 +60,15 @@ def measure_several(ranks: int, place: Place) -> Iterator[Finding]:
     if not away < 1e-6:
         raise RuntimeError(f"the means of {ranks} ranks are {away} away from float64")
     for policy, stall in (("sync", None), ("cadence", "backward"), ("cadence", "averaging")):
-        if found := faults_of(devices, policy=policy, backend="nccl", stall=stall):
+        if found := faults_of(devices, policy=policy, runtime=RuntimeOptions(backend="nccl"), stall=stall):
             raise RuntimeError(f"{policy}, late in {stall}: {'; '.join(found[:5])}")
         yield Note(f"NCCL, {ranks} ranks on one card: {policy}, late in {stall or 'nothing'}: right")
     away = deviation(devices, NcclMean, leaves=True)
     if not away < 1e-6:
         raise RuntimeError(f"the means of {ranks} ranks, of which one leaves, are {away} away from float64")
-    if found := faults_of(devices, policy="cadence", backend="nccl", stall="averaging", leaver=1):
+    if found := faults_of(
+        devices, policy="cadence", runtime=RuntimeOptions(backend="nccl"), stall="averaging", leaver=1
+    ):
         raise RuntimeError(f"one of {ranks} ranks leaves: {'; '.join(found[:5])}")
     yield Note(f"NCCL, {ranks} ranks on one card: one leaves, and the others go on: right")
     yield from against_copies(place, "NCCL", NcclMean, ranks, place.pick(5, 1))

@@ -100,7 +100,7 @@ def flowdp_ms(place: Place, case: Case, dataset: Any, **options: Any) -> float:
         max_steps=clock.calls,
         devices=[place.device],
         progress=False,
-        tune_process=place.is_cuda,
+        runtime=flowdp.RuntimeOptions(tune_process=place.is_cuda),
         **options,
     ).fit()
     return clock.ms

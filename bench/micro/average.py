@@ -32,7 +32,8 @@ from torch import nn
 from bench.harness import Comparison, compare, options, report
 from flowdp.collective.local import LocalMean
 from flowdp.device.flat_parameters import FlatReplica
-from flowdp.device.process_tuning import ProcessTuning, tuned_process
+from flowdp.device.process_tuning import tuned_process
+from flowdp.options import ProcessTuning
 from flowdp.protocol.messages import Arrival, Outcome
 from flowdp.threads.gate import Gate
 

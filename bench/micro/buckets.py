@@ -29,7 +29,8 @@ from bench.harness import Comparison, compare, options, report, step_ms
 from flowdp.collective.local_group import local_groups
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.ddp.synchronizer import GradientSynchronizer, Strategy
-from flowdp.device.process_tuning import ProcessTuning, keep_freed_memory, tuned_process
+from flowdp.device.process_tuning import keep_freed_memory, tuned_process
+from flowdp.options import ProcessTuning
 
 WORLD_SIZE = 2
 WIDTH = 2240

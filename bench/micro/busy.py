@@ -27,7 +27,8 @@ from bench.harness import Comparison, options, report
 from bench.models import MODELS, classify, images
 from flowdp.device.cores import usable_cores
 from flowdp.device.openmp import set_own_threads
-from flowdp.device.process_tuning import ProcessTuning, tuned_process
+from flowdp.device.process_tuning import tuned_process
+from flowdp.options import ProcessTuning
 from flowdp.policy.pool_size import PoolSize
 from flowdp.threads.crew import Crew
 

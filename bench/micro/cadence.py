@@ -99,7 +99,7 @@ def samples_per_s(ms: Sequence[float], policy: Policy, steps: int, pure: bool) -
         devices=["cpu"] * len(ms),
         policy=policy,
         progress=False,
-        tune_process=ONE_THREAD,
+        runtime=flowdp.RuntimeOptions(tune_process=ONE_THREAD),
     )
     with only_waiting(wait) if pure else nullcontext():
         (epoch,) = trainer.start().metrics()

@@ -47,7 +47,7 @@ def measure(millions: float, pairs: int) -> tuple[list[float], list[float], floa
             devices=["cpu", "cpu"],
             policy="sync",
             checkpoint=flowdp.CheckpointOptions(folder, every=10**9, unit="step", keep_last=1),
-            on_checkpoint=lambda _: written.release(),
+            callbacks=[flowdp.OnCheckpoint(lambda _: written.release())],
             progress=False,
         ).start()
         next(run.metrics("round"))  # the optimizers have their state

@@ -90,7 +90,7 @@ VARIANTS = {
     "flowdp, no turns": Variant("flowdp", has_turns=False),
     "flowdp, not fused": Variant("flowdp", is_fused=False),
     "flowdp, compiled": Variant("flowdp", is_compiled=True),
-    "flowdp, captured": Variant("flowdp", options={"capture": True}),
+    "flowdp, captured": Variant("flowdp", options={"runtime": flowdp.RuntimeOptions(capture=True)}),
     "setup": Variant("setup"),
     "setup, no turns": Variant("setup", has_turns=False),
     "setup, captured": Variant("setup", options={"capture": True}),
@@ -172,7 +172,7 @@ class Task:
             devices=self.devices(ranks),
             cadence=flowdp.CadenceOptions(max_anchor=10),
             progress=False,
-            stall_timeout=None,  # it is paused for long
+            failures=flowdp.FailureOptions(stall_timeout=None),  # it is paused for long
             **variant.options,
         )
 

@@ -155,33 +155,40 @@ class Fault:
         x = torch.randn(SAMPLES, 2)
         # Where a run goes on without a rank, its batches are gathered anew, or were kept when they were read.
         is_read = case.site in ("getitem", "collate") or (case.asked, case.backend) == ("continue", "cpu")
+        if case.site == "on_checkpoint":
+            callbacks.append(flowdp.OnCheckpoint(self._on_checkpoint))
+        evaluated = (torch.arange(EVALUATED), x[:EVALUATED])
         is_evaluated = case.site == "eval"
         return flowdp.Trainer(
             self._model if case.site == "factory" else nn.Linear(2, 1),
             lambda params: Stepping(self, params),
             self._loss,
             dataset=Rows(self, x) if is_read else (torch.arange(SAMPLES), x),
-            collate_fn=self._collate if case.site == "collate" else None,
+            reading=flowdp.ReadingOptions(
+                collate_fn=self._collate if case.site == "collate" else None, shuffle=False
+            ),
             batch_size=BATCH_SIZE,
             epochs=EPOCHS,
-            shuffle=False,
             devices=["cpu"] * case.devices,
             policy=case.policy,
-            backend=case.backend,
-            # By speed, a part might come to one sample, which could not be halved.
-            partition_ratios=[1 / case.devices] * case.devices if case.policy == "exact" else None,
+            runtime=flowdp.RuntimeOptions(
+                backend=case.backend,
+                # By speed, a part might come to one sample, which could not be halved.
+                partition_ratios=[1 / case.devices] * case.devices if case.policy == "exact" else None,
+                # These are tried side by side, and the settings are the process's.
+                tune_process=not case.waits,
+            ),
             cadence=flowdp.CadenceOptions(anchor=2, max_anchor=3),
-            eval_dataset=(torch.arange(EVALUATED), x[:EVALUATED]) if is_evaluated else None,
-            eval_step=self._evaluate if is_evaluated else None,
+            evaluation=flowdp.EvaluationOptions(evaluated, step=self._evaluate) if is_evaluated else None,
             checkpoint=self._folder,
-            on_checkpoint=self._on_checkpoint if case.site == "on_checkpoint" else None,
             callbacks=callbacks,
-            stall_timeout=STALL_TIMEOUT_S,
-            on_failure="continue" if case.asked == "continue" else "raise",
-            on_nan="raise" if case.asked == "raise" else "quarantine",
+            failures=flowdp.FailureOptions(
+                stall_timeout=STALL_TIMEOUT_S,
+                on_failure="continue" if case.asked == "continue" else "raise",
+                on_nan="raise" if case.asked == "raise" else "quarantine",
+                check_loss=False,  # faults are for steps
+            ),
             progress=False,
-            check=False,  # faults are for steps
-            tune_process=not case.waits,  # those are tried side by side, and the settings are the process's
         )
 
     # ---------------------------------------------------------------- places

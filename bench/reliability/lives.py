@@ -106,11 +106,13 @@ def trainer(plan: Plan, folder: Path, **options: Any) -> flowdp.Trainer:
         epochs=EPOCHS,
         devices=["cpu"] * DEVICES,
         policy=plan.policy,
-        partition_ratios=[0.5] * DEVICES if plan.policy == "exact" else None,
+        runtime=flowdp.RuntimeOptions(
+            partition_ratios=[0.5] * DEVICES if plan.policy == "exact" else None,
+            tune_process=False,  # the pool of the parent's main thread is not here
+        ),
         cadence=flowdp.CadenceOptions(anchor=2, max_anchor=3),
         checkpoint=flowdp.CheckpointOptions(folder, every=plan.every, unit=plan.unit),
         resume=True,
-        tune_process=False,  # the pool of the parent's main thread is not here
         **options,
     )
 
@@ -132,7 +134,11 @@ def _child(plan: Plan, folder: Path, aim: Aim, sink: int) -> NoReturn:
         log.addHandler(Refusals(logging.WARNING))
         log.propagate = False
         sys.addaudithook(_watch(folder, aim, say))
-        job = trainer(plan, folder, on_checkpoint=lambda one: say(saved=[one.version, one.global_step]))
+        job = trainer(
+            plan,
+            folder,
+            callbacks=[flowdp.OnCheckpoint(lambda one: say(saved=[one.version, one.global_step]))],
+        )
         run = job.start()
         start = run._engine.config.start
         say(start=[0, 0] if start is None else [start.versions, start.global_step])

@@ -18,7 +18,7 @@ from torch import Tensor
 from flowdp.collective.base import arithmetic
 from flowdp.collective.reduction import Op, flat_view
 from flowdp.errors import OptionError
-from flowdp.options import one_of
+from flowdp.validators import one_of
 
 __all__ = ["ProcessGroup", "Work"]
 

@@ -48,4 +48,4 @@ def open_evaluation(
             options["collate_fn"] = None
         return open_source(dataset, **options, seed=0, epochs=None, world_size=world_size, on_demand=True)
     except OptionError as error:
-        raise OptionError(f"eval_dataset: {error}") from error
+        raise OptionError(f"evaluation: {error}") from error

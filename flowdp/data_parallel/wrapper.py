@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flowdp.checks import check_capture, check_flag, check_loop_backend, fixed_ratios
+from flowdp.checks import check_capture, check_loop_backend, fixed_ratios
 from flowdp.collective.select import open_loop
 from flowdp.data.trees import tree_map
 from flowdp.data_parallel.arguments import (
@@ -47,7 +47,7 @@ from flowdp.device.copies import move
 from flowdp.device.cores import open_pools
 from flowdp.device.discovery import resolve_devices
 from flowdp.device.dispatch import prepared_torch
-from flowdp.device.process_tuning import ProcessTuning, as_tuning, tuned_process
+from flowdp.device.process_tuning import as_tuning, tuned_process
 from flowdp.device.streams import open_lanes
 from flowdp.engine.active_runs import check_free
 from flowdp.engine.evaluation import evaluating
@@ -56,8 +56,9 @@ from flowdp.modules.copying import ReplicaFactory
 from flowdp.modules.stand_in import AliasModule
 from flowdp.modules.training_mode import start_training
 from flowdp.observe.banner import tell_devices
-from flowdp.options import Buffers, CadenceOptions, CaptureOptions, LoopBackend, one_of
+from flowdp.options import Buffers, CadenceOptions, CaptureOptions, LoopBackend, ProcessTuning
 from flowdp.policy.el_che import ElChe
+from flowdp.validators import check_flag, one_of
 
 __all__ = ["DataParallel", "setup"]
 
@@ -159,7 +160,8 @@ def setup(
     check_flag("check", check)
     tuning = as_tuning(tune_process)
     check_free(chosen)
-    if check_flag("progress", progress):
+    check_flag("progress", progress)
+    if progress:
         tell_devices(chosen)
     with kept_after_errors(model):
         model.to(chosen[0])

@@ -30,13 +30,13 @@ from flowdp.device.cores import open_pools
 from flowdp.device.discovery import resolve_devices
 from flowdp.device.dispatch import prepared_torch
 from flowdp.device.openmp import set_own_threads
-from flowdp.device.process_tuning import ProcessTuning, tuned_process
+from flowdp.device.process_tuning import tuned_process
 from flowdp.device.streams import open_lanes
 from flowdp.device.structure import structure
 from flowdp.device.torch_modes import caller_modes
 from flowdp.errors import OptionError
 from flowdp.modules.whole_batch import check_embeddings
-from flowdp.options import LoopBackend
+from flowdp.options import LoopBackend, ProcessTuning
 from flowdp.threads.crew import Crew
 
 __all__ = ["Ddp"]

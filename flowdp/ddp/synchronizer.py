@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from flowdp.collective.process_group import ProcessGroup, Work
 from flowdp.ddp.buckets import BUCKET_BYTES, GradientBucket, bucketed
 from flowdp.errors import CollectiveError, OptionError
-from flowdp.options import one_of
+from flowdp.validators import one_of
 
 __all__ = ["GradientSynchronizer", "Strategy"]
 

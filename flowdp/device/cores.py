@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 import torch
 
 from flowdp.device.openmp import barrier_ms
-from flowdp.device.process_tuning import ProcessTuning
+from flowdp.options import ProcessTuning
 from flowdp.policy.pool_size import PoolSize
 
 __all__ = ["cpu_quota", "open_pools", "thread_budget", "threads_per_rank", "usable_cores"]

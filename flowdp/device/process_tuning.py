@@ -26,14 +26,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cache
 
 from flowdp.device.openmp import pause_openmp
 from flowdp.errors import OptionError
+from flowdp.options import ProcessTuning
 
 __all__ = [
-    "ProcessTuning",
     "as_tuning",
     "keep_freed_memory",
     "pause_openmp",
@@ -45,37 +44,6 @@ SWITCH_INTERVAL_S = 5e-4
 # mallopt(3): parameter -> bytes. 32 MiB is the most that glibc takes as its mmap threshold on 64 bits.
 MALLOC_LIMITS = {-3: 32 << 20, -1: 256 << 20}  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
 MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessTuning:
-    """Which settings of the process a run may touch.
-
-    ::
-
-        Trainer(..., tune_process=False)                            # none
-        Trainer(..., tune_process=ProcessTuning(malloc=False))      # all but the allocator's
-
-    Attributes:
-        openmp: Give the starting thread's OpenMP pool back before the workers build theirs, each of which has
-            its share of `torch.get_num_threads()`. False: each has all of that number, and the pool stays.
-        malloc: Let glibc keep big freed blocks. It lasts until the process ends.
-        switch_interval: Let the interpreter switch between threads every 0.5 ms.
-    """
-
-    openmp: bool = True
-    malloc: bool = True
-    switch_interval: bool = True
-
-    def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            OptionError: One is neither True nor False.
-        """
-        for name, value in vars(self).items():
-            if not isinstance(value, bool):
-                raise OptionError(f"tune_process.{name} must be True or False, not {value!r}")
 
 
 def as_tuning(option: bool | ProcessTuning) -> ProcessTuning:

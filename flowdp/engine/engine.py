@@ -22,7 +22,7 @@ from flowdp.data.source import Source
 from flowdp.device.compiled import make_room
 from flowdp.device.cores import open_pools
 from flowdp.device.dispatch import prepared_torch
-from flowdp.device.process_tuning import ProcessTuning, tuned_process
+from flowdp.device.process_tuning import tuned_process
 from flowdp.engine import active_runs
 from flowdp.engine.coordinator_thread import CoordinatorShell
 from flowdp.engine.diagnostics import Diagnostics, Progress
@@ -36,7 +36,7 @@ from flowdp.machine.config import RunConfig
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.event_log import Story
 from flowdp.machine.policies import ROUNDS
-from flowdp.options import Backend
+from flowdp.options import Backend, ProcessTuning
 from flowdp.policy.pool_size import PoolSize
 from flowdp.policy.stall import StallWatch
 from flowdp.protocol.messages import Abort, BatchReady, DataEnded, Fact, Failed, Requested

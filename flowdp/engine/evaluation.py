@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -32,8 +33,9 @@ from flowdp.modules.training_mode import put_modes
 from flowdp.policy.formats import format_indices
 from flowdp.replica.exact_replica import ExactReplica
 from flowdp.replica.replica import Replica
+from flowdp.validators import check_function, check_int
 
-__all__ = ["EvalStep", "EvalSums", "Evaluator", "check_evaluation", "evaluating"]
+__all__ = ["EvalStep", "EvalSums", "EvaluationOptions", "Evaluator", "check_evaluation", "evaluating"]
 
 EvalStep = Callable[[nn.Module, Any], Mapping[str, Any]]
 """The user's own: (model, batch) -> means over the batch, or metrics that it has updated, by name."""
@@ -44,26 +46,52 @@ EvalSums = tuple[tuple[int, float, tuple[tuple[str, float], ...]], ...]
 _Row = tuple[int, float | Tensor, str, float | Tensor]  # batch, weight, name, mean
 
 
-def check_evaluation(eval_dataset: object, eval_step: object, eval_every: object, train_step: object) -> None:
-    """Check the options of the evaluation.
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """How the averaged model is evaluated.
+
+    ::
+
+        Trainer(..., evaluation=test_set)                                       # the loss, after every epoch
+        Trainer(..., evaluation=EvaluationOptions(test_set, step=accuracy, every=5))
+
+    Attributes:
+        dataset: As a Trainer's `dataset`; each sample is evaluated once, by all devices together.
+        step: Function of (model, batch) that returns a mapping of means over the batch, or of metrics
+            (torchmetrics) of the model that it has updated; None: the loss, with the scalars that it returns.
+        every: Epochs between two evaluations.
+    """
+
+    dataset: Any
+    _: KW_ONLY
+    step: EvalStep | None = None
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the fields; the dataset is checked when a run opens it.
+
+        Raises:
+            OptionError: A field is out of its range.
+        """
+        check_function("evaluation.step", self.step, "(model, batch)")
+        check_int("evaluation.every", self.every)
+
+
+def check_evaluation(evaluation: object, train_step: object) -> EvaluationOptions | None:
+    """Make options of a dataset; options and None pass.
 
     Raises:
-        OptionError: Something of it is wrong, missing, or has no use.
+        OptionError: A `train_step` is evaluated, and there is no `step` for that.
     """
-    if not isinstance(eval_every, int) or isinstance(eval_every, bool) or eval_every < 1:
-        raise OptionError(f"eval_every must be a number of epochs, an int of at least 1, not {eval_every!r}")
-    if eval_dataset is None:
-        for name, value, default in (("eval_step", eval_step, None), ("eval_every", eval_every, 1)):
-            if value != default:
-                raise OptionError(f"{name}={value!r} has no use without an eval_dataset: give one")
-        return
-    if eval_step is not None and not callable(eval_step):
-        raise OptionError(f"eval_step must be a function of (model, batch), not {eval_step!r}")
-    if eval_step is None and train_step is not None:
+    if evaluation is None:
+        return None
+    options = evaluation if isinstance(evaluation, EvaluationOptions) else EvaluationOptions(evaluation)
+    if options.step is None and train_step is not None:
         raise OptionError(
-            "a train_step says nothing of how to evaluate: give eval_step, a function of (model, batch) that "
-            "returns a mapping of means over the batch"
+            "a train_step does not say how to evaluate: give evaluation=EvaluationOptions(dataset, step=...) "
+            "with a function of (model, batch) that returns a mapping of means over the batch"
         )
+    return options
 
 
 class Evaluator:
@@ -282,7 +310,7 @@ class Evaluator:
                 means = named_metrics(self._eval_step(replica.module, own_batch))
             if not isinstance(means, Mapping):
                 raise TypeError(
-                    f"eval_step must return a mapping of means over the batch by their names, not "
+                    f"evaluation.step must return a mapping of means over the batch by their names, not "
                     f"{type(means).__name__}"
                 )
             for name, mean in means.items():

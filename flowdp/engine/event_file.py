@@ -71,7 +71,7 @@ class EventFile:
             self._file.close()
 
     def _cannot(self, error: OSError) -> str:
-        return f"story cannot be written to {str(self.path)!r} ({error})"
+        return f"event_log cannot be written to {str(self.path)!r} ({error})"
 
 
 def _open_at_once(path: str, flags: int) -> int:

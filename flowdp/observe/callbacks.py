@@ -10,6 +10,7 @@ from flowdp.errors import OptionError
 from flowdp.policy.monitor import Monitor
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import RoundEnded
+from flowdp.validators import check_flag
 
 __all__ = ["METHODS", "Callback", "EarlyStopping", "OnCheckpoint", "check_callbacks", "monitor_of"]
 
@@ -120,8 +121,7 @@ class EarlyStopping(Callback):
             OptionError: One is out of its range.
         """
         self.watched()
-        if not isinstance(self.restore_best, bool):
-            raise OptionError(f"restore_best must be True or False, not {self.restore_best!r}")
+        check_flag("restore_best", self.restore_best)
 
     def watched(self) -> Monitor:
         """The watched metric, in the coordinator's form."""
@@ -129,13 +129,22 @@ class EarlyStopping(Callback):
 
 
 class OnCheckpoint(Callback):
-    """Callback of `Trainer(on_checkpoint=)`: calls a function with every checkpoint.
+    """Callback that calls a function with every checkpoint.
+
+    ::
+
+        flowdp.Trainer(..., callbacks=[flowdp.OnCheckpoint(lambda checkpoint: upload(checkpoint.path))])
 
     Args:
-        function: Function to call with the checkpoint.
+        function: Function to call with the `flowdp.Checkpoint`.
+
+    Raises:
+        OptionError: It cannot be called.
     """
 
     def __init__(self, function: Callable[[Any], object]) -> None:
+        if not callable(function):
+            raise OptionError(f"OnCheckpoint needs a function of the checkpoint, not {function!r}")
         self._function = function
 
     def on_checkpoint(self, checkpoint: Any) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Protocol, TypeGuard
 
@@ -19,8 +20,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from flowdp.errors import CheckpointError, OptionError
 from flowdp.options import SchedulerUnit
+from flowdp.validators import check_function, check_number
 
-__all__ = ["LearningRate", "LrLambda", "SchedulerOption", "check_schedule"]
+__all__ = ["LearningRate", "LrLambda", "SchedulerOption", "SchedulerOptions", "check_scheduler"]
 
 
 class Scheduler(Protocol):
@@ -42,39 +44,76 @@ SchedulerOption = Scheduler | Callable[[Optimizer], Scheduler]
 LrLambda = Callable[[int], float]
 
 
-def check_schedule(
-    scheduler: object, unit: SchedulerUnit | None, lr_lambda: object, optimizer: object
-) -> None:
-    """Check the arguments that make the learning rate, before anything is built.
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """How the learning rate changes.
+
+    ::
+
+        SchedulerOptions(lambda optimizer: StepLR(optimizer, 30), unit="epoch")
+        SchedulerOptions(lr_lambda=lambda step: min(1.0, step / 1000))
+
+    Attributes:
+        scheduler: Factory of a scheduler, or an instance made for the optimizer instance: one of torch's, of
+            timm's, or of another class with `optimizer`, `step`, `state_dict` and `load_state_dict`.
+        unit: Unit in which the scheduler counts, "step" (of all devices) or "epoch".
+        lr_lambda: Factor on the learning rate as a function of the global step, in place of a scheduler.
+        lr_scale_ratio: Multiplies the learning rate by 1 + ratio * (devices - 1).
+    """
+
+    scheduler: SchedulerOption | None = None
+    _: KW_ONLY
+    unit: SchedulerUnit | None = None
+    lr_lambda: LrLambda | None = None
+    lr_scale_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the fields.
+
+        Raises:
+            OptionError: They contradict each other, or a guess would be needed.
+        """
+        check_function("scheduler.lr_lambda", self.lr_lambda, "the global step")
+        check_number("scheduler.lr_scale_ratio", self.lr_scale_ratio, above=False)
+        if self.scheduler is None:
+            if self.unit is not None:
+                raise OptionError(f"scheduler.unit={self.unit!r} is given without a scheduler")
+            return
+        if self.lr_lambda is not None:
+            raise OptionError("scheduler and lr_lambda both set the learning rate: give one of them")
+        if self.unit not in ("step", "epoch"):
+            raise OptionError(
+                f"scheduler needs unit='step' or 'epoch' (given {self.unit!r}), as in SchedulerOptions(..., "
+                "unit='step'): a wrong guess would be a silently wrong schedule"
+            )
+        if not _is_scheduler(self.scheduler) and not callable(self.scheduler):
+            raise OptionError(
+                f"scheduler must be a torch scheduler or a factory of one, not {self.scheduler!r}; one of "
+                "another class needs optimizer, step, state_dict and load_state_dict"
+            )
+        _check_unit(self.scheduler, self.unit)
+
+
+def check_scheduler(scheduler: object, optimizer: object) -> SchedulerOptions:
+    """Check the options of the learning rate against the optimizer; None is the default.
 
     Raises:
-        OptionError: They contradict each other, or a guess would be needed.
+        OptionError: They are no options, or do not belong to the optimizer.
     """
-    if lr_lambda is not None and not callable(lr_lambda):
-        raise OptionError(f"lr_lambda must be a function of the global step, not {lr_lambda!r}")
     if scheduler is None:
-        if unit is not None:
-            raise OptionError(f"scheduler_unit={unit!r} is given without a scheduler")
-        return
-    if lr_lambda is not None:
-        raise OptionError("scheduler and lr_lambda both set the learning rate: give one of them")
-    if unit not in ("step", "epoch"):
+        return SchedulerOptions()
+    if not isinstance(scheduler, SchedulerOptions):
         raise OptionError(
-            f"scheduler needs scheduler_unit='step' or 'epoch' (given {unit!r}): a wrong guess would be a "
-            f"silently wrong schedule"
+            f"scheduler must be SchedulerOptions(..., unit='step' or 'epoch'), not {scheduler!r}: a wrong "
+            "guess of the unit would be a silently wrong schedule"
         )
-    if _is_scheduler(scheduler):
-        if scheduler.optimizer is not optimizer:
-            raise OptionError(
-                "a scheduler instance must be made for the optimizer instance that is given beside it; with "
-                "an optimizer factory give a scheduler factory: scheduler=lambda optimizer: ..."
-            )
-    elif not callable(scheduler):
+    own = scheduler.scheduler
+    if own is not None and _is_scheduler(own) and own.optimizer is not optimizer:
         raise OptionError(
-            f"scheduler must be a torch scheduler or a factory of one, not {scheduler!r}; one of another "
-            "class needs optimizer, step, state_dict and load_state_dict"
+            "a scheduler instance must be made for the optimizer instance that is given beside it; with "
+            "an optimizer factory give a scheduler factory: SchedulerOptions(lambda optimizer: ...)"
         )
-    _check_unit(scheduler, unit)
+    return scheduler
 
 
 class LearningRate:
@@ -247,14 +286,14 @@ def _listed(kinds: Sequence[str]) -> str:
 
 def _check_unit(scheduler: object, unit: SchedulerUnit | None) -> None:
     if _watches(scheduler) and unit != "epoch":
-        raise OptionError("ReduceLROnPlateau watches the loss of an epoch: scheduler_unit must be 'epoch'")
+        raise OptionError("ReduceLROnPlateau watches the loss of an epoch: scheduler.unit must be 'epoch'")
     if not _is_of_timm(scheduler):
         return
     is_of_epochs = getattr(scheduler, "t_in_epochs", unit == "epoch")
     if is_of_epochs is not (unit == "epoch"):  # it would leave the rates alone, and say nothing
         raise OptionError(
-            f"scheduler_unit={unit!r} does not go with a {type(scheduler).__name__} of timm with "
-            f"t_in_epochs={is_of_epochs}: say scheduler_unit={'epoch' if is_of_epochs else 'step'!r}"
+            f"scheduler.unit={unit!r} does not go with a {type(scheduler).__name__} of timm with "
+            f"t_in_epochs={is_of_epochs}: say unit={'epoch' if is_of_epochs else 'step'!r}"
         )
 
 

@@ -91,7 +91,7 @@ def check_mean(
     raise ValueError(
         f"under policy='exact' a loss counts by its samples, and that of {samples} samples "
         f"({float(whole[0]):.6g}) is not the mean of those of {sizes} of them ({of_parts}): {remedy}. "
-        f"(check=False in Trainer() leaves this out.)"
+        f"(FailureOptions(check_loss=False) leaves this out.)"
     )
 
 

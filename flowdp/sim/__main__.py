@@ -58,7 +58,9 @@ def _numbers(text: str) -> list[float]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m flowdp.sim", description="flowdp's virtual cluster.")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--replay", metavar="FILE", help="replay a story, as Trainer(story=FILE) writes it")
+    what.add_argument(
+        "--replay", metavar="FILE", help="replay a story, as RuntimeOptions(event_log=FILE) writes it"
+    )
     what.add_argument("--plan", type=_numbers, metavar="MS,MS", help="predict a mix of devices: ms per step")
     parser.add_argument("--sync", type=float, default=0.0, metavar="MS", help="with --plan: one averaging")
     parser.add_argument("--policy", choices=get_args(Policy), default="cadence", help="with --plan")

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from flowdp.errors import OptionError
 from flowdp.machine.config import RunConfig
 from flowdp.machine.policies import ROUNDS
-from flowdp.options import CadenceOptions, Policy, one_of
+from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.formats import format_duration
 from flowdp.protocol.commands import RoundEnded
 from flowdp.sim.scenario import Scenario
 from flowdp.sim.world import World
+from flowdp.validators import one_of
 
 __all__ = ["Prediction", "simulate"]
 

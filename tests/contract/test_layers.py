@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 LAYERS = (
     {"errors"},
+    {"validators"},
     {"options"},
     {"policy"},
     {"protocol"},
@@ -34,7 +35,7 @@ LAYERS = (
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 STANDARD_LIBRARY_ALONE = {
-    *("errors", "options", "policy", "protocol", "machine", "sim", "threads"),
+    *("errors", "validators", "options", "policy", "protocol", "machine", "sim", "threads"),
 }
 PURE = STANDARD_LIBRARY_ALONE - {"threads"}
 IMPURE = {"threading", "queue", "time", "os", "logging"}

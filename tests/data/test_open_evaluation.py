@@ -85,5 +85,5 @@ def test_a_loader_keeps_its_settings() -> None:
 
 @pytest.mark.parametrize("dataset", [3, (), (X, X[:2]), DataLoader(Numbers(), 9, drop_last=True)])
 def test_what_cannot_be_read_is_named(dataset: object) -> None:
-    with pytest.raises(OptionError, match=r"^eval_dataset: "):
+    with pytest.raises(OptionError, match=r"^evaluation: "):
         opened(dataset)

@@ -152,7 +152,7 @@ def test_ten_ranks_compile_what_one_does(backend: Backend, make: Callable[[Backe
 
 
 def test_evaluation_is_compiled_once_more(backend: Backend) -> None:
-    train(**as_instance(backend), eval_dataset=(X[:50], Y[:50]))
+    train(**as_instance(backend), evaluation=(X[:50], Y[:50]))
     batches = 2 * -(-SAMPLES // BATCH) + 2 * -(-50 // BATCH)
     assert_compiled(backend, calls=batches, most=2 + 2 + RANKS)
 
@@ -225,7 +225,7 @@ def test_partition_ratios_say_that_nothing_is_compiled(
             **as_instance(backend),
             policy="exact",
             devices=["cpu", "cpu"],
-            partition_ratios=[0.5, 0.5],
+            runtime=flowdp.RuntimeOptions(partition_ratios=[0.5, 0.5]),
         )
     assert backend.calls == 0
     assert "it is compiled without partition_ratios" in caplog.text

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from flowdp import Ddp, Trainer, setup
 from flowdp.device import cores
 from flowdp.device.cores import cpu_quota, open_pools, thread_budget, threads_per_rank, usable_cores
-from flowdp.device.process_tuning import ProcessTuning
-from flowdp.options import Policy
+from flowdp.options import Policy, ProcessTuning
 from flowdp.policy import pool_size
 from tests.device.fresh_thread import in_thread
 

@@ -10,7 +10,8 @@ import torch
 
 from flowdp.device import openmp
 from flowdp.device.openmp import barrier_ms, pause_openmp, set_own_threads
-from flowdp.device.process_tuning import ProcessTuning, tuned_process
+from flowdp.device.process_tuning import tuned_process
+from flowdp.options import ProcessTuning
 from tests.device.fresh_thread import in_thread
 
 pytestmark = pytest.mark.usefixtures("three_threads")

@@ -8,14 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 import flowdp.device.process_tuning as process
-from flowdp.device.process_tuning import (
-    SWITCH_INTERVAL_S,
-    ProcessTuning,
-    as_tuning,
-    keep_freed_memory,
-    tuned_process,
-)
+from flowdp.device.process_tuning import SWITCH_INTERVAL_S, as_tuning, keep_freed_memory, tuned_process
 from flowdp.errors import OptionError
+from flowdp.options import ProcessTuning
 from tests.device.fresh_thread import in_thread
 
 NONE = ProcessTuning(openmp=False, malloc=False, switch_interval=False)

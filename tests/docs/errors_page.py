@@ -153,7 +153,7 @@ def collective_error() -> None:
                 model.get_parameter("bias").add_(1)
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
-    trainer(loss=loss, policy="exact", partition_ratios=[0.5, 0.5]).fit()
+    trainer(loss=loss, policy="exact", runtime=flowdp.RuntimeOptions(partition_ratios=[0.5, 0.5])).fit()
 
 
 @example
@@ -180,7 +180,7 @@ def stall_error() -> None:
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
     with lock:
-        trainer(loss=loss, stall_timeout=0.3).fit()
+        trainer(loss=loss, failures=flowdp.FailureOptions(stall_timeout=0.3)).fit()
 
 
 @example
@@ -261,7 +261,7 @@ def every_replica_bad() -> None:
         is_bad = worker is not None and worker.epoch == 1 and written.wait()
         return nn.functional.mse_loss(model(batch[0]), batch[1]) * (float("nan") if is_bad else 1)
 
-    folder = {"checkpoint": "runs/a", "on_checkpoint": lambda _: written.set()}
+    folder = {"checkpoint": "runs/a", "callbacks": [flowdp.OnCheckpoint(lambda _: written.set())]}
     trainer(loss=loss, devices=["cpu"], **folder).fit()
 
 
@@ -313,7 +313,7 @@ def left_behind() -> None:
             raise ValueError("target 11 is out of bounds")
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
-    run = trainer(loss=loss, on_failure="continue").start()
+    run = trainer(loss=loss, failures=flowdp.FailureOptions(on_failure="continue")).start()
     run.join()
     print(run.status())
 

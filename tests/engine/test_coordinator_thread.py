@@ -15,7 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from flowdp import FlowdpError, OptionError, ProtocolError, Run, StepError, Trainer, current_worker
+from flowdp import (
+    FlowdpError,
+    OptionError,
+    ProtocolError,
+    Run,
+    RuntimeOptions,
+    StepError,
+    Trainer,
+    current_worker,
+)
 from flowdp.collective.local import LocalMean
 from flowdp.device.streams import HostLane
 from flowdp.machine.coordinator import Coordinator
@@ -294,8 +303,8 @@ def test_averaging_beside_the_training_that_fails(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.linux
 def test_a_story_on_a_full_disk() -> None:
-    with pytest.raises(OptionError, match=r"story cannot be written to '/dev/full' .*No space left"):
-        start("sync", story="/dev/full")
+    with pytest.raises(OptionError, match=r"event_log cannot be written to '/dev/full' .*No space left"):
+        start("sync", runtime=RuntimeOptions(event_log="/dev/full"))
     assert threads() == []
 
 
@@ -308,7 +317,7 @@ def test_a_story_that_can_no_longer_be_written(tmp_path: Path, release: threadin
 
     os.mkfifo(tmp_path / "story")
     reader = os.open(tmp_path / "story", os.O_RDONLY | os.O_NONBLOCK)
-    run = start("sync", loss=loss, story=tmp_path / "story")
+    run = start("sync", loss=loss, runtime=RuntimeOptions(event_log=tmp_path / "story"))
     os.close(reader)
     release.set()
     run.join(WAIT_S)

@@ -203,9 +203,16 @@ class Hangs(torch.utils.data.Dataset[Tensor]):
 
 def stalled(**options: Any) -> flowdp.StallError:
     run = flowdp.Trainer(
-        nn.Linear(1, 1), lambda p: torch.optim.SGD(p, 1e-3), lambda model, batch: model(batch).mean(),
-        epochs=1, devices=2, policy="sync", stall_timeout=1.0, progress=False, **options,
-    ).start()  # fmt: skip
+        nn.Linear(1, 1),
+        lambda p: torch.optim.SGD(p, 1e-3),
+        lambda model, batch: model(batch).mean(),
+        epochs=1,
+        devices=2,
+        policy="sync",
+        failures=flowdp.FailureOptions(stall_timeout=1.0),
+        progress=False,
+        **options,
+    ).start()
     with pytest.raises(flowdp.StallError) as caught:
         run.join()
     return caught.value
@@ -230,6 +237,6 @@ def test_a_stall_names_the_process_that_does_not_deliver() -> None:
 
 def test_a_stall_in_an_evaluation_says_that_it_waits_for_data() -> None:
     opened = threading.Event()
-    error = stalled(dataset=torch.ones(8, 1), batch_size=2, eval_dataset=Hangs(5, opened))
+    error = stalled(dataset=torch.ones(8, 1), batch_size=2, evaluation=Hangs(5, opened))
     opened.set()
     assert "evaluates after epoch 0, waiting for data" in error.ranks

@@ -24,6 +24,7 @@ from flowdp import (
     OptionError,
     OutOfDeviceMemory,
     Run,
+    RuntimeOptions,
     StepError,
     Trainer,
     current_worker,
@@ -75,11 +76,14 @@ def threads_of_a_new_thread() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are counted in /proc")
 def test_fifty_starts_and_stops_leave_nothing(tmp_path: Path) -> None:
-    trainer(story=tmp_path / "run.jsonl").fit()  # what is made once per process
+    trainer(runtime=RuntimeOptions(event_log=tmp_path / "run.jsonl")).fit()  # what is made once per process
     gc.collect()  # of earlier tests
     before = len(os.listdir("/proc/self/fd")), sys.getswitchinterval(), threading.active_count()
     for number in range(50):
-        run = trainer(story=tmp_path / "run.jsonl", policy=("sync", "cadence", "async")[number % 3]).start()
+        run = trainer(
+            runtime=RuntimeOptions(event_log=tmp_path / "run.jsonl"),
+            policy=("sync", "cadence", "async")[number % 3],
+        ).start()
         assert sys.getswitchinterval() < before[1]
         run.stop()
         run.join()
@@ -192,7 +196,9 @@ def test_processes_that_cannot_be_started(tmp_path: Path) -> None:
     interval = sys.getswitchinterval()
     loader = DataLoader(Unpicklable(), 2, num_workers=1, multiprocessing_context="spawn")
     with pytest.raises(DataError, match=r"could not be started: TypeError: cannot pickle"):
-        trainer(dataset=loader, batch_size=None, story=tmp_path / "run.jsonl").start()
+        trainer(
+            dataset=loader, batch_size=None, runtime=RuntimeOptions(event_log=tmp_path / "run.jsonl")
+        ).start()
     assert threads() == []
     assert sys.getswitchinterval() == interval
 

@@ -21,7 +21,14 @@ from flowdp.device.flat_gradients import Touched
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import CudaLane, HostLane, Lane
 from flowdp.device.worker_context import CurrentWorker, record_scalar
-from flowdp.engine.evaluation import EvalSums, Evaluator, _on_device, _own_generator, check_evaluation
+from flowdp.engine.evaluation import (
+    EvalSums,
+    EvaluationOptions,
+    Evaluator,
+    _on_device,
+    _own_generator,
+    check_evaluation,
+)
 from flowdp.errors import DataError, OptionError
 from flowdp.policy.tally import evaluation_means
 from flowdp.replica.exact_replica import ExactReplica
@@ -391,7 +398,7 @@ def test_numbers_are_copied_where_they_are_returned(ranks: Any) -> None:
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (3.0, "eval_step must return a mapping of means over the batch by their names, not float"),
+        (3.0, "evaluation.step must return a mapping of means over the batch by their names, not float"),
         (
             {"a": torch.ones(2)},
             r"'a' must be one number, the mean over the batch, not a tensor of shape \(2,\)",
@@ -445,22 +452,23 @@ def test_a_dataset_that_fails_is_heard_of_by_all(ranks: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((None, errors, 1, None), "eval_step=<function errors.* without an eval_dataset"),
-        ((None, None, 2, None), "eval_every=2 has no use without an eval_dataset"),
-        (((X, Y), None, 0, None), "eval_every must be a number of epochs, an int of at least 1, not 0"),
-        (((X, Y), None, True, None), "not True"),
-        (((X, Y), 3, 1, None), "eval_step must be a function of .model, batch., not 3"),
-        (((X, Y), None, 1, errors), "a train_step says nothing of how to evaluate: give eval_step"),
+        ({"every": 0}, "evaluation.every must be an int of at least 1, not 0"),
+        ({"every": True}, "not True"),
+        ({"step": 3}, r"evaluation.step must be a function of \(model, batch\), not 3"),
     ],
 )
-def test_what_cannot_be_asked_for(given: tuple[Any, ...], message: str) -> None:
+def test_fields_out_of_range(given: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        check_evaluation(*given)
+        EvaluationOptions((X, Y), **given)
 
 
-def test_what_can_be_asked_for() -> None:
-    for given in ((None, None, 1, errors), ((X, Y), None, 3, None), ((X, Y), errors, 1, errors)):
-        check_evaluation(*given)
+def test_a_dataset_alone_is_evaluated_after_every_epoch() -> None:
+    assert check_evaluation(None, errors) is None
+    assert check_evaluation((X, Y), None) == EvaluationOptions((X, Y), step=None, every=1)
+    own = EvaluationOptions((X, Y), step=errors, every=3)
+    assert check_evaluation(own, errors) is own
+    with pytest.raises(OptionError, match="a train_step does not say how to evaluate: give evaluation="):
+        check_evaluation((X, Y), errors)
 
 
 # ---------------------------------------------------------------- on a card

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flowdp import OptionError, Trainer
+from flowdp import OptionError, RuntimeOptions, Trainer
 from flowdp.engine.event_file import EventFile
 from flowdp.machine.event_log import replay
 
@@ -42,7 +42,7 @@ def trainer(story: Path, **options: Any) -> Trainer:
         dataset=torch.ones(8, 1),
         batch_size=2,
         devices=2,
-        story=story,
+        runtime=RuntimeOptions(event_log=story),
         **options,
     )
 
@@ -61,9 +61,11 @@ def test_a_disk_that_fills_up_ends_nothing(tmp_path: Path, caplog: pytest.LogCap
     assert run.join().interrupted
     [problem] = run.status().problems
     assert problem.startswith(
-        f"story cannot be written to '{file}' ([Errno 28] No space left on device); it ends there"
+        f"event_log cannot be written to '{file}' ([Errno 28] No space left on device); it ends there"
     )
-    assert [record.getMessage() for record in caplog.records if "story" in record.getMessage()] == [problem]
+    assert [record.getMessage() for record in caplog.records if "event_log" in record.getMessage()] == [
+        problem
+    ]
     lines = file.read_text().splitlines()
     assert replay(lines).error is None
     assert replay(lines).events == len(lines) - 1
@@ -72,7 +74,9 @@ def test_a_disk_that_fills_up_ends_nothing(tmp_path: Path, caplog: pytest.LogCap
 @pytest.mark.linux
 @needs_full
 def test_a_disk_that_is_full_before_is_told_at_the_start() -> None:
-    with pytest.raises(OptionError, match=r"story cannot be written to '/dev/full' .*; give another path"):
+    with pytest.raises(
+        OptionError, match=r"event_log cannot be written to '/dev/full' .*; give another path"
+    ):
         trainer(FULL, epochs=1).start()
 
 

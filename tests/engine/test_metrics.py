@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flowdp import StepError, Trainer, current_worker
+from flowdp import EvaluationOptions, StepError, Trainer, current_worker
 from flowdp.engine.metrics import is_metric, named_metrics, source_of
 from tests.vision import mend_torchvision
 
@@ -45,8 +45,7 @@ def evaluated(model: Net, eval_step: Callable[..., Any] | None, epochs: int = 1,
         lambda params: torch.optim.SGD(params, 0.0),
         options.pop("loss", lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])),
         dataset=(X, Y),
-        eval_dataset=(X, Y),
-        eval_step=eval_step,
+        evaluation=EvaluationOptions((X, Y), step=eval_step),
         batch_size=8,
         epochs=epochs,
         **{"devices": 2, "policy": "sync", **options},

@@ -166,9 +166,16 @@ def mlp() -> nn.Sequential:
 
 def start(loss: Any, **options: Any) -> flowdp.Run:
     given: dict[str, Any] = {
-        "model": mlp, "dataset": (X, Y), "batch_size": 4, "epochs": 2, "policy": "sync", "progress": False,
-        "shuffle": False, "devices": ["cpu", "cpu"], "optimizer": lambda params: torch.optim.SGD(params, 0.1),
-    } | options  # fmt: skip
+        "model": mlp,
+        "dataset": (X, Y),
+        "batch_size": 4,
+        "epochs": 2,
+        "policy": "sync",
+        "progress": False,
+        "reading": flowdp.ReadingOptions(shuffle=False),
+        "devices": ["cpu", "cpu"],
+        "optimizer": lambda params: torch.optim.SGD(params, 0.1),
+    } | options
     return flowdp.Trainer(loss=loss, **given).start()
 
 
@@ -191,7 +198,11 @@ def by_hand() -> dict[str, Tensor]:
     return module.state_dict()
 
 
-EXACT = {"policy": "exact", "global_batch_size": 8, "partition_ratios": [0.5, 0.5]}
+EXACT = {
+    "policy": "exact",
+    "global_batch_size": 8,
+    "runtime": flowdp.RuntimeOptions(partition_ratios=[0.5, 0.5]),
+}
 
 
 @pytest.mark.parametrize("behind", [False, True], ids=["loss", "gradient"])
@@ -222,7 +233,7 @@ def test_the_mean_does_without_a_replica_gone_bad(
     ],
 )
 def test_it_ends_the_run_where_that_is_asked(policy: str, behind: bool) -> None:
-    run = start(Trouble(13, behind=behind), policy=policy, on_nan="raise")
+    run = start(Trouble(13, behind=behind), policy=policy, failures=flowdp.FailureOptions(on_nan="raise"))
     with pytest.raises(StepError) as caught:
         run.join(60)
     error = caught.value
@@ -273,7 +284,11 @@ def test_all_at_once_end_the_run(lanes: str, policy: str) -> None:
 @pytest.mark.usefixtures("kept_replicas")
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_an_error_that_is_late_names_its_step_and_has_spoilt_nothing(lanes: str, epochs: int) -> None:
-    run = start(Trouble(13 if epochs == 2 else 21, behind=True), on_nan="raise", epochs=epochs)
+    run = start(
+        Trouble(13 if epochs == 2 else 21, behind=True),
+        failures=flowdp.FailureOptions(on_nan="raise"),
+        epochs=epochs,
+    )
     with pytest.raises(StepError, match="the mean of that round was taken without it") as caught:
         run.join(60)
     assert (13 if epochs == 2 else 21) in caught.value.indices
@@ -285,7 +300,12 @@ def test_an_error_that_is_late_names_its_step_and_has_spoilt_nothing(lanes: str,
 @on_streams
 def test_where_the_others_go_on_an_error_comes_before_the_mean(lanes: str) -> None:
     """What the rank has not given is dealt anew, so its mean must not have been held."""
-    run = start(Trouble(13, behind=True), on_nan="raise", on_failure="continue", max_steps=24, epochs=None)
+    run = start(
+        Trouble(13, behind=True),
+        failures=flowdp.FailureOptions(on_nan="raise", on_failure="continue"),
+        max_steps=24,
+        epochs=None,
+    )
     with pytest.raises(StepError) as caught:
         run.join(60)
     assert "the mean of that round" not in str(caught.value)
@@ -307,5 +327,7 @@ def test_what_a_gradient_scaler_leaves_out_is_not_bad() -> None:
         return nn.Linear(5, 1)
 
     for options in ({}, EXACT):
-        state = start(loss, model=small, precision="fp16", on_nan="raise", **options).join()
+        state = start(
+            loss, model=small, precision="fp16", failures=flowdp.FailureOptions(on_nan="raise"), **options
+        ).join()
         assert all(bool(tensor.isfinite().all()) for tensor in state.state_dict.values())

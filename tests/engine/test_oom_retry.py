@@ -99,7 +99,7 @@ def mlp() -> nn.Sequential:
 def train(loss: Any, **options: Any) -> tuple[dict[str, Tensor], flowdp.Run]:
     given: dict[str, Any] = {
         "model": mlp, "dataset": (X, Y), "batch_size": 4, "epochs": 2, "policy": "sync", "progress": False,
-        "shuffle": False, "devices": ["cpu", "cpu"],
+        "reading": flowdp.ReadingOptions(shuffle=False), "devices": ["cpu", "cpu"],
         "optimizer": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
     } | options  # fmt: skip
     run = flowdp.Trainer(loss=loss, **given).start()
@@ -124,7 +124,12 @@ def assert_trained_alike(room: Room, **options: Any) -> None:
         {},
         {"gradient_accumulation_steps": 3},
         {"batch_size": [4, 8]},
-        {"policy": "exact", "global_batch_size": 12, "batch_size": 8, "partition_ratios": [0.5, 0.5]},
+        {
+            "policy": "exact",
+            "global_batch_size": 12,
+            "batch_size": 8,
+            "runtime": flowdp.RuntimeOptions(partition_ratios=[0.5, 0.5]),
+        },
     ],
     ids=["batches", "accumulation", "joined", "exact"],
 )
@@ -152,9 +157,17 @@ def test_a_batch_is_halved_until_it_fits_and_stays_halved(caplog: pytest.LogCapt
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async", "exact"])
 def test_one_sample_that_has_no_room(policy: str) -> None:
     run = flowdp.Trainer(
-        mlp, lambda params: torch.optim.SGD(params, 0.1), Room(0, {17}), dataset=(X, Y), batch_size=4,
-        epochs=2, policy=policy, shuffle=False, devices=["cpu", "cpu"], progress=False,
-    ).start()  # fmt: skip
+        mlp,
+        lambda params: torch.optim.SGD(params, 0.1),
+        Room(0, {17}),
+        dataset=(X, Y),
+        batch_size=4,
+        epochs=2,
+        policy=policy,
+        reading=flowdp.ReadingOptions(shuffle=False),
+        devices=["cpu", "cpu"],
+        progress=False,
+    ).start()
     with pytest.raises(OutOfDeviceMemory, match="one sample alone has no room") as caught:
         run.join(60)
     error = caught.value
@@ -184,7 +197,7 @@ def own_step(worker: Any, batch: Any) -> None:
         ({"loss": mse, "optimizer": lambda params: Hungry(params, 0.1)}, "cannot be done in pieces"),
         ({"train_step": own_step}, "cannot be done in pieces"),
         (
-            {"loss": no_cut, "collate_fn": lambda items: {"n": len(items)}},
+            {"loss": no_cut, "reading": flowdp.ReadingOptions(collate_fn=lambda items: {"n": len(items)})},
             "nothing in it is 4 samples long",
         ),
     ],
@@ -192,7 +205,7 @@ def own_step(worker: Any, batch: Any) -> None:
 )
 def test_what_is_not_tried_again(options: dict[str, Any], why: str) -> None:
     tried: list[int] = []
-    dataset: Any = (X, Y) if "collate_fn" not in options else TensorDataset(X, Y)
+    dataset: Any = (X, Y) if "reading" not in options else TensorDataset(X, Y)
     given: dict[str, Any] = {"optimizer": lambda params: torch.optim.SGD(params, 0.1)} | options
     for name in ("loss", "train_step"):
         if name in given:

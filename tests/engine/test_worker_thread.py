@@ -13,7 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from flowdp import CadenceOptions, DataError, FlowdpError, Run, StepError, Trainer, current_worker
+from flowdp import (
+    CadenceOptions,
+    DataError,
+    FailureOptions,
+    FlowdpError,
+    Run,
+    RuntimeOptions,
+    StepError,
+    Trainer,
+    current_worker,
+)
 from flowdp.engine.device_meter import DeviceMeter
 from tests.fakes import FakeEvent
 
@@ -335,7 +345,7 @@ class Drains:
         return getattr(self._is_idle, "here", False)
 
 
-EXACT = {"global_batch_size": 2 * BATCH, "partition_ratios": [0.5, 0.5]}
+EXACT = {"global_batch_size": 2 * BATCH, "runtime": RuntimeOptions(partition_ratios=[0.5, 0.5])}
 
 
 @pytest.mark.parametrize("lanes", ["streams"], indirect=True)
@@ -343,9 +353,9 @@ EXACT = {"global_batch_size": 2 * BATCH, "partition_ratios": [0.5, 0.5]}
     ("policy", "options", "rounds", "drains"),
     [
         ("sync", {}, 100, 0),
-        ("sync", {"on_nan": "raise"}, 100, 0),
+        ("sync", {"failures": FailureOptions(on_nan="raise")}, 100, 0),
         ("exact", EXACT, 100, 200),  # before each mean, on both ranks
-        ("sync", {"on_nan": "raise", "on_failure": "continue"}, 100, 200),
+        ("sync", {"failures": FailureOptions(on_nan="raise", on_failure="continue")}, 100, 200),
         ("cadence", {}, 0, 0),
         ("async", {}, 0, 0),
     ],

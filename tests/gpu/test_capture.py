@@ -29,7 +29,14 @@ def mse(module: nn.Module, batch: Any) -> Any:
 
 
 def train(
-    device: torch.device, ranks: int = 1, dropout: float = 0.0, *, loss: Any = mse, **options: Any
+    device: torch.device,
+    ranks: int = 1,
+    dropout: float = 0.0,
+    *,
+    loss: Any = mse,
+    capture: bool = False,
+    ratios: tuple[float, float] | None = None,
+    **options: Any,
 ) -> flowdp.TrainedState:
     torch.manual_seed(1)
     return flowdp.Trainer(
@@ -42,6 +49,7 @@ def train(
         devices=[device] * ranks,
         seed=2,
         progress=False,
+        runtime=flowdp.RuntimeOptions(capture=capture, partition_ratios=ratios),
         **{"policy": "sync", **options},
     ).fit()
 
@@ -65,7 +73,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Any:
         {"ranks": 2},
         {"max_grad_norm": 0.1},
         {"gradient_accumulation_steps": 2},
-        {"policy": "exact", "ranks": 2, "partition_ratios": (0.5, 0.5)},
+        {"policy": "exact", "ranks": 2, "ratios": (0.5, 0.5)},
         {"precision": "bf16"},
     ],
     ids=str,
@@ -90,7 +98,10 @@ def reads(module: nn.Module, batch: Any) -> Tensor:
 
 
 def test_a_loss_that_reads_a_value_stays_eager_and_says_so_once(device, told):
-    assert same(train(device, 2, loss=reads, capture=True), train(device, 2, loss=reads))
+    assert same(
+        train(device, 2, loss=reads, capture=True),
+        train(device, 2, loss=reads),
+    )
     assert len(told()) == 1
     assert same(train(device, capture=True), train(device))  # nothing is left of the attempt
 

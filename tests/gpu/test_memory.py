@@ -203,7 +203,7 @@ def start_and_stop(device: torch.device, number: int) -> None:
         batch_size=BATCH_SIZE,
         epochs=1 if number % 3 else 1000,
         policy=("sync", "cadence", "async")[number % 3],
-        backend=("local", "cpu")[number // 2 % 2],
+        runtime=flowdp.RuntimeOptions(backend=("local", "cpu")[number // 2 % 2]),
         devices=[device] * 2,
         progress=False,
     ).start()

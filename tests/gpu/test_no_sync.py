@@ -94,7 +94,7 @@ def train(device: torch.device, loss: Any, *, is_streamed: bool, **options: Any)
         {"policy": "cadence"},
         {"policy": "async"},
         {"policy": "cadence", "precision": "bf16"},
-        {"policy": "sync", "backend": "cpu"},
+        {"policy": "sync", "runtime": flowdp.RuntimeOptions(backend="cpu")},
     ],
     ids=str,
 )

@@ -192,7 +192,9 @@ def test_a_replica_that_leaves_the_numbers_is_left_out(
         return error(model, batch) * (float("nan") if is_bad else 1.0)
 
     with caplog.at_level(logging.WARNING, "flowdp"):
-        run = trainer(ranks(2), loss, policy=policy, backend=backend, epochs=5).start()
+        run = trainer(
+            ranks(2), loss, policy=policy, runtime=flowdp.RuntimeOptions(backend=backend), epochs=5
+        ).start()
         replicas = run._engine.replicas
         state = run.join(WAIT_S)
     assert state.epochs_done == 5
@@ -221,14 +223,17 @@ def test_means_between_cards_without_one_that_left(make: Any) -> None:
 
 @pytest.mark.parametrize(("policy", "backend"), [("sync", "auto"), ("cadence", "cpu")])
 def test_the_others_go_on(ranks: Ranks, policy: str, backend: str) -> None:
-    assert faults_of(ranks(3), policy=policy, backend=backend, leaver=1) == []
+    assert faults_of(ranks(3), policy=policy, runtime=flowdp.RuntimeOptions(backend=backend), leaver=1) == []
 
 
 @pytest.fixture(params=[pytest.param("cards", marks=pytest.mark.gpu(2)), "streams"])
 def over_nccl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Ranks that average by NCCL: one on each card, of three at most; or three on a fake of it."""
     if request.param == "cards":
-        return {"devices": [f"cuda:{n}" for n in range(min(3, torch.cuda.device_count()))], "backend": "nccl"}
+        return {
+            "devices": [f"cuda:{n}" for n in range(min(3, torch.cuda.device_count()))],
+            "runtime": flowdp.RuntimeOptions(backend="nccl"),
+        }
     fake_streams(monkeypatch)
 
     def collective(_: Any, policy: Any, replicas: Any, lanes: Any, meet: Any, hung: Any) -> NcclMean:

@@ -25,14 +25,23 @@ def test_policies(ranks, count, is_streamed, policy):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_through_the_memory_of_the_host(ranks, policy):
-    assert faults_of(ranks(3), policy=policy, backend="cpu") == []
+    assert faults_of(ranks(3), policy=policy, runtime=flowdp.RuntimeOptions(backend="cpu")) == []
 
 
 @pytest.mark.parametrize("backend", ["local", "cpu"])
 @pytest.mark.parametrize("stall", STALLS)
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
 def test_a_late_device_changes_nothing(device, policy, stall, backend):
-    assert faults_of([device] * 2, policy=policy, stall=stall, backend=backend, is_streamed=True) == []
+    assert (
+        faults_of(
+            [device] * 2,
+            policy=policy,
+            stall=stall,
+            runtime=flowdp.RuntimeOptions(backend=backend),
+            is_streamed=True,
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("stall", STALLS)
@@ -44,7 +53,15 @@ def test_a_late_device_changes_nothing_under_async(device, stall):
 @pytest.mark.parametrize("stall", STALLS)
 @pytest.mark.gpu(2)
 def test_a_late_card_changes_nothing_between_cards(stall, backend):
-    assert faults_of(["cuda:0", "cuda:1"], stall=stall, backend=backend, is_streamed=True) == []
+    assert (
+        faults_of(
+            ["cuda:0", "cuda:1"],
+            stall=stall,
+            runtime=flowdp.RuntimeOptions(backend=backend),
+            is_streamed=True,
+        )
+        == []
+    )
 
 
 @pytest.mark.gpu(1)

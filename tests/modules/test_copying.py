@@ -62,7 +62,7 @@ def test_hooks_that_hold_the_model_hold_the_copy(devices: int) -> None:
         batch_size=8 // devices,
         epochs=1,
         policy="exact",
-        shuffle=False,
+        reading=flowdp.ReadingOptions(shuffle=False),
         devices=["cpu"] * devices,
         progress=False,
     ).fit()

@@ -110,10 +110,10 @@ def test_a_run_trains_and_evaluates_in_the_modes_it_was_given(
             dataset=DATA,
             batch_size=4,
             epochs=2,
-            eval_dataset=DATA,
+            evaluation=DATA,
             devices=["cpu"] * devices,
             policy=policy,
-            check=False,
+            failures=flowdp.FailureOptions(check_loss=False),
             progress=False,
         ).fit()
         assert state.state_dict["body.1.num_batches_tracked"] == 0

@@ -33,8 +33,7 @@ def train(witness: Any, model: nn.Module, loss: Any, devices: int, **options: An
         devices=["cpu"] * devices,
         policy="async",
         progress=False,
-        tune_process=flowdp.ProcessTuning(openmp=False),
-        **options,
+        **{"runtime": flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False))} | options,
     ).start()
 
 

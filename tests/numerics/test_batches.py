@@ -99,9 +99,19 @@ def seen_by(run: Callable[[Callable[..., Tensor]], Run]) -> Counter[int]:
 
 FORMS = pytest.mark.parametrize("collate", [as_record, as_encoding, as_tuple])
 OPTIONS: list[dict[str, Any]] = [
-    {"policy": "exact", "global_batch_size": 16, "batch_size": 4, "partition_ratios": (0.75, 0.25)},
+    {
+        "policy": "exact",
+        "global_batch_size": 16,
+        "batch_size": 4,
+        "runtime": flowdp.RuntimeOptions(partition_ratios=(0.75, 0.25)),
+    },
     {"policy": "sync", "batch_size": [8, 4]},
-    {"policy": "sync", "batch_size": 8, "num_workers": 1, "on_failure": "continue"},
+    {
+        "policy": "sync",
+        "batch_size": 8,
+        "num_workers": 1,
+        "on_failure": "continue",
+    },
 ]
 
 
@@ -110,18 +120,21 @@ OPTIONS: list[dict[str, Any]] = [
 def test_what_is_no_tensor_stays_beside_its_sample(
     collate: Callable[[list[int]], Any], options: dict[str, Any]
 ) -> None:
+    num_workers, on_failure = options.get("num_workers"), options.get("on_failure", "raise")
+    rest = {name: value for name, value in options.items() if name not in ("num_workers", "on_failure")}
+
     def run(loss: Callable[..., Tensor]) -> Run:
         return flowdp.Trainer(
             model=lambda: nn.Linear(1, 1),
             optimizer=lambda params: SGD(params, 1e-6),
             loss=loss,
             dataset=Words(),
-            collate_fn=collate,
+            reading=flowdp.ReadingOptions(collate_fn=collate, num_workers=num_workers),
             epochs=1,
             devices=["cpu", "cpu"],
             progress=False,
-            check=False,
-            **options,
+            failures=flowdp.FailureOptions(on_failure=on_failure, check_loss=False),
+            **rest,
         ).start()
 
     assert seen_by(run) == dict.fromkeys(range(48), 1)
@@ -139,7 +152,7 @@ def test_after_an_out_of_memory_error_the_pieces_stay_aligned() -> None:
             optimizer=lambda params: SGD(params, 1e-6),
             loss=hungry,
             dataset=Words(),
-            collate_fn=as_record,
+            reading=flowdp.ReadingOptions(collate_fn=as_record),
             batch_size=16,
             epochs=1,
             devices=["cpu"],
@@ -160,7 +173,9 @@ def test_samples_in_a_class_that_is_not_known_are_not_cut_in_silence() -> None:
         optimizer=lambda params: SGD(params, 0.1),
         loss=lambda model, batch: model(batch[0]).mean(),
         dataset=Words(),
-        collate_fn=lambda items: (torch.ones(len(items), 1), Opaque(torch.ones(len(items), 1))),
+        reading=flowdp.ReadingOptions(
+            collate_fn=lambda items: (torch.ones(len(items), 1), Opaque(torch.ones(len(items), 1)))
+        ),
         policy="exact",
         batch_size=4,
         global_batch_size=16,
@@ -178,7 +193,9 @@ def test_values_that_differ_between_the_batches_of_a_step_are_not_dropped() -> N
         optimizer=lambda params: SGD(params, 0.1),
         loss=lambda model, batch: model(batch["x"]).mean(),
         dataset=Words(),
-        collate_fn=lambda items: {"x": torch.ones(len(items), 1), "longest": max(items)},
+        reading=flowdp.ReadingOptions(
+            collate_fn=lambda items: {"x": torch.ones(len(items), 1), "longest": max(items)}
+        ),
         policy="sync",
         batch_size=[8, 4],
         epochs=1,

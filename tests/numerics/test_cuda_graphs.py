@@ -61,7 +61,15 @@ def classify(module: nn.Module, batch: Any) -> Any:
     return loss, {"twice": 2 * loss}
 
 
-def train(ranks: int = 1, dropout: float = 0.0, *, is_streamed: bool = True, **options: Any) -> Any:
+def train(
+    ranks: int = 1,
+    dropout: float = 0.0,
+    *,
+    is_streamed: bool = True,
+    capture: bool = False,
+    ratios: tuple[float, float] | None = None,
+    **options: Any,
+) -> Any:
     torch.manual_seed(1)
     data: tuple[Tensor, Tensor] = X, Y
     settings: dict[str, Any] = {"batch_size": 8, "max_steps": STEPS, "seed": 2, **options}
@@ -72,6 +80,7 @@ def train(ranks: int = 1, dropout: float = 0.0, *, is_streamed: bool = True, **o
         dataset=Single(data) if is_streamed else data,
         devices=["cpu"] * ranks,
         progress=False,
+        runtime=flowdp.RuntimeOptions(capture=capture, partition_ratios=ratios),
         **settings,
     ).fit()
 
@@ -82,7 +91,7 @@ def assert_same(one: Any, other: Any) -> None:
     assert [(e.loss, e.scalars) for e in one.history] == [(e.loss, e.scalars) for e in other.history]
 
 
-EVEN = {"ranks": 2, "policy": "exact", "partition_ratios": (0.5, 0.5)}
+EVEN = {"ranks": 2, "policy": "exact", "ratios": (0.5, 0.5)}
 
 RUNS: dict[str, dict[str, Any]] = {
     "one rank": {},
@@ -106,7 +115,12 @@ def test_a_captured_run_is_the_eager_one(options: dict[str, Any], replays: Repla
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_ranks_of_other_policies_replay_beside_the_averaging(policy: Any, replays: Replays) -> None:
-    state = train(2, policy=policy, cadence=flowdp.CadenceOptions(anchor=2, max_anchor=4), capture=True)
+    state = train(
+        2,
+        policy=policy,
+        cadence=flowdp.CadenceOptions(anchor=2, max_anchor=4),
+        capture=True,
+    )
     assert state.global_step == STEPS
     assert sum(replays.values()) > STEPS // 3
     assert all(tensor.isfinite().all() for tensor in state.state_dict.values())

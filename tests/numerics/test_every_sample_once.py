@@ -51,8 +51,8 @@ def trainer(witness: Any, dataset: Any, policy: Any, devices: int, **options: An
         policy=policy,
         devices=["cpu"] * devices,
         progress=False,
-        tune_process=flowdp.ProcessTuning(openmp=False),
-        **{"epochs": 3, **options},
+        **{"runtime": flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False))}
+        | {"epochs": 3, **options},
     )
 
 
@@ -112,7 +112,12 @@ def test_tensors_of_any_size(witness, policy, devices):
             continue
         witness.steps.clear()
         state = trainer(
-            witness, tensors(samples), policy, devices, batch_size=batch_size, drop_last=drop_last
+            witness,
+            tensors(samples),
+            policy,
+            devices,
+            batch_size=batch_size,
+            reading=flowdp.ReadingOptions(drop_last=drop_last),
         ).fit()
         for epoch in range(3):
             seen = witness.samples(epoch)
@@ -269,7 +274,11 @@ def test_a_rank_that_stalls_now_and_then(witness, policy, kind, devices, lanes):
         pytest.skip("a device's report of a round follows its next steps: a stall in the first is seen later")
     staller = witness.before = kind(rank=devices - 1)
     cadence = flowdp.CadenceOptions(anchor=4, max_anchor=8, divergence_guard=False)
-    options = {"batch_size": 2, "cadence": cadence, "partition_ratios": [1 / devices] * devices}
+    options = {
+        "batch_size": 2,
+        "cadence": cadence,
+        "runtime": flowdp.RuntimeOptions(partition_ratios=[1 / devices] * devices),
+    }
     run = trainer(witness, tensors(99), policy, devices, epochs=6, **options).start()
     staller.run = run
     staller.started.set()
@@ -335,7 +344,14 @@ class Uneven:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_an_iterable_dataset(witness, policy, devices, num_workers):
     counts = (46, 1, 203) if num_workers == 0 else (46, 3, 203)
-    state = trainer(witness, Stream(*counts), policy, devices, batch_size=4, num_workers=num_workers).fit()
+    state = trainer(
+        witness,
+        Stream(*counts),
+        policy,
+        devices,
+        batch_size=4,
+        reading=flowdp.ReadingOptions(num_workers=num_workers),
+    ).fit()
     assert (state.epochs_done, state.global_step) == (3, len(witness.steps))
     for epoch, count in enumerate(counts):
         assert witness.samples(epoch) == Counter(range(count))

@@ -100,10 +100,16 @@ def plain(
 
 def exact(model: nn.Module, make: Make, devices: int, loss: Any = mse, **options: Any) -> flowdp.Run:
     given: dict[str, Any] = {
-        "dataset": (X, Y), "batch_size": 4, "global_batch_size": WINDOW, "epochs": EPOCHS,
-        "partition_ratios": RATIOS[devices], "progress": False, "check": False,
-        "tune_process": flowdp.ProcessTuning(openmp=False),
-    } | options  # fmt: skip
+        "dataset": (X, Y),
+        "batch_size": 4,
+        "global_batch_size": WINDOW,
+        "epochs": EPOCHS,
+        "runtime": flowdp.RuntimeOptions(
+            partition_ratios=RATIOS[devices], tune_process=flowdp.ProcessTuning(openmp=False)
+        ),
+        "progress": False,
+        "failures": flowdp.FailureOptions(check_loss=False),
+    } | options
     run = flowdp.Trainer(model, make, loss, devices=["cpu"] * devices, policy="exact", **given).start()
     run.join()
     return run
@@ -128,7 +134,7 @@ def check_equal(run: flowdp.Run) -> None:
 def test_as_one_device(make: Make, devices: int, clip: float | None, schedule: Any) -> None:
     model = net()
     expected = plain(model, make, clip=clip, schedule=schedule)
-    scheduled = {} if schedule is None else {"scheduler": schedule, "scheduler_unit": "step"}
+    scheduled = {} if schedule is None else {"scheduler": flowdp.SchedulerOptions(schedule, unit="step")}
     run = exact(model, make, devices, max_grad_norm=clip, **scheduled)
     assert run.join().global_step == STEPS
     assert apart(model, expected) < 1e-12
@@ -149,8 +155,8 @@ class Read(Dataset[Any]):
     ("dataset", "options"),
     [
         (Read(), {}),
-        (Read(), {"partition_ratios": None}),
-        (Read(), {"num_workers": 2}),
+        (Read(), {"runtime": flowdp.RuntimeOptions(partition_ratios=None)}),
+        (Read(), {"reading": flowdp.ReadingOptions(num_workers=2)}),
         (DataLoader(Read(), 4, shuffle=True), {"batch_size": None}),
         (DataLoader(TensorDataset(X, Y), 4, shuffle=True), {"batch_size": None}),
     ],
@@ -176,7 +182,15 @@ def test_batch_sizes_of_their_own_cut_the_parts() -> None:
         return mse(model, batch)
 
     expected = plain(model, momentum)
-    exact(model, momentum, 2, loss, batch_size=(16, 4), global_batch_size=None, partition_ratios=(0.8, 0.2))
+    exact(
+        model,
+        momentum,
+        2,
+        loss,
+        batch_size=(16, 4),
+        global_batch_size=None,
+        runtime=flowdp.RuntimeOptions(partition_ratios=(0.8, 0.2)),
+    )
     assert apart(model, expected) < 1e-12
     assert sizes == {(0, 16): 30, (1, 4): 30, (0, 2): 3, (1, 1): 3}
 
@@ -259,9 +273,15 @@ def test_a_rank_without_samples_takes_every_step() -> None:
         return mse(model, batch)
 
     run = exact(
-        model, adamw, 3, loss, global_batch_size=2, max_steps=STEPS, partition_ratios=(0.9, 0.05, 0.05),
-        scheduler=cosine, scheduler_unit="step",
-    )  # fmt: skip
+        model,
+        adamw,
+        3,
+        loss,
+        global_batch_size=2,
+        max_steps=STEPS,
+        runtime=flowdp.RuntimeOptions(partition_ratios=(0.9, 0.05, 0.05)),
+        scheduler=flowdp.SchedulerOptions(cosine, unit="step"),
+    )
     assert min(steps[rank] for rank in range(3)) == 0
     assert apart(model, expected) < 1e-12
     check_equal(run)
@@ -322,9 +342,16 @@ def test_a_rate_that_follows_a_weighted_loss_is_that_of_one_device() -> None:
         torch.manual_seed(0)
         model = nn.Linear(6, 4).double()
         run = exact(
-            model, lambda params: SGD(params, 2.0), devices, loss, dataset=(inputs, labels), epochs=12,
-            global_batch_size=16, scheduler=plateau, scheduler_unit="epoch", partition_ratios=None,
-        )  # fmt: skip
+            model,
+            lambda params: SGD(params, 2.0),
+            devices,
+            loss,
+            dataset=(inputs, labels),
+            epochs=12,
+            global_batch_size=16,
+            scheduler=flowdp.SchedulerOptions(plateau, unit="epoch"),
+            runtime=flowdp.RuntimeOptions(partition_ratios=None),
+        )
         found.append((model, [epoch.loss for epoch in run.history], [epoch.lr for epoch in run.history]))
     alone, losses, rates = found[0]
     assert len(set(rates)) > 1
@@ -438,9 +465,18 @@ def test_a_rate_that_is_set_takes_effect_for_all_at_once() -> None:
         return mse(model, batch)
 
     run = flowdp.Trainer(
-        model, momentum, loss, dataset=(X, Y), batch_size=4, global_batch_size=WINDOW, epochs=EPOCHS,
-        devices=["cpu"] * 3, policy="exact", progress=False, lr_lambda=lambda step: 1.0,
-    ).start()  # fmt: skip
+        model,
+        momentum,
+        loss,
+        dataset=(X, Y),
+        batch_size=4,
+        global_batch_size=WINDOW,
+        epochs=EPOCHS,
+        devices=["cpu"] * 3,
+        policy="exact",
+        progress=False,
+        scheduler=flowdp.SchedulerOptions(lr_lambda=lambda step: 1.0),
+    ).start()
     handles.append(run)
     started.set()
     run.join()
@@ -456,8 +492,8 @@ def test_a_scheduler_by_epochs() -> None:
 
     expected = plain(model, momentum, schedule=schedule)
     run = exact(
-        model, momentum, 3, scheduler=lambda o: StepLR(o, 1, 0.5), scheduler_unit="epoch",
-        partition_ratios=(0.998, 0.001, 0.001),
+        model, momentum, 3, scheduler=flowdp.SchedulerOptions(lambda o: StepLR(o, 1, 0.5), unit="epoch"),
+        runtime=flowdp.RuntimeOptions(partition_ratios=(0.998, 0.001, 0.001)),
     )  # fmt: skip
     assert apart(model, expected) < 1e-12
     check_equal(run)
@@ -508,7 +544,12 @@ def test_batch_norm_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"partition_ratios": (1, 30)}, {"partition_ratios": None}, {"batch_size": 2}]
+    "options",
+    [
+        {"runtime": flowdp.RuntimeOptions(partition_ratios=(1, 30))},
+        {"runtime": flowdp.RuntimeOptions(partition_ratios=None)},
+        {"batch_size": 2},
+    ],
 )
 def test_no_device_gets_a_single_sample_for_batch_norm(options: dict[str, Any]) -> None:
     seen: set[int] = set()
@@ -555,7 +596,9 @@ def test_all_devices_make_equally_many_forwards_where_batch_norm_is_over_all(rat
         return mse(model, batch)
 
     model = nn.SyncBatchNorm.convert_sync_batchnorm(normed())
-    check_equal(exact(model, momentum, 2, loss, epochs=1, partition_ratios=ratios))
+    check_equal(
+        exact(model, momentum, 2, loss, epochs=1, runtime=flowdp.RuntimeOptions(partition_ratios=ratios))
+    )
     for step in {step for step, _ in counts}:
         assert len({count for (other, _), count in counts.items() if other == step}) == 1
 
@@ -618,7 +661,7 @@ class Lines(Dataset[Any]):
 
 def test_batches_that_cannot_be_cut() -> None:
     with pytest.raises(flowdp.DataError, match=r"nothing in this str is 20 long; let collate_fn return"):
-        exact(net(), momentum, 2, dataset=Lines(), collate_fn="\n".join)
+        exact(net(), momentum, 2, dataset=Lines(), reading=flowdp.ReadingOptions(collate_fn="\n".join))
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def trained(is_flat: bool, kind: str, monkeypatch: pytest.MonkeyPatch, **options
         dataset=data,
         batch_size=BATCH_SIZE,
         epochs=EPOCHS,
-        shuffle=False,
+        reading=flowdp.ReadingOptions(shuffle=False),
         progress=False,
         **options,
     )
@@ -86,7 +86,12 @@ def trained(is_flat: bool, kind: str, monkeypatch: pytest.MonkeyPatch, **options
         {"devices": 1, "policy": "cadence"},
         {"devices": 1, "policy": "async", "gradient_accumulation_steps": 2},
         {"devices": 2, "policy": "sync"},
-        {"devices": 3, "policy": "exact", "partition_ratios": [2, 1, 1], "max_grad_norm": 0.5},
+        {
+            "devices": 3,
+            "policy": "exact",
+            "runtime": flowdp.RuntimeOptions(partition_ratios=[2, 1, 1]),
+            "max_grad_norm": 0.5,
+        },
     ],
     ids=lambda options: f"{options['policy']}-{options['devices']}",
 )

@@ -79,8 +79,7 @@ def train(witness: Any, model: nn.Module, devices: int, momentum: float = 0.0, *
         epochs=EPOCHS,
         devices=["cpu"] * devices,
         progress=False,
-        tune_process=flowdp.ProcessTuning(openmp=False),
-        **options,
+        **{"runtime": flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False))} | options,
     ).start()
 
 
@@ -111,7 +110,9 @@ def rounds_of(witness: Any, devices: int) -> list[list[list[tuple[int, ...]]]]:
 def test_sync_is_the_mean_after_every_step(witness, devices, momentum):
     model = network()
     hand = ByHand(model, devices, momentum)
-    run = train(witness, model, devices, momentum, policy="sync", shuffle=False)
+    run = train(
+        witness, model, devices, momentum, policy="sync", reading=flowdp.ReadingOptions(shuffle=False)
+    )
     in_order = [range(SAMPLES)[at : at + BATCH_SIZE] for at in range(0, SAMPLES, BATCH_SIZE)]
     for _ in range(EPOCHS):
         for at in range(0, len(in_order), devices):
@@ -127,7 +128,14 @@ def test_cadence_is_the_mean_after_every_round(witness, ratios, quotas, momentum
     model = network()
     hand = ByHand(model, len(ratios), momentum)
     cadence = flowdp.CadenceOptions(anchor=1, max_anchor=1)
-    run = train(witness, model, len(ratios), momentum, partition_ratios=ratios, cadence=cadence)
+    run = train(
+        witness,
+        model,
+        len(ratios),
+        momentum,
+        runtime=flowdp.RuntimeOptions(partition_ratios=ratios),
+        cadence=cadence,
+    )
     records = list(run.metrics("round"))
     trained = rounds_of(witness, len(ratios))
     assert [record.steps for record in records] == [tuple(map(len, ranks)) for ranks in trained]
@@ -148,7 +156,9 @@ def test_a_round_of_several_steps_of_the_slowest(witness):
     model = network()
     hand = ByHand(model, 2, 0.9)
     cadence = flowdp.CadenceOptions(anchor=2, max_anchor=2)
-    run = train(witness, model, 2, 0.9, partition_ratios=(1, 1), cadence=cadence)
+    run = train(
+        witness, model, 2, 0.9, runtime=flowdp.RuntimeOptions(partition_ratios=(1, 1)), cadence=cadence
+    )
     records = list(run.metrics("round"))
     assert max(record.steps for record in records) == (2, 2)
     for ranks in rounds_of(witness, 2):
@@ -170,9 +180,9 @@ def test_the_learning_rate_grows_with_the_devices(witness, policy, ratio, factor
         max_steps=1,
         devices=["cpu"] * 3,
         policy=policy,
-        lr_scale_ratio=ratio,
+        scheduler=flowdp.SchedulerOptions(lr_scale_ratio=ratio),
         progress=False,
-        tune_process=flowdp.ProcessTuning(openmp=False),
+        runtime=flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False)),
     ).fit()
     (step,) = witness.steps
     assert step.lr == pytest.approx(LR * factor)

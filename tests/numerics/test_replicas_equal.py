@@ -86,8 +86,7 @@ def train(meetings: Meetings, devices: int, policy: Any, **options: Any) -> tupl
         devices=["cpu"] * devices,
         policy=policy,
         progress=False,
-        tune_process=flowdp.ProcessTuning(openmp=False),
-        **options,
+        **{"runtime": flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False))} | options,
     ).start()
     run.join()
     return model, run
@@ -106,7 +105,10 @@ def check_end(model: Zoo, run: flowdp.Run) -> None:
         assert module.seen.all()
 
 
-UNEQUAL = {"partition_ratios": (3, 1), "cadence": flowdp.CadenceOptions(anchor=1, max_anchor=1)}
+UNEQUAL = {
+    "runtime": flowdp.RuntimeOptions(partition_ratios=(3, 1)),
+    "cadence": flowdp.CadenceOptions(anchor=1, max_anchor=1),
+}
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,7 @@ def thawing(devices: int, policy: Any) -> nn.Sequential:
         devices=["cpu"] * devices,
         policy=policy,
         progress=False,
-        tune_process=flowdp.ProcessTuning(openmp=False),
+        runtime=flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False)),
     ).fit()
     return model
 

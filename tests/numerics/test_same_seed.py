@@ -34,7 +34,7 @@ def train(witness: Any, policy: Any, devices: int, seed: int) -> flowdp.TrainedS
         policy=policy,
         seed=seed,
         progress=False,
-        tune_process=flowdp.ProcessTuning(openmp=False),
+        runtime=flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False)),
     ).fit()
 
 

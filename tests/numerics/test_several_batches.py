@@ -45,7 +45,7 @@ def adamw(params: Any) -> AdamW:
 def train(model: nn.Module, devices: int, policy: Any, loss: Any = mse, **options: Any) -> flowdp.Run:
     given: dict[str, Any] = {
         "dataset": (X, Y), "batch_size": 4, "epochs": 3, "progress": False, "optimizer": adamw,
-        "tune_process": flowdp.ProcessTuning(openmp=False),
+        "runtime": flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False)),
         "cadence": flowdp.CadenceOptions(anchor=2, max_anchor=2),
     } | options  # fmt: skip
     run = flowdp.Trainer(model=model, loss=loss, devices=["cpu"] * devices, policy=policy, **given).start()
@@ -105,9 +105,13 @@ class Unequal(Dataset[Any]):
     [
         {},
         {"dataset": Read()},
-        {"dataset": Read(), "num_workers": 2},
+        {"dataset": Read(), "reading": flowdp.ReadingOptions(num_workers=2)},
         {"dataset": DataLoader(Read(), 4, shuffle=True), "batch_size": None},
-        {"dataset": Unequal(), "collate_fn": Unequal.collate, "loss": Unequal.loss},
+        {
+            "dataset": Unequal(),
+            "reading": flowdp.ReadingOptions(collate_fn=Unequal.collate),
+            "loss": Unequal.loss,
+        },
     ],
     ids=["tensors", "read", "processes", "loader", "lists"],
 )
@@ -217,9 +221,17 @@ def test_a_pause_waits_for_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch) ->
         return mse(model, batch)
 
     with flowdp.Trainer(
-        net(), adamw, loss, dataset=dataset, shuffle=False, batch_size=4, epochs=1, devices=1,
-        gradient_accumulation_steps=2, progress=False,
-    ).start() as run:  # fmt: skip
+        net(),
+        adamw,
+        loss,
+        dataset=dataset,
+        reading=flowdp.ReadingOptions(shuffle=False),
+        batch_size=4,
+        epochs=1,
+        devices=1,
+        gradient_accumulation_steps=2,
+        progress=False,
+    ).start() as run:
         assert begun.wait(60)
         run.pause()
         assert hurried.wait(60)
@@ -233,7 +245,7 @@ def test_a_pause_waits_for_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"dataset": Read()}, {"dataset": Read(), "num_workers": 2}],
+    [{}, {"dataset": Read()}, {"dataset": Read(), "reading": flowdp.ReadingOptions(num_workers=2)}],
     ids=["tensors", "read", "processes"],
 )
 def test_each_device_has_its_size(policy: str, options: dict[str, Any]) -> None:
@@ -332,6 +344,10 @@ def test_total_steps_by_speed_are_not_known() -> None:
 
 
 def test_lists_cannot_be_put_together() -> None:
-    options = {"dataset": Unequal(), "collate_fn": Unequal.collate, "loss": Unequal.loss}
+    options = {
+        "dataset": Unequal(),
+        "reading": flowdp.ReadingOptions(collate_fn=Unequal.collate),
+        "loss": Unequal.loss,
+    }
     with pytest.raises(flowdp.StepError, match="nothing in the batch is as long as the batch"):
         train(net(), 2, "cadence", batch_size=(6, 3), **options)

@@ -175,7 +175,7 @@ def test_a_trainer_trains_the_same_weights(devices: int) -> None:
         global_batch_size=16,
         max_grad_norm=1.0,
         epochs=1,
-        shuffle=False,
+        reading=flowdp.ReadingOptions(shuffle=False),
         policy="exact",
         devices=["cpu"] * devices,
         progress=False,

@@ -556,7 +556,7 @@ def by_trainer(
         batch_size=4,
         global_batch_size=16,
         epochs=2,
-        shuffle=False,
+        reading=flowdp.ReadingOptions(shuffle=False),
         policy="exact",
         devices=["cpu"] * devices,
         progress=False,

@@ -93,7 +93,7 @@ def test_a_trainer_trains_the_same_weights() -> None:
         batch_size=2,
         global_batch_size=8,
         epochs=1,
-        shuffle=False,
+        reading=flowdp.ReadingOptions(shuffle=False),
         policy="exact",
         devices=["cpu", "cpu"],
         progress=False,

@@ -179,7 +179,7 @@ def test_a_trainer_trains_the_same_weights(name: str) -> None:
         batch_size=4,
         global_batch_size=16,
         epochs=1,
-        shuffle=False,
+        reading=flowdp.ReadingOptions(shuffle=False),
         policy="exact",
         devices=["cpu", "cpu"],
         progress=False,

@@ -53,11 +53,13 @@ def trainer(witness: Witness, policy: Any, devices: int, **options: Any) -> flow
         "cadence": flowdp.CadenceOptions(anchor=1, max_anchor=1),
         "devices": ["cpu"] * devices,
         "progress": False,
-        "tune_process": flowdp.ProcessTuning(openmp=False),
+        "runtime": flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False)),
     }
     if policy == "exact":
         given["global_batch_size"] = 2 * BATCH  # of any number of devices
-        given["check"] = False  # `count` is a sum, so that each sample adds the same
+        given["failures"] = flowdp.FailureOptions(
+            check_loss=False
+        )  # `count` is a sum, so that each sample adds the same
     return flowdp.Trainer(**given | options)
 
 

@@ -32,7 +32,7 @@ def fit(policy: Any, folder: Path, epochs: int) -> flowdp.TrainedState:
         checkpoint=folder,
         resume=True,
         progress=False,
-        tune_process=False,
+        runtime=flowdp.RuntimeOptions(tune_process=False),
     ).fit()
 
 
@@ -66,8 +66,7 @@ def loaded(folder: Path, loader: Any, **options: Any) -> flowdp.Trainer:
         devices=["cpu"],
         checkpoint=folder,
         progress=False,
-        tune_process=False,
-        **options,
+        **{"runtime": flowdp.RuntimeOptions(tune_process=False)} | options,
     )
 
 
@@ -112,8 +111,7 @@ def test_what_is_watched_may_change(tmp_path: Path) -> None:
             checkpoint=tmp_path,
             callbacks=[flowdp.EarlyStopping(monitor, patience=2, mode=mode)],
             progress=False,
-            tune_process=False,
-            **given,  # type: ignore[arg-type]
+            **{"runtime": flowdp.RuntimeOptions(tune_process=False)} | given,  # type: ignore[arg-type]
         )
 
     assert trainer(9, "late", "max").fit().epochs_done == 3
@@ -135,8 +133,7 @@ def test_what_is_done_to_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
         torch.ones(SAMPLES, 1),
         batch_size=4,
         epochs=2,
-        on_checkpoint=spoil,
-        callbacks=[best],
+        callbacks=[best, flowdp.OnCheckpoint(spoil)],
     ).fit()
     assert taken
     assert all(value.abs().sum() > 0 for value in state.state_dict.values())

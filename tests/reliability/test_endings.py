@@ -105,7 +105,14 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, witness: Witness) -> None
 def test_sigterm_stops_where_that_was_asked_for(tmp_path: Path, witness: Witness, policy: str) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with held_at(witness, 9) as inside:
-        run = trainer(witness, policy, 2, checkpoint=tmp_path, handle_sigterm=True, **ENDLESS).start()
+        run = trainer(
+            witness,
+            policy,
+            2,
+            checkpoint=tmp_path,
+            runtime=flowdp.RuntimeOptions(handle_sigterm=True),
+            **ENDLESS,
+        ).start()
         with inside():
             os.kill(os.getpid(), signal.SIGTERM)
     state = run.join(WAIT_S)
@@ -120,7 +127,7 @@ def test_sigterm_is_put_back_after_a_failure_too(witness: Witness) -> None:
     def fails(model: nn.Module, batch: Any) -> Tensor:
         raise ValueError("mine")
 
-    run = trainer(witness, "sync", 2, loss=fails, handle_sigterm=True).start()
+    run = trainer(witness, "sync", 2, loss=fails, runtime=flowdp.RuntimeOptions(handle_sigterm=True)).start()
     with pytest.raises(StepError, match="mine"):
         run.join(WAIT_S)
     assert signal.getsignal(signal.SIGTERM) is before
@@ -189,7 +196,9 @@ def test_a_snapshot_of_a_run_that_fails_raises_its_failure(witness: Witness) -> 
 def test_a_checkpoint_on_demand(tmp_path: Path, witness: Witness, policy: str) -> None:
     written = Written()
     folder = flowdp.CheckpointOptions(tmp_path, every=10**6, unit="step")
-    run = trainer(witness, policy, 2, checkpoint=folder, on_checkpoint=written, **ENDLESS).start()
+    run = trainer(
+        witness, policy, 2, checkpoint=folder, callbacks=[flowdp.OnCheckpoint(written)], **ENDLESS
+    ).start()
     for number in (1, 2):
         run.checkpoint()
         written.wait(lambda all, number=number: len(all) == number)

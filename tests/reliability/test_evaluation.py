@@ -62,10 +62,12 @@ def real(policy: str, devices: int, **options: Any) -> flowdp.Trainer:
         "epochs": 2,
         "policy": policy,
         "devices": ["cpu"] * devices,
-        "eval_dataset": EVALUATED,
-        "partition_ratios": None if policy == "sync" else [1.0] * devices,  # batch norm needs two samples
+        "evaluation": EVALUATED,
+        "runtime": flowdp.RuntimeOptions(
+            partition_ratios=None if policy == "sync" else [1.0] * devices,
+            tune_process=flowdp.ProcessTuning(openmp=False),
+        ),  # batch norm needs two samples
         "progress": False,
-        "tune_process": flowdp.ProcessTuning(openmp=False),
     }
     return flowdp.Trainer(**given | options)
 
@@ -84,7 +86,8 @@ def test_the_means_are_those_of_plain_pytorch_and_each_sample_is_there_once(
         return {"loss": value, **scalars}
 
     model = Net()
-    state = real(policy, devices, model=model, eval_step=step if own else None).fit()
+    evaluated = flowdp.EvaluationOptions(EVALUATED, step=step) if own else EVALUATED
+    state = real(policy, devices, model=model, evaluation=evaluated).fit()
     assert [set(record.eval) for record in state.history] == [{"loss", "distance"}] * 2
     assert state.history[-1].eval == pytest.approx(plain(model), rel=1e-5)
     assert not own or seen == dict.fromkeys(range(37), 2)
@@ -93,14 +96,14 @@ def test_the_means_are_those_of_plain_pytorch_and_each_sample_is_there_once(
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_second_epoch(policy: str) -> None:
-    state = real(policy, 2, eval_every=2, epochs=5).fit()
+    state = real(policy, 2, evaluation=flowdp.EvaluationOptions(EVALUATED, every=2), epochs=5).fit()
     assert [bool(record.eval) for record in state.history] == [False, True, False, True, False]
 
 
 @pytest.mark.parametrize("policy", ["sync", "exact"])
 def test_an_evaluation_changes_nothing_of_the_training(policy: str) -> None:
     with_it, without = (
-        real(policy, 2, eval_dataset=dataset, model=DropNothing()).fit().state_dict
+        real(policy, 2, evaluation=dataset, model=DropNothing()).fit().state_dict
         for dataset in (EVALUATED, None)
     )
     assert all(torch.equal(value, without[name]) for name, value in with_it.items())
@@ -144,10 +147,9 @@ def climbs(policy: str, devices: int, scores: list[float], **options: Any) -> fl
         "policy": policy,
         "devices": ["cpu"] * devices,
         "epochs": len(scores),
-        "eval_dataset": (torch.arange(5),),
-        "eval_step": score,
+        "evaluation": flowdp.EvaluationOptions((torch.arange(5),), step=score),
         "progress": False,
-        "tune_process": flowdp.ProcessTuning(openmp=False),
+        "runtime": flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False)),
     }
     return flowdp.Trainer(**given | options)
 
@@ -205,10 +207,10 @@ def test_a_scheduler_that_watches_sees_the_evaluated_loss(
     def watches(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
 
-    options: dict[str, Any] = {"scheduler": watches, "scheduler_unit": "epoch", "epochs": 4}
+    options: dict[str, Any] = {"scheduler": flowdp.SchedulerOptions(watches, unit="epoch"), "epochs": 4}
     evaluated = {
-        "eval_dataset": (torch.arange(5),),
-        "eval_step": lambda model, batch: {"loss": 1.0},  # which never gets better; the training's does
+        "evaluation": flowdp.EvaluationOptions((torch.arange(5),), step=lambda model, batch: {"loss": 1.0}),
+        # which never gets better; the training's does
     }
     state = trainer(witness, policy, devices, **options, **evaluated).fit()
     assert [record.lr for record in state.history] == [1.0, 1.0, 0.5, 0.25]
@@ -229,9 +231,13 @@ def test_stop_cuts_an_evaluation(tmp_path: Path, witness: Witness, policy: str, 
         return {"score": 1.0}
 
     run = trainer(
-        witness, policy, devices, eval_dataset=(torch.arange(4000),), eval_step=step, checkpoint=tmp_path,
+        witness,
+        policy,
+        devices,
+        evaluation=flowdp.EvaluationOptions((torch.arange(4000),), step=step),
+        checkpoint=tmp_path,
         **ENDLESS,
-    ).start()  # fmt: skip
+    ).start()
     assert door.reached.wait(WAIT_S)
     stop(run)
     door.opened.set()
@@ -249,7 +255,9 @@ def test_a_failing_evaluation_ends_the_run(witness: Witness, policy: str, device
     def step(model: nn.Module, batch: Any) -> Mapping[str, float]:
         raise ValueError("mine")
 
-    run = trainer(witness, policy, devices, eval_dataset=(torch.arange(9),), eval_step=step).start()
+    run = trainer(
+        witness, policy, devices, evaluation=flowdp.EvaluationOptions((torch.arange(9),), step=step)
+    ).start()
     with pytest.raises(StepError, match="failed while it evaluates after epoch 0: ValueError: mine"):
         run.join(WAIT_S)
 

@@ -44,7 +44,12 @@ CASES: dict[str, dict[str, Any]] = {
     "one device": {"policy": "sync", "devices": 1, "gradient_accumulation_steps": 2},
     "sync, AdamW": {"policy": "sync", "devices": 2, "gradient_accumulation_steps": 2},
     "sync, momentum": {"policy": "sync", "devices": 2, "optimizer": momentum},
-    "exact": {"policy": "exact", "devices": 2, "global_batch_size": 12, "partition_ratios": [1, 2]},
+    "exact": {
+        "policy": "exact",
+        "devices": 2,
+        "global_batch_size": 12,
+        "runtime": flowdp.RuntimeOptions(partition_ratios=[1, 2]),
+    },
 }
 
 
@@ -57,10 +62,11 @@ def make(case: str, **options: Any) -> flowdp.Trainer:
         "batch_size": 4,
         "epochs": EPOCHS,
         "max_grad_norm": 1.0,
-        "scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7),
-        "scheduler_unit": "step",
+        "scheduler": flowdp.SchedulerOptions(
+            lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7), unit="step"
+        ),
         "progress": False,
-        "tune_process": flowdp.ProcessTuning(openmp=False),
+        "runtime": flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False)),
     }
     return flowdp.Trainer(**given | CASES[case] | options)
 
@@ -95,7 +101,12 @@ def test_every_position_of_a_run_can_be_resumed_bit_for_bit(tmp_path: Path, lane
         return loss(model, batch)
 
     every_step = CheckpointOptions(tmp_path, every=1, unit="step", keep_last=10**6)
-    same(everything(make(case, loss=patient, checkpoint=every_step, on_checkpoint=written).start()), whole)
+    same(
+        everything(
+            make(case, loss=patient, checkpoint=every_step, callbacks=[flowdp.OnCheckpoint(written)]).start()
+        ),
+        whole,
+    )
     steps = [one.global_step for one in written.all]
     assert steps == sorted(set(steps))
     per_round = 2 if case.startswith("sync") else 1

@@ -96,8 +96,9 @@ def test_a_stream_begins_the_epoch_anew(witness: Witness) -> None:
 def test_a_plateau_is_not_told_an_old_loss_again(witness: Witness) -> None:
     options: dict[str, Any] = {
         "loss": losing(1.0, 0.5, 0.3, 0.2, 0.1),
-        "scheduler": lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.1, patience=1),
-        "scheduler_unit": "epoch",
+        "scheduler": flowdp.SchedulerOptions(
+            lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.1, patience=1), unit="epoch"
+        ),
         "epochs": 5,
     }
     state = stop_at(witness, 6 * 3 + 3, trainer(witness, "sync", 1, **options))
@@ -115,8 +116,9 @@ def test_the_learning_rate_goes_on_too_unless_it_begins_with_another(
 ) -> None:
     options: dict[str, Any] = {
         "loss": losing(1.0),
-        "scheduler": lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.1, patience=0),
-        "scheduler_unit": "epoch",
+        "scheduler": flowdp.SchedulerOptions(
+            lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.1, patience=0), unit="epoch"
+        ),
         "epochs": 5,
     }
     job = trainer(witness, "sync", 1, **options)
@@ -144,8 +146,9 @@ def test_the_learning_rate_goes_on_too_unless_it_begins_with_another(
 def test_the_learning_rate_goes_on_with_other_batches_too(witness: Witness, steps: int) -> None:
     options: dict[str, Any] = {
         "loss": losing(1.0),
-        "scheduler": lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.1, patience=0),
-        "scheduler_unit": "epoch",
+        "scheduler": flowdp.SchedulerOptions(
+            lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.1, patience=0), unit="epoch"
+        ),
     }
     state = trainer(witness, "sync", 1, epochs=None, max_steps=steps, **options).fit()
     again = trainer(witness, "sync", 1, resume=state, epochs=5, batch_size=2, **options).fit()

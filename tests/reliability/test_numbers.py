@@ -48,7 +48,13 @@ def test_one_replica_is_healed_and_the_run_goes_on(
 ) -> None:
     trouble = Trouble(step, rank)
     run = trainer(
-        witness, policy, 2, loss=trouble, optimizer=adam, partition_ratios=ratios(policy), epochs=5
+        witness,
+        policy,
+        2,
+        loss=trouble,
+        optimizer=adam,
+        runtime=flowdp.RuntimeOptions(partition_ratios=ratios(policy)),
+        epochs=5,
     ).start()
     with caplog.at_level(logging.WARNING, "flowdp"):
         state = run.join(WAIT_S)
@@ -89,8 +95,8 @@ def test_without_a_healthy_replica_the_run_ends_and_names_the_last_checkpoint(
         return loss * math.nan
 
     run = trainer(
-        witness, policy, devices, loss=all_bad, checkpoint=tmp_path, on_checkpoint=written,
-        partition_ratios=ratios(policy, devices),
+        witness, policy, devices, loss=all_bad, checkpoint=tmp_path, callbacks=[flowdp.OnCheckpoint(written)],
+        runtime=flowdp.RuntimeOptions(partition_ratios=ratios(policy, devices)),
     ).start()  # fmt: skip
     with pytest.raises(FlowdpError, match="NaN or infinite numbers in every replica") as caught:
         run.join(WAIT_S)
@@ -104,7 +110,14 @@ def test_without_a_healthy_replica_the_run_ends_and_names_the_last_checkpoint(
 @pytest.mark.parametrize("policy", POLICIES)
 def test_it_can_be_an_error_at_once(witness: Witness, policy: str) -> None:
     trouble = Trouble(1, 1)
-    run = trainer(witness, policy, 2, loss=trouble, on_nan="raise", partition_ratios=ratios(policy)).start()
+    run = trainer(
+        witness,
+        policy,
+        2,
+        loss=trouble,
+        failures=flowdp.FailureOptions(on_nan="raise"),
+        runtime=flowdp.RuntimeOptions(partition_ratios=ratios(policy)),
+    ).start()
     with pytest.raises(StepError, match="FloatingPointError: the loss is not finite") as caught:
         run.join(WAIT_S)
     assert (caught.value.rank, isinstance(caught.value.__cause__, FloatingPointError)) == (1, True)

@@ -138,7 +138,7 @@ def test_what_failed_goes_on_from_its_last_checkpoint(
         "checkpoint": CheckpointOptions(tmp_path, unit="step"),
     }
     with pytest.raises(StepError, match="mine"):
-        trainer(witness, policy, 2, loss=fails, on_checkpoint=written, **options).fit()
+        trainer(witness, policy, 2, loss=fails, callbacks=[flowdp.OnCheckpoint(written)], **options).fit()
     witness.steps.clear()
     state = trainer(witness, policy, devices, resume=True, **options).fit()
     # Of a step that was lost with the failure the first run cannot say that it was; the model can.
@@ -287,8 +287,8 @@ def test_an_end_before_the_checkpoint_is_refused(tmp_path: Path, witness: Witnes
         ({"batch_size": 5}, "batch_size was 4, it is 5 now"),
         ({"policy": "exact"}, "global_batch_size was None, it is 8 now"),
         ({"seed": 1}, "seed was 0, it is 1 now"),
-        ({"shuffle": False}, "shuffle was True, it is False now"),
-        ({"drop_last": True}, "drop_last was False, it is True now"),
+        ({"reading": flowdp.ReadingOptions(shuffle=False)}, "shuffle was True, it is False now"),
+        ({"reading": flowdp.ReadingOptions(drop_last=True)}, "drop_last was False, it is True now"),
     ],
 )
 def test_what_has_changed_is_named(
@@ -308,7 +308,12 @@ def test_another_optimizer_is_named(tmp_path: Path, witness: Witness) -> None:
         return torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
     job = trainer(
-        witness, "sync", 2, checkpoint=tmp_path, resume=True, scheduler=schedule, scheduler_unit="epoch"
+        witness,
+        "sync",
+        2,
+        checkpoint=tmp_path,
+        resume=True,
+        scheduler=flowdp.SchedulerOptions(schedule, unit="epoch"),
     )
     with pytest.raises(CheckpointError, match=r"no scheduler .*this run has the schedulers StepLR"):
         job.start()
@@ -325,8 +330,16 @@ def test_the_one_before_a_broken_one_is_taken(
     tmp_path: Path, witness: Witness, caplog: pytest.LogCaptureFixture
 ) -> None:
     written = Written()
-    trainer(witness, "sync", 2, checkpoint=tmp_path, on_checkpoint=written, epochs=1).fit()
-    trainer(witness, "sync", 2, checkpoint=tmp_path, on_checkpoint=written, resume=True, epochs=2).fit()
+    trainer(witness, "sync", 2, checkpoint=tmp_path, callbacks=[flowdp.OnCheckpoint(written)], epochs=1).fit()
+    trainer(
+        witness,
+        "sync",
+        2,
+        checkpoint=tmp_path,
+        callbacks=[flowdp.OnCheckpoint(written)],
+        resume=True,
+        epochs=2,
+    ).fit()
     spoil(newest(tmp_path))
     witness.steps[:] = [step for step in witness.steps if step.epoch < 1]
     check(witness, trainer(witness, "sync", 2, checkpoint=tmp_path, resume=True).fit(), 3)
@@ -365,7 +378,13 @@ def test_a_full_disk_is_reported_and_the_run_goes_on(
     monkeypatch.setattr(os, "fsync", full)
     written = Written()
     run = trainer(
-        witness, "sync", 2, loss=patient, checkpoint=tmp_path, on_checkpoint=written, epochs=4
+        witness,
+        "sync",
+        2,
+        loss=patient,
+        checkpoint=tmp_path,
+        callbacks=[flowdp.OnCheckpoint(written)],
+        epochs=4,
     ).start()
     check(witness, run.join(WAIT_S), 4)
     [problem] = run.status().problems

@@ -65,9 +65,16 @@ def test_the_others_train_what_was_lost(
     model = Counts()
     cadence = flowdp.CadenceOptions(anchor=2, max_anchor=2)
     run = trainer(
-        witness, policy, devices, loss=Fails(step, rank), model=model, on_failure="continue", cadence=cadence,
-        partition_ratios=equal(policy, devices), epochs=8,
-    ).start()  # fmt: skip
+        witness,
+        policy,
+        devices,
+        loss=Fails(step, rank),
+        model=model,
+        failures=flowdp.FailureOptions(on_failure="continue"),
+        cadence=cadence,
+        runtime=flowdp.RuntimeOptions(partition_ratios=equal(policy, devices)),
+        epochs=8,
+    ).start()
     with caplog.at_level(logging.ERROR, "flowdp"):
         state = run.join(WAIT_S)
     assert (state.epochs_done, state.interrupted, run.error) == (8, False, None)
@@ -87,7 +94,14 @@ def test_the_others_train_what_was_lost(
 def test_in_sync_every_step_has_left_its_mark_just_once(witness: Witness) -> None:
     # 12 batches of 2: the rank fails in the third round of three ranks, and two train the rest.
     run = trainer(
-        witness, "sync", 3, samples=24, batch_size=2, loss=Fails(2, 1), on_failure="continue", epochs=1
+        witness,
+        "sync",
+        3,
+        samples=24,
+        batch_size=2,
+        loss=Fails(2, 1),
+        failures=flowdp.FailureOptions(on_failure="continue"),
+        epochs=1,
     ).start()
     state = run.join(WAIT_S)
     weight = {index: 1 / 3 for step in witness.steps if step.round < 1 for index in step.indices}
@@ -107,7 +121,15 @@ def test_one_after_the_other_and_the_last_one_ends_the_run(witness: Witness, pol
             raise ValueError(f"mine, of rank {worker.rank}")
         return count(model, batch)
 
-    run = trainer(witness, policy, 3, loss=fails, on_failure="continue", epochs=None, max_steps=10**6).start()
+    run = trainer(
+        witness,
+        policy,
+        3,
+        loss=fails,
+        failures=flowdp.FailureOptions(on_failure="continue"),
+        epochs=None,
+        max_steps=10**6,
+    ).start()
     with pytest.raises(StepError, match="mine, of rank") as caught:
         run.join(WAIT_S)
     told = [problem[:12] for problem in run.status().problems]
@@ -118,7 +140,12 @@ def test_one_after_the_other_and_the_last_one_ends_the_run(witness: Witness, pol
 def test_a_rank_without_memory_leaves(witness: Witness, policy: str) -> None:
     fails = Fails(1, 1, error=torch.OutOfMemoryError)
     run = trainer(
-        witness, policy, 2, loss=fails, on_failure="continue", partition_ratios=equal(policy, 2)
+        witness,
+        policy,
+        2,
+        loss=fails,
+        failures=flowdp.FailureOptions(on_failure="continue"),
+        runtime=flowdp.RuntimeOptions(partition_ratios=equal(policy, 2)),
     ).start()
     state = run.join(WAIT_S)
     assert state.epochs_done == 3
@@ -131,10 +158,15 @@ def test_the_survivors_keep_checkpoints_and_can_be_resumed(
     tmp_path: Path, witness: Witness, policy: str, read: bool
 ) -> None:
     written = Written()
-    options: dict[str, Any] = {"checkpoint": tmp_path, "on_failure": "continue"}
+    options: dict[str, Any] = {
+        "checkpoint": tmp_path,
+        "failures": flowdp.FailureOptions(on_failure="continue"),
+    }
     if read:
         options["dataset"] = Rows()
-    state = trainer(witness, policy, 2, loss=Fails(1, 0), on_checkpoint=written, epochs=2, **options).fit()
+    state = trainer(
+        witness, policy, 2, loss=Fails(1, 0), callbacks=[flowdp.OnCheckpoint(written)], epochs=2, **options
+    ).fit()
     assert written.all[-1].global_step == state.global_step
     resumed = trainer(witness, policy, 2, resume=True, **options).fit()
     assert resumed.epochs_done == 3
@@ -164,7 +196,7 @@ def test_many_rounds_are_cut_short_after_a_rank_has_left() -> None:
         batch_size=1,
         max_steps=10**9,
         devices=["cpu"] * 3,
-        on_failure="continue",
+        failures=flowdp.FailureOptions(on_failure="continue"),
         progress=False,
     ).start()
     while not run.status().problems:
@@ -276,11 +308,19 @@ def test_what_was_read_is_trained_by_the_others(
     model = Counts()
     dataset = READ[read]()
     job = trainer(
-        witness, policy, devices, loss=loss, model=model, dataset=dataset,
+        witness,
+        policy,
+        devices,
+        loss=loss,
+        model=model,
+        dataset=dataset,
         optimizer=lambda params: Stumbling(params, fails if place == "step" else None),
-        batch_size=None if isinstance(dataset, DataLoader) else BATCH, on_failure="continue", epochs=4,
-        cadence=flowdp.CadenceOptions(anchor=2, max_anchor=2), partition_ratios=equal(policy, devices),
-    )  # fmt: skip
+        batch_size=None if isinstance(dataset, DataLoader) else BATCH,
+        failures=flowdp.FailureOptions(on_failure="continue"),
+        epochs=4,
+        cadence=flowdp.CadenceOptions(anchor=2, max_anchor=2),
+        runtime=flowdp.RuntimeOptions(partition_ratios=equal(policy, devices)),
+    )
     source, most = job._first_source, []
     assert isinstance(source, LoaderSource)
     witness.before = lambda *_: most.append(len(source._lent))
@@ -307,9 +347,15 @@ def test_steps_of_several_batches(witness: Witness, lanes: str, policy: str, siz
         return count(model, batch)
 
     run = trainer(
-        witness, policy, 2, loss=loss, dataset=Rows(), on_failure="continue", epochs=4,
-        **{"batch_size": 2, "partition_ratios": equal(policy, 2)} | sizes,
-    ).start()  # fmt: skip
+        witness,
+        policy,
+        2,
+        loss=loss,
+        dataset=Rows(),
+        failures=flowdp.FailureOptions(on_failure="continue"),
+        epochs=4,
+        **{"batch_size": 2, "runtime": flowdp.RuntimeOptions(partition_ratios=equal(policy, 2))} | sizes,
+    ).start()
     assert run.join(WAIT_S).epochs_done == 4
     assert len(run.status().problems) == 1
     for epoch in range(4):
@@ -326,9 +372,15 @@ def test_what_a_bad_replica_has_trained_is_not_kept(witness: Witness, policy: st
         return value * float("nan") if (worker.rank, worker.local_step) == (1, 1) else value
 
     job = trainer(
-        witness, policy, 2, loss=loss, dataset=Rows(), on_failure="continue", epochs=4,
-        partition_ratios=equal(policy, 2),
-    )  # fmt: skip
+        witness,
+        policy,
+        2,
+        loss=loss,
+        dataset=Rows(),
+        failures=flowdp.FailureOptions(on_failure="continue"),
+        epochs=4,
+        runtime=flowdp.RuntimeOptions(partition_ratios=equal(policy, 2)),
+    )
     source, most = job._first_source, []
     assert isinstance(source, LoaderSource)
     witness.before = lambda *_: most.append(len(source._lent))

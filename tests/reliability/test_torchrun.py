@@ -43,7 +43,7 @@ run = flowdp.Trainer(
     devices=["cpu", "cpu"],
     policy="sync",
     checkpoint=sys.argv[1],
-    on_checkpoint=die,
+    callbacks=[flowdp.OnCheckpoint(die)],
     resume=True,
     progress=False,
 ).start()

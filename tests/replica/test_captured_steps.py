@@ -94,8 +94,14 @@ class Journal:
             self.step = step
             return 1.0
 
-        options = {"devices": ["cpu"], "policy": "sync", "lr_lambda": advance, **options}
+        options = {
+            "devices": ["cpu"],
+            "policy": "sync",
+            "scheduler": flowdp.SchedulerOptions(lr_lambda=advance),
+            **options,
+        }
         self.step = -1
+        ratios = options.pop("ratios", None)
         flowdp.Trainer(
             make,
             lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
@@ -104,8 +110,7 @@ class Journal:
             batch_size=4,
             max_steps=steps,
             progress=False,
-            tune_process=False,
-            capture=capture,
+            runtime=flowdp.RuntimeOptions(tune_process=False, capture=capture, partition_ratios=ratios),
             **options,
         ).fit()
         return {name: value.clone() for name, value in self.models[0].state_dict().items()}
@@ -329,8 +334,8 @@ def test_500_captured_steps_have_the_bits_of_eager_ones(journal: Journal, kind: 
     "options",
     [
         {"policy": "sync", "model": layers},
-        {"policy": "exact", "partition_ratios": [0.5, 0.5]},  # with dropout, from each rank's own numbers
-        {"policy": "exact", "partition_ratios": [0.7, 0.3], "model": layers, "global_batch_size": 16},
+        {"policy": "exact", "ratios": [0.5, 0.5]},  # with dropout, from each rank's own numbers
+        {"policy": "exact", "ratios": [0.7, 0.3], "model": layers, "global_batch_size": 16},
         {"policy": "sync", "model": layers, "gradient_accumulation_steps": 3, "max_grad_norm": 0.1},
         {"policy": "sync", "model": layers, "precision": "bf16"},
     ],
@@ -373,7 +378,11 @@ def test_a_checkpoint_goes_on_with_capture_and_without(journal: Journal, tmp_pat
 
 
 def test_an_evaluation_runs_eagerly_and_leaves_the_graph(journal: Journal) -> None:
-    data = {"eval_dataset": (IMAGES, LABELS), "eval_step": accuracy, "model": Net, "steps": 80}
+    data = {
+        "evaluation": flowdp.EvaluationOptions((IMAGES, LABELS), step=accuracy),
+        "model": Net,
+        "steps": 80,
+    }
     assert equal(journal.run(False, **data), journal.run(True, **data))
     assert not journal.events
 
@@ -393,7 +402,7 @@ def test_a_run_says_that_it_is_not_captured() -> None:
         max_steps=8,
         devices=["cpu", "cpu"],
         progress=False,
-        capture=True,
+        runtime=flowdp.RuntimeOptions(capture=True),
     ).start()
     run.join()
     (problem,) = run.status().problems
@@ -403,5 +412,11 @@ def test_a_run_says_that_it_is_not_captured() -> None:
 def test_an_own_step_is_refused() -> None:
     with pytest.raises(flowdp.OptionError, match="capture records forward and backward of a loss"):
         flowdp.Trainer(
-            layers, torch.optim.SGD, train_step=print, dataset=IMAGES, batch_size=1, epochs=1, capture=True
+            layers,
+            torch.optim.SGD,
+            train_step=print,
+            dataset=IMAGES,
+            batch_size=1,
+            epochs=1,
+            runtime=flowdp.RuntimeOptions(capture=True),
         )

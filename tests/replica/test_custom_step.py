@@ -84,7 +84,7 @@ def plain_gan(model: Gan, batches: list[Any], clip: float | None = None) -> Gan:
 def train(model: Any, step: Any, devices: int = 2, **options: Any) -> flowdp.Run:
     given: dict[str, Any] = {
         "dataset": (REAL, NOISE), "batch_size": 6, "epochs": 4, "policy": "sync", "progress": False,
-        "shuffle": False, "optimizer": lambda model: optimizers(model),
+        "reading": flowdp.ReadingOptions(shuffle=False), "optimizer": lambda model: optimizers(model),
     } | options  # fmt: skip
     run = flowdp.Trainer(model=model, train_step=step, devices=["cpu"] * devices, **given).start()
     run.join()
@@ -156,10 +156,20 @@ def test_rates_of_all_optimizers_are_scaled_together() -> None:
         rates.append(tuple(one.param_groups[0]["lr"] for one in worker.optimizers.values()))
         return gan_step(worker, batch)
 
-    train(Gan(), step, 1, epochs=1, lr_lambda=lambda position: 1.0 / (1 + position), lr_scale_ratio=1.0)
+    train(
+        Gan(),
+        step,
+        1,
+        epochs=1,
+        scheduler=flowdp.SchedulerOptions(
+            lr_lambda=lambda position: 1.0 / (1 + position), lr_scale_ratio=1.0
+        ),
+    )
     assert rates == [(pytest.approx(0.01 / (1 + i)), pytest.approx(0.05 / (1 + i))) for i in range(8)]
     rates.clear()
-    train(Gan(), step, 1, epochs=1, scheduler=lambda o: StepLR(o, 4, 0.5), scheduler_unit="step")
+    train(
+        Gan(), step, 1, epochs=1, scheduler=flowdp.SchedulerOptions(lambda o: StepLR(o, 4, 0.5), unit="step")
+    )
     assert rates == [(0.01, 0.05)] * 4 + [(0.005, 0.025)] * 4
     both = LearningRate(list(optimizers(Gan()).values()))
     both.set(0.002, 0, 0)

@@ -13,7 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flowdp import Callback, LossContext, Status, Trainer, current_worker, setup
+from flowdp import (
+    Callback,
+    FailureOptions,
+    LossContext,
+    RuntimeOptions,
+    Status,
+    Trainer,
+    current_worker,
+    setup,
+)
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.policy.launch_limit import LaunchLimit, Window
 from flowdp.replica.launch_turns import describe_launching
@@ -88,7 +97,7 @@ def test_turns_to_launch_do_not_change_what_is_computed(policy: str, monkeypatch
     def weights() -> dict[str, Tensor]:
         torch.manual_seed(0)
         data = torch.randn(400, 1)
-        fixed = {"partition_ratios": [1, 1, 1]} if policy == "exact" else {}
+        fixed = {"runtime": RuntimeOptions(partition_ratios=[1, 1, 1])} if policy == "exact" else {}
         return dict(trainer(loss, dataset=data, devices=3, policy=policy, **fixed).fit().state_dict)
 
     free = weights()
@@ -157,7 +166,7 @@ def test_a_rank_that_fails_in_its_turn_gives_it_back(monkeypatch: pytest.MonkeyP
             raise ValueError("of rank 1")
         return mse(model, batch)
 
-    run = trainer(loss, devices=3, on_failure="continue").start()
+    run = trainer(loss, devices=3, failures=FailureOptions(on_failure="continue")).start()
     run.join()
     assert run.status().life == "done"
     assert any("rank 1 left" in problem for problem in run.status().problems)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,10 +28,10 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from flowdp import CadenceOptions, Trainer, current_worker
+from flowdp import CadenceOptions, SchedulerOptions, Trainer, current_worker
 from flowdp.checkpoint import file as checkpoint_file
 from flowdp.errors import CheckpointError, OptionError
-from flowdp.replica.learning_rate import LearningRate, check_schedule
+from flowdp.replica.learning_rate import LearningRate, check_scheduler
 
 # torch 2.8: its SequentialLR calls the schedulers within it in a way that it warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
@@ -269,27 +270,40 @@ OPTIMIZER = sgd()
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "unit", "lr_lambda", "match"),
+    ("given", "match"),
     [
-        (SCHEDULERS["step"], None, None, r"needs scheduler_unit='step' or 'epoch' \(given None\)"),
-        (SCHEDULERS["step"], "batch", None, "given 'batch'"),
-        (SCHEDULERS["step"], "step", lambda step: 1.0, "scheduler and lr_lambda both"),
-        (None, "step", None, "without a scheduler"),
-        (None, None, 0.5, "lr_lambda must be a function of the global step, not 0.5"),
-        (0.5, "step", None, "torch scheduler or a factory of one, not 0.5"),
-        (StepLR(sgd(), 5), "step", None, "made for the optimizer instance"),
-        (ReduceLROnPlateau(OPTIMIZER), "step", None, "scheduler_unit must be 'epoch'"),
+        ({"scheduler": SCHEDULERS["step"]}, r"needs unit='step' or 'epoch' \(given None\)"),
+        ({"scheduler": SCHEDULERS["step"], "unit": "batch"}, "given 'batch'"),
+        ({"scheduler": SCHEDULERS["step"], "unit": "step", "lr_lambda": abs}, "scheduler and lr_lambda both"),
+        ({"unit": "step"}, "unit='step' is given without a scheduler"),
+        ({"lr_lambda": 0.5}, "lr_lambda must be a function of the global step, not 0.5"),
+        ({"lr_scale_ratio": -1}, "lr_scale_ratio must be a number of at least 0, not -1"),
+        ({"lr_scale_ratio": None}, "lr_scale_ratio must be a number of at least 0, not None"),
+        ({"scheduler": 0.5, "unit": "step"}, "torch scheduler or a factory of one, not 0.5"),
+        ({"scheduler": ReduceLROnPlateau(OPTIMIZER), "unit": "step"}, "scheduler.unit must be 'epoch'"),
     ],
 )
-def test_schedules_that_need_a_guess(scheduler: Any, unit: Any, lr_lambda: Any, match: str) -> None:
+def test_options_that_need_a_guess(given: dict[str, Any], match: str) -> None:
     with pytest.raises(OptionError, match=match):
-        check_schedule(scheduler, unit, lr_lambda, OPTIMIZER)
+        SchedulerOptions(**given)
+
+
+def test_options_belong_to_the_optimizer() -> None:
+    assert check_scheduler(None, OPTIMIZER) == SchedulerOptions()
+    own = SchedulerOptions(StepLR(OPTIMIZER, 5), unit="step")
+    assert check_scheduler(own, OPTIMIZER) is own
+    for given, match in (
+        (SchedulerOptions(StepLR(sgd(), 5), unit="step"), "made for the optimizer instance"),
+        (SCHEDULERS["step"], r"must be SchedulerOptions\(..., unit='step' or 'epoch'\)"),
+    ):
+        with pytest.raises(OptionError, match=match):
+            check_scheduler(given, OPTIMIZER)
 
 
 @pytest.mark.parametrize(
     ("factory", "match"),
     [
-        (lambda opt: ReduceLROnPlateau(opt), "scheduler_unit must be 'epoch'"),
+        (lambda opt: ReduceLROnPlateau(opt), "scheduler.unit must be 'epoch'"),
         (lambda opt: 3, "returned 3, not a torch scheduler"),
         (lambda opt: StepLR(sgd(), 5), "must use the optimizer that it is given"),
     ],
@@ -315,7 +329,8 @@ def curve(devices: int, policy: str, is_instance: bool = False, **options: Any) 
     optimizer: Any = lambda params: SGD(params, 0.1, momentum=0.9)  # noqa: E731
     if is_instance:
         optimizer = optimizer(model.parameters())
-        options["scheduler"] = options["scheduler"](optimizer)
+        given = options["scheduler"]
+        options["scheduler"] = replace(given, scheduler=given.scheduler(optimizer))
     state = Trainer(
         model,
         optimizer,
@@ -347,7 +362,7 @@ def furthest(steps: Curve) -> list[tuple[int, int, float]]:
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_the_curve_is_the_same_on_any_number_of_devices(name: str, devices: int, policy: str) -> None:
     is_instance = devices == 2
-    steps = curve(devices, policy, is_instance, scheduler=SCHEDULERS[name], scheduler_unit="step")
+    steps = curve(devices, policy, is_instance, scheduler=SchedulerOptions(SCHEDULERS[name], unit="step"))
     expected = plain(SCHEDULERS[name], TOTAL)
     for _, position, rate in furthest(steps):
         assert rate == pytest.approx(expected[position], rel=1e-9), position
@@ -356,7 +371,7 @@ def test_the_curve_is_the_same_on_any_number_of_devices(name: str, devices: int,
 @pytest.mark.parametrize("devices", [1, 2])
 def test_epochs_are_counted(devices: int) -> None:
     for rank, epoch, _, rate in curve(
-        devices, "cadence", scheduler=lambda opt: StepLR(opt, 1, 0.5), scheduler_unit="epoch"
+        devices, "cadence", scheduler=SchedulerOptions(lambda opt: StepLR(opt, 1, 0.5), unit="epoch")
     ):
         assert rate == pytest.approx(0.1 * 0.5**epoch), (rank, epoch)
 
@@ -368,7 +383,7 @@ def test_a_plateau_hears_of_every_epoch(policy: str) -> None:
         return ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=1.0)
 
     rates: dict[int, set[float]] = {}
-    for _, epoch, _, rate in curve(2, policy, scheduler=never_good, scheduler_unit="epoch"):
+    for _, epoch, _, rate in curve(2, policy, scheduler=SchedulerOptions(never_good, unit="epoch")):
         rates.setdefault(epoch, set()).add(rate)
     assert [sorted(rates[epoch]) for epoch in range(EPOCHS)] == [
         [pytest.approx(0.1)],
@@ -380,7 +395,11 @@ def test_a_plateau_hears_of_every_epoch(policy: str) -> None:
 @pytest.mark.parametrize("devices", [1, 3])
 def test_a_function_of_the_step_and_the_scale_of_the_world(devices: int) -> None:
     ratio = 0.5
-    steps = curve(devices, "sync", lr_lambda=lambda step: 1 / (1 + step), lr_scale_ratio=ratio)
+    steps = curve(
+        devices,
+        "sync",
+        scheduler=SchedulerOptions(lr_lambda=lambda step: 1 / (1 + step), lr_scale_ratio=ratio),
+    )
     for _, _, position, rate in steps:
         assert rate == pytest.approx(0.1 * (1 + ratio * (devices - 1)) / (1 + position))
 
@@ -455,7 +474,7 @@ def test_schedulers_of_timm_and_others_of_the_users_own() -> None:
 def test_an_instance_is_copied_for_each_optimizer() -> None:
     optimizer = sgd()
     scheduler = Cosine(optimizer, 4)
-    check_schedule(scheduler, "epoch", None, optimizer)
+    check_scheduler(SchedulerOptions(scheduler, unit="epoch"), optimizer)
     rate = LearningRate([sgd()], scheduler, "epoch")
     rate.advance(3, 2)
     assert rate.value == pytest.approx(0.05)
@@ -464,7 +483,7 @@ def test_an_instance_is_copied_for_each_optimizer() -> None:
 
 @pytest.mark.parametrize(("unit", "right"), [("step", "epoch"), ("epoch", "step")])
 def test_a_unit_that_a_scheduler_of_timm_would_pass_over_in_silence(unit: Any, right: str) -> None:
-    with pytest.raises(OptionError, match=f"t_in_epochs={right == 'epoch'}: say scheduler_unit='{right}'"):
+    with pytest.raises(OptionError, match=f"t_in_epochs={right == 'epoch'}: say unit='{right}'"):
         LearningRate([sgd()], lambda opt: Cosine(opt, 4, t_in_epochs=right == "epoch"), unit)
 
 

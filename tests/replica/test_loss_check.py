@@ -34,7 +34,7 @@ def start(loss: Callable[[nn.Module, Any], Any], model: Any = None, **options: A
         "dataset": (X, Y),
         "batch_size": 6,
         "epochs": 1,
-        "shuffle": False,
+        "reading": flowdp.ReadingOptions(shuffle=False),
         "policy": "exact",
         "devices": ["cpu", "cpu"],
         "progress": False,
@@ -72,7 +72,7 @@ def test_a_loss_that_counts_by_something_else_is_an_error(loss: Any, says: str, 
     with pytest.raises(StepError, match=says) as caught:
         start(loss, devices=["cpu"] * devices).join()
     assert caught.value.rank == 0
-    assert "check=False in Trainer()" in str(caught.value)
+    assert "FailureOptions(check_loss=False)" in str(caught.value)
 
 
 @pytest.mark.parametrize("loss", [mean, named, lambda model, batch: (mean(model, batch), {})])
@@ -100,7 +100,7 @@ def test_what_differs_from_call_to_call_is_told(caplog: pytest.LogCaptureFixture
 
 
 def test_it_can_be_left_out() -> None:
-    assert start(by_class, check=False).join().global_step == 1
+    assert start(by_class, failures=flowdp.FailureOptions(check_loss=False)).join().global_step == 1
 
 
 def test_it_leaves_no_trace() -> None:
@@ -113,7 +113,7 @@ def test_it_leaves_no_trace() -> None:
 
     found = []
     for check in (True, False):
-        run = start(recording, devices=["cpu"], check=check)
+        run = start(recording, devices=["cpu"], failures=flowdp.FailureOptions(check_loss=check))
         state = run.join()
         found.append((state.state_dict, state.history[0].scalars))
     assert found[0][1] == found[1][1]
@@ -147,7 +147,7 @@ def test_a_label_that_is_ignored_later_is_found(at: int, devices: int) -> None:
         run.join()
     assert max(run.status().local_steps) <= at // 8 + 1
     assert min(run.status().local_steps) == at // 8
-    assert start(mean, **given, check=False).join().global_step == 8
+    assert start(mean, **given, failures=flowdp.FailureOptions(check_loss=False)).join().global_step == 8
 
 
 def test_a_loss_is_looked_at_ever_more_rarely() -> None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiStepLR
 
-from flowdp import OptionError, Trainer, current_worker, record_scalar
+from flowdp import OptionError, SchedulerOptions, Trainer, current_worker, record_scalar
 from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.local import LocalMean
 from flowdp.data.open_feeds import open_feeds
@@ -114,7 +114,9 @@ def rates(steps: int, **options: Any) -> list[float]:
 @answers("LR-002")
 def scaled_rate(vector: dict[str, Any]) -> Answers:
     # Two devices at a ratio of 1: the factor is 2.
-    [rate] = rates(vector["input"]["steps"], lr=0.05, devices=2, lr_scale_ratio=1.0)
+    [rate] = rates(
+        vector["input"]["steps"], lr=0.05, devices=2, scheduler=SchedulerOptions(lr_scale_ratio=1.0)
+    )
     return {"optimizer_lr": rate}
 
 
@@ -122,8 +124,7 @@ def scaled_rate(vector: dict[str, Any]) -> Answers:
 def milestones(vector: dict[str, Any]) -> Answers:
     seen = rates(
         vector["input"]["steps"],
-        scheduler=lambda optimizer: MultiStepLR(optimizer, [4, 8], gamma=0.1),
-        scheduler_unit="step",
+        scheduler=SchedulerOptions(lambda optimizer: MultiStepLR(optimizer, [4, 8], gamma=0.1), unit="step"),
     )
     return {"lrs": seen, "transitions": len(set(seen)) - 1}
 

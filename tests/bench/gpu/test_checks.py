@@ -13,6 +13,8 @@ from bench.gpu.checks import Single, deviation, faults_of
 from flowdp.collective import host
 from flowdp.collective.host import HostMean
 from flowdp.collective.local import DeviceMean, LocalMean
+from flowdp.options import RuntimeOptions
+from flowdp.replica.learning_rate import SchedulerOptions
 
 CPU = torch.device("cpu")
 
@@ -62,7 +64,7 @@ def test_a_sample_that_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_step_that_learns_nothing() -> None:
-    found = faults_of([CPU], lr_lambda=lambda _: 0.0)
+    found = faults_of([CPU], scheduler=SchedulerOptions(lr_lambda=lambda _: 0.0))
     assert [fault for fault in found if "the loss did not fall" in fault]
 
 
@@ -70,7 +72,7 @@ def test_stalls_are_where_they_shall_be(monkeypatch: pytest.MonkeyPatch) -> None
     """Each place is reached, with the right stream current; on the CPU nothing is late there."""
     reached: list[str] = []
     plant(checks.Staller, "at", monkeypatch, lambda own, staller, where: reached.append(where))
-    assert faults_of([CPU] * 2, backend="cpu") == []
+    assert faults_of([CPU] * 2, runtime=RuntimeOptions(backend="cpu")) == []
     assert set(reached) == {"backward", "optimizer"}  # what a CPU rank has
     with checks.stalled(checks.Staller("averaging")):
         deviation([CPU] * 2, DeviceMean)

@@ -1,0 +1,84 @@
+"""Validators of single values: ints, numbers, flags, words and functions.
+
+Each raises `OptionError` with the name of the argument, the kind of value that it takes, and the value given.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeGuard, get_args
+
+from flowdp.errors import OptionError
+
+__all__ = ["check_flag", "check_function", "check_int", "check_number", "is_int", "is_number", "one_of"]
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether a value is an int; a bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether a value is a finite int or float; a bool is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def one_of(name: str, given: object, literal: object) -> None:
+    """Check a word against the words of a `Literal`.
+
+    Raises:
+        OptionError: `given` is not one of them.
+    """
+    words = get_args(literal)
+    if given not in words:
+        listed = ", ".join(repr(word) for word in words)
+        raise OptionError(f"{name} must be one of {listed}, not {given!r}")
+
+
+def check_int(name: str, value: object, *, least: int = 1, optional: bool = False) -> None:
+    """Check an int; None passes where it is optional.
+
+    Raises:
+        OptionError: It is something else, or less than `least`.
+    """
+    if value is None and optional:
+        return
+    if not is_int(value) or value < least:
+        raise OptionError(f"{name} must be an int of at least {least}, not {value!r}")
+
+
+def check_number(name: str, value: object, *, above: bool, optional: bool = False) -> None:
+    """Check a finite number of at least 0, or above 0; None passes where it is optional.
+
+    Raises:
+        OptionError: It is something else.
+    """
+    if value is None and optional:
+        return
+    if not is_number(value) or value < 0 or (above and value == 0):
+        raise OptionError(f"{name} must be a number {'above' if above else 'of at least'} 0, not {value!r}")
+
+
+def check_flag(name: str, value: object, *, optional: bool = False) -> None:
+    """Check True or False; None passes where it is optional.
+
+    Raises:
+        OptionError: It is something else.
+    """
+    if not isinstance(value, bool) and not (value is None and optional):
+        raise OptionError(f"{name} must be True or False, not {value!r}")
+
+
+def check_function(name: str, value: object, of: str) -> None:
+    """Check a function; None passes.
+
+    Args:
+        name: Name of the argument.
+        value: As given.
+        of: The function's parameters, for the message.
+
+    Raises:
+        OptionError: It cannot be called.
+    """
+    if value is not None and not callable(value):
+        raise OptionError(f"{name} must be a function of {of}, not {value!r}")
