@@ -32,8 +32,8 @@ from flowdp.options import Policy
 __all__ = [
     "SharedStatistics",
     "WindowGroups",
-    "check_synchronised",
-    "least_part",
+    "check_sync_batch_norm",
+    "min_part_size",
     "plain_layers",
     "taking_part",
 ]
@@ -48,7 +48,7 @@ def plain_layers(module: nn.Module) -> list[_BatchNorm]:
     ]
 
 
-def least_part(layers: Sequence[_BatchNorm]) -> int:
+def min_part_size(layers: Sequence[_BatchNorm]) -> int:
     """Smallest number of samples in a rank's part of a batch: 2 where a variance is computed, else 1.
 
     Args:
@@ -57,7 +57,9 @@ def least_part(layers: Sequence[_BatchNorm]) -> int:
     return 2 if any(_takes_statistics(layer) for layer in layers) else 1
 
 
-def check_synchronised(models: Sequence[nn.Module], policy: Policy, devices: Sequence[torch.device]) -> None:
+def check_sync_batch_norm(
+    models: Sequence[nn.Module], policy: Policy, devices: Sequence[torch.device]
+) -> None:
     """Check that the SyncBatchNorm layers of a model can be synchronised over the ranks.
 
     Args:

@@ -183,7 +183,7 @@ class _Rendezvous:
                     late = sorted(set(range(self.size)) - set(call.inputs))
                     self._fail(
                         CollectiveTimeout,
-                        f"{_ranks(late)} did not come to {call.name} (call {call.number}) within "
+                        f"{_ranks(late)} did not call {call.name} (call {call.number}) within "
                         f"{self._timeout:g} s",
                     )
             while call.chunks:
@@ -232,7 +232,7 @@ class _Rendezvous:
         self._raise_error()
         for rank, reason in self._gone.items():
             if rank not in call.inputs:
-                self._fail(CollectiveAborted, f"{reason} and does not come to {call.name}")
+                self._fail(CollectiveAborted, f"{reason} and does not call {call.name}")
 
     def _fail(self, kind: type[CollectiveError], reason: str) -> NoReturn:
         self.fail(kind, reason)  # the condition's lock is reentrant

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from flowdp.collective.batch_norm import SharedStatistics, check_synchronised
+from flowdp.collective.batch_norm import SharedStatistics, check_sync_batch_norm
 from flowdp.data_parallel.loss_context import LossFunction
 from flowdp.device.discovery import devices as find_devices
 from flowdp.errors import OptionError
@@ -145,7 +145,7 @@ def check_layers(model: nn.Module, devices: Sequence[torch.device], *, windows: 
             "SyncBatchNorm takes the statistics of one batch from all devices, and in windows each device "
             "works through batches of its own: give setup(..., cadence=False), which cuts each batch"
         )
-    check_synchronised([model] * len(devices), "exact", devices)
+    check_sync_batch_norm([model] * len(devices), "exact", devices)
     if len(devices) > 1:
         check_embeddings(model, "setup", is_shared=True)
 

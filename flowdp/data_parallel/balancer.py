@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flowdp.collective.batch_norm import least_part, plain_layers
+from flowdp.collective.batch_norm import min_part_size, plain_layers
 from flowdp.data_parallel.replicas import Peers
 from flowdp.options import CadenceOptions
 from flowdp.policy.cadence import Cadence
@@ -137,7 +137,7 @@ class Pacing:
 
     def cut(self, samples: int) -> tuple[int, ...]:
         """Samples per rank of a batch. Shape (world_size,)."""
-        return shard_sizes(samples, self.ratios, least_part(self._norms))
+        return shard_sizes(samples, self.ratios, min_part_size(self._norms))
 
     def quotas(self) -> tuple[int, ...] | None:
         """Whole batches per rank of a window; None where batches are cut. Shape (world_size,)."""
@@ -161,7 +161,7 @@ class Pacing:
             self._batches[rank] += count
         # Calls beside a window would count as its time.
         self._is_mixed |= batches is None and any(self._batches)
-        if not self._has_told and sum(count > 0 for count in samples) > 1 and least_part(self._norms) > 1:
+        if not self._has_told and sum(count > 0 for count in samples) > 1 and min_part_size(self._norms) > 1:
             self._has_told = True
             log.warning(
                 "BatchNorm normalises the part of each device by itself, so the result is not that of one "

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flowdp.checks import check_loop_backend
 from flowdp.collective.base import arithmetic
-from flowdp.collective.batch_norm import SharedStatistics, check_synchronised, taking_part
+from flowdp.collective.batch_norm import SharedStatistics, check_sync_batch_norm, taking_part
 from flowdp.collective.local import SMALL
 from flowdp.collective.local_group import group_lanes
 from flowdp.collective.nccl_loop import SUMMED, NcclLoop
@@ -147,7 +147,7 @@ class Ddp:
             check_embeddings(models[0], "Ddp.wrap", is_shared=True)
         places = [_device_of(rank, model) for rank, model in enumerate(models)]
         wanted = places if devices is None else resolve_devices(devices)
-        check_synchronised(models, "exact", wanted)
+        check_sync_batch_norm(models, "exact", wanted)
         check_loop_backend(backend, wanted)
         if devices is not None:
             places = list(resolve_devices(devices))

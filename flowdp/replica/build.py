@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flowdp.collective.batch_norm import WindowGroups, check_synchronised, least_part, plain_layers
+from flowdp.collective.batch_norm import WindowGroups, check_sync_batch_norm, min_part_size, plain_layers
 from flowdp.device.compiled import uses_compile, warn_of_draws
 from flowdp.device.draws import share_generator
 from flowdp.device.flat_gradients import Touched
@@ -93,12 +93,12 @@ def build_replicas(parts: Parts, devices: Sequence[torch.device]) -> list[Replic
     """
     lanes = open_lanes(devices)
     modules = build_models(parts.model, lanes)
-    check_synchronised(modules, parts.policy, devices)
+    check_sync_batch_norm(modules, parts.policy, devices)
     averages = ROUNDS[parts.policy].averages
     if averages == "gradients":
         check_embeddings(modules[0], "policy='exact'", is_shared=len(devices) > 1)
     flats = equal_start(modules, lanes)
-    if averages == "gradients" and least_part(plain_layers(modules[0])) > 1:
+    if averages == "gradients" and min_part_size(plain_layers(modules[0])) > 1:
         log.warning(
             "policy='exact': BatchNorm takes its statistics from each micro-batch, not from the window of %d "
             "samples, so this run is not that of one device; with GroupNorm or LayerNorm it is, and "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flowdp.collective.batch_norm import least_part, plain_layers
+from flowdp.collective.batch_norm import min_part_size, plain_layers
 from flowdp.data.batch_slice import Portion
 from flowdp.device.compiled import frees_at_once
 from flowdp.device.draws import NoRedraws, OwnDraws
@@ -139,7 +139,7 @@ class Replica:
         self.lane = lane
         self.device = lane.device
         self.pieces = 1
-        self.least = least_part(plain_layers(module))
+        self.least = min_part_size(plain_layers(module))
         self._optimizer = all_of(optimizers)[0]
         self._loss = loss
         self.function: Callable[..., Any] = loss

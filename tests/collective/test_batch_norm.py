@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flowdp.collective.batch_norm import SharedStatistics, least_part, plain_layers
+from flowdp.collective.batch_norm import SharedStatistics, min_part_size, plain_layers
 from flowdp.collective.local_group import local_groups
 from flowdp.errors import CollectiveAborted, CollectiveError, FlowdpError, OptionError
 from tests.collective.fake_world import in_threads
@@ -199,7 +199,7 @@ def test_a_rank_that_fails_lets_the_others_go() -> None:
     def fail(rank: int, model: nn.Module, part: Tensor) -> None:
         if rank:
             raise KeyError("mine")
-        with pytest.raises(CollectiveAborted, match="rank 1 has closed its group and does not come"):
+        with pytest.raises(CollectiveAborted, match="rank 1 has closed its group and does not call"):
             model(part)
 
     with pytest.raises(KeyError):
@@ -209,7 +209,7 @@ def test_a_rank_that_fails_lets_the_others_go() -> None:
 def test_a_rank_that_calls_fewer_layers_is_not_waited_for() -> None:
     def look(rank: int, model: nn.Module, part: Tensor) -> None:
         if rank == 0:
-            with pytest.raises(CollectiveAborted, match=r"does not come to the forward of ''") as found:
+            with pytest.raises(CollectiveAborted, match=r"does not call the forward of ''") as found:
                 model(part)
             assert "must call the same SyncBatchNorm layers" in found.value.__notes__[0]
 
@@ -264,9 +264,9 @@ def test_what_a_part_needs() -> None:
     plain, other = nn.BatchNorm1d(2), nn.InstanceNorm1d(2)
     model = nn.Sequential(plain, other, nn.SyncBatchNorm(2))
     assert plain_layers(model) == [plain]
-    assert least_part([plain]) == 2
-    assert least_part([plain.eval()]) == 1
+    assert min_part_size([plain]) == 2
+    assert min_part_size([plain.eval()]) == 1
     assert (
-        least_part([nn.BatchNorm1d(2, track_running_stats=False).eval()]) == 2
+        min_part_size([nn.BatchNorm1d(2, track_running_stats=False).eval()]) == 2
     )  # torch asks it of eval, too
-    assert least_part([]) == 1
+    assert min_part_size([]) == 1

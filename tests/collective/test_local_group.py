@@ -159,7 +159,7 @@ def test_a_rank_that_does_not_come_is_named():
     groups = groups_of(3, timeout=0.05)
     works = [groups[rank].all_reduce(torch.zeros(3), async_op=True) for rank in (0, 2)]
     for work in works:
-        with pytest.raises(CollectiveTimeout, match=r"rank 1 did not come to all_reduce 'mean'.*0\.05 s"):
+        with pytest.raises(CollectiveTimeout, match=r"rank 1 did not call all_reduce 'mean'.*0\.05 s"):
             work.wait()
     with pytest.raises(CollectiveTimeout, match="rank 1"):  # it hears of it when it comes
         groups[1].all_reduce(torch.zeros(3))
@@ -199,7 +199,7 @@ def test_a_rank_that_closes_is_not_waited_for():
 
     waiting, _ = each(groups, body)
     assert type(waiting) is CollectiveAborted
-    assert str(waiting) == "rank 1 has closed its group and does not come to barrier"
+    assert str(waiting) == "rank 1 has closed its group and does not call barrier"
     assert tensors[0].tolist() == [0.5] * 9
 
 

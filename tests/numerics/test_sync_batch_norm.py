@@ -252,7 +252,7 @@ def test_replicas_that_the_user_averages() -> None:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        with pytest.raises(OptionError, match="multiply each loss by its share"):
+        with pytest.raises(OptionError, match="multiply each loss by count"):
             ddp.weighted_all_reduce_gradients([7, 7, 6])
         outs = ddp.parallel(lambda rank, model, given: model(given[0]), [part(rank, 0) for rank in range(3)])
         with pytest.raises(FlowdpError, match="inside of the function for `parallel`"):
@@ -298,7 +298,7 @@ def test_a_rank_that_closes_its_group_lets_the_others_go() -> None:
             model(part(rank, 0)[0])
 
     found = in_threads(range(2), look)
-    assert "does not come to the forward of 'early'" in str(found[0])
+    assert "does not call the forward of 'early'" in str(found[0])
 
 
 def test_ranks_of_which_one_is_converted() -> None:
