@@ -18,8 +18,9 @@ RUN     := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)/python
 STAMP   := $(VENV)/.installed
 PIP     := $(RUN) -m pip --disable-pip-version-check -qq
 BENCHES := $(subst /,.,$(basename $(filter-out %/__init__.py,$(wildcard bench/micro/*.py bench/end_to_end/*.py))))
-# A test is a process's work from its first line to its last, and a process runs one at a time: no test shares
-# threads, ports or folders with another. Stealing keeps the tests of a file together, and no process idle.
+
+# Several processes, each with one test at a time: tests may count threads and change settings of their process.
+# A process begins with neighbouring tests, which share fixtures, and takes tests of others when it is done.
 PYTEST  := $(RUN) -m pytest -n $(WORKERS) --dist worksteal
 QUICK   := tests/policy tests/protocol tests/machine tests/threads tests/test_doors.py
 # `make check test` runs the contract tests once.
@@ -39,7 +40,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	@$(PYTEST) $(CHECKED) $(ARGS)
 
-## make test-fast  what decides, the contract tests, and a run through each door: under a minute
+## make test-fast  the pure layers, the contract tests, and a run through each door: under a minute
 test-fast: $(STAMP)
 	@$(PYTEST) $(QUICK) $(if $(CHECKED),,tests/contract) $(ARGS)
 
