@@ -1,4 +1,4 @@
-"""What of a run must be the same where a checkpoint of it is resumed, and how two runs differ."""
+"""Properties of a run that must be equal where its checkpoint is resumed, and their differences."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def fingerprint(
     monitor: Sequence[str] | None = None,
     **order: Any,
 ) -> dict[str, Any]:
-    """What a checkpoint says of its run, as plain data.
+    """Description of a run for its checkpoints, as plain data.
 
     Args:
         module: The model, on any device.
-        optimizers: Of a replica, in order.
+        optimizers: Optimizers of a replica, in order.
         dataset_length: Samples of the dataset; None where it has no length.
-        monitor: Name and mode of what early stopping watches; another one is no reason to refuse.
-        order: What decides which samples a batch of an epoch has, by the names of the user's arguments:
-            batch_size, seed, shuffle, drop_last and the like.
+        monitor: Name and mode of early stopping's metric; another one is no reason to refuse.
+        order: Settings that decide which samples a batch of an epoch has, by the names of the user's
+            arguments: batch_size, seed, shuffle, drop_last and the like.
 
     Raises:
         CheckpointError: An argument is not plain.
@@ -81,12 +81,12 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, inside_epoc
 
 
 def orders(source: Source, position: Position) -> dict[int, int]:
-    """Checksums of what a sampler has drawn, by epoch, of those of which a part is trained.
+    """Checksums of a sampler's draws, by epoch, for epochs that are partly trained.
 
     Empty where the order is flowdp's own, which the fingerprint tells.
 
     Args:
-        source: Of the run. It has dealt what is trained, or was asked for it.
+        source: Source of the run. It has dealt the trained batches, or was asked for them.
         position: Where the run stands.
 
     Threads:

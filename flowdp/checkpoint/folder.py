@@ -32,7 +32,7 @@ class Store:
     checkpoint, or began anew in a used folder.
 
     Args:
-        options: The folder, which is made, and what stays in it. What a killed process has left unfinished
+        options: The folder, which is made, and which files stay in it. Unfinished files of a killed process
             there is removed at the first `save`.
 
     Attributes:
@@ -109,10 +109,10 @@ class Store:
         """Write a checkpoint, then remove those that need not stay.
 
         Args:
-            state: As of `write`; what is said here is filled in.
-            version: Of the checkpoint in its run.
+            state: As of `write`; the values given here are filled in.
+            version: Number of the checkpoint in its run.
             global_step: Steps of all ranks before it.
-            value: Of the metric that `keep_best` names; None where it has none here.
+            value: Value of the metric that `keep_best` names; None without one.
 
         Raises:
             CheckpointError: It could not be written; those before it are untouched.

@@ -152,7 +152,7 @@ class FolderLock:
                 self._path.unlink()  # while it is locked, so it is no other run's
         self._is_mine = False
         os.close(handle)
-        _open.discard(self)  # last: who finds it here may wait for it
+        _open.discard(self)  # last: a thread that finds it here may wait for it
         self._is_free.set()
 
 

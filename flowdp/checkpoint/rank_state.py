@@ -1,4 +1,4 @@
-"""What one rank keeps in a checkpoint: copied to the host at a standstill, and put back before a run.
+"""State of one rank in a checkpoint: copied to the host at a barrier, and restored before a run.
 
 All ranks have the same parameters then, so one of them gives the model for all. Optimizers, scale of the
 loss, random numbers and learning rates are each rank's own.
@@ -27,17 +27,17 @@ __all__ = ["capture", "of_rank", "restore"]
 
 
 def capture(replica: Replica, *, shared: bool) -> Callable[[], dict[str, Any]]:
-    """Copy to the host what a checkpoint keeps of a rank.
+    """Copy a rank's state to the host for a checkpoint.
 
     Args:
-        replica: The rank's.
+        replica: Replica of the rank.
         shared: Also "model", the module's state_dict by its own names, and "buffers", those that are not in
             it. One rank does so for all.
 
     Returns:
-        What waits for the copies, and gives them: a dict of "optimizers" (in the form in which the user gave
-        them), "scaler", "generator" (both None where there is none), "learning_rate". No tensor in it shares
-        memory with the replica; those that are one there are one here.
+        Function that waits for the copies and returns them: a dict of "optimizers" (in the form in which the
+        user gave them), "scaler", "generator" (both None where there is none), "learning_rate". No tensor in
+        it shares memory with the replica; those that are one there are one here.
 
     Threads:
         The rank's worker, while all ranks stand still. The result: any, once.
@@ -68,7 +68,7 @@ def capture(replica: Replica, *, shared: bool) -> Callable[[], dict[str, Any]]:
 
 
 def of_rank(ranks: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
-    """What a rank takes from a checkpoint of any number of ranks: that of rank `rank % len(ranks)`.
+    """State of a rank from a checkpoint of any number of ranks: that of rank `rank % len(ranks)`.
 
     A rank beyond the saved ones keeps the random numbers it was seeded with: two devices must not draw the
     same ones.
@@ -81,13 +81,14 @@ def of_rank(ranks: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
 def restore(
     replica: Replica, state: Mapping[str, Any], model: Mapping[str, Any], buffers: Mapping[str, Tensor]
 ) -> None:
-    """Make of a replica what was captured: the same bits, in the memory it has.
+    """Restore a replica from a saved state: the same bits, in the memory it has.
 
     Args:
         replica: Newly built.
-        state: Of its rank; see `of_rank`. It may be given to several ranks. All but "optimizers" may be None.
-        model: Of the checkpoint.
-        buffers: Of the checkpoint.
+        state: State of its rank; see `of_rank`. It may be given to several ranks. All but "optimizers" may be
+            None.
+        model: Model of the checkpoint.
+        buffers: Buffers of the checkpoint.
 
     Raises:
         CheckpointError: Model, optimizers or schedulers are others than those of the checkpoint.
@@ -110,7 +111,7 @@ def restore(
             torch.cuda.set_rng_state(state["generator"], replica.device)
     except CheckpointError:
         raise
-    except Exception as error:  # of whatever stands in a file that fits none of what it is given to
+    except Exception as error:  # of a file whose contents do not fit the replica
         raise CheckpointError(
             f"the checkpoint does not fit this run ({format_error(error)}): resume with the model, "
             f"optimizer and scheduler that were trained"
@@ -121,7 +122,7 @@ def restore(
 
 # ---------------------------------------------------------------- to the host
 def _to_host(leaves: Sequence[Any], lane: Lane) -> tuple[list[Any], Callable[[], None]]:
-    """Copies of the leaves, tensors on the host, and what waits for them."""
+    """Copies of the leaves, tensors on the host, and a function that waits for them."""
     made: dict[object, Tensor] = {}
     copies: list[Any] = []
     for leaf in leaves:
@@ -140,7 +141,7 @@ def _to_host(leaves: Sequence[Any], lane: Lane) -> tuple[list[Any], Callable[[],
 
 
 def _copied(tensor: Tensor, lane: Lane) -> Tensor:
-    # What lies on the host is the host's to change: it is copied now.
+    # Tensors on the host may be changed at once: they are copied now.
     if not lane.is_async or tensor.device != lane.device or tensor.layout is not torch.strided:
         return tensor.clone()
     with QUIET:
@@ -152,7 +153,7 @@ def _copied(tensor: Tensor, lane: Lane) -> Tensor:
 def _copied_object(leaf: Any) -> Any:
     try:
         return copy.deepcopy(leaf)
-    except Exception:  # what cannot be copied is not plain: the writer names its place
+    except Exception:  # an object that cannot be copied is not plain: the writer names its place
         return leaf
 
 
@@ -177,7 +178,7 @@ def _hidden_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _each(optimizers: Any, take: Callable[[Optimizer], Any]) -> Any:
-    """What `take` makes of every optimizer, in the form in which they are."""
+    """Result of `take` for every optimizer, in the form in which they are."""
     if isinstance(optimizers, Mapping):
         return {name: take(optimizer) for name, optimizer in optimizers.items()}
     return [take(optimizer) for optimizer in optimizers]
@@ -225,7 +226,8 @@ def _names(optimizers: Any) -> list[Any]:
 def _restore_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     groups = optimizer.param_groups
     optimizer.load_state_dict(dict(saved))
-    # The groups stay the objects that the learning rate knows, tensors in them what a captured step reads.
+    # The groups stay the objects that the learning rate knows, tensors in them those that a captured step
+    # reads.
     for group, loaded in zip(groups, optimizer.param_groups, strict=True):
         for name, value in loaded.items():
             if isinstance(group.get(name), Tensor) and isinstance(value, Tensor):

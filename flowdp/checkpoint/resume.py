@@ -1,4 +1,4 @@
-"""Where a run begins: at a checkpoint, at what another run has made, or at its beginning."""
+"""Start of a run: at a checkpoint, at another run's result, or at its beginning."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Stood:
 
     Attributes:
         position: Where.
-        fingerprint: Of the run.
+        fingerprint: Fingerprint of the run.
         learning_rate: As of `LearningRate.state_dict`.
-        orders: Checksums of what a sampler drew for the open epochs; None: nobody knows.
+        orders: Checksums of a sampler's draws for the open epochs; None: unknown.
     """
 
     position: Position
@@ -51,17 +51,17 @@ class Stood:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run goes on from.
+    """State that a run resumes from.
 
     Attributes:
         position: Where it stood.
         model: The module's state_dict.
-        buffers: What of its buffers is not in that.
-        ranks: What each rank kept for itself; at least one.
+        buffers: Buffers that are not in that.
+        ranks: State of each rank; at least one.
         history: Records of the epochs that were complete.
         best: Model of the best epoch, where that was kept.
-        fingerprint: Of the run; None: nobody knows.
-        orders: Checksums of what a sampler drew for the open epochs; None: nobody knows.
+        fingerprint: Fingerprint of the run; None: unknown.
+        orders: Checksums of a sampler's draws for the open epochs; None: unknown.
         path: The file; None where there is none.
         older: Files before it in the folder, to go on from where its order of samples cannot be had again.
         stood: Where in its epochs it stood, if `position` is but the first one's beginning.
@@ -88,14 +88,14 @@ class Resumed:
         global_step: int,
         stood: Stood | None = None,
     ) -> Resumed:
-        """To go on from a model and what its optimizers had, at an epoch's beginning to begin with.
+        """Resume from a model and its optimizers' state, at an epoch's beginning unless `stood` is given.
 
         Args:
             model: The module's state_dict.
-            optimizers: Of one optimizer its state_dict, of several a sequence or a mapping of these.
+            optimizers: state_dict of one optimizer, or a sequence or a mapping of several.
             history: Records of the complete epochs.
             global_step: Steps of all ranks so far.
-            stood: Where it stood inside an epoch; None: nobody knows.
+            stood: Position inside an epoch; None: unknown.
         """
         is_one = isinstance(optimizers, Mapping) and "param_groups" in optimizers
         # One that `max_steps` cut short has a record, too.
@@ -127,10 +127,10 @@ class Resumed:
         schedulers, these are its own. Of a file the same batches and schedulers are demanded.
 
         Args:
-            fingerprint: Of the run.
+            fingerprint: Fingerprint of the run.
             epochs: How many it has.
             max_steps: After how many it ends.
-            learning_rate: Of a replica as it was built.
+            learning_rate: Learning rate of a newly built replica.
             open_source: Opens the dataset at a position.
 
         Raises:
@@ -177,7 +177,8 @@ class Resumed:
         position = replace(
             stood.position,
             metric=None if is_new else stood.position.metric,
-            best=replace(stood.position.best, bad=0),  # who goes on after an early stop wants more than none
+            # Resuming after early stopping must train at least one more epoch.
+            best=replace(stood.position.best, bad=0),
         )
         return replace(self, position=position, fingerprint=stood.fingerprint, orders=stood.orders)
 
@@ -185,7 +186,7 @@ class Resumed:
         """Check that a run can go on from here.
 
         Args:
-            fingerprint: Of the run.
+            fingerprint: Fingerprint of the run.
             epochs: How many it has.
             max_steps: After how many it ends.
 
@@ -214,7 +215,7 @@ class Resumed:
         Where a sampler makes them it draws these epochs here, and no other.
 
         Args:
-            source: Of the run that goes on, before it starts.
+            source: Source of the resumed run, before it starts.
 
         Raises:
             CheckpointError: A sampler draws another order.
@@ -242,11 +243,11 @@ class Resumed:
         )
 
     def watching(self, watched: Sequence[str] | None, restores_best: bool) -> Resumed:
-        """The same, without what early stopping has seen where that was of another number.
+        """The same, without early stopping's history where that is of another metric.
 
         Args:
-            watched: Name and mode of what the run watches.
-            restores_best: Its answer is the best model: one that nobody has kept cannot be beaten.
+            watched: Name and mode of the run's metric.
+            restores_best: The result is the best model: one that was not kept cannot be beaten.
         """
         before = None if self.fingerprint is None else self.fingerprint.get("monitor")
         if before == watched and not (restores_best and self.best is None):
@@ -254,10 +255,10 @@ class Resumed:
         return replace(self, best=None, position=replace(self.position, best=Best()))
 
     def put_back(self, replicas: Sequence[Replica]) -> None:
-        """Make of newly built replicas what the ranks were.
+        """Restore newly built replicas.
 
-        A rank takes what the rank of its number kept; where there are more ranks than before, they begin with
-        what the first ones had. Under exact all begin with what rank 0 had.
+        A rank takes the state of the rank of its number; where there are more ranks than before, they begin
+        with those of the first ones. Under exact all begin with that of rank 0.
 
         Raises:
             CheckpointError: Models, optimizers or schedulers are others.
@@ -273,12 +274,12 @@ class Resumed:
 
 
 def find(resume: bool | str | PathLike[str], store: Store | None) -> Resumed | None:
-    """What to go on from; None: begin at the beginning.
+    """The state to resume from; None: begin at the beginning.
 
     Args:
         resume: True: the newest checkpoint of the folder, if there is one; or the path of a checkpoint, or
             of a folder of such.
-        store: The folder of the run; it follows what is found.
+        store: The folder of the run; it continues the found one.
 
     Raises:
         CheckpointError: There is none, or it cannot be read.
@@ -314,9 +315,9 @@ def _resumed(path: Path, state: Mapping[str, Any], store: Store | None, folder: 
     """The contents of a file.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         state: As it was read.
-        store: The folder of the run; it follows what is found.
+        store: The folder of the run; it continues the found one.
         folder: Where the files before it lie; None: this one was asked for.
     """
     if store is not None:
@@ -338,7 +339,7 @@ def _resumed(path: Path, state: Mapping[str, Any], store: Store | None, folder: 
 def _newest(store: Store) -> tuple[Path, dict[str, Any]] | None:
     found, there = store.newest(), store.paths()
     if found is None and there:
-        # To begin anew would be to lose, silently, what days may have made.
+        # To begin anew would be to lose, silently, perhaps days of training.
         raise CheckpointError(
             f"none of the {len(there)} checkpoints in {str(there[0].parent)!r} can be read; the log says "
             "why. Give the path of another one, or resume=False and another folder to begin anew",
@@ -348,7 +349,7 @@ def _newest(store: Store) -> tuple[Path, dict[str, Any]] | None:
 
 
 def _check_own(store: Store, found: Path | None) -> None:
-    """Check that the folder is this run's: what another one has written there would be removed in time."""
+    """Check that the folder is this run's: another run's files there would be removed in time."""
     there = store.paths()
     if there and (found is None or found.resolve().parent != there[0].resolve().parent):
         raise OptionError(

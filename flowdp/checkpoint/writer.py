@@ -1,4 +1,4 @@
-"""From what the ranks put down at a standstill to checkpoints, snapshots and the best state of a run.
+"""Checkpoints, snapshots and the best state of a run, from the states that ranks save at a barrier.
 
 The ranks copy to the host and train on; one thread writes. A disk that is slower than the run is asked for
 gets the newest checkpoint and the best one, not all of them.
@@ -32,18 +32,18 @@ __all__ = ["Checkpoint", "Saver", "Standing"]
 log = logging.getLogger("flowdp")
 
 Part = Callable[[], dict[str, Any]]
-"""Gives what a rank has put down, once its device has come that far."""
+"""Returns a rank's saved state, once its device has come that far."""
 
 
 class Standing:
     """All that was put down at one standstill.
 
     Args:
-        parts: Of the ranks that were there.
+        parts: States of the ranks that were there.
         model: The rank whose part holds the model.
         position: Where the run stood.
         history: Records of the epochs that were complete.
-        orders: Checksums of what a sampler drew for the open epochs; None: nobody knows.
+        orders: Checksums of a sampler's draws for the open epochs; None: unknown.
 
     Threads:
         Any. The first one that asks waits for the devices.
@@ -66,7 +66,7 @@ class Standing:
         self._read: dict[str, Any] | None = None
 
     def read(self) -> dict[str, Any]:
-        """What `store.write` takes, but for the descriptions of the run."""
+        """Arguments of `store.write`, but for the descriptions of the run."""
         with self._lock:
             if self._read is None:
                 ranks = {rank: part() for rank, part in sorted(self._parts.items())}
@@ -106,7 +106,7 @@ class Checkpoint:
     def state_dict(self) -> Mapping[str, Tensor]:
         """Parameters and buffers, averaged over the ranks, by the module's own names, on the CPU.
 
-        A copy: what is done to it changes no file, nor the best model.
+        A copy: a change of it changes no file, nor the best model.
         """
         model = self._state["model"]
         return {name: value.clone() if isinstance(value, Tensor) else value for name, value in model.items()}
@@ -135,9 +135,9 @@ class _Job:
 
     Attributes:
         version: Its number.
-        standing: What is in it.
+        standing: Its contents.
         best: The best model at that moment; None where there is none.
-        value: Of the metric that `keep_best` names; None where it has none here.
+        value: Value of the metric that `keep_best` names; None without one.
     """
 
     version: int
@@ -148,7 +148,7 @@ class _Job:
 
 @dataclass(slots=True)
 class _Desk:
-    """What lies between the threads; guarded by the saver's condition."""
+    """State between the threads; guarded by the saver's condition."""
 
     parts: dict[int, Part] = field(default_factory=dict)
     pending: list[_Job] = field(default_factory=list)
@@ -160,20 +160,20 @@ class _Desk:
 
 
 class Saver:
-    """Takes what the ranks put down, and makes of it what was asked for.
+    """Receives the ranks' saved states, and makes checkpoints and snapshots of them.
 
     Args:
         store: The folder; None: there is none.
-        describe: What of the run must be the same where a checkpoint of it is resumed.
-        saved: Called with each checkpoint, on the writer's thread; None: nobody listens.
-        failed: Called where none can ever be written, for what the run holds is not plain.
+        describe: Fingerprint of the run.
+        saved: Called with each checkpoint, on the writer's thread; None: no listener.
+        failed: Called where none can ever be written, as the run's state is not plain.
         best: The best model so far, where the run keeps it.
         evaluates: The run has an evaluation.
 
     Attributes:
-        problems: What could not be written, in words.
-        orders: Tells the checksums of what a sampler drew for the epochs that are open at a position; None:
-            nobody knows them.
+        problems: Failed writes, as text.
+        orders: Returns the checksums of a sampler's draws for the epochs that are open at a position; None:
+            unknown.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Saver:
 
     @property
     def last(self) -> Path | None:
-        """The newest file in the folder, of this run or of what it continues; None while there is none."""
+        """The newest file in the folder, of this run or of the one it continues; None while there is none."""
         there = [] if self._store is None else self._store.paths()
         return there[0] if there else None
 
@@ -237,7 +237,7 @@ class Saver:
         return self._old_best if self._best is None else self._best.model
 
     def put(self, rank: int, part: Part) -> None:
-        """Take what a rank puts down.
+        """Take a rank's saved state.
 
         Threads:
             The worker of the rank, at a standstill.
@@ -246,7 +246,7 @@ class Saver:
             self._desk.parts[rank] = part
 
     def save(self, command: Save, history: Sequence[EpochMetrics]) -> None:
-        """All ranks have put theirs down: make of it what the command says. Does not wait.
+        """Make the checkpoint or snapshot of a command, once all ranks have saved. Does not wait.
 
         Threads:
             The coordinator.
@@ -267,7 +267,7 @@ class Saver:
             self._changed.notify_all()
 
     def wait_for_snapshot(self, wish: int) -> Standing | None:
-        """What answers this wish for a snapshot; None where the run ends before.
+        """Answer to a request for a snapshot; None where the run ends before.
 
         Threads:
             The user's.
@@ -292,7 +292,7 @@ class Saver:
             self._changed.notify_all()
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Write what waits, and end the thread; False where it is not done in time.
+        """Write pending checkpoints, and end the thread; False where it is not done in time.
 
         Threads:
             The coordinator, when no rank puts anything down any more.
@@ -312,7 +312,7 @@ class Saver:
             self._store.give_back()
 
     def let_go(self) -> None:
-        """Drop what was put down, but for the best model, who was asked and told, of a run that is over."""
+        """Drop the saved states of a run that is over, but for the best model and the answers given."""
         self._desk = _Desk(is_closed=True, is_over=True)
         self.orders = lambda _: None
         self._saved = None
@@ -399,7 +399,7 @@ class Saver:
             self._saved(Checkpoint(state, path))
 
     def _complain(self, error: CheckpointError, *, is_final: bool) -> None:
-        """A full disk may be emptied while the run goes on; what is not plain never will be."""
+        """Whether a later write may succeed: a full disk may be emptied, a foreign object stays one."""
         self.problems.append(str(error))
         if is_final:
             self._failed(error)

@@ -57,7 +57,7 @@ _raised: dict[tuple[str, int], int] = {}  # the limits as they were, by those th
 
 
 def make_room(ranks: int) -> None:
-    """Raise dynamo's limits, which all replicas share, to what each would have alone.
+    """Raise dynamo's limits, which all replicas share, so that each has as much room as alone.
 
     They stay so: what was compiled stays with the functions, too, and the user's thread may compile more of
     them when the run is over. A number that the user sets is raised at the next start.
@@ -107,7 +107,7 @@ class Uncompiled:
 
 
 def take_out(module: nn.Module) -> None:
-    """Have the compiled parts of a module run as they are written; what it changes are their attributes."""
+    """Run the compiled parts of a module eagerly, by a change of their attributes."""
     for part in module.modules():
         own = vars(part)
         if own.get("_compiled_call_impl") is not None:
@@ -117,7 +117,7 @@ def take_out(module: nn.Module) -> None:
 
 
 def warn_of_draws(devices: Iterable[torch.device], are_compiled: bool) -> None:
-    """Say that what is compiled has no effect, because CPU ranks draw from generators of their own."""
+    """Log that compilation has no effect, because CPU ranks draw from generators of their own."""
     if are_compiled and any(device.type == "cpu" for device in devices):
         log.warning(
             "with partition_ratios, devices on the CPU draw by the seed, which compiled functions cannot: "
@@ -173,7 +173,7 @@ class FirstCalls:
         """A context for a call, which waits for its turn where the call may have to be compiled.
 
         Args:
-            size: Of what is called with, for calls of another size may be compiled anew; None: not known.
+            size: Samples of the call, as calls of another size may be compiled anew; None: not known.
         """
         if not self.are_compiled or size in self._sizes or len(self._sizes) == SIZES:
             return nullcontext()
@@ -202,11 +202,11 @@ def frees_at_once(device: torch.device) -> bool:
     """Whether backwards of ranks that take turns keep their graph, to free it at once behind them.
 
     Tensors of a graph belong to Python as well, and the backward would ask for the interpreter lock to
-    free each: some hundred times, against the rank whose turn it is to launch. On CUDA memory is dearer,
+    free each: some hundred times, against the rank that has the turn to launch. On CUDA memory is dearer,
     and compiled backwards give parts of their graph away.
 
     Args:
-        device: Of the rank.
+        device: Device of the rank.
     """
     return device.type == "cpu" and not has_compiled()
 

@@ -37,7 +37,7 @@ def open_pools(
 
     Args:
         devices: One per rank.
-        tuning: Of the run. Without `openmp` each rank has as many threads as the caller.
+        tuning: Settings of the run. Without `openmp` each rank has as many threads as the caller.
         adapts: Whether nothing is promised about bits, so that sizes may follow measured speed. With
             `torch.use_deterministic_algorithms` they never do.
 

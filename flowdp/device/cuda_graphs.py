@@ -2,7 +2,7 @@
 
 A replay holds no interpreter lock, and launches hundreds of kernels in the time of a few. While a stream
 captures, its thread may do nothing that waits for a device. Other threads may, because the capture is
-`thread_local`; but of what they do, some would still reach it, or be reached by it:
+`thread_local`; but some of their calls would still reach it, or be reached by it:
 
 - Torch allows one capture at a time in a process, and a graph that is made into something that can be
   launched allocates and may wait for a device, which must not be while a collective is half launched. Both
@@ -38,7 +38,7 @@ class Graph(Protocol):
     """Recorded work; `torch.cuda.CUDAGraph` is one."""
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
-        """Record what comes on the current stream."""
+        """Record the work enqueued on the current stream."""
         ...
 
     def capture_end(self) -> None:
@@ -59,11 +59,11 @@ class GraphPool:
 
     They share one pool because they are never under way at once: all are launched on the rank's stream, which
     is `compute` or, in a loop that the user owns, the first rank's current one. A tensor that
-    a graph has made keeps its memory for as long as somebody holds it; all else is written over by the next
+    a graph has made keeps its memory for as long as it is referenced; all else is written over by the next
     graph.
 
     Args:
-        lane: The rank's.
+        lane: Lane of the rank.
 
     Threads:
         The rank's worker.
@@ -76,9 +76,9 @@ class GraphPool:
         self._graphs: list[Graph] = []
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Record what `work` enqueues on the current stream; nothing of it runs yet.
+        """Record the work that `work` enqueues on the current stream; nothing of it runs yet.
 
-        All kernels of it must have run before in this thread: what is loaded, tuned or made at its first use
+        All kernels of it must have run before in this thread: anything loaded, tuned or made at its first use
         cannot be captured.
 
         Raises:
@@ -89,7 +89,7 @@ class GraphPool:
         here = lane.current()
         graph: Graph = lane.cuda.CUDAGraph()
         with QUIET:
-            # What torch writes around a capture, the state of the generator, is ordered with the replays.
+            # Torch's writes around a capture, to the state of the generator, are ordered with the replays.
             self._before.record(here)
             lane.capturing.wait_event(self._before)
             with lane.on(lane.capturing):

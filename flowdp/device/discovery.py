@@ -63,7 +63,7 @@ class DeviceSummary:
 
     @property
     def usable(self) -> tuple[DeviceInfo, ...]:
-        """What `devices="auto"` takes."""
+        """The devices of `devices="auto"`."""
         return tuple(info for info in self.devices if info.problem is None)
 
     @property
@@ -104,7 +104,7 @@ def _cpu_memory_bytes() -> int:
 
 
 def _problem_of(device: torch.device) -> str | None:
-    """Compute something small on a device; say what went wrong.
+    """Compute something small on a device; returns the problem, if any.
 
     A device may be listed and still refuse: in use exclusively, of an architecture that this torch has no
     kernels for, or broken. One that has computed is not tried again, while a run may be at work on it.

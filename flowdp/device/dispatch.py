@@ -1,6 +1,6 @@
 """Parts of torch that several threads may not use at once as they are.
 
-An operator's Python object (`torch.ops.aten.add.Tensor`) is made when somebody first asks for it. In a
+An operator's Python object (`torch.ops.aten.add.Tensor`) is made at its first use. In a
 `TorchDispatchMode` (selective checkpoints, a counter of operations, `OwnDraws`) and for tensors with a
 `__torch_dispatch__` of their own, C++ asks, and keeps a bare pointer. When two threads ask for the same one
 at once, each makes its own, and the second takes the first one's place; the pointer may be that of the first.

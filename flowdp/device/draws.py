@@ -32,7 +32,7 @@ __all__ = [
 def draw_seed() -> int:
     """A seed from torch's CPU generator, which moves on by one number, as it does when a model draws from it.
 
-    So `torch.manual_seed` and `torch.set_rng_state` have their effect on what the ranks draw.
+    So `torch.manual_seed` and `torch.set_rng_state` have their effect on the ranks' draws.
     """
     return int(torch.randint(2**62, ()))
 
@@ -60,7 +60,7 @@ class NoRedraws(RankMode):
     gradients would be wrong.
 
     Args:
-        device: Of the rank.
+        device: Device of the rank.
 
     Threads: the one that enters it.
     """
@@ -117,10 +117,10 @@ class OwnDraws(RankMode):
     Args:
         seed: From `draw_seed`, the same for all ranks of a call; None: nothing may be drawn, for it is a
             backward.
-        place: The rank, and what else the numbers depend on.
+        place: The rank, and other integers that the numbers depend on.
 
     Attributes:
-        generator: What they draw from; None where nothing may be drawn.
+        generator: Generator of the draws; None where nothing may be drawn.
 
     Threads: the one that enters it, as often as it likes.
     """

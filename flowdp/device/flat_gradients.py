@@ -31,7 +31,7 @@ _version = attrgetter("_version")
 
 
 class Touched:
-    """What each rank's backward has touched in a round, for all others to read behind the gate.
+    """Parameters with gradients, per rank and round, for all others to read behind the gate.
 
     Two rounds are kept: a rank may write the next one's while a slower one still reads this one's, and comes
     to the one after only when all have left this one.
@@ -68,10 +68,10 @@ class FlatGradients:
     """One rank's gradients as flat memory.
 
     Args:
-        replica: Whose; its parameters get their `grad` here.
+        replica: Replica whose parameters get their `grad` here.
 
     Attributes:
-        parameters: Of the replica, as `FlatReplica.parameters` has them.
+        parameters: Parameters of the replica, as `FlatReplica.parameters` has them.
         homes: The memory of each of the replica's flats, parameters at least. Shape (elements,) each.
 
     Threads:
@@ -169,14 +169,14 @@ class SharedGradients(FlatGradients, FlatTensors):
     backward has touched, before they meet: one that no rank touched has no gradient at the step.
 
     Args:
-        replica: Whose; its parameters get their `grad` here.
+        replica: Replica whose parameters get their `grad` here.
         module: The replica's.
-        touched: What all ranks tell each other.
+        touched: Table of parameters with gradients, shared by the ranks.
 
     Attributes:
         rank: The replica's.
         flats: As the replica's, gradients in place of parameters; and one for the weight.
-        weight: Of the losses, per sample. Float64, shape [].
+        weight: Weight of the losses, per sample. Float64, shape [].
 
     Raises:
         OptionError: Two parameters of the module are two objects over one memory.
@@ -205,7 +205,7 @@ class SharedGradients(FlatGradients, FlatTensors):
         return self._parts
 
     def gather(self) -> None:
-        """Bring in the buffers, and gradients from elsewhere; tell what was touched. See `collect`."""
+        """Copy in buffers, and gradients outside of flat memory; mark touched parameters. See `collect`."""
         self._turn += 1
         self._touched.put(self.rank, self._turn, self.collect(), self.is_weighted)
         self._replica.gather()
@@ -222,7 +222,7 @@ class SharedGradients(FlatGradients, FlatTensors):
         """Divide the mean by the weight, as one device would; returns which parameters any rank has touched.
 
         Args:
-            members: Of the round.
+            members: Members of the round.
         """
         if self._touched.any_weighted(self._turn, members):
             for part in self._parts:
@@ -250,7 +250,7 @@ class SharedGradients(FlatGradients, FlatTensors):
 
 
 def _replace(own: Tensor, gradient: Tensor | None) -> bool:
-    """Make a gradient what stands in its place; whether anything does."""
+    """Replace a gradient by the memory at its place; whether there is any."""
     if gradient is None:
         own.zero_()
     else:

@@ -1,4 +1,4 @@
-"""What of a replica is averaged, as flat memory.
+"""A replica's trained parameters and buffers, packed into one tensor per dtype.
 
 Parameters that require grad and all buffers move into one 1-D tensor per dtype, and the module's tensors
 become views of it. So a mean, a snapshot, a difference or a norm is one operation on one memory instead of
@@ -24,7 +24,7 @@ ALIGNMENT = 64
 """Bytes on which every tensor starts: a cache line, and a vector of AVX-512."""
 
 _COUNTS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-"""What torch can take the maximum of; it cannot of the wider unsigned integers."""
+"""Integer dtypes with a maximum in torch; the wider unsigned integers have none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +49,7 @@ class Flat:
 
 @dataclass(frozen=True, slots=True)
 class _Spec:
-    """What two replicas must agree on for a tensor."""
+    """Properties of a tensor on which two replicas must agree."""
 
     name: str
     kind: str
@@ -78,10 +78,10 @@ class _Place:
 
 
 class FlatTensors(ABC):
-    """What one rank brings to a mean, as flat memory.
+    """Contribution of one rank to a mean, as flat memory.
 
     Attributes:
-        rank: Whose.
+        rank: Rank index.
         flats: One per dtype, or more.
     """
 
@@ -96,7 +96,7 @@ class FlatTensors(ABC):
 
     @abstractmethod
     def trained(self) -> list[Tensor]:
-        """What training changes of each dtype, without buffers. Shape (elements,) each."""
+        """Trained memory of each dtype, without buffers. Shape (elements,) each."""
 
     def total(self) -> Tensor:
         """The sum of `trained`: not finite where a number is not, or where the sum itself is too large.
@@ -117,7 +117,7 @@ class FlatTensors(ABC):
 
     @abstractmethod
     def gather(self) -> None:
-        """Copy in what lies outside of the flat memory, before a mean.
+        """Copy in tensors that lie outside of the flat memory, before a mean.
 
         Raises:
             CollectiveError: A tensor is gone or has another shape.
@@ -125,7 +125,7 @@ class FlatTensors(ABC):
 
     @abstractmethod
     def scatter(self) -> None:
-        """Copy the mean out to what the last `gather` found outside."""
+        """Copy the mean out to the tensors that the last `gather` found outside."""
 
     def check_like(self, other: FlatTensors) -> None:
         """Check that two ranks have the same tensors in the same places.
@@ -191,7 +191,7 @@ class FlatReplica(FlatTensors):
         parameters that the module keeps elsewhere stay there.
 
         Args:
-            keys: Of each of `parameters()`, in that order; the same ones for all replicas.
+            keys: Key of each of `parameters()`, in that order; the same ones for all replicas.
         """
         self.gather()
         outside = {self._places[index].tensor: self._places[index].tensor.data for index in self._moved}
@@ -239,7 +239,7 @@ class FlatReplica(FlatTensors):
         return Flat(memory, split)
 
     def gather(self) -> None:
-        """Copy in what the module moved out of the flat memory, before a mean.
+        """Copy in tensors that the module moved out of the flat memory, before a mean.
 
         Assigning `weight.data`, `load_state_dict(assign=True)` or a buffer that is computed anew in forward
         leave the memory behind; the module keeps its own storage, and `scatter` brings the mean there.
@@ -292,7 +292,7 @@ class FlatReplica(FlatTensors):
             kept.copy_(span)
 
     def put_back_buffers(self) -> None:
-        """Bring the buffers back to what they were at the last `keep_buffers`."""
+        """Restore the buffers of the last `keep_buffers`."""
         for kept, span in zip(self._kept, self._buffers(), strict=True):
             span.copy_(kept)
         for outside, view in self._outside():

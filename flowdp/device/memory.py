@@ -1,4 +1,4 @@
-"""The gauge: what a device's driver and torch's allocator say of its memory."""
+"""Gauge of a device's memory, from its driver and torch's allocator."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def read_memory(lane: Lane, cuda: Any = torch.cuda) -> Memory | None:
     never per batch.
 
     Args:
-        lane: Whose device.
-        cuda: What stands for `torch.cuda`, in tests.
+        lane: Lane of the device.
+        cuda: Replacement of `torch.cuda`, in tests.
 
     Threads:
         The rank's worker or, before the run, the one that starts it; never at the gate.
@@ -40,11 +40,11 @@ def read_memory(lane: Lane, cuda: Any = torch.cuda) -> Memory | None:
 
 
 def reset_peak(lane: Lane, cuda: Any = torch.cuda) -> None:
-    """Let the peak begin anew: what an earlier run of the process needed says nothing about this one.
+    """Reset the peak: the needs of an earlier run of the process say nothing about this one.
 
     Args:
-        lane: Whose device; nothing is done for a CPU device.
-        cuda: What stands for `torch.cuda`, in tests.
+        lane: Lane of the device; nothing is done for a CPU device.
+        cuda: Replacement of `torch.cuda`, in tests.
 
     Threads:
         The one that starts the run, before its workers.

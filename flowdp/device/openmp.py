@@ -41,7 +41,7 @@ def set_own_threads(count: int) -> None:
     known, changed = threading.Event(), threading.Event()
 
     def keep() -> None:
-        common = torch.get_num_threads()  # what torch gives to a thread that starts now
+        common = torch.get_num_threads()  # torch's setting for a thread that starts now
         known.set()
         changed.wait()
         torch.set_num_threads(common)
@@ -89,7 +89,7 @@ def _openmp_runtime() -> ctypes.CDLL | None:
     """The OpenMP runtime that torch computes with, reached through torch's own library.
 
     Other packages bring runtimes of their own (scikit-learn does); a symbol looked up in torch's library
-    is found among what that library was linked to.
+    is found among the libraries linked to it.
     """
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
         file = Path(torch.__file__).parent / "lib" / name

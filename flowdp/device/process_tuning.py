@@ -98,7 +98,7 @@ def keep_freed_memory() -> bool:
 
 
 class _SwitchInterval:
-    """The interpreter's switch interval, short while anybody holds it.
+    """The interpreter's switch interval, short while any run holds it.
 
     A worker spends most of a step in kernels that release the interpreter; to come back it waits until the
     thread that has it gives way, after one interval at worst. 5 ms are ten steps of a small model.

@@ -25,16 +25,17 @@ from torch import Tensor
 __all__ = ["QUIET", "CudaLane", "Event", "HostLane", "Lane", "Stream", "open_lanes"]
 
 QUIET = threading.Lock()
-"""Held while a grouped collective is launched, and by whoever allocates, pins or launches for the first time
-beside the workers (which stand in the gate then). Between the first and the last launch of a group, each of
-these can wait for a kernel that waits for a launch behind it. One for the process: runs share the driver."""
+"""Held while a grouped collective is launched, and by a thread that allocates, pins or launches for the first
+time beside the workers (which stand in the gate then). Between the first and the last launch of a group, each
+of these can wait for a kernel that waits for a launch behind it. One for the process: runs share the
+driver."""
 
 
 class Event(Protocol):
     """A mark on a stream; `torch.cuda.Event` is one."""
 
     def record(self, stream: Any = None) -> None:
-        """Mark what is on the stream so far."""
+        """Mark the work on the stream so far."""
         ...
 
     def synchronize(self) -> None:
@@ -58,7 +59,7 @@ class Stream(Protocol):
     """A queue of work on a device; `torch.cuda.Stream` is one."""
 
     def wait_event(self, event: Any) -> None:
-        """Let what comes later on this stream wait for a mark on another one."""
+        """Let later work on this stream wait for a mark on another one."""
         ...
 
     def synchronize(self) -> None:
@@ -109,7 +110,7 @@ class Lane(ABC):
 
     @abstractmethod
     def adopt(self) -> None:
-        """Let `compute` wait for what the calling thread has enqueued so far: the user's tensors."""
+        """Let `compute` wait for the calling thread's work so far: the user's tensors."""
 
     @abstractmethod
     def await_default(self, stream: Stream, device: torch.device) -> None:
@@ -132,7 +133,7 @@ class CudaLane(Lane):
 
     Args:
         device: With its index.
-        cuda: What stands for `torch.cuda`, in tests.
+        cuda: Replacement of `torch.cuda`, in tests.
 
     Attributes:
         cuda: As given.

@@ -46,8 +46,8 @@ def difference(
     """The first differences of two structures; "" where there are none.
 
     Args:
-        mine: Of one model.
-        theirs: Of the other.
+        mine: Tensors of one model.
+        theirs: Tensors of the other.
         here: Place of the one, for the text: "on rank 1".
         there: Place of the other.
         most: Tensors that are named.
@@ -80,7 +80,7 @@ def check_same(
         theirs: See `difference`.
         here: See `difference`.
         there: See `difference`.
-        remedy: What to do, for the message.
+        remedy: Advice for the message.
 
     Raises:
         OptionError: They differ; the message names the first tensor that does, its places and both forms.

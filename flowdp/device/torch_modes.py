@@ -43,7 +43,7 @@ def caller_modes(kinds: frozenset[str]) -> Callable[[], AbstractContextManager[N
 
 @contextmanager
 def unhooked() -> Iterator[None]:
-    """Hold back hooks on what graphs save (offloading, `torch.utils.checkpoint`): another thread has none."""
+    """Suspend hooks on saved tensors (offloading, `torch.utils.checkpoint`): another thread has none."""
     stack = torch._C._autograd
     held = []
     while (hooks := stack._top_saved_tensors_default_hooks(True)) is not None:

@@ -130,7 +130,7 @@ def bound(worker: CurrentWorker) -> Iterator[None]:
 
 
 def current_worker() -> CurrentWorker:
-    """The worker whose step the calling thread runs.
+    """Current worker of the calling thread.
 
     Raises:
         RuntimeError: The calling thread is no worker of a run.

@@ -1,6 +1,6 @@
-"""What ranks say when they meet at the gate, and the one answer that all of them get.
+"""Arrival of a rank at the gate, and the one outcome that all ranks get.
 
-What all ranks must do in the same round is decided here, once, and travels in no order.
+Anything that all ranks must do in the same round is decided here, once, and travels in no order.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ class Arrival:
     """A rank stands in the gate.
 
     Attributes:
-        rank: Who.
-        round: Which round it means; all members must mean the same one.
+        rank: Rank index.
+        round: Round number; all members must agree on it.
         global_step: Steps of all ranks before this round, as the order said.
         steps: Steps this rank has taken since the last mean.
         samples: Samples of those steps: its weight.
@@ -45,13 +45,13 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Directives:
-    """What the next outcome shall tell all ranks.
+    """Contents of the next outcome.
 
     Attributes:
         stop: End the run with this round. Stays until the run ends.
         pause: Stand still after this round. Consumed by the outcome.
         lr: New learning rate of the first parameter group. Consumed by the outcome.
-        halt: Stand still after this round for what is done then: an evaluation, a checkpoint. Consumed by the
+        halt: Stop at a barrier after this round, for an evaluation or a checkpoint. Consumed by the
             outcome.
     """
 
@@ -63,7 +63,7 @@ class Directives:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a round: decided once, the same object for every member.
+    """Result of a round: decided once, the same object for every member.
 
     Attributes:
         round: Its number.
@@ -74,13 +74,13 @@ class Outcome:
             had NaN or inf parameters in this round may weigh nothing all the same: the next outcome tells, or
             the rank's acknowledgment.
         stop: The run ends here.
-        pause: Everybody stands still after it.
+        pause: All ranks stop after it.
         lr: New learning rate, or None.
         hurried: Some member came with fewer steps than planned.
         left: Ranks that left the gate since the last outcome.
         drift: The distance from the mean is measured.
         compare: After the step of this round every rank sums the bits of its parameters (exact).
-        halt: Everybody stands still after it, for something that the coordinator will say.
+        halt: All ranks stop at a barrier after it, and wait for the coordinator's tasks.
         bad: Members whose replica has NaN or inf parameters: they weighed nothing, in this round or, where a
             host hears of it from its device, in the one before.
         late: The hosts of all members hear of this round's behind the gate.

@@ -1,4 +1,4 @@
-"""Where a run stands between two rounds, as plain data: what a checkpoint keeps of the coordinator.
+"""Position of a run between two rounds, as plain data: the coordinator's state in a checkpoint.
 
 It is taken while every rank stands still and nothing is dealt, so a position in an epoch is one integer and
 a short list. `machine.story` writes it as JSON and reads it back.
@@ -23,10 +23,10 @@ class OpenEpoch:
     """An epoch that has begun and is not complete.
 
     Attributes:
-        epoch: Which, from 0.
+        epoch: Index of the epoch.
         position: First batch that was never dealt.
         left: Earlier batches that were not trained, per rank. Shape (world_size, ...).
-        sums: What the ranks have done of it. Shape (world_size,).
+        sums: The ranks' sums of it. Shape (world_size,).
         rounds: Averagings in it.
         sync_ms: Time of all of them.
         divergence: Largest drift; None where not measured.
@@ -63,7 +63,7 @@ class Position:
         versions: Checkpoints so far, this one included.
         anchor: Steps of the slowest rank that the cadence aims at; None without a cadence.
         pace_ms: Time of one step per rank; 0 where not measured. Shape (world_size,).
-        best: Of what early stopping watches.
+        best: Best value of early stopping's metric.
         drifts: The last largest drifts that the divergence guard has seen, oldest first.
     """
 
@@ -81,7 +81,7 @@ class Position:
     drifts: tuple[float, ...] = ()
 
     def remaining(self, epoch: int) -> tuple[int, tuple[int, ...]] | None:
-        """What is not trained yet of an epoch: all batches from the first number on, and these before it.
+        """Untrained batches of an epoch: all from the first number on, and these before it.
 
         None where the epoch is complete.
         """
@@ -93,7 +93,7 @@ class Position:
         return 0, ()
 
     def check(self) -> None:
-        """Check what was read from a file.
+        """Check a position that was read from a file.
 
         Raises:
             ValueError: A field is of another type, or out of its range; the message names it.
@@ -132,7 +132,7 @@ def check_types(value: object, kind: Any, where: str) -> None:
     Args:
         value: The record, or a part of it.
         kind: A dataclass, or the annotation of a part.
-        where: What the error calls it.
+        where: Its name in the error.
 
     Raises:
         ValueError: It does not; an int may stand for a float.

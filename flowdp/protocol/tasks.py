@@ -1,4 +1,4 @@
-"""What is said while all ranks stand still, between two rounds with nothing dealt.
+"""Tasks of the ranks at a barrier, between two rounds with nothing dealt, and their answers.
 
 The replicas are equal then, and no order can be obeyed in different rounds: one in the inbox is enough.
 """
@@ -25,7 +25,7 @@ class Evaluate:
 
     Attributes:
         epoch: The epoch that has ended.
-        number: Which evaluation of the run, from 0.
+        number: Index of the evaluation in the run.
     """
 
     epoch: int
@@ -34,10 +34,10 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True)
 class SaveState:
-    """All ranks stand still: copy to the host what a checkpoint keeps of this rank.
+    """At a barrier: copy this rank's state to the host for a checkpoint.
 
     Attributes:
-        number: Which capture of the run, from 0.
+        number: Index of the saving in the run.
         model: The rank that also puts down the model.
     """
 
@@ -47,7 +47,7 @@ class SaveState:
 
 @dataclass(frozen=True, slots=True)
 class CopyReplica:
-    """All ranks stand still: this replica had NaN or inf parameters, and becomes what another one is.
+    """At a barrier: this replica had NaN or inf parameters, and copies another one.
 
     Attributes:
         donor: The rank to take optimizer state, parameters and buffers from.
@@ -57,11 +57,11 @@ class CopyReplica:
 
 
 BarrierTask = Evaluate | SaveState | CopyReplica
-"""What a rank does while all stand still."""
+"""Task of a rank at a barrier."""
 
 Evaluation = tuple[int, float, tuple[tuple[str, float], ...]]
-"""Of a batch of an evaluation: its number, its samples (or what else the means count for), and (name, mean)
-pairs."""
+"""Result of a batch of an evaluation: its number, its samples (or another weight of the means), and (name,
+mean) pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,9 @@ class Evaluated:
     """A rank has no batch of the evaluation left to take.
 
     Attributes:
-        rank: Who.
-        results: Of the batches that it took: number, samples, and (name, mean over the samples) pairs.
+        rank: Rank index.
+        results: Results of the batches that it took: number, samples, and (name, mean over the samples)
+            pairs.
     """
 
     rank: int
@@ -79,13 +80,13 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class StateSaved:
-    """What a checkpoint keeps of this rank is on its way to the host."""
+    """This rank's state is on its way to the host."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCopied:
-    """The replica of this rank is again what the others are."""
+    """The replica of this rank equals the others again."""
 
     rank: int
