@@ -399,7 +399,7 @@ class Saver:
             self._saved(Checkpoint(state, path))
 
     def _complain(self, error: CheckpointError, *, is_final: bool) -> None:
-        """Whether a later write may succeed: a full disk may be emptied, a foreign object stays one."""
+        """Report a failed write; with `is_final` no later one can succeed, as the state is not plain."""
         self.problems.append(str(error))
         if is_final:
             self._failed(error)
