@@ -191,7 +191,7 @@ def test_the_snapshot_of_an_abandoned_round_is_never_averaged():
 def test_a_round_without_samples_is_a_bug():
     _, flat = replicas()
     snapshots = on_host(flat)
-    with pytest.raises(ProtocolError, match="no samples"):
+    with pytest.raises(ProtocolError, match="has trained a sample"):
         hold(snapshots, 0, [0, 0])
 
 

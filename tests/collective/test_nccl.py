@@ -184,13 +184,13 @@ def test_one_that_is_left_alone_has_no_communicator(world):
 
 def remade(world: FakeWorld, monkeypatch: pytest.MonkeyPatch, doing: Callable[[], object]) -> list[object]:
     """A round of ranks 0 and 2, with something done while NCCL makes communicators for them."""
-    real = nccl.Opening.wait
+    real = nccl.CommunicatorSetup.wait
 
     def wait(opening, *limits):
         doing()
         return real(opening, *limits)
 
-    monkeypatch.setattr(nccl.Opening, "wait", wait)
+    monkeypatch.setattr(nccl.CommunicatorSetup, "wait", wait)
     world.gate.leave(1)
     return world.hold([1, 0, 2], ranks=[0, 2])
 
