@@ -13,7 +13,7 @@ FlowdpError
   StallError                 nothing has moved for a long time  .ranks .stacks
   CheckpointError            a checkpoint cannot be used        .path .version
   StateError                 the model does not take the state  .state
-  ProtocolError              a bug of flowdp                   .story
+  ProtocolError              a bug of flowdp                   .events
 ```
 
 Usage::
@@ -177,10 +177,10 @@ class ProtocolError(FlowdpError):
     """A bug of flowdp: a machine met something that its protocol rules out.
 
     Attributes:
-        story: The last events before it, oldest first, as text.
+        events: The last events before it, oldest first, as text.
     """
 
-    def __init__(self, message: str, *, story: Sequence[str] = ()) -> None:
-        self.story = tuple(story)
-        tail = "".join(f"\n  {line}" for line in self.story[-50:])
+    def __init__(self, message: str, *, events: Sequence[str] = ()) -> None:
+        self.events = tuple(events)
+        tail = "".join(f"\n  {line}" for line in self.events[-50:])
         super().__init__(message + ("\nThe last events:" + tail if tail else ""))

@@ -82,7 +82,7 @@ class Status:
         launch_bound: Part of the ranks' time that they wait to launch their steps, because Python runs in one
             thread at a time; 0 where that is no limit. None: not known, or one rank.
         problems: What went wrong without ending the run: replicas that had NaN or infinite numbers, ranks
-            that left or ran out of memory, callbacks that raised or do not return, a checkpoint or a story
+            that left or ran out of memory, callbacks that raised or do not return, a checkpoint or event log
             that could not be written, a standstill at the start or while paused.
     """
 

@@ -157,7 +157,7 @@ class Run:
             return report
         return f"{report}\n\n{self._observer.inside} is here:\n{self._observer.stack.rstrip()}"
 
-    def save_story(self, path: str | PathLike[str]) -> None:
+    def save_event_log(self, path: str | PathLike[str]) -> None:
         """Write the events that are kept, the last few thousand, for `python -m flowdp.sim --replay`.
 
         Events of a longer run can be replayed only where `RuntimeOptions(event_log=...)` wrote them from the
@@ -166,7 +166,7 @@ class Run:
         Raises:
             OSError: It cannot be written.
         """
-        Path(path).write_text("\n".join([*self._engine.story.lines(), ""]), encoding="utf-8")
+        Path(path).write_text("\n".join([*self._engine.event_log.lines(), ""]), encoding="utf-8")
 
     @overload
     def metrics(self, every: Literal["epoch"] = "epoch") -> Iterator[EpochMetrics]: ...

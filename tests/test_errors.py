@@ -55,9 +55,9 @@ def test_a_data_error_says_where() -> None:
 
 
 def test_a_protocol_error_shows_the_last_events() -> None:
-    story = [f"event {number}" for number in range(60)]
-    error = ProtocolError("two rounds are open", story=story)
-    assert error.story == tuple(story)
+    events = [f"event {number}" for number in range(60)]
+    error = ProtocolError("two rounds are open", events=events)
+    assert error.events == tuple(events)
     lines = str(error).splitlines()
     assert lines[0] == "two rounds are open"
     # Fifty are enough to read; all of them are kept.

@@ -588,7 +588,7 @@ def test_a_rank_that_leaves_autocast_is_of_no_account_to_the_others(policy: str)
     assert torch.equal(trained(is_emptied=False), trained(is_emptied=True))
 
 
-# ---------------------------------------------------------------- the story
+# ---------------------------------------------------------------- the event log
 @pytest.mark.parametrize(
     "options",
     [
@@ -601,7 +601,7 @@ def test_a_rank_that_leaves_autocast_is_of_no_account_to_the_others(policy: str)
         {"policy": "sync", "steered": True},
     ],
 )
-def test_the_story_of_a_run_replays(options: dict[str, Any], tmp_path: Path) -> None:
+def test_the_log_of_a_run_replays(options: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "run.jsonl"
     steered = options.pop("steered", False)
     length = {"epochs": None, "max_steps": 10**9} if steered else {}
@@ -630,7 +630,7 @@ def test_the_story_of_a_run_replays(options: dict[str, Any], tmp_path: Path) -> 
         assert child.returncode == 0, child.stdout + child.stderr
 
 
-def test_the_story_of_a_run_that_failed_replays(tmp_path: Path) -> None:
+def test_the_log_of_a_run_that_failed_replays(tmp_path: Path) -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         if current_worker().local_step == 3:
             raise ValueError("boom")

@@ -4,7 +4,7 @@
     python -m bench.micro.checkpoint --parameters 1 --pairs 15
 
 Two CPU devices train an MLP under AdamW. The standstill is the time between the orders to put the state down
-and the answer of the last rank, as the coordinator's story has it, of a checkpoint that is asked for when the
+and the answer of the last rank, in the coordinator's event log, of a checkpoint that is asked for when the
 file before it is written; the copy is the same tensors cloned by two threads at once while the run stands
 still, all kept to the end, as a checkpoint's are.
 """
@@ -58,7 +58,7 @@ def measure(millions: float, pairs: int) -> tuple[list[float], list[float], floa
             files.append((time.perf_counter() - start) * 1e3)
             with run.paused():
                 copies.append(copy_ms([replica.optimizers[0] for replica in run._engine.replicas]))
-        told = [json.loads(line) for line in run._engine.story.lines()[1:]]
+        told = [json.loads(line) for line in run._engine.event_log.lines()[1:]]
         run.stop()
         run.join()
     starts = [event["now_ms"] for event in told if '"Capture"' in json.dumps(event["commands"])]

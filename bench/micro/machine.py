@@ -17,7 +17,7 @@ from bench.harness import Comparison, compare, options, report
 from flowdp.device.process_tuning import SWITCH_INTERVAL_S
 from flowdp.machine.config import RunConfig
 from flowdp.machine.coordinator import Coordinator
-from flowdp.machine.event_log import Story
+from flowdp.machine.event_log import EventLog
 from flowdp.options import CadenceOptions, Policy
 from flowdp.protocol.messages import Arrival
 from flowdp.sim.scenario import Scenario
@@ -42,10 +42,10 @@ def run_of(policy: Policy) -> World:
     return world
 
 
-def coordinator_us(world: World, *, story: bool) -> float:
+def coordinator_us(world: World, *, event_log: bool) -> float:
     """Processor time of one fact in microseconds: it is one thread, and others shall not count."""
     machine = Coordinator(world.scenario.config)
-    take = Story(machine).take if story else None
+    take = EventLog(machine).take if event_log else None
     started = thread_time()
     for now_ms, fact in world.facts:
         commands = machine.handle(fact, now_ms)
@@ -111,9 +111,9 @@ def main() -> None:
     policies: tuple[Policy, ...] = ("sync", "cadence", "async")
     for policy in policies:
         world = run_of(policy)
-        times = [coordinator_us(world, story=True) for _ in range(arguments.pairs)]
-        figures[f"coordinator_{policy}_with_story_us"] = median(times)
-        times = [coordinator_us(world, story=False) for _ in range(arguments.pairs)]
+        times = [coordinator_us(world, event_log=True) for _ in range(arguments.pairs)]
+        figures[f"coordinator_{policy}_with_event_log_us"] = median(times)
+        times = [coordinator_us(world, event_log=False) for _ in range(arguments.pairs)]
         figures[f"coordinator_{policy}_us"] = median(times)
         figures[f"coordinator_{policy}_facts_per_step"] = len(world.facts) / world.coordinator.global_step
     figures["simulator_runs_per_s"] = median(runs_per_s() for _ in range(arguments.pairs))

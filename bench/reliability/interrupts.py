@@ -46,7 +46,7 @@ class _Listener(flowdp.Callback):
 
 
 def make(folder: Path, **options: Any) -> flowdp.Trainer:
-    """A trainer whose runs have threads of all kinds, a folder, a story and SIGTERM's handler."""
+    """A trainer whose runs have threads of all kinds, a folder, an event log and SIGTERM's handler."""
     given: dict[str, Any] = {
         "model": torch.nn.Linear(1, 1), "optimizer": lambda params: torch.optim.SGD(params, 1e-3),
         "loss": lambda model, batch: (model(batch) - batch).square().mean(), "dataset": _Ones(),

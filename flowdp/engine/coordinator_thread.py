@@ -25,7 +25,7 @@ from flowdp.engine.records import Records
 from flowdp.engine.worker_thread import Mail
 from flowdp.errors import CollectiveError, FlowdpError, OptionError, ProtocolError
 from flowdp.machine.coordinator import Coordinator, Life
-from flowdp.machine.event_log import Story
+from flowdp.machine.event_log import EventLog
 from flowdp.policy.formats import format_error
 from flowdp.policy.stall import StallWatch
 from flowdp.protocol.commands import (
@@ -66,7 +66,7 @@ class CoordinatorShell:
 
     Args:
         machine: Decides.
-        story: Keeps what it was told.
+        event_log: Keeps what it was told.
         gate: Takes its directives.
         collective: Is aborted when ranks do not leave after a failure: one may hang in a kernel of it.
         inbox: Inbox of this thread.
@@ -86,7 +86,7 @@ class CoordinatorShell:
     def __init__(
         self,
         machine: Coordinator,
-        story: Story,
+        event_log: EventLog,
         gate: Gate,
         collective: Collective,
         inbox: Inbox[Fact],
@@ -103,7 +103,7 @@ class CoordinatorShell:
         closing: Callable[[], None],
     ) -> None:
         self.machine = machine
-        self.story = story
+        self.event_log = event_log
         self.inbox = inbox
         self._gate = gate
         self._collective = collective
@@ -164,9 +164,9 @@ class CoordinatorShell:
         try:
             commands = self.machine.handle(fact, now_ms)
         except ProtocolError:
-            self.story.take(fact, now_ms, ())  # the fact that the protocol rules out is the one to see
+            self.event_log.take(fact, now_ms, ())  # the fact that the protocol rules out is the one to see
             raise
-        self.story.take(fact, now_ms, commands)
+        self.event_log.take(fact, now_ms, commands)
         for command in commands:
             self._obey(command)
         if isinstance(fact, Requested):
@@ -267,8 +267,10 @@ class CoordinatorShell:
 
     def _give_up(self, error: BaseException) -> None:
         """The machine or this shell failed: free everybody without it."""
-        if isinstance(error, ProtocolError) and not error.story:
-            error = ProtocolError(str(error), story=self.story.tail(50)).with_traceback(error.__traceback__)
+        if isinstance(error, ProtocolError) and not error.events:
+            error = ProtocolError(str(error), events=self.event_log.tail(50)).with_traceback(
+                error.__traceback__
+            )
         reason = self._failures.add(error)
         self._gate.abort(reason)
         for worker in self._workers:

@@ -17,7 +17,7 @@ from flowdp.threads.gate import Gate
 __all__ = ["Diagnostics", "Progress"]
 
 EVENTS = 50
-"""The last events of the story that a report shows."""
+"""The last events of the event log that a report shows."""
 
 
 @dataclass(frozen=True, slots=True)

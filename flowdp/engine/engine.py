@@ -34,7 +34,7 @@ from flowdp.engine.worker_thread import Mail, Worker
 from flowdp.errors import CollectiveError, DataError, FlowdpError
 from flowdp.machine.config import RunConfig
 from flowdp.machine.coordinator import Coordinator
-from flowdp.machine.event_log import Story
+from flowdp.machine.event_log import EventLog
 from flowdp.machine.policies import ROUNDS
 from flowdp.options import Backend, ProcessTuning
 from flowdp.policy.pool_size import PoolSize
@@ -71,7 +71,7 @@ class Engine:
         tuning: Process-wide settings held while the run lives.
         backend: How the bytes move when replicas are averaged.
         care: What watches over the run and keeps its state.
-        sink: Takes every line of the story; None keeps only the last events.
+        sink: Takes every line of the event log; None keeps only the last events.
         closing: Called when every thread has ended.
 
     Attributes:
@@ -79,7 +79,7 @@ class Engine:
         failures: What went wrong.
         care: As given.
         replicas: As given; the run's own until it is over, and none once it has let go of them.
-        story: What the coordinator was told.
+        event_log: What the coordinator was told.
         handle: The user's way to the run, while it lives.
         begun_s: When it began, by `time.monotonic`.
         latch: Where all that a start has made waits for `begin`.
@@ -170,13 +170,13 @@ class Engine:
             for worker in self.workers
         ]
         machine = Coordinator(config)
-        self.story = Story(machine, sink)
+        self.event_log = EventLog(machine, sink)
         diagnostics = Diagnostics(
             self.workers,
             gate,
             self._source,
             self.threads,
-            self.story.tail,
+            self.event_log.tail,
             steps_at_gate=ROUNDS[config.policy].averages == "gradients",
             readers=partial(_waits_of, self._source, self.care),
         )
@@ -184,7 +184,7 @@ class Engine:
         timeout_s = self.care.stall_timeout_s
         shell = CoordinatorShell(
             machine,
-            self.story,
+            self.event_log,
             gate,
             collective,
             self._inbox,
@@ -380,7 +380,7 @@ class Engine:
             has_cards = any(replica.lane.is_async for replica in self.replicas)
             self.workers, self.replicas, self._feeds = [], (), []
             # These call us back, or know the workers; another thread may be asking them just now.
-            self._read_by, self._report = list, partial(_last_report, self.story)
+            self._read_by, self._report = list, partial(_last_report, self.event_log)
             del self._source
             self.care.evaluator = None
             self.close_observer = lambda _: True
@@ -437,8 +437,8 @@ class Engine:
                 self._inbox.post(Failed(words))
 
 
-def _last_report(story: Story, headline: str, events: int) -> str:
-    return "\n".join([headline, *story.tail(events)])
+def _last_report(event_log: EventLog, headline: str, events: int) -> str:
+    return "\n".join([headline, *event_log.tail(events)])
 
 
 def _waits_of(source: Source, care: Care) -> list[str]:
@@ -459,20 +459,20 @@ def _notify(inbox: Inbox[Mail], epoch: int, batch: int) -> None:
     inbox.post(BatchReady(epoch, batch))
 
 
-def open_engine(story: Path | None, *parts: Any, care: Care) -> Engine:
-    """An engine that writes its story to this file, if one is given.
+def open_engine(event_log: Path | None, *parts: Any, care: Care) -> Engine:
+    """An engine that writes its event log to this file, if one is given.
 
     Args:
-        story: The file.
+        event_log: The file.
         parts: As of `Engine`, up to `care`.
         care: As of `Engine`.
 
     Raises:
         OptionError: The file cannot be opened, or takes no line.
     """
-    if story is None:
+    if event_log is None:
         return Engine(*parts, care=care)
-    file = EventFile(story)
+    file = EventFile(event_log)
     try:
         engine = Engine(*parts, care=care, sink=file.write, closing=file.close)
     except BaseException:

@@ -1,4 +1,4 @@
-"""The file of a run's story: a disk that is full ends the file, and not the run."""
+"""The file of a run's event log: a disk that is full ends the file, and not the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger("flowdp")
 
 
 class EventFile:
-    """Takes the lines of a story until it is closed, or one cannot be written.
+    """Takes the lines of an event log until it is closed, or one cannot be written.
 
     Args:
         path: Path of the file; an older one is replaced.
@@ -46,7 +46,7 @@ class EventFile:
         """Write a line; after one that could not be written, nothing.
 
         Raises:
-            OptionError: The very first line cannot be written: there is no room for a story at all.
+            OptionError: The very first line cannot be written: there is no room for an event log at all.
         """
         if self._file.closed:
             return

@@ -1,8 +1,8 @@
-"""The story of a run: every fact the coordinator took, when, and what it answered.
+"""The event log of a run: every fact that the coordinator took, its time, and the commands that answer it.
 
-The coordinator is pure, so its story is the whole truth about a run: a fresh coordinator that takes the same
-facts at the same times gives the same commands, or the first difference is the bug. A run keeps its last
-facts; with a sink it writes all of them, as JSON lines: a header, then one line per fact.
+The coordinator is pure, so the log determines a run: a fresh coordinator that takes the same facts at the
+same times gives the same commands, or the first difference is the bug. A run keeps its last facts; with a
+sink it writes all of them, as JSON lines: a header, then one line per fact.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from flowdp.protocol import commands, messages, position
 from flowdp.protocol.commands import Command
 from flowdp.protocol.messages import Fact
 
-__all__ = ["Replay", "Story", "brief", "decode", "encode", "replay"]
+__all__ = ["EventLog", "Replay", "brief", "decode", "encode", "replay"]
 
 FORMAT = 1
-"""Raised when old stories can no longer be read."""
+"""Raised when old event logs can no longer be read."""
 
 HALF = 2048
 """Facts are forgotten by so many at a time; between one and two times as many are kept."""
@@ -39,7 +39,7 @@ RECORDS: dict[str, type] = {
     )
     if isinstance(record, type) and is_dataclass(record)
 }
-"""Everything that may stand in a story, by its name."""
+"""Everything that may stand in an event log, by its name."""
 
 
 # ---------------------------------------------------------------- records as JSON
@@ -61,7 +61,7 @@ def encode(value: object) -> Any:
         return {"dict": {name: encode(item) for name, item in value.items()}}
     name = type(value).__name__
     if RECORDS.get(name) is not type(value):
-        raise TypeError(f"a story cannot hold {value!r}")
+        raise TypeError(f"an event log cannot hold {value!r}")
     return {name: {part.name: encode(getattr(value, part.name)) for part in fields(RECORDS[name])}}
 
 
@@ -76,12 +76,12 @@ def decode(data: Any) -> Any:
     if not isinstance(data, dict):
         return data
     if len(data) != 1:
-        raise ValueError(f"an object of a story has one key, its type, not {sorted(data)}")
+        raise ValueError(f"an object of an event log has one key, its type, not {sorted(data)}")
     [(name, value)] = data.items()
     if name == "float":
         return float(value)
     if name != "dict" and name not in RECORDS:
-        raise ValueError(f"a story knows no {name!r}")
+        raise ValueError(f"an event log knows no {name!r}")
     parts = {key: decode(item) for key, item in value.items()}
     try:
         return parts if name == "dict" else RECORDS[name](**parts)
@@ -128,26 +128,26 @@ class _Event:
 
 @dataclass(slots=True)
 class _Half:
-    """A stretch of the story, and the machine as it was before."""
+    """A stretch of the event log, and the machine as it was before."""
 
     before: Coordinator
     first: int  # number of its first event
     events: list[_Event] = field(default_factory=list)
 
 
-class Story:
+class EventLog:
     """The ordered log of a run.
 
     ::
 
-        story = Story(coordinator, sink=file.write)
+        event_log = EventLog(coordinator, sink=file.write)
         commands = coordinator.handle(fact, now_ms)
-        story.take(fact, now_ms, commands)
+        event_log.take(fact, now_ms, commands)
 
     Threads: `take`: the one that runs the coordinator. The rest: any.
 
     Args:
-        coordinator: The machine whose story this is, before its first fact. It is copied now and then, so
+        coordinator: The machine whose event log this is, before its first fact. It is copied now and then, so
             that what is kept can be replayed.
         sink: Called with each line as it comes, newline included, the header first; None: nothing is encoded.
     """
@@ -194,19 +194,20 @@ class Story:
 
     def _header(self, dropped: int) -> str:
         return json.dumps(
-            {"story": FORMAT, "config": encode(self._coordinator.config), "dropped": dropped}, allow_nan=False
+            {"event_log": FORMAT, "config": encode(self._coordinator.config), "dropped": dropped},
+            allow_nan=False,
         )
 
 
 # ---------------------------------------------------------------- replaying
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What came of replaying a story.
+    """What came of replaying an event log.
 
     Attributes:
-        events: Facts that were taken and answered as the story says.
-        error: Where and how it went otherwise; None when the story is the same to its end.
-        coordinator: The machine as it stands then; None where the story could not be begun.
+        events: Facts that were taken and answered as the event log says.
+        error: Where and how it went otherwise; None when the event log is the same to its end.
+        coordinator: The machine as it stands then; None where the event log could not be begun.
     """
 
     events: int
@@ -215,20 +216,20 @@ class Replay:
 
 
 def replay(lines: Iterable[str]) -> Replay:
-    """Let a fresh coordinator take the facts of a story, and compare what it answers.
+    """Let a fresh coordinator take the facts of an event log, and compare what it answers.
 
     The first other command, error or broken invariant ends it, and is named with its line.
     """
     told = iter(lines)
     try:
         header = json.loads(next(told, ""))
-        if header["story"] != FORMAT:
-            return Replay(0, f"line 1: a story of format {header['story']}, not {FORMAT}", None)
+        if header["event_log"] != FORMAT:
+            return Replay(0, f"line 1: an event log of format {header['event_log']}, not {FORMAT}", None)
         if header["dropped"]:
             return Replay(0, f"line 1: the first {header['dropped']} facts are missing", None)
         coordinator = Coordinator(decode(header["config"]))
     except (ValueError, KeyError, TypeError) as error:
-        return Replay(0, f"line 1: not the header of a story: {error!r}", None)
+        return Replay(0, f"line 1: not the header of an event log: {error!r}", None)
     return _replay(coordinator, _parse(told))
 
 
@@ -237,7 +238,7 @@ _Told = tuple[str, float, Fact, Any]
 
 
 class _UnreadableError(Exception):
-    """A line is not one of a story."""
+    """A line is not one of an event log."""
 
 
 def _parse(lines: Iterable[str]) -> Iterator[_Told]:
@@ -246,7 +247,7 @@ def _parse(lines: Iterable[str]) -> Iterator[_Told]:
             said = json.loads(line)
             yield f"line {number}", float(said["now_ms"]), decode(said["fact"]), said["commands"]
         except (ValueError, KeyError, TypeError) as error:
-            raise _UnreadableError(f"line {number}: not a line of a story: {error!r}") from error
+            raise _UnreadableError(f"line {number}: not a line of an event log: {error!r}") from error
 
 
 def _replay(coordinator: Coordinator, told: Iterable[_Told]) -> Replay:

@@ -1,7 +1,7 @@
 """Position of a run between two rounds, as plain data: the coordinator's state in a checkpoint.
 
 It is taken while every rank stands still and nothing is dealt, so a position in an epoch is one integer and
-a short list. `machine.story` writes it as JSON and reads it back.
+a short list. `machine.event_log` writes it as JSON and reads it back.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ::
 
-    python -m flowdp.sim --replay run.jsonl           # a real run's story through the same machine
+    python -m flowdp.sim --replay run.jsonl           # a real run's event log through the same machine
     python -m flowdp.sim --plan 12,28 --sync 9        # what these devices would do together
 """
 
@@ -25,7 +25,7 @@ def _replay(path: str) -> int:
         with Path(path).open(encoding="utf-8") as file:
             result = replay(file)
     except OSError as error:
-        print(f"cannot read the story: {error}", file=sys.stderr)
+        print(f"cannot read the event log: {error}", file=sys.stderr)
         return 2
     if result.coordinator is not None:
         machine = result.coordinator
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m flowdp.sim", description="flowdp's virtual cluster.")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
-        "--replay", metavar="FILE", help="replay a story, as RuntimeOptions(event_log=FILE) writes it"
+        "--replay", metavar="FILE", help="replay an event log, as RuntimeOptions(event_log=FILE) writes it"
     )
     what.add_argument("--plan", type=_numbers, metavar="MS,MS", help="predict a mix of devices: ms per step")
     parser.add_argument("--sync", type=float, default=0.0, metavar="MS", help="with --plan: one averaging")

@@ -2,7 +2,7 @@
 
 Links are first in, first out, with a drawn latency; a meeting completes only when all members stand in the
 gate, so a deadlock shows as nothing left to happen. Steps take drawn times. What is random comes from the
-scenario's seed alone: the same scenario gives the same story.
+scenario's seed alone: the same scenario gives the same event log.
 """
 
 from __future__ import annotations

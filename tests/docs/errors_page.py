@@ -3,7 +3,7 @@
     python -m tests.docs.errors_page --write
 
 Every block of output on the page stands under its name, `<!-- output: step-error -->`; the example of that
-name prints it. The page shows no frames but the example's own, no events of the story, and long lines broken.
+name prints it. The page shows no frames but the example's own, no events of the log, and long lines broken.
 Numbers may differ, for some are times; `--write` leaves a block alone in which nothing else does.
 """
 
@@ -37,7 +37,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/errors.md"
 WIDTH = 96
 BLOCK = re.compile(r"<!-- output: ([\w-]+) -->\n```text\n(.*?)```\n", re.DOTALL)
 FENCE = re.compile(r"^```\w*$", re.MULTILINE)
-FRAME = re.compile(r'  File "|  [\d.]+ ms ')  # of a stack, or an event of the story
+FRAME = re.compile(r'  File "|  [\d.]+ ms ')  # of a stack, or an event of the event log
 EXAMPLES: dict[str, Callable[[], object]] = {}
 TRACED = {"data-error", "step-error"}  # the page has the traceback of their error
 

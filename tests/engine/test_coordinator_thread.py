@@ -285,7 +285,7 @@ def test_a_bug_of_the_machine_frees_everybody(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ProtocolError, match="planted") as caught:
         run.join(WAIT_S)
     assert threads() == []
-    assert any("WorkerReady" in line for line in caught.value.story)
+    assert any("WorkerReady" in line for line in caught.value.events)
     assert "The last events:" in str(caught.value)
 
 
@@ -302,22 +302,22 @@ def test_averaging_beside_the_training_that_fails(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.linux
-def test_a_story_on_a_full_disk() -> None:
+def test_an_event_log_on_a_full_disk() -> None:
     with pytest.raises(OptionError, match=r"event_log cannot be written to '/dev/full' .*No space left"):
         start("sync", runtime=RuntimeOptions(event_log="/dev/full"))
     assert threads() == []
 
 
 @pytest.mark.posix
-def test_a_story_that_can_no_longer_be_written(tmp_path: Path, release: threading.Event) -> None:
+def test_an_event_log_that_can_no_longer_be_written(tmp_path: Path, release: threading.Event) -> None:
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         if current_worker().local_step == 1:
             release.wait(WAIT_S)
         return mse(model, batch)
 
-    os.mkfifo(tmp_path / "story")
-    reader = os.open(tmp_path / "story", os.O_RDONLY | os.O_NONBLOCK)
-    run = start("sync", loss=loss, runtime=RuntimeOptions(event_log=tmp_path / "story"))
+    os.mkfifo(tmp_path / "log")
+    reader = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)
+    run = start("sync", loss=loss, runtime=RuntimeOptions(event_log=tmp_path / "log"))
     os.close(reader)
     release.set()
     run.join(WAIT_S)

@@ -1,4 +1,4 @@
-"""The file of a story on a full disk."""
+"""The file of an event log on a full disk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def same(fd: str, file: Path) -> bool:
         return False
 
 
-def trainer(story: Path, **options: Any) -> Trainer:
+def trainer(event_log: Path, **options: Any) -> Trainer:
     return Trainer(
         nn.Linear(1, 1),
         lambda params: torch.optim.SGD(params, 0.01),
@@ -42,7 +42,7 @@ def trainer(story: Path, **options: Any) -> Trainer:
         dataset=torch.ones(8, 1),
         batch_size=2,
         devices=2,
-        runtime=RuntimeOptions(event_log=story),
+        runtime=RuntimeOptions(event_log=event_log),
         **options,
     )
 

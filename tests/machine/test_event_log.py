@@ -15,7 +15,7 @@ import pytest
 from flowdp.machine import event_log as module
 from flowdp.machine.config import RunConfig
 from flowdp.machine.coordinator import Coordinator, Life
-from flowdp.machine.event_log import RECORDS, Story, brief, decode, encode, replay
+from flowdp.machine.event_log import RECORDS, EventLog, brief, decode, encode, replay
 from flowdp.options import CadenceOptions
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol import commands, messages
@@ -104,20 +104,20 @@ def test_floats_come_back_to_the_last_bit() -> None:
 
 
 def test_a_foreign_value_is_refused() -> None:
-    with pytest.raises(TypeError, match="a story cannot hold"):
+    with pytest.raises(TypeError, match="an event log cannot hold"):
         encode(Exiting(0, object()))  # type: ignore[arg-type]
 
     class Tick:
         pass
 
-    with pytest.raises(TypeError, match="a story cannot hold"):
+    with pytest.raises(TypeError, match="an event log cannot hold"):
         encode(Tick())
 
 
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        ({"Gone": {}}, "a story knows no 'Gone'"),
+        ({"Gone": {}}, "an event log knows no 'Gone'"),
         ({"Tick": {}, "Abort": {}}, "has one key"),
         ({"Abort": {"why": "x"}}, "Abort of another version"),
         ({"float": "much"}, "could not convert"),
@@ -143,19 +143,19 @@ CONFIG = RunConfig(world_size=1, batches=100, epochs=100)
 
 
 class Run:
-    """One device that trains, its coordinator and its story."""
+    """One device that trains, its coordinator and its event log."""
 
     def __init__(self) -> None:
         self.coordinator = Coordinator(CONFIG)
         self.written: list[str] = []
-        self.story = Story(self.coordinator, self.written.append)
+        self.event_log = EventLog(self.coordinator, self.written.append)
         self.now_ms = 0.0
         self.orders: list[StartEpoch] = []
 
     def handle(self, fact: Fact) -> None:
         self.now_ms += 1.0
         commands = self.coordinator.handle(fact, self.now_ms)
-        self.story.take(fact, self.now_ms, commands)
+        self.event_log.take(fact, self.now_ms, commands)
         self.orders += [c.order for c in commands if isinstance(c, Send) and isinstance(c.order, StartEpoch)]
 
     def trains(self, rounds: int) -> None:
@@ -177,11 +177,11 @@ def run(rounds: int) -> Run:
 
 def test_what_is_kept_is_what_was_written() -> None:
     made = run(20)
-    assert [line + "\n" for line in made.story.lines()] == made.written
+    assert [line + "\n" for line in made.event_log.lines()] == made.written
     assert len(made.written) == 1 + 21
 
 
-def test_a_story_replays_to_the_same_machine() -> None:
+def test_an_event_log_replays_to_the_same_machine() -> None:
     made = run(20)
     result = replay(made.written)
     assert (result.events, result.error) == (21, None)
@@ -190,8 +190,8 @@ def test_a_story_replays_to_the_same_machine() -> None:
     assert result.coordinator.global_step == made.coordinator.global_step > 0
     # What is kept in memory replays as well, and again.
     for _ in range(2):
-        assert made.story.replay().error is None
-        assert made.story.replay().events == 21
+        assert made.event_log.replay().error is None
+        assert made.event_log.replay().events == 21
 
 
 def test_nothing_is_encoded_without_a_sink(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,23 +200,23 @@ def test_nothing_is_encoded_without_a_sink(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(module, "encode", refuse)
     coordinator = Coordinator(CONFIG)
-    story = Story(coordinator)
-    story.take(WorkerReady(0), 1.0, coordinator.handle(WorkerReady(0), 1.0))
-    assert len(story.tail(5)) == 1
+    event_log = EventLog(coordinator)
+    event_log.take(WorkerReady(0), 1.0, coordinator.handle(WorkerReady(0), 1.0))
+    assert len(event_log.tail(5)) == 1
 
 
 def test_the_beginning_is_dropped_by_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HALF", 8)
     made = run(20)
     # 21 facts: two halves of eight, the older one dropped when the third began.
-    lines = made.story.lines()
+    lines = made.event_log.lines()
     assert json.loads(lines[0])["dropped"] == 8
     assert len(lines) == 1 + 13
     assert [line + "\n" for line in lines[1:]] == made.written[-13:]
     # A fresh machine cannot replay that; the one that was kept can.
     assert replay(lines).error == "line 1: the first 8 facts are missing"
     assert replay(lines).coordinator is None
-    kept = made.story.replay()
+    kept = made.event_log.replay()
     assert (kept.events, kept.error) == (13, None)
     assert kept.coordinator is not None
     assert kept.coordinator.global_step == made.coordinator.global_step
@@ -226,23 +226,23 @@ def test_the_beginning_is_dropped_by_halves(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_limit_of_what_is_kept() -> None:
     coordinator = Coordinator(CONFIG)
-    story = Story(coordinator)
+    event_log = EventLog(coordinator)
     for number in range(5000):
-        story.take(Tick(), float(number), [])
-    assert json.loads(story.lines()[0])["dropped"] == 2048
-    assert len(story.lines()) - 1 == 5000 - 2048
-    assert len(story.lines()) - 1 <= 4096
+        event_log.take(Tick(), float(number), [])
+    assert json.loads(event_log.lines()[0])["dropped"] == 2048
+    assert len(event_log.lines()) - 1 == 5000 - 2048
+    assert len(event_log.lines()) - 1 <= 4096
 
 
 def test_the_tail_is_text() -> None:
     made = run(2)
-    first, *_, last = made.story.tail(3)
+    first, *_, last = made.event_log.tail(3)
     assert first.startswith("1.0 ms WorkerReady(rank=0) => Send(rank=0, order=StartEpoch(")
     assert last.startswith("3.0 ms SyncAck(rank=0, outcome=Outcome(round=1, ")
     assert " => RoundEnded(round=1, " in last
-    assert len(made.story.tail(2)) == 2
+    assert len(made.event_log.tail(2)) == 2
     made.handle(Tick())
-    assert made.story.tail(1) == ["4.0 ms Tick() => -"]
+    assert made.event_log.tail(1) == ["4.0 ms Tick() => -"]
 
 
 @pytest.mark.parametrize(
@@ -259,8 +259,8 @@ def test_the_tail_is_text() -> None:
             r"rank=9, .* raises ProtocolError: unexpected",
         ),
         # A line that is none.
-        (2, lambda said: said.pop("fact"), "not a line of a story: KeyError"),
-        (2, lambda said: said.update(fact={"Gone": {}}), "a story knows no 'Gone'"),
+        (2, lambda said: said.pop("fact"), "not a line of an event log: KeyError"),
+        (2, lambda said: said.update(fact={"Gone": {}}), "an event log knows no 'Gone'"),
     ],
 )
 def test_the_first_difference_is_named(number: int, change: Any, reason: str) -> None:
@@ -285,25 +285,28 @@ def test_a_broken_invariant_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_story_torn_in_the_middle_of_a_line() -> None:
+def test_an_event_log_torn_in_the_middle_of_a_line() -> None:
     lines = list(run(5).written)
     lines[-1] = lines[-1][:30]
     result = replay(lines)
     assert result.events == 5
-    assert (result.error or "").startswith("line 7: not a line of a story: JSONDecodeError")
+    assert (result.error or "").startswith("line 7: not a line of an event log: JSONDecodeError")
 
 
 @pytest.mark.parametrize(
     ("header", "reason"),
     [
-        ("", "not the header of a story"),
-        ("[1]", "not the header of a story"),
-        ('{"now_ms": 1.0}', "not the header of a story"),
-        ('{"story": 99}', "a story of format 99, not 1"),
-        ('{"story": 1, "dropped": 0, "config": {"RunConfig": {"size": 2}}}', "RunConfig of another version"),
+        ("", "not the header of an event log"),
+        ("[1]", "not the header of an event log"),
+        ('{"now_ms": 1.0}', "not the header of an event log"),
+        ('{"event_log": 99}', "an event log of format 99, not 1"),
+        (
+            '{"event_log": 1, "dropped": 0, "config": {"RunConfig": {"size": 2}}}',
+            "RunConfig of another version",
+        ),
     ],
 )
-def test_what_is_no_story(header: str, reason: str) -> None:
+def test_what_is_no_event_log(header: str, reason: str) -> None:
     result = replay([header])
     assert (result.events, result.coordinator) == (0, None)
     assert reason in (result.error or "")
@@ -320,7 +323,7 @@ def test_a_run_that_failed_replays_to_its_failure() -> None:
     assert result.coordinator.error == "rank 0 failed"
 
 
-def test_epoch_records_are_in_the_story() -> None:
+def test_epoch_records_are_in_the_event_log() -> None:
     assert RECORDS["EpochMetrics"] is EpochMetrics
     made = run(200)
     assert any("EpochEnded" in line for line in made.written)

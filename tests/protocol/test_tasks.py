@@ -22,7 +22,7 @@ def test_duties_are_orders_and_their_answers_are_facts() -> None:
     "said",
     [tasks.Evaluate(2, 1), tasks.Evaluated(1, ((0, 8.0, (("loss", float("inf")),)),)), tasks.SaveState(4)],
 )
-def test_they_stand_in_a_story_and_cannot_be_changed(said: object) -> None:
+def test_they_stand_in_an_event_log_and_cannot_be_changed(said: object) -> None:
     assert decode(encode(said)) == said
     assert dataclasses.is_dataclass(said)
     with pytest.raises(dataclasses.FrozenInstanceError):

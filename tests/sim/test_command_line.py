@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flowdp.machine.config import RunConfig
-from flowdp.machine.event_log import Story
+from flowdp.machine.event_log import EventLog
 from flowdp.sim import __main__ as command_line
 from flowdp.sim.scenario import Scenario
 from flowdp.sim.world import World
@@ -15,20 +15,20 @@ from flowdp.sim.world import World
 SCENARIO = Scenario(seed=0, config=RunConfig(world_size=2, batches=40, epochs=2), ms_per_step=(1.0, 2.0))
 
 
-def story_of(world: World) -> list[str]:
+def log_of(world: World) -> list[str]:
     """The lines that a run with a sink would have written."""
     lines: list[str] = []
     machine = type(world.coordinator)(world.scenario.config)
-    story = Story(machine, lines.append)
+    event_log = EventLog(machine, lines.append)
     for now_ms, fact in world.facts:
-        story.take(fact, now_ms, machine.handle(fact, now_ms))
+        event_log.take(fact, now_ms, machine.handle(fact, now_ms))
     return lines
 
 
 def test_replay_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     world = World(SCENARIO)
     world.run()
-    lines = story_of(world)
+    lines = log_of(world)
     whole, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
     whole.write_text("".join(lines))
     torn.write_text("".join(lines[:3]) + lines[3][:20])
@@ -37,9 +37,9 @@ def test_replay_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         f"{len(world.facts):,} facts give the same commands; then the run is done" in capsys.readouterr().out
     )
     assert command_line.main(["--replay", str(torn)]) == 1
-    assert "line 4: not a line of a story" in capsys.readouterr().out
+    assert "line 4: not a line of an event log" in capsys.readouterr().out
     assert command_line.main(["--replay", str(tmp_path / "gone")]) == 2
-    assert "cannot read the story" in capsys.readouterr().err
+    assert "cannot read the event log" in capsys.readouterr().err
 
 
 def test_plan(capsys: pytest.CaptureFixture[str]) -> None:

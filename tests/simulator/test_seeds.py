@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flowdp.machine.async_rounds import AsyncRounds
-from flowdp.machine.event_log import Story, replay
+from flowdp.machine.event_log import EventLog, replay
 from tests.simulator import __main__ as command_line
 from tests.simulator.cluster import JudgedWorld
 from tests.simulator.faults import draw
@@ -37,7 +37,7 @@ def test_corpus(case: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 7, 8, 12, 17, 19, 28, 38, 59, 223, 499, 3185])
-def test_same_seed_same_story(seed: int) -> None:
+def test_same_seed_same_event_log(seed: int) -> None:
     first, second = JudgedWorld(draw(seed)), JudgedWorld(draw(seed))
     first.run()
     second.run()
@@ -72,21 +72,21 @@ def test_seeds_of_several_lives(first: int) -> None:
         play(draw(seed))
 
 
-def story_of(world: JudgedWorld) -> list[str]:
+def log_of(world: JudgedWorld) -> list[str]:
     """The lines that a run with a sink would have written."""
     lines: list[str] = []
     machine = type(world.coordinator)(world.scenario.config)
-    story = Story(machine, lines.append)
+    event_log = EventLog(machine, lines.append)
     for now_ms, fact in world.facts:
-        story.take(fact, now_ms, machine.handle(fact, now_ms))
+        event_log.take(fact, now_ms, machine.handle(fact, now_ms))
     return lines
 
 
 @pytest.mark.parametrize("seed", [0, 7, 8, 12, 17, 19, 28, 38, 59, 223, 499, 3185])
-def test_a_story_replays(seed: int) -> None:
+def test_an_event_log_replays(seed: int) -> None:
     world = JudgedWorld(draw(seed))
     world.run()
-    result = replay(story_of(world))
+    result = replay(log_of(world))
     assert result.error is None
     assert result.events == len(world.facts)
     assert result.coordinator is not None
