@@ -1,4 +1,4 @@
-"""A rank's part of a batch that all ranks share: what of it is cut, and how a batch is made of that."""
+"""A rank's part of a batch that all ranks share: the leaves that are cut, and the batch made of them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Portion:
     """Some consecutive samples of a batch.
 
     Tensors, arrays and lists as long as the batch are cut along their first dimension; tensors and arrays are
-    not copied. What else there is goes whole to every rank: on the CPU it is one object for all of them.
+    not copied. All other leaves go whole to every rank: on the CPU it is one object for all of them.
 
     Attributes:
-        leaves: Of the batch, those that are cut already so.
+        leaves: Leaves of the batch, those that are cut already so.
         is_cut: Which are. Shape (leaves,).
         build: Makes a batch of leaves.
         samples: How many.
@@ -65,7 +65,7 @@ class Portion:
 
     @classmethod
     def gathered(cls, parts: Sequence[Tensor], pack: Callable[[list[Tensor]], Any]) -> Portion:
-        """What was gathered from tensors, sample by sample."""
+        """A batch gathered from tensors, sample by sample."""
         return cls(parts, [True] * len(parts), pack, len(parts[0]))
 
     def first(self, samples: int) -> list[Any]:

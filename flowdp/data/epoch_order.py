@@ -41,7 +41,7 @@ NOTHING_TRAINED = Position(world_size=1)
 # epochs are alive only where they are short, and a short one is quickly drawn again.
 KEPT_EPOCHS = 3
 
-# What a sampler drew cannot be drawn again, so of short epochs enough are kept for all batches in flight.
+# A sampler's draws cannot be repeated, so of short epochs enough are kept for all batches in flight.
 KEPT_BATCHES = 4096
 
 _DRAWING = threading.RLock()
@@ -102,7 +102,7 @@ class Order(ABC):
         start, stop = self._span(epoch, batch)
         return order[start:stop]
 
-    def begin_at(self, epoch: int) -> None:  # noqa: B027 - whoever can draw any epoch has nothing to do
+    def begin_at(self, epoch: int) -> None:  # noqa: B027 - an order that can draw any epoch has nothing to do
         """Earlier epochs than this one will not be asked for. Call it before anything is."""
 
     @property
@@ -110,7 +110,7 @@ class Order(ABC):
         """The sampler that draws another order each time, so that no epoch can be entered; None: all can."""
         return None
 
-    def checksum(self, epoch: int) -> int | None:  # noqa: ARG002 - what can be drawn again needs none
+    def checksum(self, epoch: int) -> int | None:  # noqa: ARG002 - an order that can be repeated needs none
         """Of the batches that a sampler has drawn for an epoch, as long as any of them can be under way.
 
         None where it has not drawn them yet, and where the order is flowdp's own.
@@ -159,7 +159,7 @@ class EpochOrder(Order):
     Args:
         samples: Samples of the dataset.
         batch_size: Samples of a batch.
-        seed: Of the shuffling.
+        seed: Seed of the shuffling.
         shuffle: False: 0, 1, 2, ... in every epoch.
         drop_last: Leave out a last batch that is not full.
     """
@@ -177,7 +177,7 @@ class EpochOrder(Order):
 
 
 class SizedIterable(Protocol):
-    """What a sampler must be: its length is known, and it can be iterated again and again."""
+    """Interface of a sampler: its length is known, and it can be iterated again and again."""
 
     def __len__(self) -> int: ...
 
@@ -229,7 +229,7 @@ class SamplerOrder(Order):
         """Check that the sampler may draw an epoch again that it drew before, in another process.
 
         Raises:
-            CheckpointError: It draws by a generator that nobody has seeded.
+            CheckpointError: It draws by a generator without a seed.
         """
         if self.unseeded is not None:
             raise CheckpointError(
@@ -246,7 +246,7 @@ class SamplerOrder(Order):
             )
         while self._next <= epoch:
             drawn = self._iterate(self._next)
-            self._checksums[self._next] = self._sum(self._next, drawn)  # before anybody can train of it
+            self._checksums[self._next] = self._sum(self._next, drawn)  # before any rank can train of it
             if len(self._checksums) > KEPT_BATCHES:
                 del self._checksums[next(iter(self._checksums))]
             order = self._keep(self._next, drawn)
@@ -276,7 +276,7 @@ class SamplerOrder(Order):
         return order
 
     def _told(self) -> Callable[[int], object] | None:
-        """What tells the sampler the epoch, or the one that it draws from."""
+        """The object that takes the epoch: the sampler, or the one that it draws from."""
         for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
             set_epoch: Callable[[int], object] | None = getattr(sampler, "set_epoch", None)
             if set_epoch is not None:
@@ -343,7 +343,7 @@ class AllEpochs:
     Args:
         order: Which samples each batch holds.
         epochs: How many epochs; None: without end.
-        start: What is trained already.
+        start: Trained part of the run.
     """
 
     def __init__(self, order: Order, epochs: int | None, start: Position = NOTHING_TRAINED) -> None:

@@ -1,4 +1,4 @@
-"""What one worker sees of the data: a batch on its device, and what will be wanted next.
+"""Interface of a worker to the data: batches on its device, and the list of those it will need.
 
 A feed stands between a rank and the `Source` of all ranks. On the CPU the source's batches are used as they
 are (`DirectFeed`). On CUDA they are copied ahead into a ring (`PrefetchFeed`), or the whole dataset lies on
@@ -20,7 +20,7 @@ class Feed(ABC):
     """The batches of one rank.
 
     In a round the worker calls `take`, once or more, enqueues what uses the batches, and calls `release`,
-    again and again; `follow` whenever what it will train has changed.
+    again and again; `follow` whenever the list of its batches has changed.
 
     Threads:
         The worker of the rank, unless a method says otherwise.
@@ -40,7 +40,7 @@ class Feed(ABC):
 
     @abstractmethod
     def follow(self, upcoming: Sequence[tuple[int, int, Part | None]]) -> None:
-        """Say what this rank will train if nothing changes.
+        """Announce the batches that this rank will train if nothing changes.
 
         Level-triggered: the whole list, whenever it is another one than the steps since have left of the
         last. A batch that was fetched and is not in it is back at the source when this returns.
@@ -93,7 +93,7 @@ class Feed(ABC):
 
     @abstractmethod
     def close(self) -> bool:
-        """End what was started, and let its memory go; takes 1 s at most, and may be called twice.
+        """End its threads and free its memory; takes 1 s at most, and may be called twice.
 
         Call it at any moment after which no batch is taken.
 
@@ -109,8 +109,8 @@ class DirectFeed(Feed):
     """Batches as the source has them, for a CPU device: they lie in its memory already.
 
     Args:
-        source: Of all ranks' batches.
-        rank: Whose feed this is.
+        source: Source of all ranks' batches.
+        rank: Rank index.
     """
 
     def __init__(self, source: Source, rank: int) -> None:

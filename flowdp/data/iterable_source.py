@@ -1,7 +1,8 @@
 """Reading an IterableDataset: the number of its batches is known when its iterator ends, and not before.
 
-Batches are dealt as though an epoch had no end. When the reader finds it, the coordinator takes back what was
-dealt beyond; a rank that waits there is told, and until then its waiting only makes the reader go on.
+Batches are dealt as though an epoch had no end. When the reader finds it, the coordinator takes back the
+batches that were dealt beyond; a rank that waits there is told, and until then its waiting only makes the
+reader go on.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ class StreamReader(LoaderSource):
     """Reads an IterableDataset anew in each epoch, which ends where its iterator ends.
 
     The worker processes live through all epochs. Where the dataset has `set_epoch`, that is called before
-    each, in this process; what a worker process has to know of it must lie in shared memory.
+    each, in this process; a worker process's view of it must lie in shared memory.
 
     A run is resumed at the beginning of an epoch alone, and the dataset is then iterated for the first time:
     one whose epochs differ must have `set_epoch`.
 
     Args:
-        dataset: What is iterated.
+        dataset: Dataset to iterate.
         batch_size: Samples of a batch; None: each item is a batch.
         epochs: Epochs to read; None: without end.
         ahead: See `LoaderSource`.
@@ -163,7 +164,7 @@ class Measured:
     """A function of an item that is a batch already, and says how many samples there are in it.
 
     Args:
-        convert: What is done to the item.
+        convert: Conversion of an item.
     """
 
     def __init__(self, convert: Collate) -> None:

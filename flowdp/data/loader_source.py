@@ -1,8 +1,8 @@
 """Reading a dataset: one thread, one torch DataLoader, all devices.
 
 `Reader` is the source of map-style datasets. Sources of this process whose datasets could share an object,
-the parts of a split for instance, read in turns (`ReadingTurns`), batch by batch. What worker processes read
-needs no turn.
+the parts of a split for instance, read in turns (`ReadingTurns`), batch by batch. Batches that worker
+processes read needs no turn.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ class LoaderSource(Source):
     """One thread that reads one DataLoader, ahead of the ranks that will take its batches.
 
     Deadlock: the reader stands still only while `ahead` batches lie here and no rank waits for a later one.
-    So whoever holds up a round by waiting for its batch is served, whatever others have left lying. That
+    So a rank that holds up a round by waiting for its batch is served, whatever others have left lying. That
     stays bounded: batches are dealt in the order of reading, so everything read on the way to a batch that is
-    waited for belongs to this plan or an earlier one. What lies here is at most `ahead` batches or those
+    waited for belongs to this plan or an earlier one. The batches here are at most `ahead` batches or those
     dealt and not taken, whichever is more; torch's processes hold num_workers * prefetch_factor besides, and
-    where it `keeps`, what is in no mean yet lies here, too.
+    where it `keeps`, batches that no mean holds yet are here, too.
 
     On demand, an epoch begins when a batch of it is waited for, and the thread starts with the first one: so
     nothing but the processes exists until then, and another source may start processes of its own.
 
     Args:
         order: Which samples each batch holds; None: the dataset's own.
-        loader: What is read.
+        loader: Loader to read.
         epochs: Epochs to read; None: without end.
         ahead: Batches read and not taken above which the reader waits, unless a rank waits for it.
-        is_counted: What the loader yields is (samples, batch), because nothing else tells how many there are.
-        start: What is trained already, and not read again.
-        on_demand: An epoch is read when somebody waits for it.
+        is_counted: The loader yields (samples, batch), because nothing else tells the number of samples.
+        start: Trained part of the run, which is not read again.
+        on_demand: An epoch is read when a rank waits for it.
         keeps: See `Source`; for batches that are taken whole.
     """
 
-    _advice = ""  # to a user whose reading takes much of the time
+    _advice = ""  # for a user whose reading takes much of the time
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class LoaderSource(Source):
         self._is_counted = is_counted
         self._start = start
         self._on_demand = on_demand
-        self._reading: _Key = (start.done, 0)  # what the reader is at
+        self._reading: _Key = (start.done, 0)  # position of the reader
         self._begun = -1  # the last epoch that was waited for, on demand; the reader's own
         self._thread: threading.Thread | None = None
         self._processes: Processes | None = None
@@ -99,7 +99,7 @@ class LoaderSource(Source):
         # Serialises everything below; notified when the reader may have something to do.
         self._changed = threading.Condition()
         self._read: dict[_Key, Batch] = {}  # read and not taken
-        self._lent: dict[_Key, tuple[int, Batch]] = {}  # kept: who took it, and what
+        self._lent: dict[_Key, tuple[int, Batch]] = {}  # kept: rank and batch
         self._samples: dict[_Key, int] = {}  # of those, and of the last that were taken
         self._left: dict[_Key, int] = {}  # of those that were taken in part: samples that were not
         self._waiting: dict[_Key, list[int]] = {}  # asked for and not read -> the ranks that asked
@@ -141,7 +141,7 @@ class LoaderSource(Source):
             if payload is None:
                 if self._closing or not self._comes(key):
                     return None
-                # Of a batch that is one rank's alone, who asks last has it: it was dealt anew.
+                # A batch of one rank alone belongs to the rank that asks last: it was dealt anew.
                 ranks = [] if part is None else self._waiting.get(key, [])
                 self._waiting[key] = [*(other for other in ranks if other != rank), rank]
                 if self._thread is not None and self._thread.ident is None:
@@ -188,13 +188,13 @@ class LoaderSource(Source):
             self._read[key] = payload if part is None else payload.whole
 
     def settle(self, keys: Sequence[_Key]) -> None:
-        """Let go of what is in a mean; see `Source.settle`."""
+        """Drop averaged batches; see `Source.settle`."""
         with self._changed:
             for key in keys:
                 self._lent.pop(key, None)
 
     def reclaim(self, rank: int) -> None:
-        """Take back what a lost rank has; see `Source.reclaim`."""
+        """Take back a lost rank's batches; see `Source.reclaim`."""
         with self._changed:
             for key, (taker, payload) in list(self._lent.items()):
                 if taker == rank:
@@ -221,7 +221,7 @@ class LoaderSource(Source):
             return True
         if self._processes is not None:
             self._thread.join(GRACE_S)
-            # Whoever is left is inside the dataset's code, and torch would wait 5 s for each.
+            # A thread that is left is inside the dataset's code, and torch would wait 5 s for each.
             self._processes.terminate()
         self._thread.join(GRACE_S)
         if self._turns is not None:  # it may still be inside the dataset's code, and runs to come read, too
@@ -286,7 +286,7 @@ class LoaderSource(Source):
                     log.warning(
                         "reading the dataset computes %.0f %% of the time %s", 100 * share, self._advice
                     )
-        except BaseException as error:  # also a SystemExit of the dataset: whoever waits must hear of it
+        except BaseException as error:  # also a SystemExit of the dataset: waiting ranks must hear of it
             self._fail(self._reading, error, wake, failed)
         finally:
             self._memory = OwnMemory()  # the one before holds batches
@@ -308,7 +308,7 @@ class LoaderSource(Source):
             return not self._closing
 
     def _put(self, key: _Key, payload: Any) -> Sequence[int]:
-        """Lay a batch down; returns who waits for it."""
+        """Store a batch; returns the ranks that wait for it."""
         samples, payload = payload if self._is_counted else (0, payload)
         if payload is None:
             raise TypeError("the batch is None; the collate function must return one")
@@ -327,7 +327,7 @@ class LoaderSource(Source):
             return self._waiting.pop(key, ())
 
     def _forget(self) -> None:
-        """Keep the counts of what lies here, and of so many that were taken as can be under way."""
+        """Keep the counts of stored batches, and of as many taken ones as can be in work."""
         while len(self._samples) > len(self._read) + len(self._lent) + KEPT_BATCHES:
             oldest = next(iter(self._samples))
             samples = self._samples.pop(oldest)
@@ -344,7 +344,7 @@ class LoaderSource(Source):
         if not isinstance(error, DataError):
             error = self._describe(key, error)
         with self._changed:
-            if self._closing:  # ending the processes may break a read; nobody waits for it
+            if self._closing:  # ending the processes may break a read; no rank waits for it
                 return
             self._error = error
             waiting = list(self._waiting.items())

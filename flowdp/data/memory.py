@@ -37,10 +37,10 @@ _CONTAINERS = frozenset({dict, list, tuple})
 class OwnMemory:
     """Gives each batch of one reader containers of its own, and memory of its own where that is needed.
 
-    The first batches are copied, so that nobody else writes their memory: if it changes while later ones are
-    read, the dataset fills its buffers anew, and every batch is copied from then on. Later batches go on as
-    they are. One whose memory is also that of a batch just before it is right while nobody writes there, as
-    in views of one large tensor, or a mask that is the same in all batches. Its checksum is taken, and a
+    The first batches are copied, so that no other code writes their memory: if it changes while later ones
+    are read, the dataset fills its buffers anew, and every batch is copied from then on. Later batches go on
+    as they are. One whose memory is also that of a batch just before it is right while no code writes there,
+    as in views of one large tensor, or a mask that is the same in all batches. Its checksum is taken, and a
     change seen when it is shared once more is an error, because batches that were handed out may hold it.
 
     The last batches are kept alive, so that memory that was freed and allocated again is never mistaken for
@@ -57,7 +57,7 @@ class OwnMemory:
 
         Args:
             batch: As the dataset gave it.
-            name: Of the batch, in an error.
+            name: Name of the batch, in an error.
             epoch: The batch's, in an error.
 
         Raises:

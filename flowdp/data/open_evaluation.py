@@ -1,4 +1,4 @@
-"""What an evaluation reads: a dataset in its own order, and only while somebody evaluates."""
+"""Source of an evaluation: a dataset in its own order, read only during an evaluation."""
 
 from __future__ import annotations
 

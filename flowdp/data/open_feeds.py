@@ -37,13 +37,13 @@ def open_feeds(
     device than the rank's are copied there, or to the host once where they do not fit.
 
     Args:
-        source: Of all ranks' batches.
+        source: Source of all ranks' batches.
         lanes: One per rank.
         held: Batches that each rank uses at a time; None: one.
         rows: Samples of a part, for which a prefetched one has a slot; None: batches are taken whole.
         usage: Part of a device's memory that may be in use.
         poison: Write over each prefetched batch once its step is done, to find steps that keep one.
-        cuda: What stands for `torch.cuda`, in tests.
+        cuda: Replacement of `torch.cuda`, in tests.
 
     Threads:
         The one that made the dataset's tensors, before the workers exist.
@@ -94,7 +94,7 @@ def _bring(source: Source, lane: Lane, ranks: int, usage: float, cuda: Any) -> R
         return ResidentData(source, lane)
     except torch.OutOfMemoryError:
         pass
-    # Here, where no traceback keeps what was copied so far: it lies in the cache, for the copy stream alone.
+    # Here, where no traceback keeps the copies so far: it lies in the cache, for the copy stream alone.
     with QUIET:
         cuda.empty_cache()
     return None

@@ -1,4 +1,4 @@
-"""From what the user calls a dataset to the one `Source` that all ranks take their batches from."""
+"""From the user's dataset to the one `Source` of all ranks' batches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Collate = Callable[[list[Any]], Batch]
 
 
 def loader_order(dataset: object) -> dict[str, Any] | None:
-    """What a DataLoader says of the order of its samples, as plain data; None for any other dataset."""
+    """Sampling settings of a DataLoader, as plain data; None for any other dataset."""
     if not isinstance(dataset, DataLoader):
         return None
     own: Any = dataset.batch_sampler
@@ -81,9 +81,9 @@ def open_source(
         open_source({"x": x, "y": y}, batch_size=64, ...)               # batch {"x": ..., "y": ...}
         open_source(dataset, batch_size=64, num_workers=2, ...)         # __getitem__ and collate_fn
         open_source(iterable, batch_size=64, num_workers=2, ...)        # an IterableDataset, to its end
-        open_source(DataLoader(dataset, 64, shuffle=True), ...)         # what the loader says
+        open_source(DataLoader(dataset, 64, shuffle=True), ...)         # the loader's settings
 
-    A dataset with `get_batch(indices)` is asked for whole batches, and what it returns is the batch; one with
+    A dataset with `get_batch(indices)` is asked for whole batches; one with
     `__getitems__(indices)` is asked for the samples of a batch at once, as torch does. Of a `DataLoader`, a
     plain RandomSampler becomes flowdp's seeded order, and any other sampler or batch_sampler is iterated once
     per epoch; with batch_size=None each item is a batch, and the length of its first tensor its samples. Its
@@ -92,15 +92,15 @@ def open_source(
     An IterableDataset is iterated anew in each epoch, which ends where its iterator ends. Each worker process
     iterates all of it, unless the dataset looks at `torch.utils.data.get_worker_info()`.
 
-    A run that is resumed reads what it had not trained, each epoch in its order; see `SamplerOrder` and
-    `StreamReader` for what a sampler and an IterableDataset must do for that.
+    A resumed run reads its untrained batches, each epoch in its order; see `SamplerOrder` and
+    `StreamReader` for the duties of a sampler and an IterableDataset.
 
     Args:
         dataset: Tensors of equal length (one, a tuple, a list or a mapping of them), a map-style dataset, an
             IterableDataset, or a torch DataLoader.
         batch_size: Samples of a batch.
         shuffle: None is True.
-        seed: Of the order, >= 0.
+        seed: Seed of the order, >= 0.
         drop_last: Leave out an epoch's last batch where it is not full. None is False.
         collate_fn: Makes a batch of a list of samples. None is torch's `default_collate`.
         num_workers: Processes that read. None is 0: the reader thread reads by itself.
@@ -109,7 +109,7 @@ def open_source(
         window: Samples of a batch that all ranks share; a DataLoader's own batches are made anew. None: each
             batch is one rank's.
         start: Where the run stands, in batches of this `batch_size`; None: at the beginning.
-        on_demand: Begin each epoch when somebody waits for it. Else reading runs ahead into the next one.
+        on_demand: Begin each epoch when a rank waits for it. Else reading runs ahead into the next one.
         keeps: Keep batches until they are settled; see `Source`.
 
     Raises:
@@ -129,9 +129,9 @@ def open_source(
     return _from_dataset(dataset, options, seed, reading, world_size)
 
 
-# ---------------------------------------------------------------- what the user gave
+# ---------------------------------------------------------------- the user's dataset
 def dataset_length(dataset: object) -> int | None:
-    """Samples of a dataset, however it was given; None where nobody knows."""
+    """Number of samples of a dataset in any form; None where unknown."""
     if isinstance(dataset, DataLoader):
         dataset = dataset.dataset
     if isinstance(dataset, IterableDataset):
@@ -141,7 +141,7 @@ def dataset_length(dataset: object) -> int | None:
 
 
 def as_tensors(dataset: object) -> tuple[Sequence[Tensor], Callable[[list[Tensor]], Batch]] | None:
-    """The tensors to gather from and what packs their parts into a batch; None for any other dataset."""
+    """The tensors to gather from, and the function that packs their parts; None for any other dataset."""
     if isinstance(dataset, Tensor):
         named: dict[str, object] = {"the tensor": dataset}
         pack: Callable[[list[Tensor]], Batch] = _only
@@ -290,7 +290,7 @@ def _from_loader(
         "num_workers": loader.num_workers,
         "ahead": _ahead(world_size, loader.num_workers, loader.prefetch_factor),
         "worker_init_fn": loader.worker_init_fn,
-        # A sampler may draw from it, too, and must not meet what torch draws from it for the processes.
+        # A sampler may draw from it, too, and must not meet torch's own draws from it for the processes.
         "generator": _generator(seed if own is None else own.initial_seed(), reading["start"]),
         "prefetch_factor": loader.prefetch_factor,
         "timeout": loader.timeout,
@@ -351,14 +351,14 @@ def _check_sampler(sampler: object, name: str) -> None:
 
 
 def _generator(seed: int, start: Position) -> torch.Generator:
-    """What seeds the worker processes: those of a resumed run must not draw the first ones' numbers again."""
+    """Seed of the worker processes: those of a resumed run must not draw the first ones' numbers again."""
     if start.global_step:
         seed = int(np.random.SeedSequence(seed, spawn_key=(start.global_step,)).generate_state(1)[0])
     return torch.Generator().manual_seed(seed)
 
 
 def _ahead(world_size: int, num_workers: int, prefetch_factor: int | None = None) -> int:
-    # Two batches for each rank, and two for the road; with processes at least what they have in work, so
+    # Two batches for each rank, and two for the road; with processes at least their batches in work, so
     # that none of them waits for a rank that is late.
     return max(2 * world_size + 2, num_workers * (prefetch_factor or 2))
 
@@ -408,7 +408,7 @@ class _WholeBatches(Dataset[Any]):
 
 
 class _Single:
-    """What is done to the only item of a list, which is a batch already."""
+    """Conversion of the only item of a list, which is a batch already."""
 
     def __init__(self, convert: Collate) -> None:
         self._measured = Measured(convert)

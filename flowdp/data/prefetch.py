@@ -9,7 +9,7 @@ One thread per rank. A host slot is filled once the copy out of it has been pass
 for. The device orders all else: a copy waits for the slot's `free`, `compute` for the slot's `ready`. So
 neither the worker nor its stream ever waits for the host's side of a copy.
 
-What is fetched is always the beginning of what the worker will train, in that order. So a batch that a worker
+The fetched batches are always the beginning of the worker's list, in that order. So a batch that a worker
 waits for has every batch before it out of the way, and a slot: no order of events can lock the two up.
 """
 
@@ -76,8 +76,8 @@ class PrefetchFeed(Feed):
     from `release` on, so a step that keeps one clones it.
 
     Args:
-        source: Of all ranks' batches.
-        rank: Whose feed this is.
+        source: Source of all ranks' batches.
+        rank: Rank index.
         lane: Its device.
         gauge: Reads the device's memory; None for a CPU device.
         neighbours: The feeds of all ranks on this device; this one joins them.
@@ -118,7 +118,7 @@ class PrefetchFeed(Feed):
         self._host = HostSlots(lane)
         sizes = [n for n in (source.batch_size, source.samples) if n is not None]
         self._rows = rows or min(sizes, default=1)  # of a full batch: where they differ, the first one
-        self._tensors: TensorSource | None = None  # whose batches are gathered here
+        self._tensors: TensorSource | None = None  # its batches are gathered here
         self._layout: Layout | None = None  # of a full batch
         if isinstance(source, TensorSource) and all(map(is_plain, source.tensors)):
             self._tensors = source
@@ -237,7 +237,7 @@ class PrefetchFeed(Feed):
             self._thread.join(_GRACE_S)
             if self._thread.is_alive():
                 return False
-        with self._changed:  # who keeps a run that is over must not keep the device's memory
+        with self._changed:  # a reference to an ended run must not keep the device's memory
             for slots in (self._fetched, self._host, self._ring.unused, self._loose.unused):
                 slots.clear()
             self._in_use = []
@@ -245,7 +245,7 @@ class PrefetchFeed(Feed):
         return True
 
     def _follow(self, upcoming: Sequence[_Key]) -> None:
-        """Take over another list, under the lock; give back what was fetched and is not its beginning."""
+        """Take over another list, under the lock; give back fetched batches that are not its beginning."""
         self._upcoming = deque(upcoming)
         pairs = zip(self._fetched, upcoming, strict=False)
         kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -268,7 +268,7 @@ class PrefetchFeed(Feed):
             with torch.no_grad(), self._lane.on(self._lane.copy):
                 while (fetched := self._fetch()) is not None:
                     self._load(fetched)
-        except BaseException as error:  # whoever waits must hear of it
+        except BaseException as error:  # the waiting worker must hear of it
             self._fail(error)
 
     def _fetch(self) -> _Fetched | None:
@@ -307,7 +307,7 @@ class PrefetchFeed(Feed):
             if self._layout is None and isinstance(payload, Portion):
                 self._layout = Layout.of(payload.first(self._rows), tree)
             elif self._layout is None and samples >= self._rows:
-                self._layout = Layout.of(leaves, tree)  # the first full one says what they look like
+                self._layout = Layout.of(leaves, tree)  # the first full one has their layout
             is_alike = self._layout is not None and self._layout.holds(leaves, tree)
             pool, fill = self._ring if is_alike else self._loose, partial(self._copy, leaves, build)
         slot = self._acquire(fetched, pool)
@@ -369,7 +369,7 @@ class PrefetchFeed(Feed):
         return source.pack(batch) if key[2] is None else Portion.gathered(batch, source.pack)
 
     def _copy(self, leaves: Sequence[Any], build: Callable[[list[Any]], Batch], slot: Slot) -> Batch:
-        """Fill a slot from a batch; what has no room in it gets memory of its own."""
+        """Fill a slot from a batch; leaves that do not fit get memory of their own."""
         if slot.pool is self._loose:
             return build([own_memory(leaf, self._lane) for leaf in leaves])
         assert self._layout is not None

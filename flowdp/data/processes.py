@@ -17,7 +17,7 @@ GRACE_S = 0.9
 
 
 def begin(worker_init_fn: Callable[[int], None] | None, number: int) -> None:
-    """What a worker process does first."""
+    """Initialiser of a worker process."""
     # A terminal sends Ctrl-C to all its processes, but the run ends after its round and reads on for it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if worker_init_fn is not None:
@@ -57,7 +57,7 @@ class Processes:
         return f"DataLoader worker {number} (process {iterator._workers[number].pid})"
 
     def get(self, timeout: float) -> Any:
-        """What torch calls for the next result; `queue.Empty` makes it look for dead processes."""
+        """Torch's call for the next result; `queue.Empty` makes it look for dead processes."""
         processes = {process.sentinel: process for process in self._iterator._workers}
         self._is_waiting = True
         ready = connection.wait([self._results._reader, *processes], timeout)

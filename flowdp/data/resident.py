@@ -28,11 +28,11 @@ ORDERS_KEPT = 2
 
 
 class ResidentData:
-    """A dataset on one device, for all its ranks. What lies there already is used as it is.
+    """A dataset on one device, for all its ranks. Tensors that are there already are used as they are.
 
     Args:
-        source: Whose tensors.
-        lane: Of one of the ranks there; it copies.
+        source: Source of the tensors.
+        lane: Lane of one of the ranks there; it copies.
 
     Attributes:
         source: As given.
@@ -40,7 +40,7 @@ class ResidentData:
         copied: Recorded behind the copies.
 
     Threads:
-        The one that made the tensors, so that a copy from another device is behind what made them.
+        The one that made the tensors, so that a copy from another device comes behind their creation.
 
     Raises:
         torch.OutOfMemoryError: The device has no room for them.
@@ -61,7 +61,7 @@ class ResidentData:
 
     @staticmethod
     def needed_bytes(source: TensorSource, device: torch.device, ranks: int) -> int:
-        """What has to be allocated on a device of so many ranks for this."""
+        """Bytes to allocate on a device with this many ranks."""
         orders = ranks * ORDERS_KEPT * source.samples * torch.int64.itemsize
         return orders + sum(tensor.nbytes for tensor in source.tensors if tensor.device != device)
 
@@ -71,7 +71,7 @@ class _Order:
     """The order of an epoch on the device.
 
     Attributes:
-        epoch: Which.
+        epoch: Index of the epoch.
         bounds: Where each batch starts and stops in it.
         staging: Pinned. Shape [samples].
         index: On the device. Shape [samples].
@@ -90,7 +90,7 @@ class ResidentFeed(Feed):
 
     Args:
         data: The dataset, on that device.
-        lane: The rank's.
+        lane: Lane of the rank.
     """
 
     def __init__(self, data: ResidentData, lane: Lane) -> None:
@@ -126,13 +126,13 @@ class ResidentFeed(Feed):
         """Each batch has memory of its own; see `Feed.release`."""
 
     def wake(self, epoch: int, batch: int) -> None:
-        """Nobody is ever asked to; see `Feed.wake`."""
+        """Never needed here; see `Feed.wake`."""
 
     def fit(self) -> None:
         """Nothing to size; see `Feed.fit`."""
 
     def close(self) -> bool:
-        """Let the memory go: who keeps a run that is over must not keep it. See `Feed.close`."""
+        """Free the memory: a reference to an ended run must not keep it. See `Feed.close`."""
         self._tensors = []
         self._orders = [None] * ORDERS_KEPT
         return True
@@ -147,7 +147,7 @@ class ResidentFeed(Feed):
                 staging = self._lane.pinned((samples,), torch.int64)
             index = torch.empty(samples, dtype=torch.int64, device=self._lane.device)
             old = _Order(epoch, bounds, staging, index, self._lane.event())
-        old.copied.synchronize()  # two epochs ago: passed long since, so nobody waits
+        old.copied.synchronize()  # two epochs ago: passed long since, so no wait
         staging = old.staging[:samples]
         torch.cat(parts, out=staging)
         self._check(epoch, staging)

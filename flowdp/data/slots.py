@@ -1,4 +1,4 @@
-"""Memory for batches that is written again and again: what a batch looks like, and where one lies."""
+"""Reused memory for batches: their layout, and the slots that hold them."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class _Form:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a full batch looks like: its tree, and for each leaf its form, or None for no plain tensor.
+    """Layout of a full batch: its tree, and for each leaf its form, or None for no plain tensor.
 
     Attributes:
         tree: How the leaves make a batch; None where batches are gathered.
@@ -170,9 +170,9 @@ class HostSlot:
     """Pinned memory of one batch.
 
     Attributes:
-        memory: A tensor per leaf, None for what is no plain tensor.
+        memory: A tensor per leaf, None for a leaf that is no plain tensor.
         copied: Recorded on `copy` behind the copy out of it.
-        kept: What was copied from in its place: pinned by the dataset, and needed until `copied`.
+        kept: Source of the copy: pinned by the dataset, and needed until `copied`.
     """
 
     memory: list[Tensor | None]
@@ -184,7 +184,7 @@ class HostSlots:
     """Host slots in turn: the one whose copy is the oldest comes next.
 
     Args:
-        lane: Whose `copy` reads them.
+        lane: Lane whose `copy` stream reads them.
     """
 
     def __init__(self, lane: Lane) -> None:
@@ -249,10 +249,11 @@ class Slot:
 
     Attributes:
         pool: Where it goes when it is not in use.
-        memory: A tensor per leaf, None for what is no plain tensor. Empty where each batch has its own.
+        memory: A tensor per leaf, None for a leaf that is no plain tensor. Empty where each batch has its
+            own.
         ready: Recorded on `copy` behind the copy into it.
         free: Recorded on `compute` behind the step that used it.
-        batch: The last batch here. What of it was allocated for it alone is let go once `copy` has waited for
+        batch: The last batch here. Memory allocated for it alone is freed once `copy` has waited for
             `free`, because the allocator gives it to the copy stream again.
     """
 

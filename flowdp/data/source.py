@@ -18,7 +18,7 @@ Batch = Any
 
 
 class Source(ABC):
-    """Deals the batches of a dataset, each by its (epoch, batch), to whoever it was planned for.
+    """Deals the batches of a dataset, each by its (epoch, batch), to the rank it was planned for.
 
     Attributes:
         batch_size: Samples of every batch but, without drop_last, an epoch's last; None where they differ.
@@ -26,7 +26,7 @@ class Source(ABC):
         samples: Samples dealt in an epoch, without a dropped tail; None where that is not known before.
         can_resume_inside: Whether a run can be resumed in the middle of an epoch.
         unseeded: The sampler that draws another order each time, so that it cannot; None otherwise.
-        keeps: What was taken is kept until `settle`, so that it can be taken again when its rank is lost.
+        keeps: Taken batches are kept until `settle`, so that they can be taken again when their rank is lost.
     """
 
     can_resume_inside = True
@@ -60,7 +60,7 @@ class Source(ABC):
 
         Raises:
             IndexError: An epoch has no such batch.
-            ProtocolError: It lies in an epoch that nobody can draw again; see `SamplerOrder`.
+            ProtocolError: It lies in an epoch that cannot be drawn again; see `SamplerOrder`.
         """
         return self._order.samples_in(epoch, batch)
 
@@ -72,7 +72,7 @@ class Source(ABC):
 
         Raises:
             IndexError: An epoch has no such batch.
-            ProtocolError: It lies in an epoch that nobody can draw again; see `SamplerOrder`.
+            ProtocolError: It lies in an epoch that cannot be drawn again; see `SamplerOrder`.
         """
         return tuple(self._order.indices(epoch, batch).tolist())
 
@@ -85,7 +85,7 @@ class Source(ABC):
         return None if self.batches is None else self._order.checksum(epoch)
 
     def threads(self) -> list[threading.Thread]:
-        """The threads that read, for whoever looks where they stand.
+        """The reading threads, for diagnostics.
 
         Threads:
             Any.
@@ -123,7 +123,7 @@ class Source(ABC):
         Beyond the end of an epoch there is None, too, if it took the reading to find it.
 
         Args:
-            rank: Who asks.
+            rank: Rank index.
             epoch: The batch's epoch.
             batch: Its number in the epoch.
             part: The samples that are wanted, as a `Portion`; the batch stays until all its samples have been
@@ -140,7 +140,7 @@ class Source(ABC):
 
     @abstractmethod
     def give_back(self, epoch: int, batch: int, payload: Batch, part: Part | None = None) -> None:
-        """Return what was taken and not trained, so that it can be taken again.
+        """Return batches that were taken and not trained, so that they can be taken again.
 
         Call it before the report that lets the batch be dealt anew.
 
@@ -149,7 +149,7 @@ class Source(ABC):
         """
 
     def settle(self, keys: Sequence[tuple[int, int]]) -> None:  # noqa: B027 - most keep nothing
-        """Nobody will ask for these again: a mean holds what was trained of them.
+        """These batches are averaged in and will not be requested again.
 
         Args:
             keys: (epoch, batch) of each, taken and trained whole.
@@ -159,7 +159,7 @@ class Source(ABC):
         """
 
     def reclaim(self, rank: int) -> None:  # noqa: B027 - most can make any batch again
-        """A rank is lost: what it took can be taken again, but for what was given back or is settled.
+        """Reclaim the batches of a lost rank, but for those given back or settled.
 
         Call it before the report that lets those batches be dealt anew, when that rank takes nothing more.
 
@@ -169,7 +169,7 @@ class Source(ABC):
 
     @abstractmethod
     def close(self) -> bool:
-        """Stop reading and end what was started; takes 2 s at most, at any moment, and may be called twice.
+        """Stop reading, end threads and processes; takes 2 s at most, and may be called twice.
 
         Returns:
             False where a thread is still inside the dataset's own code; it ends with that call.

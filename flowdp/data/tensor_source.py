@@ -23,7 +23,7 @@ class TensorSource(Source):
         tensors: Equal in length. Each of shape [samples, ...].
         pack: Makes the batch of the gathered parts.
         order: Which samples each batch holds.
-        rows: Of the tensors, the samples' own, int64; None: all. Shape [samples].
+        rows: Rows of the tensors, the samples' own, int64; None: all. Shape [samples].
 
     Attributes:
         tensors: As given.
@@ -52,7 +52,7 @@ class TensorSource(Source):
         """The same source with its tensors in the host's memory; itself where they lie there.
 
         Threads:
-            The one that made the tensors: what it has enqueued is waited for.
+            The one that made the tensors: its enqueued work is waited for.
         """
         if all(tensor.device.type == "cpu" for tensor in self.tensors):
             return self
@@ -87,7 +87,7 @@ class TensorSource(Source):
     def gather(
         self, epoch: int, batch: int, part: Part | None = None, out: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        """What a batch has of each tensor. Each of shape [samples_in(epoch, batch) or part.samples, ...].
+        """The batch's part of each tensor. Each of shape [samples_in(epoch, batch) or part.samples, ...].
 
         Args:
             epoch: Its epoch.

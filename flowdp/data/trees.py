@@ -56,7 +56,7 @@ class Uncuttable(TypeError):
 class Form:
     """The structure of a tree; for one leaf alone, all fields are None.
 
-    Two forms are equal where one would build of the other's leaves what the other builds. Classes made by the
+    Two forms are equal where both build the same tree of the same leaves. Classes made by the
     same definition count as one, for a class that a function makes is another one in each call.
 
     Attributes:
@@ -64,7 +64,7 @@ class Form:
         keys: Names of its children: keys of a mapping, attributes of an object; None: they have positions.
         children: Forms of the children.
         build: Makes the container of its children.
-        spec: Of a container that torch knows and this module does not.
+        spec: Spec of a container that torch knows and this module does not.
     """
 
     cls: type | None = None
@@ -104,7 +104,7 @@ class Form:
             return
         keys = range(len(self.children)) if self.keys is None else self.keys
         for key, child in zip(keys, self.children, strict=True):
-            # The items of a UserDict are its own for everybody who uses one.
+            # The items of a UserDict are its own for all its users.
             is_inside = key == "data" and issubclass(self.cls, UserDict)
             yield from child.key_paths(before if is_inside else (*before, key))
 
@@ -129,7 +129,7 @@ def flatten(tree: Any, samples: int | None = None, *, with_sizes: bool = False) 
     """The leaves of a tree, in order, and how they make it.
 
     Args:
-        tree: What is taken apart.
+        tree: Tree to take apart.
         samples: Length of the batch; lists and tuples of that length without tensors are leaves. None: those
             of any length are.
         with_sizes: Whether a tuple of numbers alone may be a size: it is no column then.
@@ -402,7 +402,7 @@ def _opened(node: Any) -> _Opened | None:
 
 
 def _attributes(node: Any) -> list[str] | None:
-    """Names of what an object consists of; None where its class is not one of those that are opened."""
+    """Names of an object's attributes; None where its class is not one of those that are opened."""
     cls = type(node)
     declared: list[str] = []
     if is_dataclass(node):
@@ -432,8 +432,8 @@ def _mapping(cls: Any, keys: Names, names: Names, mirrored: Names, children: lis
 
     Args:
         cls: The class.
-        keys: Of its items.
-        names: Of its attributes.
+        keys: Keys of its items.
+        names: Names of its attributes.
         mirrored: Attributes that show an item, in classes that offer both.
         children: Values of the items, then of the attributes.
     """

@@ -1,4 +1,4 @@
-"""Who does how much in a loop that the user owns: the balancer of single batches, and El Che's windows."""
+"""Shares of the devices in a loop that the user owns: balancer of single batches, and El Che's windows."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Alone:
         return ()
 
     def did(self, samples: Sequence[int], batches: Sequence[int] | None = None) -> None:  # noqa: ARG002
-        """Note what was done."""
+        """Note the work done."""
         self._last = samples[0]
         self._samples += self._last
 
@@ -89,13 +89,13 @@ class Pacing:
 
     Args:
         peers: The ranks; their stopwatches are read, and their pools told.
-        options: Of the windows, and the speed hint.
+        options: Options of the windows, and the speed hint.
         windows: Whether there are windows; else every batch is cut.
         ratios: Fixed shares, summing to 1; None: by measured speed. Shape (world_size,).
 
     Attributes:
         balance: Ratios for cutting a batch, and the throughput.
-        cadence: Of the windows; None without.
+        cadence: Cadence of the windows; None without.
         shard_sizes: Samples per rank in the last call or window. Shape (world_size,).
 
     Threads: the user's; `quotas`, `due` and `cut` by the thread that reads ahead, too: they read one value
@@ -148,7 +148,7 @@ class Pacing:
         return () if self.cadence is None else self.cadence.due
 
     def did(self, samples: Sequence[int], batches: Sequence[int] | None = None) -> None:
-        """Note what the ranks were given.
+        """Note the ranks' batches.
 
         Args:
             samples: Per rank. Shape (world_size,).
@@ -175,7 +175,7 @@ class Pacing:
         return tuple(self._samples)
 
     def step(self) -> None:
-        """The optimizer has stepped: learn from what the devices have passed since."""
+        """Learn from the devices' times since the last step of the optimizer."""
         if self._is_mixed or not any(self._samples):
             self.discard()
             return
@@ -187,7 +187,7 @@ class Pacing:
             self._learn(*self._pending.pop(0))
 
     def discard(self) -> None:
-        """Learn nothing from what was done since the last step."""
+        """Drop the times since the last step."""
         for watch in (*self._watches, self._summing):
             watch.discard()
         self._forget()

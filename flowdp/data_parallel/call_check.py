@@ -63,12 +63,12 @@ class Call:
     Attributes:
         callee: The function.
         run: Calls it, of a module, with a part.
-        args: Of the whole batch.
+        args: Arguments of the whole batch.
         kwargs: By name.
         sizes: Samples of each part; at least two, none empty.
-        layout: Of the batch.
+        layout: Layout of the batch.
         device: Where it is tried.
-        advice: What to do about a difference; None: what is found by other trials.
+        advice: Remedy for a difference; None: found by other trials.
     """
 
     callee: Callee
@@ -143,7 +143,7 @@ def check_call(module: nn.Module, call: Call) -> bool:
         Whether it could be checked; else the log says why not.
 
     Raises:
-        FlowdpError: They do not; it says what differs, how the call was cut, and what to do.
+        FlowdpError: They do not; the message has the difference, the cut of the call, and a remedy.
 
     Threads: one; no other may use the module meanwhile.
     """
@@ -275,7 +275,7 @@ def _trouble(trials: Trials, call: Call, whole: Any) -> _Trouble | None:
         if call.layout.join is not None:
             joined = call.layout.join(joined, call.sizes)
     except FlowdpError as error:
-        # What is wrong with anything but the rows of an output, the error itself says.
+        # For anything but the rows of an output the error itself says it.
         return _Trouble(str(error), returned=returned, has_advice=not joining.has_other_rows(returned))
     found = compare(whole, joined, trials.epsilon)
     if not found:
@@ -360,7 +360,7 @@ def _is_of_tokens(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() and not tensor.is_complex()
 
 
-# ---------------------------------------------------------------------- what would give the same
+# ---------------------------------------------------------------------- remedies
 def _other_dims(trials: Trials, call: Call, whole: Any) -> str | None:
     """A `dim` with which the parts give the outputs of the whole batch, as advice."""
     layout = call.layout

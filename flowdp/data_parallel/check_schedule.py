@@ -23,7 +23,7 @@ class _Form:
     """A kind of calls.
 
     Attributes:
-        modes: Of the submodules.
+        modes: Modes of the submodules.
         outputs: As `Outputs.form`.
         calls: How often it was called.
     """
@@ -64,7 +64,7 @@ class Schedule:
         """Whether a call that is cut is to be checked, should its outputs have the form of the last.
 
         Args:
-            modes: Of the submodules: where they are others, the function may do something else.
+            modes: Modes of the submodules: where they are others, the function may do something else.
         """
         self._modes = modes if modes in self._last or len(self._last) < MOST_FORMS else None
         last = self._last.get(self._modes)
@@ -97,7 +97,7 @@ class Schedules:
     """The schedules of all functions that are called, each made at its first call.
 
     Args:
-        module: Whose methods are called by name.
+        module: Module whose methods are called by name.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -29,9 +29,9 @@ class Returned:
 
     Args:
         tree: As it came.
-        samples: Of the part; 0 where nothing was cut.
+        samples: Samples of the part; 0 where nothing was cut.
         where: The device, for errors.
-        weights: Of the part, by the functions that `reduce` has, where the outputs are joined.
+        weights: Weights of the part, by the functions that `reduce` has, where the outputs are joined.
 
     Attributes:
         tensors: In order, with the device's graph.
@@ -100,7 +100,7 @@ class Apart(Outputs):
     """The outputs of all parts, not joined: `tree` is a list of them.
 
     Args:
-        parts: What the modules returned, in order.
+        parts: Return values of the modules, in order.
         pieces: The tensors of each part, without a graph, on the first device.
     """
 
@@ -128,9 +128,9 @@ class Joining:
     """Rules by which the outputs of one call are joined.
 
     Args:
-        layout: Of its outputs.
-        callee: Which names the arguments, for weights.
-        dim: Of the first argument that was cut.
+        layout: Layout of its outputs.
+        callee: Callable that names the arguments, for weights.
+        dim: Batch dimension of the first argument that was cut.
         is_apart: Whether they are left as they are, for a function of the user's.
 
     Attributes:
@@ -198,10 +198,10 @@ def join(
     tensors, are concatenated where each is as long as its part; everything else must be the same in all.
 
     Args:
-        parts: What the modules returned, in the order of the samples.
+        parts: Return values of the modules, in the order of the samples.
         pieces: The tensors of each part, without a graph, on the first device.
-        layout: Of the outputs; None: along dim 0, and means.
-        dim: Of the first argument that was cut.
+        layout: Layout of the outputs; None: along dim 0, and means.
+        dim: Batch dimension of the first argument that was cut.
 
     Raises:
         FlowdpError: The outputs cannot be put together.
@@ -250,7 +250,7 @@ class _Rows(_Seam):
     """Pieces that lie one behind the other.
 
     Attributes:
-        lengths: Of the pieces along `dim`.
+        lengths: Lengths of the pieces along `dim`.
     """
 
     lengths: tuple[int, ...]

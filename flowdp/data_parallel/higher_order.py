@@ -93,7 +93,7 @@ class _Differentiation:
     """One order: from the graphs of the order before to the graphs of their gradients.
 
     Attributes:
-        inputs: Of the node: what the graphs begin at, and the gradients of their outputs.
+        inputs: Inputs of the node: what the graphs begin at, and the gradients of their outputs.
         has: For each rank, which inputs of its graph have a gradient; None without a graph.
     """
 

@@ -48,7 +48,7 @@ RETURN = "return"
 
 
 def output_name(path: KeyPath) -> str:
-    """Name of an output within what a module returns: "loss", "1", "heads.0"; "" where it is all there is."""
+    """Name of an output within a return value: "loss", "1", "heads.0"; "" for the only one."""
     return ".".join(map(str, path))
 
 
@@ -64,7 +64,7 @@ class Callee:
         positional: Names of the parameters that may be given by position, in order.
         told: Buffers and attributes that the log has named.
         ways: How leaves of the arguments were given when they first had a length: see `Arguments.ways`.
-        pattern: Of the last call that was cut: see `Arguments.pattern`.
+        pattern: Pattern of the last call that was cut: see `Arguments.pattern`.
         has_entries: Whether lists among its arguments have been found to have an entry for each sample.
     """
 
@@ -105,7 +105,7 @@ class Layout:
         dim: Where the samples lie.
         split: Cuts a call instead; None: along `dim`.
         join: Joins the outputs of the parts instead; None: along `dim`.
-        reduce: What becomes of a number that each part returns.
+        reduce: Reduction of a number that each part returns.
 
     Raises:
         OptionError: One of them is of the wrong kind.
@@ -201,7 +201,7 @@ class Layout:
 
         Args:
             callee: Which remembers its calls.
-            arguments: Of the call.
+            arguments: Arguments of the call.
 
         Raises:
             FlowdpError: An argument holds samples, and cannot be cut; or it has gone whole so far, and is as
@@ -235,7 +235,7 @@ class Layout:
         """The option `dim` that gives some arguments another dim, and leaves the rest as it is.
 
         Args:
-            names: Of all arguments.
+            names: Names of all arguments.
             own: The dims of some, by name.
         """
         known: Mapping[str | int, Any] = {}
@@ -313,8 +313,8 @@ class Layout:
         """The weights of a part; none of a function for which the call has no arguments.
 
         Args:
-            callee: Which names the arguments.
-            args: Of the part.
+            callee: Callable that names the arguments.
+            args: Arguments of the part.
             kwargs: By name.
 
         Raises:
@@ -345,7 +345,7 @@ _MANY = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 def _argument(callee: Callee, path: KeyPath) -> str:
-    """An argument, or what is in it, for a message."""
+    """Description of an argument, or of an item of it, for a message."""
     name, *inside = callee.named(path)
     return f"{callee.name}: argument {name!r}" + "".join(f"[{key!r}]" for key in inside)
 

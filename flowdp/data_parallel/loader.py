@@ -76,7 +76,7 @@ class Epoch:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Window]:
-        """The windows; what the loader raises is raised here."""
+        """The windows; errors of the loader are raised here."""
         if len(self._lanes) == 1 and not self._lanes[0].is_async:
             # Nothing to copy and no other device: a thread would only cost.
             for batch in self._loader:
@@ -137,7 +137,7 @@ class Windows:
         """The next window; None at the end.
 
         Raises:
-            BaseException: What the loader raised.
+            BaseException: Raised by the loader.
             DataError: It gave a batch without samples.
         """
         pieces, whole = self._pieces()
@@ -196,7 +196,7 @@ class WindowLoader:
     """Reads windows in a thread of its own, one ahead of the one that is in use.
 
     Args:
-        windows: What it reads.
+        windows: Windows to read.
 
     Threads: iterate it and `close` it in the thread that made it.
     """
@@ -210,10 +210,10 @@ class WindowLoader:
         self._thread.start()
 
     def __iter__(self) -> Iterator[Window]:
-        """The windows; each is the caller's until he asks for the next.
+        """The windows; each is the caller's until the next is requested.
 
         Raises:
-            BaseException: What the loader raised.
+            BaseException: Raised by the loader.
             DataError: It gave a batch without samples.
         """
         while True:

@@ -1,4 +1,4 @@
-"""What is done with each batch of a window: what the model takes of it, what is listened to, and the loss."""
+"""Processing of each batch of a window: the model's inputs, captured submodules, and the loss."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from flowdp.options import CaptureOptions
 __all__ = ["Inputs", "InputsOption", "LossContext", "LossFunction", "Recipe", "Taps", "Traces"]
 
 Traces = dict[str, list[Any]]
-"""What submodules returned: name -> one entry for each call."""
+"""Outputs of submodules: name -> one entry for each call."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossContext:
-    """What a loss function of `setup` gets for each batch; everything with its graph.
+    """Argument of a loss function of `setup` for each batch; everything with its graph.
 
     Attributes:
-        output: What the module returned.
+        output: Return value of the module.
         batch: The whole batch, on the module's device.
-        tags: What the submodules named in `tags` returned, by name: in their last call.
+        tags: Outputs of the submodules named in `tags`, by name: of their last call.
         traces: The same for all their calls in this forward, in order.
     """
 
@@ -53,7 +53,7 @@ class Inputs:
         module: The model.
 
     Attributes:
-        function: Of the batch, if one was given.
+        function: Loss function of the batch, if one was given.
 
     Raises:
         OptionError: They name nothing.
@@ -108,10 +108,10 @@ class Inputs:
 
 
 class Taps:
-    """Listens to what submodules return.
+    """Captures outputs of submodules.
 
     Args:
-        names: Of submodules.
+        names: Names of submodules.
         module: The model.
 
     Raises:
@@ -129,7 +129,7 @@ class Taps:
 
     @contextmanager
     def listening(self, module: nn.Module) -> Iterator[Traces]:
-        """What they return while this is open."""
+        """Their outputs while this is open."""
         heard: Traces = {name: [] for name in self.names}
         with ExitStack() as stack:
             for name in self.names:
@@ -144,14 +144,14 @@ def _note(heard: list[Any], _module: nn.Module, _inputs: Any, output: Any) -> No
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What is done with each batch.
+    """Processing of each batch.
 
     Attributes:
-        inputs: What of it the module takes.
-        taps: Which submodules are listened to.
+        inputs: Fields of the batch that the module takes.
+        taps: Submodules whose outputs are captured.
         loss: The loss function; None: the caller computes a loss on the joined output.
         capture: How forward, loss and backward are captured; None: they are not.
-        scale: What a gradient scaler makes of a loss.
+        scale: Scaling of a loss by a gradient scaler.
     """
 
     inputs: Inputs

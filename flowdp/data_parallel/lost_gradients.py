@@ -26,7 +26,7 @@ def check_leaves(
     """Look whether the graph of a rank's outputs ends at tensors that the rank knows.
 
     Args:
-        outputs: Of the rank.
+        outputs: Outputs of the rank.
         wanting: Its arguments that ask for a gradient.
         parameters: Of each rank; the first's are the user's, which no other may use.
         rank: Its number.

@@ -77,7 +77,7 @@ class Tables:
 
         Args:
             index: In `tensors`.
-            like: What is in the same place there. A buffer may have grown, and is made anew.
+            like: Tensor at the same place there. A buffer may have grown, and is made anew.
 
         Raises:
             FlowdpError: It is a parameter, and has another shape or dtype.
@@ -94,7 +94,7 @@ class Tables:
         return table[key]
 
     def check_as_it_was(self) -> None:
-        """Check that the module has the parts that it had; what they hold may have changed.
+        """Check that the module has the parts that it had; their values may have changed.
 
         Raises:
             FlowdpError: It has others.
@@ -118,10 +118,10 @@ class Tables:
             )
 
     def check_like(self, first: Tables, device: torch.device) -> None:
-        """Check that a replica keeps what the first module does, in the same order, on its device.
+        """Check that a replica keeps the first module's tensors, in the same order, on its device.
 
         Raises:
-            OptionError: It does not; the message names what differs.
+            OptionError: It does not; the message names the difference.
         """
         mine, theirs = (
             {name: _form_of(tensor) for name, tensor in zip(table.names, table.tensors, strict=True)}

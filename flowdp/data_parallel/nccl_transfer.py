@@ -36,7 +36,7 @@ class Packed:
 
     Attributes:
         rows: On its own device, for NCCL.
-        has: Which parameters have a gradient in there.
+        has: Flag per parameter: it has a gradient in there.
         rest: Those that are not in there, on the first device.
     """
 
@@ -69,7 +69,7 @@ class Reducing:
 
     Args:
         loop: NCCL.
-        parameters: Of the first rank; their gradients are summed.
+        parameters: Parameters of the first rank; their gradients are summed.
         home: The first device.
     """
 
@@ -84,7 +84,7 @@ class Reducing:
 
         Args:
             gradients: One for each parameter, on the device.
-            device: The rank's.
+            device: Device of the rank.
 
         Streams:
             The current one.
@@ -123,8 +123,8 @@ class Wire:
 
     Args:
         loop: NCCL.
-        rows: Of the parameters that `trained` lists.
-        tables: Of all modules. Replicas' parameters are moved, values kept.
+        rows: Rows of the parameters that `trained` lists.
+        tables: Tables of all modules. Replicas' parameters are moved, values kept.
         lanes: One per rank.
 
     Threads: the user's.
@@ -149,7 +149,7 @@ class Wire:
 
     @classmethod
     def open(cls, link: Link, tables: Sequence[Tables], lanes: Sequence[Lane]) -> Wire | None:
-        """NCCL for what is trained now; None: nothing is, or it is not used.
+        """NCCL for the parameters trained now; None: there are none, or it is not used.
 
         Raises:
             CollectiveError: It was asked for, and does not work here.

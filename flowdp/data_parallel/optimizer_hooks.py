@@ -1,4 +1,4 @@
-"""What surrounds the steps of the optimizers, in a loop that the user owns."""
+"""Hooks around the steps of the optimizers, in a loop that the user owns."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["Stepping"]
 
 
 class Stepping:
-    """The optimizers of a module, and what happens before and after their steps, whoever asks for one.
+    """The optimizers of a module, with hooks before and after each of their steps.
 
     Args:
         module: The user's.
-        peers: What holds gradients, too; None for one device.
+        peers: The replicas, which hold gradients, too; None for one device.
         pacing: Learns from each step.
         averages: Whether each step takes the mean of all ranks' buffers.
 
@@ -68,7 +68,7 @@ class Stepping:
         """Clip, and step all optimizers.
 
         Args:
-            scaler: Of the losses' gradients; it decides whether the optimizers step.
+            scaler: Scaler of the losses' gradients; it decides whether the optimizers step.
             max_norm: 2-norm to which the gradients are clipped.
 
         Raises:
@@ -113,7 +113,7 @@ class Stepping:
             group["lr"] = group["lr"] * (lr / first) if first else lr
 
     def collect(self) -> None:
-        """Add what backwards without a sum have left at the replicas to the user's gradients."""
+        """Add gradients that backwards without a sum have left at the replicas to the user's."""
         if self._peers is not None:
             collect_gradients(self._peers)
 
@@ -147,7 +147,7 @@ def _before_step(this: weakref.ref[Stepping], *_: Any) -> None:
 
 
 def _is_in_a_scalers_step() -> bool:
-    # The scaler does not say so, and what it has unscaled cannot be told from what it has not.
+    # The scaler does not say so, and unscaled gradients cannot be told from scaled ones.
     frame = sys._getframe()
     while (above := frame.f_back) is not None:
         frame = above

@@ -63,7 +63,7 @@ def predict(
     Args:
         call: Calls the module.
         batches: Each with at least one sample.
-        inputs: Which fields of a batch the module takes.
+        inputs: Fields of a batch that the module takes.
         layout: How numbers are reduced, and where samples lie.
         callee: Names the arguments.
 

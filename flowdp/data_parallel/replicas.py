@@ -66,15 +66,15 @@ class Peers:
         lanes: One per rank. On CUDA the first device's work is done by the calling thread on its current
             stream, as in a loop without replicas.
         pools: Choose the size of the OpenMP pool of each rank's own thread. Shape (world_size,).
-        repeats: Whether what CPU ranks draw follows from the calling thread's generator.
-        link: Opens NCCL; None: the ranks' threads copy what is sent.
+        repeats: Whether the draws of CPU ranks follow from the calling thread's generator.
+        link: Opens NCCL; None: the ranks' threads copy.
 
     Attributes:
         modules: One per rank.
         devices: One per rank.
         watches: One per rank: how long its jobs took on the device.
         summing: How long the sums of gradients took.
-        pools: As given; told by whoever reads the watches.
+        pools: As given; updated where the watches are read.
         wire: NCCL between the ranks; None without it.
         turns: To launch; None where forwards meet.
 
@@ -124,7 +124,7 @@ class Peers:
         ]
         self._attributes = Attributes([table.modules for table in self._tables])
         self._unseen = Unseen(lanes[0]) if lanes[0].is_async else None
-        self._kept = [False] * len(lanes)  # whose buffers are their own until the user's change
+        self._kept = [False] * len(lanes)  # buffers that are the rank's own until the user's change
         self._ran: set[int] = set()
         self._now: list[State] = []
         self._due: list[list[int]] = []  # per rank, the tensors that it has to be sent
@@ -150,7 +150,7 @@ class Peers:
         """Run a job where the first rank's work is done, outside its stopwatch, in the caller's modes.
 
         Raises:
-            BaseException: What it raised.
+            BaseException: Raised by it.
         """
         modes = self.modes()
 
@@ -205,7 +205,8 @@ class Peers:
         first = len(self._tables[0].parameters)
         for due, sharing in zip(self._due, self._sharings, strict=True):
             for i in due:
-                # What the first rank's forward may write to while others still read is copied before.
+                # Tensors that the first rank's forward may write to while others still read are copied
+                # before.
                 if i >= first or (sharing is not None and not sharing.has(i)):
                     copies.add(i)
                 elif sharing is None and i not in self._sources and not self._is_wired(i):
@@ -219,7 +220,7 @@ class Peers:
         """Note the modules as the forward of a call has left them.
 
         Raises:
-            FlowdpError: The forward did to the module what the replicas cannot follow.
+            FlowdpError: The forward changed the module in a way that the replicas cannot follow.
         """
         self._attributes.note(self._ran)
         for rank in self._ran:
@@ -288,7 +289,7 @@ class Peers:
         """The way of gradients to the first device, where they are summed.
 
         Args:
-            parameters: Of the first rank.
+            parameters: Parameters of the first rank.
             is_whole: Whether all ranks give gradients, which NCCL needs.
         """
         return self._copying if self.wire is None or not is_whole else self.wire.reducing(parameters)
@@ -297,7 +298,8 @@ class Peers:
     def backward(self, *, leaves: bool) -> Iterator[None]:
         """Around a backward: no gradients are left at the replicas that the user has no use for.
 
-        He has none after an error, and where he has let his own go: `zero_grad()` knows nothing of replicas.
+        There are none after an error, and where the user has dropped his own: `zero_grad()` knows nothing of
+        replicas.
 
         Args:
             leaves: Whether the replicas' gradients stay with them, beside those of the user's module.
@@ -362,7 +364,7 @@ class Peers:
                 yield index, grad
 
     def _drop_zeroed(self) -> None:
-        """Forget the replicas' gradients where the user has let his own go, or zeroed it."""
+        """Drop the replicas' gradients where the user's own was dropped or zeroed."""
         for index, grad in self._written():
             if grad is None or (grad.layout is torch.strided and not grad.any()):
                 for table in self._tables[1:]:
@@ -396,15 +398,15 @@ class Peers:
             modes: In which they run; None: the caller's.
             parts: Of each rank, in one batch: ranks that have one take the statistics of SyncBatchNorm
                 together. Empty: none does.
-            enters_draws: Whether what a job draws repeats, where it shall. False: it sees to that by
+            enters_draws: Whether a job's draws repeat, where they shall. False: it sees to that by
                 `own_draws`, for the mode holds the lock at each operation.
 
         Raises:
-            BaseException: What the first of them raised, with a note that names rank and device.
+            BaseException: Raised by the first of them, with a note that names rank and device.
 
         Streams:
-            The ranks' work comes after what the caller has enqueued on his current streams of all devices,
-            and what he enqueues there comes after it. The host does not wait for devices.
+            The ranks' work comes after the caller's work on its current streams of all devices,
+            and the caller's later work there comes after it. The host does not wait for devices.
         """
         home, *others = self._lanes
         here = [lane.current() for lane in self._lanes]
@@ -445,7 +447,7 @@ class Peers:
                 here[0].wait_event(carried)
 
     def call(self, rank: int, samples: int, run: Callable[[nn.Module, U], T], given: U) -> T:
-        """Run a replica with so many samples, part of its job; what that compiles, other ranks find done."""
+        """Run a replica with so many samples, part of its job; other ranks reuse its compilation."""
         with nullcontext() if self._norms[0] else self._calls[rank].turn(samples):
             return run(self.modules[rank], given)
 
@@ -468,7 +470,7 @@ class Peers:
         return is_limited and frees_at_once(self.devices[rank])
 
     def receive(self, rank: int) -> None:
-        """Bring what `follow` saw to a replica; part of its job, before it computes."""
+        """Copy the changes that `follow` saw to a replica; part of its job, before it computes."""
         self._ran.add(rank)
         if rank == 0:
             return

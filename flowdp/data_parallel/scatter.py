@@ -1,7 +1,7 @@
 """Cutting of the arguments of a call over the devices.
 
-They are trees (`flowdp.data.trees`). What has the batch's length along its dim is cut; everything else goes
-whole.
+They are trees (`flowdp.data.trees`). A leaf with the batch's length along its dim is cut; everything else
+goes whole.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Handed:
         whole: The caller's.
         memory: Its part of the caller's memory.
         given: The module's: the same memory with a version counter of its own, or a copy on its device.
-        version: Of `given`, before the module had it; None: it has no counter.
+        version: Version of `given`, before the module had it; None: it has no counter.
         leaf: Where the device's graph begins; None where no gradient is asked for.
         is_cut: Whether it is a part.
     """
@@ -124,7 +124,7 @@ class Arguments:
         samples: Length of the batch; None without a tensor, array or list of texts that has a length.
         listed: Names and positions of the lists that have an entry for each sample, where the batch is in
             lists alone: images of any size, and a record for each. Else empty.
-        dim: Of the tensor that has this length; 0 without.
+        dim: Batch dimension of the tensor that has this length; 0 without.
         wanting: Tensors that ask for a gradient, in order.
         sparse: Path to a sparse tensor as long as the batch, which cannot be cut; None: there is none.
     """
@@ -220,7 +220,7 @@ class Arguments:
     def ways(self) -> dict[KeyPath, int | None]:
         """How leaves are given, by the path to each: None where it is cut, else its length.
 
-        What goes whole and has no length, or that of one, is left out: it fits any batch.
+        A leaf that goes whole and has no length, or that of one, is left out: it fits any batch.
         """
         paths = list(self._form.key_paths())
         ways = {path: self._way(place) for place, path in enumerate(paths)}
@@ -312,7 +312,7 @@ class Arguments:
     def join_gradients(
         self, pieces: Sequence[Sequence[Tensor | None]], samples: Sequence[int]
     ) -> list[Tensor | None]:
-        """The gradients of `wanting`: put together for what was cut, summed for what went whole.
+        """The gradients of `wanting`: joined for leaves that were cut, summed for those that went whole.
 
         Args:
             pieces: For each part in order, the gradients of its `wanting`.

@@ -4,7 +4,7 @@ The node's inputs are the parameters of the user's module and the tensors of the
 its outputs are those of the devices, joined. In between each device has a graph of its own, so that forward
 and backward of all run at once, each in the thread of its rank. (A graph that spans CPU devices would be
 walked by one thread.) The gradients come out of the node summed over the devices: whatever the caller does
-with gradients, hooks included, sees what one device would show.
+with gradients, hooks included, sees the values of one device.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ Run = Callable[[nn.Module, Part], Any]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A part of a call, and who does it.
+    """A part of a call, and its rank.
 
     Attributes:
-        rank: Whose it is.
-        arguments: What it is a part of.
+        rank: Rank index.
+        arguments: Arguments that it is a part of.
         start: Its first sample there.
         samples: How many it has.
     """
@@ -61,7 +61,7 @@ def cut(arguments: Arguments, sizes: Sequence[int]) -> list[Shard]:
     """The shards of a call. Without samples there is nothing to divide: the first rank does it alone.
 
     Args:
-        arguments: Of the call.
+        arguments: Arguments of the call.
         sizes: Samples per rank. Shape (ranks,).
     """
     if not any(sizes):
@@ -91,7 +91,7 @@ def call_sharded(
     sync: bool = True,
     checks: bool = False,
 ) -> Any:
-    """Call the modules with their shards, all ranks at once, and join what they return.
+    """Call the modules with their shards, all ranks at once, and join their outputs.
 
     Args:
         peers: The modules.
@@ -480,7 +480,7 @@ class _Call:
 
 
 def bring_back(part: Part, home: torch.device) -> None:
-    """Copy to the caller's memory what a module wrote to its part of it on another device."""
+    """Copy a module's writes to its part on another device to the caller's memory."""
     for one in part.handed:
         if one.is_written and one.is_copy and one.whole.device == home:
             with torch.no_grad():
@@ -515,7 +515,7 @@ def _reentrant_refused() -> Iterator[None]:
 
 
 def collect_gradients(peers: Peers) -> None:
-    """Add what backwards without a sum have left at the replicas to the user's module."""
+    """Add gradients that backwards without a sum have left at the replicas to the user's module."""
     peers.check_left()
     with peers.backward(leaves=False):
         if found := _take_left(peers):

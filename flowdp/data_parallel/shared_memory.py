@@ -27,8 +27,8 @@ class Sharing:
     finds a write between forward and backward in the graphs of all ranks, as in one.
 
     Args:
-        mine: Of the replica.
-        users: Of the user's module.
+        mine: Tensors of the replica.
+        users: Tensors of the user's module.
 
     Threads: the rank's in `begin` and `count_writes`, the user's otherwise; never both at once.
     """
@@ -59,8 +59,8 @@ class Sharing:
         """Before a forward, when the replica has been sent everything.
 
         Args:
-            versions: Of the user's parameters, before any rank's forward.
-            is_training: Whether the forward may decide what is shared.
+            versions: Versions of the user's parameters, before any rank's forward.
+            is_training: Whether the forward may decide which memory is shared.
         """
         mine = self._mine.parameters
         if not self._is_decided:
@@ -69,10 +69,10 @@ class Sharing:
         self._own_versions = _versions(mine)
 
     def settle(self) -> None:
-        """Behind a forward: decide what is shared, or look whether the forward wrote to it.
+        """After a forward: decide which memory is shared, or check whether the forward wrote to it.
 
         Raises:
-            FlowdpError: It did; or what it wrote depends on its part of the batch.
+            FlowdpError: It did; or its writes depend on its part of the batch.
         """
         mine, users = self._mine.parameters, self._users.parameters
         own_now, users_now = _versions(mine), _versions(users)
@@ -106,7 +106,7 @@ class Sharing:
         """Raise the versions of the parameters that the user has written to since the last time.
 
         Args:
-            versions: Of the user's parameters; None: as they are now.
+            versions: Versions of the user's parameters; None: as they are now.
         """
         now = list(_versions(self._users.parameters) if versions is None else versions)
         if now == self._versions:

@@ -18,7 +18,7 @@ class Stopwatch:
     """Sums up the pieces of work between two laps.
 
     Args:
-        lane: Of the device.
+        lane: Lane of the device.
 
     Threads: one at a time; `running` in the rank's own thread, the rest by its owner between.
     """
@@ -31,7 +31,7 @@ class Stopwatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count what is enqueued inside.
+        """Time the work enqueued inside.
 
         Streams:
             Marks are recorded on the current stream.

@@ -35,7 +35,7 @@ class Unseen:
     """Finds writes past the version counters.
 
     Args:
-        lane: Of the module.
+        lane: Lane of the module.
 
     Attributes:
         is_found: Whether there was one in the first calls: everything is to be sent before every call.
@@ -61,7 +61,7 @@ class Unseen:
         """Whether everything is to be sent anew, before this call.
 
         Args:
-            tensors: Of the module, and their versions.
+            tensors: Tensors of the module, and their versions.
 
         Raises:
             FlowdpError: There was a write that earlier calls have not seen.

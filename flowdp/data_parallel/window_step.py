@@ -40,7 +40,7 @@ class Results(NamedTuple):
 
 
 def call(module: nn.Module, batch: Any, recipe: Recipe) -> tuple[Any, Traces]:
-    """The output of a module, and what its tagged submodules returned."""
+    """Outputs of a module and of its tagged submodules."""
     with recipe.taps.listening(module) as traces:
         args, kwargs = recipe.inputs.of(batch)
         return module(*args, **kwargs), traces
@@ -71,7 +71,7 @@ def differentiate(
     """Forward, loss and, where gradients are enabled, backward of a batch.
 
     Args:
-        module: The rank's.
+        module: Module of the rank.
         batch: On its device.
         recipe: Has a loss.
         factors: Its share, and its samples.
@@ -107,10 +107,10 @@ class WindowStep:
     """Forward, loss and backward of the batches of one rank, captured where that can be; a `Capturable`.
 
     Args:
-        module: The rank's.
+        module: Module of the rank.
         recipe: Inputs, loss and tags of each batch.
-        lane: The rank's.
-        rank: Which.
+        lane: Lane of the rank.
+        rank: Rank index.
         peers: All ranks; None: it is the only one.
         capturing: State that all ranks share.
 
@@ -150,7 +150,7 @@ class WindowStep:
         read = {**own, **modules_of(recipe.loss, module), **modules_of(recipe.inputs.function, module)}
         if isinstance(recipe.loss, nn.Module):
             read["the loss"] = recipe.loss
-        # All ranks compute with what the loss holds: one that records must leave it alone.
+        # All ranks compute with the tensors that the loss holds: a recording must leave them alone.
         self.captured: Captured = capturing.of(self, code, read, read if peers is None else own)
         if self.obstacle is not None:
             self.captured.give_up(self.obstacle)
@@ -206,7 +206,7 @@ class WindowStep:
 
 
 def _is_plain() -> bool:
-    """Whether a step is what its operations are: with gradients, which nothing packs or looks at."""
+    """Whether a step is its operations alone: with gradients, and no hooks on saved tensors."""
     return (
         torch.is_grad_enabled()
         and not torch.is_anomaly_enabled()

@@ -54,7 +54,7 @@ class Piece:
     """A batch, or a part of one, for one rank.
 
     Attributes:
-        rank: Whose it is.
+        rank: Rank index.
         batch: On its device.
         samples: How many it has.
         arrive: Call it before the batch is used, with the stream current that uses it.
@@ -80,7 +80,7 @@ class Window:
     Attributes:
         pieces: As given.
         whole: As given.
-        samples: Of all of them.
+        samples: Samples of all of them.
     """
 
     def __init__(self, pieces: Sequence[Piece], home: torch.device, whole: Any = None) -> None:
@@ -105,12 +105,12 @@ class Window:
 
 
 class WindowResult:
-    """What a window gave, joined over its batches on the first device when it is asked for.
+    """Result of a window, joined over its batches on the first device when it is read.
 
     Without a loss function `output` has its graph, for a loss of the caller's; else everything is detached.
 
     Args:
-        samples: Of the window.
+        samples: Samples of the window.
         loss: Mean over the samples, before the step. Shape []. None without a loss function.
         joined: Makes the output and the traces.
 
@@ -130,7 +130,7 @@ class WindowResult:
 
     @property
     def output(self) -> Any:
-        """What the module returned.
+        """Outputs of the module.
 
         Raises:
             FlowdpError: The outputs of the batches cannot be joined.
@@ -139,12 +139,12 @@ class WindowResult:
 
     @property
     def traces(self) -> Traces:
-        """What each of the tagged submodules returned, call by call."""
+        """Outputs of each of the tagged submodules, call by call."""
         return self._joined[1]
 
     @property
     def tags(self) -> dict[str, Any]:
-        """What each of the tagged submodules returned in its last call."""
+        """Output of each of the tagged submodules in its last call."""
         return last(self.traces)
 
 
@@ -153,7 +153,7 @@ def window_call(window: Window, recipe: Recipe, home: torch.device) -> Call:
 
     Args:
         window: Has a `whole`.
-        recipe: What is done with it.
+        recipe: Its processing.
         home: The first device.
     """
 
@@ -186,7 +186,7 @@ def run_window(
     Args:
         modules: One per rank.
         window: The batches.
-        recipe: What is done with each.
+        recipe: Processing of each.
         peers: Runs the ranks; None for one device, whose work is done by the calling thread.
         sync: Whether the gradients are summed over the ranks.
         capture: Captured steps of this loss; None: it is run eagerly.
@@ -229,7 +229,7 @@ def run_window(
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What one batch gave, detached: the loss on the first device, the rest where it was made."""
+    """Result of one batch, detached: the loss on the first device, the rest on its own."""
 
     samples: int
     loss: Tensor
@@ -318,7 +318,7 @@ def _result(answers: Sequence[_Answer], samples: int) -> WindowResult:
     loss = torch.stack([answer.loss * (answer.samples / samples) for answer in answers]).sum()
 
     def joined() -> tuple[Any, Traces]:
-        # The caller's streams on all devices come after what made them.
+        # The caller's streams on all devices come after their creation.
         trees = [(answer.output, answer.traces) for answer in answers]
         both: tuple[Any, Traces] = _join(trees, counts, loss.device)
         return both

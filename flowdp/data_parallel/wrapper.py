@@ -98,12 +98,12 @@ def setup(
             optimizer.zero_grad()
 
     `model` and `optimizer` are used themselves, on the first device; the other devices have replicas, which
-    are sent what the step changed. Gradients are summed onto `model` before `backward` returns.
+    are sent the changes of the step. Gradients are summed onto `model` before `backward` returns.
 
     Args:
         model: Moved to the first device and, with an optimizer, set to training mode.
-        optimizer: Of the model's parameters, or several; or a factory that gets those that require grad.
-            None: the model is used as it is, for inference or as a frozen part.
+        optimizer: Optimizer of the model's parameters, or several; or a factory that gets those that require
+            grad. None: the model is used as it is, for inference or as a frozen part.
         replica: Makes the model for another device, `replica(device)`; its tensors and numbers are replaced.
             None: the model is copied.
         devices: "auto", how many, or a list of devices; a device may repeat. One device: no threads.
@@ -121,8 +121,9 @@ def setup(
         partition_ratios: Fixed shares of each batch, one per device; None: by measured speed. With them CPU
             devices repeat a run bit for bit from the same `torch.manual_seed`, dropout included.
         dim: Where the samples lie in the arguments and outputs of a call: one dim for all tensors, or a
-            mapping from `forward`'s parameters (or positions) to dims, with None for what goes whole, 0 for
-            what it does not name, and under "return" the outputs', by name or position where they differ.
+            mapping from `forward`'s parameters (or positions) to dims, with None for arguments that go whole,
+            0 for those it does not name, and under "return" the outputs', by name or position where they
+            differ.
         split: Cuts a call instead: `split(args, kwargs, sizes)` returns (args, kwargs) for each part of so
             many samples. `dim` says how many samples there are.
         join: Joins the outputs instead: `join(outputs, sizes)`. It and `split` may ask for gradients; they
@@ -132,12 +133,12 @@ def setup(
             `lambda labels: (labels[:, 1:] != -100).sum()`. Or a mapping from an output's name to these.
         check: Whether the first call that is cut, and some later ones, are compared with the module on the
             whole batch, on the first device, without gradients; nothing of that stays. A difference is an
-            error that says what to do.
+            error with a remedy.
         backend: How parameters and gradients travel between CUDA devices: "nccl"; "local", by copies between
             each device and the first; "auto", by NCCL where each replica has a CUDA device of its own and
             NCCL works, else by copies. Without an optimizer nothing but "nccl" takes NCCL.
         capture: Record forward, loss and backward of `forward_batch` with a `loss_fn` as a graph, which runs
-            without the interpreter lock. What cannot be captured runs eagerly; `uncaptured` says why.
+            without the interpreter lock. Steps that cannot be captured run eagerly; `uncaptured` says why.
         tune_process: Process-wide settings while this lives (see `ProcessTuning`); False leaves all alone.
         progress: False leaves out the line on stderr that names the devices, once in a process.
 
@@ -261,7 +262,7 @@ class DataParallel(AliasModule):
     def __repr__(self) -> str:
         return f"<DataParallel of {type(self.module).__name__} on {', '.join(map(str, self.devices))}>"
 
-    # ------------------------------------------------------------------ what it is
+    # ------------------------------------------------------------------ properties
     @property
     def replicas(self) -> tuple[nn.Module, ...]:
         """The modules on the other devices, in order; the user's own is `module`."""
@@ -326,7 +327,7 @@ class DataParallel(AliasModule):
 
         Raises:
             FlowdpError: The outputs cannot be joined.
-            Exception: What the module raised, with a note that names rank and device.
+            Exception: Raised by the module, with a note that names rank and device.
         """
         if self._peers is None:
             return self._call_alone(self.module, args, kwargs)
@@ -357,7 +358,7 @@ class DataParallel(AliasModule):
             batch_size: Samples of a batch, for a dataset, tensor or array. None: one batch of all.
 
         Returns:
-            What the module returns, joined over the batches in their order as over devices, on the CPU.
+            The module's outputs, joined over the batches in their order as over devices, on the CPU.
 
         Raises:
             OptionError: `data` is something else, or `batch_size` does not go with it.
@@ -475,7 +476,7 @@ class DataParallel(AliasModule):
 
         Raises:
             FlowdpError: The loss is not one number, or depends on no parameter.
-            OptionError: `inputs` names what the batch does not have.
+            OptionError: `inputs` names a field that the batch does not have.
         """
         if not isinstance(batch, Window):
             raise FlowdpError(f"forward_batch takes what epoch() yields, not {type(batch).__name__}")
@@ -496,7 +497,7 @@ class DataParallel(AliasModule):
         """Clip, step the optimizers, zero the gradients.
 
         Args:
-            scaler: Of the losses' gradients; it decides whether the optimizers step.
+            scaler: Scaler of the losses' gradients; it decides whether the optimizers step.
 
         Raises:
             FlowdpError: There is no optimizer, or no parameter has a gradient.
@@ -531,7 +532,7 @@ class DataParallel(AliasModule):
         self._stepping.set_lr(lr)
 
     def set_loss_fn(self, loss_fn: LossFunction | None) -> None:
-        """Replace the loss function of `forward_batch`; what was captured of the old one is let go."""
+        """Replace the loss function of `forward_batch`; graphs of the old one are freed."""
         capture = self._capture
         self._recipe = replace(self._recipe, loss=check_loss(loss_fn, self._recipe.capture))
         if capture is not None:

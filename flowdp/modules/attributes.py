@@ -140,7 +140,7 @@ class Attributes:
 
     # ------------------------------------------------------------------ compare
     def _changes(self) -> dict[_Place, bool]:
-        """The places that differ from what was seen, which is brought up to date.
+        """Places that have changed since the last look, which is brought up to date.
 
         With whether they must be copied: an object that keeps a state of its own, a logger for instance, may
         not be copyable.

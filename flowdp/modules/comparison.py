@@ -32,7 +32,7 @@ class Difference:
     Attributes:
         path: The keys, names and positions that lead to it.
         text: How, for a message.
-        mine: What it is for the whole batch; None where it is no tensor, or the trees differ.
+        mine: Value for the whole batch; None where it is no tensor, or the trees differ.
         other: And for the parts.
     """
 
@@ -54,7 +54,7 @@ def compare(whole: Any, joined: Any, epsilon: float) -> list[Difference]:
     Args:
         whole: Any pytree.
         joined: Another.
-        epsilon: The coarsest rounding of what has made them.
+        epsilon: Coarsest rounding in their computation.
     """
     mine, form = flatten(whole)
     others, other_form = flatten(joined)

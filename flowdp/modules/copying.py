@@ -89,8 +89,8 @@ def make_replica(module: nn.Module, factory: ReplicaFactory | None, lane: Lane) 
 
     Args:
         module: The user's.
-        factory: Of the device; its draws leave no trace. None: a copy.
-        lane: Of the device.
+        factory: Factory of the device; its draws leave no trace. None: a copy.
+        lane: Lane of the device.
 
     Raises:
         OptionError: The module cannot be copied, or the factory makes none.

@@ -260,7 +260,7 @@ def check_hooks(
         module: With its hooks.
         runs: Call it with the whole batch, and with a part.
         told: Names that the log has had; those of hooks are added.
-        epsilon: The coarsest rounding of what the module computes.
+        epsilon: Coarsest rounding of the module's computation.
 
     Raises:
         FlowdpError: They keep a tensor.

@@ -14,12 +14,12 @@ __all__ = ["AliasModule"]
 class AliasModule(nn.Module):
     """Wraps a module and shares its parameters, buffers and submodules under their own names.
 
-    `state_dict`, `named_parameters` and the like show what the module itself would, without a prefix, also
+    `state_dict`, `named_parameters` and the like show the module's own entries, without a prefix, also
     where the wrapper is a part of a larger module; `train()` and `eval()` reach the module. Other attributes
     are the module's, to read and to set, but for its methods: they would run the module without the wrapper.
 
     Args:
-        module: What it stands for.
+        module: Module that it stands for.
 
     Attributes:
         module: As given. Not a submodule: its tables are this one's own.
@@ -41,7 +41,8 @@ class AliasModule(nn.Module):
         """From here on, attributes that are not this object's own are set on the module.
 
         Args:
-            maker: Has made it: what it takes has no effect any more, and is not set by mistake.
+            maker: The function that made it; its arguments have no effect on the stand-in, and setting them
+                raises.
             fixed: Attributes of this object's own that cannot be set, either.
         """
         self.__dict__["_fixed"] = fixed

@@ -25,7 +25,7 @@ def put_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
     """Give each part a mode of its own.
 
     Args:
-        modes: Of all parts of a module, in the order of `modules()`.
+        modes: Modes of all parts of a module, in the order of `modules()`.
     """
     for part, mode in modes:
         if part.training != mode:

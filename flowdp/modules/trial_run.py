@@ -2,7 +2,7 @@
 
 Two outputs can be compared only where both come from the same numbers. So operations that draw fill their
 results with a constant instead, dropout is off, batch norms use the statistics that they have, and floats of
-16 bits are widened, for their rounding hides what is looked for.
+16 bits are widened, for their rounding would hide differences.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from flowdp.modules.attributes import OWN
 __all__ = ["Trials"]
 
 TF32 = 2.0**-11
-"""Rounding of what tensor cores make of float32."""
+"""Rounding of float32 products on tensor cores."""
 
 NARROW = {
     torch.float32: (torch.float16, torch.bfloat16),
@@ -53,11 +53,11 @@ DROPS = frozenset(("dropout_p", "dropout", "p"))
 
 
 class Trials:
-    """Runs a module, and puts back what that has changed: in its tensors, its attributes, and random states.
+    """Runs a module and undoes the changes to its tensors, its attributes and random states.
 
     Put back are parameters, buffers, other tensors among the attributes of all submodules, their plain
     attributes with the lists, dicts and sets in them, and the states of torch's, numpy's and Python's
-    generators, those of attributes included. What hooks and the module do elsewhere is not.
+    generators, those of attributes included. Other effects of hooks and of the module are not.
 
     Args:
         module: On one device.
@@ -105,9 +105,9 @@ class Trials:
         """Call the module, and put everything back.
 
         Args:
-            call: What is done with the module and what it is given.
+            call: Call of the module with its arguments.
             given: Any pytree; its tensors are copied, for the module may write to them.
-            seed: Of all generators, for this run; None: it begins with their states.
+            seed: Seed of all generators, for this run; None: it begins with their states.
         """
         if seed is not None:
             self._state.seed(seed)
@@ -394,7 +394,7 @@ _WRITABLE = (list, dict, set, deque)
 
 
 def _attributes(parts: Sequence[nn.Module]) -> Iterator[Any]:
-    """The plain attributes of modules, and what is in their lists, dicts, sets and tuples; each once."""
+    """The plain attributes of modules, with the items of their lists, dicts, sets and tuples; each once."""
     todo = [value for part in parts for name, value in vars(part).items() if name not in _TABLES]
     seen: set[int] = set()
     while todo:
