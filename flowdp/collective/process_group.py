@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flowdp.collective.base import arithmetic
-from flowdp.collective.reduction import Op, flat_view
+from flowdp.collective.reduction import Op, flat_view, write_back
 from flowdp.errors import OptionError
 from flowdp.validators import one_of
 
@@ -179,7 +180,7 @@ class ProcessGroup(ABC):
         flat = flat_view(_strided(tensor))
         work = start(flat, _describe(what, tensor))
         if flat.data_ptr() != tensor.data_ptr():  # a copy, as the tensor is not contiguous
-            work = Work(_copied_back(work, flat, tensor))
+            work = Work(partial(_wait_and_write_back, work, flat, tensor))
         if not async_op:
             work.wait()
         return work
@@ -266,11 +267,7 @@ def _describe(what: str, tensor: Tensor) -> str:
     return f"{what} of {tensor.dtype}, shape {tuple(tensor.shape)}"
 
 
-def _copied_back(work: Work, flat: Tensor, tensor: Tensor) -> Callable[[], None]:
-    def finish() -> None:
-        work.wait()
-        with torch.no_grad():
-            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            real.copy_(flat.view(real.shape))
-
-    return finish
+def _wait_and_write_back(work: Work, flat: Tensor, tensor: Tensor) -> None:
+    work.wait()
+    with torch.no_grad():
+        write_back(flat, tensor)

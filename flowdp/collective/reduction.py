@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flowdp.collective.base import BLOCK, CUDA_BLOCK, add_weighted, arithmetic
 
-__all__ = ["Op", "flat_view", "reduce_all", "split_equally"]
+__all__ = ["Op", "flat_view", "reduce_all", "split_equally", "write_back"]
 
 Op = Literal["sum", "mean", "max", "min"]
 
@@ -24,6 +24,13 @@ def flat_view(tensor: Tensor) -> Tensor:
     plain = tensor.detach()
     real = torch.view_as_real(plain) if plain.is_complex() else plain
     return real.contiguous().view(-1)
+
+
+def write_back(flat: Tensor, tensor: Tensor) -> None:
+    """Copy the elements of a tensor's `flat_view` to the tensor, where the view is a copy."""
+    if flat.data_ptr() != tensor.data_ptr():
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        real.copy_(flat.view(real.shape))
 
 
 def reduce_all(tensors: Sequence[Tensor], op: Op, shares: Sequence[float] | None = None) -> None:

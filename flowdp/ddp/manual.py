@@ -20,7 +20,7 @@ from flowdp.collective.local import SMALL
 from flowdp.collective.local_group import group_lanes
 from flowdp.collective.nccl_loop import SUMMED, NcclLoop
 from flowdp.collective.process_group import ProcessGroup
-from flowdp.collective.reduction import Op, flat_view, reduce_all, split_equally
+from flowdp.collective.reduction import Op, flat_view, reduce_all, split_equally, write_back
 from flowdp.collective.rows import PackedRows
 from flowdp.collective.select import open_loop
 from flowdp.ddp.structure import check_same_structure, check_separate_memory
@@ -327,15 +327,13 @@ class Ddp:
         flats = [[flat_view(tensor) for tensor in row] for row in rows]
         pieces = [piece for row in flats for piece in split_equally(row)]
         if self._crew and home.type == "cpu" and sum(row[0].numel() for row in flats) > SMALL:
-            jobs = len(self.models)
-            self._crew.run([partial(_reduce_pieces, pieces[at::jobs], op, shares) for at in range(jobs)])
+            count = len(self.models)
+            self._crew.run([partial(_reduce_pieces, pieces[at::count], op, shares) for at in range(count)])
         else:
             _reduce_pieces(pieces, op, shares)
         for row, flat_row in zip(rows, flats, strict=True):
             for tensor, flat in zip(row, flat_row, strict=True):
-                if tensor.data_ptr() != flat.data_ptr():  # not contiguous
-                    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-                    real.copy_(flat.view(real.shape))
+                write_back(flat, tensor)
         for own, moved, device in zip(gradients, near, self.devices, strict=True):
             if moved[0] is not own[0]:
                 torch._foreach_copy_(list(own), carry(moved, device))
