@@ -20,7 +20,7 @@ from flowdp.machine.epochs import Epochs
 from flowdp.machine.round_record import ShareChanges, reason_of, round_ended
 from flowdp.machine.rounds import Averages, Constraints, Rounds, Shares
 from flowdp.policy.cadence import Cadence
-from flowdp.policy.drift import DriftReport
+from flowdp.policy.drift import largest_drift
 from flowdp.policy.lead import Overshoot, lead_room
 from flowdp.policy.ledger import ENDLESS
 from flowdp.protocol.commands import Average, Command, Hurry, RoundAbandoned, RoundEnded, Send
@@ -311,7 +311,7 @@ class AsyncRounds(Rounds):
         paces = [state.pace_ms for state in self._ranks]
         reason = self.cadence.measured(paces, steps, averaged.sync_ms, averaged.drifts or None)
         self._overshoot.averaged(self.cadence.action)
-        drift = DriftReport(averaged.drifts).max_drift if averaged.drifts else None
+        drift = largest_drift(averaged.drifts) if averaged.drifts else None
         self._round = None
         samples = round_.samples(self.world_size)
         record = self._record(round_.number, steps, samples, averaged.sync_ms, drift, reason, now_ms)

@@ -20,7 +20,7 @@ from flowdp.machine.epochs import Epochs
 from flowdp.machine.round_record import ShareChanges, reason_of, round_ended
 from flowdp.machine.rounds import Averages, Constraints, Rounds
 from flowdp.policy.cadence import Cadence
-from flowdp.policy.drift import DriftReport
+from flowdp.policy.drift import largest_drift
 from flowdp.policy.ledger import Deal, Ledger
 from flowdp.protocol.commands import Command, Hurry, Send
 from flowdp.protocol.messages import DataEnded, Exiting, Fact, StartEpoch, SyncAck, SyncNow
@@ -329,7 +329,7 @@ class PlannedRounds(Rounds):
             self.epochs.record(rank, work, wait_ms=wait_ms[rank], sync_ms=held.rank_sync_ms(rank))
         self.global_step = outcome.global_step
         self._bad = held.bad | self._bad
-        drift = DriftReport(drifts).max_drift if drifts else None
+        drift = largest_drift(drifts) if drifts else None
         reason = self._measure(held) or reason_of(outcome)
         share = self._share_changes.report(self._weights)
         epoch = self.epochs.close_round(held.armed.epoch, held.sync_ms * held.rounds, drift, held.rounds)

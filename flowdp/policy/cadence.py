@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowdp.options import CadenceOptions
-from flowdp.policy.drift import DivergenceGuard, DriftReport, GuardAction
+from flowdp.policy.drift import DivergenceGuard, GuardAction
 from flowdp.policy.el_che import ElChe, fitted_quotas
 from flowdp.policy.recovery import OutlierFilter, Probes, is_far
 
@@ -129,7 +129,7 @@ class Cadence:
         Returns:
             What the guard had to say; "" while all is well.
         """
-        decision = None if drifts is None else self.guard.report(DriftReport(tuple(drifts)))
+        decision = None if drifts is None else self.guard.report(drifts)
         self.action = GuardAction.STABLE if decision is None else decision.action
         hold = self.action is not GuardAction.STABLE
         paces = [self._believed(rank, ms, n) for rank, (ms, n) in enumerate(zip(pace_ms, steps, strict=True))]

@@ -1,4 +1,4 @@
-"""How far the replicas stand apart, and what to do about it.
+"""Drift of the replicas, and the guard that answers it.
 
 The drift of a rank is ||replica - mean|| / ||mean||, taken just before the mean replaces the replica. The
 guard looks at the largest over the ranks, before the quotas of the next round are made.
@@ -13,14 +13,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["DivergenceGuard", "DriftReport", "GuardAction", "GuardDecision"]
+__all__ = ["DivergenceGuard", "GuardAction", "GuardDecision", "largest_drift"]
 
 _HISTORY = 5
 _RISES = 3
 
 
 class GuardAction(enum.Enum):
-    """What the guard asks of the cadence."""
+    """Request of the guard to the cadence."""
 
     STABLE = "stable"
     """Nothing."""
@@ -32,67 +32,27 @@ class GuardAction(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class GuardDecision:
-    """What the guard asks, and why.
+    """Request of the guard, with its reason.
 
     Attributes:
-        action: What to do.
-        reason: Why, as a sentence with the figures.
+        action: The request.
+        reason: A sentence with the figures.
     """
 
     action: GuardAction
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class DriftReport:
-    """Distances from the mean of one averaging.
-
-    Attributes:
-        drifts: ||replica - mean|| / ||mean|| per rank. Shape (ranks,).
-        pre_norms: ||replica|| per rank, or None where not measured. Shape (ranks,).
-        post_norm: ||mean||, or None where not measured.
-    """
-
-    drifts: tuple[float, ...]
-    pre_norms: tuple[float, ...] | None = None
-    post_norm: float | None = None
-
-    @property
-    def max_drift(self) -> float:
-        """Largest drift; 0 without any, NaN where one is NaN."""
-        # max() would drop a NaN or return it, depending on its place.
-        if any(math.isnan(drift) for drift in self.drifts):
-            return math.nan
-        return max(self.drifts, default=0.0)
-
-    @property
-    def cosine_similarities(self) -> tuple[float, ...] | None:
-        """Cosine of the angle between replica and mean per rank; None without the norms.
-
-        A vector of length zero has no direction: 0.
-
-        Source: law of cosines, with drift x ||mean|| as the third side.
-        """
-        if self.pre_norms is None or self.post_norm is None:
-            return None
-        post = self.post_norm
-        return tuple(
-            min(max((pre**2 + post**2 - (drift * post) ** 2) / (2.0 * pre * post), -1.0), 1.0)
-            if pre * post > 0.0
-            else 0.0
-            for drift, pre in zip(self.drifts, self.pre_norms, strict=True)
-        )
-
-    @property
-    def magnitude_shifts(self) -> tuple[float, ...] | None:
-        """||replica|| - ||mean|| per rank; None without the norms."""
-        if self.pre_norms is None or self.post_norm is None:
-            return None
-        return tuple(pre - self.post_norm for pre in self.pre_norms)
+def largest_drift(drifts: Sequence[float]) -> float:
+    """Largest drift; 0 without any, NaN where one is NaN."""
+    # max() would drop a NaN or return it, depending on its place.
+    if any(math.isnan(drift) for drift in drifts):
+        return math.nan
+    return max(drifts, default=0.0)
 
 
 class DivergenceGuard:
-    """Watches the largest drift and answers with what the cadence should do.
+    """Watches the largest drift, and holds or halves the anchor of the cadence.
 
     Three strictly rising values with the last over the threshold hold the anchor, over twice the threshold
     they halve it. A drift that is NaN or infinite halves it at once.
@@ -100,7 +60,7 @@ class DivergenceGuard:
     Args:
         threshold: Relative distance from the mean.
         enabled: False: always stable.
-        history: What an earlier run had seen; see `history`.
+        history: Largest drifts of an earlier run; see `history`.
     """
 
     def __init__(self, threshold: float = 0.05, enabled: bool = True, history: Sequence[float] = ()) -> None:
@@ -113,11 +73,11 @@ class DivergenceGuard:
         """The last largest drifts, at most five, oldest first."""
         return tuple(self._history)
 
-    def report(self, report: DriftReport) -> GuardDecision:
-        """Take in one averaging and decide."""
+    def report(self, drifts: Sequence[float]) -> GuardDecision:
+        """Take in the drift of each rank in one averaging, and decide."""
         if not self._enabled:
             return GuardDecision(GuardAction.STABLE, "the divergence guard is switched off")
-        drift = report.max_drift
+        drift = largest_drift(drifts)
         self._history.append(drift)
         if not math.isfinite(drift):
             return GuardDecision(

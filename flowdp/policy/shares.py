@@ -9,7 +9,6 @@ from flowdp.errors import OptionError
 
 __all__ = [
     "ThroughputBalance",
-    "equal_sizes",
     "normalised_ratios",
     "part_sizes",
     "proportional_sizes",
@@ -21,12 +20,6 @@ _CALIBRATION_STEPS = 10
 _REBALANCE_STEPS = 50
 _SMOOTHING = 0.3
 _MIN_RATIO = 0.05
-
-
-def equal_sizes(total: int, ranks: int) -> tuple[int, ...]:
-    """Divide `total` evenly; the first ranks take one more where it does not divide. Shape (ranks,)."""
-    size, extra = divmod(total, ranks)
-    return tuple(size + (rank < extra) for rank in range(ranks))
 
 
 def proportional_sizes(total: int, weights: Sequence[float]) -> tuple[int, ...]:
@@ -185,11 +178,6 @@ class ThroughputBalance:
     def throughput(self) -> tuple[float, ...]:
         """Smoothed samples per millisecond; 0 for a rank never measured. Shape (ranks,)."""
         return tuple(self._throughput)
-
-    @property
-    def is_balanced(self) -> bool:
-        """Whether all ranks have the same ratio."""
-        return all(abs(ratio - self._ratios[0]) < 1e-6 for ratio in self._ratios)
 
     def update(self, samples: Sequence[int], ms: Sequence[float]) -> bool:
         """Count one step and take in its times.

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flowdp.policy.drift import DriftReport
+from flowdp.policy.drift import largest_drift
 from flowdp.policy.formats import format_duration, format_metric
 
 __all__ = [
@@ -294,7 +294,7 @@ class Tally:
         self.sync_ms += sync_ms
         if drift is not None:
             known = () if self.divergence is None else (self.divergence,)
-            self.divergence = DriftReport((*known, drift)).max_drift
+            self.divergence = largest_drift((*known, drift))
 
     def result(
         self,

@@ -12,7 +12,6 @@ from flowdp.machine.barrier_tasks import MINUTE_MS, BarrierPlan, SavePlan
 from flowdp.machine.config import RunConfig
 from flowdp.machine.coordinator import Coordinator, Life
 from flowdp.options import Policy
-from flowdp.policy.drift import DriftReport
 from flowdp.policy.monitor import Monitor
 from flowdp.policy.tally import Tally
 from flowdp.protocol.commands import (
@@ -485,7 +484,7 @@ def test_a_run_goes_on_where_it_was_saved() -> None:
     first, out = started(batches=12, epochs=2)
     first.handle(Requested("checkpoint"), 1.0)
     assert first.rounds.cadence is not None
-    first.rounds.cadence.guard.report(DriftReport((0.1, 0.2)))
+    first.rounds.cadence.guard.report((0.1, 0.2))
     save, _ = saved(first, meet(first, orders(out), steps=(2, 1), hurried=True, halt=True))
     second, out = started(batches=12, epochs=2, start=save.position)
     blocks = [c.order for c in out if isinstance(c, Send) and isinstance(c.order, StartEpoch)]

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from flowdp.errors import OptionError
 from flowdp.policy.shares import (
     ThroughputBalance,
-    equal_sizes,
     normalised_ratios,
     part_sizes,
     proportional_sizes,
@@ -17,14 +16,6 @@ from flowdp.policy.shares import (
 )
 
 weights = st.lists(st.floats(0.001, 1000.0), min_size=1, max_size=8)
-
-
-@given(st.integers(0, 10_000), st.integers(1, 9))
-def test_equal_sizes_differ_by_one_at_most(total, ranks):
-    sizes = equal_sizes(total, ranks)
-    assert (sum(sizes), len(sizes)) == (total, ranks)
-    assert sorted(sizes, reverse=True) == list(sizes)
-    assert max(sizes) - min(sizes) <= 1
 
 
 @given(st.integers(0, 100_000), weights)
@@ -179,8 +170,3 @@ def test_recomputed_ratios_sum_to_one_in_the_order_of_speed(throughput):
     assert min(balance.ratios) > 0.03
     ranked = sorted(zip(throughput, balance.ratios, strict=True))
     assert all(slow[1] <= fast[1] + 1e-9 for slow, fast in pairwise(ranked))
-
-
-def test_balanced_means_equal_ratios():
-    assert ThroughputBalance([1, 1, 1]).is_balanced
-    assert not ThroughputBalance([1, 1, 1.001]).is_balanced
