@@ -1,6 +1,6 @@
-"""Bounds of a checkpoint's archive, checked before torch unpickles it.
+"""Checksums and bounds of a checkpoint's archive, checked before torch unpickles it.
 
-A right checksum says that a file is whole, not that it means well. torch's restricted unpickler runs no code
+Right checksums say that a file is whole, not that it means well. torch's restricted unpickler runs no code
 of a file, and still takes what memory it is told to: a compressed record, a tensor of four bytes and a shape
 of gigabytes, a storage declared larger than its record, a `bytearray(2**31)`, or tuples in tuples until the
 interpreter's stack is full. So the opcodes are walked first, by a machine that knows those alone of which
@@ -30,6 +30,9 @@ NESTED = 100
 
 DIMENSIONS = 64
 """Dimensions of a tensor, at most: torch's own limit."""
+
+FOLDER = 0x10
+"""Attribute of a record that is a folder."""
 
 STORAGES = {
     "torch BFloat16Storage": 2,
@@ -80,27 +83,35 @@ _Value = _Atom | _Node
 
 
 def check_archive(file: BufferedReader) -> None:
-    """Check that nothing in a torch archive takes more memory than the file tells.
+    """Check that a torch archive is whole, and that nothing in it takes more memory than the file tells.
 
     Args:
         file: The archive.
 
     Raises:
-        ValueError: Something does; or is none of what flowdp writes.
+        ValueError: A record is damaged, larger than the file, or not written by flowdp.
+        BadZipFile: It is no archive, or one that is cut off.
         RuntimeError: It is no torch archive.
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
+    with zipfile.ZipFile(file) as archive:
+        records = archive.infolist()
+        sizes = {one.filename.partition("/")[2]: one.file_size for one in records}
+        if len(sizes) < len(records):
+            raise ValueError("two of its records have one name")
+        if any(one.external_attr & FOLDER for one in records):  # torch gives memory that nobody has written
+            raise ValueError("a record of it is marked as a folder")
+        if sum(sizes.values()) > size:
+            raise ValueError("its records are larger than the file: they are compressed, or overlap")
+        if (damaged := archive.testzip()) is not None:
+            raise ValueError(f"the checksum of its record {damaged!r} is wrong")
+    file.seek(0)
     reader: Any = torch._C.PyTorchFileReader(file)
-    records = reader.get_all_records()
-    if hasattr(reader, "get_record_size"):
-        sizes = {name: reader.get_record_size(name) for name in records}
-    else:  # an older torch
-        file.seek(0)
-        with zipfile.ZipFile(file) as archive:
-            sizes = {one.filename.partition("/")[2]: one.file_size for one in archive.infolist()}
-    if sum(sizes[name] for name in records) > size:
-        raise ValueError("its records are larger than the file: they are compressed, or overlap")
+    if hasattr(reader, "get_record_size"):  # of a newer torch
+        seen = {name: reader.get_record_size(name) for name in reader.get_all_records()}
+        if seen != sizes:
+            raise ValueError("it is another archive for torch than for zipfile")
     _Walk(sizes).over(reader.get_record("data.pkl"))
 
 

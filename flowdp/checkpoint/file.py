@@ -1,8 +1,7 @@
-"""A checkpoint as a file: what `torch.save` makes, with a checksum over all of it.
+"""A checkpoint as a file: plain numbers, strings, lists, dicts and tensors, as `torch.save` writes them.
 
-The ZIP comment of the archive holds a magic, the number of the format and the SHA-256 of all bytes before it.
-So `torch.load(path, weights_only=True)` reads the file as it is, and `read` looks at the checksum before any
-parser sees a byte. What stands in it is plain: numbers, strings, lists, dicts and tensors.
+`torch.load(path, weights_only=True)` reads the file, but does not look at the CRC-32 that the archive has of
+each record: flipped bits come back as other numbers. So `read` compares it first.
 
 A file is written beside its place, read back, and renamed: whatever kills the process leaves what was there,
 and perhaps a file whose name says that it is not finished. No symbolic link is followed to a file, so nobody
@@ -12,24 +11,23 @@ who may write into the folder has another file read or overwritten.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import os
 import shutil
 import stat
-import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from io import BufferedIOBase, BufferedRandom, BufferedReader
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.serialization import config as serialization
 
 from flowdp.checkpoint.archive import NESTED, check_archive
 from flowdp.errors import CheckpointError
@@ -38,7 +36,7 @@ from flowdp.policy.formats import format_text
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.position import Position, check_types
 
-__all__ = ["FORMAT", "UNFINISHED", "plain", "read", "remove", "sealed", "write"]
+__all__ = ["FORMAT", "UNFINISHED", "plain", "read", "remove", "write"]
 
 FORMAT = 1
 """Raised when an older flowdp could not read the file."""
@@ -50,10 +48,6 @@ BINARY = getattr(os, "O_BINARY", 0)  # of Windows
 NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | BINARY
 NO_WAIT = getattr(os, "O_NONBLOCK", 0)
 
-MAGIC = b"flowdp\r\n"  # the line end is what a transfer as text would change
-TRAILER = struct.Struct("<8sI32s")
-DIGEST = 32  # bytes; the last ones of the file
-COMMENT = struct.Struct("<H")  # the length of an archive's comment, which ends an archive that has none
 TENSORS = (Tensor, nn.Parameter)
 KEYS = (str, int, float, bool, type(None))
 FIELDS: dict[str, tuple[type, ...]] = {
@@ -150,7 +144,7 @@ def read(path: str | Path) -> dict[str, Any]:
     """
     try:
         with _opened(Path(path)) as file:
-            _check_bytes(file)
+            _check_begin(file)
             check_archive(file)
             file.seek(0)
             state = torch.load(file, weights_only=True, map_location="cpu")
@@ -165,7 +159,7 @@ def read(path: str | Path) -> dict[str, Any]:
         else:
             reason = f"it cannot be read ({error.strerror or error})"
     except Exception as error:  # whatever torch's and json's parsers say of bytes that are nobody's
-        reason = f"its checksum is right and its contents are not ({_said(error)}); use another file"
+        reason = f"it is damaged, cut off or no checkpoint of flowdp ({_said(error)}); use an older one"
     raise CheckpointError(f"checkpoint {path}: {reason}", path=str(path))
 
 
@@ -178,40 +172,13 @@ def _opened(path: Path) -> Iterator[BufferedReader]:
         yield file
 
 
-def _check_bytes(file: BufferedIOBase) -> None:
-    """Compare the checksum, before anything is parsed."""
-    size = file.seek(0, os.SEEK_END)
-    if size == 0:
+def _check_begin(file: BufferedReader) -> None:
+    """Refuse what is no archive, with a reason of its own."""
+    begin = file.read(4)
+    if not begin:
         raise _UnusableError("the file is empty; use an older one")
-    file.seek(0)
-    is_archive = file.read(4) == b"PK\x03\x04"
-    file.seek(max(0, size - TRAILER.size))
-    tail = file.read()
-    if not is_archive or len(tail) < TRAILER.size:
+    if begin != b"PK\x03\x04":
         raise _UnusableError("it is no checkpoint of flowdp")
-    magic, number, digest = TRAILER.unpack(tail)
-    if magic != MAGIC:
-        raise _UnusableError(
-            "it does not end in a checksum: it is cut off, or was not written by flowdp; use an older one, "
-            "or start with the weights of this one: model.load_state_dict(torch.load(...))"
-        )
-    if _digest(file, size - DIGEST) != digest:
-        raise _UnusableError("its checksum is wrong: the file was changed or is damaged; use an older one")
-    if number != FORMAT:
-        raise _UnusableError(
-            f"it has format {number}, and this flowdp reads {FORMAT}: use the one that wrote it"
-        )
-
-
-def _digest(file: BufferedIOBase, length: int) -> bytes:
-    """SHA-256 of the first bytes; other threads have the interpreter meanwhile."""
-    file.seek(0)
-    total = hashlib.sha256()
-    block = memoryview(bytearray(1 << 20))
-    while length > 0 and (count := file.readinto(block[:length])):
-        total.update(block[:count])
-        length -= count
-    return total.digest()
 
 
 def _checked(state: object) -> dict[str, Any]:
@@ -219,6 +186,10 @@ def _checked(state: object) -> dict[str, Any]:
     state = plain(state)
     if not isinstance(state, dict):
         raise _UnusableError(f"it holds a {type(state).__name__}, not a checkpoint of flowdp")
+    if type(number := state.get("format")) is int and number != FORMAT:
+        raise _UnusableError(
+            f"it has format {number}, and this flowdp reads {FORMAT}: use the one that wrote it"
+        )
     state.setdefault("best_model", {})
     state.setdefault("orders", None)
     for name, kinds in FIELDS.items():
@@ -264,9 +235,9 @@ def write(path: str | Path, state: Mapping[str, Any], *, also: Path | None = Non
     try:
         told = plain({**state, **_versions(), **_encoded(state)})
         remove(unfinished)  # of a process that was killed; a link is removed, not what it points to
-        with _created(unfinished) as file:
+        checksums = serialization.patch("save.compute_crc32", True)  # type: ignore[attr-defined]
+        with _created(unfinished) as file, checksums:
             torch.save(told, file)
-            _seal(file)
             file.flush()
             os.fsync(file.fileno())
         read(unfinished)
@@ -285,28 +256,9 @@ def write(path: str | Path, state: Mapping[str, Any], *, also: Path | None = Non
         remove(unfinished)
 
 
-def _created(path: Path) -> BufferedRandom:
-    """A new file, open for writing and reading; nothing that stands there is written to."""
-    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | BINARY, 0o666), "w+b")
-
-
-def sealed(archive: bytes) -> bytes:
-    """The bytes of a torch archive as those of a checkpoint, with the trailer that `read` looks for."""
-    body = archive[: -COMMENT.size] + _trailer()
-    return body + hashlib.sha256(body).digest()
-
-
-def _seal(file: BufferedIOBase) -> None:
-    file.seek(-COMMENT.size, os.SEEK_END)
-    file.write(_trailer())
-    digest = _digest(file, file.tell())
-    file.seek(0, os.SEEK_END)
-    file.write(digest)
-
-
-def _trailer() -> bytes:
-    """What an archive ends in, without the digest."""
-    return COMMENT.pack(TRAILER.size) + TRAILER.pack(MAGIC, FORMAT, bytes(DIGEST))[:-DIGEST]
+def _created(path: Path) -> BufferedWriter:
+    """A new file, open for writing; nothing that stands there is written to."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o666), "wb")
 
 
 def _versions() -> dict[str, Any]:
