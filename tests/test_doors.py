@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import flowdp
 from tests.collective.fake_world import in_threads
@@ -51,12 +52,10 @@ def test_trainer(expected: dict[str, Tensor]) -> None:
         model=copy.deepcopy(BASE),
         optimizer=sgd,
         loss=loss_of,
-        dataset=(X, Y),
-        batch_size=4,
+        dataset=DataLoader(TensorDataset(X, Y), 4),
         epochs=1,
         devices=DEVICES,
         policy="exact",
-        shuffle=False,
         progress=False,
     )
     state = trainer.start().join()
