@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import pytest
-
 pytestmark = pytest.mark.posix
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +53,6 @@ run.join()
 """
 
 
-@pytest.mark.posix
 def test_a_killed_process_is_started_again_and_resumes(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
