@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,46 @@ def test_the_rules_bite(tmp_path: Path, path: str, line: str, legal: bool) -> No
     file.parent.mkdir(exist_ok=True)
     file.write_text(line)
     assert bool(offences(tmp_path)) is not legal
+
+
+def circle(package: Path) -> list[str]:
+    """Modules below the folder `package` that import each other in a circle, if there is one."""
+    modules = {
+        (package.name, *file.relative_to(package).with_suffix("").parts) for file in package.rglob("*.py")
+    }
+    graph: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    for module in modules:
+        tree = ast.parse(package.joinpath(*module[1:]).with_suffix(".py").read_text(encoding="utf-8"))
+        graph[module] = {target for target in targets_of(tree) if target in modules}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [".".join(module) for module in error.args[1]]
+    return []
+
+
+def targets_of(tree: ast.AST) -> Iterator[tuple[str, ...]]:
+    """Dotted names of imports, and of each name imported from a package: it may be a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            base = tuple(node.module.split("."))
+            yield base
+            yield from ((*base, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (tuple(alias.name.split(".")) for alias in node.names)
+
+
+def test_imports_have_no_circle() -> None:
+    assert not circle(ROOT / "flowdp")
+
+
+@pytest.mark.parametrize(("second", "is_circle"), [("from flowdp import one", True), ("import math", False)])
+def test_a_circle_is_found(tmp_path: Path, second: str, is_circle: bool) -> None:
+    package = tmp_path / "flowdp"
+    package.mkdir()
+    (package / "one.py").write_text("from flowdp.two import f")
+    (package / "two.py").write_text(f"def f():\n    {second}")
+    assert bool(circle(package)) is is_circle
 
 
 def test_import_flowdp_needs_no_extra() -> None:
