@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from flowdp.data.batch_slice import Portion
+from flowdp.data.batches import Portion
 from flowdp.data.epoch_order import KEPT_BATCHES, NOTHING_TRAINED, AllEpochs, Order
 from flowdp.data.memory import OwnMemory
 from flowdp.data.processes import GRACE_S, Processes, begin

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from flowdp.data.batch_slice import Portion, taken_apart
+from flowdp.data.batches import Portion, taken_apart
 from flowdp.data.feed import Feed
 from flowdp.data.slots import (
     HostSlots,

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from flowdp.data.batch_slice import Portion
+from flowdp.data.batches import Portion
 from flowdp.data.feed import Feed
 from flowdp.data.slots import keep_for_compute
 from flowdp.data.source import Batch

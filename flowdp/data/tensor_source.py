@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flowdp.data.batch_slice import Portion
+from flowdp.data.batches import Portion
 from flowdp.data.epoch_order import Order
 from flowdp.data.source import Batch, Source
 from flowdp.errors import DataError

@@ -37,6 +37,7 @@ __all__ = [
     "field_of",
     "flatten",
     "is_cut",
+    "is_same",
     "is_size",
     "moves_itself",
     "tensors_of",
@@ -226,8 +227,10 @@ def is_cut(leaf: Any, samples: int | None, dim: int = 0) -> bool:
     return False
 
 
-def cut(leaf: Any, start: int, samples: int, dim: int = 0) -> Any:
-    """Consecutive samples of a leaf, in the same memory where it is a tensor or array."""
+def cut(leaf: Any, start: int, samples: int, dim: int | None = 0) -> Any:
+    """Consecutive samples of a leaf, in the same memory for tensors and arrays; with `dim` None all of it."""
+    if dim is None:
+        return leaf
     if isinstance(leaf, Tensor):
         return leaf.narrow(dim, start, samples)
     rows = slice(start, start + samples)
@@ -241,6 +244,20 @@ def concatenated(parts: Sequence[Any]) -> Any:
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)
     return type(parts[0])(item for part in parts for item in part)
+
+
+def is_same(leaf: Any, first: Any) -> bool:
+    """Whether two leaves that are no tensors are equal; False where that is not known."""
+    if leaf is first:
+        return True
+    if type(leaf) is not type(first):
+        return False
+    if column(leaf):
+        return len(leaf) == len(first) and all(map(is_same, leaf, first))
+    try:
+        return bool(leaf == first)
+    except Exception:  # an array, or a class that holds tensors, has no one answer
+        return False
 
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from flowdp.data.trees import Form, column, concatenated, flatten, is_cut, unflatten
+from flowdp.data.trees import Form, column, concatenated, flatten, is_cut, is_same, unflatten
 from flowdp.data_parallel.layout import RETURN, Callee, Layout, Reduction, WeightFunction, output_name
 from flowdp.data_parallel.scatter import Part
 from flowdp.errors import FlowdpError
@@ -397,26 +397,13 @@ def _merged(output: Returned, place: int, leaves: Sequence[Any], samples: Sequen
     is_rows = all(isinstance(leaf, np.ndarray) for leaf in leaves) or all(map(column, leaves))
     if is_rows and all(is_cut(leaf, count) for leaf, count in zip(leaves, samples, strict=True)):
         return concatenated(leaves)
-    if not all(_is_same(leaf, first) for leaf in leaves[1:]):
+    if not all(is_same(leaf, first) for leaf in leaves[1:]):
         raise FlowdpError(
             f"output{output.name(place)} cannot be gathered: it is no tensor, and differs between the "
             f"devices: {leaves!r:.200}; return tensors, or lists and arrays with one entry for each sample, "
             f"in tuples, lists, dicts, dataclasses, or classes that torch knows as pytrees"
         )
     return first
-
-
-def _is_same(leaf: Any, first: Any) -> bool:
-    if leaf is first:
-        return True
-    if type(leaf) is not type(first):
-        return False
-    if column(leaf):
-        return len(leaf) == len(first) and all(map(_is_same, leaf, first))
-    try:
-        return bool(leaf == first)
-    except Exception:  # an array, or a class that holds tensors, has no one answer
-        return False
 
 
 class _Tensor:

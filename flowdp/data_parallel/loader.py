@@ -9,14 +9,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from flowdp.data.batch_slice import Portion
+from flowdp.data.batches import Portion
 from flowdp.data.memory import OwnMemory
 from flowdp.data.slots import own_memory
 from flowdp.data.trees import batch_length, tensors_of, tree_map
 from flowdp.data_parallel.windows import Piece, Window
 from flowdp.device.streams import Lane
 from flowdp.errors import DataError
-from flowdp.protocol.messages import Part
 from flowdp.threads.inbox import LISTEN_S
 
 __all__ = ["Epoch", "WindowLoader", "Windows", "interleaved", "may_read_ahead", "samples_of"]
@@ -165,7 +164,7 @@ class Windows:
         sizes = self._cut(samples)
         if max(sizes) == samples:  # whole: it need not be one that can be cut
             return [self._piece(rank, batch, size) for rank, size in enumerate(sizes) if size]
-        portion = Portion.of(batch, samples, Part(0, samples))
+        portion = Portion.of(batch, samples)
         pieces, start = [], 0
         for rank, size in enumerate(sizes):
             if size:

@@ -281,11 +281,11 @@ class Arguments:
         handed: list[Handed] = []
         for leaf, dim in zip(self._leaves, self._cuts, strict=True):
             if not isinstance(leaf, Tensor):
-                own.append(leaf if dim is None else cut(leaf, start, samples, dim))
+                own.append(cut(leaf, start, samples, dim))
                 continue
             # Without the caller's graph: the device has one of its own, which begins behind the copy. By
             # `data`, not `detach`, or a write to one part would count as one to all of them.
-            memory = _piece(leaf.data, dim, start, samples)
+            memory = cut(leaf.data, start, samples, dim)
             given = memory if device is None else move(memory, device)
             begin = None
             if self.wanting and leaf.requires_grad:
@@ -307,7 +307,8 @@ class Arguments:
             start: First sample of the part.
             samples: How many it has.
         """
-        return _piece(tensor, self._wanting_cuts[place], start, samples)
+        piece: Tensor = cut(tensor, start, samples, self._wanting_cuts[place])
+        return piece
 
     def join_gradients(
         self, pieces: Sequence[Sequence[Tensor | None]], samples: Sequence[int]
@@ -402,10 +403,6 @@ def _entries(named: Mapping[Any, Any], dims: Sequence[int | None], samples: int 
         if isinstance(leaf, Tensor)
     )
     return len(lists[0]) if samples is None or (len(lists) > 1 and is_unlike) else None
-
-
-def _piece(tensor: Tensor, dim: int | None, start: int, samples: int) -> Tensor:
-    return tensor if dim is None else tensor.narrow(dim, start, samples)
 
 
 def call_module(module: nn.Module, part: Part) -> Any:

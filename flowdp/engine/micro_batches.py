@@ -6,16 +6,12 @@ step goes on where it was.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor
-
+from flowdp.data.batches import joined
 from flowdp.data.open_feeds import Feed
 from flowdp.data.source import Batch, Source
-from flowdp.data.trees import Form, concatenated, described, flatten, is_cut, unflatten
 from flowdp.machine.worker import Step
 
 __all__ = ["MicroBatch", "MicroBatcher", "joined"]
@@ -142,67 +138,3 @@ class MicroBatcher:
         with suppress(Exception):  # of a device that is dead; its feed asks for nothing more all the same
             self._feed.follow(())
         self._source.reclaim(rank)
-
-
-def joined(batches: Sequence[Batch], sizes: Sequence[int]) -> Batch:
-    """One batch of several, on their device.
-
-    Tensors, arrays and lists as long as their batch are concatenated. All other leaves come
-    from the first; where it is no tensor, it must be the same in all of them.
-
-    Args:
-        batches: Alike.
-        sizes: Samples of each.
-
-    Raises:
-        TypeError: They differ in structure, or hold samples in an object that cannot be cut.
-        ValueError: Nothing is as long as its batch, tensors do not fit together, or a value differs; samples
-            would get lost.
-    """
-    rows, forms = zip(
-        *(flatten(batch, size) for batch, size in zip(batches, sizes, strict=True)), strict=True
-    )
-    if any(form != forms[0] for form in forms):
-        raise TypeError("batches of one step differ in structure, and cannot be put together")
-    leaves: list[Any] = []
-    is_joined = False
-    for place, parts in enumerate(zip(*rows, strict=True)):
-        if all(is_cut(part, size) for part, size in zip(parts, sizes, strict=True)):
-            leaves.append(_in_a_row(forms[0], place, parts))
-            is_joined = True
-        elif isinstance(parts[0], Tensor) or all(_is_same(part, parts[0]) for part in parts[1:]):
-            leaves.append(parts[0])
-        else:
-            raise ValueError(
-                f"{_shown(forms[0], place, parts)} is not as long as the batch ({sizes[0]} samples), and "
-                "differs between batches that make one step: make it a list, array or tensor with one entry "
-                "for each sample, or give all devices one batch_size"
-            )
-    if not is_joined:
-        raise ValueError(
-            f"nothing in the batch is as long as the batch ({sizes[0]} samples), so batches cannot be put "
-            "together to the batch_size of this device; give all devices one batch_size"
-        )
-    return unflatten(leaves, forms[0])
-
-
-def _in_a_row(form: Form, place: int, parts: Sequence[Any]) -> Any:
-    try:
-        return concatenated(parts)
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"{_shown(form, place, parts)} cannot be put together to the batch_size of this device: {error}. "
-            "Let collate_fn make batches that differ in the first dimension alone, or give all devices one "
-            "batch_size"
-        ) from error
-
-
-def _shown(form: Form, place: int, parts: Sequence[Any]) -> str:
-    return f"batch{list(form.paths())[place]} ({', '.join(map(described, parts))})"
-
-
-def _is_same(leaf: Any, first: Any) -> bool:
-    try:
-        return leaf is first or bool(leaf == first)
-    except Exception:  # an array has no one answer
-        return False

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.collective.batch_norm import SharedStatistics, WindowGroups
-from flowdp.data.batch_slice import Portion
+from flowdp.data.batches import Portion, cuts
 from flowdp.data.trees import tensors_of
 from flowdp.device.compiled import as_written
 from flowdp.device.draws import OwnDraws
@@ -28,7 +28,7 @@ from flowdp.modules.whole_batch import Written
 from flowdp.policy.recheck import is_due_at
 from flowdp.protocol.messages import Outcome, Part
 from flowdp.replica.loss_check import check_mean
-from flowdp.replica.replica import NOT_OURS, Replica, cuts
+from flowdp.replica.replica import NOT_OURS, Replica
 
 __all__ = ["ExactReplica"]
 

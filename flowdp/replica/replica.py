@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flowdp.collective.batch_norm import min_part_size, plain_layers
-from flowdp.data.batch_slice import Portion
+from flowdp.data.batches import Portion, cuts
 from flowdp.device.compiled import frees_at_once
 from flowdp.device.draws import NoRedraws, OwnDraws
 from flowdp.device.flat_gradients import FlatGradients
@@ -32,7 +32,7 @@ from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.optimizer_state import copy_state
 from flowdp.threads.launch_turn import RankTurn
 
-__all__ = ["LossOption", "Replica", "cuts", "loss_function"]
+__all__ = ["LossOption", "Replica", "loss_function"]
 
 LossOption = Callable[..., Any] | nn.Module
 Loss = Callable[[nn.Module, Any], Any]
@@ -486,15 +486,10 @@ def _describe(result: object) -> str:
     return type(result).__name__
 
 
-def cuts(samples: int, count: int) -> Iterator[tuple[int, int]]:
-    """Where each of so many pieces of the samples starts and stops; they are as equal as can be."""
-    return pairwise(samples * at // count for at in range(count + 1))
-
-
 def _whole(batch: Any, samples: int) -> Portion | None:
     """A micro-batch as something to cut; None where it cannot be."""
     try:
-        return Portion.of(batch, samples, Part(0, samples))
+        return Portion.of(batch, samples)
     except DataError:
         return None
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, random_split
 
-from flowdp.data.batch_slice import Portion
+from flowdp.data.batches import Portion
 from flowdp.data.epoch_order import EpochOrder
 from flowdp.data.loader_source import Reader
 from flowdp.data.open_evaluation import open_evaluation

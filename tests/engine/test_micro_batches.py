@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from flowdp.data.batch_slice import Portion
+from flowdp.data.batches import Portion
 from flowdp.data.epoch_order import EpochOrder
 from flowdp.data.feed import Feed
 from flowdp.data.tensor_source import TensorSource
-from flowdp.engine.micro_batches import MicroBatcher, joined
+from flowdp.engine.micro_batches import MicroBatcher
 from flowdp.machine.worker import Step
 from flowdp.protocol.messages import Part
 
@@ -157,25 +156,3 @@ def test_what_is_in_a_mean_is_settled(keeps: bool) -> None:
     assert source.told == ([[(0, 0), (0, 1), (0, 2), (1, 3)]] if keeps else [])
     intake.lose(7)
     assert source.told[keeps:] == [7]
-
-
-def batch(start: int, stop: int) -> dict[str, Any]:
-    rows = torch.arange(start, stop)
-    return {"x": rows, "y": [rows.float(), "text"], "table": torch.arange(9.0), "one": torch.tensor(start)}
-
-
-def test_what_is_as_long_as_its_batch_is_joined() -> None:
-    made = joined([batch(0, 3), batch(3, 5)], [3, 2])
-    assert made["x"].tolist() == [0, 1, 2, 3, 4]
-    rows, text = made["y"]
-    assert isinstance(rows, Tensor)
-    assert (len(rows), text) == (5, "text")
-    assert len(made["table"]) == 9
-    assert made["one"] == 0
-
-
-def test_what_cannot_be_joined() -> None:
-    with pytest.raises(TypeError, match="differ in structure"):
-        joined([{"x": torch.ones(2)}, {"y": torch.ones(2)}], [2, 2])
-    with pytest.raises(ValueError, match=r"as long as the batch \(3 samples\)"):
-        joined([["a", "b"], ["a", "b"]], [3, 3])

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flowdp.collective.batch_norm import WindowGroups
-from flowdp.data.batch_slice import Portion
+from flowdp.data.batches import Portion
 from flowdp.device.flat_gradients import Touched
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import HostLane

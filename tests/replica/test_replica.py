@@ -15,7 +15,7 @@ from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import CudaLane, HostLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.replica.learning_rate import LearningRate
-from flowdp.replica.replica import Replica, cuts, loss_function
+from flowdp.replica.replica import Replica, loss_function
 from flowdp.threads.launch_turn import LaunchTurn
 from tests.fakes import FakeCuda
 
@@ -177,11 +177,6 @@ def test_fp16_clips_the_gradient_and_not_its_scaled_form() -> None:
 
 
 # ---------------------------------------------------------------- a step that begins again
-def test_cuts_are_as_equal_as_can_be() -> None:
-    assert list(cuts(7, 3)) == [(0, 2), (2, 4), (4, 7)]
-    assert list(cuts(3, 3)) == [(0, 1), (1, 2), (2, 3)]
-
-
 def test_a_micro_batch_in_pieces_has_the_gradient_of_the_whole() -> None:
     seen: list[tuple[int, int]] = []
 

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from flowdp.data.batch_slice import Portion, taken_apart
+from flowdp.data.batches import Portion, cuts, joined, taken_apart
 from flowdp.errors import DataError
 from flowdp.protocol.messages import Part
 
@@ -117,3 +118,30 @@ def test_elsewhere_it_is_the_same_portion() -> None:
 def test_a_plain_batch_taken_apart() -> None:
     leaves, _, build = taken_apart({"x": ROWS, "y": 3})
     assert build([leaf * 2 for leaf in leaves])["y"] == 6
+
+
+def batch(start: int, stop: int) -> dict[str, Any]:
+    rows = torch.arange(start, stop)
+    return {"x": rows, "y": [rows.float(), "text"], "table": torch.arange(9.0), "one": torch.tensor(start)}
+
+
+def test_what_is_as_long_as_its_batch_is_joined() -> None:
+    made = joined([batch(0, 3), batch(3, 5)], [3, 2])
+    assert made["x"].tolist() == [0, 1, 2, 3, 4]
+    rows, text = made["y"]
+    assert isinstance(rows, Tensor)
+    assert (len(rows), text) == (5, "text")
+    assert len(made["table"]) == 9
+    assert made["one"] == 0
+
+
+def test_what_cannot_be_joined() -> None:
+    with pytest.raises(TypeError, match="differ in structure"):
+        joined([{"x": torch.ones(2)}, {"y": torch.ones(2)}], [2, 2])
+    with pytest.raises(ValueError, match=r"as long as the batch \(3 samples\)"):
+        joined([["a", "b"], ["a", "b"]], [3, 3])
+
+
+def test_cuts_are_as_equal_as_can_be() -> None:
+    assert list(cuts(7, 3)) == [(0, 2), (2, 4), (4, 7)]
+    assert list(cuts(3, 3)) == [(0, 1), (1, 2), (2, 3)]

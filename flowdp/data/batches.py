@@ -1,20 +1,31 @@
-"""A rank's part of a batch that all ranks share: the leaves that are cut, and the batch made of them."""
+"""Cutting of batches: consecutive samples of one; and joining of several to one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowdp.data.trees import Form, Uncuttable, cut, flatten, is_cut, unflatten
+from flowdp.data.trees import (
+    Form,
+    Uncuttable,
+    concatenated,
+    cut,
+    described,
+    flatten,
+    is_cut,
+    is_same,
+    unflatten,
+)
 from flowdp.errors import DataError
 from flowdp.protocol.messages import Part
 
-__all__ = ["Portion", "taken_apart"]
+__all__ = ["Portion", "cuts", "joined", "taken_apart"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +54,13 @@ class Portion:
     uncut: Sequence[Any] | None = None
 
     @classmethod
-    def of(cls, batch: Any, samples: int, part: Part) -> Portion:
+    def of(cls, batch: Any, samples: int, part: Part | None = None) -> Portion:
         """A part of a batch of so many samples.
 
         Raises:
             DataError: Nothing in the batch is that long, or cannot be cut.
         """
+        part = part or Part(0, samples)
         leaves, tree = flatten(batch, samples)
         is_own = [_is_own(leaf, samples) for leaf in leaves]
         if not any(is_own):
@@ -100,3 +112,65 @@ def _is_own(leaf: Any, samples: int) -> bool:
     if is_own and isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_nested):
         raise DataError(f"a tensor of layout {leaf.layout} cannot be cut: let collate_fn make it dense")
     return is_own
+
+
+def joined(batches: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """One batch of several, on their device.
+
+    Tensors, arrays and lists as long as their batch are concatenated. All other leaves come
+    from the first; where it is no tensor, it must be the same in all of them.
+
+    Args:
+        batches: Alike.
+        sizes: Samples of each.
+
+    Raises:
+        TypeError: They differ in structure, or hold samples in an object that cannot be cut.
+        ValueError: Nothing is as long as its batch, tensors do not fit together, or a value differs; samples
+            would get lost.
+    """
+    rows, forms = zip(
+        *(flatten(batch, size) for batch, size in zip(batches, sizes, strict=True)), strict=True
+    )
+    if any(form != forms[0] for form in forms):
+        raise TypeError("batches of one step differ in structure, and cannot be put together")
+    leaves: list[Any] = []
+    is_joined = False
+    for place, parts in enumerate(zip(*rows, strict=True)):
+        if all(is_cut(part, size) for part, size in zip(parts, sizes, strict=True)):
+            leaves.append(_in_a_row(forms[0], place, parts))
+            is_joined = True
+        elif isinstance(parts[0], Tensor) or all(is_same(part, parts[0]) for part in parts[1:]):
+            leaves.append(parts[0])
+        else:
+            raise ValueError(
+                f"{_shown(forms[0], place, parts)} is not as long as the batch ({sizes[0]} samples), and "
+                "differs between batches that make one step: make it a list, array or tensor with one entry "
+                "for each sample, or give all devices one batch_size"
+            )
+    if not is_joined:
+        raise ValueError(
+            f"nothing in the batch is as long as the batch ({sizes[0]} samples), so batches cannot be put "
+            "together to the batch_size of this device; give all devices one batch_size"
+        )
+    return unflatten(leaves, forms[0])
+
+
+def _in_a_row(form: Form, place: int, parts: Sequence[Any]) -> Any:
+    try:
+        return concatenated(parts)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"{_shown(form, place, parts)} cannot be put together to the batch_size of this device: {error}. "
+            "Let collate_fn make batches that differ in the first dimension alone, or give all devices one "
+            "batch_size"
+        ) from error
+
+
+def _shown(form: Form, place: int, parts: Sequence[Any]) -> str:
+    return f"batch{list(form.paths())[place]} ({', '.join(map(described, parts))})"
+
+
+def cuts(samples: int, count: int) -> Iterator[tuple[int, int]]:
+    """Starts and stops of so many pieces of the samples; they are as equal as can be."""
+    return pairwise(samples * at // count for at in range(count + 1))
