@@ -12,7 +12,7 @@ from flowdp.machine.sync_rounds import SingleRounds, SyncRounds
 from flowdp.options import CadenceOptions
 from flowdp.policy.cadence import Cadence
 from flowdp.protocol.commands import Command, RoundEnded, Send
-from flowdp.protocol.messages import DataEnded, Outcome, StartEpoch, SyncAck, SyncNow, Work
+from flowdp.protocol.messages import DataEnded, Outcome, StartEpoch, SyncAck, SyncNow, SyncPoints, Work
 
 Orders = dict[int, StartEpoch]
 
@@ -51,7 +51,7 @@ def orders(commands: list[Command]) -> list[Orders]:
     return found
 
 
-def sync(order: StartEpoch) -> SyncNow:
+def sync(order: StartEpoch) -> SyncPoints:
     assert order.sync is not None
     return order.sync
 
@@ -130,3 +130,8 @@ def lost(
         round, sync(block[0]).global_step + 3 * held - 3 + sum(steps), members, steps, (8, 8, 8), left=(rank,)
     )
     return [SyncAck(other, outcome, Work(0, held, 8 * held, pace_ms=1.0)) for other in members]
+
+
+def sync_now(round: int, ranks: int = 2) -> list[Send]:
+    """The call of all ranks to the gate."""
+    return [Send(rank, SyncNow(round)) for rank in range(ranks)]

@@ -37,7 +37,6 @@ from flowdp.protocol.commands import (
     EpochEnded,
     Fail,
     Finish,
-    Hurry,
     LeaveGate,
     Paused,
     Quarantined,
@@ -46,7 +45,7 @@ from flowdp.protocol.commands import (
     Save,
     Send,
 )
-from flowdp.protocol.messages import Abort, Averaged, Exiting, Fact, Failed, Hurried, Requested, Tick
+from flowdp.protocol.messages import Abort, Averaged, Exiting, Fact, Failed, Requested, Tick
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
 
@@ -223,11 +222,6 @@ class CoordinatorShell:
                 log.info("%s", command.metrics)
             case Direct():
                 self._gate.direct(command.directives)
-            case Hurry():
-                self._gate.hasten(command.round)
-                for rank, worker in enumerate(self._workers):
-                    if rank not in self._left:  # nobody would read it
-                        worker.post(Hurried())
             case AbortGate():
                 self._gate.abort(command.reason)
                 self._failing_ms = self._now_ms() + GRACE_MS

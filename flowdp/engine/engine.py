@@ -52,7 +52,7 @@ __all__ = ["Engine", "open_engine"]
 
 WORKER_INBOX = 64
 """Orders, notes and requests that may wait for a worker: two orders, one request per abandoned round (their
-deadlines double), one note per batch waited for and per hurried round."""
+deadlines double), one note per batch waited for, one word per round that is late."""
 
 COORDINATOR_INBOX = 4096
 """Facts that may wait for the coordinator; a worker has at most a handful out."""

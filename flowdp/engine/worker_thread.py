@@ -1,7 +1,7 @@
 """The worker's shell: a thread that does what its machine says.
 
-Between two steps of a round it waits for nobody: it looks at its inbox and at the gate's hurry, takes the
-next batch, and trains it. One message goes up per order, not per step; on a device that runs behind its host
+Between two steps of a round it waits for nobody: it looks at its inbox, takes the next batch, and
+trains it. One message goes up per order, not per step; on a device that runs behind its host
 it goes up when the device is there.
 """
 
@@ -53,7 +53,6 @@ from flowdp.protocol.messages import (
     BatchReady,
     Exiting,
     Fact,
-    Hurried,
     Order,
     Outcome,
     SnapshotReady,
@@ -68,7 +67,7 @@ from flowdp.threads.inbox import Inbox
 
 __all__ = ["Mail", "Worker"]
 
-Mail = Order | BatchReady | Hurried
+Mail = Order | BatchReady
 
 CAPTURED_BY = 16
 """Steps of a rank after which its graphs are there, as a rule, and have taken their memory."""
@@ -206,15 +205,14 @@ class Worker:
             self._post(Exiting(self.rank, error, is_alone, self.machine.untold))
 
     def _loop(self) -> None:
-        machine, inbox, gate, intake = self.machine, self.inbox, self._gate, self._intake
+        machine, inbox, intake = self.machine, self.inbox, self._intake
         is_empty = inbox.is_empty
         while True:
             while not is_empty():
                 self._read(inbox.get())
             if self._fed != machine.plans:
                 self._tell_feed()
-            # A step that has begun is finished: its batches have been taken, some of them trained.
-            action = machine.next(-1 if intake.taken else gate.hurry)
+            action = machine.next(in_step=intake.taken > 0)
             if type(action) is Step:
                 self._step(action)
             elif type(action) is Enter:
@@ -240,7 +238,7 @@ class Worker:
 
     def _read(self, mail: Mail | None) -> None:
         # A note says only that there is something to look at, and the loop looks.
-        if mail is not None and not isinstance(mail, BatchReady | Hurried):
+        if mail is not None and not isinstance(mail, BatchReady):
             self.machine.handle(mail)
 
     def _tell_feed(self) -> None:
@@ -422,7 +420,7 @@ class Worker:
         self.moves += 1
 
     def _await_leave(self) -> None:
-        while not isinstance(self.machine.next(-1), Leave):
+        while not self.machine.leaves:
             self._read(self.inbox.get())
 
     def _put_snapshot(self, action: Snapshot) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from flowdp.errors import ProtocolError
 from flowdp.policy.ledger import Deal
-from flowdp.protocol.messages import DataEnded, Outcome, SyncAck, SyncNow, Work
+from flowdp.protocol.messages import DataEnded, Outcome, SyncAck, SyncPoints, Work
 
 __all__ = ["ArmedRounds", "HeldRounds"]
 
@@ -29,7 +29,7 @@ class ArmedRounds:
     """
 
     plan: int
-    sync: SyncNow
+    sync: SyncPoints
     epoch: int
     deal: Deal
     every: tuple[int, ...]

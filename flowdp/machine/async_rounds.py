@@ -23,7 +23,7 @@ from flowdp.policy.cadence import Cadence
 from flowdp.policy.drift import largest_drift
 from flowdp.policy.lead import Overshoot, lead_room
 from flowdp.policy.ledger import ENDLESS
-from flowdp.protocol.commands import Average, Command, Hurry, RoundAbandoned, RoundEnded, Send
+from flowdp.protocol.commands import Average, Command, RoundAbandoned, RoundEnded, Send
 from flowdp.protocol.messages import (
     Averaged,
     DataEnded,
@@ -35,6 +35,7 @@ from flowdp.protocol.messages import (
     StepsDone,
     SyncAck,
     SyncNow,
+    SyncPoints,
     Throttle,
     Update,
     Updated,
@@ -183,7 +184,7 @@ class AsyncRounds(Rounds):
             if not hold or self._meeting.is_hurried:
                 return []
             self._meeting.is_hurried = True
-            return [Hurry(self._meeting.number)]
+            return self._sync_now(self._meeting.number)
         commands: list[Command] = []
         # Before the first step since the last meeting there is nothing to meet for.
         meet = (hold or constraints.meet) and self._is_dirty
@@ -290,11 +291,14 @@ class AsyncRounds(Rounds):
         self._meeting, self._next_round = Meeting(number, is_hurried), number + 1
         # The meeting belongs to the epoch whose batches are behind it, if any are.
         epoch = max((rank.orders[-1].epoch for rank in self._ranks if rank.orders), default=self.epochs.done)
-        sync = SyncNow(number, 0, 1, self.global_step, 0)
+        sync = SyncPoints(number, 0, 1, self.global_step, 0)
         orders: list[Command] = [
             Send(rank, StartEpoch(self._plan, epoch, (), sync)) for rank in range(self.world_size)
         ]
-        return [*orders, Hurry(number)] if is_hurried else orders
+        return [*orders, *self._sync_now(number)] if is_hurried else orders
+
+    def _sync_now(self, number: int) -> list[Command]:
+        return [Send(rank, SyncNow(number)) for rank in range(self.world_size)]
 
     # ------------------------------------------------------------------ rounds
     def _apply(self, round_: AsyncRound) -> list[Command]:

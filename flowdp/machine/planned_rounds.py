@@ -22,8 +22,8 @@ from flowdp.machine.rounds import Averages, Constraints, Rounds
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.drift import largest_drift
 from flowdp.policy.ledger import Deal, Ledger
-from flowdp.protocol.commands import Command, Hurry, Send
-from flowdp.protocol.messages import DataEnded, Exiting, Fact, StartEpoch, SyncAck, SyncNow
+from flowdp.protocol.commands import Command, Send
+from flowdp.protocol.messages import DataEnded, Exiting, Fact, StartEpoch, SyncAck, SyncNow, SyncPoints
 from flowdp.protocol.position import Position
 
 __all__ = ["PlannedRounds", "StepTimes"]
@@ -185,7 +185,7 @@ class PlannedRounds(Rounds):
             armed = self._armed[0]
             if self._hurried < armed.last_round and (constraints.hold or now_ms >= self._late_ms(armed)):
                 self._hurried = armed.last_round
-                commands.append(Hurry(armed.last_round))
+                commands += [Send(rank, SyncNow(armed.last_round)) for rank in self._present]
         return commands
 
     def deadline_ms(self) -> float | None:
@@ -277,7 +277,7 @@ class PlannedRounds(Rounds):
         count, deal = self._deal(ledger)
         taken = [ledger.steps(rank, hand) for rank, hand in enumerate(deal)]
         every = tuple(steps // count for steps in taken)
-        sync = SyncNow(
+        sync = SyncPoints(
             self._round,
             every[0],
             count,

@@ -24,6 +24,7 @@ from flowdp.protocol.messages import (
     SaveState,
     Shutdown,
     StartEpoch,
+    SyncNow,
     Throttle,
     Update,
 )
@@ -183,6 +184,7 @@ class WorkerMachine:
         self._held = 0  # rounds of the order that were held
         self._base = global_step  # steps of all ranks at the last mean
         self._next_round = 0  # no round before this one will ask for us
+        self._sync_now = -1  # rounds up to this one are entered with the steps there are
         self._oldest_plan = 0  # orders of older plans are void
         self._snapshot: Snapshot | None = None
         self._cut: Done | None = None  # the order that a hurried blocking round cut short (async)
@@ -215,6 +217,8 @@ class WorkerMachine:
                 self._control.append(order)
             case Update():
                 self._control.append(order)
+            case SyncNow():
+                self._sync_now = max(self._sync_now, order.round)
             case Throttle():
                 self.throttled = order.reason
             case Evaluate() | SaveState() | CopyReplica():
@@ -224,11 +228,12 @@ class WorkerMachine:
             case Abort():
                 self._leave = Leave(order.reason)
 
-    def next(self, hurry: int) -> Action:
-        """What to do now.
+    def next(self, *, in_step: bool = False) -> Action:
+        """Decide the next action.
 
         Args:
-            hurry: The gate's: rounds up to this number are entered with the steps there are.
+            in_step: A step has begun and waits for a batch: it is finished, for the batches that it has taken
+                cannot be dealt anew.
         """
         if self._leave is not None:
             return self._leave
@@ -244,13 +249,13 @@ class WorkerMachine:
             self._done = self._taken = self._in_round = self._held = 0
         sync = order.sync
         if sync is None:
-            return self._next_free(order, hurry)
+            return self._next_free(order, in_step=in_step)
         before = sync.global_step + self._held * sync.steps
         # Without a sample in the part there is no step to take, and none is left out.
         is_idle = order.parts is not None and order.parts[self._held].samples == 0
         planned = 0 if is_idle else sync.every
         is_over = self._in_round >= planned or self._taken >= len(order.batches)
-        if not is_over and hurry < sync.round + self._held:
+        if not is_over and (in_step or self._sync_now < sync.round + self._held):
             return self._step(order, before + self._in_round * sync.steps // planned)
         arrival = Arrival(
             self.rank,
@@ -347,9 +352,10 @@ class WorkerMachine:
         self.applied(order.round, order.global_step)
         return Apply(order.round)
 
-    def _next_free(self, order: StartEpoch, hurry: int) -> Action:
-        if hurry >= self._next_round and any(o.sync is not None for o in self._orders):
-            return self._skip_to_gate(order, hurry)
+    def _next_free(self, order: StartEpoch, *, in_step: bool) -> Action:
+        is_called = self._sync_now >= self._next_round and not in_step
+        if is_called and any(later.sync is not None for later in self._orders):
+            return self._skip_to_gate(order)
         if self._taken < len(order.batches):
             pace = order.pace
             ahead = 0 if pace is None else self.steps * pace.steps // pace.quota
@@ -357,7 +363,7 @@ class WorkerMachine:
         self._order = None
         return Report(Done(order.plan, order.epoch, self._done))
 
-    def _skip_to_gate(self, order: StartEpoch, hurry: int) -> Action:
+    def _skip_to_gate(self, order: StartEpoch) -> Action:
         """Go to the blocking round in the queue; what lies before it is dealt anew (async)."""
         self._cut = Done(order.plan, order.epoch, self._done)
         self._cut_steps = order.steps - self._done
@@ -366,7 +372,7 @@ class WorkerMachine:
         self.plans += 1
         self._order = self._orders.popleft()
         self._done = self._taken = self._in_round = self._held = 0
-        return self.next(hurry)
+        return self.next()
 
     def _step(self, order: StartEpoch, position: int) -> Step:
         if order.parts is not None:

@@ -21,7 +21,6 @@ __all__ = [
     "EpochEnded",
     "Fail",
     "Finish",
-    "Hurry",
     "LeaveGate",
     "Paused",
     "Quarantined",
@@ -45,13 +44,6 @@ class Direct:
     """Put these directives at the gate."""
 
     directives: Directives
-
-
-@dataclass(frozen=True, slots=True)
-class Hurry:
-    """Set the gate's hurry: members of rounds up to this one come with the steps they have."""
-
-    round: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +232,6 @@ Command = (
     | Quarantined
     | Save
     | Direct
-    | Hurry
     | AbortGate
     | Average
     | RoundAbandoned

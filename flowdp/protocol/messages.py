@@ -38,7 +38,6 @@ __all__ = [
     "Exiting",
     "Fact",
     "Failed",
-    "Hurried",
     "Order",
     "Outcome",
     "Pace",
@@ -54,6 +53,7 @@ __all__ = [
     "StepsDone",
     "SyncAck",
     "SyncNow",
+    "SyncPoints",
     "Throttle",
     "Tick",
     "Update",
@@ -100,8 +100,8 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class SyncNow:
-    """Arms the gate: after every `every` steps of the order, `count` times.
+class SyncPoints:
+    """The meetings of an order: the gate is entered after every `every` steps of the order, `count` times.
 
     Attributes:
         round: Number of the first round; the following ones count up.
@@ -141,7 +141,7 @@ class StartEpoch:
     plan: int
     epoch: int
     batches: tuple[int, ...]
-    sync: SyncNow | None = None
+    sync: SyncPoints | None = None
     pace: Pace | None = None
     metric: float | None = None
     parts: tuple[Part, ...] | None = None
@@ -167,6 +167,20 @@ class DataEnded:
 
     epoch: int
     batches: int
+
+
+@dataclass(frozen=True, slots=True)
+class SyncNow:
+    """Enter the gate at the next step boundary, with the steps taken so far.
+
+    Holds for every round up to this number, so it changes nothing where it comes late, and an order that arms
+    one of these rounds may come behind it.
+
+    Attributes:
+        round: Number of the last of these rounds.
+    """
+
+    round: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +230,7 @@ class Shutdown:
     """The run is over: leave."""
 
 
-Order = StartEpoch | DataEnded | Throttle | RequestParams | Update | Abort | Shutdown | BarrierTask
+Order = StartEpoch | DataEnded | SyncNow | Throttle | RequestParams | Update | Abort | Shutdown | BarrierTask
 
 
 # ---------------------------------------------------------------- facts
@@ -325,11 +339,6 @@ class BatchReady:
 
     epoch: int
     batch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Hurried:
-    """The gate's hurry was raised. Goes to every worker, for one that waits for a batch looks at nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,6 @@ from flowdp.sim.shell import Shell
 
 __all__ = ["Cluster", "VirtualGate"]
 
-ABORTED = 2**62
-"""The gate's hurry after an abort."""
-
 
 class Cluster(Protocol):
     """The ranks that meet at a gate."""
@@ -43,13 +40,9 @@ class VirtualGate:
         cluster: The ranks.
         state: The machine that decides.
         sync_ms: Time of one averaging.
-
-    Attributes:
-        hurry: Rounds up to this number are entered with the steps there are.
     """
 
     def __init__(self, cluster: Cluster, state: GateState, sync_ms: float) -> None:
-        self.hurry = -1
         self._cluster = cluster
         self._state = state
         self._sync_ms = sync_ms
@@ -86,7 +79,6 @@ class VirtualGate:
     def abort(self, reason: str) -> None:
         """Release all ranks, for good."""
         self._state.abort(reason)
-        self.hurry = ABORTED
         for number, rank in enumerate(self._cluster.ranks):
             if rank.state == "gate":
                 self._cluster.clock.after(0.0, self._cluster.released, number)

@@ -38,7 +38,6 @@ from flowdp.protocol.commands import (
     EpochEnded,
     Fail,
     Finish,
-    Hurry,
     LeaveGate,
     Paused,
     RoundEnded,
@@ -202,10 +201,6 @@ class World:
                 self._send(command.rank, command.order)
             case Direct():
                 self.gate.direct(command.directives)
-            case Hurry():
-                self.gate.hurry = max(self.gate.hurry, command.round)
-                for number in range(len(self.ranks)):
-                    self.clock.send(number, self.resume, number, "waiting")
             case AbortGate():
                 self._serving.cut()
                 self.gate.abort(command.reason)
@@ -277,7 +272,7 @@ class World:
         rank = self.ranks[number]
         rank.wake(self.clock.now_ms)
         while True:
-            action = rank.machine.next(self.gate.hurry)
+            action = rank.machine.next()
             if not isinstance(action, Step):
                 self.watcher.goes_on(number)
             match action:
@@ -387,7 +382,7 @@ class World:
             return
         rank.state = "released"
         rank.wake(self.clock.now_ms)
-        if isinstance(rank.machine.next(-1), Leave):
+        if rank.machine.leaves:
             self.leave(number, None)
         else:
             # The order is on its way: look again when it has come.

@@ -45,21 +45,16 @@ class Gate:
     """A meeting of all ranks, twice a round: `enter` decides, `finish` ends it.
 
     Threads:
-        `enter`, `finish`: the rank's own. `direct`, `leave`, `waiting`, `abort`, `hasten`, `hurry`: any.
+        `enter`, `finish`: the rank's own. `direct`, `leave`, `waiting`, `abort`: any.
         `retire`: any, when no rank comes any more.
 
     Args:
         world_size: Ranks.
         launch: Called by the last arrival with the outcome, before anybody is released; what it raises
             makes the round an error for all.
-
-    Attributes:
-        hurry: Rounds up to this number are entered at the next step boundary. A plain int that grows under
-            the lock and that workers read without it: reading it late costs one step, never a wrong outcome.
     """
 
     def __init__(self, world_size: int, launch: Callable[[Outcome], None] | None = None) -> None:
-        self.hurry = -1
         self._state = GateState(world_size)
         self._launch = launch
         self._lock = threading.Lock()  # serialises every change of the state and of the two waiting sets
@@ -122,11 +117,6 @@ class Gate:
         with self._lock:
             self._state.direct(directives)
 
-    def hasten(self, round: int) -> None:
-        """Have the rounds up to this number entered at the next step boundary; an abort is not taken back."""
-        with self._lock:
-            self.hurry = max(self.hurry, round)
-
     def leave(self, rank: int) -> None:
         """Take a rank out of the open round and all later ones; from a decided one if its part is done."""
         with self._lock:
@@ -160,8 +150,6 @@ class Gate:
             self._state.abort(reason)
             self._release(self._inside)
             self._release(self._finishing)
-            # A worker between two steps comes to the gate, and so hears of it, without finishing its round.
-            self.hurry = 2**62
 
     def _publish(self, outcome: Outcome) -> None:
         try:

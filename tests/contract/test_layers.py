@@ -104,7 +104,7 @@ def test_imports_go_downward() -> None:
     ("path", "line", "legal"),
     [
         ("policy/drift.py", "from flowdp.options import CadenceOptions", True),
-        ("policy/drift.py", "from flowdp.protocol.messages import SyncNow", False),
+        ("policy/drift.py", "from flowdp.protocol.messages import SyncPoints", False),
         ("policy/drift.py", "from .. import messages", False),
         ("policy/drift.py", "import math, time", False),
         ("machine/gate.py", "import numpy", False),

@@ -6,14 +6,14 @@ import pytest
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.armed_rounds import ArmedRounds
-from flowdp.protocol.messages import DataEnded, Outcome, SyncAck, SyncNow, Work
+from flowdp.protocol.messages import DataEnded, Outcome, SyncAck, SyncPoints, Work
 
 DEAL = ((0, 2, 4), (1, 3, 5))
 
 
 def block(count: int = 3) -> ArmedRounds:
     every = tuple(len(hand) // count for hand in DEAL)
-    return ArmedRounds(0, SyncNow(7, every[0], count, 20, 2), 1, DEAL, every, 10.0)
+    return ArmedRounds(0, SyncPoints(7, every[0], count, 20, 2), 1, DEAL, every, 10.0)
 
 
 def outcome(round: int, members: tuple[int, ...] = (0, 1), steps: tuple[int, int] = (1, 1)) -> Outcome:

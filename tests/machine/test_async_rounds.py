@@ -13,7 +13,7 @@ from flowdp.machine.epochs import Epochs
 from flowdp.machine.rounds import Constraints
 from flowdp.options import CadenceOptions
 from flowdp.policy.cadence import Cadence
-from flowdp.protocol.commands import Average, Command, Hurry, RoundAbandoned, RoundEnded, Send
+from flowdp.protocol.commands import Average, Command, RoundAbandoned, RoundEnded, Send
 from flowdp.protocol.messages import (
     Averaged,
     DataEnded,
@@ -31,6 +31,7 @@ from flowdp.protocol.messages import (
     Work,
 )
 from flowdp.protocol.position import Position
+from tests.planned import sync_now
 
 
 class Run:
@@ -201,7 +202,7 @@ def test_a_wish_calls_a_hurried_meeting_and_deals_anew_what_it_cuts() -> None:
     run.trains(0)
     run.decide()
     # A pause: no new batches, a blocking round, at once.
-    assert run.decide(hold=True) == [Hurry(0)]
+    assert run.decide(hold=True) == sync_now(0)
     assert [orders[-1].sync is not None for orders in run.out] == [True, True]
     # Nothing more is said while it is under way.
     assert run.decide(hold=True) == []
@@ -248,14 +249,14 @@ def test_a_wish_waits_for_a_mean_that_is_being_made() -> None:
     run.take(Averaged(0, 1.0))
     run.take(Updated(0, 0))
     run.take(Updated(1, 0))
-    assert run.decide(meet=True) == [Hurry(1)]
+    assert run.decide(meet=True) == sync_now(1)
 
 
 def test_a_wish_does_not_wait_for_snapshots() -> None:
     run = Run()
     run.fills()
     run.take(SnapshotReady(0, 0, 3, 24))
-    assert run.decide(meet=True) == [RoundAbandoned(0, (1,)), Hurry(1)]
+    assert run.decide(meet=True) == [RoundAbandoned(0, (1,)), *sync_now(1)]
 
 
 def test_a_round_without_its_snapshots_is_given_up_and_the_next_waits_longer() -> None:
@@ -414,7 +415,7 @@ def test_a_stop_hurries_the_last_meeting() -> None:
     assert run.machine.epochs.is_exhausted
     assert run.decide() == []
     # The meeting waits for what is dealt; a stop does not, and says so once.
-    assert run.decide(hold=True) == [Hurry(0)]
+    assert run.decide(hold=True) == sync_now(0)
     assert run.decide(hold=True) == []
 
 
@@ -425,7 +426,7 @@ def test_a_bad_replica_asks_for_a_meeting() -> None:
     order = run.out[0].pop(0)
     run.take(StepsDone(0, order.plan, Work(0, 1, 8, bad=(0, 0))))
     assert run.machine.wants_meeting
-    assert run.decide(hold=True) == [Hurry(0)]
+    assert run.decide(hold=True) == sync_now(0)
     outcome = Outcome(0, 2, (0, 1), (1, 1), (0, 8), halt=True, bad=(0,))
     assert run.take(SyncAck(0, outcome, Work(0, 0, 0))) == []
     [record] = run.take(SyncAck(1, outcome, Work(0, 1, 8)))
@@ -443,7 +444,7 @@ def test_a_bad_snapshot_is_not_averaged() -> None:
     run.take(SnapshotReady(1, 0, 3, 24))
     assert run.decide() == []
     assert run.machine.wants_meeting
-    assert run.decide(hold=True) == [RoundAbandoned(0, ()), Hurry(1)]
+    assert run.decide(hold=True) == [RoundAbandoned(0, ()), *sync_now(1)]
 
 
 def test_a_bad_snapshot_of_an_abandoned_round_says_nothing() -> None:

@@ -1,13 +1,12 @@
-"""Rounds of the cadence: quotas, hurry and drift."""
+"""Rounds of the cadence: quotas, late rounds and drift."""
 
 from __future__ import annotations
 
 import pytest
 
-from flowdp.protocol.commands import Hurry
-from flowdp.protocol.messages import SyncNow
+from flowdp.protocol.messages import SyncPoints
 from flowdp.protocol.position import Position
-from tests.planned import acks, decide, orders, rounds, settle, sync
+from tests.planned import acks, decide, orders, rounds, settle, sync, sync_now
 
 
 def test_the_first_round_measures_and_nothing_is_armed_behind_it() -> None:
@@ -15,7 +14,7 @@ def test_the_first_round_measures_and_nothing_is_armed_behind_it() -> None:
     [block] = orders(decide(machine))
     # Three steps each, in the order in which the ranks will ask for them.
     assert [block[rank].batches for rank in (0, 1)] == [(0, 2, 4), (1, 3, 5)]
-    assert sync(block[0]) == SyncNow(0, 3, 1, 0, 6, drift=True)
+    assert sync(block[0]) == SyncPoints(0, 3, 1, 0, 6, drift=True)
     # Asked again, there is nothing to add.
     assert decide(machine) == []
 
@@ -36,7 +35,7 @@ def test_a_late_round_is_hurried_at_its_deadline() -> None:
     # Predicted 100 ms and 1 ms of averaging, 1.25 times that.
     assert machine.deadline_ms() == pytest.approx(30.0 + 1.0 + 125.0)
     assert decide(machine, 155.9) == []
-    assert decide(machine, 156.1) == [Hurry(1)]
+    assert decide(machine, 156.1) == sync_now(1)
     # Once is enough.
     assert machine.deadline_ms() is None
     assert decide(machine, 400.0) == []
@@ -60,7 +59,7 @@ def test_quotas_are_steps_of_several_batches() -> None:
     ]
     assert [sync(first[rank]).every for rank in (0, 1)] == [20, 10]
     assert sync(first[0]).steps == 30
-    # What a hurry leaves comes back in whole steps.
+    # What a late round leaves comes back in whole steps.
     record = settle(machine, acks(first, steps=(5, 10), hurried=True))
     assert (record.global_step, record.reason) == (15, "hurried")
     assert machine.epochs.of(0).trained == 20
@@ -95,9 +94,9 @@ def test_what_was_measured_goes_on_where_the_ranks_are_as_many() -> None:
     machine = rounds()
     machine.resume(position)
     first, _second = orders(decide(machine))
-    assert sync(first[0]) == SyncNow(7, 40, 1, 40, 60, drift=True)
+    assert sync(first[0]) == SyncPoints(7, 40, 1, 40, 60, drift=True)
     assert machine.pace_ms == (5.0, 10.0)
     other = rounds(world_size=3)
     other.resume(position)
     [probe] = orders(decide(other))
-    assert sync(probe[0]) == SyncNow(7, 3, 1, 40, 9, drift=True)
+    assert sync(probe[0]) == SyncPoints(7, 3, 1, 40, 9, drift=True)

@@ -21,7 +21,6 @@ from flowdp.protocol.commands import (
     EpochEnded,
     Fail,
     Finish,
-    Hurry,
     LeaveGate,
     Paused,
     Quarantined,
@@ -53,6 +52,7 @@ from flowdp.protocol.messages import (
     WorkerReady,
 )
 from flowdp.protocol.position import Position
+from tests.planned import sync_now
 
 
 def coordinator(policy: Policy = "cadence", **given: Any) -> Coordinator:
@@ -149,7 +149,7 @@ def test_a_run_ends_when_nothing_is_left() -> None:
 
 def test_a_stop_is_told_at_the_gate_and_ends_the_run() -> None:
     machine, commands = started()
-    assert others(machine.handle(Requested("stop"), 5.0)) == [Direct(Directives(stop=True)), Hurry(0)]
+    assert others(machine.handle(Requested("stop"), 5.0)) == [Direct(Directives(stop=True)), *sync_now(0)]
     # Asked again, it is nothing new.
     assert machine.handle(Requested("stop"), 6.0) == []
     commands = meet(machine, orders(commands), (1, 0), stop=True, hurried=True)
@@ -171,7 +171,7 @@ def test_a_stop_before_the_first_order() -> None:
 
 def test_a_pause_stands_still_after_the_round_and_goes_on_from_there() -> None:
     machine, commands = started()
-    assert others(machine.handle(Requested("pause"), 5.0)) == [Direct(Directives(pause=True)), Hurry(0)]
+    assert others(machine.handle(Requested("pause"), 5.0)) == [Direct(Directives(pause=True)), *sync_now(0)]
     commands = meet(machine, orders(commands), (2, 1), pause=True, hurried=True)
     # All stand still, and the first round after the pause shall not pause again.
     assert others(commands) == [Paused(True), Direct(Directives())]
@@ -190,7 +190,7 @@ def test_a_pause_taken_back_before_it_was_obeyed() -> None:
     machine, commands = started()
     machine.handle(Requested("pause"), 5.0)
     assert machine.handle(Requested("unpause"), 6.0) == [Direct(Directives())]
-    # The hurry was said; the round ends early and the next ones follow.
+    # All were called to the gate; the round ends early and the next ones follow.
     commands = meet(machine, orders(commands), (2, 1), hurried=True)
     assert others(commands) == []
     assert set(orders(commands)) == {0, 1}
@@ -217,7 +217,7 @@ def test_a_learning_rate_is_told_once() -> None:
 def test_a_learning_rate_calls_one_meeting_under_async() -> None:
     machine, commands = started("async", batches=100)
     commands = machine.handle(Requested("set_lr", 0.1), 5.0)
-    assert others(commands) == [Direct(Directives(lr=0.1)), Hurry(0)]
+    assert others(commands) == [Direct(Directives(lr=0.1)), *sync_now(0)]
     order = StartEpoch
     # The meeting is held; nobody wants another one.
     outcome = Outcome(0, 0, (0, 1), (0, 0), (0, 0), lr=0.1, hurried=True)
@@ -237,7 +237,7 @@ def test_a_learning_rate_before_the_first_order() -> None:
     assert all(order.sync is None for order in orders(commands).values())
     work = Work(0, 1, 8, 1.0, 0.0, 1.0)
     commands = machine.handle(StepsDone(0, 0, work), 2.0)
-    assert others(commands) == [Hurry(0)]
+    assert others(commands) == sync_now(0)
 
 
 def test_a_failure_frees_everybody() -> None:
@@ -437,7 +437,7 @@ def test_a_scheduler_gets_the_loss_of_the_evaluation() -> None:
 
 def test_a_checkpoint_that_is_asked_for_halts_the_ranks_at_their_next_meeting() -> None:
     machine, out = started()
-    assert machine.handle(Requested("checkpoint"), 1.0) == [Direct(Directives(halt=True)), Hurry(0)]
+    assert machine.handle(Requested("checkpoint"), 1.0) == [Direct(Directives(halt=True)), *sync_now(0)]
     assert machine.handle(Requested("checkpoint"), 2.0) == []
     commands = meet(machine, orders(out), steps=(1, 2), hurried=True, halt=True)
     assert Direct(Directives()) in commands

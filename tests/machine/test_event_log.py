@@ -27,7 +27,7 @@ from flowdp.protocol.messages import (
     Requested,
     StartEpoch,
     SyncAck,
-    SyncNow,
+    SyncPoints,
     Tick,
     Work,
     WorkerReady,
@@ -129,10 +129,10 @@ def test_what_encode_did_not_make(data: Any, reason: str) -> None:
 
 
 def test_brief_says_what_is_not_as_usual() -> None:
-    order = StartEpoch(3, 0, tuple(range(20)), SyncNow(1, 20, 1, 0, 60))
+    order = StartEpoch(3, 0, tuple(range(20)), SyncPoints(1, 20, 1, 0, 60))
     assert brief(order) == (
         "StartEpoch(plan=3, epoch=0, batches=(0, 1, 2, .. 19: 20 in all), "
-        "sync=SyncNow(round=1, every=20, count=1, global_step=0, steps=60))"
+        "sync=SyncPoints(round=1, every=20, count=1, global_step=0, steps=60))"
     )
     assert brief(Work(0, 1, 8, busy_ms=1 / 3)) == "Work(epoch=0, steps=1, samples=8, busy_ms=0.333333)"
     assert brief(Tick()) == "Tick()"

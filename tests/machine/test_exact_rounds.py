@@ -10,8 +10,8 @@ import pytest
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.exact_rounds import CALIBRATION, ExactRounds
 from flowdp.machine.rounds import Constraints
-from flowdp.protocol.commands import Command, Fail, Hurry, RoundEnded, Send
-from flowdp.protocol.messages import Outcome, Part, StartEpoch, SyncAck, SyncNow, Work
+from flowdp.protocol.commands import Command, Fail, RoundEnded, Send
+from flowdp.protocol.messages import Outcome, Part, StartEpoch, SyncAck, SyncNow, SyncPoints, Work
 
 Block = list[StartEpoch]
 """One order to every rank."""
@@ -40,7 +40,7 @@ def decide(machine: ExactRounds, now_ms: float = 0.0, *, hold: bool = False) -> 
     return found
 
 
-def sync(block: Block) -> SyncNow:
+def sync(block: Block) -> SyncPoints:
     """The same for all ranks."""
     first = block[0].sync
     assert first is not None
@@ -114,7 +114,7 @@ def test_all_ranks_get_the_same_windows_and_each_its_part() -> None:
     assert [order.batches for order in block] == [(0,), (0,)]
     assert [order.parts for order in block] == [(Part(0, 32),), (Part(32, 64),)]
     # One step of the run, whoever takes part in it.
-    assert sync(block) == SyncNow(0, 1, 1, 0, 1)
+    assert sync(block) == SyncPoints(0, 1, 1, 0, 1)
 
 
 def test_the_first_round_measures_and_then_one_lies_ready() -> None:
@@ -248,7 +248,9 @@ def test_a_round_in_progress_is_never_hurried() -> None:
     decide(machine)
     for hold in (False, True):
         commands = machine.decide(1e9, Constraints(hold, meet=True))
-        assert not any(isinstance(command, Hurry) for command in commands)
+        assert not any(
+            isinstance(command, Send) and isinstance(command.order, SyncNow) for command in commands
+        )
     assert machine.deadline_ms() is None
 
 

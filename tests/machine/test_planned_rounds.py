@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from flowdp.errors import ProtocolError
-from flowdp.protocol.commands import Hurry, RoundEnded, Send
+from flowdp.protocol.commands import RoundEnded, Send
 from flowdp.protocol.messages import Averaged, DataEnded, SyncAck
-from tests.planned import acks, decide, ends, lost, orders, rounds, settle, stream, sync
+from tests.planned import acks, decide, ends, lost, orders, rounds, settle, stream, sync, sync_now
 
 
 def test_from_then_on_one_round_runs_and_one_lies_ready() -> None:
@@ -106,7 +106,7 @@ def test_batches_of_void_rounds_are_dealt_again() -> None:
 def test_a_hold_hurries_the_round_that_runs_once(wish: str) -> None:
     machine = rounds()
     [probe] = orders(decide(machine))
-    assert decide(machine, 5.0, hold=True) == [Hurry(0)]
+    assert decide(machine, 5.0, hold=True) == sync_now(0)
     assert decide(machine, 6.0, hold=True) == []
     settle(machine, acks(probe, steps=(1, 1), hurried=True, **{wish: True}))
     assert machine.is_idle

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flowdp.machine.planned_rounds import ORDER_MS, ORDER_STEPS
-from flowdp.protocol.commands import Hurry
-from flowdp.protocol.messages import SyncNow
-from tests.planned import acks, decide, ends, orders, rounds, settle, stream, sync
+from flowdp.protocol.messages import SyncPoints
+from tests.planned import acks, decide, ends, orders, rounds, settle, stream, sync, sync_now
 
 
 def test_sync_is_one_step_of_every_rank_and_never_hurried() -> None:
@@ -21,7 +20,7 @@ def test_sync_is_one_step_of_every_rank_and_never_hurried() -> None:
     # Three rounds fit in a block, the last batch has no partner.
     block, tail = orders(decide(machine))
     assert [order.batches for order in block.values()] == [(2, 4, 6), (3, 5, 7)]
-    assert sync(block[0]) == SyncNow(1, 1, 3, 2, 2)
+    assert sync(block[0]) == SyncPoints(1, 1, 3, 2, 2)
     assert [order.batches for order in tail.values()] == [(8,), ()]
     assert [sync(order).every for order in tail.values()] == [1, 0]
     assert sync(tail[0]).global_step == 8
@@ -69,7 +68,7 @@ def test_one_device_needs_no_rank_to_wait_for() -> None:
     # 40 steps are 200 ms; its blocks can be hurried.
     assert (sync(first[0]).every, sync(first[0]).count) == (40, 1)
     assert len(second[0].batches) == 39
-    assert decide(machine, hold=True) == [Hurry(sync(first[0]).round)]
+    assert decide(machine, hold=True) == sync_now(sync(first[0]).round, ranks=1)
 
 
 def test_sync_with_steps_of_several_batches() -> None:

@@ -34,11 +34,10 @@ from flowdp.protocol.messages import (
     Shutdown,
     StartEpoch,
     SyncNow,
+    SyncPoints,
     Throttle,
     Update,
 )
-
-NEVER = -1
 
 
 def planned(
@@ -50,7 +49,7 @@ def planned(
     steps: int = 10,
     plan: int = 0,
 ) -> StartEpoch:
-    sync = SyncNow(round, len(batches) // count, count, before, steps)
+    sync = SyncPoints(round, len(batches) // count, count, before, steps)
     return StartEpoch(plan, 0, batches, sync)
 
 
@@ -58,8 +57,10 @@ def outcome(round: int = 0, global_step: int = 10, **voids: Any) -> Outcome:
     return Outcome(round, global_step, (0, 1), (0, 0), (0, 0), **voids)
 
 
-def step(machine: WorkerMachine, hurry: int = NEVER, samples: int = 8) -> Step:
-    action = machine.next(hurry)
+def step(machine: WorkerMachine, sync_now: int | None = None, samples: int = 8) -> Step:
+    if sync_now is not None:
+        machine.handle(SyncNow(sync_now))
+    action = machine.next()
     assert isinstance(action, Step)
     machine.trained(samples)
     return action
@@ -69,28 +70,30 @@ def upcoming(machine: WorkerMachine) -> list[tuple[int, int]]:
     return [(epoch, batch) for epoch, batch, _ in machine.upcoming()]
 
 
-def enter(machine: WorkerMachine, hurry: int = NEVER) -> Arrival:
-    action = machine.next(hurry)
+def enter(machine: WorkerMachine, sync_now: int | None = None) -> Arrival:
+    if sync_now is not None:
+        machine.handle(SyncNow(sync_now))
+    action = machine.next()
     assert isinstance(action, Enter)
     return action.arrival
 
 
 def test_without_orders_it_waits() -> None:
-    assert WorkerMachine(0).next(NEVER) == Idle()
+    assert WorkerMachine(0).next() == Idle()
 
 
 def test_an_order_is_trained_and_then_met() -> None:
     machine = WorkerMachine(1)
-    machine.handle(StartEpoch(0, 3, (5, 7), SyncNow(2, 2, 1, 100, 10, drift=True), metric=0.5))
+    machine.handle(StartEpoch(0, 3, (5, 7), SyncPoints(2, 2, 1, 100, 10, drift=True), metric=0.5))
     # Two steps, whose places in the schedule are spread over the 10 steps of all ranks.
     assert step(machine) == Step(3, (5,), 100, 0.5)
     assert step(machine) == Step(3, (7,), 105, 0.5)
     # Then the gate, with all that was done.
-    assert machine.next(NEVER) == Enter(Arrival(1, 2, 100, 2, 16, drift=True))
+    assert machine.next() == Enter(Arrival(1, 2, 100, 2, 16, drift=True))
     # The mean ends the order and starts the count anew.
     assert machine.met(outcome(2, 110)) == Done(0, 3, 2)
     assert (machine.steps, machine.samples, machine.total_steps) == (0, 0, 2)
-    assert machine.next(NEVER) == Idle()
+    assert machine.next() == Idle()
 
 
 def test_the_next_order_lies_ready() -> None:
@@ -123,12 +126,12 @@ def test_a_rank_without_batches_meets_with_nothing() -> None:
     assert machine.met(outcome(3, 40)) == Done(0, 0, 0)
 
 
-def test_a_hurry_sends_it_to_the_gate_with_what_there_is() -> None:
+def test_sync_now_sends_it_to_the_gate_with_what_there_is() -> None:
     machine = WorkerMachine(0)
     machine.handle(planned((0, 1, 2, 3), round=7))
-    step(machine, hurry=6)
-    # The hurry of this very round: three batches are left.
-    assert enter(machine, hurry=7) == Arrival(0, 7, 0, 1, 8, left=3)
+    step(machine, sync_now=6)
+    # Of this very round: three batches are left.
+    assert enter(machine, sync_now=7) == Arrival(0, 7, 0, 1, 8, left=3)
     assert machine.met(outcome(7, hurried=True)) == Done(0, 0, 1)
 
 
@@ -141,10 +144,10 @@ def test_an_outcome_that_voids_drops_what_is_armed(wish: str) -> None:
     enter(machine)
     # The block ends after its first round, and the order behind it is void.
     assert machine.met(outcome(**{wish: True})) == Done(0, 0, 1)
-    assert machine.next(NEVER) == Idle()
+    assert machine.next() == Idle()
     # So is one of that plan that was still on its way; one of the next plan is not.
     machine.handle(planned((2,), round=2))
-    assert machine.next(NEVER) == Idle()
+    assert machine.next() == Idle()
     machine.handle(planned((1,), round=1, plan=1))
     assert step(machine).batches == (1,)
 
@@ -156,7 +159,7 @@ def test_a_rank_that_left_voids_as_well() -> None:
     step(machine)
     enter(machine)
     machine.met(Outcome(0, 10, (0,), (1, 0), (8, 0), left=(1,)))
-    assert machine.next(NEVER) == Idle()
+    assert machine.next() == Idle()
 
 
 def test_an_outcome_without_an_order_is_a_bug() -> None:
@@ -169,7 +172,7 @@ def test_it_leaves_when_told_even_between_two_steps() -> None:
     machine.handle(planned((0, 1)))
     step(machine)
     machine.handle(Shutdown())
-    assert machine.next(NEVER) == Leave(None)
+    assert machine.next() == Leave(None)
 
 
 def test_a_failure_outweighs_the_end_of_the_run() -> None:
@@ -177,14 +180,14 @@ def test_a_failure_outweighs_the_end_of_the_run() -> None:
     machine.handle(Shutdown())
     machine.handle(Abort("rank 1 failed"))
     machine.handle(Shutdown())
-    assert machine.next(NEVER) == Leave("rank 1 failed")
+    assert machine.next() == Leave("rank 1 failed")
 
 
 def test_a_throttle_is_a_remark_until_the_next_order() -> None:
     machine = WorkerMachine(0)
     machine.handle(Throttle("at its lead limit"))
     assert machine.throttled == "at its lead limit"
-    assert machine.next(NEVER) == Idle()
+    assert machine.next() == Idle()
     machine.handle(planned((0,)))
     assert machine.throttled is None
     assert step(machine).batches == (0,)
@@ -201,10 +204,10 @@ def test_an_order_without_a_meeting_is_reported() -> None:
     machine.handle(free((2,)))
     # This rank does a third of all steps, so each of its own counts for three.
     assert [step(machine).position, step(machine).position] == [0, 3]
-    assert machine.next(NEVER) == Report(Done(0, 0, 2))
+    assert machine.next() == Report(Done(0, 0, 2))
     assert step(machine).position == 6
-    assert machine.next(NEVER) == Report(Done(0, 0, 1))
-    assert machine.next(NEVER) == Idle()
+    assert machine.next() == Report(Done(0, 0, 1))
+    assert machine.next() == Idle()
     # Its own until a mean comes.
     assert (machine.steps, machine.samples) == (3, 24)
 
@@ -216,11 +219,11 @@ def test_a_snapshot_says_what_it_holds_and_its_mean_leaves_the_rest() -> None:
     step(machine)
     # A request is served between two steps.
     machine.handle(RequestParams(4))
-    assert machine.next(NEVER) == Snapshot(4, 2, 16)
+    assert machine.next() == Snapshot(4, 2, 16)
     # One more step, which the snapshot does not hold.
     step(machine)
     machine.handle(Update(4, global_step=50))
-    assert machine.next(NEVER) == Apply(4)
+    assert machine.next() == Apply(4)
     assert (machine.steps, machine.samples) == (1, 8)
     # The schedule goes on from the mean: 50, and one own step since.
     assert step(machine).position == 53
@@ -233,21 +236,21 @@ def test_an_abandoned_round_is_forgotten() -> None:
     # Two requests lie there: nobody waits for the first any more.
     machine.handle(RequestParams(0))
     machine.handle(RequestParams(1))
-    assert machine.next(NEVER) == Snapshot(1, 1, 8)
-    assert machine.next(NEVER) == Report(Done(0, 0, 1))
+    assert machine.next() == Snapshot(1, 1, 8)
+    assert machine.next() == Report(Done(0, 0, 1))
     # Asked again, it holds the same steps: none was credited.
     machine.handle(RequestParams(2))
-    assert machine.next(NEVER) == Snapshot(2, 1, 8)
+    assert machine.next() == Snapshot(2, 1, 8)
 
 
 def test_a_mean_that_waits_is_not_forgotten() -> None:
     machine = WorkerMachine(0)
     machine.handle(RequestParams(0))
-    assert machine.next(NEVER) == Snapshot(0, 0, 0)
+    assert machine.next() == Snapshot(0, 0, 0)
     machine.handle(Update(0, 5))
     machine.handle(RequestParams(1))
-    assert machine.next(NEVER) == Apply(0)
-    assert machine.next(NEVER) == Snapshot(1, 0, 0)
+    assert machine.next() == Apply(0)
+    assert machine.next() == Snapshot(1, 0, 0)
 
 
 @pytest.mark.parametrize("asked", [(), (0,)])
@@ -255,18 +258,18 @@ def test_a_mean_of_another_snapshot_is_a_bug(asked: tuple[int, ...]) -> None:
     machine = WorkerMachine(2)
     for round in asked:
         machine.handle(RequestParams(round))
-        machine.next(NEVER)
+        machine.next()
     machine.handle(Update(1, 5))
     with pytest.raises(ProtocolError, match="rank 2 got the mean of round 1"):
-        machine.next(NEVER)
+        machine.next()
 
 
 def test_a_blocking_round_waits_for_the_orders_before_it() -> None:
     machine = WorkerMachine(0)
     machine.handle(free((0,)))
-    machine.handle(StartEpoch(0, 0, (), SyncNow(3, 0, 1, 20, 0)))
+    machine.handle(StartEpoch(0, 0, (), SyncPoints(3, 0, 1, 20, 0)))
     step(machine)
-    assert machine.next(NEVER) == Report(Done(0, 0, 1))
+    assert machine.next() == Report(Done(0, 0, 1))
     assert enter(machine) == Arrival(0, 3, 20, 1, 8)
     assert machine.met(outcome(3, 21)) == Done(0, 0, 0)
     assert machine.steps == 0
@@ -276,38 +279,38 @@ def test_a_hurried_blocking_round_cuts_the_orders_before_it() -> None:
     machine = WorkerMachine(0)
     machine.handle(free((0, 1, 2)))
     machine.handle(free((3, 4)))
-    machine.handle(StartEpoch(0, 0, (), SyncNow(3, 0, 1, 20, 0)))
+    machine.handle(StartEpoch(0, 0, (), SyncPoints(3, 0, 1, 20, 0)))
     step(machine)
-    # The hurry of the meeting in the queue: four batches will be dealt anew, and the gate says so.
-    assert enter(machine, hurry=3) == Arrival(0, 3, 20, 1, 8, left=4)
+    # Of the meeting in the queue: four batches will be dealt anew, and the gate says so.
+    assert enter(machine, sync_now=3) == Arrival(0, 3, 20, 1, 8, left=4)
     # The acknowledgment speaks of the order that was cut, not of the empty one.
     assert machine.met(outcome(3, 21, hurried=True)) == Done(0, 0, 1)
-    assert machine.next(3) == Idle()
+    assert machine.next() == Idle()
 
 
-def test_a_hurry_alone_cuts_nothing() -> None:
+def test_sync_now_alone_cuts_nothing() -> None:
     machine = WorkerMachine(0)
     machine.handle(free((0, 1)))
     # The meeting has not arrived yet: the next step is begun.
-    assert step(machine, hurry=0).batches == (0,)
+    assert step(machine, sync_now=0).batches == (0,)
 
 
 def test_a_meeting_makes_an_earlier_snapshot_stale() -> None:
     machine = WorkerMachine(0)
     machine.handle(RequestParams(0))
-    machine.next(NEVER)
-    machine.handle(StartEpoch(0, 0, (), SyncNow(1, 0, 1, 0, 0)))
+    machine.next()
+    machine.handle(StartEpoch(0, 0, (), SyncPoints(1, 0, 1, 0, 0)))
     enter(machine)
     machine.met(outcome(1, 0))
     machine.handle(Update(0, 0))
     with pytest.raises(ProtocolError, match="its snapshot is None"):
-        machine.next(NEVER)
+        machine.next()
 
 
 # ---------------------------------------------------------------- steps of several batches
 def test_a_step_takes_a_group_of_batches() -> None:
     machine = WorkerMachine(0)
-    machine.handle(StartEpoch(0, 0, (4, 5, 8, 9, 12), SyncNow(0, 3, 1, 0, 9), group=2))
+    machine.handle(StartEpoch(0, 0, (4, 5, 8, 9, 12), SyncPoints(0, 3, 1, 0, 9), group=2))
     assert [step(machine, samples=n) for n in (16, 16, 8)] == [
         Step(0, (4, 5), 0),
         Step(0, (8, 9), 3),
@@ -318,25 +321,25 @@ def test_a_step_takes_a_group_of_batches() -> None:
     assert machine.met(outcome()) == Done(0, 0, 3)
 
 
-def test_a_hurry_leaves_whole_steps() -> None:
+def test_sync_now_leaves_whole_steps() -> None:
     machine = WorkerMachine(0)
-    machine.handle(StartEpoch(0, 0, (4, 5, 8, 9, 12), SyncNow(0, 3, 1, 0, 9), group=2))
+    machine.handle(StartEpoch(0, 0, (4, 5, 8, 9, 12), SyncPoints(0, 3, 1, 0, 9), group=2))
     step(machine)
     assert upcoming(machine) == [(0, 8), (0, 9), (0, 12)]
-    assert enter(machine, hurry=0).left == 2
+    assert enter(machine, sync_now=0).left == 2
 
 
 def test_a_free_order_counts_in_steps() -> None:
     machine = WorkerMachine(0)
     machine.handle(StartEpoch(0, 0, (0, 1, 2), None, Pace(6, 2), group=2))
     assert [step(machine).position, step(machine).position] == [0, 3]
-    assert machine.next(NEVER) == Report(Done(0, 0, 2))
+    assert machine.next() == Report(Done(0, 0, 2))
 
 
 # ---------------------------------------------------------------- a part of each window
 def windows(*sizes: int, compare: bool = False) -> StartEpoch:
     parts = tuple(Part(8, 8 + size) for size in sizes)
-    sync = SyncNow(5, 1, len(sizes), 20, 1, compare=compare)
+    sync = SyncPoints(5, 1, len(sizes), 20, 1, compare=compare)
     return StartEpoch(0, 1, tuple(range(3, 3 + len(sizes))), sync, parts=parts)
 
 
@@ -395,7 +398,7 @@ def test_a_void_plan_is_not_upcoming() -> None:
     machine.handle(planned((3, 4, 5), round=0))
     machine.handle(planned((7,), round=1))
     step(machine)
-    enter(machine, hurry=0)
+    enter(machine, sync_now=0)
     machine.met(outcome(0, hurried=True))
     assert upcoming(machine) == []
     machine.handle(planned((8,), round=2))  # of the plan that is void
@@ -408,9 +411,9 @@ def test_skipping_to_a_blocking_round_leaves_the_rest_to_others() -> None:
     machine = WorkerMachine(0)
     machine.handle(StartEpoch(0, 0, (1, 2), None))
     machine.handle(StartEpoch(1, 0, (3,), None))
-    machine.handle(StartEpoch(2, 1, (0,), SyncNow(0, 1, 1, 4, 2)))
+    machine.handle(StartEpoch(2, 1, (0,), SyncPoints(0, 1, 1, 4, 2)))
     step(machine)
-    enter(machine, hurry=0)
+    enter(machine, sync_now=0)
     assert upcoming(machine) == [(1, 0)]
 
 
@@ -420,10 +423,10 @@ def drawn_order(chance: random.Random, round: int, first: int, plan: int, has_pa
     if not has_parts:
         group = chance.choice((1, 2, 3))
         every = -(-len(batches) // group)
-        return StartEpoch(plan, 0, batches, SyncNow(round, every, 1, 0, 10), group=group)
+        return StartEpoch(plan, 0, batches, SyncPoints(round, every, 1, 0, 10), group=group)
     windows = tuple(range(first, first + chance.randint(1, 3)))
     parts = tuple(Part(4, chance.choice((4, 9))) for _ in windows)
-    return StartEpoch(plan, 0, windows, SyncNow(round, 1, len(windows), 0, 1), parts=parts)
+    return StartEpoch(plan, 0, windows, SyncPoints(round, 1, len(windows), 0, 1), parts=parts)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -443,7 +446,9 @@ def test_the_list_changes_only_when_plans_counts_up(seed: int) -> None:
         if machine.plans != plans:
             plans, told = machine.plans, machine.upcoming()
         assert machine.upcoming() == told
-        action = machine.next(held if chance.random() < 0.1 else NEVER)
+        if chance.random() < 0.1:
+            machine.handle(SyncNow(held))
+        action = machine.next()
         if isinstance(action, Step):
             for batch in action.batches:
                 assert told.pop(0) == (action.epoch, batch, action.part)
@@ -469,12 +474,12 @@ def test_what_does_not_exist_is_left_at_the_gate_in_its_own_round_alone() -> Non
     assert upcoming(machine) == [(0, 2), (0, 4)]
     step(machine)
     # The first round has all of its batches, whenever the end was known.
-    assert machine.next(NEVER) == Enter(Arrival(0, 0, 0, 2, 16, left=0))
+    assert machine.next() == Enter(Arrival(0, 0, 0, 2, 16, left=0))
     assert machine.met(outcome()) is None
     step(machine)
-    assert machine.next(NEVER) == Enter(Arrival(0, 1, 10, 1, 8, left=1))
+    assert machine.next() == Enter(Arrival(0, 1, 10, 1, 8, left=1))
     assert machine.met(outcome(1, 20, hurried=True)) == Done(0, 0, 3)
-    assert machine.next(NEVER) == Idle()
+    assert machine.next() == Idle()
 
 
 def test_an_order_of_nothing_is_answered() -> None:
@@ -483,9 +488,9 @@ def test_an_order_of_nothing_is_answered() -> None:
     machine.handle(StartEpoch(0, 0, (6, 7), pace=Pace(2, 1)))
     step(machine)
     machine.handle(DataEnded(0, 5))
-    assert machine.next(NEVER) == Report(Done(0, 0, 1))
-    assert machine.next(NEVER) == Report(Done(0, 0, 0))
-    assert machine.next(NEVER) == Idle()
+    assert machine.next() == Report(Done(0, 0, 1))
+    assert machine.next() == Report(Done(0, 0, 0))
+    assert machine.next() == Idle()
 
 
 # ---------------------------------------------------------------- barrier tasks, bad numbers, resume
@@ -494,12 +499,12 @@ def test_a_duty_comes_after_what_is_out() -> None:
     machine.handle(planned((0,)))
     step(machine)
     machine.handle(SaveState(0))
-    assert isinstance(machine.next(NEVER), Enter)
+    assert isinstance(machine.next(), Enter)
     machine.met(outcome(halt=True))
-    assert machine.next(NEVER) == Serve(SaveState(0))
+    assert machine.next() == Serve(SaveState(0))
     machine.handle(Evaluate(0, 0))
     machine.handle(planned((1,), plan=1))
-    assert machine.next(NEVER) == Serve(Evaluate(0, 0))
+    assert machine.next() == Serve(Evaluate(0, 0))
     assert step(machine).batches == (1,)
 
 
@@ -509,7 +514,7 @@ def test_a_failure_comes_before_a_duty() -> None:
     machine.handle(Abort("rank 1 failed"))
     assert not WorkerMachine(0).leaves
     assert machine.leaves
-    assert machine.next(NEVER) == Leave("rank 1 failed")
+    assert machine.next() == Leave("rank 1 failed")
 
 
 def test_a_bad_replica_says_so_at_the_next_meeting() -> None:
@@ -517,7 +522,7 @@ def test_a_bad_replica_says_so_at_the_next_meeting() -> None:
     machine.handle(planned((0,)))
     step(machine)
     machine.is_bad = True
-    action = machine.next(NEVER)
+    action = machine.next()
     assert isinstance(action, Enter)
     assert action.arrival.bad
     machine.met(outcome(bad=(0,)))
@@ -530,7 +535,7 @@ def test_a_bad_snapshot_weighs_nothing() -> None:
     step(machine)
     machine.is_bad = True
     machine.handle(RequestParams(0))
-    assert machine.next(NEVER) == Snapshot(0, 1, 0)
+    assert machine.next() == Snapshot(0, 1, 0)
 
 
 def test_the_schedule_goes_on_where_the_run_before_stood() -> None:
@@ -544,7 +549,7 @@ def test_a_rank_that_was_left_out_says_so_and_counts() -> None:
     machine.handle(planned((0,)))
     step(machine)
     machine.was_bad = True
-    action = machine.next(NEVER)
+    action = machine.next()
     assert isinstance(action, Enter)
     assert (action.arrival.bad, action.arrival.was_bad, action.arrival.samples) == (False, True, 8)
     machine.met(outcome(bad=(0,)))
@@ -558,7 +563,7 @@ def test_ranks_are_late_until_one_of_them_is_not() -> None:
     for number, late in enumerate((True, False)):
         machine.handle(planned((number,), round=number))
         step(machine)
-        action = machine.next(NEVER)
+        action = machine.next()
         assert isinstance(action, Enter)
         assert action.arrival.late
         machine.met(outcome(round=number, late=late))
@@ -571,7 +576,7 @@ def test_a_replica_that_was_healed_has_nothing_to_say_any_more() -> None:
     machine.was_bad = True
     machine.handle(SaveState(0, 1))
     machine.handle(CopyReplica(1))
-    assert machine.next(NEVER) == Serve(SaveState(0, 1))
+    assert machine.next() == Serve(SaveState(0, 1))
     assert machine.was_bad
-    assert machine.next(NEVER) == Serve(CopyReplica(1))
+    assert machine.next() == Serve(CopyReplica(1))
     assert not machine.was_bad

@@ -21,7 +21,8 @@ import flowdp
 from flowdp import OptionError, current_worker, record_scalar
 from flowdp.data.epoch_order import epoch_order
 from flowdp.engine.coordinator_thread import CoordinatorShell
-from flowdp.protocol.commands import Hurry
+from flowdp.protocol.commands import Send
+from flowdp.protocol.messages import SyncNow
 
 SAMPLES = 57
 draw = torch.Generator().manual_seed(0)
@@ -209,7 +210,7 @@ def test_a_pause_waits_for_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch) ->
 
     def watched(shell: CoordinatorShell, command: Any) -> None:
         obey(shell, command)
-        if isinstance(command, Hurry):
+        if isinstance(command, Send) and isinstance(command.order, SyncNow):
             hurried.set()
 
     monkeypatch.setattr(CoordinatorShell, "_obey", watched)

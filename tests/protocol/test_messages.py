@@ -11,7 +11,7 @@ import pytest
 
 from flowdp.protocol import messages
 from flowdp.protocol.commands import Command
-from flowdp.protocol.messages import Fact, Order, StartEpoch, SyncNow
+from flowdp.protocol.messages import Fact, Order, StartEpoch, SyncPoints
 
 RECORDS = [value for value in vars(messages).values() if isinstance(value, type) and is_dataclass(value)]
 
@@ -25,7 +25,7 @@ def test_a_message_is_frozen_and_small(record: type) -> None:
 
 
 def test_equal_messages_are_equal_values() -> None:
-    first, second = (StartEpoch(0, 1, (2, 3), SyncNow(4, 2, 1, 0, 4)) for _ in range(2))
+    first, second = (StartEpoch(0, 1, (2, 3), SyncPoints(4, 2, 1, 0, 4)) for _ in range(2))
     assert first == second
     assert hash(first) == hash(second)
     assert first != StartEpoch(0, 1, (2, 3))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flowdp.machine.worker import Done, Step, WorkerMachine
 from flowdp.policy.tally import pace_ms
-from flowdp.protocol.messages import Outcome, StartEpoch, SyncNow, Throttle
+from flowdp.protocol.messages import Outcome, StartEpoch, SyncPoints, Throttle
 from flowdp.sim.shell import Shell
 
 
@@ -44,7 +44,7 @@ def test_what_stirs() -> None:
     assert shell.stirs == "is at starting"
     shell.state = "idle"
     assert shell.stirs == ""
-    order = StartEpoch(0, 0, (0,), SyncNow(0, 1, 1, 0, 1))
+    order = StartEpoch(0, 0, (0,), SyncPoints(0, 1, 1, 0, 1))
     shell.expect(order)
     assert shell.stirs == "has an order"
     shell.expect(Throttle("no data"))
@@ -52,7 +52,7 @@ def test_what_stirs() -> None:
     shell.receive(Throttle("no data"))
     assert shell.stirs == ""  # it is in the inbox, and the rank is idle for this moment alone
     shell.wake(0.0)
-    shell.machine.next(-1)
+    shell.machine.next()
     assert shell.stirs == "has an order"
     shell.state = "gone"
     assert shell.stirs == ""
@@ -61,12 +61,12 @@ def test_what_stirs() -> None:
 def test_an_order_of_a_void_plan_stirs_nothing() -> None:
     shell = Shell(WorkerMachine(0))
     shell.state = "idle"
-    shell.machine.handle(StartEpoch(0, 0, (), SyncNow(0, 0, 1, 0, 0)))
-    shell.machine.next(-1)
-    shell.expect(StartEpoch(0, 0, (0,), SyncNow(1, 1, 1, 0, 1)))
+    shell.machine.handle(StartEpoch(0, 0, (), SyncPoints(0, 0, 1, 0, 0)))
+    shell.machine.next()
+    shell.expect(StartEpoch(0, 0, (0,), SyncPoints(1, 1, 1, 0, 1)))
     shell.machine.met(Outcome(0, 0, (0,), (0,), (0,), halt=True))
     assert shell.stirs == ""
-    shell.expect(StartEpoch(1, 0, (0,), SyncNow(2, 1, 1, 0, 1)))
+    shell.expect(StartEpoch(1, 0, (0,), SyncPoints(2, 1, 1, 0, 1)))
     assert shell.stirs == "has an order"
 
 

@@ -46,10 +46,12 @@ from flowdp.protocol.messages import (
     SnapshotReady,
     StartEpoch,
     SyncAck,
+    SyncNow,
     Tick,
     Work,
 )
 from flowdp.protocol.position import Position
+from flowdp.sim.scenario import Wish
 from flowdp.sim.world import Machines
 from tests.simulator.cluster import JudgedWorld
 from tests.simulator.effect import Effect
@@ -161,11 +163,9 @@ class MeetAndLeave(WorkerMachine):
     def handle(self, order: Order) -> None:
         if isinstance(order, Shutdown) and self._order is not None and self._order.sync is not None:
             self.stops = True
+            self._sync_now = 2**61
         else:
             super().handle(order)
-
-    def next(self, hurry: int) -> Action:
-        return super().next(2**61 if self.stops else hurry)
 
     def met(self, outcome: Outcome) -> Any:
         done = super().met(outcome)
@@ -190,10 +190,10 @@ class FinishAndLeave(WorkerMachine):
         else:
             super().handle(order)
 
-    def next(self, hurry: int) -> Action:
+    def next(self, *, in_step: bool = False) -> Action:
         if self.stops and self._order is None:
             return Leave(None)
-        return super().next(hurry)
+        return super().next(in_step=in_step)
 
 
 class LeavingWorld(JudgedWorld):
@@ -259,6 +259,33 @@ def a_hurried_round_voids_nothing(patch: Patch) -> Machines:
     return Machines(gate=Forgetful)
 
 
+STOPPED = Scenario(
+    seed=0,
+    config=RunConfig(world_size=2, batches=2000, epochs=1, cadence=CadenceOptions(anchor=30)),
+    ms_per_step=(1.0, 2.0),
+    wishes=(Wish(200.0, Requested("stop")),),
+)
+
+
+@mutant("L3", STOPPED)
+def a_call_to_the_gate_is_lost(patch: Patch) -> Machines:
+    class Deaf(WorkerMachine):
+        def handle(self, order: Order) -> None:
+            if not isinstance(order, SyncNow):
+                super().handle(order)
+
+    return Machines(worker=Deaf)
+
+
+@mutant("L1", 100)
+def a_call_to_the_gate_has_no_end(patch: Patch) -> Machines:
+    class Eager(WorkerMachine):
+        def handle(self, order: Order) -> None:
+            super().handle(SyncNow(2**61) if isinstance(order, SyncNow) else order)
+
+    return Machines(worker=Eager)
+
+
 @mutant("S2", 100)
 def a_worker_keeps_orders_of_void_plans(patch: Patch) -> Machines:
     class Keeping(WorkerMachine):
@@ -275,8 +302,8 @@ def a_worker_keeps_orders_of_void_plans(patch: Patch) -> Machines:
 @mutant("S2", 50)
 def an_idle_rank_counts_from_its_own_mean(patch: Patch) -> Machines:
     class Behind(WorkerMachine):
-        def next(self, hurry: int) -> Action:
-            action = super().next(hurry)
+        def next(self, *, in_step: bool = False) -> Action:
+            action = super().next(in_step=in_step)
             if isinstance(action, Enter) and action.arrival.steps == 0:
                 arrival = replace(action.arrival, global_step=self.total_steps)
                 return Enter(arrival)

@@ -40,7 +40,7 @@ from flowdp.protocol.messages import (
     SnapshotReady,
     StartEpoch,
     StepsDone,
-    SyncNow,
+    SyncPoints,
 )
 from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.replica import Replica
@@ -298,7 +298,9 @@ def told_to_leave_before_the_plan(vector: dict[str, Any]) -> Answers:
 @answers("WK-009")
 def meetings_after_the_end(vector: dict[str, Any]) -> Answers:
     rank = Rank()
-    rank.start(Abort("gone"), *(StartEpoch(0, 0, (), SyncNow(n, 0, 1, 0, 0)) for n in range(3)), Shutdown())
+    rank.start(
+        Abort("gone"), *(StartEpoch(0, 0, (), SyncPoints(n, 0, 1, 0, 0)) for n in range(3)), Shutdown()
+    )
     rank.thread.join(60)
     assert not rank.thread.is_alive()
     return {"collective_calls": rank.mean.calls, "returns": True}

@@ -34,7 +34,7 @@ from flowdp.protocol.messages import (
     StartEpoch,
     StepsDone,
     SyncAck,
-    SyncNow,
+    SyncPoints,
     Throttle,
     Updated,
     Work,
@@ -147,9 +147,9 @@ def all_at_the_gate(block: dict[int, StartEpoch], steps: Sequence[int]) -> bool:
         worker = WorkerMachine(rank)
         worker.handle(order)
         for _ in range(steps[rank]):
-            assert isinstance(worker.next(-1), Step)
+            assert isinstance(worker.next(), Step)
             worker.trained(8)
-        action = worker.next(-1)
+        action = worker.next()
         if isinstance(action, Enter):
             is_decided = gate.enter(action.arrival) is not None
     return is_decided
@@ -445,14 +445,14 @@ def _a_throttled_worker_hears(vector: Vector) -> Answers:
     worker = WorkerMachine(0)
     worker.handle(Throttle("at its lead limit"))
     worker.handle(Shutdown())
-    return {"returns_shutdown": worker.next(-1) == Leave(None)}
+    return {"returns_shutdown": worker.next() == Leave(None)}
 
 
 @answers("WK-001")
 def _request(vector: Vector) -> Answers:
     worker = WorkerMachine(0)
     worker.handle(RequestParams(0))
-    action = worker.next(-1)
+    action = worker.next()
     return {"param_snapshot_sent": action == Snapshot(0, 0, 0), "shutdown": isinstance(action, Leave)}
 
 
@@ -461,24 +461,24 @@ def _plan(vector: Vector) -> Answers:
     worker = WorkerMachine(0)
     worker.handle(StartEpoch(0, 1, tuple(range(750))))
     size = 0
-    while isinstance(worker.next(-1), Step):
+    while isinstance(worker.next(), Step):
         worker.trained(1)
         size += 1
     # The report of the whole was its last word about it.
-    return {"pending_plan.size": size, "consumed_once": worker.next(-1) == Idle()}
+    return {"pending_plan.size": size, "consumed_once": worker.next() == Idle()}
 
 
 @answers("WK-005")
 def _meeting_alone(vector: Vector) -> Answers:
     worker, gate = WorkerMachine(0), GateState(1)
-    worker.handle(StartEpoch(0, 0, (), SyncNow(0, 0, 1, 0, 0)))
-    action = worker.next(-1)
+    worker.handle(StartEpoch(0, 0, (), SyncPoints(0, 0, 1, 0, 0)))
+    action = worker.next()
     assert isinstance(action, Enter)
     outcome = gate.enter(action.arrival)
     assert outcome is not None
     worker.met(outcome)
     return {
-        "shutdown": isinstance(worker.next(-1), Leave),
+        "shutdown": isinstance(worker.next(), Leave),
         "no_op": (outcome.global_step, worker.steps, worker.total_steps) == (0, 0, 0),
     }
 
@@ -488,16 +488,16 @@ def _shutdown_before_a_plan(vector: Vector) -> Answers:
     worker = WorkerMachine(0)
     worker.handle(StartEpoch(0, 0, tuple(range(vector["input"]["plan"][2]))))
     worker.handle(Shutdown())
-    return {"returns_shutdown": worker.next(-1) == Leave(None)}
+    return {"returns_shutdown": worker.next() == Leave(None)}
 
 
 @answers("WK-009")
 def _meetings_before_a_shutdown(vector: Vector) -> Answers:
     worker = WorkerMachine(0)
     for round in range(3):
-        worker.handle(StartEpoch(0, 0, (), SyncNow(round, 0, 1, 0, 0)))
+        worker.handle(StartEpoch(0, 0, (), SyncPoints(round, 0, 1, 0, 0)))
     worker.handle(Shutdown())
-    actions = [worker.next(-1) for _ in range(4)]
+    actions = [worker.next() for _ in range(4)]
     return {
         "collective_calls": sum(isinstance(action, Enter) for action in actions),
         "returns": all(action == Leave(None) for action in actions),
