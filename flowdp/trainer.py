@@ -41,7 +41,7 @@ from flowdp.engine.evaluation import EvaluationOptions
 from flowdp.engine.services import Care
 from flowdp.engine.sigterm import SigtermStop, check_sigterm
 from flowdp.errors import OptionError
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import GlobalBatch, RunConfig
 from flowdp.observe.banner import tell_devices
 from flowdp.observe.bar import ProgressBar, wants_progress
 from flowdp.observe.callbacks import Callback
@@ -343,6 +343,12 @@ class Trainer:
         begun = 0 if start is None else start.global_step
         return ProgressBar(self._known_steps(), self._batches, begun) if self.progress else None
 
+    def _global_batch(self, source: Source, replica: Replica) -> GlobalBatch | None:
+        if self.sizes.window is None or source.samples is None:
+            return None
+        forwards = self.sizes.parts if replica.meets else None
+        return GlobalBatch(self.sizes.window, source.samples, replica.least, forwards)
+
     def _config(self, source: Source, replicas: Sequence[Replica], resumed: Resumed | None) -> RunConfig:
         return RunConfig(
             world_size=len(self.devices),
@@ -353,10 +359,7 @@ class Trainer:
             cadence=self.cadence,
             ratios=self.partition_ratios,
             wait_for_metric=replicas[0].learning_rate.waits_for_metric,
-            window=self.sizes.window,
-            samples=source.samples,
-            least=replicas[0].least,
-            forwards=self.sizes.parts if replicas[0].meets else None,
+            global_batch=self._global_batch(source, replicas[0]),
             groups=self.sizes.groups,
             tasks=self.upkeep.tasks(resumed, inside=source.can_resume_inside and source.unseeded is None),
             on_failure=self.upkeep.failures.on_failure,

@@ -449,10 +449,9 @@ def _waits_of(source: Source, care: Care) -> list[str]:
 
 
 def _rows(config: RunConfig) -> int | None:
-    """Samples of a rank's part of a window for which prefetched parts have room: twice an equal share."""
-    if config.window is None:
-        return None
-    return min(config.window, -(-2 * config.window // config.world_size))
+    """Samples for which a prefetched part of a global batch has room: twice an equal share."""
+    batch = config.global_batch
+    return None if batch is None else min(batch.size, -(-2 * batch.size // config.world_size))
 
 
 def _notify(inbox: Inbox[Mail], epoch: int, batch: int) -> None:

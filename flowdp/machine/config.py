@@ -9,32 +9,47 @@ from flowdp.machine.barrier_tasks import BarrierPlan
 from flowdp.options import CadenceOptions, OnFailure, Policy
 from flowdp.protocol.position import Position
 
-__all__ = ["RunConfig"]
+__all__ = ["GlobalBatch", "RunConfig"]
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalBatch:
+    """The batch of one step of all ranks (exact), which each rank has a part of.
+
+    Attributes:
+        size: Samples of it.
+        samples: Samples of an epoch; its last global batch has the rest.
+        least: Fewest samples of a rank's part, where it has any.
+        forwards: Samples of a micro-batch of each rank, where all ranks make each forward together; None:
+            each makes its own. Shape (world_size,).
+    """
+
+    size: int
+    samples: int
+    least: int = 1
+    forwards: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What the coordinator has to know of a run.
+    """The settings of a run that the coordinator needs.
 
     Attributes:
         world_size: Ranks.
-        batches: Batches of an epoch, in exact windows; None: not known before its end was read, which exact
-            cannot have.
-        epochs: How many; None: until `max_steps`.
+        batches: Batches of an epoch, under exact global ones; None: not known before its end is read, which
+            exact cannot have.
+        epochs: Number of epochs; None: until `max_steps`.
         max_steps: Steps of all ranks after which the run ends; None: no limit.
-        policy: Who waits for whom.
-        cadence: How often.
+        policy: Averaging policy.
+        cadence: Options of the cadence.
         ratios: Fixed shares, summing to 1; None: by measured speed. Shape (world_size,).
         wait_for_metric: A scheduler watches the loss of the epoch before.
-        window: Samples that make one step of the run (exact).
-        samples: Samples of an epoch (exact): its last window has what remains.
-        least: Samples of a rank's part of a window (exact), where it has any.
-        forwards: Samples of a micro-batch of each rank, where all ranks make each forward together (exact).
+        global_batch: Batch of one step of all ranks (exact); None elsewhere.
         groups: Batches that make one step of each rank; None: one each. With `max_steps` all are equal: how
             many steps an epoch has would depend on the speeds. Shape (world_size,).
-        tasks: What is done while all ranks stand still.
-        on_failure: Whether the others go on where one rank fails ("continue": in sync and cadence).
-        start: Where the run begins; None: at its beginning.
+        tasks: Checkpoints and evaluations, while all ranks stand still.
+        on_failure: "continue": the other ranks go on where one fails, under sync and cadence.
+        start: Position to resume at; None: the beginning.
     """
 
     world_size: int
@@ -45,10 +60,7 @@ class RunConfig:
     cadence: CadenceOptions = field(default_factory=CadenceOptions)
     ratios: Sequence[float] | None = None
     wait_for_metric: bool = False
-    window: int | None = None
-    samples: int | None = None
-    least: int = 1
-    forwards: Sequence[int] | None = None
+    global_batch: GlobalBatch | None = None
     groups: Sequence[int] | None = None
     tasks: BarrierPlan = field(default_factory=BarrierPlan)
     on_failure: OnFailure = "raise"

@@ -35,18 +35,9 @@ def make_rounds(config: RunConfig, epochs: Epochs) -> Rounds:
     ranks, options = config.world_size, config.cadence
     match config.policy:
         case "exact":
-            if config.window is None or config.samples is None:
-                raise ProtocolError(f"exact has to know its windows: {config}")
-            return ExactRounds(
-                epochs,
-                ranks,
-                config.window,
-                config.samples,
-                config.ratios,
-                options.speed_hint,
-                config.least,
-                config.forwards,
-            )
+            if config.global_batch is None:
+                raise ProtocolError(f"exact needs a global batch: {config}")
+            return ExactRounds(epochs, ranks, config.global_batch, config.ratios, options.speed_hint)
         case _ if ranks == 1:
             return SingleRounds(epochs, ranks)
         case "async":

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowdp.errors import OptionError
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import GlobalBatch, RunConfig
 from flowdp.machine.policies import ROUNDS
 from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.formats import format_duration
@@ -116,8 +116,7 @@ def simulate(
         policy=policy,
         cadence=cadence or CadenceOptions(),
         ratios=None if partition_ratios is None else tuple(partition_ratios),
-        window=batch_size * len(given) if is_exact else None,
-        samples=batch_size * batches if is_exact else None,
+        global_batch=GlobalBatch(batch_size * len(given), batch_size * batches) if is_exact else None,
     )
     scenario = Scenario(
         seed=seed,

@@ -142,9 +142,9 @@ class Scenario:
 
     def samples_in(self, epoch: int, batch: int) -> int:
         """Samples of a batch."""
-        window, samples = self.config.window, self.config.samples
-        if window is not None and samples is not None:
-            return min(window, samples - batch * window)
+        whole = self.config.global_batch
+        if whole is not None:
+            return min(whole.size, whole.samples - batch * whole.size)
         return self.last_batch if batch == self.length(epoch) - 1 else self.batch_size
 
     def samples_of(self, step: Step) -> int:
@@ -156,4 +156,4 @@ class Scenario:
     def step_ms(self, rank: int, samples: int) -> float:
         """Mean time of a step."""
         ms = self.ms_per_step[rank]
-        return ms if self.config.window is None else ms * samples / self.batch_size
+        return ms if self.config.global_batch is None else ms * samples / self.batch_size

@@ -9,7 +9,7 @@ import pytest
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.barrier_tasks import MINUTE_MS, BarrierPlan, SavePlan
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import GlobalBatch, RunConfig
 from flowdp.machine.coordinator import Coordinator, Life
 from flowdp.options import Policy
 from flowdp.policy.monitor import Monitor
@@ -263,7 +263,7 @@ def test_a_failure_at_the_start() -> None:
 
 
 def test_replicas_that_differ_end_the_run() -> None:
-    machine, commands = started("exact", batches=1, window=8, samples=8)
+    machine, commands = started("exact", batches=1, global_batch=GlobalBatch(8, 8))
     outcome = Outcome(0, 1, (0, 1), (1, 1), (4, 4), compare=True)
     work = Work(0, 1, 4, busy_ms=1.0, pace_ms=1.0)
     assert sorted(orders(commands)) == [0, 1]
@@ -280,8 +280,8 @@ def test_replicas_that_differ_end_the_run() -> None:
     assert commands == [Finish(reason, True, 1, 0)]
 
 
-def test_windows_of_unknown_size_are_a_bug() -> None:
-    with pytest.raises(ProtocolError, match="exact has to know its windows"):
+def test_exact_without_a_global_batch_is_a_bug() -> None:
+    with pytest.raises(ProtocolError, match="exact needs a global batch"):
         coordinator("exact")
 
 
@@ -537,7 +537,7 @@ def test_the_others_go_on_without_a_rank_that_failed_alone() -> None:
         ("sync", {"on_failure": "raise"}, Exiting(1, "boom", is_alone=True)),
         ("sync", {}, Exiting(1, "boom")),
         ("async", {}, Exiting(1, "boom", is_alone=True)),
-        ("exact", {"window": 4, "samples": 120}, Exiting(1, "boom", is_alone=True)),
+        ("exact", {"global_batch": GlobalBatch(4, 120)}, Exiting(1, "boom", is_alone=True)),
         ("sync", {"world_size": 1}, Exiting(0, "boom", is_alone=True)),
         ("sync", {}, Exiting(1)),
     ],
@@ -632,7 +632,7 @@ def test_a_second_replica_gone_bad_leaves_none_to_go_on_from() -> None:
 
 
 def test_in_exact_there_is_nothing_to_heal() -> None:
-    machine, out = started("exact", window=4, samples=48)
+    machine, out = started("exact", global_batch=GlobalBatch(4, 48))
     block = orders(out)
     outcome = Outcome(0, 1, (0, 1), (1, 1), (0, 2), bad=(0,))
     commands: list[Command] = []

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from flowdp.machine.config import GlobalBatch
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.exact_rounds import CALIBRATION, ExactRounds
 from flowdp.machine.rounds import Constraints
@@ -22,7 +23,8 @@ def rounds(
 ) -> ExactRounds:
     epochs = Epochs(windows, given.pop("epochs", 1), None, world_size)
     samples = (windows - 1) * window + (window if last is None else last)
-    return ExactRounds(epochs, world_size, window, samples, **given)
+    batch = GlobalBatch(window, samples, given.pop("least", 1), given.pop("forwards", None))
+    return ExactRounds(epochs, world_size, batch, **given)
 
 
 def decide(machine: ExactRounds, now_ms: float = 0.0, *, hold: bool = False) -> list[Block]:

@@ -9,7 +9,7 @@ import pytest
 from flowdp.errors import ProtocolError
 from flowdp.machine.async_rounds import AsyncRounds
 from flowdp.machine.cadence_rounds import CadenceRounds
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import GlobalBatch, RunConfig
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.exact_rounds import ExactRounds
 from flowdp.machine.policies import ROUNDS, make_rounds
@@ -17,7 +17,7 @@ from flowdp.machine.rounds import Rounds
 from flowdp.machine.sync_rounds import SingleRounds, SyncRounds
 from flowdp.options import CadenceOptions, Policy
 
-WINDOWS = {"policy": "exact", "window": 8, "samples": 30}
+EXACT = {"policy": "exact", "global_batch": GlobalBatch(8, 30)}
 
 
 def made(**given: Any) -> Rounds:
@@ -37,8 +37,8 @@ def made(**given: Any) -> Rounds:
         ({"policy": "cadence", "cadence": CadenceOptions(max_anchor=0)}, SyncRounds, False),
         ({"policy": "cadence", "cadence": CadenceOptions(max_batch_diff=0)}, SyncRounds, False),
         ({"policy": "async", "cadence": CadenceOptions(max_batch_diff=0)}, AsyncRounds, True),
-        (WINDOWS, ExactRounds, False),
-        ({**WINDOWS, "world_size": 1}, ExactRounds, False),
+        (EXACT, ExactRounds, False),
+        ({**EXACT, "world_size": 1}, ExactRounds, False),
     ],
 )
 def test_the_class_of_a_run(given: dict[str, Any], rounds: type, has_cadence: bool) -> None:
@@ -47,9 +47,9 @@ def test_the_class_of_a_run(given: dict[str, Any], rounds: type, has_cadence: bo
     assert (machine.cadence is not None) is has_cadence
 
 
-def test_exact_needs_the_size_of_its_windows() -> None:
-    with pytest.raises(ProtocolError, match="exact has to know its windows"):
-        made(policy="exact", window=8)
+def test_exact_needs_a_global_batch() -> None:
+    with pytest.raises(ProtocolError, match="exact needs a global batch"):
+        made(policy="exact")
 
 
 def test_each_policy_has_a_class() -> None:

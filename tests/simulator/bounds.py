@@ -26,10 +26,9 @@ class Bounds:
         """No step takes longer than this."""
         slowed = self._run.slow_from[2] if self._run.slow_from else 1.0
         slowed = max(slowed, self._run.disturbance.factor if self._run.disturbance else 1.0)
-        whole = max(
-            self._run.step_ms(rank, self._run.config.window or 0)
-            for rank in range(len(self._run.ms_per_step))
-        )
+        batch = self._run.config.global_batch
+        samples = 0 if batch is None else batch.size
+        whole = max(self._run.step_ms(rank, samples) for rank in range(len(self._run.ms_per_step)))
         return whole * (1 + self._run.noise) * slowed * (STALL if self._run.stall else 1.0)
 
     @property

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from flowdp.machine.barrier_tasks import MINUTE_MS, BarrierPlan, SavePlan
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import GlobalBatch, RunConfig
 from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.monitor import Monitor
 from flowdp.protocol.messages import Requested
@@ -108,7 +108,8 @@ def _draw_disturbed(rng: random.Random, scenario: Scenario) -> Scenario:
     if policy != "exact":
         return calm
     window = 8 * ranks
-    config = replace(calm.config, batches=batches // ranks, window=window, samples=8 * batches)
+    whole = GlobalBatch(window, 8 * batches)
+    config = replace(calm.config, batches=batches // ranks, global_batch=whole)
     return replace(calm, config=config)
 
 
@@ -117,15 +118,14 @@ def _draw_exact(rng: random.Random, scenario: Scenario) -> Scenario:
     config, ranks = scenario.config, len(scenario.ms_per_step)
     windows = config.batches or 1
     window = rng.choice((1, 7, 8 * ranks, rng.randint(1, 40)))
+    samples = (windows - 1) * window + rng.randint(1, window)
     return replace(
         scenario,
         config=replace(
             config,
             policy="exact",
-            window=window,
-            samples=(windows - 1) * window + rng.randint(1, window),
+            global_batch=GlobalBatch(window, samples, least=1 + scenario.seed % 2),
             ratios=_draw_ratios(rng, ranks) if rng.random() < 0.3 else None,
-            least=1 + scenario.seed % 2,
         ),
         batch_size=-(-window // ranks),
         last_batch=1,

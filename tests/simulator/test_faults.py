@@ -34,7 +34,9 @@ def kinds(scenario: Scenario) -> list[str]:
         "slow reader": scenario.read_ms > max(scenario.ms_per_step) / config.world_size,
         "fast reader": config.batches is None and scenario.read_ms == 0.0,
         "groups": config.groups,
-        "fewer samples than ranks": config.policy == "exact" and (config.window or 0) < config.world_size,
+        "fewer samples than ranks": (
+            config.global_batch is not None and config.global_batch.size < config.world_size
+        ),
         "differs": scenario.differs,
     }
     return found + [kind for kind, there in special.items() if there]
@@ -66,9 +68,9 @@ def test_scenarios_are_sound() -> None:
         assert len({crash.rank for crash in scenario.crashes}) == len(scenario.crashes)
         assert all(crash.rank < config.world_size for crash in scenario.crashes)
         if config.policy == "exact":
-            assert config.window is not None
-            assert config.samples is not None
-            assert config.batches == -(-config.samples // config.window)
+            whole = config.global_batch
+            assert whole is not None
+            assert config.batches == -(-whole.samples // whole.size)
             assert config.groups is None
         if config.groups is not None:
             assert config.max_steps is None or len(set(config.groups)) == 1
@@ -91,13 +93,17 @@ def test_bounds() -> None:
 
 def test_a_part_of_a_window_takes_its_part_of_the_time() -> None:
     exact = next(
-        s for s in DRAWN if s.config.window and s.batch_size > 1 and not (s.noise or s.stall or s.slow_from)
+        s
+        for s in DRAWN
+        if s.config.global_batch and s.batch_size > 1 and not (s.noise or s.stall or s.slow_from)
     )
+    batch = exact.config.global_batch
+    assert batch is not None
     assert exact.step_ms(0, exact.batch_size) == exact.ms_per_step[0]
-    whole = [exact.step_ms(rank, exact.config.window or 0) for rank in range(exact.config.world_size)]
+    whole = [exact.step_ms(rank, batch.size) for rank in range(exact.config.world_size)]
     assert Bounds(exact).longest_step_ms == max(whole) >= max(exact.ms_per_step)
     last = exact.length(0) - 1
-    assert sum(exact.samples_in(0, window) for window in range(last + 1)) == exact.config.samples
+    assert sum(exact.samples_in(0, window) for window in range(last + 1)) == batch.samples
 
 
 def test_steps_of_several_batches_come_to_their_end() -> None:
@@ -186,10 +192,9 @@ def test_lives_are_sound() -> None:
         while life is not None:
             config = life.config
             assert len(life.ms_per_step) == config.world_size
-            assert (config.batches, config.window, config.samples, life.lengths) == (
+            assert (config.batches, config.global_batch, life.lengths) == (
                 before.config.batches,
-                before.config.window,
-                before.config.samples,
+                before.config.global_batch,
                 before.lengths,
             )
             assert (life.batch_size, life.last_batch) == (before.batch_size, before.last_batch)

@@ -468,7 +468,7 @@ def the_last_window_is_taken_for_a_whole_one(patch: Patch) -> None:
     parts = ExactRounds._parts
 
     def whole(self: ExactRounds, windows: Any) -> Any:
-        self._samples = 10**9
+        self._batch = replace(self._batch, samples=10**9)
         return parts(self, windows)
 
     patch.setattr(ExactRounds, "_parts", whole)

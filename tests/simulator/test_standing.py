@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flowdp.machine.barrier_tasks import MINUTE_MS, BarrierPlan, SavePlan
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import GlobalBatch, RunConfig
 from flowdp.policy.monitor import Best, Monitor
 from flowdp.policy.tally import RankSums, Tally, Work
 from flowdp.protocol.commands import EpochEnded, Finish, RoundEnded, Save
@@ -268,7 +268,7 @@ def test_who_has_left_owes_nothing() -> None:
 
 
 def test_in_exact_a_bad_gradient_is_left_out_and_forgotten() -> None:
-    standing = judge(policy="exact", window=4, samples=16)
+    standing = judge(policy="exact", global_batch=GlobalBatch(4, 16))
     standing.goes_bad(1)
     standing.met(outcome(samples=(8, 0), bad=(1,)))
     standing.moves(1, "begins (0, 1)")

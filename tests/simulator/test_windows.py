@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import GlobalBatch, RunConfig
 from flowdp.machine.worker import Step
 from flowdp.protocol.commands import Finish
 from flowdp.protocol.messages import Outcome, Part
@@ -15,7 +15,7 @@ from tests.simulator.faults import Crash, Scenario
 from tests.simulator.violation import Violation
 from tests.simulator.windows import Windows
 
-CONFIG = RunConfig(world_size=3, batches=2, epochs=1, policy="exact", window=8, samples=13)
+CONFIG = RunConfig(world_size=3, batches=2, epochs=1, policy="exact", global_batch=GlobalBatch(8, 13))
 SCENARIO = Scenario(seed=0, config=CONFIG, ms_per_step=(1.0, 1.0, 1.0), batch_size=3)
 
 
@@ -48,7 +48,7 @@ def test_parts_that_do_not_tile_it(parts: list[tuple[int, int]]) -> None:
 
 
 def test_a_part_too_small_for_batch_norm() -> None:
-    judge = Windows(replace(SCENARIO, config=replace(CONFIG, least=2)))
+    judge = Windows(replace(SCENARIO, config=replace(CONFIG, global_batch=GlobalBatch(8, 13, least=2))))
     train(judge, [(0, 6), (6, 8)])
     assert judge.held(outcome(1)) == (0, 0)
     train(judge, [(0, 7), (7, 8)])

@@ -20,6 +20,8 @@ class Windows:
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
+        batch = scenario.config.global_batch
+        self._least = 1 if batch is None else batch.least
         self._round: list[Step] = []  # what was trained since the last meeting
         self.compared: set[tuple[int, int]] = set()
 
@@ -42,7 +44,7 @@ class Windows:
                 raise Violation("S15", f"the parts {parts} of window {window} do not tile it")
             stop = part[1]
             samples = part[1] - part[0]
-            if 0 < samples < min(self._scenario.config.least, self._scenario.samples_in(epoch, window)):
+            if 0 < samples < min(self._least, self._scenario.samples_in(epoch, window)):
                 raise Violation("S15", f"of the parts {parts} of window {window} one is too small")
         if stop != self._scenario.samples_in(epoch, window):
             raise Violation("S15", f"the parts {parts} of window {window} leave samples out")
