@@ -395,4 +395,5 @@ def nccl_errors(nccl: Any, what: str) -> Iterator[None]:
     try:
         yield
     except (nccl.NcclError, KeyError) as error:  # cupy has no name for the newer errors: a KeyError
-        raise CollectiveError(f"NCCL could not {what}: {format_error(error)}") from error
+        # Without its frames: in Python 3.13 they are part of a cycle, and would keep memory of the device.
+        raise CollectiveError(f"NCCL could not {what}: {format_error(error)}") from error.with_traceback(None)

@@ -95,7 +95,7 @@ def test_what_is_known_passes() -> None:
         assert x.grad is not None
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in forward mode
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own, in forward mode
 def test_derivatives_that_go_through_no_graph() -> None:
     x = torch.ones(4, 3)
     with setup(Net(torch.tanh)) as dp:
@@ -109,7 +109,7 @@ def test_derivatives_that_go_through_no_graph() -> None:
         dp(x).sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit")
 @pytest.mark.parametrize("calls", [0, 3])
 def test_a_trace(calls: int) -> None:
     x = torch.ones(4, 3)

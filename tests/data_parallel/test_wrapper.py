@@ -1343,7 +1343,7 @@ def test_nccl_is_opened_for_what_is_trained_or_where_it_is_asked_for(
 
 def test_scripted_modules_are_refused(setup: Setup) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", ".*torch.jit")
         scripted = torch.jit.script(mlp())
     for model, whose in (
         (scripted, "it was made"),

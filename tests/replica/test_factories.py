@@ -363,7 +363,7 @@ def test_a_train_without_a_result() -> None:
 
 def test_scripted_modules_are_refused() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", ".*torch.jit")
         scripted = torch.jit.script(nn.Linear(2, 1))
     for model in (scripted, lambda: nn.Sequential(scripted)):
         with pytest.raises(OptionError, match=r"torch\.jit\.script or trace.* give the module"):
