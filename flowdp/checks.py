@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from flowdp.data.source import Source
 from flowdp.errors import OptionError
 from flowdp.machine.policies import ROUNDS
 from flowdp.options import (
@@ -34,6 +36,7 @@ __all__ = [
     "check_cadence",
     "check_capture",
     "check_checkpoint",
+    "check_checkpoints",
     "check_failures",
     "check_length",
     "check_loop_backend",
@@ -48,6 +51,8 @@ __all__ = [
 ]
 
 R = TypeVar("R")
+
+log = logging.getLogger("flowdp")
 
 
 def check_words(policy: object, precision: object) -> None:
@@ -132,7 +137,7 @@ def check_step(
         )
 
 
-def check_backend(backend: Backend, policy: Policy, devices: Sequence[torch.device]) -> Backend:
+def check_backend(backend: Backend, policy: Policy, devices: Sequence[torch.device]) -> None:
     """How the bytes move.
 
     Raises:
@@ -148,7 +153,6 @@ def check_backend(backend: Backend, policy: Policy, devices: Sequence[torch.devi
         raise OptionError(f"backend='nccl' is for CUDA devices, not for {', '.join(map(str, devices))}")
     if backend == "local" and len(kinds) > 1:
         raise OptionError("backend='local' is for devices of one kind; between CPU and CUDA use 'cpu'")
-    return backend
 
 
 def check_loop_backend(backend: LoopBackend, devices: Sequence[torch.device]) -> None:
@@ -295,3 +299,33 @@ def _record(name: str, given: object, kind: type[R]) -> R:
     if given is not None and not isinstance(given, kind):
         raise OptionError(f"{name} must be {kind.__name__}(...), not {given!r}")
     return kind() if given is None else given
+
+
+def check_checkpoints(save: CheckpointOptions | None, source: Source) -> None:
+    """Check that a run on this dataset can be resumed from the checkpoints that it is to write.
+
+    Raises:
+        OptionError: It cannot.
+    """
+    if save is None:
+        return
+    if save.unit != "epoch" and not source.can_resume_inside:
+        raise OptionError(
+            f"checkpoint.unit={save.unit!r} would write checkpoints inside an epoch of an "
+            "IterableDataset, from which nothing can go on: use unit='epoch'"
+        )
+    if source.unseeded is None:
+        return
+    advice = "give it a generator with a seed, or `set_epoch`"
+    if save.unit != "epoch":
+        raise OptionError(
+            f"checkpoint.unit={save.unit!r} would write checkpoints inside an epoch of the sampler "
+            f"{source.unseeded}, which draws another order each time, so that nothing could go on from "
+            f"there: {advice}, or use unit='epoch'"
+        )
+    log.warning(
+        "the sampler %s draws another order each time, so checkpoints are written at the ends of epochs "
+        "alone, and a run that is stopped inside an epoch begins that one anew; %s, and it goes on there",
+        source.unseeded,
+        advice,
+    )

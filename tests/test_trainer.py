@@ -203,7 +203,7 @@ LOADER = DataLoader(TensorDataset(*DATA), 4)
 )
 def test_what_is_refused_when_it_is_made(options: dict[str, Any], match: str) -> None:
     with pytest.raises(OptionError, match=match):
-        trainer(**options)
+        trainer(**options).check()
     assert threads() == []
 
 
@@ -229,7 +229,7 @@ JUNK: list[Any] = [
 
 def complaint(**options: Any) -> str | None:
     try:
-        trainer(**options)
+        trainer(**options).check()
     except OptionError as error:
         return str(error)
     return None
@@ -257,7 +257,7 @@ def test_an_argument_of_any_kind_is_taken_or_named(name: str) -> None:
 )
 def test_what_was_taken_without_a_look(name: str, value: object) -> None:
     with pytest.raises(OptionError, match=name):
-        trainer(**{name: value})
+        trainer(**{name: value}).check()
 
 
 @pytest.mark.parametrize("name", ["batch_size", "epochs", "model"])

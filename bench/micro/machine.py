@@ -15,7 +15,7 @@ from time import perf_counter, thread_time
 
 from bench.harness import Comparison, compare, options, report
 from flowdp.device.process_tuning import SWITCH_INTERVAL_S
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.event_log import EventLog
 from flowdp.options import CadenceOptions, Policy
@@ -33,7 +33,7 @@ SEEDS = 200
 
 def run_of(policy: Policy) -> World:
     """A calm run of 8 unequal devices, 4,000 batches, rounds of some 10 steps of the slowest."""
-    config = RunConfig(
+    config = CoordinatorConfig(
         world_size=RANKS, batches=2_000, epochs=2, policy=policy, cadence=CadenceOptions(max_anchor=10)
     )
     paces = tuple(10.0 + 2.0 * rank for rank in range(RANKS))

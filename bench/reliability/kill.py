@@ -74,7 +74,7 @@ class Folder:
         self.newest: tuple[int, int] = (0, 0)
         self._plan = plan
         self._report = report
-        self._source = trainer(plan, path)._first_source
+        self._source = trainer(plan, path).config.open_source()
         self._torn: set[Path] = set()
         self._left: set[tuple[Path, int, int]] = set()
 

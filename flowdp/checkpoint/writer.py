@@ -169,11 +169,11 @@ class Saver:
         failed: Called where none can ever be written, as the run's state is not plain.
         best: The best model so far, where the run keeps it.
         evaluates: The run has an evaluation.
+        orders: Gives the checksums of the orders that a sampler drew for the epochs that are open at a
+            position; None: they are not known.
 
     Attributes:
         problems: Failed writes, as text.
-        orders: Returns the checksums of a sampler's draws for the epochs that are open at a position; None:
-            unknown.
     """
 
     def __init__(
@@ -184,9 +184,10 @@ class Saver:
         failed: Callable[[CheckpointError], object],
         best: Mapping[str, Tensor] | None = None,
         evaluates: bool = False,
+        orders: Callable[[Position], Mapping[int, int] | None] = lambda _: None,
     ) -> None:
         self.problems: list[str] = []
-        self.orders: Callable[[Position], Mapping[int, int] | None] = lambda _: None
+        self.orders = orders
         self._store = store
         self._describe = describe
         self._saved = saved

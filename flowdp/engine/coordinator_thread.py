@@ -14,14 +14,9 @@ from contextlib import suppress
 from functools import partial
 from time import perf_counter
 
-from flowdp.checkpoint.writer import Saver
 from flowdp.collective.async_mean import SnapshotMean
-from flowdp.collective.base import Collective
-from flowdp.data.source import Source
 from flowdp.engine.diagnostics import Diagnostics
-from flowdp.engine.evaluation import Evaluator
-from flowdp.engine.failures import Failures
-from flowdp.engine.records import Records
+from flowdp.engine.services import MeetingPoint, Services
 from flowdp.engine.worker_thread import Mail
 from flowdp.errors import CollectiveError, FlowdpError, OptionError, ProtocolError
 from flowdp.machine.coordinator import Coordinator, Life
@@ -45,8 +40,7 @@ from flowdp.protocol.commands import (
     Save,
     Send,
 )
-from flowdp.protocol.messages import Abort, Averaged, Exiting, Fact, Failed, Requested, Tick
-from flowdp.threads.gate import Gate
+from flowdp.protocol.messages import Abort, Averaged, Exiting, Failed, Requested, Tick
 from flowdp.threads.inbox import Inbox
 
 __all__ = ["CoordinatorShell"]
@@ -65,57 +59,42 @@ class CoordinatorShell:
 
     Args:
         machine: Decides.
-        event_log: Keeps what it was told.
-        gate: Takes its directives.
-        collective: Is aborted when ranks do not leave after a failure: one may hang in a kernel of it.
-        inbox: Inbox of this thread.
+        services: Objects that the threads of the run share.
+        meeting: Gate, collective and snapshots; the collective is aborted when ranks do not leave after a
+            failure, for one may hang in a kernel of it.
+        event_log: Log of the machine's events.
         workers: Inboxes of the workers.
         threads: The workers' threads.
-        source: Closed at the end.
-        snapshots: Averaged on a helper thread; None where the policy has no such rounds.
-        saver: Keeps what the ranks put down at a standstill.
-        evaluator: Evaluator of the run; None where nothing is evaluated.
-        watch: Says when the run has stalled.
-        diagnostics: Sees what the ranks and threads are doing.
-        records: Takes what is reported.
-        failures: Takes what goes wrong.
+        watch: Finds stalls.
+        diagnostics: Reports on ranks and threads.
         closing: Called last, when every thread has ended.
     """
 
     def __init__(
         self,
         machine: Coordinator,
+        services: Services,
+        meeting: MeetingPoint,
+        *,
         event_log: EventLog,
-        gate: Gate,
-        collective: Collective,
-        inbox: Inbox[Fact],
         workers: Sequence[Inbox[Mail]],
         threads: Sequence[threading.Thread],
-        source: Source,
-        snapshots: SnapshotMean | None,
-        saver: Saver,
-        evaluator: Evaluator | None,
         watch: StallWatch,
         diagnostics: Diagnostics,
-        records: Records,
-        failures: Failures,
         closing: Callable[[], None],
     ) -> None:
         self.machine = machine
         self.event_log = event_log
-        self.inbox = inbox
-        self._gate = gate
-        self._collective = collective
+        self.inbox = services.requests.inbox
+        self._gate, self._collective = meeting.gate, meeting.collective
+        self._snapshots = meeting.snapshots
         self._workers = workers
         self._threads = threads
-        self._source = source
-        self._snapshots = snapshots
-        self._saver = saver
-        self._evaluator = evaluator
+        self._source, self._evaluator = services.source, services.evaluator
+        self._saver = services.saver
         self._watch = watch
         self._diagnostics = diagnostics
-        self._records = records
-        self._failures = failures
+        self._records, self._failures = services.records, services.failures
         self._closing = closing
         self._jobs: Inbox[Average | None] = Inbox(limit=4, name="the averaging thread")
         self._helper: threading.Thread | None = None

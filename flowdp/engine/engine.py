@@ -9,37 +9,30 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from contextvars import copy_context
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from flowdp.checkpoint.resume import Stood
-from flowdp.checkpoint.writer import Saver, Standing
+from flowdp.checkpoint.writer import Standing
 from flowdp.collective.async_mean import SnapshotMean
-from flowdp.collective.base import Collective
 from flowdp.collective.select import open_collective
 from flowdp.data.open_feeds import open_feeds
-from flowdp.data.source import Source
 from flowdp.device.compiled import make_room
 from flowdp.device.cores import open_pools
 from flowdp.device.dispatch import prepared_torch
-from flowdp.device.process_tuning import tuned_process
+from flowdp.device.process_tuning import as_tuning, tuned_process
 from flowdp.engine import active_runs
 from flowdp.engine.coordinator_thread import CoordinatorShell
 from flowdp.engine.diagnostics import Diagnostics, Progress
-from flowdp.engine.event_file import EventFile
-from flowdp.engine.failures import Failures
-from flowdp.engine.records import Records
-from flowdp.engine.services import Care
+from flowdp.engine.services import MeetingPoint, Services
 from flowdp.engine.worker_thread import Mail, Worker
-from flowdp.errors import CollectiveError, DataError, FlowdpError
-from flowdp.machine.config import RunConfig
+from flowdp.errors import CollectiveError, DataError
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.event_log import EventLog
 from flowdp.machine.policies import ROUNDS
-from flowdp.options import Backend, ProcessTuning
-from flowdp.policy.pool_size import PoolSize
+from flowdp.options import Backend, FailureOptions, RuntimeOptions
 from flowdp.policy.stall import StallWatch
-from flowdp.protocol.messages import Abort, BatchReady, DataEnded, Fact, Failed, Requested
+from flowdp.protocol.messages import Abort, BatchReady, DataEnded, Failed, Requested
 from flowdp.protocol.position import Position
 from flowdp.replica.launch_turns import open_turns
 from flowdp.replica.replica import Replica
@@ -48,14 +41,11 @@ from flowdp.threads.inbox import Inbox
 from flowdp.threads.latch import Latch
 from flowdp.threads.shield import interrupts_held
 
-__all__ = ["Engine", "open_engine"]
+__all__ = ["Engine"]
 
 WORKER_INBOX = 64
 """Orders, notes and requests that may wait for a worker: two orders, one request per abandoned round (their
 deadlines double), one note per batch waited for, one word per round that is late."""
-
-COORDINATOR_INBOX = 4096
-"""Facts that may wait for the coordinator; a worker has at most a handful out."""
 
 FAILURE_S = 1.8
 """How long callbacks may keep a failure from being raised."""
@@ -65,77 +55,63 @@ class Engine:
     """The threads of one run.
 
     Args:
-        config: What the coordinator is told.
+        config: Settings of the coordinator.
         replicas: One per rank, equal.
-        source: Of all batches.
-        tuning: Process-wide settings held while the run lives.
-        backend: How the bytes move when replicas are averaged.
-        care: What watches over the run and keeps its state.
-        sink: Takes every line of the event log; None keeps only the last events.
-        closing: Called when every thread has ended.
+        services: Objects that are there before the threads, closed at their end.
+        failures: Errors and stalls that end the run.
+        runtime: How the run uses devices and process.
 
     Attributes:
-        records: What the run has reported.
-        failures: What went wrong.
-        care: As given.
+        config: As given.
         replicas: As given; the run's own until it is over, and none once it has let go of them.
-        event_log: What the coordinator was told.
-        handle: The user's way to the run, while it lives.
+        records: Records of the run.
+        failures: Failures of the run.
+        saver: Writer of checkpoints.
+        event_log: Log of the coordinator's events.
+        handle: The user's `Run`, while it lives.
         begun_s: When it began, by `time.monotonic`.
         latch: Where all that a start has made waits for `begin`.
-        turn: To launch; None where ranks have none.
+        turn: Turns to launch; None where ranks have none.
     """
 
     def __init__(
         self,
-        config: RunConfig,
+        config: CoordinatorConfig,
         replicas: Sequence[Replica],
-        source: Source,
-        tuning: ProcessTuning,
-        backend: Backend = "auto",
-        *,
-        care: Care | None = None,
-        sink: Callable[[str], object] | None = None,
-        closing: Callable[[], None] = lambda: None,
+        services: Services,
+        failures: FailureOptions,
+        runtime: RuntimeOptions,
     ) -> None:
         self.config = config
         self.replicas = replicas
-        self.care = care = Care() if care is None else care
-        self.records = Records(care.history)
-        self.failures = Failures()
-        self.saver = Saver(
-            care.store,
-            care.fingerprint,
-            self.records.add if care.has_listeners else None,
-            self.fail,
-            best=care.best,
-            evaluates=care.evaluator is not None,
-        )
-        self._source = source
-        self._is_numbered = source.can_resume_inside
-        self._read_by: Callable[[], list[threading.Thread]] = source.threads
-        self._tuning = tuning
+        self.records, self.failures, self.saver = services.records, services.failures, services.saver
+        self._requests = services.requests
+        self._source, self._evaluator = services.source, services.evaluator
+        self._fingerprint = services.fingerprint
+        self._sigterm = services.sigterm
+        self.close_observer = services.close_observer
+        self._is_numbered = services.source.can_resume_inside
+        self._read_by: Callable[[], list[threading.Thread]] = services.source.threads
+        self._tuning = as_tuning(runtime.tune_process)
         self._settings = ExitStack()
-        self._settings.callback(closing)
+        if services.event_file is not None:
+            self._settings.callback(services.event_file.close)
         self._progress: list[Progress] = []
-        self._asked = 0
         self._asked_snapshots = 0
+        self._asking = threading.Lock()  # numbers the snapshots
         self.handle: Any = None
         self.begun_s = 0.0
         self.latch = Latch()
-        self.close_observer: Callable[[float | None], bool] = lambda _: True
-        self._asking = threading.Lock()  # numbers the wishes in the order in which the inbox has them
         self._letting_go = threading.RLock()  # several threads may join; finalizers may, inside of it
-        self._inbox: Inbox[Fact] = Inbox(COORDINATOR_INBOX, "the coordinator")
         self._inboxes = [Inbox[Mail](WORKER_INBOX, f"rank {rank}") for rank in range(config.world_size)]
         make_room(config.world_size)
         try:
-            self._build(backend, sink)
+            self._build(services, failures, runtime.backend)
         except BaseException:
             self._settings.close()
             raise
 
-    def _build(self, backend: Backend, sink: Callable[[str], object] | None) -> None:
+    def _build(self, services: Services, failures: FailureOptions, backend: Backend) -> None:
         config = self.config
         lanes = [replica.lane for replica in self.replicas]
         averaged = [replica.averaged for replica in self.replicas]
@@ -147,6 +123,7 @@ class Engine:
         gate = Gate(config.world_size, collective.launch)
         is_async = ROUNDS[config.policy].averages == "snapshots" and config.world_size > 1
         snapshots = SnapshotMean([replica.flat for replica in self.replicas], lanes) if is_async else None
+        meeting = MeetingPoint(gate=gate, collective=collective, snapshots=snapshots)
         self._feeds = open_feeds(
             self._source, lanes, held=list(config.groups or (1,) * config.world_size), rows=_rows(config)
         )
@@ -158,7 +135,18 @@ class Engine:
         pools = open_pools([lane.device for lane in lanes], self._tuning, adapts=adapts)
         self.turn = open_turns(self.replicas)
         self.workers = [
-            self._worker(rank, gate, collective, snapshots, pools[rank]) for rank in range(config.world_size)
+            Worker(
+                rank,
+                self.replicas,
+                services,
+                meeting,
+                feed=self._feeds[rank],
+                inbox=self._inboxes[rank],
+                pool=pools[rank],
+                failures=failures,
+                global_step=config.start.global_step if config.start is not None else 0,
+            )
+            for rank in range(config.world_size)
         ]
         self._threads = [
             threading.Thread(  # in the settings of this one: torch.compile's belong to a thread
@@ -170,7 +158,8 @@ class Engine:
             for worker in self.workers
         ]
         machine = Coordinator(config)
-        self.event_log = EventLog(machine, sink)
+        file = services.event_file
+        self.event_log = EventLog(machine, None if file is None else file.write)
         diagnostics = Diagnostics(
             self.workers,
             gate,
@@ -178,55 +167,25 @@ class Engine:
             self.threads,
             self.event_log.tail,
             steps_at_gate=ROUNDS[config.policy].averages == "gradients",
-            readers=partial(_waits_of, self._source, self.care),
+            readers=partial(_waits_of, services),
         )
         self._report: Callable[[str, int], str] = diagnostics.report
-        timeout_s = self.care.stall_timeout_s
+        timeout_s = failures.stall_timeout
         shell = CoordinatorShell(
             machine,
-            self.event_log,
-            gate,
-            collective,
-            self._inbox,
-            self._inboxes,
-            self._threads,
-            self._source,
-            snapshots,
-            self.saver,
-            self.care.evaluator,
-            StallWatch(None if timeout_s is None else timeout_s * 1e3),
-            diagnostics,
-            self.records,
-            self.failures,
-            self._settings.close,
+            services,
+            meeting,
+            event_log=self.event_log,
+            workers=self._inboxes,
+            threads=self._threads,
+            watch=StallWatch(None if timeout_s is None else timeout_s * 1e3),
+            diagnostics=diagnostics,
+            closing=self._settings.close,
         )
         # The thread holds this engine, not only its shell: a run whose `Run` nobody keeps must be found at
         # the end of the process.
         self._coordinator = threading.Thread(
             target=partial(self._run, shell), name="flowdp-coordinator", daemon=True
-        )
-
-    def _worker(
-        self, rank: int, gate: Gate, collective: Collective, snapshots: SnapshotMean | None, pool: PoolSize
-    ) -> Worker:
-        return Worker(
-            rank,
-            self.replicas[rank],
-            self._source,
-            self._feeds[rank],
-            gate,
-            collective,
-            snapshots,
-            self._inboxes[rank],
-            self._inbox.post,
-            self.failures,
-            pool,
-            self.care.on_nan,
-            replicas=self.replicas,
-            saver=self.saver,
-            evaluator=self.care.evaluator,
-            goes_on=self.config.on_failure == "continue",
-            global_step=self.config.start.global_step if self.config.start is not None else 0,
         )
 
     def start(self) -> None:
@@ -243,8 +202,8 @@ class Engine:
         if len(self.workers) > 1:
             self._settings.enter_context(prepared_torch())
         self._settings.enter_context(tuned_process(self._tuning))
-        if self.care.evaluator is not None:
-            self.care.evaluator.start(wake=self._wake_evaluation, failed=self._data_failed)
+        if self._evaluator is not None:
+            self._evaluator.start(wake=self._wake_evaluation, failed=self._data_failed)
         self._source.on_end(self._data_ended)
         self._source.start(wake=self._wake, failed=self._data_failed)
         for feed, inbox in zip(self._feeds, self._inboxes, strict=True):
@@ -285,8 +244,8 @@ class Engine:
                 undo.callback(self.records.end, None, over=True)
                 undo.callback(self._settings.close)
                 undo.callback(self._source.close)
-                if self.care.evaluator is not None:
-                    undo.callback(self.care.evaluator.close)
+                if self._evaluator is not None:
+                    undo.callback(self._evaluator.close)
                 undo.callback(self.saver.close)
                 for thread in (*self._threads, self._coordinator):
                     if thread.ident is not None:
@@ -295,12 +254,8 @@ class Engine:
                     undo.callback(inbox.post, Abort("the start was taken back"))
 
     def request(self, wish: Requested) -> int:
-        """Tell the coordinator what the user wants; returns at once, with the number of the wish."""
-        with self._asking:
-            if not self.records.is_over:
-                self._asked += 1
-                self._inbox.post(wish)
-            return self._asked
+        """Send a request of the user to the coordinator; returns its number at once."""
+        return self._requests.request(wish)
 
     def snapshot(self) -> Standing | None:
         """What the ranks have at the end of this round; None where the run ends before.
@@ -343,8 +298,8 @@ class Engine:
         Threads:
             The user's; in the main thread the handler from before is put back.
         """
-        if self.care.sigterm is not None:
-            self.care.sigterm.close()
+        if self._sigterm is not None:
+            self._sigterm.close()
 
     def progress(self) -> list[Progress]:
         """How far each rank has come."""
@@ -365,7 +320,7 @@ class Engine:
 
     def stood(self, position: Position, **kept: Any) -> Stood | None:
         """For one who goes on from a TrainedState; None where nobody can from inside an epoch."""
-        return Stood(position, self.care.fingerprint, **kept) if self._is_numbered else None
+        return Stood(position, self._fingerprint, **kept) if self._is_numbered else None
 
     def let_go(self) -> None:
         """Drop replicas, optimizers and all else that holds memory of a device, of a run that is over.
@@ -382,7 +337,7 @@ class Engine:
             # These call us back, or know the workers; another thread may be asking them just now.
             self._read_by, self._report = list, partial(_last_report, self.event_log)
             del self._source
-            self.care.evaluator = None
+            self._evaluator = None
             self.close_observer = lambda _: True
             self.saver.let_go()
             if has_cards:
@@ -394,7 +349,7 @@ class Engine:
 
     def threads(self) -> list[threading.Thread]:
         """All threads of this run but the callbacks', those that read its datasets included."""
-        evaluator = self.care.evaluator
+        evaluator = self._evaluator
         readers = [*self._read_by(), *([] if evaluator is None else evaluator.threads())]
         writer = [] if self.saver.thread is None else [self.saver.thread]
         return [*self._threads, self._coordinator, *readers, *writer]
@@ -417,38 +372,27 @@ class Engine:
         _notify(self._inboxes[rank], epoch, batch)
 
     def _data_ended(self, epoch: int, batches: int) -> None:
-        self._inbox.post(DataEnded(epoch, batches))
+        self._requests.inbox.post(DataEnded(epoch, batches))
 
     def _data_failed(self, error: DataError) -> None:
-        self._inbox.post(Failed(self.failures.add(error)))
+        self._requests.inbox.post(Failed(self.failures.add(error)))
 
     def _collective_hung(self, error: CollectiveError) -> None:
-        self._inbox.post(Failed(self.failures.add(error)))
-
-    def fail(self, error: FlowdpError) -> None:
-        """End the run by an error that no thread of it has raised.
-
-        Threads:
-            Any.
-        """
-        words = self.failures.add(error, is_awaited=True)
-        with self._asking:
-            if not self.records.is_over:
-                self._inbox.post(Failed(words))
+        self._requests.inbox.post(Failed(self.failures.add(error)))
 
 
 def _last_report(event_log: EventLog, headline: str, events: int) -> str:
     return "\n".join([headline, *event_log.tail(events)])
 
 
-def _waits_of(source: Source, care: Care) -> list[str]:
-    """What the readers of the datasets wait for, in words."""
-    evaluator = care.evaluator
-    waits = [source.waits_for(), "" if evaluator is None else evaluator.waits_for()]
+def _waits_of(services: Services) -> list[str]:
+    """Reasons for which the readers of the datasets wait."""
+    evaluator = services.evaluator
+    waits = [services.source.waits_for(), "" if evaluator is None else evaluator.waits_for()]
     return [doing for doing in waits if doing]
 
 
-def _rows(config: RunConfig) -> int | None:
+def _rows(config: CoordinatorConfig) -> int | None:
     """Samples for which a prefetched part of a global batch has room: twice an equal share."""
     batch = config.global_batch
     return None if batch is None else min(batch.size, -(-2 * batch.size // config.world_size))
@@ -456,26 +400,3 @@ def _rows(config: RunConfig) -> int | None:
 
 def _notify(inbox: Inbox[Mail], epoch: int, batch: int) -> None:
     inbox.post(BatchReady(epoch, batch))
-
-
-def open_engine(event_log: Path | None, *parts: Any, care: Care) -> Engine:
-    """An engine that writes its event log to this file, if one is given.
-
-    Args:
-        event_log: The file.
-        parts: As of `Engine`, up to `care`.
-        care: As of `Engine`.
-
-    Raises:
-        OptionError: The file cannot be opened, or takes no line.
-    """
-    if event_log is None:
-        return Engine(*parts, care=care)
-    file = EventFile(event_log)
-    try:
-        engine = Engine(*parts, care=care, sink=file.write, closing=file.close)
-    except BaseException:
-        file.close()
-        raise
-    file.complain = engine.records.complain
-    return engine

@@ -16,12 +16,10 @@ log = logging.getLogger("flowdp")
 
 
 class EventFile:
-    """Takes the lines of an event log until it is closed, or one cannot be written.
+    """File of events; it takes lines until it is closed, or one cannot be written.
 
     Args:
         path: Path of the file; an older one is replaced.
-
-    Attributes:
         complain: Called once with the reason, where a line cannot be written.
 
     Threads:
@@ -31,10 +29,10 @@ class EventFile:
         OptionError: It cannot be opened.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, complain: Callable[[str], object]) -> None:
         self.path = path
         self._is_begun = False
-        self.complain: Callable[[str], object] = lambda _: None
+        self._complain = complain
         try:
             self._file = open(  # noqa: SIM115 - the run closes it
                 path, "w", encoding="utf-8", buffering=1, opener=_open_at_once
@@ -46,7 +44,7 @@ class EventFile:
         """Write a line; after one that could not be written, nothing.
 
         Raises:
-            OptionError: The very first line cannot be written: there is no room for an event log at all.
+            OptionError: The very first line cannot be written: there is no room for any.
         """
         if self._file.closed:
             return
@@ -58,7 +56,7 @@ class EventFile:
                 raise OptionError(self._cannot(error) + "; give another path") from error
             text = self._cannot(error) + "; it ends there, and the run goes on"
             log.error("%s", text)
-            self.complain(text)
+            self._complain(text)
         self._is_begun = True
 
     def close(self) -> None:

@@ -1,44 +1,65 @@
-"""What an engine is given beside what it trains: to watch over the run, and to keep its state."""
+"""Objects that the threads of a run share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
-from flowdp.checkpoint.folder import Store
+from flowdp.checkpoint.writer import Saver
+from flowdp.collective.async_mean import SnapshotMean
+from flowdp.collective.base import Collective
+from flowdp.data.source import Source
 from flowdp.engine.evaluation import Evaluator
+from flowdp.engine.event_file import EventFile
+from flowdp.engine.failures import Failures
+from flowdp.engine.records import Records
+from flowdp.engine.requests import Requests
 from flowdp.engine.sigterm import SigtermStop
-from flowdp.options import OnNan
-from flowdp.policy.tally import EpochMetrics
+from flowdp.threads.gate import Gate
 
-__all__ = ["Care"]
+__all__ = ["MeetingPoint", "Services"]
 
 
-@dataclass(kw_only=True)
-class Care:
-    """What watches over a run and keeps its state.
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    """Objects that are there before an engine, which uses them and closes them at its end.
 
     Attributes:
-        store: Where checkpoints go; None: nowhere.
-        fingerprint: What must be the same where one of them is resumed.
-        has_listeners: Somebody is told of each checkpoint.
-        history: Records of the epochs that were complete before.
-        best: Model of the best epoch before, where the run keeps it.
-        evaluator: Evaluates; None: nothing does.
-        stall_timeout_s: How long nothing may move, in seconds; None: for ever.
-        on_nan: What becomes of a replica that leaves the numbers.
-        sigterm: Has SIGTERM stop the run; None: it does not.
+        source: Source of all batches.
+        records: Records of the run.
+        failures: Failures of the run.
+        requests: Way to the coordinator.
+        saver: Writer of checkpoints, and keeper of the best model.
+        evaluator: Evaluates the averaged model; None: there are no evaluations.
+        fingerprint: Data that must be equal where the run is resumed.
+        sigterm: Stops the run at SIGTERM; None: it does not.
+        event_file: File of the coordinator's events; None: there is none.
+        close_observer: Waits for the callbacks, for so many seconds at most; False: one does not return.
     """
 
-    store: Store | None = None
-    fingerprint: Mapping[str, Any] = field(default_factory=dict)
-    has_listeners: bool = False
-    history: Sequence[EpochMetrics] = ()
-    best: Mapping[str, Tensor] | None = None
+    source: Source
+    records: Records
+    failures: Failures
+    requests: Requests
+    saver: Saver
     evaluator: Evaluator | None = None
-    stall_timeout_s: float | None = None
-    on_nan: OnNan = "quarantine"
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
     sigterm: SigtermStop | None = None
+    event_file: EventFile | None = None
+    close_observer: Callable[[float | None], bool] = lambda _: True
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeetingPoint:
+    """Objects that average the replicas.
+
+    Attributes:
+        gate: Gate at which all ranks meet.
+        collective: Averages at the gate.
+        snapshots: Averages while the ranks train on; None where the policy has no such rounds.
+    """
+
+    gate: Gate
+    collective: Collective
+    snapshots: SnapshotMean | None = None

@@ -7,7 +7,7 @@ it goes up when the device is there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from time import perf_counter
@@ -15,11 +15,8 @@ from typing import Any
 
 import torch
 
-from flowdp.checkpoint.writer import Saver
-from flowdp.collective.async_mean import SnapshotMean
-from flowdp.collective.base import Averaging, Collective
+from flowdp.collective.base import Averaging
 from flowdp.data.open_feeds import Feed
-from flowdp.data.source import Source
 from flowdp.device import worker_context
 from flowdp.device.compiled import FirstCalls
 from flowdp.device.openmp import set_own_threads
@@ -27,11 +24,10 @@ from flowdp.engine import meter
 from flowdp.engine.barrier_tasks import BarrierTasks
 from flowdp.engine.device_meter import open_meter
 from flowdp.engine.error_context import ErrorContext
-from flowdp.engine.evaluation import Evaluator
-from flowdp.engine.failures import Failures
 from flowdp.engine.micro_batches import MicroBatcher
 from flowdp.engine.nan_guard import NanGuard
 from flowdp.engine.oom_retry import OomRetry, without_frames
+from flowdp.engine.services import MeetingPoint, Services
 from flowdp.errors import CollectiveAborted, DeviceError, StepError
 from flowdp.machine.worker import (
     Apply,
@@ -45,14 +41,13 @@ from flowdp.machine.worker import (
     Step,
     WorkerMachine,
 )
-from flowdp.options import OnNan
+from flowdp.options import FailureOptions
 from flowdp.policy.pool_size import PoolSize
 from flowdp.protocol.messages import (
     Arrival,
     BarrierTask,
     BatchReady,
     Exiting,
-    Fact,
     Order,
     Outcome,
     SnapshotReady,
@@ -62,7 +57,6 @@ from flowdp.protocol.messages import (
     WorkerReady,
 )
 from flowdp.replica.replica import Replica
-from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
 
 __all__ = ["Mail", "Worker"]
@@ -77,22 +71,14 @@ class Worker:
     """The body of one worker thread.
 
     Args:
-        rank: Rank index.
-        replica: Its model and optimizer.
-        source: Source of all ranks' batches.
+        rank: Index of the rank.
+        replicas: Replicas of all ranks: one with NaN or infinite parameters copies a healthy one.
+        services: Objects that the threads of the run share.
+        meeting: Gate, collective and snapshots.
         feed: Brings this rank's batches to its device.
-        gate: Where the ranks meet.
-        collective: Averages at the gate.
-        snapshots: Averages beside the training; None where the policy has no such rounds.
         inbox: Inbox of this thread.
-        post: Puts a fact into the coordinator's inbox.
-        failures: Takes what goes wrong.
         pool: Chooses the size of this thread's OpenMP pool.
-        on_nan: What becomes of a replica with NaN or inf parameters.
-        replicas: Replicas of all ranks: one with NaN or inf parameters becomes what another one is.
-        saver: Takes what this rank puts down for a checkpoint.
-        evaluator: Evaluates; None where nothing is evaluated.
-        goes_on: The others go on where this rank fails by itself.
+        failures: Whether the others go on where this rank fails by itself, and what NaNs mean.
         global_step: Steps of all ranks before the run begins.
 
     Attributes:
@@ -107,32 +93,26 @@ class Worker:
     def __init__(
         self,
         rank: int,
-        replica: Replica,
-        source: Source,
-        feed: Feed,
-        gate: Gate,
-        collective: Collective,
-        snapshots: SnapshotMean | None,
-        inbox: Inbox[Mail],
-        post: Callable[[Fact], None],
-        failures: Failures,
-        pool: PoolSize,
-        on_nan: OnNan = "quarantine",
+        replicas: Sequence[Replica],
+        services: Services,
+        meeting: MeetingPoint,
         *,
-        replicas: Sequence[Replica] = (),
-        saver: Saver | None = None,
-        evaluator: Evaluator | None = None,
-        goes_on: bool = False,
+        feed: Feed,
+        inbox: Inbox[Mail],
+        pool: PoolSize,
+        failures: FailureOptions | None = None,
         global_step: int = 0,
     ) -> None:
+        options = FailureOptions() if failures is None else failures
+        replica, source, collective = replicas[rank], services.source, meeting.collective
         self.moves = 0
         self.longest_ms = 0.0
         self.awaited: tuple[int, int] | None = None
         self.task = ""
         self.is_idle = False
         self.has_left = False
-        self._tasks = BarrierTasks(replica, replicas, saver, evaluator, rank)
-        self._goes_on = goes_on
+        self._tasks = BarrierTasks(replica, replicas, services.saver, services.evaluator, rank)
+        self._goes_on = options.on_failure == "continue"
         self._is_bound = False  # what the other ranks do needs this one
         self.rank = rank
         self.replica = replica
@@ -140,8 +120,8 @@ class Worker:
         self._lane = replica.lane
         # Where the others go on without a rank that raises, what it has not given is dealt anew. In exact,
         # which parameters have a gradient goes by the ranks that count.
-        is_known = snapshots is not None or replica.averaged is not replica.flat
-        is_known |= goes_on and on_nan == "raise"
+        is_known = meeting.snapshots is not None or replica.averaged is not replica.flat
+        is_known |= self._goes_on and options.on_nan == "raise"
         is_late = self._lane.is_async and collective.masks and not is_known
         self.machine = WorkerMachine(rank, global_step, is_late=is_late)
         with self._lane.on(self._lane.compute):
@@ -156,13 +136,12 @@ class Worker:
         self._intake = MicroBatcher(feed, source, replica.width)
         self._place = ErrorContext(self.current, self._lane, source)
         self._retry = OomRetry(replica, self.current, self._meter, feed, self._place)
-        self._numbers = NanGuard(replica, self.machine, self._meter, self._place, on_nan)
+        self._numbers = NanGuard(replica, self.machine, self._meter, self._place, options.on_nan)
         self._feed = feed
-        self._gate = gate
-        self._collective = collective
-        self._snapshots = snapshots
-        self._post = post
-        self._failures = failures
+        self._gate, self._collective = meeting.gate, collective
+        self._snapshots = meeting.snapshots
+        self._post = services.requests.inbox.post
+        self._failures = services.failures
         self._pool = pool
         self._fed = 0  # the machine's plans that the feed knows
         self._is_fit = False

@@ -9,7 +9,7 @@ from flowdp.machine.barrier_tasks import BarrierPlan
 from flowdp.options import CadenceOptions, OnFailure, Policy
 from flowdp.protocol.position import Position
 
-__all__ = ["GlobalBatch", "RunConfig"]
+__all__ = ["CoordinatorConfig", "GlobalBatch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class GlobalBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class CoordinatorConfig:
     """The settings of a run that the coordinator needs.
 
     Attributes:

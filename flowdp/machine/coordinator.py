@@ -19,7 +19,7 @@ from enum import Enum
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.barrier_tasks import Standstill
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.policies import make_rounds
 from flowdp.machine.rounds import Constraints
@@ -77,7 +77,7 @@ class Coordinator:
         config: The run.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
         self.life = Life.STARTING
         self.epochs = Epochs(

@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from flowdp.machine import barrier_tasks
-from flowdp.machine.config import GlobalBatch, RunConfig
+from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.coordinator import Coordinator
 from flowdp.options import CadenceOptions
 from flowdp.policy.tally import RankMetrics
@@ -35,7 +35,7 @@ RECORDS: dict[str, type] = {
     record.__name__: record
     for record in (
         *(*vars(messages).values(), *vars(commands).values(), *vars(position).values()),
-        *(*vars(barrier_tasks).values(), RankMetrics, RunConfig, GlobalBatch, CadenceOptions),
+        *(*vars(barrier_tasks).values(), RankMetrics, CoordinatorConfig, GlobalBatch, CadenceOptions),
     )
     if isinstance(record, type) and is_dataclass(record)
 }

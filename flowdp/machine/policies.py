@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from flowdp.errors import ProtocolError
 from flowdp.machine.async_rounds import AsyncRounds
 from flowdp.machine.cadence_rounds import CadenceRounds
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.exact_rounds import ExactRounds
 from flowdp.machine.rounds import Rounds
@@ -26,7 +26,7 @@ ROUNDS: Mapping[Policy, type[Rounds]] = {
 """Its class says what a policy deals by speed (`shares`), and what it takes the mean of (`averages`)."""
 
 
-def make_rounds(config: RunConfig, epochs: Epochs) -> Rounds:
+def make_rounds(config: CoordinatorConfig, epochs: Epochs) -> Rounds:
     """Make the rounds of a run. One device, and a cadence of one step, need no cadence.
 
     Raises:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from flowdp.errors import OptionError
 from flowdp.machine.policies import ROUNDS
 from flowdp.modules.whole_batch import check_dense, check_embeddings
 from flowdp.options import CaptureOptions, Policy, Precision
+from flowdp.policy.schedule import lr_factor
 from flowdp.replica.batch_sizes import Sizes
 from flowdp.replica.captured_steps import capture_steps
 from flowdp.replica.custom_step import CustomStepReplica, TrainStep
@@ -39,32 +39,32 @@ from flowdp.replica.factories import (
     slow_optimizer,
 )
 from flowdp.replica.flat_optimizer import group_keys, obstacle
-from flowdp.replica.learning_rate import LearningRate
+from flowdp.replica.learning_rate import LearningRate, SchedulerOptions
 from flowdp.replica.replica import LossOption, Replica, loss_function
 
-__all__ = ["Parts", "build_replicas"]
+__all__ = ["ReplicaConfig", "build_replicas"]
 
 log = logging.getLogger("flowdp")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
-    """What replicas are made of; see `Trainer`.
+class ReplicaConfig:
+    """Settings of the replicas; see `Trainer`.
 
     Attributes:
-        model: A module or a factory.
-        optimizer: An instance or a factory.
-        loss: Of a step; None with a `train_step`.
+        model: Module or factory.
+        optimizer: Instance or factory.
+        loss: Loss of a step; None with a `train_step`.
         train_step: The user's own step; None with a loss.
         policy: Who waits for whom.
-        sizes: Of batches and steps.
-        seed: Of the devices' generators.
-        precision: Of forward and loss.
-        max_grad_norm: Of the gradients; None: not clipped.
-        schedule: As `LearningRate` takes it, behind the optimizers.
-        checks: Whether ranks check their loss now and then (exact).
+        sizes: Sizes of batches and steps.
+        seed: Seed of the devices' generators.
+        precision: Precision of forward and loss.
+        max_grad_norm: Limit of the gradients' norm; None: not clipped.
+        scheduler: How the learning rate changes.
         capture: How steps are captured; None: they are not.
-        repeats: Whether CPU ranks draw by the seed, too: the shares are fixed, so all else repeats (exact).
+        repeats: CPU ranks draw by the seed, too: the shares are fixed, so all else repeats (exact).
+        checks_loss: Ranks check their loss now and then (exact).
     """
 
     model: ModelOption
@@ -76,13 +76,13 @@ class Parts:
     seed: int
     precision: Precision
     max_grad_norm: float | None
-    schedule: tuple[Any, ...]
+    scheduler: SchedulerOptions
     capture: CaptureOptions | None = None
     repeats: bool = False
-    checks: bool = False
+    checks_loss: bool = False
 
 
-def build_replicas(parts: Parts, devices: Sequence[torch.device]) -> list[Replica]:
+def build_replicas(config: ReplicaConfig, devices: Sequence[torch.device]) -> list[Replica]:
     """Build one replica per device.
 
     Raises:
@@ -92,9 +92,9 @@ def build_replicas(parts: Parts, devices: Sequence[torch.device]) -> list[Replic
         The user's, where all factories are called.
     """
     lanes = open_lanes(devices)
-    modules = build_models(parts.model, lanes)
-    check_sync_batch_norm(modules, parts.policy, devices)
-    averages = ROUNDS[parts.policy].averages
+    modules = build_models(config.model, lanes)
+    check_sync_batch_norm(modules, config.policy, devices)
+    averages = ROUNDS[config.policy].averages
     if averages == "gradients":
         check_embeddings(modules[0], "policy='exact'", is_shared=len(devices) > 1)
     flats = equal_start(modules, lanes)
@@ -103,38 +103,38 @@ def build_replicas(parts: Parts, devices: Sequence[torch.device]) -> list[Replic
             "policy='exact': BatchNorm takes its statistics from each micro-batch, not from the window of %d "
             "samples, so this run is not that of one device; with GroupNorm or LayerNorm it is, and "
             "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) takes them from all devices",
-            parts.sizes.window,
+            config.sizes.window,
         )
-    optimizers = [_optimizers(parts, *one) for one in zip(modules, lanes, strict=True)]
-    if parts.train_step is None:
+    optimizers = [_optimizers(config, *one) for one in zip(modules, lanes, strict=True)]
+    if config.train_step is None:
         _arrange(modules[0], flats, lanes, all_of(optimizers[0])[0])
     touched, groups = Touched(len(lanes)), WindowGroups(lanes)
     replicas = [
-        _replica(parts, *one, touched, groups) for one in zip(modules, flats, lanes, optimizers, strict=True)
+        _replica(config, *one, touched, groups) for one in zip(modules, flats, lanes, optimizers, strict=True)
     ]
     for replica in replicas:
         replica.caches_casts = len(replicas) == 1
-    seed_devices(devices, parts.seed)
-    if parts.repeats:
+    seed_devices(devices, config.seed)
+    if config.repeats:
         warn_of_draws(devices, uses_compile(modules[0], replicas[0].function))
     else:
         for replica, is_shared in zip(replicas, share_generator(devices), strict=True):
             replica.shares_generator = is_shared
-    if parts.capture is not None:
-        capture_steps(replicas, parts.capture)
+    if config.capture is not None:
+        capture_steps(replicas, config.capture)
     advice = None if replicas[0].steps_flat else slow_optimizer(all_of(replicas[0].optimizers)[0])
     if lanes[0].is_async and advice:
         log.info("%s", advice)
     return replicas
 
 
-def _optimizers(parts: Parts, module: nn.Module, lane: Lane) -> Optimizers:
-    source = parts.model if isinstance(parts.model, nn.Module) else None
+def _optimizers(config: ReplicaConfig, module: nn.Module, lane: Lane) -> Optimizers:
+    source = config.model if isinstance(config.model, nn.Module) else None
     with lane.on(lane.compute):
-        optimizers = build_optimizers(parts.optimizer, module, source)
-    if parts.train_step is None and len(optimizers) > 1:
+        optimizers = build_optimizers(config.optimizer, module, source)
+    if config.train_step is None and len(optimizers) > 1:
         raise OptionError(several_optimizers(len(optimizers)))
-    if parts.train_step is None:
+    if config.train_step is None:
         check_closure(all_of(optimizers)[0])
     return optimizers
 
@@ -155,7 +155,7 @@ def _arrange(
 
 
 def _replica(
-    parts: Parts,
+    config: ReplicaConfig,
     module: nn.Module,
     flat: FlatReplica,
     lane: Lane,
@@ -163,27 +163,37 @@ def _replica(
     touched: Touched,
     groups: WindowGroups,
 ) -> Replica:
+    schedule, sizes = config.scheduler, config.sizes
     with lane.on(lane.compute):
-        rate = LearningRate(all_of(optimizers), *parts.schedule)
-        width = parts.sizes.widths[flat.rank]
-        rest = rate, lane, parts.precision, parts.max_grad_norm, width
-        if parts.train_step is not None:
-            return CustomStepReplica(parts.train_step, module, flat, optimizers, *rest)
-        assert parts.loss is not None
-        loss = loss_function(parts.loss, lane.device)
-        if ROUNDS[parts.policy].averages == "gradients":
-            check_dense(all_of(optimizers)[0])
-            size = parts.sizes.parts[flat.rank]
-            return ExactReplica(
-                size,
-                touched,
-                groups,
-                parts.seed if parts.repeats and lane.device.type == "cpu" else None,
-                parts.checks,
-                module,
-                flat,
-                optimizers,
-                loss,
-                *rest,
+        rate = LearningRate(
+            all_of(optimizers),
+            schedule.scheduler,
+            schedule.unit,
+            schedule.lr_lambda,
+            lr_factor(schedule.lr_scale_ratio, touched.world_size),
+        )
+        precision, norm, width = config.precision, config.max_grad_norm, sizes.widths[flat.rank]
+        if config.train_step is not None:
+            return CustomStepReplica(
+                config.train_step, module, flat, optimizers, rate, lane, precision, norm, width
             )
-        return Replica(module, flat, optimizers, loss, *rest)
+        assert config.loss is not None
+        loss = loss_function(config.loss, lane.device)
+        if ROUNDS[config.policy].averages != "gradients":
+            return Replica(module, flat, optimizers, loss, rate, lane, precision, norm, width)
+        check_dense(all_of(optimizers)[0])
+        return ExactReplica(
+            module,
+            flat,
+            optimizers,
+            loss,
+            rate,
+            lane,
+            precision,
+            norm,
+            size=sizes.parts[flat.rank],
+            touched=touched,
+            groups=groups,
+            seed=config.seed if config.repeats and lane.device.type == "cpu" else None,
+            checks=config.checks_loss,
+        )

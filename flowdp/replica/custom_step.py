@@ -9,8 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from flowdp.device.flat_parameters import FlatReplica
+from flowdp.device.streams import Lane
 from flowdp.device.worker_context import CurrentWorker
-from flowdp.replica.factories import all_of, needs_closure
+from flowdp.options import Precision
+from flowdp.replica.factories import Optimizers, all_of, needs_closure
+from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.replica import Replica
 
 __all__ = ["CustomStepReplica", "TrainStep"]
@@ -26,8 +30,8 @@ class CustomStepReplica(Replica):
     before the next backward and at the end of the call.
 
     Args:
-        train_step: The user's.
-        replica: As of `Replica`, without the loss.
+        train_step: Function of (worker, batch), the user's.
+        module: As of `Replica`, with all that follow; there is no loss.
 
     Attributes:
         steps: This replica.
@@ -36,9 +40,21 @@ class CustomStepReplica(Replica):
     can_repeat = False
     may_be_flat = False
 
-    def __init__(self, train_step: TrainStep, *replica: Any) -> None:
-        module, flat, optimizers, *rest = replica
-        super().__init__(module, flat, optimizers, _no_loss, *rest)
+    def __init__(
+        self,
+        train_step: TrainStep,
+        module: nn.Module,
+        flat: FlatReplica,
+        optimizers: Optimizers,
+        learning_rate: LearningRate,
+        lane: Lane,
+        precision: Precision = "32",
+        max_grad_norm: float | None = None,
+        width: int = 1,
+    ) -> None:
+        super().__init__(
+            module, flat, optimizers, _no_loss, learning_rate, lane, precision, max_grad_norm, width
+        )
         self.steps = self
         self._train_step = self.function = train_step
         self._own = all_of(optimizers)

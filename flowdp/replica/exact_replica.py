@@ -21,14 +21,18 @@ from flowdp.data.trees import tensors_of
 from flowdp.device.compiled import as_written
 from flowdp.device.draws import OwnDraws
 from flowdp.device.flat_gradients import SharedGradients, Touched
-from flowdp.device.streams import QUIET
+from flowdp.device.flat_parameters import FlatReplica
+from flowdp.device.streams import QUIET, Lane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Computed, Factors
 from flowdp.modules.whole_batch import Written
+from flowdp.options import Precision
 from flowdp.policy.recheck import is_due_at
 from flowdp.protocol.messages import Outcome, Part
+from flowdp.replica.factories import Optimizers
+from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.loss_check import check_mean
-from flowdp.replica.replica import NOT_OURS, Replica
+from flowdp.replica.replica import NOT_OURS, Loss, Replica
 
 __all__ = ["ExactReplica"]
 
@@ -46,13 +50,13 @@ class ExactReplica(Replica):
     """Replica whose optimizer steps by the mean gradient of all ranks.
 
     Args:
+        module: As of `Replica`, with all up to `max_grad_norm`.
         size: Samples of a micro-batch, at most.
         touched: Table of parameters with gradients, shared by the ranks.
         groups: Groups of the ranks that have a part of a window, for SyncBatchNorm.
         seed: Seed of this rank's reproducible draws; None: torch's own generator.
         checks: Whether the loss is checked, in the windows 1, 2, 4, 8, ... (by the first rank, and by others
             that have a label which losses leave out); see `check_mean`.
-        replica: As of `Replica`.
 
     Raises:
         OptionError: See `SharedGradients`.
@@ -62,15 +66,23 @@ class ExactReplica(Replica):
 
     def __init__(
         self,
+        module: nn.Module,
+        flat: FlatReplica,
+        optimizers: Optimizers,
+        loss: Loss,
+        learning_rate: LearningRate,
+        lane: Lane,
+        precision: Precision = "32",
+        max_grad_norm: float | None = None,
+        *,
         size: int,
         touched: Touched,
         groups: WindowGroups,
-        seed: int | None,
-        checks: bool,
-        *replica: Any,
+        seed: int | None = None,
+        checks: bool = False,
     ) -> None:
         self._touched = touched
-        super().__init__(*replica)
+        super().__init__(module, flat, optimizers, loss, learning_rate, lane, precision, max_grad_norm)
         self._seed = seed if self.device.type == "cpu" else None  # a card has a generator of its own
         self._checks = checks
         self._has_looked = False

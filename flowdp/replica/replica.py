@@ -32,7 +32,7 @@ from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.optimizer_state import copy_state
 from flowdp.threads.launch_turn import RankTurn
 
-__all__ = ["LossOption", "Replica", "loss_function"]
+__all__ = ["Loss", "LossOption", "Replica", "loss_function"]
 
 LossOption = Callable[..., Any] | nn.Module
 Loss = Callable[[nn.Module, Any], Any]

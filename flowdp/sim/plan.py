@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowdp.errors import OptionError
-from flowdp.machine.config import GlobalBatch, RunConfig
+from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.policies import ROUNDS
 from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.formats import format_duration
@@ -109,7 +109,7 @@ def simulate(
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise OptionError(f"{name} must be an int of at least 1, not {count!r}")
     is_exact = ROUNDS[policy].shares == "samples"
-    config = RunConfig(
+    config = CoordinatorConfig(
         world_size=len(given),
         batches=-(-batches // len(given)) if is_exact else batches,
         epochs=epochs,

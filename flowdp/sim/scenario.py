@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.worker import Step
 from flowdp.protocol.messages import Requested
 
@@ -98,7 +98,7 @@ class Scenario:
     """
 
     seed: int
-    config: RunConfig
+    config: CoordinatorConfig
     ms_per_step: tuple[float, ...]
     noise: float = 0.0
     sync_ms: float = 1.0

@@ -322,7 +322,7 @@ def left_behind() -> None:
 def protocol_error() -> None:
     run = trainer().start()
     with run.paused():
-        run._engine._inbox.post(Averaged(0, 0.0, ()))  # nobody has asked for that
+        run._engine._requests.inbox.post(Averaged(0, 0.0, ()))  # nobody has asked for that
     run.join()
 
 

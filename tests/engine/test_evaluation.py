@@ -72,7 +72,9 @@ def replica(
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     rest = [optimizer], loss_function(loss, CPU), LearningRate([optimizer]), HostLane(CPU)
     if options.pop("exact", False):
-        return ExactReplica(3, Touched(1), WindowGroups([]), None, False, module, FlatReplica(module), *rest)
+        return ExactReplica(
+            module, FlatReplica(module), *rest, size=3, touched=Touched(1), groups=WindowGroups([])
+        )
     return Replica(module, FlatReplica(module), *rest, **options)
 
 

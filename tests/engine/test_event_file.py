@@ -81,7 +81,7 @@ def test_a_disk_that_is_full_before_is_told_at_the_start() -> None:
 
 
 def test_lines_are_written_until_it_is_closed(tmp_path: Path) -> None:
-    file = EventFile(tmp_path / "run.jsonl")
+    file = EventFile(tmp_path / "run.jsonl", print)
     file.write("one\n")
     file.close()
     file.write("two\n")
@@ -93,4 +93,4 @@ def test_lines_are_written_until_it_is_closed(tmp_path: Path) -> None:
 def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OptionError, match="give another path"):
-        EventFile(tmp_path / "pipe")
+        EventFile(tmp_path / "pipe", print)

@@ -1,16 +1,32 @@
-"""What an engine is given beside what it trains."""
+"""Objects that the threads of a run share."""
 
 from __future__ import annotations
 
-from flowdp.engine.services import Care
+import torch
+
+from flowdp.checkpoint.writer import Saver
+from flowdp.data.open_source import open_source
+from flowdp.engine.failures import Failures
+from flowdp.engine.records import Records
+from flowdp.engine.requests import Requests
+from flowdp.engine.services import Services
 
 
-def test_an_engine_does_without_any_of_it() -> None:
-    care = Care()
-    assert care.store is care.evaluator is care.stall_timeout_s is care.sigterm is None
-    assert not care.has_listeners
-    assert care.on_nan == "quarantine"
+def services() -> Services:
+    records, failures = Records(), Failures()
+    requests = Requests(records, failures)
+    given = dict.fromkeys(("shuffle", "drop_last", "collate_fn", "num_workers"))
+    return Services(
+        source=open_source(torch.ones(4, 1), batch_size=2, seed=0, epochs=1, **given),  # type: ignore[arg-type]
+        records=records,
+        failures=failures,
+        requests=requests,
+        saver=Saver(None, {}, None, requests.fail),
+    )
 
 
-def test_no_two_runs_share_a_fingerprint() -> None:
-    assert Care().fingerprint is not Care().fingerprint
+def test_a_run_needs_neither_evaluation_nor_signals_nor_callbacks() -> None:
+    own = services()
+    assert own.evaluator is own.sigterm is own.event_file is None
+    assert own.close_observer(None)
+    assert own.fingerprint is not services().fingerprint

@@ -9,7 +9,7 @@ import pytest
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.barrier_tasks import MINUTE_MS, BarrierPlan, SavePlan
-from flowdp.machine.config import GlobalBatch, RunConfig
+from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.coordinator import Coordinator, Life
 from flowdp.options import Policy
 from flowdp.policy.monitor import Monitor
@@ -56,7 +56,9 @@ from tests.planned import sync_now
 
 
 def coordinator(policy: Policy = "cadence", **given: Any) -> Coordinator:
-    return Coordinator(RunConfig(**{"world_size": 2, "batches": 12, "epochs": 1, "policy": policy, **given}))
+    return Coordinator(
+        CoordinatorConfig(**{"world_size": 2, "batches": 12, "epochs": 1, "policy": policy, **given})
+    )
 
 
 def started(policy: Policy = "cadence", **given: Any) -> tuple[Coordinator, list[Command]]:
@@ -650,12 +652,14 @@ def test_a_monitor_without_its_number_ends_the_run() -> None:
 
 
 def test_a_scheduler_sees_one_kind_of_loss() -> None:
-    machine = Coordinator(RunConfig(world_size=1, batches=1, wait_for_metric=True, max_steps=9))
+    machine = Coordinator(CoordinatorConfig(world_size=1, batches=1, wait_for_metric=True, max_steps=9))
     own, evaluated = ended_epoch(0, 2.0), ended_epoch(1, 3.0, loss=5.0)
     machine._watch_metric([own])
     assert machine.epochs.metric == 2.0
     tasks = BarrierPlan(eval_every=2)
-    machine = Coordinator(RunConfig(world_size=1, batches=1, wait_for_metric=True, max_steps=9, tasks=tasks))
+    machine = Coordinator(
+        CoordinatorConfig(world_size=1, batches=1, wait_for_metric=True, max_steps=9, tasks=tasks)
+    )
     # That of an epoch without an evaluation cannot be compared with those of the others.
     machine._watch_metric([own])
     assert machine.epochs.metric is None

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import pytest
 
 from flowdp.machine import event_log as module
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator, Life
 from flowdp.machine.event_log import RECORDS, EventLog, brief, decode, encode, replay
 from flowdp.options import CadenceOptions
@@ -84,7 +84,7 @@ def test_all_facts_and_commands_are_messages() -> None:
 
 def test_a_config_survives() -> None:
     cadence = CadenceOptions(anchor=3, speed_hint=(1, 2.5), max_anchor=None)
-    config = RunConfig(world_size=2, batches=5, max_steps=9, cadence=cadence, ratios=(0.25, 0.75))
+    config = CoordinatorConfig(world_size=2, batches=5, max_steps=9, cadence=cadence, ratios=(0.25, 0.75))
     assert decode(encode(config)) == config
     # A list of ratios comes back as what the machine makes of it anyway.
     assert decode(encode(replace(config, ratios=[0.25, 0.75]))) == config
@@ -139,7 +139,7 @@ def test_brief_says_what_is_not_as_usual() -> None:
 
 
 # ---------------------------------------------------------------- a run by hand
-CONFIG = RunConfig(world_size=1, batches=100, epochs=100)
+CONFIG = CoordinatorConfig(world_size=1, batches=100, epochs=100)
 
 
 class Run:
@@ -301,8 +301,8 @@ def test_an_event_log_torn_in_the_middle_of_a_line() -> None:
         ('{"now_ms": 1.0}', "not the header of an event log"),
         ('{"event_log": 99}', "an event log of format 99, not 1"),
         (
-            '{"event_log": 1, "dropped": 0, "config": {"RunConfig": {"size": 2}}}',
-            "RunConfig of another version",
+            '{"event_log": 1, "dropped": 0, "config": {"CoordinatorConfig": {"size": 2}}}',
+            "CoordinatorConfig of another version",
         ),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 from flowdp.errors import ProtocolError
 from flowdp.machine.async_rounds import AsyncRounds
 from flowdp.machine.cadence_rounds import CadenceRounds
-from flowdp.machine.config import GlobalBatch, RunConfig
+from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.exact_rounds import ExactRounds
 from flowdp.machine.policies import ROUNDS, make_rounds
@@ -21,7 +21,7 @@ EXACT = {"policy": "exact", "global_batch": GlobalBatch(8, 30)}
 
 
 def made(**given: Any) -> Rounds:
-    config = RunConfig(**{"world_size": 2, "batches": 4, "epochs": 1, **given})
+    config = CoordinatorConfig(**{"world_size": 2, "batches": 4, "epochs": 1, **given})
     return make_rounds(config, Epochs(config.batches, config.epochs, None, config.world_size))
 
 

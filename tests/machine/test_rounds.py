@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from flowdp.machine.config import GlobalBatch, RunConfig
+from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.policies import ROUNDS, make_rounds
 from flowdp.machine.rounds import Averages, Constraints, Shares
@@ -17,7 +17,9 @@ from flowdp.protocol.messages import StartEpoch
 
 @pytest.mark.parametrize("policy", get_args(Policy))
 def test_they_begin_idle_and_order_nothing_on_hold(policy: Policy) -> None:
-    config = RunConfig(world_size=2, batches=4, epochs=1, policy=policy, global_batch=GlobalBatch(8, 30))
+    config = CoordinatorConfig(
+        world_size=2, batches=4, epochs=1, policy=policy, global_batch=GlobalBatch(8, 30)
+    )
     rounds = make_rounds(config, Epochs(4, 1, None, 2))
     assert rounds.shares in get_args(Shares)
     assert rounds.averages in get_args(Averages)

@@ -94,7 +94,7 @@ def stop(run: flowdp.Run) -> None:
     run.stop()
     engine, records = run._engine, run._engine.records
     with records._changed:
-        assert records._changed.wait_for(lambda: records._heard_wishes >= engine._asked, WAIT_S)
+        assert records._changed.wait_for(lambda: records._heard_wishes >= engine._requests._count, WAIT_S)
 
 
 def stop_at(witness: Witness, step: int, job: flowdp.Trainer) -> flowdp.TrainedState:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import flowdp
 from flowdp import OutOfDeviceMemory, StepError
 from flowdp.data.loader_source import LoaderSource
+from flowdp.data.open_source import open_source
 from tests.numerics.conftest import Step, Witness
 from tests.reliability.small import BATCH, SAMPLES, WAIT_S, Counts, Written, count, trainer
 
@@ -49,6 +50,24 @@ def kept(witness: Witness, epoch: int, *failed: int) -> Counter[int]:
     """How often the samples of an epoch were trained, without what was lost."""
     gone = Counter(i for rank in failed for s in lost(witness, rank) if s.epoch == epoch for i in s.indices)
     return witness.samples(epoch) - gone
+
+
+def lent_at_most(witness: Witness, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Batches that the next run's source has lent, before each step."""
+    sources: list[Any] = []
+    lent: list[int] = []
+
+    def opened(*args: Any, **options: Any) -> Any:
+        sources.append(open_source(*args, **options))
+        return sources[-1]
+
+    def before(*_: object) -> None:
+        assert isinstance(sources[-1], LoaderSource)
+        lent.append(len(sources[-1]._lent))
+
+    monkeypatch.setattr("flowdp.config.open_source", opened)
+    witness.before = before
+    return lent
 
 
 def equal(policy: str, devices: int) -> list[float] | None:
@@ -295,7 +314,15 @@ class Stumbling(torch.optim.SGD):
     ],
 )
 def test_what_was_read_is_trained_by_the_others(
-    witness: Witness, lanes: str, policy: str, read: str, place: str, step: int, devices: int, rank: int
+    witness: Witness,
+    monkeypatch: pytest.MonkeyPatch,
+    lanes: str,
+    policy: str,
+    read: str,
+    place: str,
+    step: int,
+    devices: int,
+    rank: int,
 ) -> None:
     fails = Fails(step, rank)
 
@@ -321,9 +348,7 @@ def test_what_was_read_is_trained_by_the_others(
         cadence=flowdp.CadenceOptions(anchor=2, max_anchor=2),
         runtime=flowdp.RuntimeOptions(partition_ratios=equal(policy, devices)),
     )
-    source, most = job._first_source, []
-    assert isinstance(source, LoaderSource)
-    witness.before = lambda *_: most.append(len(source._lent))
+    most = lent_at_most(witness, monkeypatch)
     run = job.start()
     state = run.join(WAIT_S)
     assert (state.epochs_done, run.error) == (4, None)
@@ -363,7 +388,9 @@ def test_steps_of_several_batches(witness: Witness, lanes: str, policy: str, siz
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_a_bad_replica_has_trained_is_not_kept(witness: Witness, policy: str) -> None:
+def test_what_a_bad_replica_has_trained_is_not_kept(
+    witness: Witness, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
     fails = Fails(4, 1)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -381,9 +408,7 @@ def test_what_a_bad_replica_has_trained_is_not_kept(witness: Witness, policy: st
         epochs=4,
         runtime=flowdp.RuntimeOptions(partition_ratios=equal(policy, 2)),
     )
-    source, most = job._first_source, []
-    assert isinstance(source, LoaderSource)
-    witness.before = lambda *_: most.append(len(source._lent))
+    most = lent_at_most(witness, monkeypatch)
     run = job.start()
     assert run.join(WAIT_S).epochs_done == 4
     left, bad = run.status().problems

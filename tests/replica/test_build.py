@@ -11,9 +11,10 @@ from torch import nn
 
 from flowdp.errors import OptionError
 from flowdp.replica.batch_sizes import plan_sizes
-from flowdp.replica.build import Parts, build_replicas
+from flowdp.replica.build import ReplicaConfig, build_replicas
 from flowdp.replica.custom_step import CustomStepReplica
 from flowdp.replica.exact_replica import ExactReplica
+from flowdp.replica.learning_rate import SchedulerOptions
 from flowdp.replica.replica import Replica
 
 CPU = torch.device("cpu")
@@ -23,7 +24,7 @@ def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.5)
 
 
-def parts(policy: Any = "cadence", devices: int = 2, **given: Any) -> Parts:
+def settings(policy: Any = "cadence", devices: int = 2, **given: Any) -> ReplicaConfig:
     options: dict[str, Any] = {
         "model": lambda: nn.Linear(2, 2),
         "optimizer": adam,
@@ -34,14 +35,14 @@ def parts(policy: Any = "cadence", devices: int = 2, **given: Any) -> Parts:
         "seed": 0,
         "precision": "32",
         "max_grad_norm": None,
-        "schedule": (None, None, None, 2.0),
+        "scheduler": SchedulerOptions(lr_scale_ratio=1.0),
     }
-    return Parts(**options | given)
+    return ReplicaConfig(**options | given)
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async", "exact"])
 def test_replicas_are_equal_and_share_nothing(policy: str) -> None:
-    made = build_replicas(parts(policy, 3), [CPU] * 3)
+    made = build_replicas(settings(policy, 3), [CPU] * 3)
     first, *others = (replica.module.weight for replica in made)
     for weight in others:
         assert torch.equal(weight, first)
@@ -52,7 +53,7 @@ def test_replicas_are_equal_and_share_nothing(policy: str) -> None:
 
 
 def test_each_optimizer_has_its_replicas_parameters_and_rate() -> None:
-    for replica in build_replicas(parts(), [CPU, CPU]):
+    for replica in build_replicas(settings(), [CPU, CPU]):
         [optimizer] = replica.optimizers
         assert optimizer.param_groups[0]["params"] == list(replica.module.parameters())
         assert optimizer.param_groups[0]["lr"] == 1.0  # times the schedule's factor
@@ -64,7 +65,7 @@ def test_an_instance_gives_its_weights_and_its_optimizer_state() -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     before = model.weight.detach().clone()
-    for replica in build_replicas(parts(model=model, optimizer=optimizer), [CPU, CPU]):
+    for replica in build_replicas(settings(model=model, optimizer=optimizer), [CPU, CPU]):
         assert torch.equal(replica.module.weight, before)
         assert replica.module.weight is not model.weight
         [twin] = replica.optimizers
@@ -78,11 +79,13 @@ def test_a_step_of_the_users_own_may_have_several_optimizers() -> None:
         first, second = params
         return {"one": adam([first]), "two": adam([second])}
 
-    made = build_replicas(parts(optimizer=two, loss=None, train_step=lambda worker, batch: None), [CPU] * 2)
+    made = build_replicas(
+        settings(optimizer=two, loss=None, train_step=lambda worker, batch: None), [CPU] * 2
+    )
     assert {type(replica) for replica in made} == {CustomStepReplica}
     assert [list(replica.optimizers) for replica in made] == [["one", "two"]] * 2
     with pytest.raises(OptionError, match="2 optimizers"):
-        build_replicas(parts(optimizer=two), [CPU] * 2)
+        build_replicas(settings(optimizer=two), [CPU] * 2)
 
 
 @pytest.mark.parametrize(("policy", "warns"), [("exact", True), ("sync", False)])
@@ -90,7 +93,7 @@ def test_batch_norm_under_exact_is_not_that_of_the_window(
     policy: str, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "flowdp"):
-        build_replicas(parts(policy, model=lambda: nn.BatchNorm1d(2)), [CPU] * 2)
+        build_replicas(settings(policy, model=lambda: nn.BatchNorm1d(2)), [CPU] * 2)
     assert (
         any("statistics from each micro-batch, not from the window of 8" in m for m in caplog.messages)
         == warns
@@ -99,7 +102,7 @@ def test_batch_norm_under_exact_is_not_that_of_the_window(
 
 def test_batch_norm_that_is_frozen_takes_no_statistics(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
-    for replica in build_replicas(parts("exact", model=model), [CPU] * 2):
+    for replica in build_replicas(settings("exact", model=model), [CPU] * 2):
         assert not replica.module[1].training
         assert replica.least == 1
     assert caplog.messages == []
@@ -112,9 +115,9 @@ def test_an_optimizer_factory_reads_the_marks_on_parameters(devices: int) -> Non
 
     model = nn.Linear(2, 2)
     model.weight._optim = {"lr": 0.0}
-    for replica in build_replicas(parts(model=model, optimizer=by_mark, devices=devices), [CPU] * devices):
+    for replica in build_replicas(settings(model=model, optimizer=by_mark, devices=devices), [CPU] * devices):
         [optimizer] = replica.optimizers
-        assert [group["lr"] for group in optimizer.param_groups] == [0.0, 1.0]
+        assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.5 * devices]
 
 
 class Alternating(nn.Module):
@@ -137,7 +140,7 @@ def by_kind(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("policy", ["cadence", "exact"])
 def test_each_parameter_group_lies_in_one_piece_on_every_rank(policy: str) -> None:
-    made = build_replicas(parts(policy, model=Alternating, optimizer=by_kind), [CPU, CPU])
+    made = build_replicas(settings(policy, model=Alternating, optimizer=by_kind), [CPU, CPU])
     made[0].flat.check_like(made[1].flat)
     for replica in made:
         assert replica.steps_flat
@@ -148,7 +151,7 @@ def test_each_parameter_group_lies_in_one_piece_on_every_rank(policy: str) -> No
 
 def test_a_step_of_the_users_own_finds_parameters_where_they_were_and_gradients_as_torch_has_them() -> None:
     options: dict[str, Any] = {"loss": None, "train_step": lambda *_: None}
-    for replica in build_replicas(parts(model=Alternating, optimizer=by_kind, **options), [CPU, CPU]):
+    for replica in build_replicas(settings(model=Alternating, optimizer=by_kind, **options), [CPU, CPU]):
         assert not replica.steps_flat
         assert replica.gradients is None
         assert [one.dim() for one, _ in replica.flat.parameters()] == [2, 1, 2, 1]
@@ -159,6 +162,6 @@ def test_an_optimizer_of_another_kind_keeps_its_parameters() -> None:
     def adafactor(params: Any) -> torch.optim.Optimizer:
         return torch.optim.Adafactor(params)
 
-    [replica] = build_replicas(parts(devices=1, optimizer=adafactor), [CPU])
+    [replica] = build_replicas(settings(devices=1, optimizer=adafactor), [CPU])
     assert not replica.steps_flat
     assert replica.module.weight.grad is None

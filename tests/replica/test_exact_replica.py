@@ -38,11 +38,6 @@ def replica(
     rate, lane = LearningRate([optimizer]), HostLane(CPU)
     rest = options.get("precision", "32"), options.get("max_grad_norm")
     own = ExactReplica(
-        size,
-        Touched(1),
-        WindowGroups([]),
-        None,
-        False,
         module,
         FlatReplica(module),
         [optimizer],
@@ -50,7 +45,10 @@ def replica(
         rate,
         lane,
         *rest,
-    )  # fmt: skip
+        size=size,
+        touched=Touched(1),
+        groups=WindowGroups([]),
+    )
     return own, CurrentWorker(0, CPU, module, samples=7, sink=lambda *_: None)
 
 

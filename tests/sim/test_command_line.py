@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.event_log import EventLog
 from flowdp.sim import __main__ as command_line
 from flowdp.sim.scenario import Scenario
 from flowdp.sim.world import World
 
-SCENARIO = Scenario(seed=0, config=RunConfig(world_size=2, batches=40, epochs=2), ms_per_step=(1.0, 2.0))
+SCENARIO = Scenario(
+    seed=0, config=CoordinatorConfig(world_size=2, batches=40, epochs=2), ms_per_step=(1.0, 2.0)
+)
 
 
 def log_of(world: World) -> list[str]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.protocol.messages import Arrival, Directives, StartEpoch, SyncPoints
 from flowdp.sim.scenario import Crash, Scenario
 from tests.simulator.cluster import JudgedWorld
 
 
 def world(**given: object) -> JudgedWorld:
-    config = RunConfig(world_size=3, batches=3, epochs=1, policy="sync")
+    config = CoordinatorConfig(world_size=3, batches=3, epochs=1, policy="sync")
     plain = Scenario(seed=0, config=config, ms_per_step=(1.0, 1.0, 1.0), sync_ms=5.0, latency_ms=0.0, **given)  # type: ignore[arg-type]
     made = JudgedWorld(plain)
     for rank in made.ranks:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.protocol.position import OpenEpoch, Position
 from flowdp.sim.scenario import Crash, Scenario
 
 
 def scenario(**config: Any) -> Scenario:
-    made = RunConfig(**{"world_size": 1, "batches": 10, "epochs": 3, **config})
+    made = CoordinatorConfig(**{"world_size": 1, "batches": 10, "epochs": 3, **config})
     return Scenario(seed=0, config=made, ms_per_step=(1.0,), sync_ms=0.0, latency_ms=0.0)
 
 

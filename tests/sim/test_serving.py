@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from flowdp.machine.barrier_tasks import BarrierPlan
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.protocol.messages import CopyReplica, Evaluate, Evaluated, ReplicaCopied, SaveState, StateSaved
 from flowdp.sim.clock import Clock
 from flowdp.sim.scenario import Scenario
@@ -15,7 +15,7 @@ from tests.simulator.rules import Rules
 
 SCENARIO = Scenario(
     seed=0,
-    config=RunConfig(world_size=2, batches=4, epochs=1, tasks=BarrierPlan(eval_every=1)),
+    config=CoordinatorConfig(world_size=2, batches=4, epochs=1, tasks=BarrierPlan(eval_every=1)),
     ms_per_step=(1.0, 1.0),
     sync_ms=3.0,
     eval_batches=9,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.protocol.messages import DataEnded
 from flowdp.protocol.position import Position
 from flowdp.sim.clock import Clock
@@ -16,7 +16,7 @@ class Readings:
     """A reader of epochs of 3, 1, 3, ... batches, 10 ms each, and what it said."""
 
     def __init__(self, ahead: int, epochs: int | None = 2, start: Position | None = None) -> None:
-        config = RunConfig(world_size=2, batches=None, epochs=epochs, start=start)
+        config = CoordinatorConfig(world_size=2, batches=None, epochs=epochs, start=start)
         scenario = Scenario(
             seed=0, config=config, ms_per_step=(1.0, 1.0), lengths=(3, 1), read_ms=10.0, ahead=ahead
         )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
 from flowdp.protocol.commands import Command
 from flowdp.protocol.messages import Fact
@@ -16,7 +16,9 @@ from flowdp.sim.scenario import Scenario
 from flowdp.sim.watcher import Watcher
 from flowdp.sim.world import Machines, World
 
-SCENARIO = Scenario(seed=0, config=RunConfig(world_size=2, batches=20, epochs=1), ms_per_step=(1.0, 2.0))
+SCENARIO = Scenario(
+    seed=0, config=CoordinatorConfig(world_size=2, batches=20, epochs=1), ms_per_step=(1.0, 2.0)
+)
 
 
 class Recorder(Watcher):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.worker import WorkerMachine
 from flowdp.options import Policy
@@ -20,7 +20,7 @@ from tests.simulator.rules import Violation
 
 
 def scenario(policy: Policy = "sync", **given: Any) -> Scenario:
-    config = RunConfig(world_size=2, batches=20, epochs=1, policy=policy)
+    config = CoordinatorConfig(world_size=2, batches=20, epochs=1, policy=policy)
     return replace(
         Scenario(seed=0, config=config, ms_per_step=(10.0, 20.0), sync_ms=2.0, latency_ms=0.0), **given
     )
@@ -47,7 +47,7 @@ def test_time_adds_up() -> None:
 
 
 def test_a_device_alone_averages_nothing() -> None:
-    config = RunConfig(world_size=1, batches=7, epochs=2)
+    config = CoordinatorConfig(world_size=1, batches=7, epochs=2)
     world = ran(Scenario(seed=0, config=config, ms_per_step=(3.0,), sync_ms=50.0, latency_ms=0.0))
     assert world.clock.now_ms == pytest.approx(14 * 3.0)
 

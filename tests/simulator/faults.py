@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from flowdp.machine.barrier_tasks import MINUTE_MS, BarrierPlan, SavePlan
-from flowdp.machine.config import GlobalBatch, RunConfig
+from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.monitor import Monitor
 from flowdp.protocol.messages import Requested
@@ -27,7 +27,7 @@ def draw(seed: int) -> Scenario:
     base_ms = rng.choice((0.5, 4.0, 20.0))
     ms_per_step = tuple(base_ms * rng.uniform(1.0, ratio) for _ in range(world_size))
     policy: Policy = rng.choice(("sync", "cadence", "cadence", "async", "async"))
-    config = RunConfig(
+    config = CoordinatorConfig(
         world_size=world_size,
         batches=rng.choice((1, 2, 3, rng.randint(1, 12), rng.randint(10, 60), rng.randint(30, 150))),
         epochs=rng.choice((1, 1, 2, 3, 4)),
@@ -91,7 +91,7 @@ def _draw_disturbed(rng: random.Random, scenario: Scenario) -> Scenario:
     )
     calm = Scenario(
         seed=scenario.seed,
-        config=RunConfig(
+        config=CoordinatorConfig(
             world_size=ranks,
             batches=batches,
             epochs=8 + 80 // rounds_per_epoch,

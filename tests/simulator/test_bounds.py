@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.protocol.messages import Requested
 from flowdp.sim.scenario import Scenario, Wish
 from tests.simulator.bounds import Bounds
 
 
 def scenario(**config: Any) -> Scenario:
-    made = RunConfig(**{"world_size": 1, "batches": 10, "epochs": 3, **config})
+    made = CoordinatorConfig(**{"world_size": 1, "batches": 10, "epochs": 3, **config})
     return Scenario(seed=0, config=made, ms_per_step=(1.0,), sync_ms=0.0, latency_ms=0.0)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.worker import Step
 from flowdp.policy.tally import RankSums
 from flowdp.protocol.position import OpenEpoch, Position
@@ -18,7 +18,7 @@ from tests.simulator.violation import Violation
 
 SCENARIO = Scenario(
     seed=0,
-    config=RunConfig(world_size=2, batches=4, epochs=2),
+    config=CoordinatorConfig(world_size=2, batches=4, epochs=2),
     ms_per_step=(1.0, 1.0),
     batch_size=8,
     last_batch=3,

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.sim.scenario import Crash, Scenario
 from tests.simulator.cluster import JudgedWorld
 from tests.simulator.lives import play
 from tests.simulator.violation import Violation
 
-CONFIG = RunConfig(world_size=2, batches=20, epochs=2, policy="sync", tasks=BarrierPlan(SavePlan(4, "step")))
+CONFIG = CoordinatorConfig(
+    world_size=2, batches=20, epochs=2, policy="sync", tasks=BarrierPlan(SavePlan(4, "step"))
+)
 SCENARIO = Scenario(seed=0, config=CONFIG, ms_per_step=(1.0, 1.0), sync_ms=0.1, latency_ms=0.0)
 
 

@@ -16,7 +16,7 @@ import pytest
 from flowdp.machine.armed_rounds import ArmedRounds, HeldRounds
 from flowdp.machine.async_rounds import AsyncRounds
 from flowdp.machine.barrier_tasks import BarrierPlan, Standstill
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator, Life
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.exact_rounds import ExactRounds
@@ -261,7 +261,7 @@ def a_hurried_round_voids_nothing(patch: Patch) -> Machines:
 
 STOPPED = Scenario(
     seed=0,
-    config=RunConfig(world_size=2, batches=2000, epochs=1, cadence=CadenceOptions(anchor=30)),
+    config=CoordinatorConfig(world_size=2, batches=2000, epochs=1, cadence=CadenceOptions(anchor=30)),
     ms_per_step=(1.0, 2.0),
     wishes=(Wish(200.0, Requested("stop")),),
 )
@@ -388,7 +388,7 @@ def a_slow_rank_gets_no_quota(patch: Patch) -> None:
 
 SHORT_LAST_ROUNDS = Scenario(
     seed=0,
-    config=RunConfig(world_size=2, batches=61, epochs=4, policy="cadence"),
+    config=CoordinatorConfig(world_size=2, batches=61, epochs=4, policy="cadence"),
     ms_per_step=(20.0, 20.0),
     sync_ms=4.0,
 )
@@ -572,7 +572,9 @@ def the_run_ends_without_a_last_mean(patch: Patch) -> None:
 
 SLOW_LINKS = Scenario(
     seed=0,
-    config=RunConfig(world_size=4, batches=16, epochs=1, policy="async", cadence=CadenceOptions(anchor=1)),
+    config=CoordinatorConfig(
+        world_size=4, batches=16, epochs=1, policy="async", cadence=CadenceOptions(anchor=1)
+    ),
     ms_per_step=(1.0, 1.0, 1.0, 1.0),
     latency_ms=20.0,
 )
@@ -865,7 +867,7 @@ def a_bad_snapshot_is_averaged(patch: Patch) -> None:
 
 LATE_AND_BAD = Scenario(
     seed=0,
-    config=RunConfig(
+    config=CoordinatorConfig(
         world_size=2,
         batches=20,
         epochs=4,
@@ -947,7 +949,7 @@ def a_wish_is_forgotten(patch: Patch) -> None:
 # ---------------------------------------------------------------- shares behind a disturbance
 HICCUP = Scenario(
     seed=0,
-    config=RunConfig(world_size=2, batches=10, epochs=70, policy="cadence"),
+    config=CoordinatorConfig(world_size=2, batches=10, epochs=70, policy="cadence"),
     ms_per_step=(20.0, 20.0),
     disturbance=Disturbance(rank=1, step=20, factor=100.0),
 )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.options import Policy
 from flowdp.policy.cadence import Cadence
 from flowdp.protocol.position import Position
@@ -21,7 +21,7 @@ from tests.simulator.violation import Violation
 def scenario(policy: Policy = "cadence", epochs: int = 70, for_ms: float = 5000.0) -> Scenario:
     return Scenario(
         seed=0,
-        config=RunConfig(world_size=2, batches=10, epochs=epochs, policy=policy),
+        config=CoordinatorConfig(world_size=2, batches=10, epochs=epochs, policy=policy),
         ms_per_step=(20.0, 20.0),
         disturbance=Disturbance(rank=1, step=20, factor=100.0, for_ms=for_ms),
     )
@@ -47,7 +47,7 @@ def test_equal_devices_share_alike_when_one_of_them_was_slow(policy: Policy, for
 
 
 def test_a_poisoned_pace_of_a_checkpoint_recovers() -> None:
-    config = RunConfig(
+    config = CoordinatorConfig(
         world_size=2, batches=10, epochs=12, start=Position(2, anchor=10, pace_ms=(20.0, 1600.0))
     )
     world = ran(Scenario(seed=0, config=replace(config, policy="cadence"), ms_per_step=(20.0, 20.0)))
@@ -56,7 +56,7 @@ def test_a_poisoned_pace_of_a_checkpoint_recovers() -> None:
 
 def test_a_device_that_is_too_slow_for_an_epoch_is_asked_ever_more_rarely() -> None:
     """It never has a step in time; 80 epochs cost a handful of its steps and no more."""
-    config = RunConfig(world_size=2, batches=10, epochs=80, policy="cadence")
+    config = CoordinatorConfig(world_size=2, batches=10, epochs=80, policy="cadence")
     world = ran(Scenario(seed=0, config=config, ms_per_step=(20.0, 2000.0)))
     assert 4 <= world.rules.steps[1] <= 12
 

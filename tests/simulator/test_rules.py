@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.worker import Done, Step
 from flowdp.options import CadenceOptions, Policy
@@ -29,7 +29,7 @@ from tests.simulator.rules import Rules, Violation
 
 
 def rules(policy: Policy = "cadence") -> Rules:
-    config = RunConfig(
+    config = CoordinatorConfig(
         world_size=2,
         batches=4,
         epochs=1,
@@ -407,7 +407,7 @@ def test_a_lost_rank_is_judged_no_more() -> None:
 
 def test_a_life_goes_on_where_the_one_before_was_saved() -> None:
     memory = Memory(trained=Counter({(0, batch): 1 for batch in range(4)}), global_step=9, epochs=1)
-    config = RunConfig(world_size=2, batches=4, epochs=2)
+    config = CoordinatorConfig(world_size=2, batches=4, epochs=2)
     judge = Rules(Scenario(seed=0, config=config, ms_per_step=(1.0, 1.0)), memory)
     with pytest.raises(Violation, match=r"^S13: "):
         judge.step_begins(0, (1, 0), 8)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flowdp.machine.barrier_tasks import MINUTE_MS, BarrierPlan, SavePlan
-from flowdp.machine.config import GlobalBatch, RunConfig
+from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.policy.monitor import Best, Monitor
 from flowdp.policy.tally import RankSums, Tally, Work
 from flowdp.protocol.commands import EpochEnded, Finish, RoundEnded, Save
@@ -23,7 +23,7 @@ from tests.simulator.violation import Violation
 
 
 def judge(tasks: BarrierPlan | None = None, memory: Memory | None = None, **config: Any) -> Standing:
-    made = RunConfig(world_size=2, batches=4, epochs=4, tasks=tasks or BarrierPlan(), **config)
+    made = CoordinatorConfig(world_size=2, batches=4, epochs=4, tasks=tasks or BarrierPlan(), **config)
     scenario = Scenario(seed=0, config=made, ms_per_step=(1.0, 1.0), eval_batches=2)
     memory = memory or Memory()
     return Standing(scenario, Effect(scenario, memory), memory)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from flowdp.machine.config import GlobalBatch, RunConfig
+from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.worker import Step
 from flowdp.protocol.commands import Finish
 from flowdp.protocol.messages import Outcome, Part
@@ -15,7 +15,7 @@ from tests.simulator.faults import Crash, Scenario
 from tests.simulator.violation import Violation
 from tests.simulator.windows import Windows
 
-CONFIG = RunConfig(world_size=3, batches=2, epochs=1, policy="exact", global_batch=GlobalBatch(8, 13))
+CONFIG = CoordinatorConfig(world_size=3, batches=2, epochs=1, policy="exact", global_batch=GlobalBatch(8, 13))
 SCENARIO = Scenario(seed=0, config=CONFIG, ms_per_step=(1.0, 1.0, 1.0), batch_size=3)
 
 

@@ -19,7 +19,7 @@ from flowdp.device.discovery import resolve_devices
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import HostLane
 from flowdp.errors import OptionError, ProtocolError
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.gate import GateState
 from flowdp.protocol.commands import Average, Command, RoundAbandoned, RoundEnded, Send
@@ -78,7 +78,7 @@ class Cluster:
     """Two ranks whose parameters are one value, their snapshots, and the machine that asks for them."""
 
     def __init__(self, shape: Sequence[int] = (4,)) -> None:
-        self.machine = Coordinator(RunConfig(world_size=2, batches=10_000, epochs=1, policy="async"))
+        self.machine = Coordinator(CoordinatorConfig(world_size=2, batches=10_000, epochs=1, policy="async"))
         self.replicas = [replica(rank, shape) for rank in (0, 1)]
         self.snapshots = SnapshotMean(self.replicas, HOST)
         self.now_ms = 0.0
@@ -160,7 +160,9 @@ def _weighted(vector: Vector) -> Answers:
 
 @answers("CA-003")
 def _trigger(vector: Vector) -> Answers:
-    machine = Coordinator(RunConfig(world_size=2, batches=4, epochs=1, policy=vector["setup"]["policy"]))
+    machine = Coordinator(
+        CoordinatorConfig(world_size=2, batches=4, epochs=1, policy=vector["setup"]["policy"])
+    )
     commands = [*machine.handle(WorkerReady(0), 0.0), *machine.handle(WorkerReady(1), 0.0)]
     orders = [[type(c.order).__name__ for c in commands if c.rank == rank] for rank in (0, 1)]
     assert orders[0] == orders[1]

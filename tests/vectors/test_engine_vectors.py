@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiStepLR
 
 from flowdp import OptionError, SchedulerOptions, Trainer, current_worker, record_scalar
+from flowdp.checkpoint.writer import Saver
 from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.local import LocalMean
 from flowdp.data.open_feeds import open_feeds
@@ -29,6 +30,9 @@ from flowdp.device.streams import HostLane
 from flowdp.device.worker_context import CurrentWorker, bind
 from flowdp.engine.failures import Failures
 from flowdp.engine.meter import HostMeter, OrderReport
+from flowdp.engine.records import Records
+from flowdp.engine.requests import Requests
+from flowdp.engine.services import MeetingPoint, Services
 from flowdp.engine.worker_thread import Mail, Worker
 from flowdp.machine.worker import Done
 from flowdp.policy.pool_size import PoolSize
@@ -225,16 +229,23 @@ class Rank:
             torch.ones(samples, 1), batch_size=batch_size, shuffle=None, seed=0, drop_last=None,
             collate_fn=None, num_workers=None, epochs=None,
         )  # fmt: skip
-        self.facts: Inbox[Fact] = Inbox(64, "the test")
         self.inbox: Inbox[Mail] = Inbox(64, "rank 0")
         gate = Gate(1)
         self.mean = Watched([self.flat], gate.finish)
         self.snapshots = SnapshotMean([self.flat], [lane])
         [feed] = open_feeds(source, [lane])
-        self.worker = Worker(
-            0, replica, source, feed, gate, self.mean, self.snapshots,
-            self.inbox, self.facts.post, Failures(), PoolSize(1),
-        )  # fmt: skip
+        records, failures = Records(), Failures()
+        requests = Requests(records, failures)
+        self.facts = requests.inbox
+        services = Services(
+            source=source,
+            records=records,
+            failures=failures,
+            requests=requests,
+            saver=Saver(None, {}, None, requests.fail),
+        )
+        meeting = MeetingPoint(gate=gate, collective=self.mean, snapshots=self.snapshots)
+        self.worker = Worker(0, [replica], services, meeting, feed=feed, inbox=self.inbox, pool=PoolSize(1))
         self.thread = threading.Thread(target=self.worker.run)
 
     def start(self, *orders: Mail) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flowdp.machine.async_rounds import AsyncRounds
-from flowdp.machine.config import RunConfig
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.gate import GateState, decide
@@ -110,7 +110,7 @@ def orders(commands: list[Command]) -> dict[int, StartEpoch]:
 
 
 def started(**given: Any) -> tuple[Coordinator, dict[int, StartEpoch]]:
-    machine = Coordinator(RunConfig(**{"world_size": 2, "batches": 100, "epochs": 1, **given}))
+    machine = Coordinator(CoordinatorConfig(**{"world_size": 2, "batches": 100, "epochs": 1, **given}))
     commands = [command for rank in (0, 1) for command in machine.handle(WorkerReady(rank), 0.0)]
     return machine, orders(commands)
 

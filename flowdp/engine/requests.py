@@ -1,0 +1,53 @@
+"""Requests of the user, and errors from outside a run's threads, on their way to the coordinator."""
+
+from __future__ import annotations
+
+import threading
+
+from flowdp.engine.failures import Failures
+from flowdp.engine.records import Records
+from flowdp.errors import FlowdpError
+from flowdp.protocol.messages import Fact, Failed, Requested
+from flowdp.threads.inbox import Inbox
+
+__all__ = ["Requests"]
+
+COORDINATOR_INBOX = 4096
+"""Facts that may wait for the coordinator; a worker has at most a handful out."""
+
+
+class Requests:
+    """The coordinator's inbox, and the requests in it.
+
+    Args:
+        records: Records of the run; a run that is over takes no requests.
+        failures: Failures of the run.
+
+    Attributes:
+        inbox: Inbox of the coordinator's thread.
+
+    Threads:
+        Any.
+    """
+
+    def __init__(self, records: Records, failures: Failures) -> None:
+        self.inbox: Inbox[Fact] = Inbox(COORDINATOR_INBOX, "the coordinator")
+        self._records = records
+        self._failures = failures
+        self._count = 0
+        self._lock = threading.Lock()  # numbers the requests in the order in which the inbox has them
+
+    def request(self, wish: Requested) -> int:
+        """Send a request to the coordinator; returns its number at once."""
+        with self._lock:
+            if not self._records.is_over:
+                self._count += 1
+                self.inbox.post(wish)
+            return self._count
+
+    def fail(self, error: FlowdpError) -> None:
+        """End the run by an error that none of its threads has raised."""
+        words = self._failures.add(error, is_awaited=True)
+        with self._lock:
+            if not self._records.is_over:
+                self.inbox.post(Failed(words))

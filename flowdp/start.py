@@ -1,0 +1,253 @@
+"""Start of a run: from its settings to threads that train."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+from flowdp.checkpoint.fingerprint import fingerprint, orders
+from flowdp.checkpoint.folder import Store
+from flowdp.checkpoint.resume import Resumed, find
+from flowdp.checkpoint.writer import Saver
+from flowdp.checks import check_checkpoints
+from flowdp.config import RunConfig
+from flowdp.data.open_source import dataset_length, loader_order
+from flowdp.data.source import Source
+from flowdp.engine.active_runs import check_free
+from flowdp.engine.engine import Engine
+from flowdp.engine.event_file import EventFile
+from flowdp.engine.failures import Failures
+from flowdp.engine.records import Records
+from flowdp.engine.requests import Requests
+from flowdp.engine.services import Services
+from flowdp.engine.sigterm import SigtermStop, check_sigterm
+from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
+from flowdp.machine.config import CoordinatorConfig, GlobalBatch
+from flowdp.observe.banner import tell_devices
+from flowdp.observe.bar import ProgressBar
+from flowdp.observe.observer import Observer
+from flowdp.protocol.messages import Requested
+from flowdp.replica.batch_sizes import Sizes
+from flowdp.replica.build import build_replicas
+from flowdp.replica.factories import all_of
+from flowdp.replica.replica import Replica
+from flowdp.result import TrainedState
+from flowdp.run import Run
+from flowdp.threads.shield import interrupts_held
+
+__all__ = ["barrier_plan", "check_run", "find_start", "open_folder", "start_run"]
+
+log = logging.getLogger("flowdp")
+
+
+def check_run(config: RunConfig) -> int | None:
+    """Open the datasets of a run, check that it can be trained on them, and close them.
+
+    Returns:
+        Batches of an epoch; None: not known before it is read.
+
+    Raises:
+        OptionError: A dataset, or how it is to be read, is wrong; or the run could not be resumed from the
+            checkpoints that it is to write.
+    """
+    config.check_evaluation()
+    source = config.open_source()
+    try:
+        check_checkpoints(config.checkpoint, source)
+        return source.batches
+    finally:
+        source.close()
+
+
+def start_run(config: RunConfig, undo: ExitStack) -> Run:
+    """Build the replicas and start the threads.
+
+    Args:
+        config: Settings of the run.
+        undo: Is given what takes everything back; it is closed by the caller where this raises.
+    """
+    if config.runtime.handle_sigterm:
+        check_sigterm()
+    if config.tells_devices:
+        tell_devices(config.devices)
+    check_free(config.devices)
+    folder = open_folder(config, undo)
+    resumed = find_start(config, folder)
+    evaluator = config.open_evaluator()
+    fresh = config.open_source() if resumed is None else None
+    # A resumed run has been checked, and draws the numbers of a run that was never interrupted.
+    checks_loss = config.replica.checks_loss and resumed is None
+    replicas = build_replicas(replace(config.replica, checks_loss=checks_loss), config.devices)
+    described = _fingerprint(config, replicas[0])
+    if fresh is not None:
+        source = fresh
+    else:
+        assert resumed is not None
+        rates = replicas[0].learning_rate
+        entered, source = resumed.enter(described, config.epochs, config.max_steps, rates, config.open_source)
+        resumed = entered.watching(config.watched, config.restores_best)
+        resumed.put_back(replicas)
+        log.info("going on from %s: step %d", resumed, resumed.position.global_step)
+    check_checkpoints(config.checkpoint, source)
+    bar = _bar(config, source, resumed)
+    callbacks = config.callbacks if bar is None else (bar, *config.callbacks)
+    records = Records(() if resumed is None else resumed.history)
+    failures = Failures()
+    requests = Requests(records, failures)
+    saver = Saver(
+        folder,
+        described,
+        records.add if config.has_checkpoint_listeners else None,
+        requests.fail,
+        best=None if resumed is None else resumed.best,
+        evaluates=evaluator is not None,
+        orders=partial(orders, source),
+    )
+    observer = Observer(records, callbacks, requests.fail, config.failures.stall_timeout)
+    with interrupts_held() as held:
+        event_log, sigterm = config.runtime.event_log, None
+        file = None if event_log is None else EventFile(Path(event_log), records.complain)
+        if file is not None:
+            undo.callback(file.close)
+        if config.runtime.handle_sigterm:
+            sigterm = SigtermStop(partial(requests.request, Requested("stop")))
+            undo.callback(sigterm.close)
+        services = Services(
+            source=source,
+            records=records,
+            failures=failures,
+            requests=requests,
+            saver=saver,
+            evaluator=evaluator,
+            fingerprint=described,
+            sigterm=sigterm,
+            event_file=file,
+            close_observer=observer.close,
+        )
+        plan = _plan(config, source, replicas, resumed)
+        engine = Engine(plan, replicas, services, config.failures, config.runtime)
+        undo.callback(engine.take_back)
+        model = config.replica.model
+        module = model if isinstance(model, nn.Module) else None
+        aside = nullcontext if bar is None else bar.aside
+        run = Run(engine, module, observer, restores_best=config.restores_best, aside=aside)
+        engine.start()
+        observer.start(run, lambda: failures.first, run.answer, engine.latch.wait)
+        held.release()
+        engine.begin(run)
+    return run
+
+
+def open_folder(config: RunConfig, undo: ExitStack) -> Store | None:
+    """Take the folder of the checkpoints for this run; None: it writes none.
+
+    Args:
+        config: Settings of the run.
+        undo: Is given what returns the folder.
+
+    Raises:
+        OptionError: Another live run has the folder.
+    """
+    if config.checkpoint is None:
+        return None
+    folder = Store(config.checkpoint)
+    undo.callback(folder.give_back)
+    with interrupts_held():
+        folder.take()
+    return folder
+
+
+def find_start(config: RunConfig, folder: Store | None) -> Resumed | None:
+    """Find the state from which the run continues; None: it begins anew.
+
+    Raises:
+        CheckpointError: There is none, or it cannot be read.
+        OptionError: The folder holds the checkpoints of another run.
+    """
+    state = config.resume
+    if not isinstance(state, TrainedState):
+        return find(state, folder)
+    find(False, folder)  # its folder, too, must be its own
+    return Resumed.of(state.state_dict, state.optimizer_state, state.history, state.global_step, state.stood)
+
+
+def barrier_plan(config: RunConfig, resumed: Resumed | None, *, inside: bool = True) -> BarrierPlan:
+    """Plan the tasks for which all ranks stand still: saving and evaluating.
+
+    Args:
+        config: Settings of the run.
+        resumed: State from which the run continues.
+        inside: The dataset can be entered inside an epoch.
+    """
+    save = None
+    if config.checkpoint is not None:
+        save = SavePlan(config.checkpoint.every, config.checkpoint.unit)
+    elif config.has_checkpoint_listeners:
+        save = SavePlan(1, "epoch")
+    return BarrierPlan(
+        save=save,
+        eval_every=None if config.evaluation is None else config.evaluation.every,
+        monitor=config.monitor,
+        keeps_best=config.restores_best,
+        is_saved=resumed is not None and resumed.path is not None and isinstance(config.resume, bool),
+        inside=inside,
+    )
+
+
+def _bar(config: RunConfig, source: Source, resumed: Resumed | None) -> ProgressBar | None:
+    begun = 0 if resumed is None else resumed.position.global_step
+    total = config.total_steps(source.batches)
+    return ProgressBar(total, source.batches, begun) if config.has_bar else None
+
+
+def _fingerprint(config: RunConfig, replica: Replica) -> dict[str, object]:
+    """Data of the run that must be equal where a checkpoint of it is resumed."""
+    order = loader_order(config.dataset) or {
+        "batch_size": config.sizes.source,
+        "shuffle": config.reading.shuffle is not False,
+        "drop_last": bool(config.reading.drop_last),
+    }
+    if config.sizes.window is not None:
+        order["batch_size"] = None  # batches are made anew
+    return fingerprint(
+        replica.module,
+        all_of(replica.optimizers),
+        dataset_length=dataset_length(config.dataset),
+        monitor=config.watched,
+        global_batch_size=config.sizes.window,
+        seed=config.replica.seed,
+        **order,
+    )
+
+
+def _global_batch(sizes: Sizes, source: Source, first: Replica) -> GlobalBatch | None:
+    if sizes.window is None or source.samples is None:
+        return None
+    return GlobalBatch(sizes.window, source.samples, first.least, sizes.parts if first.meets else None)
+
+
+def _plan(
+    config: RunConfig, source: Source, replicas: Sequence[Replica], resumed: Resumed | None
+) -> CoordinatorConfig:
+    sizes, first = config.sizes, replicas[0]
+    return CoordinatorConfig(
+        world_size=config.world_size,
+        batches=source.batches,
+        epochs=config.epochs,
+        max_steps=config.max_steps,
+        policy=config.replica.policy,
+        cadence=config.cadence,
+        ratios=config.ratios,
+        wait_for_metric=first.learning_rate.waits_for_metric,
+        global_batch=_global_batch(sizes, source, first),
+        groups=sizes.groups,
+        tasks=barrier_plan(config, resumed, inside=source.can_resume_inside and source.unseeded is None),
+        on_failure=config.failures.on_failure,
+        start=None if resumed is None else resumed.position,
+    )
