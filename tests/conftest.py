@@ -11,7 +11,6 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +127,7 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     if request.param == "cpu":
         yield request.param
         return
-    from flowdp.data.open_feeds import open_feeds
     from flowdp.device.streams import CudaLane
-    from flowdp.engine import engine as engine_module
     from flowdp.replica import build as build_module
     from flowdp.replica import factories
     from tests.data.cards import Card
@@ -145,7 +142,6 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
     monkeypatch.setattr(build_module, "open_lanes", lambda devices: [CudaLane(d, card) for d in devices])
     monkeypatch.setattr(build_module, "equal_start", equal_start)
-    monkeypatch.setattr(engine_module, "open_feeds", partial(open_feeds, cuda=card))
     yield request.param
     assert not card.races
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -14,9 +13,9 @@ from flowdp.data.prefetch import PrefetchFeed
 from flowdp.data.resident import ResidentData, ResidentFeed
 from flowdp.data.source import Source
 from flowdp.data.tensor_source import TensorSource
-from flowdp.device.memory import read_memory, reset_peak
+from flowdp.device.memory import empty_cache, read_memory, reset_peak
 from flowdp.device.streams import QUIET, Lane
-from flowdp.policy.budget import USAGE, fits
+from flowdp.policy.budget import fits
 
 __all__ = ["DirectFeed", "Feed", "open_feeds"]
 
@@ -27,9 +26,6 @@ def open_feeds(
     *,
     held: Sequence[int] | None = None,
     rows: int | None = None,
-    usage: float = USAGE,
-    poison: bool = False,
-    cuda: Any = torch.cuda,
 ) -> list[Feed]:
     """One feed per rank: direct on the CPU, on CUDA resident where the dataset fits, else prefetched.
 
@@ -41,9 +37,6 @@ def open_feeds(
         lanes: One per rank.
         held: Batches that each rank uses at a time; None: one.
         rows: Samples of a part, for which a prefetched one has a slot; None: batches are taken whole.
-        usage: Part of a device's memory that may be in use.
-        poison: Write over each prefetched batch once its step is done, to find steps that keep one.
-        cuda: Replacement of `torch.cuda`, in tests.
 
     Threads:
         The one that made the dataset's tensors, before the workers exist.
@@ -52,8 +45,8 @@ def open_feeds(
     datasets: dict[torch.device, ResidentData | None] = {}
     for lane in lanes:
         if lane.is_async and lane.device not in datasets:
-            reset_peak(lane, cuda)
-            datasets[lane.device] = _bring(source, lane, ranks[lane.device], usage, cuda)
+            reset_peak(lane)
+            datasets[lane.device] = _bring(source, lane, ranks[lane.device])
     if isinstance(source, TensorSource) and any(datasets.get(lane.device) is None for lane in lanes):
         streamed: Source = source.on_host()
     else:
@@ -72,23 +65,21 @@ def open_feeds(
                     streamed,
                     rank,
                     lane,
-                    gauge=partial(read_memory, lane, cuda),
+                    gauge=partial(read_memory, lane),
                     neighbours=neighbours[lane.device],
                     held=1 if held is None else held[rank],
                     rows=rows,
-                    usage=usage,
-                    poison=poison,
                 )
             )
     return feeds
 
 
-def _bring(source: Source, lane: Lane, ranks: int, usage: float, cuda: Any) -> ResidentData | None:
+def _bring(source: Source, lane: Lane, ranks: int) -> ResidentData | None:
     """The dataset on a device, where it is made of tensors and fits there."""
-    memory = read_memory(lane, cuda)
+    memory = read_memory(lane)
     if not isinstance(source, TensorSource) or source.is_part or memory is None:
         return None
-    if not fits(memory, ResidentData.needed_bytes(source, lane.device, ranks), usage=usage):
+    if not fits(memory, ResidentData.needed_bytes(source, lane.device, ranks)):
         return None
     try:
         return ResidentData(source, lane)
@@ -96,5 +87,5 @@ def _bring(source: Source, lane: Lane, ranks: int, usage: float, cuda: Any) -> R
         pass
     # Here, where no traceback keeps the copies so far: it lies in the cache, for the copy stream alone.
     with QUIET:
-        cuda.empty_cache()
+        empty_cache(lane)
     return None

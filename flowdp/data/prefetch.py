@@ -35,14 +35,13 @@ from flowdp.data.slots import (
     first_rows,
     is_plain,
     own_memory,
-    poison,
 )
 from flowdp.data.source import Batch, Source
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.openmp import set_own_threads
 from flowdp.device.streams import Lane
 from flowdp.errors import ProtocolError
-from flowdp.policy.budget import USAGE, Memory, payload_depth, prefetch_depth
+from flowdp.policy.budget import Memory, payload_depth, prefetch_depth
 from flowdp.protocol.messages import Part
 
 __all__ = ["PrefetchFeed"]
@@ -83,9 +82,6 @@ class PrefetchFeed(Feed):
         neighbours: The feeds of all ranks on this device; this one joins them.
         held: Batches that are in use at a time, at most.
         rows: Samples of a part for which a slot has room. None: batches are taken whole.
-        usage: Part of the device that may be in use.
-        poison: Write NaN, or the largest integer, over each slot that becomes free, to find steps that keep
-            a batch. For debugging: it takes time of the copy stream and of the worker.
     """
 
     def __init__(
@@ -98,8 +94,6 @@ class PrefetchFeed(Feed):
         neighbours: list[PrefetchFeed] | None = None,
         held: int = 1,
         rows: int | None = None,
-        usage: float = USAGE,
-        poison: bool = False,
     ) -> None:
         self._source = source
         self._rank = rank
@@ -107,8 +101,6 @@ class PrefetchFeed(Feed):
         self._gauge = gauge
         self._neighbours = [] if neighbours is None else neighbours
         self._neighbours.append(self)
-        self._usage = usage
-        self._poison = poison
         self._notify: Callable[[int, int], None]
         self._thread: threading.Thread | None = None
         self._held = held
@@ -191,10 +183,6 @@ class PrefetchFeed(Feed):
             raise ProtocolError(f"rank {self._rank} released a batch that it had not taken")
         for slot in slots:
             slot.free.record(self._lane.compute)
-            if self._poison:
-                with self._lane.on(self._lane.copy):
-                    self._lane.copy.wait_event(slot.free)
-                    poison(slot.memory)
         with self._changed:
             if not self._closing:
                 for slot in slots:
@@ -215,7 +203,7 @@ class PrefetchFeed(Feed):
             if self._layout is None or self._is_short:
                 return
             nbytes, ranks = self._layout.nbytes, len(self._neighbours)
-            depth = prefetch_depth(memory, nbytes, ranks=ranks, ahead_bytes=ahead_bytes, usage=self._usage)
+            depth = prefetch_depth(memory, nbytes, ranks=ranks, ahead_bytes=ahead_bytes)
             if self._tensors is None:
                 depth = min(depth, payload_depth(nbytes))
             self._ring.limit = self._held + depth

@@ -27,7 +27,6 @@ __all__ = [
     "is_plain",
     "keep_for_compute",
     "own_memory",
-    "poison",
 ]
 
 
@@ -262,14 +261,3 @@ class Slot:
     ready: Event
     free: Event
     batch: Batch = None
-
-
-def poison(memory: Sequence[Tensor | None]) -> None:
-    """Write over a slot: NaN, or the largest integer."""
-    for tensor in memory:
-        if tensor is None:
-            continue
-        worst: Any = math.nan
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            worst = tensor.dtype is torch.bool or torch.iinfo(tensor.dtype).max
-        tensor.fill_(worst)

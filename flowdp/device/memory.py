@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-
-from flowdp.device.streams import Lane
+from flowdp.device.streams import CudaLane, Lane
 from flowdp.policy.budget import Memory
 
-__all__ = ["read_memory", "reset_peak"]
+__all__ = ["empty_cache", "read_memory", "reset_peak"]
 
 
-def read_memory(lane: Lane, cuda: Any = torch.cuda) -> Memory | None:
+def read_memory(lane: Lane) -> Memory | None:
     """The memory of a rank's device now; None for a CPU device.
 
     It takes some 100 us and, for the allocator's part, its lock with the interpreter's: once in a while,
@@ -20,15 +16,14 @@ def read_memory(lane: Lane, cuda: Any = torch.cuda) -> Memory | None:
 
     Args:
         lane: Lane of the device.
-        cuda: Replacement of `torch.cuda`, in tests.
 
     Threads:
         The rank's worker or, before the run, the one that starts it; never at the gate.
     """
-    if not lane.is_async:
+    if not isinstance(lane, CudaLane):
         return None
-    free, total = cuda.mem_get_info(lane.device)
-    stats = cuda.memory_stats(lane.device)  # a key that an allocator does not keep counts as 0
+    free, total = lane.cuda.mem_get_info(lane.device)
+    stats = lane.cuda.memory_stats(lane.device)  # a key that an allocator does not keep counts as 0
     return Memory(
         total=total,
         free=free,
@@ -39,15 +34,24 @@ def read_memory(lane: Lane, cuda: Any = torch.cuda) -> Memory | None:
     )
 
 
-def reset_peak(lane: Lane, cuda: Any = torch.cuda) -> None:
+def reset_peak(lane: Lane) -> None:
     """Reset the peak: the needs of an earlier run of the process say nothing about this one.
 
     Args:
         lane: Lane of the device; nothing is done for a CPU device.
-        cuda: Replacement of `torch.cuda`, in tests.
 
     Threads:
         The one that starts the run, before its workers.
     """
-    if lane.is_async:
-        cuda.reset_peak_memory_stats(lane.device)
+    if isinstance(lane, CudaLane):
+        lane.cuda.reset_peak_memory_stats(lane.device)
+
+
+def empty_cache(lane: Lane) -> None:
+    """Give memory that no tensor uses back to the device. Hold `QUIET`.
+
+    Args:
+        lane: Lane of the device; nothing is done for a CPU device.
+    """
+    if isinstance(lane, CudaLane):
+        lane.cuda.empty_cache()

@@ -44,7 +44,6 @@ def describe_rank(
     awaited: tuple[int, int] | None = None,
     step: tuple[int, int] | None = None,
     idle: str | None = None,
-    seconds: float | None = None,
 ) -> str:
     """Description of a rank's activity: the first of these facts that is given.
 
@@ -55,21 +54,18 @@ def describe_rank(
         awaited: Epoch and number of the batch that it needs and that was not read yet.
         step: Epoch and first batch of the step that it is in.
         idle: Why it has no batches.
-        seconds: How long it has done so; None where that is not known.
     """
     if has_left:
         return "has left"
     if waiting is not None:
-        doing = _at_gate(waiting)
-    elif task is not None:
-        doing = task
-    elif awaited is not None:
-        doing = f"waiting for data: batch {awaited[1]} of epoch {awaited[0]}"
-    elif step is not None:
-        doing = f"in a step (epoch {step[0]}, batch {step[1]})"
-    else:
-        doing = "idle" if idle is None else f"idle: {idle}"
-    return doing if seconds is None else f"{doing} for {seconds:.1f} s"
+        return _at_gate(waiting)
+    if task is not None:
+        return task
+    if awaited is not None:
+        return f"waiting for data: batch {awaited[1]} of epoch {awaited[0]}"
+    if step is not None:
+        return f"in a step (epoch {step[0]}, batch {step[1]})"
+    return "idle" if idle is None else f"idle: {idle}"
 
 
 def describe_run(

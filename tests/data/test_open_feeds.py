@@ -48,7 +48,7 @@ def test_cpu_ranks_take_the_sources_own_batches():
 def test_a_dataset_that_fits_is_resident_and_shared():
     card = Card()
     lanes = [CardLane(card), CardLane(card), HOST]
-    feeds = open_feeds(source(), lanes, cuda=card)
+    feeds = open_feeds(source(), lanes)
     assert kinds(feeds) == [ResidentFeed, ResidentFeed, DirectFeed]
     assert feeds[0]._tensors is feeds[1]._tensors  # type: ignore[attr-defined]
     assert card.allocated == X.nbytes
@@ -60,20 +60,13 @@ def test_what_does_not_fit_is_prefetched(spare, kind):
     # Half of what nine tenths leave.
     card = Card(total=10**6, used=9 * 10**5 - 2 * NEEDED - spare)
     lane = CardLane(card)
-    (feed,) = open_feeds(source(), [lane], cuda=card)
+    (feed,) = open_feeds(source(), [lane])
     assert type(feed) is kind
-
-
-def test_usage_says_how_much_may_be_taken():
-    card = Card(total=10**6, used=9 * 10**5 - 2 * NEEDED)
-    (feed,) = open_feeds(source(), [CardLane(card)], cuda=card, usage=0.5)
-    assert type(feed) is PrefetchFeed
-    assert feed._usage == 0.5
 
 
 def test_what_the_gauge_promised_and_the_device_does_not_have_is_prefetched():
     card = Card(room=X.nbytes - 1)
-    feeds = open_feeds(source(), [CardLane(card), CardLane(card)], cuda=card)
+    feeds = open_feeds(source(), [CardLane(card), CardLane(card)])
     assert kinds(feeds) == [PrefetchFeed, PrefetchFeed]
     assert card.emptied == 1
     assert feeds[0]._neighbours == feeds  # type: ignore[attr-defined]
@@ -82,15 +75,14 @@ def test_what_the_gauge_promised_and_the_device_does_not_have_is_prefetched():
 def test_other_datasets_are_prefetched():
     card = Card()
     made = source([0, 1, 2, 3, 4])
-    feeds = open_feeds(made, [CardLane(card), HOST], cuda=card, poison=True)
+    feeds = open_feeds(made, [CardLane(card), HOST])
     assert kinds(feeds) == [PrefetchFeed, DirectFeed]
-    assert feeds[0]._poison  # type: ignore[attr-defined]
     assert made.close()
 
 
 def test_the_gauge_is_that_of_the_lane():
     card = Card(total=1000, used=100)
-    (feed,) = open_feeds(source([0, 1, 2, 3, 4]), [CardLane(card)], cuda=card)
+    (feed,) = open_feeds(source([0, 1, 2, 3, 4]), [CardLane(card)])
     memory = feed._gauge()  # type: ignore[attr-defined]
     assert (memory.total, memory.free) == (1000, 900)
 
@@ -110,7 +102,7 @@ def test_tensors_of_another_device_that_do_not_fit_are_streamed_from_the_host():
     far: Any = Far()
     made = TensorSource([far], lambda parts: parts[0], source()._order)
     card = Card(total=100)
-    feeds = open_feeds(made, [CardLane(card), CardLane(card), HOST], cuda=card)
+    feeds = open_feeds(made, [CardLane(card), CardLane(card), HOST])
     assert kinds(feeds) == [PrefetchFeed, PrefetchFeed, DirectFeed]
     assert feeds[2].take(0, 0).tolist() == X[:4].tolist()  # type: ignore[union-attr]
     assert Far.brought == 1

@@ -28,6 +28,7 @@ from flowdp.errors import DataError, ProtocolError
 from flowdp.policy.budget import Memory
 from flowdp.protocol.messages import Part
 from tests.data.cards import Card, CardLane
+from tests.data.poisoned import PoisonedFeed
 
 Key = tuple[int, int]
 SAMPLES, BATCH, BATCHES = 43, 4, 11  # the last batch of an epoch has 3
@@ -111,7 +112,7 @@ class Rank:
     def __init__(self, source: Source, lane: Lane, rank: int = 0, **options: Any) -> None:
         options.setdefault("gauge", lambda: None)
         self.lane = lane
-        self.feed = PrefetchFeed(source, rank, lane, **options)
+        self.feed = options.pop("feed", PrefetchFeed)(source, rank, lane, **options)
         self.notes: queue.SimpleQueue[Key] = queue.SimpleQueue()
         self.seen: dict[Key, Batch] = {}
         self.waits = self.noted = 0
@@ -628,7 +629,7 @@ def test_no_memory_for_a_single_batch_is_an_error(close):
 def test_poison_is_never_seen_by_a_step(close):
     lane = CardLane()
     source = close(read())
-    rank = close(Rank(source, lane, poison=True))
+    rank = close(Rank(source, lane, feed=PoisonedFeed))
     begin(source, [rank])
     rank.follow(everything())
     for key in everything():
@@ -642,7 +643,7 @@ def test_poison_shows_a_step_that_keeps_its_batch(close):
         torch.ones(BATCH), torch.ones(BATCH, dtype=torch.int16), torch.zeros(BATCH, dtype=torch.bool),
         torch.ones(BATCH, dtype=torch.complex64), "text",
     )  # fmt: skip
-    rank = close(Rank(shelf, CardLane(), poison=True))
+    rank = close(Rank(shelf, CardLane(), feed=PoisonedFeed))
     floats, ints, flags, complexes, _ = rank.take((0, 0))
     rank.feed.release()
     assert floats.isnan().all()
@@ -654,7 +655,7 @@ def test_poison_shows_a_step_that_keeps_its_batch(close):
 def test_poison_needs_its_wait_as_a_copy_does(close):
     lane = CardLane()
     lane.card.deaf.add(lane.copy)
-    rank = close(Rank(tensors(), lane, poison=True))
+    rank = close(Rank(tensors(), lane, feed=PoisonedFeed))
     rank.train((0, 0))
     assert any("fill_" in race for race in lane.card.races)
 
@@ -831,7 +832,7 @@ def test_little_memory_leaves_as_many_slots_as_are_in_use(close, room):
 @pytest.mark.parametrize("source_of", SOURCES.values(), ids=SOURCES)
 def test_a_rank_without_room_holds_less_ahead(close, source_of):
     source, lane = close(source_of()), CardLane()
-    rank = close(Rank(source, lane, held=2, gauge=lambda: read_memory(lane, lane.card)))
+    rank = close(Rank(source, lane, held=2, gauge=lambda: read_memory(lane)))
     begin(source, [rank])
     first, *keys = everything(3)
     rank.follow([first, *keys])

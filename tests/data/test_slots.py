@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from flowdp.data.slots import Layout, first_rows, is_plain, own_memory, poison
+from flowdp.data.slots import Layout, first_rows, is_plain, own_memory
 from flowdp.data.trees import flatten
 from flowdp.device.streams import HostLane
 from tests.data.cards import CardLane
@@ -139,23 +139,6 @@ def test_what_moves_itself_does_so_and_the_rest_stays():
     parameter = nn.Parameter(torch.ones(2))
     assert torch.equal(own_memory(parameter, lane), parameter)
     assert own_memory("text", lane) == "text"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "is_worst"),
-    [
-        (torch.float32, Tensor.isnan),
-        (torch.bfloat16, Tensor.isnan),
-        (torch.complex64, Tensor.isnan),
-        (torch.int64, lambda t: t == 2**63 - 1),
-        (torch.uint8, lambda t: t == 255),
-        (torch.bool, lambda t: t),
-    ],
-)
-def test_poison(dtype, is_worst):
-    memory = [torch.zeros(3, dtype=dtype), None]
-    poison(memory)
-    assert is_worst(memory[0]).all()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import cycle, islice
 
 import pytest
 import torch
 
-from flowdp.data.open_feeds import open_feeds
 from flowdp.data_parallel import wrapper
 from flowdp.device.streams import CudaLane
-from flowdp.engine import engine as engine_module
 from flowdp.replica import build
 
 Ranks = Callable[[int], Sequence[torch.device]]
@@ -71,4 +68,3 @@ def fake_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for door in (build, wrapper):
         monkeypatch.setattr(door, "open_lanes", open_lanes)
-    monkeypatch.setattr(engine_module, "open_feeds", partial(open_feeds, cuda=card))

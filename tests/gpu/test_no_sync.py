@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 
 import flowdp
 from bench.gpu.checks import BATCH_SIZE, Single, faults_of, model, samples
-from flowdp.data import prefetch
-from flowdp.engine import engine as engine_module
+from flowdp.data import open_feeds
+from tests.data.poisoned import PoisonedFeed
 
 # torch says once in a process that this mode is a prototype.
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode")
@@ -24,13 +23,11 @@ STEPS = 160
 
 
 @pytest.fixture
-def poisonings(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> list[int]:
+def poisonings(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> type[PoisonedFeed]:
     """Prefetched batches are written over once their step is done; counts them."""
-    count: list[int] = []
-    own = prefetch.poison
-    monkeypatch.setattr(prefetch, "poison", lambda memory: (count.append(1), own(memory)))
-    monkeypatch.setattr(engine_module, "open_feeds", partial(engine_module.open_feeds, poison=True))
-    return count
+    monkeypatch.setattr(open_feeds, "PrefetchFeed", PoisonedFeed)
+    monkeypatch.setattr(PoisonedFeed, "count", 0)
+    return PoisonedFeed
 
 
 class Watch:
@@ -131,7 +128,7 @@ def test_the_check_bites():
 @pytest.mark.parametrize("stall", [None, "backward", "copy"])
 def test_nothing_trains_on_a_batch_that_was_given_back(device, has_streams, poisonings, policy, stall):
     assert faults_of([device] * 2, policy=policy, stall=stall, is_streamed=True) == []
-    assert bool(poisonings) == has_streams
+    assert bool(poisonings.count) == has_streams
 
 
 def test_a_step_that_keeps_its_batch_finds_it_poisoned(device, has_streams, poisonings):

@@ -1,0 +1,42 @@
+"""A feed that writes over each batch once its step is done, to find steps that keep one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowdp.data.prefetch import PrefetchFeed
+
+
+class PoisonedFeed(PrefetchFeed):
+    """Writes NaN, or the largest integer, over each slot that becomes free.
+
+    Attributes:
+        count: Slots of all feeds so far.
+    """
+
+    count = 0
+
+    def release(self) -> None:
+        for slot in self._in_use:
+            slot.free.record(self._lane.compute)
+            with self._lane.on(self._lane.copy):
+                self._lane.copy.wait_event(slot.free)
+                poison(slot.memory)
+            PoisonedFeed.count += 1
+        super().release()
+
+
+def poison(memory: Sequence[Tensor | None]) -> None:
+    """Write over a slot: NaN, or the largest integer."""
+    for tensor in memory:
+        if tensor is None:
+            continue
+        worst: Any = math.nan
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            worst = tensor.dtype is torch.bool or torch.iinfo(tensor.dtype).max
+        tensor.fill_(worst)
