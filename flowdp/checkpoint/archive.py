@@ -6,8 +6,8 @@ of gigabytes, a storage declared larger than its record, a `bytearray(2**31)`, o
 interpreter's stack is full. So the opcodes are walked first, by a machine that knows those alone of which
 flowdp's own files consist, and makes nothing of them but sizes and depths.
 
-What flowdp writes is a tree: no list, dict, tuple or tensor occurs twice in it. So depth and memory are
-bounded by what stands in the file.
+flowdp writes a tree: no list, dict, tuple or tensor occurs twice in it. So depth and memory are
+bounded by the file's contents.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 `torch.load(path, weights_only=True)` reads the file, but does not look at the CRC-32 that the archive has of
 each record: flipped bits come back as other numbers. So `read` compares it first.
 
-A file is written beside its place, read back, and renamed: whatever kills the process leaves what was there,
-and perhaps a file whose name says that it is not finished. No symbolic link is followed to a file, so nobody
-who may write into the folder has another file read or overwritten.
+A file is written beside its place, read back, and renamed: a process that is killed leaves the file from
+before, and perhaps a file whose name says that it is not finished. No symbolic link is followed to a file, so
+nobody who may write into the folder has another file read or overwritten.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
 log = logging.getLogger("flowdp")
 
 
-# ---------------------------------------------------------------- what a file may hold
+# ---------------------------------------------------------------- allowed contents
 def plain(state: object, where: str = "", depth: int = 0) -> Any:
     """The state as numbers, strings, lists, tuples, dicts and dense tensors on the CPU.
 
@@ -128,17 +128,17 @@ def _not_plain(what: str, value: object) -> CheckpointError:
 
 # ---------------------------------------------------------------- reading
 class _UnusableError(Exception):
-    """Why a file is no checkpoint, and what to do."""
+    """Reason why a file is no checkpoint, with a remedy."""
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """What a checkpoint file holds, on the CPU, its position and history as objects.
+    """Read a checkpoint file: its tensors on the CPU, its position and history as objects.
 
     No byte of it is ever run as code.
 
     Raises:
         CheckpointError: The file is missing, torn, changed, foreign or of a later format, no plain file, or
-            what it holds is no checkpoint: what is wrong with it, and what to do.
+            it holds no checkpoint; the message has the reason and a remedy.
 
     Threads: any.
     """
@@ -158,7 +158,7 @@ def read(path: str | Path) -> dict[str, Any]:
             reason = "it is a symbolic link, and none is followed: give the path of the file itself"
         else:
             reason = f"it cannot be read ({error.strerror or error})"
-    except Exception as error:  # whatever torch's and json's parsers say of bytes that are nobody's
+    except Exception as error:  # any error of torch's and json's parsers about foreign bytes
         reason = f"it is damaged, cut off or no checkpoint of flowdp ({_said(error)}); use an older one"
     raise CheckpointError(f"checkpoint {path}: {reason}", path=str(path))
 
@@ -173,7 +173,7 @@ def _opened(path: Path) -> Iterator[BufferedReader]:
 
 
 def _check_begin(file: BufferedReader) -> None:
-    """Refuse what is no archive, with a reason of its own."""
+    """Refuse a file that is no archive, with a reason of its own."""
     begin = file.read(4)
     if not begin:
         raise _UnusableError("the file is empty; use an older one")
@@ -217,7 +217,7 @@ def _checked(state: object) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- writing
 def write(path: str | Path, state: Mapping[str, Any], *, also: Path | None = None) -> None:
-    """Write a checkpoint and read it back; then it stands there whole, else what was there before.
+    """Write a checkpoint and read it back; the path holds all of it, or the file from before.
 
     Args:
         path: Of the file; its folder is there.
@@ -226,7 +226,7 @@ def write(path: str | Path, state: Mapping[str, Any], *, also: Path | None = Non
 
     Raises:
         CheckpointError: Something in the state is not plain, the file cannot be written (`__cause__` says
-            why), or what was written does not read.
+            why), or the written file does not read.
 
     Threads: any; two at once need two folders.
     """

@@ -167,7 +167,7 @@ def _nothing() -> None: ...
 
 
 def _generator_state(device: torch.device) -> Tensor | None:
-    """Of a CUDA device; that of the CPU belongs to the process, and the user."""
+    """Generator state of a CUDA device; that of the CPU belongs to the process, and the user."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 

@@ -34,10 +34,10 @@ log = logging.getLogger("flowdp")
 
 @dataclass(frozen=True)
 class Stood:
-    """Where a run stood, and of which batches that speaks.
+    """Position of a run, with the order of batches that it refers to.
 
     Attributes:
-        position: Where.
+        position: The position.
         fingerprint: Fingerprint of the run.
         learning_rate: As of `LearningRate.state_dict`.
         orders: Checksums of a sampler's draws for the open epochs; None: unknown.

@@ -36,7 +36,7 @@ Part = Callable[[], dict[str, Any]]
 
 
 class Standing:
-    """All that was put down at one standstill.
+    """States saved at one barrier.
 
     Args:
         parts: States of the ranks that were there.
@@ -360,7 +360,7 @@ class Saver:
         return Monitor(*keep_best).is_better(one.value, math.nan if other.value is None else other.value)
 
     def _value(self, standing: Standing) -> float | None:
-        """Of the metric that `keep_best` names, where the standing is the end of an epoch."""
+        """Value of the metric that `keep_best` names, at the end of an epoch."""
         keep_best = None if self._store is None else self._store.options.keep_best
         if keep_best is None or not standing.history or standing.position.open:
             return None

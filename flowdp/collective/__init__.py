@@ -1,1 +1,1 @@
-"""How replicas become one again."""
+"""Collectives: the mean of replicas, and process groups of threads."""

@@ -200,7 +200,7 @@ class SnapshotMean:
         return self._parts[1]
 
     def _row(self, rank: int) -> Tensor:
-        """Where the squares arrive on the host."""
+        """Host memory for the squares."""
         if not self._squares:
             width = len(self._lanes) + 1
             self._squares = [lane.pinned((width,), torch.float64) for lane in self._lanes]

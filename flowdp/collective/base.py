@@ -461,7 +461,7 @@ _Blocks = tuple[Sequence[Tensor], Sequence[Tensor]]
 
 
 def _bounds(start: int, stop: int, part: int, parts: int) -> tuple[int, int]:
-    """Where a part of a span begins and ends."""
+    """Begin and end of a part of a span."""
     length = stop - start
     first, last = (length * at // parts // LINE * LINE for at in (part, part + 1))
     return start + first, stop if part + 1 == parts else start + last

@@ -15,7 +15,7 @@ __all__ = ["PackedRows", "RowPlace"]
 
 @dataclass(frozen=True, slots=True)
 class RowPlace:
-    """Where a tensor lies.
+    """Place of a tensor.
 
     Attributes:
         row: Number of its row.
@@ -37,7 +37,7 @@ class RowPlace:
 
     @property
     def stop(self) -> int:
-        """Where the next one begins."""
+        """Begin of the next one."""
         return self.start + self.length + self.gap
 
     def fits(self, tensor: Tensor) -> bool:

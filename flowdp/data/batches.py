@@ -97,7 +97,7 @@ class Portion:
 
 
 def taken_apart(payload: Any) -> tuple[Sequence[Any], Form | None, Callable[[list[Any]], Any]]:
-    """The leaves of a batch or a portion, its form, and what makes such a one of leaves elsewhere."""
+    """The leaves of a batch or a portion, its form, and a function that rebuilds one from other leaves."""
     if isinstance(payload, Portion):
         return payload.leaves, payload.tree, payload.on
     leaves, tree = flatten(payload)

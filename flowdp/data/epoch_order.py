@@ -111,14 +111,14 @@ class Order(ABC):
         return None
 
     def checksum(self, epoch: int) -> int | None:  # noqa: ARG002 - an order that can be repeated needs none
-        """Of the batches that a sampler has drawn for an epoch, as long as any of them can be under way.
+        """Checksum of a sampler's draws for an epoch, while any of its batches can be in work.
 
         None where it has not drawn them yet, and where the order is flowdp's own.
         """
         return None
 
     def samples_in(self, epoch: int, batch: int) -> int:
-        """How many samples a batch holds.
+        """Number of samples of a batch.
 
         Raises:
             IndexError: An epoch has no such batch.
@@ -309,7 +309,7 @@ class BatchSamplerOrder(SamplerOrder):
         self._stops: dict[int, list[int]] = {}  # of the epochs that are kept: where each batch ends
 
     def samples_in(self, epoch: int, batch: int) -> int:
-        """How many samples a batch holds; draws the epoch if that is new. See `Order.samples_in`."""
+        """Number of samples of a batch; draws the epoch if that is new. See `Order.samples_in`."""
         return len(self.indices(epoch, batch))
 
     def _indices_of(self, item: Any) -> Any:

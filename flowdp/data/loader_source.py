@@ -165,7 +165,7 @@ class LoaderSource(Source):
         return self._read[key]
 
     def samples_in(self, epoch: int, batch: int) -> int:
-        """How many samples a batch holds that was taken lately, or lies here; see `Source.samples_in`."""
+        """Number of samples of a batch that was taken lately, or is stored here; see `Source.samples_in`."""
         if not self._is_counted:
             return super().samples_in(epoch, batch)
         with self._changed:

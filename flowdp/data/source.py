@@ -1,4 +1,4 @@
-"""Where batches come from, as a worker sees it: it asks for one by its number, and has it or is woken."""
+"""Source of batches for the workers: a worker asks for a batch by number, and is woken once it is read."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Source(ABC):
         self._ended = ended
 
     def samples_in(self, epoch: int, batch: int) -> int:
-        """How many samples a batch holds. Ask when it was taken: of some, only their reading tells.
+        """Number of samples of a batch. Ask when it was taken: of some, only their reading tells.
 
         Threads:
             Any.
@@ -77,7 +77,7 @@ class Source(ABC):
         return tuple(self._order.indices(epoch, batch).tolist())
 
     def checksum(self, epoch: int) -> int | None:
-        """Of the batches that a sampler has drawn for an epoch; see `Order.checksum`.
+        """Checksum of a sampler's draws for an epoch; see `Order.checksum`.
 
         Threads:
             Any.

@@ -15,7 +15,7 @@ from flowdp.policy.recheck import Recheck
 __all__ = ["Schedule", "Schedules"]
 
 MOST_FORMS = 16
-"""Forms that are told apart: outputs whose form changes with every call would cost a check each."""
+"""Most forms kept: outputs whose form changes with every call would cost a check each."""
 
 
 @dataclass(slots=True)

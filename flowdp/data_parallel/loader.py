@@ -68,7 +68,7 @@ class Epoch:
         self._due = due
 
     def __len__(self) -> int:
-        """How many windows; TypeError where a cadence sizes them, or the loader has no length."""
+        """Number of windows; TypeError where a cadence sizes them, or the loader has no length."""
         counts = self._deal()
         if counts is not None and len(counts) > 1:
             raise TypeError("a cadence sizes the windows as the epoch goes: their number is not known")

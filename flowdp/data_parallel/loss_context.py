@@ -44,7 +44,7 @@ InputsOption = str | int | Sequence[str | int] | Callable[[Any], Any] | None
 
 
 class Inputs:
-    """Which fields of a batch the module is called with; the rest are targets.
+    """Fields of a batch that the module is called with; the others are targets.
 
     Args:
         fields: Keys of a mapping, attributes of a dataclass or positions of a sequence, in the order of the

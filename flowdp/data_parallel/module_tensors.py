@@ -1,4 +1,4 @@
-"""Where a module keeps its parameters and buffers, and whether two modules keep the same."""
+"""Places of a module's parameters and buffers, and a comparison of two modules."""
 
 from __future__ import annotations
 

@@ -296,7 +296,7 @@ class Peers:
 
     @contextmanager
     def backward(self, *, leaves: bool) -> Iterator[None]:
-        """Around a backward: no gradients are left at the replicas that the user has no use for.
+        """Context for a backward pass: drops stale replica gradients first.
 
         There are none after an error, and where the user has dropped his own: `zero_grad()` knows nothing of
         replicas.
@@ -437,7 +437,7 @@ class Peers:
             for group in groups.values():  # a job that never began is waited for, else
                 group.abort("the call was given up")
             raise
-        finally:  # after an error, too: the replicas may be reading what the caller now changes
+        finally:  # after an error, too: the replicas may be reading tensors that the caller now changes
             for rank, lane in enumerate(others, 1):
                 computed, carried = self._done[rank]
                 computed.record(lane.compute)
@@ -533,7 +533,7 @@ class Peers:
         return self._shares[rank]
 
     def watch(self, rank: int) -> AbstractContextManager[object]:
-        """For a backward of a rank: now and then, whether it draws what a forward has drawn."""
+        """Occasional check of a rank's backward for repeated draws of the forward."""
         return self._watched(rank) if self._shares[rank] else nullcontext()
 
     @contextmanager
@@ -574,7 +574,7 @@ class Peers:
 
 @contextmanager
 def _around(lanes: Sequence[Lane], pools: Sequence[PoolSize], rank: int) -> Iterator[None]:
-    """Where the thread of a rank lives."""
+    """Context of a rank's thread."""
     with ExitStack() as stack:
         if lanes[rank].device.type == "cpu":
             set_own_threads(pools[rank].size)

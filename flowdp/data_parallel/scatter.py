@@ -99,7 +99,7 @@ class Part:
 
 
 class _Begin(torch.autograd.Function):
-    """Hands a leaf on as a tensor that a module may write to, as it may to what another one computed."""
+    """Passes a leaf on as a tensor that a module may write to, as to the output of another one."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:  # noqa: ARG004
@@ -218,7 +218,7 @@ class Arguments:
         return (self._positional, *self._form.keys, *map(self._way, range(len(self._leaves))))  # type: ignore[misc]
 
     def ways(self) -> dict[KeyPath, int | None]:
-        """How leaves are given, by the path to each: None where it is cut, else its length.
+        """Treatment of leaves, by the path to each: None where it is cut, else its length.
 
         A leaf that goes whole and has no length, or that of one, is left out: it fits any batch.
         """
@@ -349,7 +349,7 @@ class Arguments:
         return is_own
 
     def _way(self, place: int) -> int:
-        """How a leaf is given: `CUT`, the length of one that goes whole, or 0 where it has none."""
+        """Treatment of a leaf: `CUT`, the length of one that goes whole, or 0 where it has none."""
         if self._cuts[place] is not None:
             return CUT
         leaf, dim = self._leaves[place], self._dims[place]

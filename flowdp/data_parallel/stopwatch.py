@@ -1,4 +1,4 @@
-"""How long a rank's work takes on its device, without waiting for it."""
+"""Time of a rank's work on its device, without waiting for it."""
 
 from __future__ import annotations
 

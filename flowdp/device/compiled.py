@@ -131,7 +131,7 @@ def as_written(function: Any) -> Any:
 
 
 def compile_alike(module: nn.Module, twin: nn.Module) -> None:
-    """Compile the parts of a copy whose originals have been by `module.compile()`: copies lose that.
+    """Compile the parts of a copy whose originals were compiled by `module.compile()`: copies lose that.
 
     Raises:
         ValueError: The settings of a compilation are not found.
@@ -212,7 +212,7 @@ def frees_at_once(device: torch.device) -> bool:
 
 
 def uses_compile(*parts: object) -> bool:
-    """Whether something that torch.compile has made is among modules and functions, or what they refer to."""
+    """Whether modules or functions, or objects that they refer to, were made by torch.compile."""
     todo, seen = list(parts), set()
     while todo:
         value = todo.pop()

@@ -114,7 +114,7 @@ class RankMode(TorchDispatchMode):
 
 
 def correct_mode_flags() -> None:
-    """Set torch's flags of entered modes to what is true of the calling thread.
+    """Set torch's flags of entered modes to those of the calling thread.
 
     Modes that are entered in other threads put back what they found all the same: call it again behind them.
 

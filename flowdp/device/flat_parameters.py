@@ -66,7 +66,7 @@ class _Spec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Place:
-    """Where a module keeps a tensor: a buffer may be another object after every forward."""
+    """Place of a tensor in its module: a buffer may be another object after every forward."""
 
     spec: _Spec
     table: dict[str, Tensor]

@@ -1,4 +1,4 @@
-"""The streams of one rank, and how work is put on them.
+"""Streams of one rank, and events between them.
 
 A CUDA rank has three: `compute` for everything the user's code does, `comm` (high priority) for averaging,
 `copy` for prefetch. No work goes to the default stream, which every other stream would wait for. What one

@@ -1,4 +1,4 @@
-"""When a recorded graph runs in place of the user's Python, and whether it does the same.
+"""Captured steps: when a recorded graph replaces the user's Python, and checks that it computes the same.
 
 A `Captured` stands between a rank and its forward and backward. It decides, for each micro-batch, whether
 a recorded graph runs or the user's Python does, and compares the two now and then.
@@ -337,7 +337,7 @@ def _mark(parameter: Tensor) -> tuple[int, int]:
 
 
 def _unlike(mine: Tensor | None, theirs: Tensor | None, bound: float) -> str:
-    """How a value differs from the eager one, in words; "" where it does not, by more than the bound."""
+    """Difference of a value from the eager one, as text; "" where it does not, by more than the bound."""
     if mine is None or theirs is None:
         return "" if mine is theirs else "is there in one of them alone"
     mine, theirs = mine.detach(), theirs.detach()

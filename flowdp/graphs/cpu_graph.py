@@ -210,7 +210,7 @@ class CpuGraph:
 
     Args:
         traced: The function, which other ranks may use too.
-        own: The rank's tensors.
+        own: Tensors of the rank.
         buffers: Places of the buffers among them.
         trained: The parameters of which gradients are asked.
         gives: Whether the function returns the gradients.
@@ -501,7 +501,7 @@ def _as_own(gradient: Tensor, parameter: Tensor, taken: set[int]) -> Tensor:
 
     Args:
         gradient: As a backward has made it, on fake memory.
-        parameter: Whose.
+        parameter: Parameter of the gradient.
         taken: The memory of all that is read or returned besides; the gradient's is added.
     """
     if _memory(gradient) in taken or gradient.stride() != parameter.stride():

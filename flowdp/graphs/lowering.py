@@ -28,7 +28,7 @@ class Inputs:
     Args:
         graph: Its inputs are the rank's tensors, those of the batch, and two numbers.
         root: Holds its constants.
-        own: The rank's tensors.
+        own: Tensors of the rank.
         gives: Whether it returns gradients; else it adds to those that it is given.
     """
 

@@ -351,7 +351,7 @@ class FlatOptimizer:
         return _Run(start, stop, begin, flat, gradient)
 
     def _choose(self, touched: Sequence[bool]) -> None:
-        """Let the runs have a gradient whose parameters have one; divide those that have some."""
+        """Choose the runs to step: those of parameters with gradients; divide the mixed ones."""
         self._all_on = all(touched[at] for at in self._members)
         mixed = [
             run

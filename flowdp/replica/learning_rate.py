@@ -199,7 +199,7 @@ class LearningRate:
         self._write()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the rates stand; shares no memory with the schedulers."""
+        """State of the rates; shares no memory with the schedulers."""
         return {
             "count": self._count,
             "plain": list(self._plain),
@@ -216,7 +216,7 @@ class LearningRate:
         return self._kinds() == _kinds(state) and self._base == state["base"]
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Stand where another one stood, without going through the steps before.
+        """Load another one's state, without going through the steps before.
 
         The factor of the rates is taken over where the user had set it, else it stays that of this world
         size. The groups of the optimizers hold what they held then.

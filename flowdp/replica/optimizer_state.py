@@ -13,7 +13,7 @@ __all__ = ["copy_state"]
 
 
 def copy_state(own: Optimizer, other: Optimizer) -> None:
-    """Give an optimizer the state of another one, bit for bit; its groups, and so its rates, stay.
+    """Copy the state of another optimizer, bit for bit; the groups, and so the rates, stay.
 
     Not by `load_state_dict`, which casts the state to the dtype of its parameter.
 

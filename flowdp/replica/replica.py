@@ -290,7 +290,7 @@ class Replica:
         return norms
 
     def forwards(self, batch: Any, samples: int) -> int:
-        """Of how many forwards a micro-batch of so many samples is made."""
+        """Number of forwards for a micro-batch of this many samples."""
         if self.pieces == 1 or _whole(batch, samples) is None:
             return 1
         return max(1, min(self.pieces, samples // self.least))

@@ -1,1 +1,1 @@
-"""Where threads meet: the inbox and the gate."""
+"""Places where threads meet: inbox, gate, latch, crew and turns."""

@@ -3,12 +3,12 @@
 Guarantees:
 - One outcome per round: it is fixed once, under the lock, by the last arrival (or by the leave that makes the
   last arrival of the others); every member gets that object, or every member gets the error.
-- `leave` and `abort` release whoever waits, at any moment; nobody waits for a rank that left.
+- `leave` and `abort` release all waiting ranks, at any moment; no rank waits for one that left.
 - The launch runs outside the lock, so an abort never waits for it.
 
 Not `threading.Barrier`: its abort tells ranks different things about one round, and it cannot lose a member.
-Waiting is one lock per rank used as a binary semaphore: it is released once by whoever takes the rank out of
-the set of waiting ranks, under the gate's lock, so a release can be neither lost nor doubled.
+Waiting is one lock per rank used as a binary semaphore: it is released once by the thread that takes the rank
+out of the set of waiting ranks, under the gate's lock, so a release can be neither lost nor doubled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Gate", "Waiting"]
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What a rank in the gate waits for.
+    """Wait of a rank in the gate.
 
     Attributes:
         round: The round's number.
@@ -50,7 +50,7 @@ class Gate:
 
     Args:
         world_size: Ranks.
-        launch: Called by the last arrival with the outcome, before anybody is released; what it raises
+        launch: Called by the last arrival with the outcome, before any rank is released; an error of it
             makes the round an error for all.
     """
 
@@ -69,7 +69,7 @@ class Gate:
             wake.acquire()
 
     def enter(self, arrival: Arrival) -> Outcome:
-        """Wait for all members; returns what becomes of the round.
+        """Wait for all members; returns the outcome of the round.
 
         Raises:
             CollectiveAborted: The gate was aborted before the round was published.
@@ -113,7 +113,7 @@ class Gate:
         self._launch = None
 
     def direct(self, directives: Directives) -> None:
-        """Replace what the next outcome tells everybody; a learning rate stays until it is told."""
+        """Replace the directives of the next outcome; a learning rate stays until an outcome has it."""
         with self._lock:
             self._state.direct(directives)
 
@@ -133,7 +133,7 @@ class Gate:
             self._publish(outcome)
 
     def waiting(self) -> dict[int, Waiting]:
-        """Who waits in the gate at this moment, and for whom."""
+        """Ranks that wait in the gate at this moment, and the ranks they wait for."""
         with self._lock:
             there, decided = self._state.arrivals, self._decided
             missing = tuple(sorted(self._state.members.difference(there)))
@@ -145,7 +145,7 @@ class Gate:
             }
 
     def abort(self, reason: str) -> None:
-        """Release everybody with an error, now and for ever; the first reason stays."""
+        """Release all ranks with an error, now and for ever; the first reason stays."""
         with self._lock:
             self._state.abort(reason)
             self._release(self._inside)
@@ -161,7 +161,7 @@ class Gate:
         with self._lock:
             if self._state.error is not None:
                 return
-            # Who left while the launch ran is not waited for.
+            # A rank that left while the launch ran is not waited for.
             self._unfinished = self._state.members.intersection(outcome.members)
             for rank in self._unfinished:
                 self._outcome[rank] = outcome
