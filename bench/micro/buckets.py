@@ -90,7 +90,7 @@ def ours(strategy: Strategy) -> float:
 
 
 def averaging_ms(parameters: int, tensors: int, *, is_bucketed: bool) -> float:
-    def work(rank: int, group: ProcessGroup) -> float:  # noqa: ARG001
+    def work(_rank: int, group: ProcessGroup) -> float:
         own = [nn.Parameter(torch.zeros(parameters // tensors)) for _ in range(tensors)]
         made = [torch.ones_like(parameter) for parameter in own]
         synchronizer = GradientSynchronizer(own, group, automatic=False)

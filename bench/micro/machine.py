@@ -88,7 +88,7 @@ def barrier_us(ranks: int) -> float:
     """A round at a barrier: two meetings."""
     barrier = threading.Barrier(ranks)
 
-    def body(rank: int) -> None:  # noqa: ARG001
+    def body(_rank: int) -> None:
         for _ in range(GATE_ROUNDS):
             barrier.wait()
             barrier.wait()

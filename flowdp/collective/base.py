@@ -388,11 +388,11 @@ class _Shares:
     def __init__(self, weights: Sequence[float]) -> None:
         self.weights = weights
 
-    def of_all(self, dtype: torch.dtype) -> Sequence[float | Tensor]:  # noqa: ARG002 - a number is of any
+    def of_all(self, _dtype: torch.dtype) -> Sequence[float | Tensor]:  # a number is of any
         """Each one's share of all."""
         return self.weights
 
-    def steps(self, dtype: torch.dtype) -> Sequence[float | Tensor]:  # noqa: ARG002
+    def steps(self, _dtype: torch.dtype) -> Sequence[float | Tensor]:
         """Each one's share of those up to it."""
         return [
             weight / so_far for weight, so_far in zip(self.weights, accumulate(self.weights), strict=True)

@@ -177,7 +177,7 @@ class DeviceMean(StreamedMean):
             first.setdefault(self._lanes[member].device, member)
         return tuple(first.values())
 
-    def _writers(self, rank: int, workers: Sequence[int]) -> Sequence[int]:  # noqa: ARG002 - of every rank
+    def _writers(self, _rank: int, workers: Sequence[int]) -> Sequence[int]:  # of every rank
         return workers
 
     def _enqueue(self, outcome: Outcome, workers: Sequence[int]) -> dict[int, Tensor]:

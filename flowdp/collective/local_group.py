@@ -324,7 +324,7 @@ class _LocalGroup(ProcessGroup):
             )
 
 
-def _nothing(given: Sequence[Any]) -> list[Chunk]:  # noqa: ARG001 - a barrier has no work
+def _nothing(_given: Sequence[Any]) -> list[Chunk]:  # a barrier has no work
     return []
 
 

@@ -258,7 +258,7 @@ class NcclMean(StreamedMean):
     def _workers(self, outcome: Outcome) -> Sequence[int]:
         return outcome.members
 
-    def _writers(self, rank: int, workers: Sequence[int]) -> Sequence[int]:  # noqa: ARG002 - only itself
+    def _writers(self, rank: int, _workers: Sequence[int]) -> Sequence[int]:  # only itself
         return (rank,)
 
     def _enqueue(self, outcome: Outcome, workers: Sequence[int]) -> dict[int, Tensor]:
@@ -283,8 +283,8 @@ class NcclMean(StreamedMean):
 
     def _drift(
         self,
-        rank: int,  # noqa: ARG002
-        outcome: Outcome,  # noqa: ARG002
+        _rank: int,
+        _outcome: Outcome,
         rows: Sequence[Sequence[float]],
     ) -> tuple[float, float]:
         weight, square, mean_square = rows[0]

@@ -199,13 +199,13 @@ class _SingleGroup(ProcessGroup):
     def barrier(self) -> None:
         pass
 
-    def _reduce(self, flat: Tensor, op: Op, call: str) -> Work:  # noqa: ARG002
+    def _reduce(self, _flat: Tensor, _op: Op, _call: str) -> Work:
         return Work()
 
-    def _broadcast(self, flat: Tensor, src: int, call: str) -> Work:  # noqa: ARG002
+    def _broadcast(self, _flat: Tensor, _src: int, _call: str) -> Work:
         return Work()
 
-    def _gather(self, flat: Tensor, outputs: list[Tensor], call: str) -> None:  # noqa: ARG002
+    def _gather(self, flat: Tensor, outputs: list[Tensor], _call: str) -> None:
         outputs[0].copy_(flat)
 
 
@@ -229,7 +229,7 @@ class _TorchGroup(ProcessGroup):
     def barrier(self) -> None:
         dist.barrier(self._group)
 
-    def _reduce(self, flat: Tensor, op: Op, call: str) -> Work:  # noqa: ARG002
+    def _reduce(self, flat: Tensor, op: Op, _call: str) -> Work:
         is_float = flat.dtype.is_floating_point and op in ("sum", "mean")
         wide = flat.to(arithmetic(flat.dtype)) if is_float else flat
         # Without torch's own mean, which gloo does not have.
@@ -245,11 +245,11 @@ class _TorchGroup(ProcessGroup):
 
         return Work(finish)
 
-    def _broadcast(self, flat: Tensor, src: int, call: str) -> Work:  # noqa: ARG002
+    def _broadcast(self, flat: Tensor, src: int, _call: str) -> Work:
         handle = dist.broadcast(_bytes(flat), group_src=src, group=self._group, async_op=True)
         return Work(handle.wait)
 
-    def _gather(self, flat: Tensor, outputs: list[Tensor], call: str) -> None:  # noqa: ARG002
+    def _gather(self, flat: Tensor, outputs: list[Tensor], _call: str) -> None:
         dist.all_gather([_bytes(output) for output in outputs], _bytes(flat), group=self._group)
 
 

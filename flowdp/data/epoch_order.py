@@ -110,7 +110,7 @@ class Order(ABC):
         """The sampler that draws another order each time, so that no epoch can be entered; None: all can."""
         return None
 
-    def checksum(self, epoch: int) -> int | None:  # noqa: ARG002 - an order that can be repeated needs none
+    def checksum(self, _epoch: int) -> int | None:  # an order that can be repeated needs none
         """Checksum of a sampler's draws for an epoch, while any of its batches can be in work.
 
         None where it has not drawn them yet, and where the order is flowdp's own.
@@ -133,7 +133,7 @@ class Order(ABC):
         if not 0 <= batch < self.batches:
             raise IndexError(f"batch {batch} of an epoch of {self.batches} batches")
 
-    def _span(self, epoch: int, batch: int) -> tuple[int, int]:  # noqa: ARG002 - all epochs are cut alike
+    def _span(self, _epoch: int, batch: int) -> tuple[int, int]:  # all epochs are cut alike
         start = batch * self._size
         return start, min(start + self._size, self._stop)
 
@@ -287,10 +287,10 @@ class SamplerOrder(Order):
         """A copy of one thing that the sampler yields, as plain integers."""
         return operator.index(item)
 
-    def _joined(self, epoch: int, drawn: list[Any]) -> Tensor:  # noqa: ARG002 - all epochs are cut alike
+    def _joined(self, _epoch: int, drawn: list[Any]) -> Tensor:  # all epochs are cut alike
         return torch.tensor(drawn, dtype=torch.int64, device="cpu")
 
-    def _sum(self, epoch: int, order: Tensor) -> int:  # noqa: ARG002 - all epochs are cut alike
+    def _sum(self, _epoch: int, order: Tensor) -> int:  # all epochs are cut alike
         return zlib.crc32(order[: self._stop].numpy().tobytes())
 
 

@@ -99,7 +99,7 @@ class StreamReader(LoaderSource):
         self.batch_size = batch_size
         self._lengths: dict[int, int] = {}  # of the epochs that have been read to their end; under the lock
 
-    def indices(self, epoch: int, batch: int) -> tuple[int, ...]:  # noqa: ARG002 - samples have no number
+    def indices(self, _epoch: int, _batch: int) -> tuple[int, ...]:  # samples have no number
         """Nothing; see `Source.indices`."""
         return ()
 

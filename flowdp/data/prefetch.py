@@ -189,7 +189,7 @@ class PrefetchFeed(Feed):
                     slot.pool.give_back(slot)
                 self._changed.notify()
 
-    def wake(self, epoch: int, batch: int) -> None:  # noqa: ARG002 - an old one makes us ask once too often
+    def wake(self, _epoch: int, _batch: int) -> None:  # an old one makes us ask once too often
         """Let the prefetch thread ask again; see `Feed.wake`."""
         with self._changed:
             self._asked = False

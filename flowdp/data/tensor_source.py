@@ -66,7 +66,7 @@ class TensorSource(Source):
     ) -> None:
         """Nothing is read ahead; see `Source.start`."""
 
-    def take(self, rank: int, epoch: int, batch: int, part: Part | None = None) -> Batch:  # noqa: ARG002
+    def take(self, _rank: int, epoch: int, batch: int, part: Part | None = None) -> Batch:
         """Gather a batch, for whatever rank; always there. See `Source.take`."""
         rows = self.gather(epoch, batch, part)
         return self.pack(rows) if part is None else Portion.gathered(rows, self.pack)

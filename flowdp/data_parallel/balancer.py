@@ -64,7 +64,7 @@ class Alone:
         """A device alone is never without work."""
         return ()
 
-    def did(self, samples: Sequence[int], batches: Sequence[int] | None = None) -> None:  # noqa: ARG002
+    def did(self, samples: Sequence[int], _batches: Sequence[int] | None = None) -> None:
         """Note the work done."""
         self._last = samples[0]
         self._samples += self._last

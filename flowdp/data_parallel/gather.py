@@ -272,7 +272,7 @@ class _Sum(_Seam):
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(pieces)).sum(0, dtype=pieces[0].dtype)
 
-    def part(self, gradient: Tensor, place: int) -> Tensor:  # noqa: ARG002
+    def part(self, gradient: Tensor, _place: int) -> Tensor:
         return gradient
 
 

@@ -75,7 +75,7 @@ def differentiate(
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: _Differentiation, *inputs: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
+    def forward(ctx: Any, step: _Differentiation, *_inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.step = step
         ctx.set_materialize_grads(False)
         outputs, is_constant = step.forward()

@@ -55,7 +55,7 @@ class Copying:
     def __init__(self, home: torch.device) -> None:
         self._home = home
 
-    def pack(self, gradients: Gradients, device: torch.device) -> Packed:  # noqa: ARG002
+    def pack(self, gradients: Gradients, _device: torch.device) -> Packed:
         """Bring a rank's gradients to the first device, on the current streams of both."""
         return Packed([], [], carry(gradients, self._home))
 

@@ -102,11 +102,11 @@ class _Begin(torch.autograd.Function):
     """Passes a leaf on as a tensor that a module may write to, as to the output of another one."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:  # noqa: ARG004
+    def forward(_ctx: Any, leaf: Tensor) -> Tensor:
         return leaf.data  # no view of the leaf, so that it has a version counter of its own
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
 
 

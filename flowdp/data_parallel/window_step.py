@@ -187,14 +187,14 @@ class WindowStep:
         outputs: Results = computed.outputs
         return Results(*outputs)
 
-    def compute(self, batch: Any, worker: None, factors: Factors) -> Computed:  # noqa: ARG002 - it has none
+    def compute(self, batch: Any, _worker: None, factors: Factors) -> Computed:  # it has none
         """Forward, loss and backward by the user's Python; see `Capturable.compute`."""
         with self.draws or nullcontext():
             results = differentiate(self.module, batch, self._recipe, factors, self._peers, self._rank)
         self.has_stepped = self.has_stepped or torch.is_grad_enabled()
         return Computed(results.loss * factors.share, outputs=[*results])
 
-    def forward(self, batch: Any, worker: None, share: float | Tensor, of: int | Tensor) -> Passed:  # noqa: ARG002
+    def forward(self, batch: Any, _worker: None, share: float | Tensor, _of: int | Tensor) -> Passed:
         """Forward and loss, as they are recorded; see `Capturable.forward`."""
         assert isinstance(share, Tensor)
         results = _results(self.module, batch, self._recipe)

@@ -235,7 +235,7 @@ class SharedGradients(FlatGradients, FlatTensors):
         self.weight.zero_()
         self.is_weighted = False
 
-    def _sums_in(self, dtype: torch.dtype) -> torch.dtype:  # noqa: ARG002 - for all alike
+    def _sums_in(self, _dtype: torch.dtype) -> torch.dtype:  # for all alike
         # So that it is the same on cards that add in another order.
         return torch.float64
 

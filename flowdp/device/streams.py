@@ -216,15 +216,15 @@ class HostLane(Lane):
         self.device = device
         self.compute = self.comm = self.copy = _NoStream()
 
-    def on(self, stream: Stream) -> AbstractContextManager[Any]:  # noqa: ARG002 - there is one
+    def on(self, _stream: Stream) -> AbstractContextManager[Any]:  # there is one
         """See `Lane.on`."""
         return nullcontext()
 
-    def aside(self, number: int) -> Stream:  # noqa: ARG002 - there is one
+    def aside(self, _number: int) -> Stream:  # there is one
         """See `Lane.aside`."""
         return self.comm
 
-    def event(self, *, timing: bool = False) -> Event:  # noqa: ARG002 - always
+    def event(self, **_timing: bool) -> Event:  # always
         """See `Lane.event`."""
         return _HostEvent()
 
@@ -282,7 +282,7 @@ class _HostEvent:
     def __init__(self) -> None:
         self._at_s = 0.0
 
-    def record(self, stream: Any = None) -> None:  # noqa: ARG002 - there is one
+    def record(self, _stream: Any = None) -> None:  # there is one
         self._at_s = perf_counter()
 
     def wait(self, stream: Any = None) -> None:

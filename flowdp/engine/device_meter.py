@@ -110,7 +110,7 @@ class DeviceMeter(Meter):
         self._begin = self._mark()  # of the step under way
         self._last = self._mark()  # up to here the device's time is counted
 
-    def begin(self, start_s: float) -> None:  # noqa: ARG002 - the device has its own time
+    def begin(self, _start_s: float) -> None:  # the device has its own time
         """See `Meter.begin`; waits until the device is less than `STEPS_AHEAD` steps behind."""
         while self._steps >= STEPS_AHEAD:
             self._land_next()

@@ -122,7 +122,7 @@ class CpuRecorder:
         batch: Any,
         leaves: Sequence[Tensor],
         worker: CurrentWorker | None,
-        factors: Factors,  # noqa: ARG002 - inputs of the graph
+        _factors: Factors,  # inputs of the graph
     ) -> CpuGraph:
         """Record a step, or take another rank's recording; see `Recorder.record`."""
         self._check()
@@ -147,7 +147,7 @@ class CpuRecorder:
             gives=self._step.gives_gradients,
         )
 
-    def step(self, factor: float) -> bool:  # noqa: ARG002 - there is no graph of it on the CPU
+    def step(self, _factor: float) -> bool:  # there is no graph of it on the CPU
         """See `Recorder.step`: the optimizer steps flat memory eagerly, which is a few calls."""
         return False
 

@@ -100,7 +100,7 @@ class CudaGraphs:
             raise NotCaptured(refusal)
         return graph
 
-    def step(self, factor: float) -> bool:  # noqa: ARG002 - there is no graph of it
+    def step(self, _factor: float) -> bool:  # there is no graph of it
         """The optimizer steps eagerly; see `Recorder.step`."""
         return False
 
@@ -235,7 +235,7 @@ class CudaStepGraph:
         self,
         leaves: Sequence[Tensor],
         factors: Factors,
-        generator: torch.Generator | None,  # noqa: ARG002 - a card has one, which is the default
+        _generator: torch.Generator | None,  # a card has one, which is the default
     ) -> Computed:
         """See `StepGraph.run`."""
         assert self._graph is not None

@@ -108,15 +108,15 @@ class ProgressBar(Callback):
             else:
                 self._bar.update(record.global_step - self._bar.n)
 
-    def on_epoch_end(self, metrics: EpochMetrics) -> None:  # noqa: ARG002
+    def on_epoch_end(self, _metrics: EpochMetrics) -> None:
         """Leave the line to the callbacks that are called next; a round draws it again."""
         self._clear()
 
-    def on_checkpoint(self, checkpoint: Any) -> None:  # noqa: ARG002
+    def on_checkpoint(self, _checkpoint: Any) -> None:
         """See `on_epoch_end`."""
         self._clear()
 
-    def on_train_end(self, state: Any) -> None:  # noqa: ARG002
+    def on_train_end(self, _state: Any) -> None:
         """Leave the last drawing where it is."""
         self._run = None
         with self._lock:

@@ -60,7 +60,7 @@ class CustomStepReplica(Replica):
         self._own = all_of(optimizers)
         self._has_scaled = False  # an optimizer has asked the scaler since its last update
 
-    def add(self, batch: Any, worker: CurrentWorker, share: float = 1.0) -> None:  # noqa: ARG002 - the only one
+    def add(self, batch: Any, worker: CurrentWorker, _share: float = 1.0) -> None:  # the only one
         """Call the user's step; see `Replica.add`.
 
         Raises:
@@ -91,7 +91,7 @@ class CustomStepReplica(Replica):
         with self.casting(self._autocast):
             return self._train_step(worker, batch)
 
-    def step(self, factor: float = 1.0) -> Tensor | None:  # noqa: ARG002 - there is nothing to scale
+    def step(self, _factor: float = 1.0) -> Tensor | None:  # there is nothing to scale
         """Clear the gradients that the call has left; see `Replica.step`."""
         self._update_scale()
         self.module.zero_grad(set_to_none=True)

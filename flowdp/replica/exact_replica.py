@@ -106,7 +106,7 @@ class ExactReplica(Replica):
             self._sums = self.lane.pinned((CHECKSUMS,), torch.int64).unbind()
         self._summed = 0
 
-    def add(self, batch: Portion, worker: CurrentWorker, share: float = 1.0) -> None:  # noqa: ARG002 - the only one
+    def add(self, batch: Portion, worker: CurrentWorker, _share: float = 1.0) -> None:  # the only one
         """Forward and backward of this rank's part, in micro-batches; see `Replica.add`."""
         samples = batch.samples
         # By the window, which all ranks count alike: a slow one may have no part of some.
@@ -135,7 +135,7 @@ class ExactReplica(Replica):
         if written is not None:
             written.tell()
 
-    def forwards(self, batch: Any, samples: int) -> int:  # noqa: ARG002 - a part can always be cut
+    def forwards(self, _batch: Any, samples: int) -> int:  # a part can always be cut
         """See `Replica.forwards`."""
         return max(1, min(samples // self.least, -(-samples // self._size) * self.pieces))
 
@@ -148,7 +148,7 @@ class ExactReplica(Replica):
         super().undo()
         self._unnamed = 0.0
 
-    def step(self, factor: float = 1.0) -> Tensor | None:  # noqa: ARG002 - the shares sum to 1
+    def step(self, _factor: float = 1.0) -> Tensor | None:  # the shares sum to 1
         """The loss of the part; the optimizer steps in `meet`. See `Replica.step`.
 
         Where losses name weights, it is the mean of loss x weight: the part's own weight may be 0, and the

@@ -382,7 +382,7 @@ class Replica:
         self,
         loss: Tensor,
         share: float | Tensor,
-        of: int | Tensor,  # noqa: ARG002 - for the exact policy
+        _of: int | Tensor,  # for the exact policy
     ) -> tuple[Tensor, Tensor | None]:
         """The loss as it is differentiated, and the weight that it names (exact).
 
@@ -395,7 +395,7 @@ class Replica:
             return shared(loss, share), None
         return (loss if share == 1.0 else loss * share), None
 
-    def count(self, computed: Computed, factors: Factors) -> None:  # noqa: ARG002 - as above
+    def count(self, computed: Computed, _factors: Factors) -> None:  # as above
         """Add a micro-batch's loss to that of the step."""
         value = computed.loss
         self._value = value if self._value is None else self._value + value
