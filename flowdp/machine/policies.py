@@ -1,8 +1,9 @@
-"""The class of rounds for each policy: the one place that asks which policy a run has."""
+"""The class of rounds for each policy. Other modules ask the class, and not for the name of a policy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import assert_never
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.async_rounds import AsyncRounds
@@ -44,4 +45,6 @@ def make_rounds(config: CoordinatorConfig, epochs: Epochs) -> Rounds:
             return AsyncRounds(epochs, Cadence(ranks, options, config.ratios), ranks)
         case "cadence" if options.windows:
             return CadenceRounds(epochs, Cadence(ranks, options, config.ratios), ranks)
-    return SyncRounds(epochs, ranks)
+        case "sync" | "cadence":
+            return SyncRounds(epochs, ranks)
+    assert_never(config.policy)  # mypy finds a policy without a case

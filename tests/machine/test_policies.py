@@ -52,5 +52,7 @@ def test_exact_needs_a_global_batch() -> None:
         made(policy="exact")
 
 
-def test_each_policy_has_a_class() -> None:
-    assert set(ROUNDS) == set(get_args(Policy))
+@pytest.mark.parametrize("policy", get_args(Policy))
+def test_each_policy_has_a_class_and_gets_it(policy: Policy) -> None:
+    given = EXACT if policy == "exact" else {"policy": policy}
+    assert type(made(**given)) is ROUNDS[policy]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowdp.machine.coordinator import Coordinator, Life
+from flowdp.machine.policies import ROUNDS
 from flowdp.machine.worker import Done, Step
 from flowdp.policy.ledger import ENDLESS
 from flowdp.protocol.commands import Command, EpochEnded, Finish, LeaveGate, Paused, RoundEnded, Save
@@ -158,7 +159,7 @@ class Rules(Watcher):
     def _can_do_without(self, fact: Exiting, coordinator: Coordinator) -> bool:
         """Whether the run can do without a rank that has failed, and shall."""
         config = self.scenario.config
-        is_wanted = config.on_failure == "continue" and config.policy in ("sync", "cadence")
+        is_wanted = config.on_failure == "continue" and ROUNDS[config.policy].averages == "parameters"
         is_running = coordinator.life is Life.RUNNING and coordinator.error is None
         others = [rank for rank in range(config.world_size) if rank not in (*coordinator._gone, fact.rank)]
         return is_wanted and is_running and fact.is_alone and bool(others)
