@@ -20,13 +20,13 @@ class AsyncRank:
     """One rank; all counts are steps since the run began.
 
     Attributes:
-        orders: Those that are out, oldest first.
-        dealt: Steps it was told to take.
-        trained: Those it has reported.
-        mean: Those in the last mean that was applied.
-        snapshot: Those in the last snapshot, applied or under way.
+        orders: Orders that are out, oldest first.
+        dealt: Steps of all its orders.
+        trained: Steps it has reported.
+        mean: Steps in the last mean that was applied.
+        snapshot: Steps in the last snapshot, applied or under way.
         works: Its reports since the last round.
-        is_throttled: It was told that there is nothing for it.
+        is_throttled: A `Throttle` is its last order.
         bad: (epoch, batch) of the first step since the last meeting with NaN or inf values.
     """
 
@@ -52,14 +52,14 @@ class AsyncRank:
         self.is_throttled = False
 
     def credit(self, order: StartEpoch, work: Work) -> None:
-        """Count what it did of an order; the rest is dealt anew."""
+        """Count the trained steps of an order; the rest is dealt anew."""
         self.trained += work.steps
         self.dealt -= order.steps - work.steps
         self.works.append(work)
         self.bad = self.bad or work.bad
 
     def shorten(self, end: DataEnded) -> bool:
-        """Drop what the epoch does not have; whether there was any."""
+        """Drop the batches that the epoch does not have; returns whether there were any."""
         is_cut = False
         for index, order in enumerate(self.orders):
             kept = self.orders[index] = order.until(end)

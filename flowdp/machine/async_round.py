@@ -15,7 +15,7 @@ class AsyncRound:
     """A round: snapshots are collected, averaged, applied.
 
     Attributes:
-        number: Which.
+        number: Number of the round.
         deadline_ms: When it is given up, if a snapshot is missing then.
         snapshots: Those that have come.
         is_averaging: All have come, and are on their way into the mean.
@@ -54,10 +54,10 @@ class Meeting:
     acks: dict[int, SyncAck] = field(default_factory=dict)
 
     def outcome(self) -> Outcome:
-        """What all were told.
+        """The outcome of the meeting.
 
         Raises:
-            ProtocolError: Two of them were told different things.
+            ProtocolError: Two ranks left it with different outcomes.
         """
         first = next(iter(self.acks.values())).outcome
         for rank, ack in self.acks.items():

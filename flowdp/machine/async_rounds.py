@@ -1,4 +1,4 @@
-"""Asynchronous rounds: snapshots are averaged while the ranks train on, and nobody waits.
+"""Asynchronous rounds: snapshots are averaged while the ranks train on, and no rank waits.
 
 Batches go out in small orders, two per rank, so that a rank always has the next one. A round is opened when
 every rank has taken its count of steps or cannot move; it passes through three states, each left by facts
@@ -113,7 +113,7 @@ class AsyncRounds(Rounds):
         return self.cadence.el_che.ms_per_batch
 
     def resume(self, position: Position) -> None:
-        """Begin where another run stood; what it measured counts where the ranks are as many."""
+        """Begin where another run stood; its measurements count where the number of ranks is the same."""
         self.global_step, self._next_round = position.global_step, position.round
         if position.anchor is not None and len(position.pace_ms) == self.world_size == position.world_size:
             self.cadence.restore(position.anchor, position.pace_ms, position.drifts)
@@ -167,7 +167,7 @@ class AsyncRounds(Rounds):
         self._ranks[rank].credit(order, work)
 
     def end(self, end: DataEnded) -> list[Command]:
-        """Shorten what is out of an epoch; an order that becomes empty is answered, too."""
+        """Shorten the orders of an epoch whose end was read; one that becomes empty is answered, too."""
         return [Send(rank, end) for rank, state in enumerate(self._ranks) if state.shorten(end)]
 
     # ------------------------------------------------------------------ decisions
@@ -248,7 +248,7 @@ class AsyncRounds(Rounds):
         return commands
 
     def _room(self, rank: int, counts: tuple[int, ...]) -> int:
-        """How many more steps may be dealt to a rank, by what it has done since its last snapshot."""
+        """Steps that may still be dealt to a rank, by those since its last snapshot."""
         ahead = counts[rank] + self._overshoot.value - (self._ranks[rank].dealt - self._ranks[rank].snapshot)
         lead = self.cadence.options.max_batch_diff
         if lead is None:
@@ -389,10 +389,10 @@ class AsyncRounds(Rounds):
         return record
 
     def check(self) -> None:
-        """Check that what is out is what the ledgers say.
+        """Check that the orders that are out agree with the ledgers.
 
         Raises:
-            ProtocolError: It is not.
+            ProtocolError: They do not.
         """
         out: dict[int, int] = {}
         for state in self._ranks:

@@ -1,4 +1,4 @@
-"""What is done while all ranks stand still: healing, evaluating, putting down what a checkpoint keeps.
+"""Tasks at a barrier of all ranks: healing replicas, evaluations, and the state for checkpoints.
 
 Between two rounds, with nothing dealt, the replicas are equal and orders cannot be obeyed in different
 rounds: then an order in the inbox is enough. One thing is done after the other, each in two halves, the
@@ -49,7 +49,7 @@ class SavePlan:
 
 @dataclass(frozen=True, slots=True)
 class BarrierPlan:
-    """What a run has to do at its standstills.
+    """Tasks of a run at its barriers.
 
     Attributes:
         save: When a checkpoint is due; None: only when it is asked for.
@@ -92,7 +92,7 @@ class _Asked:
 
 
 class Standstill:
-    """Decides what is due, and does it when the ranks stand still.
+    """Decides which tasks are due, and runs them at a barrier.
 
     Args:
         tasks: Of the run.
@@ -123,13 +123,13 @@ class Standstill:
 
     @property
     def is_enough(self) -> bool:
-        """What is monitored has not got better for long enough: the run shall end."""
+        """Whether the run shall end: the monitored number has not improved for `patience` epochs."""
         monitor = self._tasks.monitor
         return monitor is not None and monitor.patience is not None and self._best.bad >= monitor.patience
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the ranks shall stand still, or do for the sake of this."""
+        """Whether a barrier is wanted or in progress."""
         wants_capture = self._wants_save or self._is_best or self._answered < self._wishes
         return bool(self._asked or self._to_heal or self._ended) or wants_capture
 
@@ -148,7 +148,7 @@ class Standstill:
         """When the next checkpoint is due by the clock."""
         return None if math.isinf(self._next_ms) else self._next_ms
 
-    # ------------------------------------------------------------------ what is due
+    # ------------------------------------------------------------------ due tasks
     def begin(self, now_ms: float, global_step: int) -> None:
         """The run begins."""
         self._plan_steps(global_step)
@@ -204,7 +204,7 @@ class Standstill:
     def decide(
         self, now_ms: float, present: Sequence[int], stand: Callable[[], Position], *, leaves: bool
     ) -> list[Command]:
-        """Go on with what is to be done; the ranks stand still.
+        """Go on with the tasks that are due; all ranks are at the barrier.
 
         Args:
             now_ms: The time.
@@ -228,7 +228,7 @@ class Standstill:
         return commands
 
     def _next(self, present: Sequence[int], *, leaves: bool) -> list[Command]:
-        """Begin what comes first."""
+        """Begin the first task."""
         if self._to_heal:
             bad, self._to_heal = self._to_heal, ()
             donor = next(rank for rank in present if rank not in bad)
@@ -260,7 +260,7 @@ class Standstill:
         return []
 
     def _report(self, metrics: EpochMetrics) -> list[Command]:
-        """Report an epoch, and see what it means."""
+        """Report an epoch, and judge it."""
         commands: list[Command] = [EpochEnded(metrics)]
         self._best_before[metrics.epoch] = self._best
         monitor = self._tasks.monitor

@@ -183,13 +183,13 @@ class Coordinator:
         return []
 
     def _may_go_on(self) -> bool:
-        """Whether the others can do without a rank that has just left."""
+        """Whether the other ranks go on without one that has failed."""
         is_wanted = self.config.on_failure == "continue" and self.rounds.averages == "parameters"
         is_running = self.life is Life.RUNNING and self.error is None and not self.standstill.is_asked
         return is_wanted and is_running and bool(self._present())
 
     def _failing(self, commands: list[Command]) -> list[Command]:
-        """Commands, where one that says the run fails is heard here, too."""
+        """Take the error of a `Fail` among the commands; returns the commands."""
         self.error = self.error or next((c.error for c in commands if isinstance(c, Fail)), None)
         return commands
 
@@ -262,7 +262,7 @@ class Coordinator:
         return self._wants_stop or self.standstill.is_enough
 
     def _stand(self, now_ms: float) -> list[Command]:
-        """Do what is to be done while all ranks stand still."""
+        """Run the tasks that are due while all ranks stand still."""
 
         def where() -> Position:
             return self._position(now_ms)
@@ -291,9 +291,9 @@ class Coordinator:
         return []
 
     def _judge_numbers(self) -> list[Command]:
-        """Have replicas healed with NaN or inf parameters, while another one is sound.
+        """Order replicas with NaN or inf parameters to copy a healthy one.
 
-        One of which an acknowledgment told first is told of once more by the next outcome.
+        A replica that an acknowledgment reports is reported once more by the next outcome.
         """
         found = self.rounds.pop_bad()
         bad = self._sick | {rank: at for rank, at in found.items() if rank not in self._sick}
@@ -336,8 +336,8 @@ class Coordinator:
         wanted = Directives(self._ends, self._wants_pause and not self.is_paused, halt=halt)
         if wanted != self._directives or self._new_lr is not None:
             self._directives = wanted
-            # A learning rate is said once: an outcome may have told it before the coordinator hears of that,
-            # and told again it would undo what the scheduler did since.
+            # A learning rate is sent once: an outcome may have carried it before the coordinator hears of
+            # that, and sent again it would undo the scheduler's steps since.
             commands.append(Direct(replace(wanted, lr=self._new_lr)))
             self._wants_meeting = self._wants_meeting or self._new_lr is not None
             self._new_lr = None

@@ -1,4 +1,4 @@
-"""The epochs of a run in their order: what can be dealt, what was trained, which one is complete."""
+"""The epochs of a run in order: remaining and trained batches, and the epochs that are complete."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Open:
     ledger: Ledger
     tally: Tally
     start_ms: float
-    whole: int | None  # its batches, had the run no limit; None: nobody knows yet
+    whole: int | None  # full length, ignoring max_steps; None until the reader reaches its end
     spent_ms: float | None = None  # once it is complete
 
     @property
@@ -76,7 +76,7 @@ class Epochs:
         self._group = 1 if groups is None else max(groups)
         self._planned = 0  # steps of the opened epochs
         self._early: list[tuple[float, float | None, int]] = []  # rounds that count towards the next epoch
-        self._ends: dict[int, int] = {}  # what `end` said of epochs that are not open yet
+        self._ends: dict[int, int] = {}  # lengths of epochs that are not open yet
 
     @property
     def is_complete(self) -> bool:
@@ -133,7 +133,7 @@ class Epochs:
     def resume(self, position: Position) -> None:
         """Begin where another run stood; before anything else, and `start` follows.
 
-        Where this one's limits lie behind that, what had been dealt then is brought to its end, no more.
+        Where this run's limits lie before that, the batches dealt by then are trained, and no more.
         """
         self.done = self._opened = position.done
         self._planned = position.planned
@@ -148,12 +148,12 @@ class Epochs:
             one.tally.close_round(stood.sync_ms, stood.divergence, stood.rounds)
 
     def start(self, now_ms: float) -> None:
-        """The ranks are ready: what an epoch has taken before counts from now on."""
+        """The ranks are ready: the clocks of resumed epochs go on from now."""
         for one in self._open:
             one.start_ms += now_ms
 
     def disown(self, rank: int, heirs: Sequence[int]) -> None:
-        """Give what a rank that is gone has left to others."""
+        """Give the left-overs of a rank that is gone to other ranks."""
         for one in self._open:
             one.ledger.disown(rank, heirs)
 
@@ -173,7 +173,7 @@ class Epochs:
                 one.ledger.end(batches)
 
     def settle(self, epoch: int, rank: int, batches: Sequence[int], steps: int) -> None:
-        """Count back what was dealt of an epoch; nothing of one that had ended before it."""
+        """Count back dealt batches of an epoch; none where it ended before them."""
         if batches:
             self.of(epoch).settle(rank, batches, steps)
 

@@ -66,7 +66,7 @@ def encode(value: object) -> Any:
 
 
 def decode(data: Any) -> Any:
-    """The message that `encode` made this of; what was a sequence is a tuple.
+    """The message that `encode` made this of; sequences become tuples.
 
     Raises:
         ValueError: It is not the work of `encode`.
@@ -111,7 +111,7 @@ def brief(value: object) -> str:
 # ---------------------------------------------------------------- the log
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """A fact, and what the coordinator answered."""
+    """A fact, and the commands that answered it."""
 
     now_ms: float
     fact: Fact
@@ -148,7 +148,7 @@ class EventLog:
 
     Args:
         coordinator: The machine whose event log this is, before its first fact. It is copied now and then, so
-            that what is kept can be replayed.
+            that the kept events can be replayed.
         sink: Called with each line as it comes, newline included, the header first; None: nothing is encoded.
     """
 
@@ -161,7 +161,7 @@ class EventLog:
             sink(self._header(0) + "\n")
 
     def take(self, fact: Fact, now_ms: float, commands: Sequence[Command]) -> None:
-        """Write down a fact that `handle` has just taken, and what it answered."""
+        """Write down a fact that `handle` has just taken, and its commands."""
         event = _Event(now_ms, fact, commands)
         half = self._halves[-1]
         half.events.append(event)
@@ -180,7 +180,7 @@ class EventLog:
         return [str(event) for event in self._kept()[1][-count:]]
 
     def replay(self) -> Replay:
-        """Replay what is kept, from the machine as it was before."""
+        """Replay the events that are kept, from the machine as it was before them."""
         oldest, events = self._kept()
         told = (
             (f"fact {number}", event.now_ms, event.fact, encode(tuple(event.commands)))
@@ -202,7 +202,7 @@ class EventLog:
 # ---------------------------------------------------------------- replaying
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What came of replaying an event log.
+    """Result of replaying an event log.
 
     Attributes:
         events: Facts that were taken and answered as the event log says.
@@ -216,7 +216,7 @@ class Replay:
 
 
 def replay(lines: Iterable[str]) -> Replay:
-    """Let a fresh coordinator take the facts of an event log, and compare what it answers.
+    """Let a fresh coordinator take the facts of an event log, and compare its commands.
 
     The first other command, error or broken invariant ends it, and is named with its line.
     """
@@ -257,7 +257,7 @@ def _replay(coordinator: Coordinator, told: Iterable[_Told]) -> Replay:
             try:
                 given = encode(tuple(coordinator.handle(fact, now_ms)))
                 coordinator.check()
-            except Exception as error:  # whatever the run died of is what the reader looks for
+            except Exception as error:  # any error of the run is the one looked for
                 what = f"{type(error).__name__}: {error}"
                 return Replay(events, f"{where}: {brief(fact)} raises {what}", coordinator)
             if given != expected:

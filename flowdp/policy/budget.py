@@ -1,6 +1,6 @@
 """How much of a device's memory the data may have.
 
-What is left is what the driver calls free and what the allocator keeps but nobody uses, less the most that
+The room is the memory that the driver calls free, plus the unused part of the allocator's, less the most that
 training has needed so far. So memory that was freed into the allocator's cache counts as free, and the ring's
 own batches, which are a part of that peak, are given back before it is divided anew.
 """
@@ -39,9 +39,9 @@ class Memory:
         total: All of it.
         free: What the driver would still hand out, to any process.
         reserved: What this process's allocator holds.
-        active: Of that, what tensors use.
+        active: Of that, the memory of tensors.
         peak: The most that `active` has been.
-        split: Of what is reserved and unused, what lies in pieces between used ones.
+        split: Reserved and unused memory in pieces between used ones.
     """
 
     total: int
@@ -58,7 +58,7 @@ def clamp_usage(usage: float) -> float:
 
 
 def spare_bytes(memory: Memory, usage: float = USAGE) -> int:
-    """What is left for data when training needs what it needed at its peak; negative where nothing is.
+    """Memory left for data when training needs as much as at its peak; may be negative.
 
     Args:
         memory: The gauge's.

@@ -30,7 +30,7 @@ class Cadence:
     Attributes:
         el_che: Anchor and measured times.
         guard: Watches the drift.
-        action: What the guard last asked for.
+        action: Last action of the guard.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class Cadence:
         self._quotas = self._fit()
 
     def restore(self, anchor: int, pace_ms: Sequence[float], drifts: Sequence[float] = ()) -> None:
-        """Begin with what an earlier run on the same ranks had found out.
+        """Begin with the measurements of an earlier run on the same ranks.
 
         Args:
             anchor: See `ElChe.restore`.
             pace_ms: See there.
-            drifts: What the guard had seen.
+            drifts: Drifts that the guard had seen.
         """
         self.el_che.restore(anchor, pace_ms)
         self.guard = self._new_guard(drifts)
@@ -68,7 +68,7 @@ class Cadence:
         self._quotas = self._fit()
 
     def leave(self, rank: int) -> None:
-        """A rank is gone: its quota is 0 from now on."""
+        """Remove a rank: its quota is 0 from now on."""
         self._gone.add(rank)
         self.el_che.forget(rank)
         self._quotas = self._fit()
@@ -127,7 +127,7 @@ class Cadence:
             drifts: Relative distance from the mean of each rank that took part; None where not measured.
 
         Returns:
-            What the guard had to say; "" while all is well.
+            Reason of the guard's action; "" while all is well.
         """
         decision = None if drifts is None else self.guard.report(drifts)
         self.action = GuardAction.STABLE if decision is None else decision.action
@@ -135,7 +135,7 @@ class Cadence:
         paces = [self._believed(rank, ms, n) for rank, (ms, n) in enumerate(zip(pace_ms, steps, strict=True))]
         self._probes.held(steps, [rank for rank in range(len(steps)) if self._outliers.is_holding(rank)])
         wall_ms = [ms * n for ms, n in zip(paces, steps, strict=True)]
-        # The first averaging also builds what all later ones find there: its time would stretch the rounds.
+        # The first averaging also sets up memory and streams: its time would stretch the rounds.
         sync_ms, self._sync_ms = min(sync_ms, self._sync_ms), sync_ms
         sync_ms = sync_ms if self.el_che.is_calibrated else 0.0
         # An epoch's last round may be short, and to its time a mean is dear that is cheap to a whole round's.

@@ -11,7 +11,7 @@ __all__ = ["CapturePlan", "FormPlan"]
 Action = Literal["eager", "record", "run", "compare"]
 
 WARM_UP = 2
-"""Eager steps of a form before it is recorded: they make what is made at first use."""
+"""Eager steps of a form before it is recorded: they allocate memory at first use."""
 
 UNSTEADY = 4
 """Eager steps that changed what is watched, in a row, after which no step is recorded."""

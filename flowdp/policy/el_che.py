@@ -94,7 +94,7 @@ class ElChe:
         self._counts = [fast] * self._world_size
         self._counts[slow_rank] = self._anchor
 
-    # ---------------------------------------------------------------- what it knows
+    # ---------------------------------------------------------------- state
     @property
     def world_size(self) -> int:
         """Devices."""
@@ -154,7 +154,7 @@ class ElChe:
         """Steps of one rank."""
         return self._counts[rank]
 
-    # ---------------------------------------------------------------- what changes it
+    # ---------------------------------------------------------------- updates
     def report_timing(
         self, wall_ms: Sequence[float], actual_batches: Sequence[int], sync_ms: float, *, hold: bool = False
     ) -> None:
@@ -198,7 +198,7 @@ class ElChe:
             self._recount()
 
     def restore(self, anchor: int, ms_per_batch: Sequence[float]) -> None:
-        """Begin with what an earlier run had found out.
+        """Begin with the measurements of an earlier run.
 
         Args:
             anchor: Its anchor; clamped to this one's limits.
@@ -215,7 +215,7 @@ class ElChe:
             self._calibrated = True
 
     def forget(self, rank: int) -> None:
-        """Drop what was measured of a rank: it is gone, or its speed is another one now."""
+        """Drop the measurements of a rank that is gone, or whose speed has changed."""
         self._ms[rank] = 0.0
         if max(self._ms) > 0.0:
             self._recount()

@@ -1,7 +1,7 @@
 """How far a rank may run ahead.
 
 The lead of a rank is the number of steps it has taken since the last mean, beyond the slowest rank that can
-still move. A rank without data, or one that has left, holds nobody back: waiting for it would never end.
+still move. A rank without data, or one that has left, holds no other back: waiting for it would never end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def lead_room(
         max_batch_diff: The limit.
 
     Returns:
-        0 or less for a rank that is to be held, None for one that has nobody to wait for. Shape (ranks,).
+        0 or less for a rank that is to be held, None for one with no rank to wait for. Shape (ranks,).
     """
     room: list[int | None] = []
     for rank, given in enumerate(dealt):
@@ -60,7 +60,7 @@ class Overshoot:
         return self._value
 
     def averaged(self, action: GuardAction) -> None:
-        """Take in what the guard said at an averaging."""
+        """Take in the guard's action at an averaging."""
         if action is GuardAction.STABLE:
             self._value = min(self._value + 1, self._cap)
         elif action is GuardAction.TIGHTEN:

@@ -14,7 +14,7 @@ from flowdp.errors import ProtocolError
 __all__ = ["ENDLESS", "Deal", "Ledger", "interleave"]
 
 ENDLESS = 2**62
-"""Batches of an epoch whose end nobody has seen yet."""
+"""Batches of an epoch whose end was not read yet."""
 
 Deal = tuple[tuple[int, ...], ...]
 """Batch numbers per rank, in the order of training. Shape (ranks,)."""
@@ -45,7 +45,7 @@ def interleave(counts: Sequence[int], ms_per_step: Sequence[float], ahead: Seque
 
 
 class Ledger:
-    """Who got which batches of one epoch, and what is left.
+    """Batches of one epoch: dealt to a rank, trained, or remaining.
 
     Args:
         epoch: Which epoch.
@@ -125,7 +125,7 @@ class Ledger:
 
         Args:
             count: How many.
-            ranks: Who gets any; None: all.
+            ranks: Ranks that get any; None: all.
         """
         groups = [group if ranks is None or rank in ranks else 0 for rank, group in enumerate(self.groups)]
         whole = sum(groups)
@@ -146,7 +146,7 @@ class Ledger:
         return tuple(deal)
 
     def settle(self, rank: int, batches: Sequence[int], steps: int) -> None:
-        """Count back what was dealt: the batches of its first `steps` steps are done, the others remain."""
+        """Count back dealt batches: those of the first `steps` steps are trained, the others remain."""
         if not 0 <= steps <= self.steps(rank, batches) or len(batches) > self.dealt:
             raise ProtocolError(
                 f"epoch {self.epoch}: rank {rank} says {steps} steps of {len(batches)} batches, "
@@ -171,13 +171,13 @@ class Ledger:
         self.left = [sorted(hand) for hand in self.left]
 
     def disown(self, rank: int, heirs: Sequence[int]) -> None:
-        """Give the left-overs of a rank that is gone to others."""
+        """Give the left-overs of a rank that is gone to other ranks."""
         gone, self.left[rank] = self.left[rank], []
         for at, heir in enumerate(heirs):
             self.left[heir] = sorted(self.left[heir] + gone[at :: len(heirs)])
 
     def end(self, batches: int) -> None:
-        """Learn that the epoch has so many batches and no more: what was dealt beyond never existed."""
+        """Set the length of the epoch, once its end is read; batches dealt beyond it never existed."""
         beyond = max(0, self.position - batches)
         left = sum(map(len, self.left))
         self.left = [[batch for batch in hand if batch < batches] for hand in self.left]

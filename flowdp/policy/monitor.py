@@ -100,7 +100,7 @@ def number_of(name: str, metrics: EpochMetrics, *, evaluates: bool = False) -> f
 
 
 def judge(best: Best, monitor: Monitor, metrics: EpochMetrics, *, evaluates: bool) -> tuple[Best, Verdict]:
-    """What an epoch means to a monitor, and what it remembers then.
+    """Judge an epoch; returns the monitor's memory behind it, and the verdict.
 
     Where the run has an evaluation, epochs without one are not judged; see `number_of`.
 

@@ -1,4 +1,4 @@
-"""Where a step stands in the run, and what that means for the learning rate."""
+"""Position of a step in the run, and the factor of the learning rate."""
 
 from __future__ import annotations
 

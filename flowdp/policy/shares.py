@@ -25,7 +25,7 @@ _MIN_RATIO = 0.05
 def proportional_sizes(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     """Divide `total` in proportion to positive weights.
 
-    Every share is rounded down, and what is left goes one each to the largest weights, the lower rank first
+    Every share is rounded down, and the rest goes one each to the largest weights, the lower rank first
     on ties.
 
     Returns:
@@ -210,5 +210,5 @@ def _floored(throughput: Sequence[float], floor: float) -> tuple[float, ...]:
     paid = [
         max(ratio - deficit * (ratio / above), floor) if ratio > floor + 1e-9 else ratio for ratio in ratios
     ]
-    # Who pays may itself reach the floor, so the sum can still be off.
+    # A rank that pays may itself reach the floor, so the sum can still be off.
     return normalised_ratios(paid, len(paid))

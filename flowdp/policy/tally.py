@@ -1,6 +1,6 @@
-"""Counting up what the ranks did in an epoch.
+"""Sums of the work of the ranks in an epoch.
 
-`Work` is what a rank reports for an order, `Tally` adds it up, `EpochMetrics` is what the user reads.
+`Work` is the report of a rank for an order, `Tally` adds up, `EpochMetrics` is the user's record.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Work:
 def pace_ms(total_ms: float, longest_ms: float, steps: int) -> float:
     """Time of one step, the longest left out; 0 without steps.
 
-    The first step of a run builds what all later ones find there, and a step that stalled says nothing about
+    The first step of a run allocates memory for all later ones, and a step that stalled says nothing about
     the next ones: counted, one of them would stretch the rounds of all ranks.
 
     Args:
@@ -124,7 +124,7 @@ class EpochMetrics:
     """The record of one epoch; prints as one line.
 
     Attributes:
-        epoch: Which, from 0.
+        epoch: Epoch index, from 0.
         epochs: Epochs of the run, or None where it ends by steps.
         loss: Mean over the samples of all ranks, or by the weights that the losses name; None without
             any.
@@ -221,7 +221,7 @@ class Tally:
     """Adds up the work of one epoch.
 
     Args:
-        epoch: Which, from 0.
+        epoch: Epoch index, from 0.
         world_size: Ranks.
 
     Attributes:
@@ -241,11 +241,11 @@ class Tally:
         self.divergence: float | None = None
 
     def add(self, rank: int, work: Work, *, wait_ms: float = 0.0, sync_ms: float = 0.0) -> None:
-        """Count what a rank did for an order.
+        """Count the work of a rank for an order.
 
         Args:
-            rank: Who.
-            work: What.
+            rank: Rank index.
+            work: Its report.
             wait_ms: Its waiting for other ranks, all rounds of the order together.
             sync_ms: Its time in averaging, all rounds of the order together.
         """
@@ -266,7 +266,7 @@ class Tally:
         )
 
     def resume(self, rank: int, done: RankSums) -> None:
-        """Count what was done before, by a rank of this run or of the one that it continues."""
+        """Count earlier sums, of a rank of this run or of the one that it continues."""
         sums = self.ranks[rank]
         sums.steps += done.steps
         sums.samples += done.samples
@@ -372,7 +372,7 @@ def _mean_scalars(ranks: Sequence[RankSums]) -> dict[str, float]:
 def evaluation_means(
     results: Sequence[tuple[int, float, tuple[tuple[str, float], ...]]],
 ) -> dict[str, float]:
-    """Means over an evaluation, the same whoever evaluated which batch.
+    """Means over an evaluation, independent of which rank evaluated which batch.
 
     Args:
         results: Of its batches: the number, the samples (or what else the means count for), and (name, mean)

@@ -48,7 +48,7 @@ class Direct:
 
 @dataclass(frozen=True, slots=True)
 class AbortGate:
-    """Release everybody who stands in the gate with an error."""
+    """Release all ranks in the gate with an error."""
 
     reason: str
 
@@ -68,10 +68,10 @@ class Average:
 
 @dataclass(frozen=True, slots=True)
 class RoundAbandoned:
-    """The snapshots of a round did not come in time, or nobody needs them any more (async).
+    """The snapshots of a round did not come in time, or are not needed any more (async).
 
     Attributes:
-        round: Which.
+        round: Number of the round.
         missing: The ranks whose snapshots did not come.
     """
 
@@ -81,7 +81,7 @@ class RoundAbandoned:
 
 @dataclass(frozen=True, slots=True)
 class RoundEnded:
-    """A record for those who watch: one round, or the rounds of one order together.
+    """Round record: one round, or the rounds of one order together.
 
     Attributes:
         round: Number of the last of them.
@@ -156,7 +156,7 @@ class CutEvaluation:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """All ranks have put down what a checkpoint keeps of them.
+    """All ranks have saved their state for a checkpoint.
 
     Attributes:
         capture: Number of the capture.
@@ -200,7 +200,7 @@ class Quarantined:
     """The replica of a rank had NaN or inf parameters, and was left out of the mean.
 
     Attributes:
-        rank: Which.
+        rank: Rank index.
         batch: (epoch, batch) of the first step that showed it; None where the step's loss did not.
     """
 

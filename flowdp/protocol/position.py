@@ -104,7 +104,7 @@ class Position:
         _demand(self.best.epoch >= -1, "best.epoch is negative")
         _demand(self.anchor is None or self.anchor >= 0, "anchor is negative")
         _demand(len(self.pace_ms) in (0, self.world_size), "pace_ms has not one time per rank")
-        _demand(all(0 <= ms < math.inf for ms in self.pace_ms), "pace_ms holds what is no time")
+        _demand(all(0 <= ms < math.inf for ms in self.pace_ms), "pace_ms holds a value that is no time")
         epochs = [one.epoch for one in self.open]
         _demand(epochs == list(range(self.done, self.done + len(epochs))), f"open epochs are {epochs}")
         for one in self.open:
