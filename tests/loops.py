@@ -1,4 +1,4 @@
-"""Models, peers and a plain loop to compare with, for tests of loops that the user owns."""
+"""Models, replicas and a plain loop to compare with, for tests of loops that the user owns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.data_parallel.nccl_transfer import Link
-from flowdp.data_parallel.replicas import Peers
+from flowdp.data_parallel.replicas import Replicas
 from flowdp.device.streams import HostLane, Lane
 from flowdp.policy.pool_size import PoolSize
 
@@ -28,17 +28,17 @@ def numbers(*shape: int, seed: int = 5) -> Tensor:
 
 
 @contextmanager
-def peers_of(
+def replicas_of(
     module: nn.Module,
     count: int = 2,
     *,
     factory: Callable[[torch.device], nn.Module] | None = None,
     lanes: Sequence[Lane] | None = None,
     link: Link | None = None,
-) -> Iterator[Peers]:
-    """Peers on CPU devices, or on those of the lanes; closed at the end."""
+) -> Iterator[Replicas]:
+    """Replicas on CPU devices, or on those of the lanes; closed at the end."""
     places = lanes or [HostLane(CPU) for _ in range(count)]
-    made = Peers(module, factory, places, [PoolSize(1)] * count, link=link)
+    made = Replicas(module, factory, places, [PoolSize(1)] * count, link=link)
     try:
         yield made
     finally:

@@ -1,4 +1,4 @@
-"""Peers whose gradients and parameters travel over a fake NCCL."""
+"""Replicas whose gradients and parameters travel over a fake NCCL."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 
 from flowdp.collective.nccl_loop import NcclLoop
 from flowdp.data_parallel.nccl_transfer import Link
-from flowdp.data_parallel.replicas import Peers
+from flowdp.data_parallel.replicas import Replicas
 from flowdp.device.streams import CudaLane, Lane
 from tests.collective.fake_nccl import FakeNccl
 from tests.fakes import FakeCuda
-from tests.loops import CPU, peers_of
+from tests.loops import CPU, replicas_of
 
 
 def fake_link(seen: Callable[[FakeNccl], object] = lambda _: None) -> Link:
@@ -35,19 +35,19 @@ def fake_link(seen: Callable[[FakeNccl], object] = lambda _: None) -> Link:
 
 
 @contextmanager
-def wired(module: nn.Module, count: int = 2, **more: Any) -> Iterator[Peers]:
-    """Peers on fake streams; at the end every access was ordered, and every launch was quiet."""
+def wired(module: nn.Module, count: int = 2, **more: Any) -> Iterator[Replicas]:
+    """Replicas on fake streams; at the end every access was ordered, and every launch was quiet."""
     cuda = FakeCuda()
     made: list[FakeNccl] = []
     lanes = [CudaLane(CPU, cuda) for _ in range(count)]
     with (
         cuda.stream(cuda.default),
-        peers_of(module, count, lanes=lanes, link=fake_link(made.append), **more) as peers,
+        replicas_of(module, count, lanes=lanes, link=fake_link(made.append), **more) as replicas,
     ):
-        for rank, replica in enumerate(peers.modules):
+        for rank, replica in enumerate(replicas.modules):
             cuda.watch(f"rank {rank}", *replica.parameters())
-        peers.nccl = made[0]  # type: ignore[attr-defined]
-        yield peers
+        replicas.nccl = made[0]  # type: ignore[attr-defined]
+        yield replicas
     assert not cuda.races
     assert all(is_quiet for is_quiet, _ in made[0].groups)
     assert len(made[0].destroyed) == count

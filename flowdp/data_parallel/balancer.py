@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from flowdp.collective.batch_norm import min_part_size, plain_layers
-from flowdp.data_parallel.replicas import Peers
+from flowdp.data_parallel.replicas import Replicas
 from flowdp.options import CadenceOptions
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.shares import ThroughputBalance, shard_sizes, weights_from
 
-__all__ = ["Alone", "Pacing"]
+__all__ = ["Balancer", "SingleDevice"]
 
 log = logging.getLogger("flowdp")
 
@@ -23,7 +23,7 @@ SMOOTHING = 0.3
 """Weight of the newest step in the throughput of a single device."""
 
 
-class Alone:
+class SingleDevice:
     """One device: everything is its own, and its throughput is that of the loop.
 
     Attributes:
@@ -84,11 +84,11 @@ class Alone:
         self._stepped_s, self._samples = now_s, 0
 
 
-class Pacing:
+class Balancer:
     """Shares by measured speed, from step to step.
 
     Args:
-        peers: The ranks; their stopwatches are read, and their pools told.
+        replicas: The ranks; their stopwatches are read, and their pools told.
         options: Options of the windows, and the speed hint.
         windows: Whether there are windows; else every batch is cut.
         ratios: Fixed shares, summing to 1; None: by measured speed. Shape (world_size,).
@@ -104,22 +104,22 @@ class Pacing:
 
     def __init__(
         self,
-        peers: Peers,
+        replicas: Replicas,
         options: CadenceOptions,
         *,
         windows: bool,
         ratios: tuple[float, ...] | None = None,
     ) -> None:
-        world_size = len(peers.modules)
+        world_size = len(replicas.modules)
         self.balance = ThroughputBalance(weights_from([0.0] * world_size, options.speed_hint))
         self._ratios = ratios
         self.cadence = Cadence(world_size, options) if windows else None
         self.shard_sizes: tuple[int, ...] = (0,) * world_size
-        self._norms = plain_layers(peers.modules[0])
+        self._norms = plain_layers(replicas.modules[0])
         self._has_told = False
-        self._watches = peers.watches
-        self._pools = peers.pools
-        self._summing = peers.summing
+        self._watches = replicas.watches
+        self._pools = replicas.pools
+        self._summing = replicas.summing
         self._samples = [0] * world_size  # since the last step
         self._batches = [0] * world_size
         self._is_mixed = False

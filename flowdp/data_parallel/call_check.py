@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from flowdp.data.trees import column, flatten, tensors_of
 from flowdp.data_parallel.gather import Joining, Returned
 from flowdp.data_parallel.layout import RETURN, Callee, Layout, output_name
-from flowdp.data_parallel.scatter import Arguments, Part
+from flowdp.data_parallel.scatter import Arguments, CallArguments
 from flowdp.engine.oom_retry import without_frames
 from flowdp.errors import FlowdpError
 from flowdp.modules.comparison import Difference, compare, is_close
@@ -53,7 +53,7 @@ NOTED = (
     "loop that reads them, or takes their gradients, gets the first device's part; return them"
 )
 
-Run = Callable[[nn.Module, Part], Any]
+Run = Callable[[nn.Module, CallArguments], Any]
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,11 @@ class Call:
         names = self.callee.names(self.args, self.kwargs)
         return list(zip(names, (*self.args, *self.kwargs.values()), strict=True))
 
-    def whole(self) -> Part:
+    def whole(self) -> CallArguments:
         """The whole batch, as one part."""
         return self.arguments.part(0, sum(self.sizes), self.device)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[CallArguments]:
         """The parts of the batch."""
         if self.layout.split is not None:
             made = self.layout.apart(self.args, self.kwargs, self.sizes)
@@ -224,10 +224,10 @@ def _is_rounding(module: nn.Module, call: Call, found: _Trouble, *, is_eval: boo
         return False
 
 
-def _run(trials: Trials, call: Call, part: Part, seed: int | None = None) -> Any:
+def _run(trials: Trials, call: Call, part: CallArguments, seed: int | None = None) -> Any:
     def run(module: nn.Module, given: Any) -> Any:
         args, kwargs = given
-        return call.run(module, Part(args, kwargs, []))
+        return call.run(module, CallArguments(args, kwargs, []))
 
     return trials.run(run, (part.args, part.kwargs), seed=seed)
 

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from flowdp.data.trees import Form, column, concatenated, flatten, is_cut, is_same, unflatten
 from flowdp.data_parallel.layout import RETURN, Callee, Layout, Reduction, WeightFunction, output_name
-from flowdp.data_parallel.scatter import Part
+from flowdp.data_parallel.scatter import CallArguments
 from flowdp.errors import FlowdpError
 
 __all__ = ["Joining", "Outputs", "Returned", "join"]
@@ -156,7 +156,7 @@ class Joining:
         """Names of the arguments that may be given by position, where they are known."""
         return () if self._callee is None else self._callee.positional
 
-    def weigh(self, part: Part) -> dict[WeightFunction, Tensor]:
+    def weigh(self, part: CallArguments) -> dict[WeightFunction, Tensor]:
         """The weights of a part, on its device; before a module is called that may write to its inputs."""
         if self._callee is None:
             return {}

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowdp.data_parallel.replicas import Peers
+from flowdp.data_parallel.replicas import Replicas
 from flowdp.device.copies import carry, move
 
 __all__ = ["RankGraph", "differentiate", "retains_graph"]
@@ -53,12 +53,12 @@ def retains_graph() -> bool:
 
 
 def differentiate(
-    peers: Peers, graphs: Sequence[RankGraph | None], gradients: Sequence[Sequence[Tensor | None]]
+    replicas: Replicas, graphs: Sequence[RankGraph | None], gradients: Sequence[Sequence[Tensor | None]]
 ) -> list[Gradients | None]:
     """The gradients of all ranks' graphs with regard to their inputs, as a node of the caller's graph.
 
     Args:
-        peers: Run the ranks.
+        replicas: Run the ranks.
         graphs: One per rank; None: the rank has none.
         gradients: Those of each graph's outputs, in the caller's graph, on any device.
 
@@ -66,9 +66,9 @@ def differentiate(
         For each rank the gradients of its inputs, each on its input's device; None where there is none.
 
     Streams:
-        As `Peers.each`.
+        As `Replicas.each`.
     """
-    step = _Differentiation(peers, graphs, gradients)
+    step = _Differentiation(replicas, graphs, gradients)
     found = iter(_Node.apply(step, *step.inputs))  # type: ignore[no-untyped-call]
     return [None if has is None else [next(found) if one else None for one in has] for has in step.has]
 
@@ -99,12 +99,12 @@ class _Differentiation:
 
     def __init__(
         self,
-        peers: Peers,
+        replicas: Replicas,
         graphs: Sequence[RankGraph | None],
         gradients: Sequence[Sequence[Tensor | None]],
     ) -> None:
         self.has: list[list[bool] | None] = [None] * len(graphs)
-        self._peers = peers
+        self._replicas = replicas
         self._graphs = list(graphs)
         self._gradients = [list(own) for own in gradients]
         self._next: list[RankGraph | None] = [None] * len(graphs)
@@ -115,7 +115,7 @@ class _Differentiation:
                 self.inputs += [*graph.inputs, *_given(graph, own)]
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
-        found = self._peers.each(
+        found = self._replicas.each(
             [
                 None if graph is None else partial(self._forward, rank)
                 for rank, graph in enumerate(self._graphs)
@@ -156,9 +156,9 @@ class _Differentiation:
         rest = iter(gradients)
         of_ranks = [[] if graph is None else [next(rest) for _ in graph.outputs] for graph in self._next]
         if torch.is_grad_enabled():
-            answers = differentiate(self._peers, self._next, of_ranks)
+            answers = differentiate(self._replicas, self._next, of_ranks)
         else:
-            answers = self._peers.each(
+            answers = self._replicas.each(
                 [
                     None if graph is None else partial(_walk, graph, own)
                     for graph, own in zip(self._next, of_ranks, strict=True)

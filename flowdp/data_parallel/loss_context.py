@@ -16,7 +16,7 @@ from flowdp.data.trees import field_names, field_of
 from flowdp.errors import OptionError
 from flowdp.options import CaptureOptions
 
-__all__ = ["Inputs", "InputsOption", "LossContext", "LossFunction", "Recipe", "Taps", "Traces"]
+__all__ = ["BatchPlan", "Inputs", "InputsOption", "LossContext", "LossFunction", "TaggedModules", "Traces"]
 
 Traces = dict[str, list[Any]]
 """Outputs of submodules: name -> one entry for each call."""
@@ -107,7 +107,7 @@ class Inputs:
         return (), named
 
 
-class Taps:
+class TaggedModules:
     """Captures outputs of submodules.
 
     Args:
@@ -143,24 +143,24 @@ def _note(heard: list[Any], _module: nn.Module, _inputs: Any, output: Any) -> No
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class BatchPlan:
     """Processing of each batch.
 
     Attributes:
         inputs: Fields of the batch that the module takes.
-        taps: Submodules whose outputs are captured.
+        tagged: Submodules whose outputs are captured.
         loss: The loss function; None: the caller computes a loss on the joined output.
         capture: How forward, loss and backward are captured; None: they are not.
         scale: Scaling of a loss by a gradient scaler.
     """
 
     inputs: Inputs
-    taps: Taps
+    tagged: TaggedModules
     loss: LossFunction | None = None
     capture: CaptureOptions | None = None
     scale: Callable[[Tensor], Tensor] | None = None
 
-    def scaled(self, scaler: torch.amp.GradScaler, device: torch.device) -> Recipe:
+    def scaled(self, scaler: torch.amp.GradScaler, device: torch.device) -> BatchPlan:
         """The same with losses that a scaler scales; its scale is made on the device, in this thread."""
         scaler.scale(torch.zeros((), device=device))
         return replace(self, scale=scaler.scale)

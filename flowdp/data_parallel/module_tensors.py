@@ -11,12 +11,12 @@ from torch.nn.parameter import is_lazy
 from flowdp.device.structure import check_same, tensor_form
 from flowdp.errors import FlowdpError, OptionError
 
-__all__ = ["Tables"]
+__all__ = ["ModuleTensors"]
 
 _Place = tuple[dict[str, Tensor], str]
 
 
-class Tables:
+class ModuleTensors:
     """The places of a module's tensors: a buffer may be another object after every forward.
 
     Args:
@@ -117,7 +117,7 @@ class Tables:
                 f"as it was before: make all changes first, then call setup() again"
             )
 
-    def check_like(self, first: Tables, device: torch.device) -> None:
+    def check_like(self, first: ModuleTensors, device: torch.device) -> None:
         """Check that a replica keeps the first module's tensors, in the same order, on its device.
 
         Raises:

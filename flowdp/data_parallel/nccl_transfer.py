@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from flowdp.collective.gradient_sum import Gradients, add_up
 from flowdp.collective.nccl_loop import SUMMED, NcclLoop
 from flowdp.collective.rows import PackedRows
-from flowdp.data_parallel.module_tensors import Tables
+from flowdp.data_parallel.module_tensors import ModuleTensors
 from flowdp.device.copies import carry
 from flowdp.device.streams import Lane
 
@@ -124,18 +124,18 @@ class Wire:
     Args:
         loop: NCCL.
         rows: Rows of the parameters that `trained` lists.
-        tables: Tables of all modules. Replicas' parameters are moved, values kept.
+        tables: ModuleTensors of all modules. Replicas' parameters are moved, values kept.
         lanes: One per rank.
 
     Threads: the user's.
     """
 
     def __init__(
-        self, loop: NcclLoop, rows: PackedRows, tables: Sequence[Tables], lanes: Sequence[Lane]
+        self, loop: NcclLoop, rows: PackedRows, tables: Sequence[ModuleTensors], lanes: Sequence[Lane]
     ) -> None:
         self._loop = loop
         self._rows = rows
-        self._tables = tables
+        self._tensors = tables
         self._home = lanes[0].device
         self._places = {index: place for index, place in enumerate(rows.places) if place is not None}
         self._sent: dict[int, State] = {}
@@ -148,7 +148,7 @@ class Wire:
             lane.drain()
 
     @classmethod
-    def open(cls, link: Link, tables: Sequence[Tables], lanes: Sequence[Lane]) -> Wire | None:
+    def open(cls, link: Link, tables: Sequence[ModuleTensors], lanes: Sequence[Lane]) -> Wire | None:
         """NCCL for the parameters trained now; None: there are none, or it is not used.
 
         Raises:
@@ -187,7 +187,7 @@ class Wire:
         changed = [i for i in self._places if _is_other(now[i], self._sent.get(i))]
         if not changed:
             return
-        columns = [table.parameters for table in self._tables[1:]]
+        columns = [table.parameters for table in self._tensors[1:]]
         for i in changed:
             if any(own[i].data_ptr() != at[i] for own, at in zip(columns, self._pointers, strict=True)):
                 del self._places[i]  # a module has moved it: it is copied from now on
@@ -219,7 +219,7 @@ class Wire:
         """Give NCCL back."""
         self._loop.close()
 
-    def _take_in(self, table: Tables, device: torch.device) -> None:
+    def _take_in(self, table: ModuleTensors, device: torch.device) -> None:
         memories = [torch.zeros(n, dtype=dtype, device=device) for dtype, n in self._rows.sizes.items()]
         parameters = table.parameters
         pointers: dict[int, int] = {}

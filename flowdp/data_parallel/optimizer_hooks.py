@@ -12,23 +12,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flowdp.data_parallel.arguments import OptimizerOption, check_optimizers
-from flowdp.data_parallel.balancer import Alone, Pacing
+from flowdp.data_parallel.balancer import Balancer, SingleDevice
 from flowdp.data_parallel.buffer_mean import average_buffers
-from flowdp.data_parallel.replicas import Peers
+from flowdp.data_parallel.replicas import Replicas
 from flowdp.data_parallel.sharded_call import collect_gradients
 from flowdp.errors import FlowdpError
 from flowdp.replica.factories import needs_closure
 
-__all__ = ["Stepping"]
+__all__ = ["OptimizerHooks"]
 
 
-class Stepping:
+class OptimizerHooks:
     """The optimizers of a module, with hooks before and after each of their steps.
 
     Args:
         module: The user's.
-        peers: The replicas, which hold gradients, too; None for one device.
-        pacing: Learns from each step.
+        replicas: The replicas, which hold gradients, too; None for one device.
+        balancer: Learns from each step.
         averages: Whether each step takes the mean of all ranks' buffers.
 
     Attributes:
@@ -39,13 +39,18 @@ class Stepping:
     """
 
     def __init__(
-        self, module: nn.Module, peers: Peers | None, pacing: Pacing | Alone, *, averages: bool
+        self,
+        module: nn.Module,
+        replicas: Replicas | None,
+        balancer: Balancer | SingleDevice,
+        *,
+        averages: bool,
     ) -> None:
         self.optimizers: tuple[Optimizer, ...] = ()
         self.count = 0
         self._module = module
-        self._peers = peers
-        self._pacing = pacing
+        self._replicas = replicas
+        self._balancer = balancer
         self._averages = averages
         self._hooks: list[Any] = []
 
@@ -61,7 +66,7 @@ class Stepping:
         # An optimizer that outlives this must not keep it, and the replicas behind it.
         this = weakref.ref(self)
         self._hooks = [o.register_step_post_hook(partial(_after_step, this)) for o in self.optimizers]
-        if self._peers is not None:
+        if self._replicas is not None:
             self._hooks += [o.register_step_pre_hook(partial(_before_step, this)) for o in self.optimizers]
 
     def step(self, scaler: torch.amp.GradScaler | None, max_norm: float | None) -> None:
@@ -114,12 +119,12 @@ class Stepping:
 
     def collect(self) -> None:
         """Add gradients that backwards without a sum have left at the replicas to the user's."""
-        if self._peers is not None:
-            collect_gradients(self._peers)
+        if self._replicas is not None:
+            collect_gradients(self._replicas)
 
     def _before(self) -> None:
-        assert self._peers is not None
-        if not any(map(self._peers.has_left, range(len(self._peers.modules)))):
+        assert self._replicas is not None
+        if not any(map(self._replicas.has_left, range(len(self._replicas.modules)))):
             return
         if _is_in_a_scalers_step():
             raise FlowdpError(
@@ -129,19 +134,19 @@ class Stepping:
         self.collect()
 
     def _after(self, optimizer: Optimizer) -> None:
-        if self._peers is not None:
+        if self._replicas is not None:
             written = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
             # Fused steps, and kernels of other libraries, do not count what they write.
             torch.autograd.graph.increment_version(written)
         if optimizer is not self.optimizers[0]:
             return
         self.count += 1
-        if self._peers is not None and self._averages:
-            average_buffers(self._peers, self._pacing.samples)
-        self._pacing.step()
+        if self._replicas is not None and self._averages:
+            average_buffers(self._replicas, self._balancer.samples)
+        self._balancer.step()
 
 
-def _before_step(this: weakref.ref[Stepping], *_: Any) -> None:
+def _before_step(this: weakref.ref[OptimizerHooks], *_: Any) -> None:
     if (owner := this()) is not None:
         owner._before()
 
@@ -157,6 +162,6 @@ def _is_in_a_scalers_step() -> bool:
     return False
 
 
-def _after_step(this: weakref.ref[Stepping], optimizer: Optimizer, *_: Any) -> None:
+def _after_step(this: weakref.ref[OptimizerHooks], optimizer: Optimizer, *_: Any) -> None:
     if (owner := this()) is not None:
         owner._after(optimizer)

@@ -27,11 +27,11 @@ from flowdp.collective.process_group import ProcessGroup
 from flowdp.data.slots import keep_for_compute
 from flowdp.data.trees import tensors_of
 from flowdp.data_parallel.lost_gradients import check_transforms
-from flowdp.data_parallel.module_tensors import Tables
+from flowdp.data_parallel.module_tensors import ModuleTensors
 from flowdp.data_parallel.nccl_transfer import Copying, Link, Reducing, State, Wire
-from flowdp.data_parallel.shared_memory import Sharing
+from flowdp.data_parallel.shared_memory import SharedMemory
 from flowdp.data_parallel.stopwatch import Stopwatch
-from flowdp.data_parallel.unseen_writes import Unseen
+from flowdp.data_parallel.unseen_writes import UnseenWrites
 from flowdp.device.compiled import FirstCalls, frees_at_once, warn_of_draws
 from flowdp.device.copies import carry, copied
 from flowdp.device.draws import NoRedraws, OwnDraws, draw_seed, share_generator
@@ -47,7 +47,7 @@ from flowdp.policy.recheck import Recheck
 from flowdp.replica.launch_turns import turns_of
 from flowdp.threads.crew import Crew
 
-__all__ = ["Peers"]
+__all__ = ["Replicas"]
 
 log = logging.getLogger("flowdp")
 
@@ -57,7 +57,7 @@ U = TypeVar("U")
 Modes = Callable[[], AbstractContextManager[None]]
 
 
-class Peers:
+class Replicas:
     """One module per device, and threads that run them at once.
 
     Args:
@@ -103,13 +103,13 @@ class Peers:
         self._repeats = repeats
         replicas = [make_replica(module, factory, lane) for lane in lanes[1:]]
         self.modules = (module, *replicas)
-        self._tables = [Tables(peer) for peer in self.modules]
-        for table, device in zip(self._tables[1:], self.devices[1:], strict=True):
-            table.check_like(self._tables[0], device)
-        self._calls = [FirstCalls(peer) for peer in self.modules]
+        self._tensors = [ModuleTensors(replica) for replica in self.modules]
+        for table, device in zip(self._tensors[1:], self.devices[1:], strict=True):
+            table.check_like(self._tensors[0], device)
+        self._calls = [FirstCalls(replica) for replica in self.modules]
         if repeats:
             warn_of_draws(self.devices, self._calls[0].are_compiled)
-        self._norms = [SharedStatistics(peer) for peer in self.modules]
+        self._norms = [SharedStatistics(replica) for replica in self.modules]
         # Forwards that meet in SyncBatchNorm cannot come one after another.
         self.turns = turns_of(len(lanes)) if len(lanes) > 1 and not self._norms[0] else None
         for norm, device in zip(self._norms, self.devices, strict=True):
@@ -119,11 +119,13 @@ class Peers:
                     f"{len(self._norms[0])}; replica(device) must convert it as the model is"
                 )
         self._sharings = [
-            Sharing(table, self._tables[0]) if rank and not lane.is_async and not lanes[0].is_async else None
-            for rank, (table, lane) in enumerate(zip(self._tables, lanes, strict=True))
+            SharedMemory(table, self._tensors[0])
+            if rank and not lane.is_async and not lanes[0].is_async
+            else None
+            for rank, (table, lane) in enumerate(zip(self._tensors, lanes, strict=True))
         ]
-        self._attributes = Attributes([table.modules for table in self._tables])
-        self._unseen = Unseen(lanes[0]) if lanes[0].is_async else None
+        self._attributes = Attributes([table.modules for table in self._tensors])
+        self._unseen = UnseenWrites(lanes[0]) if lanes[0].is_async else None
         self._kept = [False] * len(lanes)  # buffers that are the rank's own until the user's change
         self._ran: set[int] = set()
         self._now: list[State] = []
@@ -141,9 +143,9 @@ class Peers:
         self._asked = [lane.event() for lane in lanes]
         self._done = [(lane.event(), lanes[0].event()) for lane in lanes]
         self._copying = Copying(self.devices[0])
-        self.wire = None if link is None else Wire.open(link, self._tables, lanes)
+        self.wire = None if link is None else Wire.open(link, self._tensors, lanes)
         own_thread = not lanes[0].is_async
-        names = [f"flowdp-peer-{rank}" if rank or own_thread else None for rank in range(len(lanes))]
+        names = [f"flowdp-replica-{rank}" if rank or own_thread else None for rank in range(len(lanes))]
         self._crew = Crew(names, partial(_around, self._lanes, self.pools))
 
     def at_home(self, job: Callable[[], T]) -> T:
@@ -164,16 +166,16 @@ class Peers:
     @property
     def flags(self) -> tuple[bool, ...]:
         """Which submodules of the user's module are in training mode."""
-        return tuple(module.training for module in self._tables[0].modules)
+        return tuple(module.training for module in self._tensors[0].modules)
 
     def trained(self, rank: int) -> list[Tensor]:
         """The parameters that require grad on rank 0, as they are on a rank."""
-        flags = [tensor.requires_grad for tensor in self._tables[0].parameters]
-        return list(compress(self._tables[rank].parameters, flags))
+        flags = [tensor.requires_grad for tensor in self._tensors[0].parameters]
+        return list(compress(self._tensors[rank].parameters, flags))
 
     def buffers(self, rank: int) -> list[Tensor]:
         """The buffers of a rank, in the same order on all ranks."""
-        return self._tables[rank].buffers
+        return self._tensors[rank].buffers
 
     def follow(self) -> None:
         """Look at the user's module as it is now: before a call, for it may have changed.
@@ -185,16 +187,16 @@ class Peers:
         self._crew.settle()
         if self._left:
             self._drop_zeroed()
-        self._tables[0].check_as_it_was()
+        self._tensors[0].check_as_it_was()
         self._attributes.look()
         self._attributes.send()
         self._ran.clear()
-        for mine, *theirs in zip(*(table.modules for table in self._tables), strict=True):
+        for mine, *theirs in zip(*(table.modules for table in self._tensors), strict=True):
             for other in theirs:
                 if other.training is not mine.training:
                     other.training = mine.training
                     self.forget()  # an average of weights may have been swapped in, by way of `.data`
-        self._now = [_state(tensor) for tensor in self._tables[0].tensors]
+        self._now = [_state(tensor) for tensor in self._tensors[0].tensors]
         if self._unseen is not None and self._unseen.look([now[:2] for now in self._now]):
             self._forget_sent()
         if self.wire is not None:
@@ -202,7 +204,7 @@ class Peers:
         self._due = self._find_due()
         self._sources = {}
         copies: set[int] = set()
-        first = len(self._tables[0].parameters)
+        first = len(self._tensors[0].parameters)
         for due, sharing in zip(self._due, self._sharings, strict=True):
             for i in due:
                 # Tensors that the first rank's forward may write to while others still read are copied
@@ -234,7 +236,7 @@ class Peers:
 
     def _find_due(self) -> list[list[int]]:
         """Per rank, the tensors that it has to be sent."""
-        now, first = self._now, len(self._tables[0].parameters)
+        now, first = self._now, len(self._tensors[0].parameters)
         known: dict[int, list[int]] = {}  # of ranks that were last sent the same
         found: list[list[int]] = [[]]
         for sent, sharing, is_kept in zip(self._sent[1:], self._sharings[1:], self._kept[1:], strict=True):
@@ -274,7 +276,7 @@ class Peers:
         Args:
             samples: Per rank, in that call; one with 0 had no part in it. Shape (world_size,).
         """
-        buffers = [_state(buffer) for buffer in self._tables[0].buffers]
+        buffers = [_state(buffer) for buffer in self._tensors[0].buffers]
         for rank, count in enumerate(samples):
             if rank and count:
                 sent = self._sent[rank]
@@ -346,34 +348,34 @@ class Peers:
         self._drop_zeroed()
         for index, _ in self._written():
             raise FlowdpError(
-                f"the gradient of {self._tables[0].names[index]!r} has been written to (clipped or scaled) "
+                f"the gradient of {self._tensors[0].names[index]!r} has been written to (clipped or scaled) "
                 "while no_sync() had left those of the other devices there: let the last backward be outside "
                 "no_sync(), or clip by clip_grad_norm_() of what setup() returned"
             )
 
     def _note_left(self) -> None:
-        own = ((index, tensor.grad) for index, tensor in enumerate(self._tables[0].parameters))
+        own = ((index, tensor.grad) for index, tensor in enumerate(self._tensors[0].parameters))
         self._left = {index: (TensorWeakRef(grad), grad._version) for index, grad in own if grad is not None}
 
     def _written(self) -> Iterator[tuple[int, Tensor | None]]:
         """The user's gradients that are not as left beside those of the replicas, with their index."""
         for index, (left, version) in self._left.items():
-            grad = self._tables[0].parameters[index].grad
+            grad = self._tensors[0].parameters[index].grad
             is_other = grad is None or grad is not left() or grad._version != version
-            if is_other and any(table.parameters[index].grad is not None for table in self._tables[1:]):
+            if is_other and any(table.parameters[index].grad is not None for table in self._tensors[1:]):
                 yield index, grad
 
     def _drop_zeroed(self) -> None:
         """Drop the replicas' gradients where the user's own was dropped or zeroed."""
         for index, grad in self._written():
             if grad is None or (grad.layout is torch.strided and not grad.any()):
-                for table in self._tables[1:]:
+                for table in self._tensors[1:]:
                     table.parameters[index].grad = None
 
     def drop_gradients(self) -> None:
         """Forget the gradients at the replicas."""
         self._crew.settle()
-        for table in self._tables[1:]:
+        for table in self._tensors[1:]:
             for parameter in table.parameters:
                 parameter.grad = None
         self._left_in, self._is_spoilt = None, False
@@ -474,7 +476,7 @@ class Peers:
         self._ran.add(rank)
         if rank == 0:
             return
-        before, sharing, mine = self._sent[rank], self._sharings[rank], self._tables[rank]
+        before, sharing, mine = self._sent[rank], self._sharings[rank], self._tensors[rank]
         tensors = mine.tensors
         changed: list[int] = []
         for i in self._due[rank]:

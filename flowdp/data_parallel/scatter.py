@@ -33,7 +33,7 @@ from flowdp.data.trees import (
 from flowdp.device.copies import move
 from flowdp.errors import FlowdpError
 
-__all__ = ["Arguments", "Handed", "KeyPath", "Part", "bound", "call_module"]
+__all__ = ["Arguments", "CallArguments", "Handed", "KeyPath", "bound", "call_module"]
 
 log = logging.getLogger("flowdp")
 
@@ -79,7 +79,7 @@ class Handed:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CallArguments:
     """The arguments with which one device calls a module.
 
     Attributes:
@@ -266,7 +266,7 @@ class Arguments:
         named = zip(self.names, self._leaves, strict=True)
         return ", ".join(f"{name}: {described(leaf)}" for name, leaf in named) or "no arguments"
 
-    def part(self, start: int, samples: int, device: torch.device | None) -> Part:
+    def part(self, start: int, samples: int, device: torch.device | None) -> CallArguments:
         """The arguments of one device.
 
         Args:
@@ -296,7 +296,7 @@ class Arguments:
             own.append(given)
         named = unflatten(own, self._form)
         args = tuple(named.pop(place) for place in range(self._positional))
-        return Part(args, named, handed)
+        return CallArguments(args, named, handed)
 
     def piece(self, place: int, tensor: Tensor, start: int, samples: int) -> Tensor:
         """The part of a tensor like one in `wanting`, in the caller's graph.
@@ -405,7 +405,7 @@ def _entries(named: Mapping[Any, Any], dims: Sequence[int | None], samples: int 
     return len(lists[0]) if samples is None or (len(lists) > 1 and is_unlike) else None
 
 
-def call_module(module: nn.Module, part: Part) -> Any:
+def call_module(module: nn.Module, part: CallArguments) -> Any:
     """The outputs of a module for its part."""
     return module(*part.args, **part.kwargs)
 

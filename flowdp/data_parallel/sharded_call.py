@@ -23,8 +23,8 @@ from flowdp.data_parallel.gather import Joining, Outputs, Returned
 from flowdp.data_parallel.higher_order import RankGraph, differentiate, retains_graph
 from flowdp.data_parallel.lost_gradients import check_leaves
 from flowdp.data_parallel.nccl_transfer import Copying, Packed, Reducing
-from flowdp.data_parallel.replicas import Peers
-from flowdp.data_parallel.scatter import Arguments, Handed, Part
+from flowdp.data_parallel.replicas import Replicas
+from flowdp.data_parallel.scatter import Arguments, CallArguments, Handed
 from flowdp.device.copies import carry, move
 from flowdp.errors import FlowdpError
 
@@ -36,7 +36,7 @@ __all__ = [
     "parts_of",
 ]
 
-Run = Callable[[nn.Module, Part], Any]
+Run = Callable[[nn.Module, CallArguments], Any]
 """Calls a module with its part of the arguments."""
 
 
@@ -83,7 +83,7 @@ def parts_of(calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], shards: Se
 
 
 def call_sharded(
-    peers: Peers,
+    replicas: Replicas,
     shards: Sequence[Shard],
     run: Run,
     joining: Joining | None = None,
@@ -94,7 +94,7 @@ def call_sharded(
     """Call the modules with their shards, all ranks at once, and join their outputs.
 
     Args:
-        peers: The modules.
+        replicas: The modules.
         shards: In the order in which outputs are joined. A rank does its own one after another.
         run: Calls a module.
         joining: How the outputs are joined; None: along dim 0.
@@ -109,15 +109,15 @@ def call_sharded(
         FlowdpError: The outputs cannot be joined, or a derivative would be lost.
 
     Streams:
-        As `Peers.each`, in forward and in backward.
+        As `Replicas.each`, in forward and in backward.
     """
-    peers.follow()
-    call = _Call(peers, shards, run, joining or Joining(), sync, checks)
+    replicas.follow()
+    call = _Call(replicas, shards, run, joining or Joining(), sync, checks)
     if not torch.is_grad_enabled():
         joined = call.forward()
         return joined.tree(joined.tensors)
     made: list[Outputs] = []
-    tensors = _Node.apply(call, made, *peers.trained(0), *call.wanting())  # type: ignore[no-untyped-call]
+    tensors = _Node.apply(call, made, *replicas.trained(0), *call.wanting())  # type: ignore[no-untyped-call]
     call.note_versions()
     return made[0].tree(tensors[: len(made[0].tensors)])
 
@@ -181,21 +181,27 @@ class _Call:
     """
 
     def __init__(
-        self, peers: Peers, shards: Sequence[Shard], run: Run, joining: Joining, sync: bool, checks: bool
+        self,
+        replicas: Replicas,
+        shards: Sequence[Shard],
+        run: Run,
+        joining: Joining,
+        sync: bool,
+        checks: bool,
     ) -> None:
         self.sources = list({id(shard.arguments): shard.arguments for shard in shards}.values())
         self.written: list[int] = []
-        self._peers = peers
+        self._replicas = replicas
         self._shards = shards
         self._run: Run | None = run
         self._joining = joining
         self._sync, self._checks = sync, checks
-        self._modes = peers.modes()  # inside the node, autograd has switched gradients off
-        ranks = range(len(peers.modules))
+        self._modes = replicas.modes()  # inside the node, autograd has switched gradients off
+        ranks = range(len(replicas.modules))
         self._places = [[p for p, shard in enumerate(shards) if shard.rank == rank] for rank in ranks]
-        self._parameters = [peers.trained(rank) for rank in ranks]
+        self._parameters = [replicas.trained(rank) for rank in ranks]
         self.count = len(self._parameters[0])
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, CallArguments] = {}
         self._versions: dict[int, int] = {}  # of the caller's tensors, by identity
         self._returned: dict[int, Returned] = {}
         self._joined: Outputs | None = None
@@ -207,9 +213,9 @@ class _Call:
 
     def forward(self) -> Outputs:
         pieces: dict[int, list[Tensor]] = {}
-        for found in self._peers.each(self._jobs(self._forward, self._places), self._modes, self._places):
+        for found in self._replicas.each(self._jobs(self._forward, self._places), self._modes, self._places):
             pieces.update(found or {})
-        self._peers.note()
+        self._replicas.note()
         self._count_writes()
         places = range(len(self._shards))
         with torch.no_grad():
@@ -222,12 +228,12 @@ class _Call:
         joined = self._check_alive()
         sync = self._sync or not demand.accumulates
         is_summed = self._sync and demand.accumulates
-        with self._peers.backward(leaves=not sync and bool(self._places[0])):
+        with self._replicas.backward(leaves=not sync and bool(self._places[0])):
             busy = self._busy(with_left=is_summed)
             is_whole = is_summed and demand.parameters and all(busy)
-            carrier = self._peers.carrier(self._parameters[0], is_whole=is_whole)
+            carrier = self._replicas.carrier(self._parameters[0], is_whole=is_whole)
             do = partial(self._backward, joined, gradients, demand, keep, carrier)
-            found = self._peers.each(self._jobs(do, busy), parts=self._places)
+            found = self._replicas.each(self._jobs(do, busy), parts=self._places)
         of_parts: dict[int, Gradients] = {}
         of_parameters: list[Packed] = []
         for answer in found:
@@ -237,7 +243,7 @@ class _Call:
         wanted = self._join_wanting(of_parts)
         if not keep:
             self._free()
-        with self._peers.summing.running():
+        with self._replicas.summing.running():
             summed = carrier.sum(of_parameters)
         return [*summed, *wanted]
 
@@ -257,10 +263,10 @@ class _Call:
         for rank, places in enumerate(self._places):
             graphs.append(self._graph(rank, wanting, demand) if places else None)
             seeds.append([one for place in places for one in joined.part(gradients, place)])
-        with self._peers.backward(leaves=False):
-            found = differentiate(self._peers, graphs, seeds)
+        with self._replicas.backward(leaves=False):
+            found = differentiate(self._replicas, graphs, seeds)
             takes = self._sync and demand.accumulates
-            left = _take_left(self._peers) if takes else []
+            left = _take_left(self._replicas) if takes else []
         of_parts: dict[int, Gradients] = {}
         of_parameters: list[Gradients] = list(left)
         for rank, answer in enumerate(found):
@@ -334,7 +340,7 @@ class _Call:
         Hooks on the user's parameters are held back: the caller's graph runs them on the sums. And torch is
         told of writes since the call to memory on which the graph may depend.
         """
-        self._peers.count_writes(rank)
+        self._replicas.count_writes(rank)
         versions = self._versions
         written = [
             one.given
@@ -375,7 +381,7 @@ class _Call:
     def _busy(self, *, with_left: bool) -> list[bool]:
         """Which ranks have a part of the call, or gradients of earlier ones."""
         return [
-            bool(places) or (with_left and self._peers.has_left(rank))
+            bool(places) or (with_left and self._replicas.has_left(rank))
             for rank, places in enumerate(self._places)
         ]
 
@@ -383,30 +389,30 @@ class _Call:
         return [partial(do, rank) if is_busy else None for rank, is_busy in enumerate(busy)]
 
     def _forward(self, rank: int) -> dict[int, list[Tensor]]:
-        peers = self._peers
-        device = peers.devices[rank]
+        replicas = self._replicas
+        device = replicas.devices[rank]
         assert self._run is not None
-        peers.receive(rank)
+        replicas.receive(rank)
         pieces: dict[int, list[Tensor]] = {}
         for place in self._places[rank]:
             shard = self._shards[place]
             part = shard.arguments.part(shard.start, shard.samples, device)
-            peers.hold(rank, (part.args, part.kwargs))
+            replicas.hold(rank, (part.args, part.kwargs))
             weights = self._joining.weigh(part)
             try:
-                launch = partial(peers.launch, rank, shard.samples, self._run)
-                output = peers.call(rank, shard.samples, launch, part)
+                launch = partial(replicas.launch, rank, shard.samples, self._run)
+                output = replicas.call(rank, shard.samples, launch, part)
             except Exception as error:
                 given = shard.arguments.in_words(shard.start, shard.samples, self._joining.positional)
                 error.add_note(f"flowdp: called with {given}")
                 raise
             returned = Returned(output, shard.samples, device)
-            returned.weights = {name: move(weight, peers.devices[0]) for name, weight in weights.items()}
+            returned.weights = {name: move(weight, replicas.devices[0]) for name, weight in weights.items()}
             if self._checks:
                 check_leaves(returned.tensors, part.wanting, self._parameters, rank)
             self._parts[place], self._returned[place] = part, returned
-            bring_back(part, peers.devices[0])
-            pieces[place] = carry([tensor.detach() for tensor in returned.tensors], peers.devices[0])
+            bring_back(part, replicas.devices[0])
+            pieces[place] = carry([tensor.detach() for tensor in returned.tensors], replicas.devices[0])
         return pieces
 
     def _backward(
@@ -435,7 +441,7 @@ class _Call:
         found: Gradients = [None] * len(asked)
         outputs, seeds = _columns(roots)
         # Where turns are taken, to free the graph node by node would be against the rank that launches.
-        keep = keep or self._is_shared or self._peers.frees_at_once(rank)
+        keep = keep or self._is_shared or self._replicas.frees_at_once(rank)
         with self._walking(rank), _reentrant_refused():
             if not roots or not leaves:
                 pass
@@ -448,7 +454,7 @@ class _Call:
                 found[len(parameters) :] = take_gradients(wanting)
         if rank and self._sync and demand.accumulates:
             found[: len(parameters)] = take_gradients(parameters)
-        own_gradients = carrier.pack(found[: len(parameters)], self._peers.devices[rank])
+        own_gradients = carrier.pack(found[: len(parameters)], self._replicas.devices[rank])
         rest = iter(found[len(parameters) :])
         return own_gradients, {place: [next(rest) for _ in self._parts[place].wanting] for place in places}
 
@@ -479,7 +485,7 @@ class _Call:
         return first
 
 
-def bring_back(part: Part, home: torch.device) -> None:
+def bring_back(part: CallArguments, home: torch.device) -> None:
     """Copy a module's writes to its part on another device to the caller's memory."""
     for one in part.handed:
         if one.is_written and one.is_copy and one.whole.device == home:
@@ -514,23 +520,23 @@ def _reentrant_refused() -> Iterator[None]:
         ) from None
 
 
-def collect_gradients(peers: Peers) -> None:
+def collect_gradients(replicas: Replicas) -> None:
     """Add gradients that backwards without a sum have left at the replicas to the user's module."""
-    peers.check_left()
-    with peers.backward(leaves=False):
-        if found := _take_left(peers):
-            accumulate(peers.trained(0), add_up(found))
+    replicas.check_left()
+    with replicas.backward(leaves=False):
+        if found := _take_left(replicas):
+            accumulate(replicas.trained(0), add_up(found))
 
 
-def _take_left(peers: Peers) -> list[Gradients]:
+def _take_left(replicas: Replicas) -> list[Gradients]:
     """Gradients that backwards without a sum have left at the replicas, removed from there."""
-    ranks = range(len(peers.modules))
-    jobs = [partial(_bring_home, peers, rank) if peers.has_left(rank) else None for rank in ranks]
-    return [found for found in peers.each(jobs) if found is not None] if any(jobs) else []
+    ranks = range(len(replicas.modules))
+    jobs = [partial(_bring_home, replicas, rank) if replicas.has_left(rank) else None for rank in ranks]
+    return [found for found in replicas.each(jobs) if found is not None] if any(jobs) else []
 
 
-def _bring_home(peers: Peers, rank: int) -> Gradients:
-    return carry(take_gradients(peers.trained(rank)), peers.devices[0])
+def _bring_home(replicas: Replicas, rank: int) -> Gradients:
+    return carry(take_gradients(replicas.trained(rank)), replicas.devices[0])
 
 
 def _columns(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:

@@ -14,13 +14,13 @@ from math import nan
 import torch
 from torch import Tensor, nn
 
-from flowdp.data_parallel.module_tensors import Tables
+from flowdp.data_parallel.module_tensors import ModuleTensors
 from flowdp.errors import FlowdpError
 
-__all__ = ["Sharing"]
+__all__ = ["SharedMemory"]
 
 
-class Sharing:
+class SharedMemory:
     """The parameters that a replica has in common with the user's module.
 
     A replica's parameter keeps a version counter of its own. It is raised with the user's, so that torch
@@ -33,7 +33,7 @@ class Sharing:
     Threads: the rank's in `begin` and `count_writes`, the user's otherwise; never both at once.
     """
 
-    def __init__(self, mine: Tables, users: Tables) -> None:
+    def __init__(self, mine: ModuleTensors, users: ModuleTensors) -> None:
         self._mine = mine
         self._users = users
         self._is_decided = False

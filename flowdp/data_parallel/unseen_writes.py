@@ -15,7 +15,7 @@ from torch import Tensor
 from flowdp.device.streams import Lane
 from flowdp.errors import FlowdpError
 
-__all__ = ["Unseen"]
+__all__ = ["UnseenWrites"]
 
 FIRST = 8
 """Calls in which the host waits for all checksums."""
@@ -31,7 +31,7 @@ _Counted = tuple[Tensor, float]
 """A tensor and its version."""
 
 
-class Unseen:
+class UnseenWrites:
     """Finds writes past the version counters.
 
     Args:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from flowdp.collective.batch_norm import SharedStatistics
 from flowdp.data.trees import tree_map
-from flowdp.data_parallel.loss_context import LossContext, Recipe, Traces
-from flowdp.data_parallel.replicas import Peers
+from flowdp.data_parallel.loss_context import BatchPlan, LossContext, Traces
+from flowdp.data_parallel.replicas import Replicas
 from flowdp.device.draws import OwnDraws
 from flowdp.device.streams import Lane
 from flowdp.errors import FlowdpError
@@ -39,10 +39,10 @@ class Results(NamedTuple):
     traces: Traces
 
 
-def call(module: nn.Module, batch: Any, recipe: Recipe) -> tuple[Any, Traces]:
+def call(module: nn.Module, batch: Any, plan: BatchPlan) -> tuple[Any, Traces]:
     """Outputs of a module and of its tagged submodules."""
-    with recipe.taps.listening(module) as traces:
-        args, kwargs = recipe.inputs.of(batch)
+    with plan.tagged.listening(module) as traces:
+        args, kwargs = plan.inputs.of(batch)
         return module(*args, **kwargs), traces
 
 
@@ -51,11 +51,11 @@ def last(traces: Traces) -> dict[str, Any]:
     return {name: calls[-1] for name, calls in traces.items() if calls}
 
 
-def _results(module: nn.Module, batch: Any, recipe: Recipe) -> Results:
+def _results(module: nn.Module, batch: Any, plan: BatchPlan) -> Results:
     """Forward and loss, with their graph."""
-    assert recipe.loss is not None
-    output, traces = call(module, batch, recipe)
-    loss = recipe.loss(LossContext(output, batch, last(traces), traces))
+    assert plan.loss is not None
+    output, traces = call(module, batch, plan)
+    loss = plan.loss(LossContext(output, batch, last(traces), traces))
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         form = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise FlowdpError(f"the loss function must return one number, the mean over the batch, not {form}")
@@ -66,16 +66,21 @@ def _results(module: nn.Module, batch: Any, recipe: Recipe) -> Results:
 
 
 def differentiate(
-    module: nn.Module, batch: Any, recipe: Recipe, factors: Factors, peers: Peers | None, rank: int
+    module: nn.Module,
+    batch: Any,
+    plan: BatchPlan,
+    factors: Factors,
+    replicas: Replicas | None,
+    rank: int,
 ) -> Results:
     """Forward, loss and, where gradients are enabled, backward of a batch.
 
     Args:
         module: Module of the rank.
         batch: On its device.
-        recipe: Has a loss.
+        plan: Has a loss.
         factors: Its share, and its samples.
-        peers: All ranks; None: it is the only one.
+        replicas: All ranks; None: it is the only one.
         rank: Index of the rank.
 
     Returns:
@@ -84,18 +89,18 @@ def differentiate(
     Raises:
         FlowdpError: The loss is not one number, or depends on no parameter.
     """
-    if peers is None:
-        results = _results(module, batch, recipe)
+    if replicas is None:
+        results = _results(module, batch, plan)
     else:
-        results = peers.launch(rank, factors.of, _results, module, batch, recipe)
+        results = replicas.launch(rank, factors.of, _results, module, batch, plan)
     if torch.is_grad_enabled():
         loss = results.loss * factors.share
-        loss = loss if recipe.scale is None else recipe.scale(loss)
-        if peers is None:
+        loss = loss if plan.scale is None else plan.scale(loss)
+        if replicas is None:
             loss.backward()
         else:
-            with peers.watch(rank):
-                loss.backward(retain_graph=peers.frees_at_once(rank))
+            with replicas.watch(rank):
+                loss.backward(retain_graph=replicas.frees_at_once(rank))
     return Results(*tree_map(_detached, [*results]))
 
 
@@ -108,10 +113,10 @@ class WindowStep:
 
     Args:
         module: Module of the rank.
-        recipe: Inputs, loss and tags of each batch.
+        plan: Inputs, loss and tags of each batch.
         lane: Lane of the rank.
         rank: Rank index.
-        peers: All ranks; None: it is the only one.
+        replicas: All ranks; None: it is the only one.
         capturing: State that all ranks share.
 
     Attributes:
@@ -128,44 +133,48 @@ class WindowStep:
     def __init__(
         self,
         module: nn.Module,
-        recipe: Recipe,
+        plan: BatchPlan,
         lane: Lane,
         rank: int,
-        peers: Peers | None,
+        replicas: Replicas | None,
         capturing: Capturing,
     ) -> None:
-        assert recipe.loss is not None
+        assert plan.loss is not None
         self.module = module
         self.lane = lane
-        self.shares_generator = peers is not None and peers.shares_generator(rank)
+        self.shares_generator = replicas is not None and replicas.shares_generator(rank)
         self.has_stepped = False
-        meets = peers is not None and bool(SharedStatistics(module))
+        meets = replicas is not None and bool(SharedStatistics(module))
         self.obstacle = "its forwards meet those of the other ranks (SyncBatchNorm)" if meets else None
-        self._recipe = recipe
+        self._plan = plan
         self._rank = rank
-        self._peers = peers
-        user: Callable[..., Any] = recipe.loss
-        code = partial(user, recipe.inputs.function)  # all that is the user's, as one function
+        self._replicas = replicas
+        user: Callable[..., Any] = plan.loss
+        code = partial(user, plan.inputs.function)  # all that is the user's, as one function
         own = {"": module}
-        read = {**own, **modules_of(recipe.loss, module), **modules_of(recipe.inputs.function, module)}
-        if isinstance(recipe.loss, nn.Module):
-            read["the loss"] = recipe.loss
+        read = {
+            **own,
+            **modules_of(plan.loss, module),
+            **modules_of(plan.inputs.function, module),
+        }
+        if isinstance(plan.loss, nn.Module):
+            read["the loss"] = plan.loss
         # All ranks compute with the tensors that the loss holds: a recording must leave them alone.
-        self.captured: Captured = capturing.of(self, code, read, read if peers is None else own)
+        self.captured: Captured = capturing.of(self, code, read, read if replicas is None else own)
         if self.obstacle is not None:
             self.captured.give_up(self.obstacle)
 
     @property
     def trained(self) -> Sequence[Tensor]:
         """The parameters that require grad."""
-        if self._peers is None:
+        if self._replicas is None:
             return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        return self._peers.trained(self._rank)
+        return self._replicas.trained(self._rank)
 
     @property
     def draws(self) -> OwnDraws | None:
         """The random numbers of this rank in the window under way."""
-        return None if self._peers is None else self._peers.own_draws(self._rank)
+        return None if self._replicas is None else self._replicas.own_draws(self._rank)
 
     @property
     def casts(self) -> object:
@@ -174,11 +183,11 @@ class WindowStep:
         found = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
         return found or None
 
-    def run(self, batch: Any, recipe: Recipe, factors: Factors) -> Results:
+    def run(self, batch: Any, plan: BatchPlan, factors: Factors) -> Results:
         """Forward, loss and backward of a batch; see `differentiate`."""
-        self._recipe = recipe
+        self._plan = plan
         computed = None
-        if recipe.scale is not None:
+        if plan.scale is not None:
             self.captured.give_up("a GradScaler scales its loss by Python")
         elif _is_plain():
             computed = self.captured.run(batch, None, factors)
@@ -190,14 +199,14 @@ class WindowStep:
     def compute(self, batch: Any, _worker: None, factors: Factors) -> Computed:  # it has none
         """Forward, loss and backward by the user's Python; see `Capturable.compute`."""
         with self.draws or nullcontext():
-            results = differentiate(self.module, batch, self._recipe, factors, self._peers, self._rank)
+            results = differentiate(self.module, batch, self._plan, factors, self._replicas, self._rank)
         self.has_stepped = self.has_stepped or torch.is_grad_enabled()
         return Computed(results.loss * factors.share, outputs=[*results])
 
     def forward(self, batch: Any, _worker: None, share: float | Tensor, _of: int | Tensor) -> Passed:
         """Forward and loss, as they are recorded; see `Capturable.forward`."""
         assert isinstance(share, Tensor)
-        results = _results(self.module, batch, self._recipe)
+        results = _results(self.module, batch, self._plan)
         return Passed(shared(results.loss, share), outputs=[*results])
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -219,10 +228,10 @@ class WindowCapture:
 
     Args:
         modules: One per rank.
-        recipe: Inputs, loss and tags; another loss needs another one of these.
+        plan: Inputs, loss and tags; another loss needs another one of these.
         options: How that is captured.
         lanes: One per rank.
-        peers: Runs the ranks; None: there is one.
+        replicas: Runs the ranks; None: there is one.
 
     Attributes:
         steps: One per rank.
@@ -232,25 +241,29 @@ class WindowCapture:
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        recipe: Recipe,
+        plan: BatchPlan,
         options: CaptureOptions,
         lanes: Sequence[Lane],
-        peers: Peers | None,
+        replicas: Replicas | None,
     ) -> None:
         capturing = Capturing(options)
         self.lock = capturing.lock
         self.steps = [
-            WindowStep(module, recipe, lane, rank, peers, capturing)
+            WindowStep(module, plan, lane, rank, replicas, capturing)
             for rank, (module, lane) in enumerate(zip(modules, lanes, strict=True))
         ]
-        self._rest = options, lanes, peers
+        self._rest = options, lanes, replicas
 
     @classmethod
     def of(
-        cls, modules: Sequence[nn.Module], recipe: Recipe, lanes: Sequence[Lane], peers: Peers | None
+        cls,
+        modules: Sequence[nn.Module],
+        plan: BatchPlan,
+        lanes: Sequence[Lane],
+        replicas: Replicas | None,
     ) -> WindowCapture | None:
-        """As the recipe says; None: nothing is captured."""
-        return None if recipe.capture is None else cls(modules, recipe, recipe.capture, lanes, peers)
+        """As the plan says; None: nothing is captured."""
+        return None if plan.capture is None else cls(modules, plan, plan.capture, lanes, replicas)
 
     @property
     def ended(self) -> tuple[str, ...]:
@@ -259,8 +272,8 @@ class WindowCapture:
             dict.fromkeys(one.captured.ended for one in self.steps if one.captured.ended is not None)
         )
 
-    def anew(self, recipe: Recipe) -> WindowCapture:
+    def anew(self, plan: BatchPlan) -> WindowCapture:
         """Those of another loss; the graphs of this one are let go, and their memory."""
         for step in self.steps:
             step.captured.close()
-        return WindowCapture([step.module for step in self.steps], recipe, *self._rest)
+        return WindowCapture([step.module for step in self.steps], plan, *self._rest)

@@ -20,10 +20,10 @@ from flowdp.data.trees import field_of
 from flowdp.data_parallel.call_check import Call
 from flowdp.data_parallel.gather import Returned, join
 from flowdp.data_parallel.layout import Callee, Layout
-from flowdp.data_parallel.loss_context import LossContext, Recipe, Traces
+from flowdp.data_parallel.loss_context import BatchPlan, LossContext, Traces
 from flowdp.data_parallel.nccl_transfer import Copying, Packed, Reducing
-from flowdp.data_parallel.replicas import Peers
-from flowdp.data_parallel.scatter import Arguments, Part
+from flowdp.data_parallel.replicas import Replicas
+from flowdp.data_parallel.scatter import Arguments, CallArguments
 from flowdp.data_parallel.sharded_call import Shard, call_sharded
 from flowdp.data_parallel.window_step import WindowCapture, WindowStep, call, differentiate, last
 from flowdp.device.copies import move
@@ -148,32 +148,32 @@ class WindowResult:
         return last(self.traces)
 
 
-def window_call(window: Window, recipe: Recipe, home: torch.device) -> Call:
+def window_call(window: Window, plan: BatchPlan, home: torch.device) -> Call:
     """The work on a batch that was cut for a window, as `check_call` takes it.
 
     Args:
         window: Has a `whole`.
-        recipe: Its processing.
+        plan: Its processing.
         home: The first device.
     """
 
-    def run(module: nn.Module, part: Part) -> Any:
-        output, traces = call(module, part.args[0], recipe)
-        if recipe.loss is None:
+    def run(module: nn.Module, part: CallArguments) -> Any:
+        output, traces = call(module, part.args[0], plan)
+        if plan.loss is None:
             return output
-        return {"loss": recipe.loss(LossContext(output, part.args[0], last(traces), traces)).squeeze()}
+        return {"loss": plan.loss(LossContext(output, part.args[0], last(traces), traces)).squeeze()}
 
     sizes = tuple(piece.samples for piece in window.pieces)
     callee = Callee(run)
-    callee.name = "the loss of a window" if recipe.loss else "the module"
+    callee.name = "the loss of a window" if plan.loss else "the module"
     return Call(callee, run, (window.whole,), {}, sizes, Layout(), home, ADVICE)
 
 
 def run_window(
     modules: Sequence[nn.Module],
     window: Window,
-    recipe: Recipe,
-    peers: Peers | None,
+    plan: BatchPlan,
+    replicas: Replicas | None,
     *,
     sync: bool = True,
     capture: WindowCapture | None = None,
@@ -186,8 +186,8 @@ def run_window(
     Args:
         modules: One per rank.
         window: The batches.
-        recipe: Processing of each.
-        peers: Runs the ranks; None for one device, whose work is done by the calling thread.
+        plan: Processing of each.
+        replicas: Runs the ranks; None for one device, whose work is done by the calling thread.
         sync: Whether the gradients are summed over the ranks.
         capture: Captured steps of this loss; None: it is run eagerly.
 
@@ -195,34 +195,34 @@ def run_window(
         FlowdpError: The loss is not a scalar, or depends on nothing that is trained.
 
     Streams:
-        As `Peers.each`.
+        As `Replicas.each`.
     """
-    if recipe.loss is None:
-        return _look(modules, window, recipe, peers, sync)
+    if plan.loss is None:
+        return _look(modules, window, plan, replicas, sync)
     of_rank = [[piece for piece in window.pieces if piece.rank == rank] for rank in range(len(modules))]
-    if peers is None:
-        train = partial(_train, window.samples, recipe, step=None if capture is None else capture.steps[0])
+    if replicas is None:
+        train = partial(_train, window.samples, plan, step=None if capture is None else capture.steps[0])
         done: list[tuple[list[_Answer], Packed | None] | None] = [
             ([train(modules[0], piece) for piece in of_rank[0]], None)
         ]
     else:
-        peers.follow()
+        replicas.follow()
         is_summed = sync and torch.is_grad_enabled()
-        busy = [bool(own) or (sync and peers.has_left(rank)) for rank, own in enumerate(of_rank)]
-        carrier = peers.carrier(peers.trained(0), is_whole=is_summed and all(busy))
+        busy = [bool(own) or (sync and replicas.has_left(rank)) for rank, own in enumerate(of_rank)]
+        carrier = replicas.carrier(replicas.trained(0), is_whole=is_summed and all(busy))
         into = carrier if is_summed else None
         jobs = [
-            partial(_train_all, peers, rank, own, window.samples, recipe, into, capture) if is_busy else None
+            partial(_train_all, replicas, rank, own, window.samples, plan, into, capture) if is_busy else None
             for rank, (own, is_busy) in enumerate(zip(of_rank, busy, strict=True))
         ]
-        with peers.backward(leaves=not sync and bool(of_rank[0])):
-            done = peers.each(jobs, parts=of_rank, enters_draws=capture is None)
-            peers.note()
+        with replicas.backward(leaves=not sync and bool(of_rank[0])):
+            done = replicas.each(jobs, parts=of_rank, enters_draws=capture is None)
+            replicas.note()
         if is_summed:
-            with peers.summing.running():
+            with replicas.summing.running():
                 packed = [answer[1] for answer in done if answer is not None and answer[1] is not None]
                 if packed:
-                    accumulate(peers.trained(0), carrier.sum(packed))
+                    accumulate(replicas.trained(0), carrier.sum(packed))
     answers = {rank: iter(answer[0]) for rank, answer in enumerate(done) if answer is not None}
     return _result([next(answers[piece.rank]) for piece in window.pieces], window.samples)
 
@@ -238,24 +238,24 @@ class _Answer:
 
 
 def _train_all(
-    peers: Peers,
+    replicas: Replicas,
     rank: int,
     pieces: Sequence[Piece],
     samples: int,
-    recipe: Recipe,
+    plan: BatchPlan,
     into: Copying | Reducing | None,
     capture: WindowCapture | None,
 ) -> tuple[list[_Answer], Packed | None]:
     """A rank's job; without `into` gradients stay at the rank."""
     with nullcontext() if capture is None else capture.lock:
-        peers.receive(rank)
-        parameters = peers.trained(rank)
-    home = peers.devices[0]
+        replicas.receive(rank)
+        parameters = replicas.trained(rank)
+    home = replicas.devices[0]
     step = None if capture is None else capture.steps[rank]
-    run = partial(_train, samples, recipe, peers=peers, step=step)
+    run = partial(_train, samples, plan, replicas=replicas, step=step)
 
     def train(piece: Piece) -> _Answer:
-        return peers.call(rank, piece.samples, run, piece)
+        return replicas.call(rank, piece.samples, run, piece)
 
     if rank == 0 and not (into and has_hooks(parameters)):
         answers = [train(piece) for piece in pieces]
@@ -269,47 +269,53 @@ def _train_all(
     own = take_gradients(parameters) if into else []
     for parameter, gradient in zip(parameters, before, strict=bool(before)):
         parameter.grad = gradient
-    return answers, into.pack(own, peers.devices[rank]) if into else None
+    return answers, into.pack(own, replicas.devices[rank]) if into else None
 
 
 def _train(
     samples: int,
-    recipe: Recipe,
+    plan: BatchPlan,
     module: nn.Module,
     piece: Piece,
     *,
-    peers: Peers | None = None,
+    replicas: Replicas | None = None,
     step: WindowStep | None = None,
 ) -> _Answer:
     piece.arrive()
     factors = Factors(piece.samples / samples, piece.samples)
     if step is None:
-        loss, output, traces = differentiate(module, piece.batch, recipe, factors, peers, piece.rank)
+        loss, output, traces = differentiate(module, piece.batch, plan, factors, replicas, piece.rank)
     else:
-        loss, output, traces = step.run(piece.batch, recipe, factors)
-    return _Answer(piece.samples, loss if peers is None else move(loss, peers.devices[0]), output, traces)
+        loss, output, traces = step.run(piece.batch, plan, factors)
+    return _Answer(
+        piece.samples, loss if replicas is None else move(loss, replicas.devices[0]), output, traces
+    )
 
 
 def _look(
-    modules: Sequence[nn.Module], window: Window, recipe: Recipe, peers: Peers | None, sync: bool
+    modules: Sequence[nn.Module],
+    window: Window,
+    plan: BatchPlan,
+    replicas: Replicas | None,
+    sync: bool,
 ) -> WindowResult:
     """All forwards, joined with their graphs: the caller computes the loss."""
-    if peers is None:
+    if replicas is None:
         (piece,) = window.pieces
         piece.arrive()
-        both = call(modules[0], piece.batch, recipe)
+        both = call(modules[0], piece.batch, plan)
     else:
         shards = [
             Shard(piece.rank, Arguments((place, piece.batch)), 0, piece.samples)
             for place, piece in enumerate(window.pieces)
         ]
 
-        def run(module: nn.Module, part: Part) -> tuple[Any, Traces]:
+        def run(module: nn.Module, part: CallArguments) -> tuple[Any, Traces]:
             place, batch = part.args
             window.pieces[place].arrive()
-            return call(module, batch, recipe)
+            return call(module, batch, plan)
 
-        both = call_sharded(peers, shards, run, sync=sync)
+        both = call_sharded(replicas, shards, run, sync=sync)
     return WindowResult(window.samples, None, lambda: both)
 
 

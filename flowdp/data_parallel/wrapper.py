@@ -28,17 +28,17 @@ from flowdp.data_parallel.arguments import (
     kept_after_errors,
     set_epoch,
 )
-from flowdp.data_parallel.balancer import Alone, Pacing
+from flowdp.data_parallel.balancer import Balancer, SingleDevice
 from flowdp.data_parallel.call_check import Call, check_call
 from flowdp.data_parallel.check_schedule import Schedule, Schedules
 from flowdp.data_parallel.gather import Joining
 from flowdp.data_parallel.layout import DimOption, JoinFunction, Layout, ReduceOption, SplitFunction
 from flowdp.data_parallel.loader import Epoch
-from flowdp.data_parallel.loss_context import Inputs, InputsOption, LossFunction, Recipe, Taps
-from flowdp.data_parallel.optimizer_hooks import Stepping
+from flowdp.data_parallel.loss_context import BatchPlan, Inputs, InputsOption, LossFunction, TaggedModules
+from flowdp.data_parallel.optimizer_hooks import OptimizerHooks
 from flowdp.data_parallel.predict import batches_of, predict
-from flowdp.data_parallel.replicas import Peers
-from flowdp.data_parallel.scatter import Part, bound, call_module
+from flowdp.data_parallel.replicas import Replicas
+from flowdp.data_parallel.scatter import CallArguments, bound, call_module
 from flowdp.data_parallel.sharded_call import call_sharded, cut, parts_of
 from flowdp.data_parallel.window_step import WindowCapture
 from flowdp.data_parallel.windows import Window, WindowResult, run_window, window_call
@@ -152,7 +152,9 @@ def setup(
     one_of("buffers", buffers, Buffers)
     chosen = resolve_devices(devices)
     captures = check_capture(capture, None)
-    recipe = Recipe(Inputs(inputs, model), Taps(tags, model), check_loss(loss_fn, captures), captures)
+    plan = BatchPlan(
+        Inputs(inputs, model), TaggedModules(tags, model), check_loss(loss_fn, captures), captures
+    )
     check_loop_backend(backend, chosen)
     ratios = None if partition_ratios is None else fixed_ratios(partition_ratios, len(chosen))
     options, windows = check_cadence(cadence, chosen, ratios)
@@ -174,7 +176,7 @@ def setup(
             optimizers,
             chosen,
             replica,
-            recipe,
+            plan,
             options,
             windows,
             buffers,
@@ -210,7 +212,7 @@ class DataParallel(AliasModule):
         optimizers: Sequence[Optimizer],
         devices: Sequence[torch.device],
         replica: ReplicaFactory | None,
-        recipe: Recipe,
+        plan: BatchPlan,
         options: CadenceOptions,
         windows: bool,
         buffers: Buffers,
@@ -225,7 +227,7 @@ class DataParallel(AliasModule):
         self.devices = tuple(devices)
         self.world_size = len(devices)
         self.max_grad_norm = max_grad_norm
-        self._recipe = recipe
+        self._plan = plan
         self._layout = layout
         self._schedules = Schedules(module)
         self._checks = check
@@ -234,7 +236,7 @@ class DataParallel(AliasModule):
         self._has_warned = False  # of a call that the first device does alone
         self._epochs = 0
         self._lanes = open_lanes(devices)
-        self._peers: Peers | None = None
+        self._replicas: Replicas | None = None
         with ExitStack() as stack:
             if self.world_size > 1:
                 stack.enter_context(prepared_torch())
@@ -244,19 +246,21 @@ class DataParallel(AliasModule):
                 pools = open_pools(devices, tuning, adapts=ratios is None)
                 link = partial(open_loop, backend) if optimizers or backend == "nccl" else None
                 repeats = ratios is not None
-                self._peers = Peers(module, replica, self._lanes, pools, repeats=repeats, link=link)
-                stack.callback(self._peers.close)
+                self._replicas = Replicas(module, replica, self._lanes, pools, repeats=repeats, link=link)
+                stack.callback(self._replicas.close)
             self._close = weakref.finalize(self, stack.pop_all().close)
-        self._alone = Alone()  # where there are no peers
+        self._alone = SingleDevice()  # where there are no replicas
         self._is_on_host = devices[0].type == "cpu"
-        self._pacing = (
+        self._balancer = (
             self._alone
-            if self._peers is None
-            else (Pacing(self._peers, options, windows=windows, ratios=ratios))
+            if self._replicas is None
+            else (Balancer(self._replicas, options, windows=windows, ratios=ratios))
         )
-        self._stepping = Stepping(module, self._peers, self._pacing, averages=self._averages)
-        self._stepping.use(optimizers or None)
-        self._capture = WindowCapture.of((module, *self.replicas), recipe, self._lanes, self._peers)
+        self._optimizer_hooks = OptimizerHooks(
+            module, self._replicas, self._balancer, averages=self._averages
+        )
+        self._optimizer_hooks.use(optimizers or None)
+        self._capture = WindowCapture.of((module, *self.replicas), plan, self._lanes, self._replicas)
         self._seal(setup, ("devices", "world_size", "module"))
 
     def __repr__(self) -> str:
@@ -266,47 +270,47 @@ class DataParallel(AliasModule):
     @property
     def replicas(self) -> tuple[nn.Module, ...]:
         """The modules on the other devices, in order; the user's own is `module`."""
-        return () if self._peers is None else self._peers.modules[1:]
+        return () if self._replicas is None else self._replicas.modules[1:]
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
         """The user's optimizers, which `step` steps; the replicas are sent the result."""
-        return self._stepping.optimizers
+        return self._optimizer_hooks.optimizers
 
     @property
     def training_step(self) -> int:
         """Steps of the first optimizer so far."""
-        return self._stepping.count
+        return self._optimizer_hooks.count
 
     @property
     def is_distributed(self) -> bool:
         """Whether there are several devices."""
-        return self._peers is not None
+        return self._replicas is not None
 
     @property
     def cadence(self) -> ElChe | None:
         """The cadence that sizes the windows; None where batches are cut."""
-        return None if self._pacing.cadence is None else self._pacing.cadence.el_che
+        return None if self._balancer.cadence is None else self._balancer.cadence.el_che
 
     @property
     def chunk_ratios(self) -> tuple[float, ...]:
         """Fraction of a batch that each device takes. Shape (world_size,)."""
-        return self._pacing.ratios
+        return self._balancer.ratios
 
     @property
     def throughput(self) -> tuple[float, ...]:
         """Samples a second of each device, smoothed; 0.0 before it is measured. Shape (world_size,)."""
-        return tuple(1e3 * per_ms for per_ms in self._pacing.throughput)
+        return tuple(1e3 * per_ms for per_ms in self._balancer.throughput)
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
         """Samples that each device had in the last call or window. Shape (world_size,)."""
-        return self._pacing.shard_sizes
+        return self._balancer.shard_sizes
 
     @property
     def loss_fn(self) -> LossFunction | None:
         """The loss function of `forward_batch`."""
-        return self._recipe.loss
+        return self._plan.loss
 
     @property
     def uncaptured(self) -> tuple[str, ...]:
@@ -329,7 +333,7 @@ class DataParallel(AliasModule):
             FlowdpError: The outputs cannot be joined.
             Exception: Raised by the module, with a note that names rank and device.
         """
-        if self._peers is None:
+        if self._replicas is None:
             return self._call_alone(self.module, args, kwargs)
         return self._call("forward", call_module, args, kwargs)
 
@@ -339,7 +343,7 @@ class DataParallel(AliasModule):
         Raises:
             AttributeError: The module has no such method.
         """
-        if self._peers is None:
+        if self._replicas is None:
             return self._call_alone(bound(function, self.module), args, kwargs)
         return self._call(
             function, lambda module, part: bound(function, module)(*part.args, **part.kwargs), args, kwargs
@@ -368,11 +372,9 @@ class DataParallel(AliasModule):
         layout = self._layout
         batches = batches_of(data, batch_size, layout.dim if isinstance(layout.dim, int) else 0)
         with evaluating(self.module):
-            outputs = predict(
-                self, batches, self._recipe.inputs, layout, self._schedules.of("forward").callee
-            )
-        if self.optimizers and isinstance(self._pacing, Pacing):
-            self._pacing.discard()  # nothing of it is part of a step
+            outputs = predict(self, batches, self._plan.inputs, layout, self._schedules.of("forward").callee)
+        if self.optimizers and isinstance(self._balancer, Balancer):
+            self._balancer.discard()  # nothing of it is part of a step
         return outputs
 
     def _call_alone(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -384,16 +386,16 @@ class DataParallel(AliasModule):
     def _call(
         self,
         function: str | Callable[..., Any],
-        run: Callable[[nn.Module, Part], Any],
+        run: Callable[[nn.Module, CallArguments], Any],
         args: Any,
         kwargs: Any,
     ) -> Any:
-        assert self._peers is not None
+        assert self._replicas is not None
         layout, schedule = self._layout, self._schedules.of(function)
         callee = schedule.callee
         arguments = layout.arguments(callee, args, kwargs)
         layout = layout.of(arguments)
-        sizes = self._pacing.cut(arguments.samples) if arguments.samples else (0,) * self.world_size
+        sizes = self._balancer.cut(arguments.samples) if arguments.samples else (0,) * self.world_size
         if arguments.samples is None and not self._has_warned:
             self._has_warned = True
             arguments.warn_uncut(self.devices[0])
@@ -402,7 +404,7 @@ class DataParallel(AliasModule):
         if is_cut and layout.split is None:
             layout.check(callee, arguments)
         is_checked = is_cut and self._checks
-        if is_checked and schedule.is_due(self._peers.flags):
+        if is_checked and schedule.is_due(self._replicas.flags):
             self._check(schedule, Call(callee, run, args, kwargs, own, layout, self.devices[0]))
         shards = cut(arguments, sizes)
         if is_cut and layout.split is not None:
@@ -411,7 +413,7 @@ class DataParallel(AliasModule):
         joining = Joining(layout, callee, arguments.dim, is_apart=is_apart)
         has_graph = self._checks and torch.is_grad_enabled()
         looks = has_graph and schedule.graphs.is_due
-        outputs = call_sharded(self._peers, shards, run, joining, sync=self._is_syncing, checks=looks)
+        outputs = call_sharded(self._replicas, shards, run, joining, sync=self._is_syncing, checks=looks)
         if has_graph:
             schedule.graphs.passed()
         if is_checked:
@@ -425,19 +427,19 @@ class DataParallel(AliasModule):
         return outputs
 
     def _check(self, schedule: Schedule, call: Call) -> None:
-        assert self._peers is not None
-        if not self._peers.at_home(partial(check_call, self.module, call)):
+        assert self._replicas is not None
+        if not self._replicas.at_home(partial(check_call, self.module, call)):
             schedule.give_up()
 
     def _bring_home(self, leaf: Any) -> Any:
         return move(leaf, self.devices[0]) if isinstance(leaf, Tensor) else leaf
 
     def _did(self, samples: Sequence[int], batches: Sequence[int] | None = None) -> None:
-        self._pacing.did(samples, batches)
+        self._balancer.did(samples, batches)
         if not self.optimizers:
-            self._pacing.step()  # no other moment tells when to look at the speed
-        if self._peers is not None and self._averages:
-            self._peers.keep_buffers(samples)
+            self._balancer.step()  # no other moment tells when to look at the speed
+        if self._replicas is not None and self._averages:
+            self._replicas.keep_buffers(samples)
 
     # ------------------------------------------------------------------ windows
     def epoch(self, loader: Iterable[Any], epoch: int | None = None) -> Epoch:
@@ -462,7 +464,7 @@ class DataParallel(AliasModule):
         self._layout.check_plain()
         self._epochs = (self._epochs if epoch is None else epoch) + 1
         set_epoch(loader, self._epochs - 1)
-        return Epoch(loader, self._lanes, self._pacing.quotas, self._pacing.cut, self._pacing.due)
+        return Epoch(loader, self._lanes, self._balancer.quotas, self._balancer.cut, self._balancer.due)
 
     def forward_batch(self, batch: Window, scaler: torch.amp.GradScaler | None = None) -> WindowResult:
         """Let every device work through its batches of a window.
@@ -480,15 +482,15 @@ class DataParallel(AliasModule):
         """
         if not isinstance(batch, Window):
             raise FlowdpError(f"forward_batch takes what epoch() yields, not {type(batch).__name__}")
-        recipe = self._recipe if scaler is None else self._recipe.scaled(scaler, self.devices[0])
-        if batch.whole is not None and self._checks and self._peers is not None:
+        plan = self._plan if scaler is None else self._plan.scaled(scaler, self.devices[0])
+        if batch.whole is not None and self._checks and self._replicas is not None:
             schedule = self._schedules.of("forward_batch")
-            if schedule.is_due(self._peers.flags):
-                self._check(schedule, window_call(batch, recipe, self.devices[0]))
-            schedule.is_still_due((None, (recipe.loss is not None,)))
+            if schedule.is_due(self._replicas.flags):
+                self._check(schedule, window_call(batch, plan, self.devices[0]))
+            schedule.is_still_due((None, (plan.loss is not None,)))
             schedule.passed()
         modules, sync = (self.module, *self.replicas), self._is_syncing
-        result = run_window(modules, batch, recipe, self._peers, sync=sync, capture=self._capture)
+        result = run_window(modules, batch, plan, self._replicas, sync=sync, capture=self._capture)
         self._did(*batch.per_rank(self.world_size))
         return result
 
@@ -502,18 +504,18 @@ class DataParallel(AliasModule):
         Raises:
             FlowdpError: There is no optimizer, or no parameter has a gradient.
         """
-        self._stepping.step(scaler, self.max_grad_norm)
+        self._optimizer_hooks.step(scaler, self.max_grad_norm)
         self.zero_grad()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all devices together; returns their norm. Shape []."""
-        return self._stepping.clip(max_norm, norm_type)
+        return self._optimizer_hooks.clip(max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, those that `no_sync` keeps at the replicas included."""
         self.module.zero_grad(set_to_none)
-        if self._peers is not None:
-            self._peers.drop_gradients()
+        if self._replicas is not None:
+            self._replicas.drop_gradients()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -529,18 +531,18 @@ class DataParallel(AliasModule):
 
     def set_lr(self, lr: float) -> None:
         """Scale the learning rates of all groups of all optimizers so that the very first has `lr`."""
-        self._stepping.set_lr(lr)
+        self._optimizer_hooks.set_lr(lr)
 
     def set_loss_fn(self, loss_fn: LossFunction | None) -> None:
         """Replace the loss function of `forward_batch`; graphs of the old one are freed."""
         capture = self._capture
-        self._recipe = replace(self._recipe, loss=check_loss(loss_fn, self._recipe.capture))
+        self._plan = replace(self._plan, loss=check_loss(loss_fn, self._plan.capture))
         if capture is not None:
-            self._capture = capture.anew(self._recipe)
+            self._capture = capture.anew(self._plan)
 
     def set_optimizer(self, optimizer: OptimizerOption) -> None:
         """Replace the optimizers: one, several, a factory of them, or None."""
-        self._stepping.use(optimizer)
+        self._optimizer_hooks.use(optimizer)
 
     def sync_params(self) -> None:
         """Send all parameters and buffers anew before the next forward.
@@ -548,8 +550,8 @@ class DataParallel(AliasModule):
         Needed on CUDA alone, after writes that torch does not count: to `parameter.data`, or by a fused
         optimizer that this does not know. CPU devices share the memory of the parameters.
         """
-        if self._peers is not None:
-            self._peers.forget()
+        if self._replicas is not None:
+            self._replicas.forget()
 
     def train(self, mode: bool = True) -> DataParallel:
         """Set the training mode of the module, and with it of all replicas."""
@@ -570,7 +572,7 @@ class DataParallel(AliasModule):
         raise TypeError("a DataParallel cannot be copied or pickled, for it has threads: take its `module`")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        if self._peers is None:
+        if self._replicas is None:
             return super()._apply(fn, *args, **kwargs)  # type: ignore[no-untyped-call]
         with torch.no_grad():
             if all(fn(tensor) is tensor for tensor in (*self.module.parameters(), *self.module.buffers())):

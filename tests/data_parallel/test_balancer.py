@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flowdp.data_parallel import balancer
-from flowdp.data_parallel.balancer import Alone, Pacing
+from flowdp.data_parallel.balancer import Balancer, SingleDevice
 from flowdp.data_parallel.loader import Epoch
 from flowdp.device.streams import HostLane
 from flowdp.options import CadenceOptions
@@ -43,15 +43,15 @@ class Watch:
 
 def paced(
     world_size: int = 2, *, windows: bool = False, model: nn.Module | None = None, **options: Any
-) -> tuple[Pacing, tuple[Watch, ...], Watch]:
+) -> tuple[Balancer, tuple[Watch, ...], Watch]:
     watches, summing = tuple(Watch() for _ in range(world_size)), Watch()
-    peers = SimpleNamespace(
+    replicas = SimpleNamespace(
         modules=[model or nn.Identity()] * world_size,
         watches=watches,
         summing=summing,
         pools=[PoolSize(1)] * world_size,
     )
-    return Pacing(peers, CadenceOptions(**options), windows=windows), watches, summing  # type: ignore[arg-type]
+    return Balancer(replicas, CadenceOptions(**options), windows=windows), watches, summing  # type: ignore[arg-type]
 
 
 def passed(watches: tuple[Watch, ...], summing: Watch, ms: tuple[float, ...], sync_ms: float = 0.1) -> None:
@@ -175,7 +175,7 @@ def test_calls_alone_do_not_move_the_windows() -> None:
 def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     times_s = iter((1.0, 1.5, 2.5))
     monkeypatch.setattr(balancer, "perf_counter", lambda: next(times_s))
-    alone = Alone()
+    alone = SingleDevice()
     assert (alone.cut(7), alone.quotas(), alone.ratios) == ((7,), (1,), (1.0,))
     assert alone.cadence is None
     assert alone.throughput == (0.0,)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from flowdp.data_parallel.buffer_mean import average_buffers
-from tests.loops import peers_of
+from tests.loops import replicas_of
 
 
 class Buffered(nn.Module):
@@ -28,45 +28,45 @@ def fill(module: nn.Module, value: float) -> None:
 
 def test_floats_are_averaged_by_samples_and_counts_take_the_maximum() -> None:
     module = Buffered()
-    with peers_of(module, 3) as peers:
+    with replicas_of(module, 3) as replicas:
         for rank, value in enumerate((0.0, 4.0, 100.0)):
-            fill(peers.modules[rank], value)
-        before = [buffer.clone() for buffer in peers.modules[1].buffers()]
-        average_buffers(peers, (1, 3, 0))
+            fill(replicas.modules[rank], value)
+        before = [buffer.clone() for buffer in replicas.modules[1].buffers()]
+        average_buffers(replicas, (1, 3, 0))
         assert module.mean.tolist() == [3.0, 3.0]
         assert module.short.item() == 3.0
         assert module.short.dtype == torch.float16
         assert module.count.item() == 4, "a rank without samples gives nothing"
         assert module.seen.item() is True
         assert module.weight.tolist() == [0.0, 0.0]
-        assert all(map(torch.equal, before, peers.modules[1].buffers()))
+        assert all(map(torch.equal, before, replicas.modules[1].buffers()))
 
 
 def test_complex_numbers_are_averaged_too() -> None:
     module = nn.Linear(1, 1)
     module.register_buffer("wave", torch.zeros(2, dtype=torch.complex64))
-    with peers_of(module) as peers:
-        peers.buffers(1)[0].fill_(4.0j)
-        average_buffers(peers, (1, 3))
+    with replicas_of(module) as replicas:
+        replicas.buffers(1)[0].fill_(4.0j)
+        average_buffers(replicas, (1, 3))
         assert module.wave.tolist() == [3j, 3j]
 
 
 def test_nobody_else_has_samples() -> None:
     module = Buffered()
-    with peers_of(module) as peers:
-        fill(peers.modules[1], 9.0)
+    with replicas_of(module) as replicas:
+        fill(replicas.modules[1], 9.0)
         for samples in ((0, 0), (5, 0)):
-            average_buffers(peers, samples)
+            average_buffers(replicas, samples)
             assert not any(buffer.any() for buffer in module.buffers())
-        average_buffers(peers, (0, 5))
+        average_buffers(replicas, (0, 5))
         assert all((buffer == 9.0).all() or buffer.dtype == torch.bool for buffer in module.buffers())
 
 
 def test_the_mean_is_taken_in_double_precision() -> None:
     module = nn.BatchNorm1d(1)
     values = torch.tensor([0.22, 1.69, 2.94])  # in single precision the last bit is lost
-    with peers_of(module, 3) as peers:
-        for peer, value in zip(peers.modules, values, strict=True):
-            peer.running_mean.fill_(value)  # type: ignore[union-attr, operator]
-        average_buffers(peers, (1, 1, 1))
+    with replicas_of(module, 3) as replicas:
+        for replica, value in zip(replicas.modules, values, strict=True):
+            replica.running_mean.fill_(value)  # type: ignore[union-attr, operator]
+        average_buffers(replicas, (1, 1, 1))
         assert module.running_mean.item() == values.double().mean().float().item()  # type: ignore[union-attr]

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flowdp.data_parallel.replicas import Peers
-from flowdp.data_parallel.scatter import Arguments, Part
+from flowdp.data_parallel.replicas import Replicas
+from flowdp.data_parallel.scatter import Arguments, CallArguments
 from flowdp.data_parallel.sharded_call import call_sharded, collect_gradients, cut
-from tests.loops import assert_equal, gradients, mlp, numbers, peers_of
+from tests.loops import assert_equal, gradients, mlp, numbers, replicas_of
 
 cycles = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 
@@ -21,15 +21,15 @@ cycles = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 class World:
     """A model on several devices, and its twin on one."""
 
-    def __init__(self, peers: Peers, sizes: tuple[int, ...]) -> None:
-        self.peers = peers
-        self.module: Any = peers.modules[0]
+    def __init__(self, replicas: Replicas, sizes: tuple[int, ...]) -> None:
+        self.replicas = replicas
+        self.module: Any = replicas.modules[0]
         self.twin: Any = copy.deepcopy(self.module)
         self.sizes = sizes
         self.sync = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return call_sharded(self.peers, cut(Arguments(args, kwargs), self.sizes), _run, sync=self.sync)
+        return call_sharded(self.replicas, cut(Arguments(args, kwargs), self.sizes), _run, sync=self.sync)
 
     def both(self, do: Callable[[Any, Any], Any]) -> list[Any]:
         """What `do(call, module)` returns on several devices and on one; compares the gradients, too."""
@@ -39,14 +39,14 @@ class World:
         return found
 
 
-def _run(module: nn.Module, part: Part) -> Any:
+def _run(module: nn.Module, part: CallArguments) -> Any:
     return module(*part.args, **part.kwargs)
 
 
 @pytest.fixture(params=[2, 3])
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    with peers_of(mlp(), request.param) as peers:
-        yield World(peers, (3, 1, 1) if request.param == 3 else (3, 2))
+    with replicas_of(mlp(), request.param) as replicas:
+        yield World(replicas, (3, 1, 1) if request.param == 3 else (3, 2))
 
 
 def penalty(out: Tensor, x: Tensor) -> Tensor:
@@ -140,8 +140,8 @@ def test_arguments_that_go_whole_and_losses_from_the_module() -> None:
         def forward(self, x: Tensor, scale: Tensor) -> Tensor:
             return self.inner(x * scale).square().mean()
 
-    with peers_of(Loss()) as peers:
-        world = World(peers, (3, 2))
+    with replicas_of(Loss()) as replicas:
+        world = World(replicas, (3, 2))
 
         def step(call: Any, _module: Any) -> list[Tensor | None]:
             x, scale = numbers(5, 6).requires_grad_(), torch.full((6,), 2.0).double().requires_grad_()
@@ -163,7 +163,7 @@ def test_beside_gradients_that_wait_at_the_replicas(world: World) -> None:
         out = call(x)
         (out.sum() + penalty(out, x)).backward(create_graph=True)
         if call is world:
-            assert not any(map(world.peers.has_left, range(len(world.sizes))))
+            assert not any(map(world.replicas.has_left, range(len(world.sizes))))
 
     world.both(step)
 
@@ -178,7 +178,7 @@ def test_gradients_that_are_only_asked_for_leave_those_that_wait_alone(world: Wo
         world.sync = True
         torch.autograd.grad(call(x).sum(), x)
         if call is world:
-            collect_gradients(world.peers)
+            collect_gradients(world.replicas)
         return list(found)
 
     assert_equal(*world.both(step))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flowdp.data_parallel.loss_context import Inputs, Taps
+from flowdp.data_parallel.loss_context import Inputs, TaggedModules
 from flowdp.errors import OptionError
 from tests.loops import mlp
 
@@ -78,29 +78,29 @@ class Twice(nn.Module):
 
 def test_submodules_are_heard_call_by_call() -> None:
     model = Twice()
-    taps = Taps(("encoder", "head"), model)
-    with taps.listening(model) as traces:
+    tagged = TaggedModules(("encoder", "head"), model)
+    with tagged.listening(model) as traces:
         out = model(torch.ones(3, 1))
     assert [len(traces[name]) for name in ("encoder", "head")] == [2, 1]
     assert torch.equal(traces["encoder"][1], model.encoder(traces["encoder"][0]))
     assert traces["head"][0] is out
     model(torch.ones(1, 1))
     assert len(traces["encoder"]) == 2, "and not afterwards"
-    with pytest.raises(KeyError), taps.listening(model):
+    with pytest.raises(KeyError), tagged.listening(model):
         raise KeyError
     assert not model.encoder._forward_hooks
 
 
 def test_a_submodule_that_is_not_called_is_silent() -> None:
     model = Twice()
-    with Taps("head", model).listening(model) as traces:
+    with TaggedModules("head", model).listening(model) as traces:
         model.encoder(torch.ones(1, 1))
     assert traces == {"head": []}
 
 
 def test_names_of_nothing_list_the_submodules() -> None:
     with pytest.raises(OptionError, match=r"'decoder'.*\['encoder', 'head'\]"):
-        Taps(["encoder", "decoder"], Twice())
+        TaggedModules(["encoder", "decoder"], Twice())
     with pytest.raises(OptionError, match="''"):
-        Taps([""], Twice())
-    assert Taps((), Twice()).names == ()
+        TaggedModules([""], Twice())
+    assert TaggedModules((), Twice()).names == ()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from flowdp.data_parallel.module_tensors import Tables
+from flowdp.data_parallel.module_tensors import ModuleTensors
 from flowdp.errors import FlowdpError, OptionError
 from tests.loops import CPU, mlp
 
@@ -29,7 +29,7 @@ class Tied(nn.Module):
 
 def test_each_tensor_stands_once_parameters_first() -> None:
     module = Tied()
-    tables = Tables(module)
+    tables = ModuleTensors(module)
     assert [id(t) for t in tables.parameters] == [id(module.first.weight), id(module.last.bias)]
     assert [id(t) for t in tables.tensors] == [id(t) for t in (*module.parameters(), module.state)]
 
@@ -54,7 +54,7 @@ REBUILT: dict[str, tuple[Callable[[Any], object], str]] = {
 def test_another_structure_is_refused(how: str) -> None:
     rebuild, message = REBUILT[how]
     module = Tied()
-    tables = Tables(module)
+    tables = ModuleTensors(module)
     tables.check_as_it_was()
     rebuild(module)
     with pytest.raises(FlowdpError, match=f"changed since setup.*{message}.*call setup"):
@@ -63,7 +63,7 @@ def test_another_structure_is_refused(how: str) -> None:
 
 def test_parameters_that_are_tied_afterwards_are_refused() -> None:
     module: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    tables = Tables(module)
+    tables = ModuleTensors(module)
     module[1].weight = module[0].weight
     with pytest.raises(FlowdpError, match="tied now"):
         tables.check_as_it_was()
@@ -71,7 +71,7 @@ def test_parameters_that_are_tied_afterwards_are_refused() -> None:
 
 def test_values_and_what_a_forward_does_to_buffers_may_change() -> None:
     module = Tied()
-    tables = Tables(module)
+    tables = ModuleTensors(module)
     module.cache, module.twin = torch.ones(3), torch.ones(2)
     module.state = module.cache
     module.last.bias = nn.Parameter(torch.ones(2))
@@ -82,7 +82,7 @@ def test_values_and_what_a_forward_does_to_buffers_may_change() -> None:
 
 def test_a_buffer_that_has_grown_is_made_anew_and_a_parameter_is_not() -> None:
     module: Any = Tied()
-    tables = Tables(module)
+    tables = ModuleTensors(module)
     state = module.state
     assert tables.fit(2, torch.ones(2)) is state
     grown = tables.fit(2, torch.ones(5, dtype=torch.float64))
@@ -94,12 +94,12 @@ def test_a_buffer_that_has_grown_is_made_anew_and_a_parameter_is_not() -> None:
 
 def test_parameters_without_a_shape_are_refused() -> None:
     with pytest.raises(OptionError, match=r"'0.weight' has no shape yet: call the model once"):
-        Tables(nn.Sequential(nn.LazyLinear(3)))
+        ModuleTensors(nn.Sequential(nn.LazyLinear(3)))
 
 
 def test_a_replica_keeps_the_same() -> None:
-    Tables(mlp()).check_like(Tables(mlp()), CPU)
+    ModuleTensors(mlp()).check_like(ModuleTensors(mlp()), CPU)
     with pytest.raises(OptionError, match="has 5 modules and the model has 4"):
-        Tables(mlp().append(nn.ReLU())).check_like(Tables(mlp()), CPU)
+        ModuleTensors(mlp().append(nn.ReLU())).check_like(ModuleTensors(mlp()), CPU)
     with pytest.raises(OptionError, match=r"'0.weight' is float32"):
-        Tables(mlp().float()).check_like(Tables(mlp()), CPU)
+        ModuleTensors(mlp().float()).check_like(ModuleTensors(mlp()), CPU)

@@ -10,23 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.data_parallel.nccl_transfer import Copying, Wire
-from flowdp.data_parallel.replicas import Peers
+from flowdp.data_parallel.replicas import Replicas
 from flowdp.data_parallel.scatter import Arguments, call_module
 from flowdp.data_parallel.sharded_call import call_sharded, collect_gradients, cut
 from flowdp.device.streams import CudaLane
 from tests.fakes import FakeCuda
-from tests.loops import CPU, assert_equal, gradients, mlp, numbers, peers_of
+from tests.loops import CPU, assert_equal, gradients, mlp, numbers, replicas_of
 from tests.wired import fake_link, wired
 
 
-def call(peers: Peers, x: Tensor, sizes: tuple[int, ...] = (2, 2), **options: Any) -> Tensor:
-    out: Tensor = call_sharded(peers, cut(Arguments((x,)), sizes), call_module, **options)
+def call(replicas: Replicas, x: Tensor, sizes: tuple[int, ...] = (2, 2), **options: Any) -> Tensor:
+    out: Tensor = call_sharded(replicas, cut(Arguments((x,)), sizes), call_module, **options)
     return out.sin().mean()
 
 
-def taken(peers: Any) -> list[tuple[str, list[int]]]:
+def taken(replicas: Any) -> list[tuple[str, list[int]]]:
     """The groups of NCCL since the last time: kind, and counts (bytes in a broadcast)."""
-    nccl = peers.nccl
+    nccl = replicas.nccl
     found = [(kind, counts) for kind, (_, counts) in zip(nccl.kinds, nccl.groups, strict=True)]
     nccl.kinds.clear()
     nccl.groups.clear()
@@ -39,80 +39,80 @@ ROW = 48 + 8 + 24 + 8
 
 def test_a_step_is_one_broadcast_and_one_reduction() -> None:
     module = mlp()
-    with wired(module, 3) as peers:
+    with wired(module, 3) as replicas:
         sgd = torch.optim.SGD(module.parameters(), 0.1)
         for _ in range(2):
-            call(peers, numbers(6, 6), (2, 2, 2)).backward()
+            call(replicas, numbers(6, 6), (2, 2, 2)).backward()
             sgd.step()
-            assert taken(peers) == [("broadcast", [8 * ROW]), ("reduce", [ROW])]
-        for replica in peers.modules[1:]:
+            assert taken(replicas) == [("broadcast", [8 * ROW]), ("reduce", [ROW])]
+        for replica in replicas.modules[1:]:
             own = list(replica.parameters())
             assert [b.data_ptr() - own[0].data_ptr() for b in own] == [0, 8 * 48, 8 * 56, 8 * 80]
 
 
 def test_replicas_have_their_values_before_anything_is_sent() -> None:
-    with wired(mlp()) as peers:
-        assert_equal(list(peers.modules[1].parameters()), list(peers.modules[0].parameters()))
+    with wired(mlp()) as replicas:
+        assert_equal(list(replicas.modules[1].parameters()), list(replicas.modules[0].parameters()))
 
 
 def test_the_replicas_memory_is_there_before_anything_is_sent_to_it() -> None:
     cuda = FakeCuda()
     lanes = [CudaLane(CPU, cuda) for _ in range(2)]
-    with peers_of(mlp(), lanes=lanes, link=fake_link()):
+    with replicas_of(mlp(), lanes=lanes, link=fake_link()):
         stream: Any = lanes[1].compute
         assert cuda.host[stream.number] == stream.time  # the host has waited
 
 
 def test_what_has_changed_is_sent_and_nothing_else() -> None:
     module: Any = mlp()
-    with wired(module) as peers, torch.no_grad():
-        call(peers, numbers(4, 6))
-        taken(peers)
-        call(peers, numbers(4, 6))
-        assert taken(peers) == []
+    with wired(module) as replicas, torch.no_grad():
+        call(replicas, numbers(4, 6))
+        taken(replicas)
+        call(replicas, numbers(4, 6))
+        assert taken(replicas) == []
         module[0].weight.add_(1)
-        call(peers, numbers(4, 6))
-        assert taken(peers) == [("broadcast", [8 * 48])]
+        call(replicas, numbers(4, 6))
+        assert taken(replicas) == [("broadcast", [8 * 48])]
         module[0].weight.add_(1)
         module[2].weight.add_(1)
         module[2].bias.add_(1)
-        call(peers, numbers(4, 6))
-        assert taken(peers) == [("broadcast", [8 * 48, 8 * 32])]
-        assert_equal(list(peers.modules[1].parameters()), list(module.parameters()))
+        call(replicas, numbers(4, 6))
+        assert taken(replicas) == [("broadcast", [8 * 48, 8 * 32])]
+        assert_equal(list(replicas.modules[1].parameters()), list(module.parameters()))
         module[0].weight.requires_grad_(False)
-        call(peers, numbers(4, 6))
-        assert taken(peers) == []  # a flag is no value
-        assert not next(peers.modules[1].parameters()).requires_grad
-        peers.forget()
-        call(peers, numbers(4, 6))
-        assert taken(peers) == [("broadcast", [8 * ROW])]
+        call(replicas, numbers(4, 6))
+        assert taken(replicas) == []  # a flag is no value
+        assert not next(replicas.modules[1].parameters()).requires_grad
+        replicas.forget()
+        call(replicas, numbers(4, 6))
+        assert taken(replicas) == [("broadcast", [8 * ROW])]
 
 
 def test_a_device_without_samples_is_sent_what_all_are() -> None:
     module: Any = mlp()
-    with wired(module, 3) as peers, torch.no_grad():
+    with wired(module, 3) as replicas, torch.no_grad():
         for _ in range(3):
-            call(peers, numbers(4, 6), (2, 2, 0))
-        assert len(taken(peers)) == 1
+            call(replicas, numbers(4, 6), (2, 2, 0))
+        assert len(taken(replicas)) == 1
         module[0].weight.add_(1)
-        call(peers, numbers(4, 6), (4, 0, 0))
-        taken(peers)
-        call(peers, numbers(4, 6), (1, 1, 2))
-        assert taken(peers) == []
-        assert_equal(list(peers.modules[2].parameters()), list(module.parameters()))
+        call(replicas, numbers(4, 6), (4, 0, 0))
+        taken(replicas)
+        call(replicas, numbers(4, 6), (1, 1, 2))
+        assert taken(replicas) == []
+        assert_equal(list(replicas.modules[2].parameters()), list(module.parameters()))
 
 
 def test_a_parameter_that_a_replica_has_moved_is_copied() -> None:
     module: Any = mlp()
-    with wired(module) as peers, torch.no_grad():
-        call(peers, numbers(4, 6))
-        other: Any = peers.modules[1]
+    with wired(module) as replicas, torch.no_grad():
+        call(replicas, numbers(4, 6))
+        other: Any = replicas.modules[1]
         other[0].weight.data = other[0].weight.data.clone()
-        taken(peers)
+        taken(replicas)
         for parameter in module.parameters():
             parameter.add_(1)
-        call(peers, numbers(4, 6))
-        assert taken(peers) == [("broadcast", [8 * (ROW - 48)])]
+        call(replicas, numbers(4, 6))
+        assert taken(replicas) == [("broadcast", [8 * (ROW - 48)])]
         assert_equal(list(other.parameters()), list(module.parameters()))
 
 
@@ -121,18 +121,18 @@ def test_parameters_of_one_memory_stay_together() -> None:
     memory = torch.ones(8, dtype=torch.float64)
     module: Any = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 4)).double()
     module[0].weight.data, module[1].weight.data = memory[:4].view(1, 4), memory[4:].view(4, 1)
-    with wired(module) as peers:
-        assert isinstance(peers.wire, Wire)
-        assert [peers.wire.carries(index) for index in range(4)] == [False, True, False, True]
-        call(peers, numbers(4, 4)).backward()  # gradients are NCCL's all the same
-        assert [kind for kind, _ in taken(peers)] == ["broadcast", "reduce"]
+    with wired(module) as replicas:
+        assert isinstance(replicas.wire, Wire)
+        assert [replicas.wire.carries(index) for index in range(4)] == [False, True, False, True]
+        call(replicas, numbers(4, 4)).backward()  # gradients are NCCL's all the same
+        assert [kind for kind, _ in taken(replicas)] == ["broadcast", "reduce"]
 
 
 def test_without_anything_to_train_there_is_no_nccl() -> None:
-    with peers_of(mlp().requires_grad_(False), link=lambda *_: pytest.fail("opened")) as peers:
-        assert peers.wire is None
-    with peers_of(mlp(), link=lambda *_: None) as peers:
-        assert peers.wire is None
+    with replicas_of(mlp().requires_grad_(False), link=lambda *_: pytest.fail("opened")) as replicas:
+        assert replicas.wire is None
+    with replicas_of(mlp(), link=lambda *_: None) as replicas:
+        assert replicas.wire is None
 
 
 # ---------------------------------------------------------------- gradients
@@ -155,12 +155,12 @@ class Branches(nn.Module):
 def test_missing_and_sparse_gradients_are_those_of_one_device() -> None:
     module = Branches()
     twin: Any = copy.deepcopy(module)
-    with wired(module, 3) as peers:
+    with wired(module, 3) as replicas:
         x = numbers(6, 6)
         x[:2, 1] = 11.0  # the first device's part
-        call(peers, x, (2, 2, 2)).backward()
+        call(replicas, x, (2, 2, 2)).backward()
         torch.cat([twin(part) for part in x.split(2)]).sin().mean().backward()
-        assert [kind for kind, _ in taken(peers)] == ["broadcast", "reduce"]
+        assert [kind for kind, _ in taken(replicas)] == ["broadcast", "reduce"]
         assert module.none.weight.grad is None
         assert module.table.weight.grad.is_sparse
         module.table.weight.grad, twin.table.weight.grad = (
@@ -171,13 +171,13 @@ def test_missing_and_sparse_gradients_are_those_of_one_device() -> None:
 
 def test_gradients_that_are_kept_are_not_written_to_by_the_next_sum() -> None:
     module = mlp()
-    with wired(module) as peers:
-        call(peers, numbers(4, 6)).backward()
+    with wired(module) as replicas:
+        call(replicas, numbers(4, 6)).backward()
         first = [p.grad for p in module.parameters()]
         kept = gradients(module)
         for p in module.parameters():
             p.grad = None
-        call(peers, numbers(4, 6, seed=9)).backward()
+        call(replicas, numbers(4, 6, seed=9)).backward()
         assert_equal(first, kept)
         assert not any(p.grad._is_view() for p in module.parameters() if p.grad is not None)
 
@@ -186,12 +186,12 @@ def test_a_thawed_parameter_is_copied_and_its_gradient_is_summed() -> None:
     module: Any = mlp()
     module[0].requires_grad_(False)
     twin: Any = copy.deepcopy(module)
-    with wired(module) as peers:
+    with wired(module) as replicas:
         for model in (module, twin):
             model[0].requires_grad_(True)
-        call(peers, numbers(4, 6)).backward()
+        call(replicas, numbers(4, 6)).backward()
         twin(numbers(4, 6)).sin().mean().backward()
-        assert taken(peers) == [("broadcast", [8 * 32]), ("reduce", [ROW])]
+        assert taken(replicas) == [("broadcast", [8 * 32]), ("reduce", [ROW])]
         assert_equal(gradients(module), gradients(twin))
 
 
@@ -200,35 +200,35 @@ def test_a_thawed_parameter_is_copied_and_its_gradient_is_summed() -> None:
 def test_the_rest_goes_by_copies(why: str) -> None:
     module = mlp()
     twin = copy.deepcopy(module)
-    with wired(module) as peers:
-        call(peers, numbers(4, 6))
-        taken(peers)
+    with wired(module) as replicas:
+        call(replicas, numbers(4, 6))
+        taken(replicas)
         x = numbers(4, 6).requires_grad_()
         if why == "frozen":
             module.requires_grad_(False)
-            call(peers, x).backward()
+            call(replicas, x).backward()
         elif why == "asked for":
-            torch.autograd.grad(call(peers, x), list(module.parameters()))
+            torch.autograd.grad(call(replicas, x), list(module.parameters()))
         elif why == "a graph of gradients":
-            call(peers, x).backward(create_graph=True)
+            call(replicas, x).backward(create_graph=True)
             module.zero_grad()
         else:
-            call(peers, x, (4, 0)).backward()
+            call(replicas, x, (4, 0)).backward()
             twin(x).sin().mean().backward()
             assert_equal(gradients(module), gradients(twin))
-        assert taken(peers) == []
+        assert taken(replicas) == []
 
 
 def test_gradients_that_were_left_come_with_the_next_sum_or_by_copies() -> None:
     module = mlp()
     twin = copy.deepcopy(module)
-    with wired(module) as peers:
+    with wired(module) as replicas:
         for sync in (False, True):
-            call(peers, numbers(4, 6), sync=sync).backward()
-        assert [kind for kind, _ in taken(peers)] == ["broadcast", "reduce"]
-        call(peers, numbers(4, 6), sync=False).backward()
-        collect_gradients(peers)
-        assert taken(peers) == []
+            call(replicas, numbers(4, 6), sync=sync).backward()
+        assert [kind for kind, _ in taken(replicas)] == ["broadcast", "reduce"]
+        call(replicas, numbers(4, 6), sync=False).backward()
+        collect_gradients(replicas)
+        assert taken(replicas) == []
     for _ in range(3):
         twin(numbers(4, 6)).sin().mean().backward()
     assert_equal(gradients(module), gradients(twin))
@@ -236,11 +236,11 @@ def test_gradients_that_were_left_come_with_the_next_sum_or_by_copies() -> None:
 
 def test_a_write_between_forward_and_backward_is_found_on_all_devices() -> None:
     module: Any = mlp()
-    with wired(module) as peers:
-        loss = call(peers, numbers(4, 6), (0, 4))
+    with wired(module) as replicas:
+        loss = call(replicas, numbers(4, 6), (0, 4))
         with torch.no_grad():
             module[2].weight.mul_(2)
-        call(peers, numbers(4, 6))  # brings the write to the replica
+        call(replicas, numbers(4, 6))  # brings the write to the replica
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 

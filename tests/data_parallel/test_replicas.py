@@ -16,25 +16,25 @@ from torch import Tensor, nn
 from torch.nn.utils import prune, spectral_norm, weight_norm
 
 from flowdp.data_parallel import unseen_writes
-from flowdp.data_parallel.replicas import Peers
+from flowdp.data_parallel.replicas import Replicas
 from flowdp.device.streams import CudaLane, HostLane
 from flowdp.errors import FlowdpError, OptionError
 from tests.fakes import FakeCuda
-from tests.loops import CPU, WAIT_S, assert_equal, gradients, mlp, numbers, peers_of
+from tests.loops import CPU, WAIT_S, assert_equal, gradients, mlp, numbers, replicas_of
 
 
-def bring(peers: Peers, *ranks: int) -> None:
+def bring(replicas: Replicas, *ranks: int) -> None:
     """What a call does first."""
-    peers.follow()
-    wanted = ranks or range(len(peers.modules))
-    peers.each(
-        [partial(peers.receive, rank) if rank in wanted else None for rank in range(len(peers.modules))]
+    replicas.follow()
+    wanted = ranks or range(len(replicas.modules))
+    replicas.each(
+        [partial(replicas.receive, rank) if rank in wanted else None for rank in range(len(replicas.modules))]
     )
-    peers.note()
+    replicas.note()
 
 
-def is_like(peers: Peers, rank: int = 1) -> bool:
-    mine, other = peers.modules[0].state_dict(), peers.modules[rank].state_dict()
+def is_like(replicas: Replicas, rank: int = 1) -> bool:
+    mine, other = replicas.modules[0].state_dict(), replicas.modules[rank].state_dict()
     return all(torch.equal(mine[key], other[key]) for key in mine)
 
 
@@ -67,11 +67,13 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> Copied:
 # ---------------------------------------------------------------- what is sent
 def test_replicas_from_a_factory_take_the_users_values() -> None:
     torch.manual_seed(9)
-    with peers_of(mlp(), 3, factory=lambda device: nn.Sequential(*map(type_of, mlp())).double()) as peers:
-        assert not is_like(peers)
-        bring(peers)
-        assert is_like(peers, 1)
-        assert is_like(peers, 2)
+    with replicas_of(
+        mlp(), 3, factory=lambda device: nn.Sequential(*map(type_of, mlp())).double()
+    ) as replicas:
+        assert not is_like(replicas)
+        bring(replicas)
+        assert is_like(replicas, 1)
+        assert is_like(replicas, 2)
 
 
 def type_of(layer: nn.Module) -> nn.Module:
@@ -97,58 +99,58 @@ def sgd_step(module: nn.Module) -> None:
 def test_what_has_changed_is_sent_and_nothing_else(write: str, copied: Copied) -> None:
     module = mlp()
     change, tensors = WRITES[write]
-    with peers_of(module, lanes=cards()) as peers:
-        bring(peers)
+    with replicas_of(module, lanes=cards()) as replicas:
+        bring(replicas)
         assert copied.take() == [4]
-        bring(peers)
+        bring(replicas)
         assert copied.take() == []
         change(module)
-        assert is_like(peers) == (tensors == 0)
-        bring(peers)
-        assert is_like(peers)
+        assert is_like(replicas) == (tensors == 0)
+        bring(replicas)
+        assert is_like(replicas)
         assert copied.take() == [tensors] * bool(tensors)
 
 
 def test_a_rank_that_had_no_part_is_sent_all_that_it_has_missed() -> None:
     module = mlp()
-    with peers_of(module, 3, lanes=cards(3)) as peers:
-        bring(peers)
+    with replicas_of(module, 3, lanes=cards(3)) as replicas:
+        bring(replicas)
         for _ in range(2):
             sgd_step(module)
-            bring(peers, 0, 1)
-        assert is_like(peers, 1)
-        assert not is_like(peers, 2)
-        bring(peers)
-        assert is_like(peers, 2)
+            bring(replicas, 0, 1)
+        assert is_like(replicas, 1)
+        assert not is_like(replicas, 2)
+        bring(replicas)
+        assert is_like(replicas, 2)
 
 
 @pytest.mark.parametrize("lanes", [cards, lambda: None], ids=["cards", "host"])
 def test_a_write_that_torch_does_not_count_reaches_the_next_call(lanes: Callable[[], Any]) -> None:
     module: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    with peers_of(module, lanes=lanes()) as peers:
+    with replicas_of(module, lanes=lanes()) as replicas:
         for _ in range(12):
-            bring(peers)
-            assert is_like(peers)
+            bring(replicas)
+            assert is_like(replicas)
             module[0].weight.data.add_(1.0)
             module[1].running_mean.data.add_(1.0)
 
 
 def test_a_late_write_that_torch_does_not_count_is_refused_but_for_what_tells_of_it() -> None:
     module: Any = mlp()
-    with peers_of(module, lanes=cards()) as peers:
+    with replicas_of(module, lanes=cards()) as replicas:
         for _ in range(unseen_writes.FIRST + 3):
-            bring(peers)
-        for notice in (peers.forget, module.eval, module.train):
+            bring(replicas)
+        for notice in (replicas.forget, module.eval, module.train):
             module[0].weight.data.add_(1.0)
             notice()
             for _ in range(3):
-                bring(peers)
-            assert is_like(peers)
+                bring(replicas)
+            assert is_like(replicas)
         module[0].weight.data.add_(1.0)
-        bring(peers)  # asks
+        bring(replicas)  # asks
         with pytest.raises(FlowdpError, match="sync_params"):
-            bring(peers)
-        bring(peers)
+            bring(replicas)
+        bring(replicas)
 
 
 class Moving(nn.Module):
@@ -166,46 +168,46 @@ class Moving(nn.Module):
 
 def test_a_buffer_that_moves_to_a_new_object() -> None:
     module = Moving()
-    with peers_of(module) as peers:
+    with replicas_of(module) as replicas:
         for turn in range(3):
-            bring(peers)
-            assert peers.modules[1].state.tolist() == [turn, turn]
-            for peer in peers.modules:
-                peer(torch.ones(2))
-        assert [b.tolist() for b in peers.buffers(0)] == [[3.0, 3.0]]
+            bring(replicas)
+            assert replicas.modules[1].state.tolist() == [turn, turn]
+            for replica in replicas.modules:
+                replica(torch.ones(2))
+        assert [b.tolist() for b in replicas.buffers(0)] == [[3.0, 3.0]]
 
 
 def test_a_buffer_that_an_inference_made() -> None:
     module = Moving()
-    with peers_of(module) as peers:
-        bring(peers)
+    with replicas_of(module) as replicas:
+        bring(replicas)
         with torch.inference_mode():
-            for peer in peers.modules:
-                peer(torch.ones(2))
+            for replica in replicas.modules:
+                replica(torch.ones(2))
         assert module.state.is_inference()
         for _ in range(2):  # it has no version: each time it is sent
-            peers.modules[1].state = peers.modules[1].state + 7
-            bring(peers)
-            assert is_like(peers)
+            replicas.modules[1].state = replicas.modules[1].state + 7
+            bring(replicas)
+            assert is_like(replicas)
         with torch.inference_mode():
-            peers.modules[1].state = peers.modules[1].state + 7
-            bring(peers)
-        assert is_like(peers)
+            replicas.modules[1].state = replicas.modules[1].state + 7
+            bring(replicas)
+        assert is_like(replicas)
 
 
 def test_modes_and_flags_are_followed_part_by_part() -> None:
     module = mlp()
-    with peers_of(module) as peers:
+    with replicas_of(module) as replicas:
         module.eval()
         module[2].train()
         module[0].weight.requires_grad_(False)  # type: ignore[operator]
-        bring(peers)
-        replica = peers.modules[1]
+        bring(replicas)
+        replica = replicas.modules[1]
         assert [part.training for part in replica.modules()] == [False, False, False, True]
         assert [p.requires_grad for p in replica.parameters()] == [False, True, True, True]
-        assert len(peers.trained(0)) == len(peers.trained(1)) == 3
+        assert len(replicas.trained(0)) == len(replicas.trained(1)) == 3
         module[0].weight.requires_grad_(True)  # type: ignore[operator]
-        bring(peers)
+        bring(replicas)
         assert all(p.requires_grad for p in replica.parameters())
 
 
@@ -220,83 +222,83 @@ def test_a_replica_gets_the_buffers_as_they_were_before_the_first_rank_wrote_to_
 
     def read() -> None:
         assert written.wait(WAIT_S)
-        peers.receive(1)
+        replicas.receive(1)
 
-    with peers_of(module) as peers:
+    with replicas_of(module) as replicas:
         for value in (3, 4):
             module.running_mean.fill_(value)  # type: ignore[union-attr]
-            peers.follow()
-            peers.each([write, read])
-            assert peers.modules[1].running_mean.tolist() == [value] * 2  # type: ignore[union-attr, operator]
-        assert peers.modules[1].num_batches_tracked.item() == 7  # type: ignore[union-attr, operator]
+            replicas.follow()
+            replicas.each([write, read])
+            assert replicas.modules[1].running_mean.tolist() == [value] * 2  # type: ignore[union-attr, operator]
+        assert replicas.modules[1].num_batches_tracked.item() == 7  # type: ignore[union-attr, operator]
 
 
 def test_own_buffers_are_kept_by_those_that_had_a_part() -> None:
     module = nn.BatchNorm1d(2)
-    with peers_of(module, 3) as peers:
-        bring(peers)
-        for rank, peer in enumerate(peers.modules):
-            peer.running_mean.fill_(rank)  # type: ignore[union-attr, operator]
-        peers.keep_buffers((5, 5, 0))
-        bring(peers)
-        assert [peer.running_mean[0].item() for peer in peers.modules] == [0, 1, 0]  # type: ignore[union-attr, index]
+    with replicas_of(module, 3) as replicas:
+        bring(replicas)
+        for rank, replica in enumerate(replicas.modules):
+            replica.running_mean.fill_(rank)  # type: ignore[union-attr, operator]
+        replicas.keep_buffers((5, 5, 0))
+        bring(replicas)
+        assert [replica.running_mean[0].item() for replica in replicas.modules] == [0, 1, 0]  # type: ignore[union-attr, index]
         module.running_mean.fill_(8)  # type: ignore[union-attr]
-        bring(peers)
-        assert [peer.running_mean[0].item() for peer in peers.modules] == [8, 8, 8]  # type: ignore[union-attr, index]
+        bring(replicas)
+        assert [replica.running_mean[0].item() for replica in replicas.modules] == [8, 8, 8]  # type: ignore[union-attr, index]
 
 
 def test_kept_buffers_do_not_hide_parameters() -> None:
     module = nn.BatchNorm1d(2)
-    with peers_of(module) as peers:
-        bring(peers)
-        peers.keep_buffers((1, 1))
+    with replicas_of(module) as replicas:
+        bring(replicas)
+        replicas.keep_buffers((1, 1))
         nn.init.constant_(module.weight, 3)
-        bring(peers)
-        assert is_like(peers)
+        bring(replicas)
+        assert is_like(replicas)
     bare = mlp()
-    with peers_of(bare) as peers:
-        bring(peers)
-        peers.keep_buffers((1, 1))
+    with replicas_of(bare) as replicas:
+        bring(replicas)
+        replicas.keep_buffers((1, 1))
         sgd_step(bare)
-        bring(peers)
-        assert is_like(peers)
+        bring(replicas)
+        assert is_like(replicas)
 
 
 # ---------------------------------------------------------------- gradients that are left
-def leave(peers: Peers, *ranks: int) -> None:
+def leave(replicas: Replicas, *ranks: int) -> None:
     for rank in ranks:
-        for tensor in peers.trained(rank):
+        for tensor in replicas.trained(rank):
             tensor.grad = torch.ones_like(tensor)
 
 
 def test_gradients_are_dropped_once_the_user_has_zeroed_his_own() -> None:
     module = mlp()
-    with peers_of(module) as peers:
-        with peers.backward(leaves=True):
-            leave(peers, 0, 1)
-        with peers.backward(leaves=False):
-            assert peers.has_left(1)
-            assert not peers.has_left(0)
+    with replicas_of(module) as replicas:
+        with replicas.backward(leaves=True):
+            leave(replicas, 0, 1)
+        with replicas.backward(leaves=False):
+            assert replicas.has_left(1)
+            assert not replicas.has_left(0)
         module.zero_grad()
-        with peers.backward(leaves=False):
-            assert not peers.has_left(1)
+        with replicas.backward(leaves=False):
+            assert not replicas.has_left(1)
 
 
 def test_gradients_stay_where_the_users_module_never_had_any() -> None:
-    with peers_of(mlp()) as peers:
-        with peers.backward(leaves=False):
-            leave(peers, 1)
-        with peers.backward(leaves=False):
-            assert peers.has_left(1)
+    with replicas_of(mlp()) as replicas:
+        with replicas.backward(leaves=False):
+            leave(replicas, 1)
+        with replicas.backward(leaves=False):
+            assert replicas.has_left(1)
 
 
 def test_gradients_of_what_failed_are_dropped() -> None:
-    with peers_of(mlp()) as peers:
-        leave(peers, 0, 1)
-        with pytest.raises(KeyError), peers.backward(leaves=False):
+    with replicas_of(mlp()) as replicas:
+        leave(replicas, 0, 1)
+        with pytest.raises(KeyError), replicas.backward(leaves=False):
             raise KeyError
-        with peers.backward(leaves=False):
-            assert not peers.has_left(1)
+        with replicas.backward(leaves=False):
+            assert not replicas.has_left(1)
 
 
 # ---------------------------------------------------------------- jobs
@@ -307,31 +309,31 @@ def test_jobs_run_at_once_each_in_its_thread() -> None:
         met.wait(WAIT_S)
         return threading.current_thread().name
 
-    with peers_of(mlp(), 3) as peers:
-        assert peers.each([job] * 3) == ["flowdp-peer-0", "flowdp-peer-1", "flowdp-peer-2"]
-        assert peers.each([None, threading.get_ident, None])[0] is None
+    with replicas_of(mlp(), 3) as replicas:
+        assert replicas.each([job] * 3) == ["flowdp-replica-0", "flowdp-replica-1", "flowdp-replica-2"]
+        assert replicas.each([None, threading.get_ident, None])[0] is None
 
 
 def test_jobs_run_in_the_callers_modes_or_in_those_given() -> None:
-    with peers_of(mlp()) as peers:
+    with replicas_of(mlp()) as replicas:
         with torch.no_grad():
-            modes = peers.modes()
-            assert peers.each([torch.is_grad_enabled] * 2) == [False, False]
-        assert peers.each([torch.is_grad_enabled] * 2) == [True, True]
-        assert peers.each([torch.is_grad_enabled] * 2, modes) == [False, False]
+            modes = replicas.modes()
+            assert replicas.each([torch.is_grad_enabled] * 2) == [False, False]
+        assert replicas.each([torch.is_grad_enabled] * 2) == [True, True]
+        assert replicas.each([torch.is_grad_enabled] * 2, modes) == [False, False]
 
 
 def test_an_error_names_rank_and_device() -> None:
     def fail() -> None:
         raise KeyError("mine")
 
-    with peers_of(mlp()) as peers:
+    with replicas_of(mlp()) as replicas:
         for rank in range(2):
             with pytest.raises(KeyError, match="mine") as caught:
-                peers.each([fail if r == rank else None for r in range(2)])
+                replicas.each([fail if r == rank else None for r in range(2)])
             assert caught.value.__notes__ == [f"flowdp: on rank {rank}, cpu"]
         with pytest.raises(KeyError) as caught:
-            peers.each([fail, fail])
+            replicas.each([fail, fail])
         assert caught.value.__notes__ == [
             "flowdp: on rank 0, cpu",
             "at the same time: the same; flowdp: on rank 1, cpu",
@@ -339,12 +341,12 @@ def test_an_error_names_rank_and_device() -> None:
 
 
 def test_work_is_timed_for_each_rank() -> None:
-    with peers_of(mlp()) as peers:
-        peers.each([None, lambda: torch.ones(3)])
-        for watch in peers.watches:
+    with replicas_of(mlp()) as replicas:
+        replicas.each([None, lambda: torch.ones(3)])
+        for watch in replicas.watches:
             watch.lap()
-        assert peers.watches[0].take_ms() == 0.0
-        assert peers.watches[1].take_ms() > 0.0
+        assert replicas.watches[0].take_ms() == 0.0
+        assert replicas.watches[1].take_ms() > 0.0
 
 
 # ---------------------------------------------------------------- replicas that cannot be
@@ -374,7 +376,10 @@ def other_net(change: str) -> nn.Module:
     ],
 )
 def test_a_replica_that_differs_is_refused_by_name(change: str, message: str) -> None:
-    with pytest.raises(OptionError, match=message), peers_of(mlp(), factory=lambda device: other_net(change)):
+    with (
+        pytest.raises(OptionError, match=message),
+        replicas_of(mlp(), factory=lambda device: other_net(change)),
+    ):
         pass
 
 
@@ -384,7 +389,7 @@ def test_a_replica_in_another_order_is_refused() -> None:
 
     with (
         pytest.raises(OptionError, match="in another order"),
-        peers_of(pair("a", "b"), factory=lambda device: pair("b", "a")),
+        replicas_of(pair("a", "b"), factory=lambda device: pair("b", "a")),
     ):
         pass
 
@@ -393,17 +398,20 @@ def test_a_factory_makes_new_modules() -> None:
     module = mlp()
     for made in (module, None):
         factory: Any = lambda device, made=made: made  # noqa: E731
-        with pytest.raises(OptionError, match="must build a new module"), peers_of(module, factory=factory):
+        with (
+            pytest.raises(OptionError, match="must build a new module"),
+            replicas_of(module, factory=factory),
+        ):
             pass
 
 
 def test_a_model_that_cannot_be_copied_asks_for_a_factory() -> None:
     module = mlp()
     module.lock = threading.Lock()  # type: ignore[assignment]
-    with pytest.raises(OptionError, match="give a factory: replica="), peers_of(module):
+    with pytest.raises(OptionError, match="give a factory: replica="), replicas_of(module):
         pass
-    with peers_of(module, factory=lambda device: mlp()) as peers:
-        assert len(peers.modules) == 2
+    with replicas_of(module, factory=lambda device: mlp()) as replicas:
+        assert len(replicas.modules) == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
@@ -412,15 +420,15 @@ def test_pruned_and_normed_layers_are_copied_before_and_after_a_forward(kind: Ca
     torch.manual_seed(3)
     module = nn.Sequential(kind(nn.Linear(6, 4), "weight")).double().eval()
     module(numbers(2, 6))
-    with peers_of(module) as peers:
+    with replicas_of(module) as replicas:
         sgd_step(module)
-        bring(peers)
+        bring(replicas)
         x = numbers(4, 6)
-        assert torch.equal(peers.modules[1](x), module(x))
-        peers.modules[1](x).sum().backward()
+        assert torch.equal(replicas.modules[1](x), module(x))
+        replicas.modules[1](x).sum().backward()
         module.zero_grad()
         module(x).sum().backward()
-        assert_equal(gradients(peers.modules[1]), gradients(module))
+        assert_equal(gradients(replicas.modules[1]), gradients(module))
 
 
 def test_a_result_with_a_graph_in_an_attribute_is_named() -> None:
@@ -428,7 +436,7 @@ def test_a_result_with_a_graph_in_an_attribute_is_named() -> None:
     module[0].found = {"one": [module(numbers(2, 6))]}  # type: ignore[assignment]
     with (
         pytest.raises(OptionError, match=r"attribute '0\.found' holds a tensor with a graph: detach it"),
-        peers_of(module),
+        replicas_of(module),
     ):
         pass
 
@@ -449,7 +457,7 @@ def test_factories_draw_nothing_of_the_caller() -> None:
     wanted = draw()
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(5)
-    with peers_of(module, factory=factory):
+    with replicas_of(module, factory=factory):
         assert draw() == wanted
 
 
@@ -457,11 +465,11 @@ def test_copies_begin_without_gradients_and_tied_parameters_stay_tied() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     module[1].weight = module[0].weight
     sgd_step(module)
-    with peers_of(module) as peers:
-        replica: Any = peers.modules[1]
+    with replicas_of(module) as replicas:
+        replica: Any = replicas.modules[1]
         assert all(p.grad is None for p in replica.parameters())
         assert replica[0].weight is replica[1].weight
-        assert len(peers.trained(0)) == len(peers.trained(1)) == 3
+        assert len(replicas.trained(0)) == len(replicas.trained(1)) == 3
 
 
 # ---------------------------------------------------------------- streams
@@ -478,24 +486,24 @@ def test_ranks_come_after_the_caller_and_he_after_them(missing: str, monkeypatch
         if missing == "none" or is_user is not (missing == "the caller's for the ranks"):
             real(stream, event)
 
-    with cuda.stream(user), peers_of(module, lanes=lanes) as peers:
-        bring(peers)
-        cuda.watch("replica", *peers.modules[1].parameters())
+    with cuda.stream(user), replicas_of(module, lanes=lanes) as replicas:
+        bring(replicas)
+        cuda.watch("replica", *replicas.modules[1].parameters())
         cuda.watch("module", *module.parameters())
         out = torch.zeros(5, 3, dtype=torch.float64)
         cuda.watch("output", out)
         monkeypatch.setattr(type(user), "wait_event", wait)
 
         def job() -> None:
-            peers.receive(1)
-            out.copy_(peers.modules[1](numbers(5, 6)))
+            replicas.receive(1)
+            out.copy_(replicas.modules[1](numbers(5, 6)))
 
         with torch.no_grad():
             module[0].bias.add_(1.0)  # type: ignore[operator]
-            peers.follow()
-            peers.each([None, job])
+            replicas.follow()
+            replicas.each([None, job])
             module[0].bias.add_(1.0)  # type: ignore[operator]
-            assert_equal([out + 0], [peers.modules[1](numbers(5, 6))])
+            assert_equal([out + 0], [replicas.modules[1](numbers(5, 6))])
     races = " ".join(cuda.races)
     assert bool(races) == (missing != "none"), races
     if missing == "the ranks' for the caller":
@@ -519,15 +527,15 @@ def test_the_order_holds_on_the_callers_stream_of_the_other_device_too(is_first:
     cuda = TwoCards()
     near = torch.device("cpu", 0)  # another name than that of the tensors
     lanes = [CudaLane(device, cuda) for device in (near, CPU)]
-    with peers_of(mlp(), lanes=lanes) as peers:
-        bring(peers)
-        there: Any = peers.modules[1]
+    with replicas_of(mlp(), lanes=lanes) as replicas:
+        bring(replicas)
+        there: Any = replicas.modules[1]
         bias = there[0].bias.detach()
         cuda.watch("replica", bias)
         with cuda.stream(cuda.Stream(near)), cuda.stream(cuda.Stream(CPU)):
             if not is_first:
                 bias.add_(1.0)
-            peers.each([None, lambda: bias.mul_(2.0)])
+            replicas.each([None, lambda: bias.mul_(2.0)])
             if is_first:
                 bias.add_(1.0)
     assert not cuda.races
@@ -538,10 +546,10 @@ def test_a_card_and_the_cpu_together(first: str) -> None:
     card = CudaLane(CPU, FakeCuda())
     lanes = [card, HostLane(CPU)] if first == "card" else [HostLane(CPU), card]
     module = mlp()
-    with peers_of(module, lanes=lanes) as peers:
+    with replicas_of(module, lanes=lanes) as replicas:
         sgd_step(module)
-        bring(peers)
-        assert is_like(peers)
+        bring(replicas)
+        assert is_like(replicas)
 
 
 def test_ranks_of_one_card_tell_the_allocator_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -554,9 +562,9 @@ def test_ranks_of_one_card_tell_the_allocator_what_they_read(monkeypatch: pytest
     x = numbers(2)
     for first in (CPU, torch.device("cpu", 0)):  # another card, for its name is another
         lanes = [CudaLane(first, cuda), CudaLane(CPU, cuda)]
-        with peers_of(mlp(), lanes=lanes) as peers:
+        with replicas_of(mlp(), lanes=lanes) as replicas:
             for rank in range(2):
-                peers.hold(rank, {"x": [x]})
+                replicas.hold(rank, {"x": [x]})
         assert held == ([([x], lanes[1])] if first == CPU else [])
         held.clear()
 
@@ -566,33 +574,33 @@ def test_what_an_interrupt_left_running_ends_before_the_module_is_looked_at() ->
     """Or it would count as sent what it has not sent."""
     module = mlp()
     release = threading.Event()
-    with peers_of(module) as peers:
+    with replicas_of(module) as replicas:
 
         def slow() -> None:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             assert release.wait(WAIT_S)
-            peers.receive(1)
+            replicas.receive(1)
 
-        peers.follow()
+        replicas.follow()
         with pytest.raises(KeyboardInterrupt):
-            peers.each([None, slow])
+            replicas.each([None, slow])
         sgd_step(module)
         timer = threading.Timer(0.1, release.set)
         timer.start()
-        peers.follow()
+        replicas.follow()
         assert release.is_set()
-        peers.each([None, partial(peers.receive, 1)])
-        assert is_like(peers)
+        replicas.each([None, partial(replicas.receive, 1)])
+        assert is_like(replicas)
         timer.join()
 
 
 def test_a_model_that_was_rebuilt_is_refused() -> None:
     module = mlp()
-    with peers_of(module) as peers:
-        bring(peers)
+    with replicas_of(module) as replicas:
+        bring(replicas)
         module[2] = nn.Linear(8, 3).double()
         with pytest.raises(FlowdpError, match="the parts of Sequential"):
-            peers.follow()
+            replicas.follow()
 
 
 def test_a_converted_parameter_is_refused_and_a_buffer_that_grows_is_followed() -> None:
@@ -603,45 +611,48 @@ def test_a_converted_parameter_is_refused_and_a_buffer_that_grows_is_followed() 
             self.register_buffer("cache", torch.zeros(1))
 
     module = Growing()
-    with peers_of(module) as peers:
-        bring(peers)
+    with replicas_of(module) as replicas:
+        bring(replicas)
         module.cache = torch.arange(5)
-        bring(peers)
-        assert is_like(peers)
+        bring(replicas)
+        assert is_like(replicas)
         module.inner.half()
         with pytest.raises(FlowdpError, match=r"'inner.0.weight' is float16 \(8, 6\) now"):
-            bring(peers)
+            bring(replicas)
 
 
 def test_after_an_error_the_caller_comes_after_the_ranks_all_the_same() -> None:
     cuda = FakeCuda()
     module = mlp()
-    with cuda.stream(cuda.Stream()), peers_of(module, lanes=[CudaLane(CPU, cuda) for _ in range(2)]) as peers:
-        bring(peers)
-        cuda.watch("replica", *peers.modules[1].parameters())
+    with (
+        cuda.stream(cuda.Stream()),
+        replicas_of(module, lanes=[CudaLane(CPU, cuda) for _ in range(2)]) as replicas,
+    ):
+        bring(replicas)
+        cuda.watch("replica", *replicas.modules[1].parameters())
         cuda.watch("module", *module.parameters())
 
         def job() -> None:
-            peers.receive(1)
+            replicas.receive(1)
             raise KeyError
 
         with torch.no_grad():
             module[0].bias.add_(1.0)  # type: ignore[operator]
-            peers.follow()
+            replicas.follow()
             with pytest.raises(KeyError):
-                peers.each([None, job])
+                replicas.each([None, job])
             module[0].bias.add_(1.0)  # type: ignore[operator]
     assert not cuda.races
 
 
 def test_a_job_at_home_is_done_where_rank_0_works_and_is_not_timed() -> None:
-    with peers_of(mlp()) as peers, torch.no_grad():
-        (worker, _) = peers.each([threading.current_thread, None])
-        for watch in peers.watches:
+    with replicas_of(mlp()) as replicas, torch.no_grad():
+        (worker, _) = replicas.each([threading.current_thread, None])
+        for watch in replicas.watches:
             watch.discard()
-        done = peers.at_home(lambda: (threading.current_thread(), torch.is_grad_enabled()))
+        done = replicas.at_home(lambda: (threading.current_thread(), torch.is_grad_enabled()))
         assert done == (worker, False)
-        peers.watches[0].lap()
-        assert peers.watches[0].take_ms() == 0.0
+        replicas.watches[0].lap()
+        assert replicas.watches[0].take_ms() == 0.0
         with pytest.raises(ValueError, match="no"):
-            peers.at_home(lambda: int("no"))
+            replicas.at_home(lambda: int("no"))

@@ -13,45 +13,45 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flowdp.data_parallel.replicas import Peers
-from flowdp.data_parallel.scatter import Arguments, Handed, Part
+from flowdp.data_parallel.replicas import Replicas
+from flowdp.data_parallel.scatter import Arguments, CallArguments, Handed
 from flowdp.data_parallel.sharded_call import bring_back, call_sharded, collect_gradients, cut
 from flowdp.device.streams import CudaLane
 from flowdp.errors import FlowdpError
 from tests.fakes import FakeCuda
-from tests.loops import CPU, assert_equal, gradients, mlp, numbers, peers_of
+from tests.loops import CPU, assert_equal, gradients, mlp, numbers, replicas_of
 from tests.wired import wired
 
 
 class World:
     """A model on several devices, and its twin on one."""
 
-    def __init__(self, peers: Peers, sizes: tuple[int, ...] = (3, 2)) -> None:
-        self.peers = peers
-        self.module: Any = peers.modules[0]
+    def __init__(self, replicas: Replicas, sizes: tuple[int, ...] = (3, 2)) -> None:
+        self.replicas = replicas
+        self.module: Any = replicas.modules[0]
         self.twin: Any = copy.deepcopy(self.module)
         self.sizes = sizes
         self.sync = True
 
     def __call__(self, *args: Any, sizes: tuple[int, ...] | None = None, **kwargs: Any) -> Any:
         shards = cut(Arguments(args, kwargs), sizes or self.sizes)
-        return call_sharded(self.peers, shards, _run, sync=self.sync)
+        return call_sharded(self.replicas, shards, _run, sync=self.sync)
 
     def check(self) -> None:
         """Whether the gradients are the twin's, and nobody else has any."""
         assert_equal(gradients(self.module), gradients(self.twin))
-        assert not any(self.peers.has_left(rank) for rank in range(len(self.sizes)))
+        assert not any(self.replicas.has_left(rank) for rank in range(len(self.sizes)))
 
 
-def _run(module: nn.Module, part: Part) -> Any:
+def _run(module: nn.Module, part: CallArguments) -> Any:
     return module(*part.args, **part.kwargs)
 
 
 @pytest.fixture(params=["2", "3", "2 on nccl", "3 on nccl"])
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     count, _, on_nccl = request.param.partition(" on ")
-    with wired(mlp(), int(count)) if on_nccl else peers_of(mlp(), int(count)) as peers:
-        yield World(peers, (3, 1, 1) if count == "3" else (3, 2))
+    with wired(mlp(), int(count)) if on_nccl else replicas_of(mlp(), int(count)) as replicas:
+        yield World(replicas, (3, 1, 1) if count == "3" else (3, 2))
 
 
 def loss_of(out: Tensor) -> Tensor:
@@ -82,8 +82,8 @@ def test_gradients_accumulate_over_calls_and_over_one_graph_of_several(world: Wo
 
 
 def test_a_call_on_the_outputs_of_another() -> None:
-    with peers_of(nn.Linear(4, 4).double()) as peers:
-        world = World(peers)
+    with replicas_of(nn.Linear(4, 4).double()) as replicas:
+        world = World(replicas)
         for call in (world, world.twin):
             loss_of(call(call(numbers(5, 4)).tanh())).backward()
         world.check()
@@ -99,8 +99,8 @@ def test_inputs_that_ask_for_gradients_get_them_cut_or_whole(world: World) -> No
             return self.inner(x * scale)
 
     found = []
-    with peers_of(Scaled(), len(world.sizes)) as peers:
-        scaled = World(peers, world.sizes)
+    with replicas_of(Scaled(), len(world.sizes)) as replicas:
+        scaled = World(replicas, world.sizes)
         for call in (scaled, scaled.twin):
             x, scale = numbers(5, 6).requires_grad_(), torch.full((6,), 2.0).double().requires_grad_()
             loss_of(call(x * 1.5, scale=scale)).backward()
@@ -139,11 +139,11 @@ def test_a_parameter_that_has_no_part_has_no_gradient() -> None:
             out: Tensor = self.used(x)
             return out + self.idle(x) if x.sum() > 1e3 else out
 
-    with peers_of(Partly()) as peers:
-        world = World(peers)
+    with replicas_of(Partly()) as replicas:
+        world = World(replicas)
         x = numbers(5, 6)
         loss_of(world(x)).backward()
-        assert peers.modules[0].idle.weight.grad is None
+        assert replicas.modules[0].idle.weight.grad is None
         x[4] += 1e3  # on the second device alone
         world.module.zero_grad()
         out = world(x)
@@ -170,8 +170,8 @@ def test_outputs_of_all_kinds_take_their_gradients_back(world: World) -> None:
                 "alone": out.detach(),
             }
 
-    with peers_of(Several(), len(world.sizes)) as peers:
-        several = World(peers, world.sizes)
+    with replicas_of(Several(), len(world.sizes)) as replicas:
+        several = World(replicas, world.sizes)
         for call in (several, several.twin):
             out = call(numbers(5, 6))
             assert not out["ids"].requires_grad
@@ -183,16 +183,16 @@ def test_outputs_of_all_kinds_take_their_gradients_back(world: World) -> None:
 def test_tied_parameters() -> None:
     tied = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
     tied[2].weight = tied[0].weight
-    with peers_of(tied) as peers:
-        world = World(peers)
+    with replicas_of(tied) as replicas:
+        world = World(replicas)
         for call in (world, world.twin):
             loss_of(call(numbers(5, 4))).backward()
         world.check()
 
 
 def test_sparse_gradients() -> None:
-    with peers_of(nn.EmbeddingBag(9, 3, sparse=True).double()) as peers:
-        world = World(peers)
+    with replicas_of(nn.EmbeddingBag(9, 3, sparse=True).double()) as replicas:
+        world = World(replicas)
         ids = torch.tensor([[0, 1], [2, 2], [3, 0], [0, 8], [5, 5]])
         for call in (world, world.twin):
             loss_of(call(ids)).backward()
@@ -223,8 +223,8 @@ def test_activation_checkpoints(world: World) -> None:
         def forward(self, x: Tensor) -> Any:
             return checkpoint(self.inner, x, use_reentrant=False)
 
-    with peers_of(Saving(), len(world.sizes)) as peers:
-        saving = World(peers, world.sizes)
+    with replicas_of(Saving(), len(world.sizes)) as replicas:
+        saving = World(replicas, world.sizes)
         for call in (saving, saving.twin):
             loss_of(call(numbers(5, 6))).backward()
         saving.check()
@@ -233,8 +233,8 @@ def test_activation_checkpoints(world: World) -> None:
 def test_a_call_under_an_activation_checkpoint() -> None:
     """On a card the first rank works in the thread of the caller, where hooks on saved tensors are."""
     cuda = FakeCuda()
-    with peers_of(mlp(), lanes=[CudaLane(CPU, cuda) for _ in range(2)]) as peers:
-        world = World(peers)
+    with replicas_of(mlp(), lanes=[CudaLane(CPU, cuda) for _ in range(2)]) as replicas:
+        world = World(replicas)
         for is_reentrant in (False, True):
             for call in (world, world.twin):
                 x = numbers(5, 6).requires_grad_()
@@ -252,8 +252,8 @@ def writing(*, head: bool = True) -> nn.Sequential:
 @pytest.fixture
 def writer(world: World) -> Iterator[World]:
     """A model that begins with an activation in place."""
-    with peers_of(writing(), len(world.sizes)) as peers:
-        yield World(peers, world.sizes)
+    with replicas_of(writing(), len(world.sizes)) as replicas:
+        yield World(replicas, world.sizes)
 
 
 def test_a_module_may_write_to_its_argument(writer: World) -> None:
@@ -313,8 +313,8 @@ def test_a_write_that_all_devices_would_do_is_refused() -> None:
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
             return self.inner(x * mask.add_(1))
 
-    with peers_of(Masked()) as peers, pytest.raises(FlowdpError, match=r"\(6,\) that goes whole"):
-        World(peers)(numbers(5, 6), torch.ones(6))
+    with replicas_of(Masked()) as replicas, pytest.raises(FlowdpError, match=r"\(6,\) that goes whole"):
+        World(replicas)(numbers(5, 6), torch.ones(6))
 
 
 def test_what_was_written_on_another_device_comes_back() -> None:
@@ -322,7 +322,7 @@ def test_what_was_written_on_another_device_comes_back() -> None:
     (one,) = Arguments((x,)).part(1, 3, CPU).handed
     given = one.given.clone()
     there = Handed(x, one.memory, given, given._version, None, is_cut=True)
-    part = Part((given,), {}, [there])
+    part = CallArguments((given,), {}, [there])
     bring_back(part, CPU)
     given.zero_()
     wanted = x.clone()
@@ -384,8 +384,8 @@ def test_hooks_that_a_constructor_registers_run_on_the_sum_alone() -> None:
         net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))  # type: ignore[operator]
         return net
 
-    with peers_of(make(), factory=lambda device: make()) as peers:
-        world = World(peers)
+    with replicas_of(make(), factory=lambda device: make()) as replicas:
+        world = World(replicas)
         world.twin = make()
         for call in (world, world.twin):
             loss_of(call(numbers(5, 6))).backward()
@@ -404,8 +404,8 @@ def test_modes_of_the_caller(world: World) -> None:
 
 
 def test_autocast_is_followed() -> None:
-    with peers_of(mlp().float()) as peers:
-        world = World(peers)
+    with replicas_of(mlp().float()) as replicas:
+        world = World(replicas)
         x = numbers(5, 6).float()
         for call in (world, world.twin):
             with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -431,8 +431,8 @@ def test_a_graph_ends_with_its_output(world: World) -> None:
             return out
 
     alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
-    with peers_of(Mark(), len(world.sizes)) as peers:
-        marked = World(peers, world.sizes)
+    with replicas_of(Mark(), len(world.sizes)) as replicas:
+        marked = World(replicas, world.sizes)
         out = marked(numbers(5, 6))
         assert len(alive) == 2 * len(world.sizes)
         out.sum().backward()
@@ -464,7 +464,7 @@ def test_ranks_walk_their_graphs_in_their_own_threads(world: World) -> None:
     def note(_module: nn.Module, _inputs: Any) -> None:
         seen.append(torch._C._is_multithreading_enabled())
 
-    for module in world.peers.modules[1:]:
+    for module in world.replicas.modules[1:]:
         module.register_forward_pre_hook(note)
     loss_of(world(numbers(5, 6))).backward()
     assert seen == [False] * (len(world.sizes) - 1)
@@ -500,8 +500,8 @@ class Fragile(nn.Module):
 @pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_after_an_error_in_backward_nothing_of_it_is_left(rank: int, sync: bool) -> None:
-    with peers_of(Fragile()) as peers:
-        world = World(peers)
+    with replicas_of(Fragile()) as replicas:
+        world = World(replicas)
         world.sync = sync
         x = numbers(5, 6)
         bad = x.clone()
@@ -520,7 +520,7 @@ def test_after_an_error_in_backward_nothing_of_it_is_left(rank: int, sync: bool)
 def test_gradients_wait_for_the_backward_that_sums(world: World) -> None:
     world.sync = False
     loss_of(world(numbers(5, 6))).backward()
-    assert all(world.peers.has_left(rank) for rank in range(1, len(world.sizes)))
+    assert all(world.replicas.has_left(rank) for rank in range(1, len(world.sizes)))
     world.sync = True
     loss_of(world(numbers(5, 6, seed=6))).backward()
     for seed in (5, 6):
@@ -542,7 +542,7 @@ def test_two_calls_of_one_graph_without_a_sum(world: World) -> None:
     for call in (world, world.twin):
         world.sync = False
         (loss_of(call(numbers(5, 6))) + loss_of(call(numbers(5, 6, seed=6)))).backward()
-    collect_gradients(world.peers)
+    collect_gradients(world.replicas)
     world.check()
 
 
@@ -552,8 +552,8 @@ def test_collected_gradients_are_seen_by_hooks_once(world: World) -> None:
     loss_of(world(numbers(5, 6))).backward()
     own = world.module[0].bias.grad.clone()
     world.module[0].bias.register_hook(seen.append)
-    collect_gradients(world.peers)
-    collect_gradients(world.peers)
+    collect_gradients(world.replicas)
+    collect_gradients(world.replicas)
     loss_of(world.twin(numbers(5, 6))).backward()
     world.check()
     assert_equal(seen, [world.module[0].bias.grad - own])

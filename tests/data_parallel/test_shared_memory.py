@@ -12,37 +12,37 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from flowdp.data_parallel.replicas import Peers
-from flowdp.data_parallel.scatter import Arguments, Part
+from flowdp.data_parallel.replicas import Replicas
+from flowdp.data_parallel.scatter import Arguments, CallArguments
 from flowdp.data_parallel.sharded_call import call_sharded, cut
 from flowdp.errors import FlowdpError
-from tests.loops import assert_equal, gradients, mlp, numbers, peers_of
+from tests.loops import assert_equal, gradients, mlp, numbers, replicas_of
 
 
-def call(peers: Peers, x: Tensor) -> Tensor:
-    sizes = [len(x) // len(peers.modules)] * len(peers.modules)
-    found: Tensor = call_sharded(peers, cut(Arguments((x,)), sizes), _run)
+def call(replicas: Replicas, x: Tensor) -> Tensor:
+    sizes = [len(x) // len(replicas.modules)] * len(replicas.modules)
+    found: Tensor = call_sharded(replicas, cut(Arguments((x,)), sizes), _run)
     return found
 
 
-def _run(module: nn.Module, part: Part) -> Any:
+def _run(module: nn.Module, part: CallArguments) -> Any:
     return module(*part.args, **part.kwargs)
 
 
-def is_shared(peers: Peers) -> list[bool]:
+def is_shared(replicas: Replicas) -> list[bool]:
     """For each parameter, whether all ranks have it in one memory."""
-    columns = zip(*(module.parameters() for module in peers.modules), strict=True)
+    columns = zip(*(module.parameters() for module in replicas.modules), strict=True)
     return [len({tensor.data_ptr() for tensor in column}) == 1 for column in columns]
 
 
 def test_memory_is_shared_behind_the_first_training_call() -> None:
-    with peers_of(mlp(), 3) as peers:
+    with replicas_of(mlp(), 3) as replicas:
         for mode in (False, True):
-            assert not any(is_shared(peers))
-            peers.modules[0].train(mode)
-            call(peers, numbers(6, 6))
-        assert all(is_shared(peers))
-        parameters = zip(*(module.parameters() for module in peers.modules), strict=True)
+            assert not any(is_shared(replicas))
+            replicas.modules[0].train(mode)
+            call(replicas, numbers(6, 6))
+        assert all(is_shared(replicas))
+        parameters = zip(*(module.parameters() for module in replicas.modules), strict=True)
         assert all(len(set(map(id, column))) == 3 for column in parameters), "each has gradients of its own"
 
 
@@ -61,15 +61,15 @@ WRITES: dict[str, Callable[[Any], object]] = {
 def test_whatever_writes_reaches_all_ranks(write: str, count: int) -> None:
     module = mlp()
     twin = copy.deepcopy(module)
-    with peers_of(module, count) as peers:
+    with replicas_of(module, count) as replicas:
         for _ in range(4):
-            for run, model in ((partial(call, peers), module), (twin, twin)):
+            for run, model in ((partial(call, replicas), module), (twin, twin)):
                 run(numbers(6, 6)).square().sum().backward()
                 WRITES[write](model)
             assert_equal(gradients(module), gradients(twin))
-        assert all(is_shared(peers)) or "new" in write or "replaced" in write
-        call(peers, numbers(6, 6))
-        assert all(is_shared(peers))
+        assert all(is_shared(replicas)) or "new" in write or "replaced" in write
+        call(replicas, numbers(6, 6))
+        assert all(is_shared(replicas))
 
 
 @pytest.mark.parametrize("kind", ["tied", "weight_norm", "spectral_norm", "frozen", "channels_last", "lstm"])
@@ -92,15 +92,15 @@ def test_modules_of_all_kinds_share(kind: str) -> None:
         module = nn.Sequential(nn.LSTM(6, 6, batch_first=True), First(), nn.Linear(6, 3)).double()
         x = numbers(6, 4, 6)
     twin = copy.deepcopy(module)
-    with peers_of(module) as peers:
+    with replicas_of(module) as replicas:
         for _ in range(3):
-            for run, model in ((partial(call, peers), module), (twin, twin)):
+            for run, model in ((partial(call, replicas), module), (twin, twin)):
                 run(x).square().sum().backward()
                 for parameter in model.parameters():
                     if parameter.grad is not None:
                         parameter.data.add_(parameter.grad, alpha=-0.01)
             assert_equal(gradients(module), gradients(twin))
-        assert all(is_shared(peers)) is (kind != "spectral_norm")
+        assert all(is_shared(replicas)) is (kind != "spectral_norm")
 
 
 class First(nn.Module):
@@ -130,24 +130,24 @@ class Normalizing(nn.Module):
 def test_what_the_forward_writes_to_is_not_shared(is_counted: bool) -> None:
     module = Normalizing(is_counted=is_counted)
     twin = copy.deepcopy(module)
-    with peers_of(module) as peers:
+    with replicas_of(module) as replicas:
         for _ in range(3):
-            for run, model in ((partial(call, peers), module), (twin, twin)):
+            for run, model in ((partial(call, replicas), module), (twin, twin)):
                 run(numbers(6, 6)).square().sum().backward()
                 for parameter in model.parameters():
                     parameter.data.add_(parameter.grad, alpha=-0.01)
                 model.zero_grad()
         assert_equal([p.detach() for p in module.parameters()], [p.detach() for p in twin.parameters()])
-        assert is_shared(peers) == [False, True]
+        assert is_shared(replicas) == [False, True]
 
 
 def test_a_forward_that_begins_to_write_later_is_refused() -> None:
     late = Late()
-    with peers_of(late) as peers:
-        call(peers, numbers(6, 6))
+    with replicas_of(late) as replicas:
+        call(replicas, numbers(6, 6))
         late.writes = True
         with pytest.raises(FlowdpError, match=r"wrote to its parameter 'inner.weight', which all"):
-            call(peers, numbers(6, 6))
+            call(replicas, numbers(6, 6))
 
 
 class Late(nn.Module):
@@ -166,17 +166,20 @@ class Late(nn.Module):
 
 def test_a_forward_that_writes_by_its_part_of_the_batch_is_refused() -> None:
     module = nn.Embedding(20, 4, max_norm=0.5)
-    with peers_of(module) as peers, pytest.raises(FlowdpError, match="'weight' by its part of the batch"):
-        call(peers, torch.arange(10))
+    with (
+        replicas_of(module) as replicas,
+        pytest.raises(FlowdpError, match="'weight' by its part of the batch"),
+    ):
+        call(replicas, torch.arange(10))
 
 
 def test_a_step_between_forward_and_backward_is_found_in_the_graphs_of_all_ranks() -> None:
     """As on one device, also where the first rank has no part."""
     module = mlp()
-    with peers_of(module) as peers:
-        call(peers, numbers(6, 6))
+    with replicas_of(module) as replicas:
+        call(replicas, numbers(6, 6))
         for is_old in (True, False):
-            out = call_sharded(peers, cut(Arguments((numbers(4, 6),)), (0, 4)), _run)
+            out = call_sharded(replicas, cut(Arguments((numbers(4, 6),)), (0, 4)), _run)
             if is_old:
                 with torch.no_grad():
                     module[2].weight.mul_(2)

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flowdp.data_parallel.loss_context import Inputs, LossContext, Recipe, Taps
-from flowdp.data_parallel.replicas import Peers
+from flowdp.data_parallel.loss_context import BatchPlan, Inputs, LossContext, TaggedModules
+from flowdp.data_parallel.replicas import Replicas
 from flowdp.data_parallel.windows import Piece, Window, WindowResult, run_window
 from flowdp.errors import FlowdpError
-from tests.loops import CPU, WAIT_S, assert_equal, gradients, mlp, numbers, peers_of
+from tests.loops import CPU, WAIT_S, assert_equal, gradients, mlp, numbers, replicas_of
 from tests.wired import wired
 
 
@@ -37,22 +37,22 @@ def cross_entropy(context: LossContext) -> Tensor:
     return F.cross_entropy(context.output, context.batch[1])
 
 
-def recipe_of(module: nn.Module, loss: Any = cross_entropy, tags: Sequence[str] = ()) -> Recipe:
-    return Recipe(Inputs(None, module), Taps(tags, module), loss)
+def plan_of(module: nn.Module, loss: Any = cross_entropy, tags: Sequence[str] = ()) -> BatchPlan:
+    return BatchPlan(Inputs(None, module), TaggedModules(tags, module), loss)
 
 
 class World:
     """A model on some devices, and its twin on one."""
 
-    def __init__(self, module: nn.Module, peers: Peers | None) -> None:
+    def __init__(self, module: nn.Module, replicas: Replicas | None) -> None:
         self.module: Any = module
-        self.peers = peers
+        self.replicas = replicas
         self.twin: Any = copy.deepcopy(module)
-        self.recipe = recipe_of(module, tags=("0", "2"))
+        self.plan = plan_of(module, tags=("0", "2"))
 
     def run(self, window: Window, *, sync: bool = True, **changes: Any) -> WindowResult:
-        modules = (self.module,) if self.peers is None else self.peers.modules
-        return run_window(modules, window, replace(self.recipe, **changes), self.peers, sync=sync)
+        modules = (self.module,) if self.replicas is None else self.replicas.modules
+        return run_window(modules, window, replace(self.plan, **changes), self.replicas, sync=sync)
 
     def check(self) -> None:
         assert_equal(gradients(self.module), gradients(self.twin))
@@ -65,13 +65,13 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     if count == "1":
         yield World(module, None)
         return
-    with wired(module, int(count)) if on_nccl else peers_of(module, int(count)) as peers:
-        yield World(module, peers)
+    with wired(module, int(count)) if on_nccl else replicas_of(module, int(count)) as replicas:
+        yield World(module, replicas)
 
 
 def ragged(world: World) -> Window:
     """Batches of different length; with three devices the last one has none."""
-    pieces = ((0, 4), (1, 6), (0, 4), (1, 3)) if world.peers else ((0, 4),)
+    pieces = ((0, 4), (1, 6), (0, 4), (1, 3)) if world.replicas else ((0, 4),)
     return window_of(*pieces)
 
 
@@ -91,8 +91,8 @@ def test_gradients_loss_and_outputs_are_those_of_one_big_batch(world: World) -> 
     )
     assert result.samples == window.samples == len(x)
     assert not any(t.requires_grad for t in (result.loss, result.output, result.tags["0"]))
-    if world.peers is not None:
-        assert not any(world.peers.has_left(rank) for rank in range(len(world.peers.modules)))
+    if world.replicas is not None:
+        assert not any(world.replicas.has_left(rank) for rank in range(len(world.replicas.modules)))
 
 
 def test_without_a_loss_function_the_output_has_its_graph(world: World) -> None:
@@ -176,9 +176,9 @@ def test_a_module_that_is_called_twice_has_two_traces() -> None:
             return out
 
     module = Twice()
-    with peers_of(module) as peers:
+    with replicas_of(module) as replicas:
         window = window_of((0, 4), (1, 3))
-        result = run_window(peers.modules, window, recipe_of(module, tags=("inner",)), peers)
+        result = run_window(replicas.modules, window, plan_of(module, tags=("inner",)), replicas)
         first, second = result.traces["inner"]
         assert_equal([first, second], [module.inner(window[0]).detach(), result.output])
         assert result.tags["inner"] is second
@@ -204,10 +204,10 @@ def test_each_device_has_one_graph_at_a_time() -> None:
             return out
 
     module = Mark()
-    with peers_of(module) as peers:
-        result = run_window(peers.modules, window_of(*[(0, 2), (1, 2)] * 4), recipe_of(module), peers)
+    with replicas_of(module) as replicas:
+        result = run_window(replicas.modules, window_of(*[(0, 2), (1, 2)] * 4), plan_of(module), replicas)
         gc.collect()
-        assert most == {"flowdp-peer-0": 1, "flowdp-peer-1": 1}
+        assert most == {"flowdp-replica-0": 1, "flowdp-replica-1": 1}
         assert not any(map(len, alive.values()))
         assert len(result.output) == 16
 
@@ -219,9 +219,11 @@ def test_devices_work_at_once() -> None:
         met.wait(WAIT_S)
         return cross_entropy(context)
 
-    with peers_of(mlp()) as peers:
-        module = peers.modules[0]
-        run_window(peers.modules, window_of((0, 2), (1, 2), (1, 2), (0, 2)), recipe_of(module, loss), peers)
+    with replicas_of(mlp()) as replicas:
+        module = replicas.modules[0]
+        run_window(
+            replicas.modules, window_of((0, 2), (1, 2), (1, 2), (0, 2)), plan_of(module, loss), replicas
+        )
 
 
 # ---------------------------------------------------------------- errors
@@ -250,8 +252,8 @@ def test_after_an_error_nothing_of_it_is_left(sync: bool) -> None:
         return cross_entropy(context)
 
     module = mlp()
-    with peers_of(module) as peers:
-        world = World(module, peers)
+    with replicas_of(module) as replicas:
+        world = World(module, replicas)
         window = ragged(world)
         with pytest.raises(KeyError, match="mine") as caught:
             world.run(window, loss=loss, sync=sync)
@@ -274,8 +276,8 @@ def test_outputs_that_cannot_be_joined_are_an_error_only_where_they_are_asked_fo
 
     module = Pairs()
     loss = lambda context: F.cross_entropy(context.output[0], context.batch[1])  # noqa: E731
-    with peers_of(module) as peers:
-        result = run_window(peers.modules, window_of((0, 2), (1, 3)), recipe_of(module, loss), peers)
+    with replicas_of(module) as replicas:
+        result = run_window(replicas.modules, window_of((0, 2), (1, 3)), plan_of(module, loss), replicas)
         assert result.loss is not None
         with pytest.raises(FlowdpError, match=r"output\[0\]\[1\] cannot be gathered"):
             _ = result.output
@@ -294,9 +296,9 @@ def test_fields_of_a_window_are_joined_in_order() -> None:
 def test_batches_arrive_before_they_are_used() -> None:
     arrived: list[int] = []
     pieces = [Piece(r, batch(2), 2, lambda r=r: arrived.append(r)) for r in (0, 1)]  # type: ignore[misc]
-    with peers_of(mlp()) as peers:
+    with replicas_of(mlp()) as replicas:
         for loss in (cross_entropy, None):
-            run_window(peers.modules, Window(pieces, CPU), recipe_of(peers.modules[0], loss), peers)
+            run_window(replicas.modules, Window(pieces, CPU), plan_of(replicas.modules[0], loss), replicas)
             assert sorted(arrived) == [0, 1]
             arrived.clear()
     _ = Window(pieces, CPU)[0]

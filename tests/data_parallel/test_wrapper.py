@@ -1150,8 +1150,8 @@ def test_no_edge_is_missing(card: Card, kind: str) -> None:
         model, partial(SGD, lr=0.1), devices=["cpu"] * 2, cadence=cadence, loss_fn=loss_fn, buffers="average"
     ) as dp:
         assert len(devices) == dp.world_size
-        for rank, peer in enumerate((model, *dp.replicas)):
-            card.watch(f"rank {rank}", *peer.parameters())
+        for rank, replica in enumerate((model, *dp.replicas)):
+            card.watch(f"rank {rank}", *replica.parameters())
         for window in dp.epoch([batch(4, seed) for seed in range(12)]):
             for piece in window.pieces:
                 card.watch("batch", *piece.batch)

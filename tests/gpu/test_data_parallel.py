@@ -94,9 +94,9 @@ def test_devices_that_run_late_change_nothing(ranks: Ranks) -> None:
             torch.cuda._sleep(2_000_000)
 
     with flowdp.setup(model, ours, devices=devices, cadence=False) as dp:
-        for peer in (model, *dp.replicas):
-            peer.register_forward_hook(late)
-            peer[1].register_full_backward_hook(late_gradient)
+        for replica in (model, *dp.replicas):
+            replica.register_forward_hook(late)
+            replica[1].register_full_backward_hook(late_gradient)
         for x, y in batches():
             x, y = x.to(devices[0]), y.to(devices[0])
             for module, optimizer in ((dp, ours), (twin, theirs)):

@@ -215,13 +215,13 @@ def test_a_penalty_inside_the_module(user, count):
     optimizer, by_hand = (OPTIMIZERS["adamw"](groups(m)) for m in (model, twin))
     with user.setup(model, optimizer, count, cadence=hinted(count, max_anchor=0)) as dp:
         for batch in batches(STEPS):
-            for out, penalty, stepping in (
+            for out, penalty, hooks in (
                 (dp(batch["x"]), dp.call("penalty", batch["x"]), optimizer),
                 (twin(batch["x"]), twin.penalty(batch["x"]), by_hand),
             ):
                 (F.cross_entropy(out, batch["y"]) + 10 * penalty).backward()
-                stepping.step()
-                stepping.zero_grad()
+                hooks.step()
+                hooks.zero_grad()
     check_equal(model, twin)
 
 

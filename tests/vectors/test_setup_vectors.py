@@ -37,10 +37,10 @@ def take_steps(
     dp: flowdp.DataParallel, throughput: Sequence[float], steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps of devices that do so many samples in a millisecond; 0 is one that is not measured."""
-    assert dp._peers is not None
+    assert dp._replicas is not None
     for _ in range(steps):
         dp(torch.ones(1000, 1)).mean().backward()
-        for watch, samples, speed in zip(dp._peers.watches, dp.shard_sizes, throughput, strict=True):
+        for watch, samples, speed in zip(dp._replicas.watches, dp.shard_sizes, throughput, strict=True):
             took_ms = samples / speed if speed else 0.0
             monkeypatch.setattr(watch, "take_ms", lambda w=watch, ms=took_ms: (w._laps.popleft(), ms)[1])
         dp.step()
