@@ -66,10 +66,10 @@ def check_words(policy: object, precision: object) -> None:
 
 
 def check_length(epochs: object, max_steps: object) -> None:
-    """How long to train.
+    """Check the length of the training.
 
     Raises:
-        OptionError: Nobody says, or not by a positive int.
+        OptionError: It is missing, or no positive int.
     """
     check_int("epochs", epochs, optional=True)
     check_int("max_steps", max_steps, optional=True)
@@ -78,7 +78,7 @@ def check_length(epochs: object, max_steps: object) -> None:
 
 
 def check_model_and_optimizer(model: object, optimizer: object) -> None:
-    """What is trained, and by what.
+    """Check model and optimizer.
 
     Raises:
         OptionError: They are neither instances nor factories, or do not belong together.
@@ -106,7 +106,7 @@ def check_model_and_optimizer(model: object, optimizer: object) -> None:
 def check_step(
     loss: object, train_step: object, policy: Policy, accumulation: object, optimizer: object
 ) -> None:
-    """What a step is: a loss, or the user's own.
+    """Check that a step is either a loss or the user's own.
 
     Raises:
         OptionError: Neither or both are given, or the policy cannot have the user's own.
@@ -122,7 +122,7 @@ def check_step(
             check_closure(optimizer)
         return
     if loss is not None:
-        raise OptionError("loss and train_step both say what a step is: give one of them")
+        raise OptionError("loss and train_step each define a step: give one of them")
     if not callable(train_step):
         raise OptionError(f"train_step must be a function of (worker, batch), not {train_step!r}")
     if ROUNDS[policy].averages == "gradients":
@@ -138,10 +138,10 @@ def check_step(
 
 
 def check_backend(backend: Backend, policy: Policy, devices: Sequence[torch.device]) -> None:
-    """How the bytes move.
+    """Check the backend against policy and devices.
 
     Raises:
-        OptionError: They cannot, on these devices or with this policy.
+        OptionError: These devices or this policy cannot have it.
     """
     if backend == "nccl" and ROUNDS[policy].averages == "snapshots":
         raise OptionError(
@@ -156,7 +156,7 @@ def check_backend(backend: Backend, policy: Policy, devices: Sequence[torch.devi
 
 
 def check_loop_backend(backend: LoopBackend, devices: Sequence[torch.device]) -> None:
-    """How the tensors of a loop move between devices.
+    """Check the backend of a loop.
 
     Raises:
         OptionError: It is another word, or NCCL is for other devices.
@@ -169,7 +169,7 @@ def check_loop_backend(backend: LoopBackend, devices: Sequence[torch.device]) ->
 
 
 def check_cadence(cadence: object, world_size: int) -> CadenceOptions:
-    """How often the replicas meet.
+    """Check the options of the cadence; None is the default.
 
     Raises:
         OptionError: It is something else, or names a rank that is not there.
@@ -187,7 +187,7 @@ def check_cadence(cadence: object, world_size: int) -> CadenceOptions:
 
 
 def check_capture(capture: object, train_step: object) -> CaptureOptions | None:
-    """How steps are captured; None: they are not.
+    """Make options of the flag `capture`; None: steps are not captured.
 
     Raises:
         OptionError: It is neither a flag nor options, or the step is the user's own.
@@ -205,7 +205,7 @@ def check_capture(capture: object, train_step: object) -> CaptureOptions | None:
 
 
 def check_ratios(ratios: object, policy: Policy, world_size: int) -> tuple[float, ...] | None:
-    """Fixed shares of the work, summing to 1; None where there are none.
+    """Scale fixed shares of the work to sum to 1; None passes.
 
     Raises:
         OptionError: They are no numbers, one for each device, or the policy cannot keep them.
@@ -221,7 +221,7 @@ def check_ratios(ratios: object, policy: Policy, world_size: int) -> tuple[float
 
 
 def fixed_ratios(ratios: object, world_size: int) -> tuple[float, ...]:
-    """Fixed shares of the work, summing to 1.
+    """Scale fixed shares of the work to sum to 1.
 
     Raises:
         OptionError: They are no numbers, one for each device.
@@ -233,7 +233,7 @@ def fixed_ratios(ratios: object, world_size: int) -> tuple[float, ...]:
 
 
 def check_checkpoint(checkpoint: object) -> CheckpointOptions | None:
-    """Where checkpoints go, and when.
+    """Make options of a folder; options and None pass.
 
     Raises:
         OptionError: It is neither options nor a folder.
@@ -246,10 +246,10 @@ def check_checkpoint(checkpoint: object) -> CheckpointOptions | None:
 
 
 def check_resume(resume: object, checkpoint: CheckpointOptions | None) -> None:
-    """Where the run begins; a `TrainedState` is looked at elsewhere.
+    """Check from where the run resumes: a flag or a path.
 
     Raises:
-        OptionError: It says nothing of that, or the folder that it means is not given.
+        OptionError: It is something else, or the folder is missing.
     """
     if resume is True and checkpoint is None:
         raise OptionError("resume=True takes the newest checkpoint of the folder: give checkpoint='a folder'")
@@ -267,7 +267,7 @@ def check_failures(failures: object, policy: Policy, world_size: int) -> Failure
     if options.on_failure == "raise":
         return options
     why = {
-        "snapshots": "what a rank did since the last mean has been reported, and cannot be taken back",
+        "snapshots": "the steps of a rank since the last mean have been reported, and cannot be taken back",
         "gradients": "all devices together take one step, and a part of it would be missing",
     }.get(ROUNDS[policy].averages)
     if why is not None:

@@ -1,4 +1,4 @@
-"""What a run has made, and where it stands."""
+"""Result and status of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Status", "TrainedState", "alone", "on_cpu", "optimizer_state"]
 
 @dataclass(frozen=True, repr=False)
 class TrainedState:
-    """What a run has made.
+    """Result of a run.
 
     Attributes:
         state_dict: Parameters and buffers by the module's own names, on the CPU.
@@ -29,9 +29,9 @@ class TrainedState:
         history: One record per epoch; where `max_steps` ended the run inside an epoch, the last one is of a
             part of it, and has `is_complete=False`.
         global_step: Steps of all ranks.
-        epochs_done: Complete epochs; one that `max_steps` cut short is none, and `resume` goes on in it.
+        epochs_done: Complete epochs, without one that `max_steps` cut short; `resume` continues in that.
         interrupted: The run was stopped before its last step.
-        stood: Where it stands inside an epoch, for `resume`; None where that cannot be entered.
+        stood: Position inside an epoch, for `resume`; None where reading cannot begin there.
     """
 
     state_dict: Mapping[str, Tensor]
@@ -43,12 +43,26 @@ class TrainedState:
     stood: Stood | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, model: Mapping[str, Any], optimizers: Any, **rest: Any) -> TrainedState:
-        """From a model's state_dict and the states of its optimizers, which are copied to the CPU."""
+    def of(
+        cls,
+        model: Mapping[str, Any],
+        optimizers: Any,
+        *,
+        history: tuple[EpochMetrics, ...],
+        global_step: int,
+        epochs_done: int,
+        interrupted: bool,
+        stood: Stood | None = None,
+    ) -> TrainedState:
+        """Copy a model's state_dict and the states of its optimizers to the CPU."""
         return cls(
             {name: on_cpu(value) for name, value in model.items()},
             torch.utils._pytree.tree_map(on_cpu, optimizers),
-            **rest,
+            history,
+            global_step,
+            epochs_done,
+            interrupted,
+            stood,
         )
 
     def __repr__(self) -> str:
@@ -68,20 +82,20 @@ class TrainedState:
 
 @dataclass(frozen=True)
 class Status:
-    """Where a run stands; prints as one line.
+    """Status of a run; prints as one line.
 
     Attributes:
         life: "running", "paused", "done", "stopped" or "failed".
         epochs_done: Complete epochs.
         global_step: Steps of all ranks in the rounds held so far.
         round: The last round, or None.
-        local_steps: Steps per rank, those since the last round included. Shape (world_size,).
-        throttled: Why a rank has no batches, per rank; None for one that has. Shape (world_size,).
+        local_steps: Steps per rank, with those since the last round. Shape (world_size,).
+        throttled: Reason why a rank has no batches, per rank; None for one that has. Shape (world_size,).
         pieces: Into how many a micro-batch is cut, per rank, because its device ran out of memory; 1 where it
             is whole. Shape (world_size,).
         launch_bound: Part of the ranks' time that they wait to launch their steps, because Python runs in one
             thread at a time; 0 where that is no limit. None: not known, or one rank.
-        problems: What went wrong without ending the run: replicas that had NaN or infinite numbers, ranks
+        problems: Problems that did not end the run: replicas that had NaN or infinite numbers, ranks
             that left or ran out of memory, callbacks that raised or do not return, a checkpoint or event log
             that could not be written, a standstill at the start or while paused.
     """

@@ -26,6 +26,7 @@ from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import RoundEnded
 from flowdp.protocol.messages import Requested
 from flowdp.result import Status, TrainedState, alone, optimizer_state
+from flowdp.validators import check_number, is_int
 
 __all__ = ["Run", "runs"]
 
@@ -34,7 +35,7 @@ R = TypeVar("R", EpochMetrics, RoundEnded)
 
 @dataclass
 class _Ending:
-    """The answer of a run, made once."""
+    """Result of a run, made once."""
 
     state: TrainedState | None = None
     is_filled: bool = False
@@ -72,7 +73,7 @@ class Run:
         self._ending = _Ending()
         self._inside = ExitStack()
         self._polled = engine.records.before
-        self._polling = threading.Lock()  # no record for two threads, and none for nobody
+        self._polling = threading.Lock()  # each record goes to one thread, and to one only
         self.devices = tuple(replica.device for replica in engine.replicas)
 
     def __repr__(self) -> str:
@@ -87,9 +88,10 @@ class Run:
 
     @property
     def history(self) -> tuple[EpochMetrics, ...]:
-        """The records of the epochs so far, those of before a resume included.
+        """Records of the epochs so far, with those from before a resume.
 
-        The last one is of a part of its epoch where `max_steps` ended the run inside: `is_complete` is False.
+        Where `max_steps` ended the run inside an epoch, the last record is of a part of it: `is_complete` is
+        False.
         """
         return tuple(self._engine.records.epochs)
 
@@ -105,13 +107,13 @@ class Run:
 
     @property
     def state(self) -> TrainedState | None:
-        """What the run has made; None while it goes on, and after a failure."""
+        """Result of the run; None while it trains, and after a failure."""
         if not self._engine.records.is_over or self.error is not None:
             return None
         return self.answer() if self._is_called_back() else self._fill()
 
     def status(self) -> Status:
-        """Where the run stands; asks no thread."""
+        """Status of the run; does not wait for a thread."""
         records, last = self._engine.records, self._engine.records.last_round
         if records.is_ended:
             stopped = records.finish is not None and records.finish.stopped
@@ -143,14 +145,14 @@ class Run:
         ]
         eager = dict.fromkeys(one.uncaptured for one in progress if one.uncaptured is not None)
         uncaptured = [f"steps are not captured: {reason}" for reason in eager]
-        told = () if self._observer is None else self._observer.complaints
-        return (*left, *engine.records.problems, *smaller, *uncaptured, *engine.saver.problems, *told)
+        raised = () if self._observer is None else self._observer.complaints
+        return (*left, *engine.records.problems, *smaller, *uncaptured, *engine.saver.problems, *raised)
 
     def dump(self, events: int = 50) -> str:
-        """What every rank is doing, the stacks of all threads, and the last events: of a run that hangs, say.
+        """Describe ranks, the stacks of all threads, and the last events: of a run that hangs, say.
 
         Args:
-            events: How many.
+            events: Number of events.
         """
         report = self._engine.report(str(self.status()), events)
         if self._observer is None or not self._observer.inside:
@@ -173,11 +175,11 @@ class Run:
     @overload
     def metrics(self, every: Literal["round"] | int) -> Iterator[RoundEnded]: ...
     def metrics(self, every: Literal["epoch", "round"] | int = "epoch") -> Iterator[Any]:
-        """The records of the run, from its first one, as they come; `history` has those of before a resume.
+        """Iterate over the records of the run as they come; `history` has those from before a resume.
 
-        Every iterator sees all of them (of rounds, the last 4,096). It ends with the run, after `stop()` too,
-        and raises the run's failure. Ctrl-C in it, or in the body of the loop over it, ends the run after its
-        round, as in `join()`; a `break` does not.
+        Every iterator yields all of them from the first (of rounds, the last 4,096). It ends with the run,
+        also after `stop()`, and raises the run's failure. Ctrl-C in it, or in the body of the loop over it,
+        ends the run after its round, as in `join()`; a `break` does not.
 
         Args:
             every: "epoch"; "round"; or n: the record of the round in which each further n steps of all
@@ -191,7 +193,7 @@ class Run:
             return self._guarded(self._engine.records.epoch_records)
         if every == "round":
             return self._guarded(self._engine.records.round_records)
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        if not is_int(every) or every < 1:
             raise OptionError(
                 f"every must be 'epoch', 'round' or a number of steps of at least 1, not {every!r}"
             )
@@ -199,7 +201,7 @@ class Run:
         return self._guarded(lambda: self._engine.records.step_records(steps))
 
     def poll_metrics(self) -> list[EpochMetrics]:
-        """The epoch records that have come since the last call; does not wait."""
+        """Epoch records that are new since the last call; does not wait."""
         with self._polling:
             fresh = list(self._engine.records.epochs[self._polled :])
             self._polled += len(fresh)
@@ -207,26 +209,26 @@ class Run:
 
     # ------------------------------------------------------------------ steering
     def stop(self) -> None:
-        """End the run: a last round is held, and then `state` is there. Returns at once; twice is once."""
+        """End the run after a last round; then `state` is there. Returns at once; may be called again."""
         self._engine.request(Requested("stop"))
 
     def pause(self) -> None:
-        """Let all workers stand still after the round. Returns at once; see `paused()` for waiting."""
+        """Pause all workers after the round. Returns at once; `paused()` waits."""
         self._engine.request(Requested("pause"))
 
     def unpause(self) -> None:
-        """Go on after a pause. Inside of `paused()` it does nothing: the end of the last block does that."""
+        """Continue after a pause. Inside of `paused()` it does nothing: the last block's end does that."""
         self._pauses.unpause()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stand still for the length of a `with` block, which is entered when all workers do.
+        """Pause for the length of a `with` block, which is entered when all workers have paused.
 
-        The devices are the caller's meanwhile: what it enqueues on its current stream comes before the next
-        step. In a run that is over it is entered at once.
+        The devices are the caller's meanwhile: work on its current stream runs before the next step. In a run
+        that is over the block is entered at once.
 
         Raises:
-            FlowdpError: The run has failed: its workers may be anywhere.
+            FlowdpError: The run has failed: its workers may be in any state.
             OptionError: The caller is a thread of the run.
         """
         self._check_caller("paused")
@@ -243,23 +245,22 @@ class Run:
             self._pauses.leave()
 
     def set_lr(self, lr: float) -> None:
-        """Scale all parameter groups so that the first has this learning rate; a scheduler goes on from it.
+        """Scale all parameter groups so that the first has this learning rate; a scheduler continues from it.
 
         It takes effect for all ranks at the same round.
 
         Raises:
             OptionError: `lr` is not a number of at least 0.
         """
-        if not isinstance(lr, (int, float)) or isinstance(lr, bool) or not 0 <= lr < float("inf"):
-            raise OptionError(f"lr must be a number of at least 0, not {lr!r}")
+        check_number("lr", lr, above=False)
         self._engine.request(Requested("set_lr", float(lr)))
 
     # ------------------------------------------------------------------ keeping
     def checkpoint(self) -> None:
-        """Have a checkpoint written at the end of this round. Returns at once; `on_checkpoint` hears of it.
+        """Request a checkpoint at the end of this round. Returns at once; callbacks are called with it.
 
         Raises:
-            OptionError: The Trainer was given neither `checkpoint` nor anything that hears of one.
+            OptionError: The Trainer has neither `checkpoint` nor a callback for checkpoints.
         """
         if self.done:
             return
@@ -273,14 +274,14 @@ class Run:
         self._engine.request(Requested("checkpoint"))
 
     def snapshot(self) -> TrainedState:
-        """What the run has made so far, of the end of this round; training goes on meanwhile.
+        """Take the averaged state at the end of this round; training continues meanwhile.
 
-        After the run has ended, returns its final state. In a callback, training has gone on since what it
-        was called for: `on_checkpoint` has the weights of that very moment.
+        After the run has ended, returns its final state. A callback is called late, so a snapshot there is
+        later than its event; `on_checkpoint` has the weights of the event itself.
 
         Raises:
             FlowdpError: The run has failed.
-            OptionError: The caller is a worker or another thread that the run waits for.
+            OptionError: The caller is one of the run's threads, which the snapshot would wait for.
         """
         if not self._is_called_back():
             self._check_caller("snapshot")
@@ -304,7 +305,7 @@ class Run:
         )
 
     def _final(self) -> TrainedState:
-        """The answer of a run that ends, on the observer's thread: join() would wait for that one."""
+        """Result of a run that ends, for the observer's thread: join() would wait for that thread."""
         state = None if self.error is not None else self.answer()
         if state is None:
             assert self.error is not None
@@ -315,17 +316,18 @@ class Run:
     def join(self, timeout: float | None = None) -> TrainedState:
         """Wait for the end of the run.
 
-        Called twice it gives the same answer, or raises the same error. Ctrl-C ends the run after its round,
-        sets `state` (`interrupted=True`) and raises KeyboardInterrupt again; a second one does not wait.
+        A second call returns the same result, or raises the same error. Ctrl-C ends the run after its round,
+        sets `state` (`interrupted=True`) and raises KeyboardInterrupt again; a second Ctrl-C does not wait.
 
         Args:
             timeout: Seconds to wait at most; None: until the end.
 
         Raises:
-            TimeoutError: The time is up; the run goes on, or a callback has not returned.
+            TimeoutError: The time is up; the run continues, or a callback has not returned.
             FlowdpError: The run failed: the first failure, the others as notes.
             OptionError: The caller is a thread of the run.
-            StateError: The run ended well, but the model does not take its weights; the error has the state.
+            StateError: The run ended without a failure, but the model does not take its weights; the error
+                has the state.
         """
         self._check_caller("join")
         with self._engine.records.reader():
@@ -341,7 +343,7 @@ class Run:
         inside = "" if self._observer is None else self._observer.inside
         if self.done and inside:
             return f"the run is over, and {inside} has not returned after {timeout} s: {self.status()}"
-        return f"the run goes on after {timeout} s: {self.status()}"
+        return f"the run continues after {timeout} s: {self.status()}"
 
     def __enter__(self) -> Run:
         self._inside.enter_context(self._engine.records.reader())
@@ -359,7 +361,7 @@ class Run:
                 error.add_note(f"The run had failed: {format_error(self.error)}")
 
     def _interrupt(self) -> None:
-        """End the run before its time, and keep what it has made; a second time it does not wait."""
+        """Stop the run and keep its result; a second call does not wait."""
         if self._ending.is_interrupted:
             return
         self._ending.is_interrupted = True
@@ -376,7 +378,7 @@ class Run:
             self._let_go()
             raise self.error
         if self._engine.records.finish is None:
-            raise FlowdpError("the run ended without an answer: " + self.dump())
+            raise FlowdpError("the run ended without a result: " + self.dump())
 
     def _collect(self) -> TrainedState:
         """The state, with the user's module filled from it."""
@@ -388,7 +390,7 @@ class Run:
     def _fill(self) -> TrainedState:
         """Read the replicas and fill the user's module, once, in the user's thread."""
         self._join_threads()
-        self._raise_failure()  # a callback may have failed behind the end
+        self._raise_failure()  # a callback may have failed after the end
         with self._ending.lock:
             state = self._answer()
             if self._module is not None and not self._ending.is_filled:
@@ -396,18 +398,18 @@ class Run:
                     state.load_into(self._module)
                 except Exception as error:
                     self._ending.misfit = _misfit(state, error)
-                self._ending.is_filled = True  # a Ctrl-C before leaves it to the next one who asks
+                self._ending.is_filled = True  # after a Ctrl-C before this line the next call does it
             self._engine.let_go()
             return state
 
     def _answer(self) -> TrainedState:
-        """What the run has made, read once; its lock is held."""
+        """Result of the run, read once; its lock is held."""
         if self._ending.state is None:
             self._ending.state = self._read()
         return self._ending.state
 
     def answer(self) -> TrainedState | None:
-        """What `on_train_end` gets: the answer of a run that is over; the user's module is not touched.
+        """Result of a run that is over, for `on_train_end`; the user's module is not touched.
 
         Threads:
             The observer's.
@@ -417,7 +419,7 @@ class Run:
             return None if self.error is not None else self._answer()
 
     def _let_go(self) -> None:
-        """Join what can be joined, and free what a failed run holds on its devices."""
+        """Join the threads that end, and free the memory of a failed run."""
         self._join_threads()
         if self._engine.records.is_over:
             self._engine.let_go()
@@ -435,7 +437,7 @@ class Run:
     def _read(self) -> TrainedState:
         finish = self._engine.records.finish
         if finish is None:
-            raise FlowdpError("the run has no answer yet")
+            raise FlowdpError("the run has no result yet")
         left = self._engine.failures.forgiven
         replica = next(one for rank, one in enumerate(self._engine.replicas) if rank not in left)
         best = self._engine.saver.best if self._restores_best else None
@@ -473,9 +475,12 @@ class Run:
     def _is_called_back(self) -> bool:
         return self._observer is not None and self._observer.is_own_thread()
 
-    def _check_caller(self, what: str) -> None:
+    def _check_caller(self, method: str) -> None:
         if self._engine.is_own_thread() or self._is_called_back():
-            raise OptionError(f"{what}() would wait for the thread that calls it: it is one of the run's own")
+            raise OptionError(
+                f"{method}() cannot be called from a loss, a dataset or a callback: it would wait for the "
+                "run's own thread that calls it"
+            )
 
 
 def _misfit(state: TrainedState, error: Exception) -> StateError:

@@ -1,4 +1,4 @@
-"""The Trainer: what to train, on what, for how long. It owns the loop."""
+"""The Trainer: a training loop on several devices."""
 
 from __future__ import annotations
 
@@ -68,54 +68,55 @@ class Trainer:
         ).start()
 
     Args:
-        model: A module, which starts the run with its weights, is not touched in between, and holds the
-            result at `join()`; or a factory, called once per device: `f(device)`, `f(device=...)` or `f()`.
-            Parts that are in eval mode (`model.train(); model.bn.eval()`) are trained so, on all devices; a
-            model that is in eval mode itself is trained in training mode, and the log says so.
-            On several devices a parameter that is frozen at the start stays so: one that thaws is an error.
-        optimizer: A factory that gets a replica's parameters that require grad (or the replica, if it names
-            `model`, for groups by name); or an instance, made for the model instance and rebuilt for each
-            replica. With a `train_step` a sequence or a mapping of several.
+        model: A module: the run starts with its weights, does not touch it, and writes the result into it at
+            `join()`. Or a factory, called once per device: `f(device)`, `f(device=...)` or `f()`.
+            Submodules in eval mode (`model.train(); model.bn.eval()`) stay in it, on all devices; a model
+            that is in eval mode itself is trained in training mode, and the log says so.
+            On several devices a parameter that is frozen at the start must stay frozen.
+        optimizer: A factory, called with a replica's parameters that require grad (or with the replica, if
+            its argument is named `model`, for groups by name); or an instance made for the model instance,
+            which is rebuilt for each replica. With a `train_step` a sequence or a mapping of several.
         loss: Function of (model, batch) that returns the mean loss over the batch, (loss, scalars) or a
-            mapping with "loss" (under "exact" also "weight", what the loss counts for where that is not its
-            samples: tokens, say); or a criterion, called as `criterion(model(x), y)`.
+            mapping with "loss" (under "exact" also "weight", where the loss is a mean over something other
+            than samples: tokens, say); or a criterion, called as `criterion(model(x), y)`.
         dataset: Tensors of equal length (a tuple or a mapping), a map-style dataset, an IterableDataset, or a
             DataLoader.
         batch_size: Samples of one forward of one device; or one number for each device.
         epochs: Passes over the dataset.
-        max_steps: Steps of all devices together after which the run ends. At least one of the two.
-        train_step: In place of a loss: function of (worker, batch) that does all of a step with
-            `worker.model`, `worker.optimizers`, `worker.backward(loss)` and `worker.step(optimizer)`, and
-            returns a mapping of scalars ("loss" among them is the loss of the step) or None. One call is one
-            step of its device.
-        devices: "auto", how many, or a list of devices; a device may repeat.
-        policy: Who waits for whom: "sync" averages after every step; "cadence" after rounds in which each
-            device takes steps by its speed; "async" while the devices train on; "exact" averages gradients,
-            so that all devices together take the step of one that has the whole batch.
-        cadence: How long the rounds are.
-        global_batch_size: Samples of one step of all devices together, under "exact": each has its part, in
-            micro-batches of at most batch_size. None: the sum of the devices' batch sizes. A DataLoader's
-            dataset is batched anew.
-        seed: Of the order of the samples: the order of an epoch is a function of (seed, epoch) alone; and of
-            each CUDA device's generator.
+        max_steps: Steps of all devices together after which the run ends. Give `epochs`, this, or both.
+        train_step: Function of (worker, batch) in place of a loss. It does a whole step with `worker.model`,
+            `worker.optimizers`, `worker.backward(loss)` and `worker.step(optimizer)`, and returns a mapping
+            of scalars ("loss" among them is the loss of the step) or None. One call is one step of its
+            device.
+        devices: "auto", a number, or a list of devices; a device may repeat.
+        policy: How the replicas are kept one model. "sync" averages after every step; "cadence" after rounds
+            in which each device takes as many steps as its speed allows; "async" averages while the devices
+            train on; "exact" averages gradients, so that all devices together take the step that one device
+            would take on the whole batch.
+        cadence: Length of the rounds.
+        global_batch_size: Samples of one step of all devices together, under "exact": each device has a part
+            of them, in micro-batches of at most `batch_size`. None: the sum of the devices' batch sizes. A
+            DataLoader's dataset is batched anew.
+        seed: Seed of the order of the samples, which depends on (seed, epoch) alone, and of each CUDA
+            device's generator.
         max_grad_norm: Clip each replica's gradients to this 2-norm; under "exact", the averaged gradient.
-        gradient_accumulation_steps: Batches of a step of one device, each with a forward and a backward of
-            its own; an epoch's last step may have fewer. Each counts for its samples.
+        gradient_accumulation_steps: Batches of a step of one device, each with its own forward and backward;
+            an epoch's last step may have fewer. Each counts for its samples.
         precision: "32"; "bf16" or "fp16" for autocast, "fp16" with a gradient scaler per replica.
-        scheduler: How the learning rate changes; None: it stays.
-        evaluation: A dataset, evaluated on the averaged model after every epoch by all devices together, or
-            `EvaluationOptions`; the means stand in `EpochMetrics.eval`.
-        checkpoint: A folder, for a checkpoint after every epoch, or `CheckpointOptions`. A run that ends
-            well, by `stop()` and Ctrl-C too, leaves one at its end.
-        resume: True: go on from the newest checkpoint of the folder, if there is one; or the path of a
+        scheduler: Schedule of the learning rate; None: the rate is constant.
+        evaluation: Dataset on which all devices together evaluate the averaged model after every epoch, or
+            `EvaluationOptions`; the means are in `EpochMetrics.eval`.
+        checkpoint: A folder, for a checkpoint after every epoch, or `CheckpointOptions`. A run that does not
+            fail writes one at its end, also after `stop()` or Ctrl-C.
+        resume: True: continue from the newest checkpoint of the folder, if there is one; or the path of a
             checkpoint, or a `TrainedState`.
-        callbacks: `Callback` instances, called beside the training; `EarlyStopping` among them ends it.
-        progress: True for a progress bar (needs tqdm), "auto" for one where there is a terminal or notebook;
-            it steps aside for what is printed in a loop over `run.metrics()` or in a callback. False also
-            leaves out the line on stderr that names the devices.
-        reading: How the dataset becomes batches: order, workers, collation. A DataLoader says that itself.
-        failures: Errors, stalls and NaNs: which end the run, and which it survives.
-        runtime: How the run uses devices and process: backend, fixed shares, captured steps, SIGTERM.
+        callbacks: `Callback` instances, called beside the training; `EarlyStopping` among them may end it.
+        progress: True for a progress bar (needs tqdm), "auto" for one on a terminal or in a notebook; it
+            makes room for prints in a loop over `run.metrics()` or in a callback. False also leaves out the
+            line on stderr that names the devices.
+        reading: Shuffling, collation and worker processes; not beside a DataLoader, which has its own.
+        failures: Errors, stalls and NaNs: which of them end the run.
+        runtime: Use of devices and process: backend, fixed shares, captured steps, SIGTERM.
 
     Raises:
         OptionError: An argument is wrong. The datasets are opened, and checked, by `start()` or `check()`.
@@ -236,13 +237,13 @@ class Trainer:
 
     @property
     def total_steps(self) -> int:
-        """Steps of all devices together: what a schedule of the whole run is made for.
+        """Steps of all devices together in the whole run, for schedules.
 
         With gradient accumulation a step has that many batches; under "exact" all devices take one together.
 
         Raises:
-            OptionError: Nobody knows: the dataset is an IterableDataset, and there is no `max_steps`; or the
-                devices have batch sizes of their own, and shares by their speed.
+            OptionError: They are not known: the dataset is an IterableDataset without `max_steps`, or the
+                devices have batch sizes of their own and shares by their speed. Or the dataset is wrong.
         """
         total = self.config.total_steps(check_run(self.config))
         if total is None:
@@ -256,13 +257,13 @@ class Trainer:
     def start(self) -> Run:
         """Build the replicas and start the threads; returns while they train.
 
-        A script that ends without `join()`, by an exception or `sys.exit()` too, first trains to the run's
-        end; a run that is paused goes on then. In `with trainer.start() as run:` an exception stops the run.
+        A script that ends without `join()`, also by an exception or `sys.exit()`, first trains to the run's
+        end, and continues a paused run for that. In `with trainer.start() as run:` an exception stops it.
 
         Raises:
             OptionError: A dataset or a factory's result cannot be used, the event log cannot be opened, or
                 another run holds one of the devices.
-            CheckpointError: There is nothing to go on from, or this run cannot.
+            CheckpointError: There is no checkpoint to resume from, or this run does not fit it.
             CollectiveError: backend="nccl" was asked for and does not work here; the message says why.
             DataError: The dataset's worker processes could not be started.
 

@@ -196,7 +196,7 @@ def test_a_run_under_way() -> None:
     status = run.status()
     assert status.life == "running"
     assert "StartEpoch" in run.dump()
-    with pytest.raises(TimeoutError, match=r"goes on after 0.01 s: running \| "):
+    with pytest.raises(TimeoutError, match=r"continues after 0.01 s: running \| "):
         run.join(0.01)
     steps.wait_for_more(10)
     assert run.status().global_step >= status.global_step

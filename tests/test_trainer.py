@@ -189,7 +189,7 @@ LOADER = DataLoader(TensorDataset(*DATA), 4)
         ({"callbacks": [EarlyStopping(), EarlyStopping("a")]}, "one EarlyStopping decides when a run ends"),
         (
             {"failures": FailureOptions(on_failure="continue"), "policy": "async"},
-            "under 'async' what a rank did since the last mean",
+            "under 'async' the steps of a rank since the last mean",
         ),
         (
             {"failures": FailureOptions(on_failure="continue"), "policy": "exact"},

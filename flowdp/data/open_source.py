@@ -28,6 +28,7 @@ from flowdp.data.source import Batch, Source
 from flowdp.data.tensor_source import TensorSource
 from flowdp.errors import OptionError
 from flowdp.protocol.position import Position
+from flowdp.validators import check_flag, check_function, check_int
 
 __all__ = [
     "Batch",
@@ -118,7 +119,7 @@ def open_source(
     """
     options: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
     options |= {"collate_fn": collate_fn, "num_workers": num_workers}
-    _check_seed(seed)
+    check_int("seed", seed, least=0)
     if window is not None:
         world_size = 1  # as far as reading ahead goes: they all take the same
     reading = {"epochs": epochs, "start": start or NOTHING_TRAINED, "on_demand": on_demand, "keeps": keeps}
@@ -364,27 +365,16 @@ def _ahead(world_size: int, num_workers: int, prefetch_factor: int | None = None
 
 
 # ---------------------------------------------------------------- checks of single options
-def _check_seed(seed: object) -> None:
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise OptionError(f"seed must be an int of at least 0, not {seed!r}")
-
-
 def _check_options(
     batch_size: object, shuffle: object, drop_last: object, collate_fn: object, num_workers: object
 ) -> None:
     if batch_size is None:
         raise OptionError("batch_size is missing: how many samples one device trains in one step")
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-        raise OptionError(f"batch_size must be an int of at least 1, not {batch_size!r}")
-    for name, flag in (("shuffle", shuffle), ("drop_last", drop_last)):
-        if flag is not None and not isinstance(flag, bool):
-            raise OptionError(f"{name} must be True or False, not {flag!r}")
-    if collate_fn is not None and not callable(collate_fn):
-        raise OptionError(f"collate_fn must be a callable that makes a batch of samples, not {collate_fn!r}")
-    if num_workers is not None and (
-        not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 0
-    ):
-        raise OptionError(f"num_workers must be an int of at least 0, not {num_workers!r}")
+    check_int("batch_size", batch_size)
+    check_flag("shuffle", shuffle, optional=True)
+    check_flag("drop_last", drop_last, optional=True)
+    check_function("collate_fn", collate_fn, "a list of samples that makes a batch")
+    check_int("num_workers", num_workers, least=0, optional=True)
 
 
 def _check_batches(length: int, batch_size: int, drop_last: bool) -> None:

@@ -27,7 +27,6 @@ __all__ = [
     "check_layers",
     "check_loss",
     "check_model",
-    "check_norm",
     "check_optimizers",
     "check_replica",
     "kept_after_errors",
@@ -68,17 +67,6 @@ def check_replica(replica: object) -> None:
     """
     if replica is not None and (not callable(replica) or isinstance(replica, nn.Module)):
         raise OptionError(f"replica must be a function of the device that makes a module, not {replica!r}")
-
-
-def check_norm(max_grad_norm: object) -> None:
-    """Check that the norm is a positive number, or None.
-
-    Raises:
-        OptionError: It is no positive number.
-    """
-    is_number = isinstance(max_grad_norm, (int, float)) and not isinstance(max_grad_norm, bool)
-    if max_grad_norm is not None and not (is_number and float(str(max_grad_norm)) > 0):
-        raise OptionError(f"max_grad_norm must be a number above 0, not {max_grad_norm!r}")
 
 
 def check_loss(loss_fn: object, capture: CaptureOptions | None = None) -> LossFunction | None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flowdp.data_parallel.scatter import Arguments, KeyPath
 from flowdp.errors import FlowdpError, OptionError
+from flowdp.validators import check_int
 
 __all__ = [
     "Callee",
@@ -367,8 +368,8 @@ def _check_dim(name: str, dim: object, *, is_return: bool) -> None:
             if own is None:
                 raise OptionError(f"{name}[{output!r}] must be an int, not None")
             _check_dim(f"{name}[{output!r}]", own, is_return=False)
-    elif dim is not None and (not isinstance(dim, int) or isinstance(dim, bool) or dim < 0):
-        raise OptionError(f"{name} must be an int of at least 0, not {dim!r}")
+    elif dim is not None:
+        check_int(name, dim, least=0)
     elif dim is None and is_return and name != "dim":
         raise OptionError(f"{name} must be an int, or a mapping from an output's name, not None")
 

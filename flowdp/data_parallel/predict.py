@@ -15,6 +15,7 @@ from flowdp.data_parallel.gather import Returned, join
 from flowdp.data_parallel.layout import Callee, Layout
 from flowdp.data_parallel.loss_context import Inputs
 from flowdp.errors import DataError, FlowdpError, OptionError
+from flowdp.validators import check_int
 
 __all__ = ["batches_of", "predict"]
 
@@ -32,9 +33,7 @@ def batches_of(data: object, batch_size: int | None, dim: int = 0) -> Iterable[A
     Raises:
         OptionError: It is none of these, or the batch size is wrong, missing, or has no use.
     """
-    is_size = isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size > 0
-    if batch_size is not None and not is_size:
-        raise OptionError(f"batch_size must be an int of at least 1, not {batch_size!r}")
+    check_int("batch_size", batch_size, optional=True)
     if isinstance(data, Tensor | np.ndarray):
         samples = data.shape[dim]
         size = batch_size or samples

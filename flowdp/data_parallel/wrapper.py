@@ -22,7 +22,6 @@ from flowdp.data_parallel.arguments import (
     check_layers,
     check_loss,
     check_model,
-    check_norm,
     check_optimizers,
     check_replica,
     kept_after_errors,
@@ -58,7 +57,7 @@ from flowdp.modules.training_mode import start_training
 from flowdp.observe.banner import tell_devices
 from flowdp.options import Buffers, CadenceOptions, CaptureOptions, LoopBackend, ProcessTuning
 from flowdp.policy.el_che import ElChe
-from flowdp.validators import check_flag, one_of
+from flowdp.validators import check_flag, check_number, one_of
 
 __all__ = ["DataParallel", "setup"]
 
@@ -148,7 +147,7 @@ def setup(
     """
     check_model(model, optimizer)
     check_replica(replica)
-    check_norm(max_grad_norm)
+    check_number("max_grad_norm", max_grad_norm, above=True, optional=True)
     one_of("buffers", buffers, Buffers)
     chosen = resolve_devices(devices)
     captures = check_capture(capture, None)

@@ -13,6 +13,7 @@ import torch
 
 from flowdp.device.streams import QUIET
 from flowdp.errors import OptionError
+from flowdp.validators import is_int
 
 __all__ = [
     "DeviceInfo",
@@ -194,7 +195,7 @@ def choose_devices(wanted: DevicesOption, there: DeviceSummary) -> tuple[torch.d
         if wanted != "auto":
             raise OptionError(f"devices must be 'auto', an int or a list, not {wanted!r}: try [{wanted!r}]")
         return tuple(info.device for info in there.usable)
-    if isinstance(wanted, int) and not isinstance(wanted, bool):
+    if is_int(wanted):
         return _first(wanted, there)
     if not isinstance(wanted, Sequence):
         raise OptionError(f"devices must be 'auto', an int or a list, not {wanted!r}")

@@ -1,7 +1,7 @@
-"""The coordinator's shell: a thread that carries the machine's commands out, and ends the run.
+"""The coordinator's thread: it obeys the machine's commands, and ends the run.
 
-It is the only one that joins threads and closes the source, so that a run that is over has left nothing
-behind, whichever way it went.
+No other thread joins threads or closes the source, so that nothing is left of a run that is over, however it
+ended.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ GRACE_MS = 1500.0
 """How long after a failure user code may keep a thread before the failure is reported without it."""
 
 UNHEARD_MS = 500.0
-"""How long a failure waits for somebody to raise it in, before it is printed."""
+"""Time that a failure waits for a thread to raise it in, before it is printed."""
 
 
 class CoordinatorShell:
@@ -126,7 +126,7 @@ class CoordinatorShell:
         return (perf_counter() - self._start_s) * 1e3
 
     def _turn(self) -> None:
-        """Wait for a fact or the deadline, and do what the machine makes of it."""
+        """Wait for a fact or the deadline, and obey the machine's commands."""
         due = (self.machine.deadline_ms(), self._failing_ms, self._watch.deadline_ms())
         deadlines = [ms for ms in due if ms is not None]
         fact = self.inbox.get(min(deadlines) - self._now_ms() if deadlines else None)
@@ -263,7 +263,7 @@ class CoordinatorShell:
     def _leave(self) -> None:
         deadline_s = perf_counter() + GRACE_MS / 1e3
         for thread in self._threads:
-            # All have said goodbye; after a failure of ours they may not have, and nobody hears them.
+            # Each has posted Exiting, except after a failure of this thread, when none is read.
             is_leaving = self.machine.life is Life.DONE
             thread.join(None if is_leaving else max(0.0, deadline_s - perf_counter()))
         if self._helper is not None:
@@ -282,7 +282,7 @@ class CoordinatorShell:
         self._close()
 
     def _close_saver(self) -> None:
-        """Let what was put down be written; a failure is told before that, for a disk may be slow."""
+        """Finish writing checkpoints; a failure is reported before that, for a disk may be slow."""
         if self._failures.first is not None and self._saver.is_busy:
             self._conclude(over=False)
         self._saver.close()
@@ -292,8 +292,8 @@ class CoordinatorShell:
         if self._failures.first is None and not self._failures.forgiven:
             self._closing()
             return
-        # What lies on a device may wait for what another one never does, and nobody may be left who would
-        # have noticed: all ranks may have failed, or left, with a collective's kernel still on its way.
+        # A device may wait for a kernel that another one never launches, and no rank may be left to notice:
+        # all may have failed, or left, with a collective's kernel still on its way.
         if self._failures.first is not None:
             self._collective.abort()
         closer = threading.Thread(target=self._try_closing, name="flowdp-closing", daemon=True)
@@ -312,7 +312,7 @@ class CoordinatorShell:
                 self._failures.add(error)
 
     def _conclude(self, *, over: bool) -> None:
-        """Let everybody know, and print a failure that nobody comes to ask for."""
+        """Publish the end of the run, and print a failure that no thread raises."""
         self._records.end(self._finish, over=over)
         self._saver.end()
         error = self._failures.first
@@ -326,7 +326,7 @@ class CoordinatorShell:
 
 
 def _print_unhandled(error: BaseException) -> None:
-    """Print a failure that nobody waits for, as an unhandled exception of a thread is."""
+    """Print a failure that no thread raises as an unhandled exception of a thread."""
     thread = threading.current_thread()
     args = threading.ExceptHookArgs((type(error), error, error.__traceback__, thread))
     if sys.stderr is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import copy_context
 from functools import partial
@@ -182,8 +182,8 @@ class Engine:
             diagnostics=diagnostics,
             closing=self._settings.close,
         )
-        # The thread holds this engine, not only its shell: a run whose `Run` nobody keeps must be found at
-        # the end of the process.
+        # The thread holds this engine, not only its shell: a run whose `Run` was dropped must be found at the
+        # end of the process.
         self._coordinator = threading.Thread(
             target=partial(self._run, shell), name="flowdp-coordinator", daemon=True
         )
@@ -258,7 +258,7 @@ class Engine:
         return self._requests.request(wish)
 
     def snapshot(self) -> Standing | None:
-        """What the ranks have at the end of this round; None where the run ends before.
+        """Take a snapshot at the end of this round; None where the run ends before.
 
         Threads:
             The user's.
@@ -318,15 +318,17 @@ class Engine:
         """Part of the ranks' time that they wait to launch; None: not known."""
         return None if self.turn is None else self.turn.waiting()
 
-    def stood(self, position: Position, **kept: Any) -> Stood | None:
-        """For one who goes on from a TrainedState; None where nobody can from inside an epoch."""
-        return Stood(position, self._fingerprint, **kept) if self._is_numbered else None
+    def stood(
+        self, position: Position, learning_rate: Mapping[str, Any], orders: Mapping[int, int] | None
+    ) -> Stood | None:
+        """Make the record from which a run resumes inside an epoch; None where that is not possible."""
+        return Stood(position, self._fingerprint, learning_rate, orders) if self._is_numbered else None
 
     def let_go(self) -> None:
         """Drop replicas, optimizers and all else that holds memory of a device, of a run that is over.
 
-        A notebook keeps its runs. And the garbage collector counts objects, not their bytes: what refers to
-        itself, in the user's model or in torch, may lie on a card for long.
+        A notebook keeps its runs. And the garbage collector counts objects, not their bytes: a reference
+        cycle, in the user's model or in torch, may hold a card's memory for long.
         """
         with self._letting_go:
             if not self.workers:
@@ -355,7 +357,7 @@ class Engine:
         return [*self._threads, self._coordinator, *readers, *writer]
 
     def report(self, headline: str, events: int) -> str:
-        """What the ranks and threads are doing, and the last events, as text of many lines."""
+        """Describe ranks, threads and the last events in many lines."""
         return self._report(headline, events)
 
     def _run(self, shell: CoordinatorShell) -> None:

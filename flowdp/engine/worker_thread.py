@@ -1,6 +1,6 @@
-"""The worker's shell: a thread that does what its machine says.
+"""The worker's thread: it trains by the orders of its machine.
 
-Between two steps of a round it waits for nobody: it looks at its inbox, takes the next batch, and
+Between two steps of a round it waits for no other thread: it looks at its inbox, takes the next batch, and
 trains it. One message goes up per order, not per step; on a device that runs behind its host
 it goes up when the device is there.
 """
@@ -78,14 +78,14 @@ class Worker:
         feed: Brings this rank's batches to its device.
         inbox: Inbox of this thread.
         pool: Chooses the size of this thread's OpenMP pool.
-        failures: Whether the others go on where this rank fails by itself, and what NaNs mean.
+        failures: Whether the others continue where this rank fails by itself, and whether NaNs are errors.
         global_step: Steps of all ranks before the run begins.
 
     Attributes:
         moves: Counts up with all that is no step: meetings, batches evaluated, barrier tasks done.
         longest_ms: The longest step in the orders that have ended.
         awaited: (epoch, batch) that it waits for; None: for none.
-        task: What it does while all stand still, in words; "" while it does none.
+        task: Its barrier task, as text; "" while it has none.
         is_idle: It waits for orders.
         has_left: Its thread is at its end.
     """
@@ -113,13 +113,13 @@ class Worker:
         self.has_left = False
         self._tasks = BarrierTasks(replica, replicas, services.saver, services.evaluator, rank)
         self._goes_on = options.on_failure == "continue"
-        self._is_bound = False  # what the other ranks do needs this one
+        self._is_bound = False  # the other ranks wait for this one
         self.rank = rank
         self.replica = replica
         self.inbox = inbox
         self._lane = replica.lane
-        # Where the others go on without a rank that raises, what it has not given is dealt anew. In exact,
-        # which parameters have a gradient goes by the ranks that count.
+        # Where the others continue without a rank that raises, the batches since its last mean are dealt
+        # again. In exact, the parameters that have a gradient depend on the ranks that count.
         is_known = meeting.snapshots is not None or replica.averaged is not replica.flat
         is_known |= self._goes_on and options.on_nan == "raise"
         is_late = self._lane.is_async and collective.masks and not is_known
@@ -152,7 +152,7 @@ class Worker:
         return None if self.is_idle or self.task else self._place.step
 
     def run(self) -> None:
-        """Live until told to leave; whatever goes wrong is reported, never raised.
+        """Work until ordered to leave; errors are reported, never raised.
 
         Threads:
             The body of the worker's own thread.
@@ -221,7 +221,7 @@ class Worker:
             self.machine.handle(mail)
 
     def _tell_feed(self) -> None:
-        """Let the feed know what comes: before a report lets what it holds of a void plan be dealt anew."""
+        """Tell the feed the next batches, before a report lets the batches of a void plan be dealt anew."""
         if self._fed != self.machine.plans:
             self._fed = self.machine.plans
             # Those of a step under way are the machine's until it is done, and the feed has handed some out.
@@ -271,7 +271,7 @@ class Worker:
         current.local_step += 1
 
     def _add_compiled(self, batch: Any, current: worker_context.CurrentWorker, share: float) -> None:
-        """Train a micro-batch; what it has to compile, other ranks find done."""
+        """Train a micro-batch; other ranks reuse its compilations."""
         with nullcontext() if self.replica.meets else self._calls.turn(current.samples):
             self.replica.add(batch, current, share)
 
@@ -296,7 +296,7 @@ class Worker:
             outcome = self._gate.enter(self.machine.judged(action.arrival))
             reading = self._collective.average(self.rank, outcome)
         except CollectiveAborted:
-            # Somebody else failed, and the coordinator knows: its order to leave is on its way.
+            # Another rank failed, and the coordinator knows: its order to leave is on its way.
             self._await_leave()
             return
         self._meter.met(reading)
@@ -382,7 +382,7 @@ class Worker:
         self._is_bound = True
         self.task = self._tasks.name(task)
         self._post(self._tasks.serve(task, self._await_evaluation, self._moved))
-        self._numbers.bad = None  # a replica that was bad has become what another one is
+        self._numbers.bad = None  # it has copied a healthy replica
         self.moves += 1
         self.task = ""
         self._is_bound = False

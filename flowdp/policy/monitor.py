@@ -11,6 +11,7 @@ from typing import Literal
 
 from flowdp.errors import OptionError
 from flowdp.policy.tally import EpochMetrics
+from flowdp.validators import check_int, check_number
 
 __all__ = ["Best", "Monitor", "Verdict", "judge", "number_of"]
 
@@ -56,12 +57,8 @@ class Monitor:
             raise OptionError(f"monitor must be the name of a metric, such as 'loss', not {self.name!r}")
         if self.mode not in ("min", "max"):
             raise OptionError(f"mode must be 'min' or 'max', not {self.mode!r}")
-        is_int = isinstance(self.patience, int) and not isinstance(self.patience, bool)
-        if self.patience is not None and (not is_int or self.patience < 1):
-            raise OptionError(f"patience must be None or an int of at least 1, not {self.patience!r}")
-        is_number = isinstance(self.min_delta, (int, float)) and not isinstance(self.min_delta, bool)
-        if not is_number or not 0 <= self.min_delta < math.inf:
-            raise OptionError(f"min_delta must be a number of at least 0, not {self.min_delta!r}")
+        check_int("patience", self.patience, optional=True)
+        check_number("min_delta", self.min_delta, above=False)
 
     def is_better(self, value: float, best: float) -> bool:
         """Whether a value beats the best one so far; NaN and infinity never do, and NaN is always beaten."""

@@ -1,4 +1,4 @@
-"""How samples become steps: what the source is opened with, and what each rank makes of its batches.
+"""Sizes of batches and steps: of the source, and of each rank.
 
 Ranks may have batch sizes of their own. The source then has batches of their greatest common divisor, and a
 rank puts as many together as make one of its own. A step of several micro-batches takes them all from its
@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from flowdp.errors import OptionError
 from flowdp.machine.policies import ROUNDS
 from flowdp.options import Policy
+from flowdp.validators import check_int
 
 __all__ = ["Sizes", "plan_sizes"]
 
@@ -44,7 +45,7 @@ class Sizes:
 
         Args:
             batches: Of the source, in an epoch.
-            policy: Who waits for whom.
+            policy: How the replicas are kept one model.
         """
         groups = self.groups
         if groups is None or ROUNDS[policy].averages == "gradients":
@@ -92,20 +93,20 @@ def plan_sizes(
     policy: Policy,
     world_size: int,
 ) -> Sizes:
-    """Check the sizes, and make of them what the source and the ranks need.
+    """Check the sizes, and derive those of the source and the ranks.
 
     Args:
         dataset: As the user gave it.
         batch_size: Samples of one forward, or one number for each rank; None: as the DataLoader says.
         global_batch_size: Samples of a step of all ranks (exact); None: the sum of theirs.
         accumulation: Micro-batches of a step.
-        policy: Who waits for whom.
+        policy: How the replicas are kept one model.
         world_size: Ranks.
 
     Raises:
         OptionError: They contradict each other, or the policy.
     """
-    _check_int("gradient_accumulation_steps", accumulation)
+    check_int("gradient_accumulation_steps", accumulation)
     sizes = _per_rank(dataset, batch_size, world_size)
     if ROUNDS[policy].averages == "gradients":
         if accumulation > 1:
@@ -139,7 +140,7 @@ def plan_sizes(
 
 
 def _per_rank(dataset: object, batch_size: object, world_size: int) -> tuple[int, ...] | None:
-    """The batch size of each rank; None where only the DataLoader knows, or nobody."""
+    """The batch size of each rank; None where the DataLoader has none, or it alone knows."""
     if isinstance(dataset, DataLoader):
         if isinstance(batch_size, Sequence):
             raise OptionError(
@@ -155,10 +156,10 @@ def _per_rank(dataset: object, batch_size: object, world_size: int) -> tuple[int
     if batch_size is None:
         raise OptionError("batch_size is missing: how many samples one device trains in one step")
     if not isinstance(batch_size, Sequence) or isinstance(batch_size, str):
-        _check_int("batch_size", batch_size)
+        check_int("batch_size", batch_size)
         return (int(str(batch_size)),) * world_size
     for size in batch_size:
-        _check_int("each batch_size", size)
+        check_int("each batch_size", size)
     if len(batch_size) != world_size:
         raise OptionError(
             f"batch_size={tuple(batch_size)!r} names {len(batch_size)} sizes for {world_size} devices"
@@ -181,15 +182,10 @@ def _exact(
             "batch_size and a sampler, not a batch_sampler, nor batch_size=None"
         )
     if global_batch_size is not None:
-        _check_int("global_batch_size", global_batch_size)
+        check_int("global_batch_size", global_batch_size)
     window = sum(sizes) if global_batch_size is None else int(str(global_batch_size))
     return Sizes(window, (1,) * world_size, None, window, sizes)
 
 
 def _is_stream(dataset: object) -> bool:
     return isinstance(dataset.dataset if isinstance(dataset, DataLoader) else dataset, IterableDataset)
-
-
-def _check_int(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise OptionError(f"{name} must be an int of at least 1, not {value!r}")

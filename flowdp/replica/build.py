@@ -1,4 +1,4 @@
-"""One replica per device, of what the user gave: equal, and ready to train."""
+"""Equal replicas, one per device, built from the user's model, optimizer and loss."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ReplicaConfig:
         optimizer: Instance or factory.
         loss: Loss of a step; None with a `train_step`.
         train_step: The user's own step; None with a loss.
-        policy: Who waits for whom.
+        policy: How the replicas are kept one model.
         sizes: Sizes of batches and steps.
         seed: Seed of the devices' generators.
         precision: Precision of forward and loss.

@@ -1,4 +1,4 @@
-"""A step of the user's own: several losses and optimizers, as a GAN or reinforcement learning has them."""
+"""The user's own step: several losses and optimizers, as in a GAN or in reinforcement learning."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class CustomStepReplica(Replica):
     """Replica with the user's `train_step(worker, batch)`: one call is one step.
 
     All gradients are cleared when a call returns, for a loss leaves gradients at parameters that are not
-    stepped by it. In "fp16" the optimizers share one gradient scaler, which looks at what they have stepped
-    before the next backward and at the end of the call.
+    stepped by it. In "fp16" the optimizers share one gradient scaler, which is updated after their
+    steps: before the next backward and at the end of the call.
 
     Args:
         train_step: Function of (worker, batch), the user's.

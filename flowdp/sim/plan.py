@@ -14,7 +14,7 @@ from flowdp.policy.formats import format_duration
 from flowdp.protocol.commands import RoundEnded
 from flowdp.sim.scenario import Scenario
 from flowdp.sim.world import World
-from flowdp.validators import one_of
+from flowdp.validators import check_int, one_of
 
 __all__ = ["Prediction", "simulate"]
 
@@ -106,8 +106,7 @@ def simulate(
     given = tuple(float(ms) for ms in speeds)
     _check(given, sync_ms, policy, noise, partition_ratios)
     for name, count in (("batch_size", batch_size), ("batches", batches), ("epochs", epochs)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise OptionError(f"{name} must be an int of at least 1, not {count!r}")
+        check_int(name, count)
     is_exact = ROUNDS[policy].shares == "samples"
     config = CoordinatorConfig(
         world_size=len(given),

@@ -517,7 +517,7 @@ class NoLength(Sampler[int]):
         ((X, Y), {"seed": 0.5}, "seed must be an int"),
         (Pairs(), {"num_workers": -1}, "num_workers must be an int of at least 0"),
         (Pairs(), {"num_workers": True}, "num_workers must be an int"),
-        (Pairs(), {"collate_fn": "stack"}, "collate_fn must be a callable"),
+        (Pairs(), {"collate_fn": "stack"}, "collate_fn must be a function of a list of samples"),
         ((X, Y), {"collate_fn": mapping}, "collate_fn=.* has no use for a dataset of tensors"),
         ((X, Y), {"num_workers": 2}, "num_workers=2 has no use for a dataset of tensors"),
         (Whole(), {"collate_fn": mapping}, "Whole has get_batch"),

@@ -14,7 +14,6 @@ from flowdp.data_parallel.arguments import (
     check_cadence,
     check_loss,
     check_model,
-    check_norm,
     check_optimizers,
     kept_after_errors,
     set_epoch,
@@ -61,14 +60,6 @@ def test_a_loss_is_callable() -> None:
     assert check_loss(max) is max
     with pytest.raises(OptionError, match=r"loss_fn .* not 3"):
         check_loss(3)
-
-
-@pytest.mark.parametrize("norm", [0, -1.0, "1"])
-def test_a_norm_is_positive(norm: Any) -> None:
-    check_norm(None)
-    check_norm(1)
-    with pytest.raises(OptionError, match="max_grad_norm"):
-        check_norm(norm)
 
 
 @pytest.mark.parametrize(

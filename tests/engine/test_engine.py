@@ -137,7 +137,9 @@ def test_a_thread_of_the_run_cannot_wait_for_it(call: str) -> None:
 
     runs.append(trainer(loss).start())
     has_run.set()
-    with pytest.raises(StepError, match=rf"{call}\(\) would wait for the thread that calls it") as caught:
+    with pytest.raises(
+        StepError, match=rf"{call}\(\) cannot be called from a loss, a dataset or a callback"
+    ) as caught:
         runs[0].join(WAIT_S)
     assert isinstance(caught.value.__cause__, OptionError)
 

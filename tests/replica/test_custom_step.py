@@ -378,7 +378,7 @@ TWO = [SGD([MODEL.weight], 0.1), SGD([MODEL.bias], 0.1)]
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"loss": lambda model, batch: 0}, "loss and train_step both say what a step is"),
+        ({"loss": lambda model, batch: 0}, "loss and train_step each define a step"),
         ({"train_step": 3}, r"must be a function of \(worker, batch\), not 3"),
         ({"policy": "exact"}, "steps as it likes"),
         ({"gradient_accumulation_steps": 2}, "one call gets one batch and is one step"),
