@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -153,7 +152,7 @@ class Store:
         keep_best = self.options.keep_best
         if keep_best is None:
             return False
-        return Monitor(*keep_best).is_better(value, math.nan if self.best is None else self.best)
+        return Monitor(*keep_best).is_better(value, self.best)
 
     def _files(self) -> list[Path]:
         try:

@@ -7,7 +7,6 @@ gets the newest checkpoint and the best one, not all of them.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -357,7 +356,7 @@ class Saver:
         keep_best = None if self._store is None else self._store.options.keep_best
         if keep_best is None or one.value is None:
             return False
-        return Monitor(*keep_best).is_better(one.value, math.nan if other.value is None else other.value)
+        return Monitor(*keep_best).is_better(one.value, other.value)
 
     def _value(self, standing: Standing) -> float | None:
         """Value of the metric that `keep_best` names, at the end of an epoch."""

@@ -21,12 +21,12 @@ class Best:
     """What a monitored number has come to.
 
     Attributes:
-        value: The best one so far; NaN before the first.
+        value: The best one so far; None before the first.
         epoch: When; -1 before the first.
         bad: Judged epochs since.
     """
 
-    value: float = math.nan
+    value: float | None = None
     epoch: int = -1
     bad: int = 0
 
@@ -60,9 +60,9 @@ class Monitor:
         check_int("patience", self.patience, optional=True)
         check_number("min_delta", self.min_delta, above=False)
 
-    def is_better(self, value: float, best: float) -> bool:
-        """Whether a value beats the best one so far; NaN and infinity never do, and NaN is always beaten."""
-        if not math.isfinite(value) or math.isnan(best):
+    def is_better(self, value: float, best: float | None) -> bool:
+        """Whether a value beats the best one so far, or is the first; NaN and infinity never do."""
+        if not math.isfinite(value) or best is None:
             return math.isfinite(value)
         return value < best - self.min_delta if self.mode == "min" else value > best + self.min_delta
 

@@ -137,7 +137,7 @@ def test_against_the_definition(values, patience, min_delta):
         expected.append((since == 0, since >= patience))
     assert [(verdict.is_best, verdict.stop) for verdict in verdicts] == expected
     assert best.bad == since
-    assert best.value == record if record is not None else math.isnan(best.value)
+    assert best.value == record
 
 
 @pytest.mark.parametrize(

@@ -246,8 +246,11 @@ class Standing:
         if monitor is None or value is None:
             return
         best, least = self._best, monitor.min_delta
-        beaten = value < best.value - least if monitor.mode == "min" else value > best.value + least
-        if math.isnan(best.value) or beaten:
+        if best.value is None:
+            beaten = True
+        else:
+            beaten = value < best.value - least if monitor.mode == "min" else value > best.value + least
+        if beaten:
             self._best, self._is_best = Best(value, epoch), True
         else:
             self._best, self._is_best = Best(best.value, best.epoch, best.bad + 1), False

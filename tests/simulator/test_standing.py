@@ -405,4 +405,4 @@ def test_an_epoch_that_was_cut_is_none_of_those_that_are_over() -> None:
     cut = OpenEpoch(0, 2, ((), ()), (RankSums(samples=16), RankSums()))
     standing.saved(save(None, is_best=True, open=(cut,)), 0.0)
     [(_, memory)] = standing.saves
-    assert (memory.epochs, repr(memory.best)) == (0, repr(Best()))
+    assert (memory.epochs, memory.best) == (0, Best())
