@@ -89,8 +89,8 @@ class Status:
         epochs_done: Complete epochs.
         global_step: Steps of all ranks in the rounds held so far.
         round: The last round, or None.
-        local_steps: Steps per rank, with those since the last round. Shape (world_size,).
-        throttled: Reason why a rank has no batches, per rank; None for one that has. Shape (world_size,).
+        local_steps: Steps per rank, those since the last round included. Shape (world_size,).
+        throttled: Why a rank may take no step, per rank; None for one that may. Shape (world_size,).
         pieces: Into how many a micro-batch is cut, per rank, because its device ran out of memory; 1 where it
             is whole. Shape (world_size,).
         launch_bound: Part of the ranks' time that they wait to launch their steps, because Python runs in one

@@ -26,7 +26,7 @@ class Progress:
 
     Attributes:
         steps: It has taken.
-        throttled: Why it has no batches; None where it has some.
+        throttled: Why it may take no step; None where it may.
         pieces: Number of pieces that its micro-batches are cut into.
         uncaptured: Why its steps are not captured, where they were to be.
     """

@@ -331,7 +331,7 @@ class Worker:
             longest_ms = work.busy_ms + work.data_ms - work.pace_ms * max(0, work.steps - 1)
             self.longest_ms = max(self.longest_ms, longest_ms)
             if outcome is None:
-                self._post(StepsDone(self.rank, done.plan, work))
+                self._post(StepsDone(self.rank, done.plan, work, done.is_last))
                 return
             mean = report.averaging or Averaging(0.0, None)
             self._post(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from flowdp.errors import ProtocolError
-from flowdp.protocol.messages import DataEnded, StartEpoch, Work
+from flowdp.protocol.messages import DataEnded, StartEpoch, StepsDone, Work
 
 __all__ = ["AHEAD", "AsyncRank"]
 
@@ -26,7 +26,7 @@ class AsyncRank:
         mean: Steps in the last mean that was applied.
         snapshot: Steps in the last snapshot, applied or under way.
         works: Its reports since the last round.
-        is_throttled: A `Throttle` is its last order.
+        limit: Steps at which it has to stop, by its last `Throttle`; None: it has had none.
         bad: (epoch, batch) of the first step since the last meeting with NaN or inf values.
     """
 
@@ -36,8 +36,13 @@ class AsyncRank:
     mean: int = 0
     snapshot: int = 0
     works: list[Work] = field(default_factory=list)
-    is_throttled: bool = False
+    limit: int | None = None
     bad: tuple[int, int] | None = None
+
+    @property
+    def reach(self) -> int:
+        """Steps that it takes with what it was told."""
+        return self.dealt if self.limit is None else min(self.limit, self.dealt)
 
     @property
     def pace_ms(self) -> float:
@@ -49,7 +54,21 @@ class AsyncRank:
         """Send it an order."""
         self.orders.append(order)
         self.dealt += order.steps
-        self.is_throttled = False
+
+    def reported(self, done: StepsDone) -> StartEpoch:
+        """Take a report; returns the part of the oldest order that it is about.
+
+        Raises:
+            ProtocolError: It is about another order.
+        """
+        order = self.orders[0] if self.orders else None
+        if order is None or (order.plan, order.epoch) != (done.plan, done.work.epoch):
+            raise ProtocolError(f"unexpected {done}: the oldest order is {order}")
+        if done.is_last:
+            return self.orders.popleft()
+        batches = done.work.steps * order.group
+        self.orders[0] = replace(order, batches=order.batches[batches:])
+        return replace(order, batches=order.batches[:batches])
 
     def credit(self, order: StartEpoch, work: Work) -> None:
         """Count the trained steps of an order; the rest is dealt anew."""

@@ -1,9 +1,9 @@
 """Asynchronous rounds: snapshots are averaged while the ranks train on, and no rank waits.
 
-Batches go out in small orders, two per rank, so that a rank always has the next one. A round is opened when
-every rank has taken its count of steps or cannot move; it passes through three states, each left by facts
-alone: snapshots are collected, averaged, applied. What has to happen to all ranks at once (a pause, a stop, a
-new learning rate, the end) is a blocking round at the gate.
+Batches go out in orders, two per rank, so that a rank always has the next one; `Throttle` stops a rank that
+is ahead within its order. A round is opened when every rank has taken its count of steps or cannot move; it
+passes through three states, each left by facts alone: snapshots are collected, averaged, applied. What has to
+happen to all ranks at once (a pause, a stop, a new learning rate, the end) is a blocking round at the gate.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flowdp.machine.rounds import Averages, Constraints, Rounds, Shares
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.drift import largest_drift
 from flowdp.policy.lead import Overshoot, lead_room
-from flowdp.policy.ledger import ENDLESS
+from flowdp.policy.ledger import ENDLESS, Ledger
 from flowdp.protocol.commands import Average, Command, RoundAbandoned, RoundEnded, Send
 from flowdp.protocol.messages import (
     Averaged,
@@ -45,12 +45,12 @@ from flowdp.protocol.position import Position
 
 __all__ = ["AsyncRounds"]
 
-ORDER_MS = 10.0
-"""Steps go out in orders of about this time. Only a finished order tells that a count is full: with long
-ones a slow rank's round grows, and the fast ranks reach their limit."""
-
 ORDERS_PER_ROUND = 4
-"""A rank's count goes out in at least this many orders."""
+"""A rank's count goes out in about this many orders."""
+
+REPORT_MS = 10.0
+"""Ranks report their steps in about this time: only a report tells that a count is full, or that the slowest
+rank has moved."""
 
 SNAPSHOT_TIMEOUT_MS = 5000.0
 """How long a round waits for its snapshots; doubled when that was too short, halved when it was not."""
@@ -154,11 +154,7 @@ class AsyncRounds(Rounds):
         return []
 
     def _take_work(self, fact: StepsDone) -> None:
-        rank = self._ranks[fact.rank]
-        order = rank.orders.popleft() if rank.orders else None
-        if order is None or (order.plan, order.epoch) != (fact.plan, fact.work.epoch):
-            raise ProtocolError(f"unexpected {fact}: the oldest order of rank {fact.rank} is {order}")
-        self._credit(fact.rank, order, fact.work)
+        self._credit(fact.rank, self._ranks[fact.rank].reported(fact), fact.work)
 
     def _credit(self, rank: int, order: StartEpoch, work: Work, wait_ms: float = 0.0) -> None:
         self._is_bad |= work.bad is not None
@@ -203,7 +199,7 @@ class AsyncRounds(Rounds):
             commands.append(self._abandon(round_))
         elif round_ is not None:
             return commands
-        if self._is_dirty and (meet or self.epochs.is_exhausted):
+        if self._is_dirty and (meet or (self.epochs.is_exhausted and not self._holds_back)):
             return commands + self._meet(is_hurried=meet)
         if not hold and self._is_due():
             commands += self._open_round(now_ms)
@@ -216,54 +212,71 @@ class AsyncRounds(Rounds):
     def _deal(self, now_ms: float) -> list[Command]:
         commands: list[Command] = []
         counts, pace_ms = self.cadence.quotas, self.cadence.ms_per_step
-        measured = zip(counts, self.cadence.el_che.ms_per_batch, strict=True)
-        sizes = [math.ceil(min(n / ORDERS_PER_ROUND, ORDER_MS / ms if ms else n)) for n, ms in measured]
+        sizes = [math.ceil(count / ORDERS_PER_ROUND) for count in counts]
         # Those that would finish first are served first, so the end of the data goes to the fast ones.
         for rank in sorted(range(self.world_size), key=pace_ms.__getitem__):
-            state = self._ranks[rank]
-            while len(state.orders) < AHEAD:
-                room = self._room(rank, counts)
+            state, orders = self._ranks[rank], list[StartEpoch]()
+            limit = self._limit(rank, counts)
+            while len(state.orders) < AHEAD and state.dealt < limit:
                 ledger = self.epochs.dealing(now_ms)
-                if room <= 0 or ledger is None:
-                    if not state.is_throttled and not state.orders:
-                        reason = "no data" if ledger is None else "at its lead limit"
-                        state.is_throttled = True
-                        commands.append(Send(rank, Throttle(reason)))
+                if ledger is None:
                     break
                 whole = sum(size * group for size, group in zip(sizes, ledger.groups, strict=True))
-                size = min(sizes[rank], room) if ledger.remaining > whole else 1
-                quotas = [size if r == rank else 0 for r in range(self.world_size)]
-                batches = ledger.deal(quotas, pace_ms)[rank]
-                pace = Pace(sum(counts), counts[rank])
-                order = StartEpoch(
-                    self._plan,
-                    ledger.epoch,
-                    batches,
-                    pace=pace,
-                    metric=self.epochs.metric,
-                    group=ledger.groups[rank],
-                )
-                state.give(order)
-                commands.append(Send(rank, order))
+                quotas = [0] * self.world_size
+                quotas[rank] = sizes[rank] if ledger.remaining > whole else 1
+                orders.append(self._order(ledger, rank, ledger.deal(quotas, pace_ms)[rank]))
+                state.give(orders[-1])
+            commands += self._throttle(rank, limit)
+            commands += [Send(rank, order) for order in orders]
         return commands
 
-    def _room(self, rank: int, counts: tuple[int, ...]) -> int:
-        """Steps that may still be dealt to a rank, by those since its last snapshot."""
-        ahead = counts[rank] + self._overshoot.value - (self._ranks[rank].dealt - self._ranks[rank].snapshot)
-        lead = self.cadence.options.max_batch_diff
+    def _order(self, ledger: Ledger, rank: int, batches: tuple[int, ...]) -> StartEpoch:
+        counts, ms = self.cadence.quotas, self.cadence.el_che.ms_per_batch[rank]
+        return StartEpoch(
+            self._plan,
+            ledger.epoch,
+            batches,
+            pace=Pace(sum(counts), counts[rank]),
+            metric=self.epochs.metric,
+            group=ledger.groups[rank],
+            report_every=math.ceil(REPORT_MS / ms) if ms else 1,
+        )
+
+    def _throttle(self, rank: int, limit: int) -> list[Command]:
+        """Hold a rank back at its limit, or release it; goes out before the orders that it holds back."""
+        state, reason = self._ranks[rank], "at its lead limit"
+        if not state.orders:
+            if state.limit is not None and state.limit <= state.dealt:
+                return []  # its last Throttle says why it has none
+            reason = reason if state.dealt >= limit else "no data"
+            limit = state.dealt
+        elif state.reach == min(limit, state.dealt):
+            return []
+        state.limit = limit
+        return [Send(rank, Throttle(limit, reason))]
+
+    def _limit(self, rank: int, counts: tuple[int, ...]) -> int:
+        """Steps that a rank may take since the run began, by its last snapshot and those of the others."""
+        state, lead = self._ranks[rank], self.cadence.options.max_batch_diff
+        limit = state.snapshot + counts[rank] + self._overshoot.value
         if lead is None:
-            return ahead
+            return limit
         room = lead_room(
             [state.dealt - state.snapshot for state in self._ranks],
             [state.trained - state.snapshot for state in self._ranks],
             [self._may_move(state) for state in self._ranks],
             lead,
         )[rank]
-        return ahead if room is None else room
+        return limit if room is None else state.dealt + room
 
     def _may_move(self, state: AsyncRank) -> bool:
         """Whether a rank is not held back by the data: it has orders, or could get some."""
         return bool(state.orders) or not self.epochs.is_exhausted
+
+    @property
+    def _holds_back(self) -> bool:
+        """Whether a rank has batches that it may not train yet."""
+        return any(state.orders and state.reach < state.dealt for state in self._ranks)
 
     def _is_due(self) -> bool:
         steps = 0

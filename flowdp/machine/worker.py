@@ -77,22 +77,24 @@ class Enter:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """An order has ended.
+    """An order has ended, or a part of it.
 
     Attributes:
         plan: Its plan.
         epoch: Epoch of its batches.
-        steps: How many of them were trained, from the first.
+        steps: Steps that were taken with them, since the last report.
+        is_last: The order has ended; False where the rest of it follows.
     """
 
     plan: int
     epoch: int
     steps: int
+    is_last: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """An order without a meeting has ended: report its work (async)."""
+    """An order without a meeting has ended, or a part of it is due: report its work (async)."""
 
     done: Done
 
@@ -154,7 +156,6 @@ class WorkerMachine:
         steps: Steps since the last mean.
         samples: Samples of those steps.
         total_steps: Steps of the run.
-        throttled: Why there are no batches for this rank, while there are none.
         untold: Samples that means hold and no acknowledgment has told of.
         is_bad: The replica has NaN or inf parameters since the last meeting: it weighs nothing in the next.
         was_bad: The rank was left out of the last mean by its device, as its host has heard since. It says so
@@ -168,7 +169,6 @@ class WorkerMachine:
         self.steps = 0
         self.samples = 0
         self.total_steps = 0
-        self.throttled: str | None = None
         self.untold = 0
         self.is_bad = False
         self.was_bad = False
@@ -187,6 +187,8 @@ class WorkerMachine:
         self._sync_now = -1  # rounds up to this one are entered with the steps there are
         self._oldest_plan = 0  # orders of older plans are void
         self._snapshot: Snapshot | None = None
+        self._reported = 0  # steps of the current order that were reported
+        self._throttle: Throttle | None = None
         self._cut: Done | None = None  # the order that a hurried blocking round cut short (async)
         self._cut_steps = 0  # and how many steps were not taken for its sake
         self._leave: Leave | None = None
@@ -195,6 +197,12 @@ class WorkerMachine:
     def order(self) -> StartEpoch | None:
         """The order under way."""
         return self._order
+
+    @property
+    def throttled(self) -> str | None:
+        """Why this rank may take no step; None while it may."""
+        throttle = self._throttle
+        return None if throttle is None or self.total_steps < throttle.limit else throttle.reason
 
     @property
     def leaves(self) -> bool:
@@ -207,7 +215,6 @@ class WorkerMachine:
             case StartEpoch():
                 if order.plan >= self._oldest_plan:
                     self._orders.append(order)
-                    self.throttled = None
                     self.plans += 1
             case DataEnded():
                 self._shorten(order)
@@ -220,7 +227,7 @@ class WorkerMachine:
             case SyncNow():
                 self._sync_now = max(self._sync_now, order.round)
             case Throttle():
-                self.throttled = order.reason
+                self._throttle = order
             case Evaluate() | SaveState() | CopyReplica():
                 self._tasks.append(order)
             case Shutdown():
@@ -246,7 +253,7 @@ class WorkerMachine:
             if not self._orders:
                 return _IDLE
             order = self._order = self._orders.popleft()
-            self._done = self._taken = self._in_round = self._held = 0
+            self._done = self._taken = self._in_round = self._held = self._reported = 0
         sync = order.sync
         if sync is None:
             return self._next_free(order, in_step=in_step)
@@ -356,22 +363,29 @@ class WorkerMachine:
         is_called = self._sync_now >= self._next_round and not in_step
         if is_called and any(later.sync is not None for later in self._orders):
             return self._skip_to_gate(order)
+        fresh = self._done - self._reported
         if self._taken < len(order.batches):
+            is_held = self.throttled is not None and not in_step
+            if fresh and (is_held or fresh == order.report_every):
+                self._reported = self._done
+                return Report(Done(order.plan, order.epoch, fresh, is_last=False))
+            if is_held:
+                return _IDLE
             pace = order.pace
             ahead = 0 if pace is None else self.steps * pace.steps // pace.quota
             return self._step(order, self._base + ahead)
         self._order = None
-        return Report(Done(order.plan, order.epoch, self._done))
+        return Report(Done(order.plan, order.epoch, fresh))
 
     def _skip_to_gate(self, order: StartEpoch) -> Action:
         """Go to the blocking round in the queue; what lies before it is dealt anew (async)."""
-        self._cut = Done(order.plan, order.epoch, self._done)
+        self._cut = Done(order.plan, order.epoch, self._done - self._reported)
         self._cut_steps = order.steps - self._done
         while self._orders[0].sync is None:
             self._cut_steps += self._orders.popleft().steps
         self.plans += 1
         self._order = self._orders.popleft()
-        self._done = self._taken = self._in_round = self._held = 0
+        self._done = self._taken = self._in_round = self._held = self._reported = 0
         return self.next()
 
     def _step(self, order: StartEpoch, position: int) -> Step:

@@ -136,6 +136,7 @@ class StartEpoch:
         parts: What of each batch is this rank's; every rank gets the same batches then, and meets after each
             (exact). None: the batches are this rank's alone. Shape (batches,).
         group: Batches that make one step of this rank; the last step of an epoch may have fewer.
+        report_every: Steps after which this rank reports, where `sync` is None; 0: at the end of the order.
     """
 
     plan: int
@@ -146,6 +147,7 @@ class StartEpoch:
     metric: float | None = None
     parts: tuple[Part, ...] | None = None
     group: int = 1
+    report_every: int = 0
 
     @property
     def steps(self) -> int:
@@ -185,12 +187,16 @@ class SyncNow:
 
 @dataclass(frozen=True, slots=True)
 class Throttle:
-    """No batches for you now; the next `StartEpoch` releases.
+    """Take no step beyond this one, although batches of an order are left; a later `Throttle` replaces it.
+
+    It goes out before the batches that it holds back, so no rank can be ahead of it; raised, it releases.
 
     Attributes:
+        limit: Steps of this rank since the run began.
         reason: Why, in words.
     """
 
+    limit: int
     reason: str
 
 
@@ -243,17 +249,19 @@ class WorkerReady:
 
 @dataclass(frozen=True, slots=True)
 class StepsDone:
-    """An order without a meeting is done (async).
+    """Steps of an order without a meeting were taken, since the last report (async).
 
     Attributes:
         rank: Who.
         plan: The plan of the order.
         work: What was done.
+        is_last: The order has ended with them.
     """
 
     rank: int
     plan: int
     work: Work
+    is_last: bool = True
 
 
 @dataclass(frozen=True, slots=True)

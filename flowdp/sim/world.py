@@ -282,7 +282,7 @@ class World:
                     self._enter(number, action)
                 case Report():
                     work = self._work(number, action.done)
-                    self.fact(StepsDone(number, action.done.plan, work), ("up", number))
+                    self.fact(StepsDone(number, action.done.plan, work, action.done.is_last), ("up", number))
                     continue
                 case Snapshot():
                     self._snapshot(number, action)

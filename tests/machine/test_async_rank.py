@@ -6,14 +6,14 @@ import pytest
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.async_rank import AHEAD, AsyncRank
-from flowdp.protocol.messages import DataEnded, StartEpoch, Work
+from flowdp.protocol.messages import DataEnded, StartEpoch, StepsDone, Work
 
 
 def test_what_was_not_trained_is_not_dealt_any_more() -> None:
-    state = AsyncRank(is_throttled=True)
+    state = AsyncRank(limit=2)
     order = StartEpoch(0, 0, (0, 1, 2))
     state.give(order)
-    assert (state.dealt, state.is_throttled) == (3, False)
+    assert (state.dealt, state.reach) == (3, 2)
     state.credit(state.orders.popleft(), Work(0, 2, 16, pace_ms=5.0))
     assert (state.dealt, state.trained, state.pace_ms) == (2, 2, 5.0)
     state.credit(order, Work(0, 3, 24))
@@ -57,3 +57,15 @@ def test_counts_that_cannot_be() -> None:
         state.give(StartEpoch(0, 0, (number,)))
     with pytest.raises(ProtocolError, match="3 orders are out, 2 may be"):
         state.check()
+
+
+def test_a_report_is_about_the_oldest_batches() -> None:
+    state = AsyncRank()
+    state.give(StartEpoch(0, 0, (0, 1, 2, 3, 4), group=2))
+    part = state.reported(StepsDone(0, 0, Work(0, 1, 16), is_last=False))
+    assert (part.batches, state.orders[0].batches) == ((0, 1), (2, 3, 4))
+    # The last report may be about fewer steps than are left: the order was cut short.
+    assert state.reported(StepsDone(0, 0, Work(0, 1, 16))).batches == (2, 3, 4)
+    assert not state.orders
+    with pytest.raises(ProtocolError, match="the oldest order is None"):
+        state.reported(StepsDone(0, 0, Work(0, 1, 16)))

@@ -352,7 +352,7 @@ def test_a_scheduler_that_waits_for_a_loss_needs_one() -> None:
 
 def test_a_rank_without_batches_is_told_so() -> None:
     _, commands = started("async", batches=2, epochs=2, wait_for_metric=True)
-    assert others(commands) == [Send(1, Throttle("no data"))]
+    assert others(commands) == [Send(1, Throttle(0, "no data"))]
 
 
 def test_fixed_shares_reach_the_rounds() -> None:

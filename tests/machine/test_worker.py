@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -183,19 +184,61 @@ def test_a_failure_outweighs_the_end_of_the_run() -> None:
     assert machine.next() == Leave("rank 1 failed")
 
 
-def test_a_throttle_is_a_remark_until_the_next_order() -> None:
-    machine = WorkerMachine(0)
-    machine.handle(Throttle("at its lead limit"))
-    assert machine.throttled == "at its lead limit"
-    assert machine.next() == Idle()
-    machine.handle(planned((0,)))
-    assert machine.throttled is None
-    assert step(machine).batches == (0,)
-
-
 # ---------------------------------------------------------------- async
 def free(batches: tuple[int, ...], plan: int = 0) -> StartEpoch:
     return StartEpoch(plan, 0, batches, pace=Pace(steps=6, quota=2))
+
+
+def test_a_throttle_stops_a_rank_within_its_order_until_the_next_one() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(Throttle(2, "at its lead limit"))
+    machine.handle(free((0, 1, 2)))
+    step(machine)
+    assert machine.throttled is None
+    step(machine)
+    assert machine.throttled == "at its lead limit"
+    # Its steps so far are reported, for the others wait for them; the rest of the order stays with it.
+    assert machine.next() == Report(Done(0, 0, 2, is_last=False))
+    assert machine.next() == Idle()
+    assert upcoming(machine) == [(0, 2)]
+    machine.handle(Throttle(9, "at its lead limit"))
+    assert machine.throttled is None
+    assert step(machine).batches == (2,)
+    assert machine.next() == Report(Done(0, 0, 1))
+
+
+def test_a_throttle_does_not_keep_a_rank_from_the_gate() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(Throttle(1, "at its lead limit"))
+    machine.handle(free((0, 1)))
+    step(machine)
+    machine.next()
+    assert machine.next() == Idle()
+    machine.handle(StartEpoch(0, 0, (), SyncPoints(3, 0, 1, 20, 0)))
+    assert machine.next() == Idle()
+    assert enter(machine, sync_now=3) == Arrival(0, 3, 20, 1, 8, left=1)
+    assert machine.met(outcome(3, 21, hurried=True)) == Done(0, 0, 0)  # the step was reported before
+
+
+def test_a_step_that_has_begun_is_finished_beyond_a_throttle_and_a_call() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(free((0, 1)))
+    machine.handle(Throttle(0, "at its lead limit"))
+    machine.handle(SyncNow(3))
+    assert isinstance(machine.next(in_step=True), Step)
+    assert machine.next() == Idle()
+
+
+def test_a_long_order_is_reported_in_parts() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(replace(free((0, 1, 2, 3, 4)), report_every=2))
+    said = []
+    while (action := machine.next()) != Idle():
+        if isinstance(action, Step):
+            machine.trained(8)
+        else:
+            said.append(action)
+    assert said == [Report(Done(0, 0, 2, is_last=False))] * 2 + [Report(Done(0, 0, 1))]
 
 
 def test_an_order_without_a_meeting_is_reported() -> None:

@@ -33,7 +33,7 @@ def test_waiting_for_a_batch_belongs_to_the_pace_of_its_step() -> None:
 
 def test_the_machine_takes_all_orders() -> None:
     shell = Shell(WorkerMachine(0))
-    shell.inbox.extend([Throttle("a"), Throttle("b")])
+    shell.inbox.extend([Throttle(0, "a"), Throttle(0, "b")])
     shell.wake(0.0)
     assert shell.machine.throttled == "b"
     assert not shell.inbox
@@ -47,9 +47,9 @@ def test_what_stirs() -> None:
     order = StartEpoch(0, 0, (0,), SyncPoints(0, 1, 1, 0, 1))
     shell.expect(order)
     assert shell.stirs == "has an order"
-    shell.expect(Throttle("no data"))
+    shell.expect(Throttle(0, "no data"))
     shell.receive(order)
-    shell.receive(Throttle("no data"))
+    shell.receive(Throttle(0, "no data"))
     assert shell.stirs == ""  # it is in the inbox, and the rank is idle for this moment alone
     shell.wake(0.0)
     shell.machine.next()

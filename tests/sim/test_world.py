@@ -12,8 +12,19 @@ from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.worker import WorkerMachine
 from flowdp.options import Policy
 from flowdp.protocol.commands import Command, EpochEnded, RoundEnded
-from flowdp.protocol.messages import Fact, Requested, Tick, WorkerReady
-from flowdp.sim.world import Machines
+from flowdp.protocol.messages import (
+    Fact,
+    Order,
+    Requested,
+    StartEpoch,
+    SyncNow,
+    Throttle,
+    Tick,
+    WorkerReady,
+)
+from flowdp.sim.scenario import Disturbance
+from flowdp.sim.watcher import Watcher
+from flowdp.sim.world import Machines, World
 from tests.simulator.cluster import JudgedWorld
 from tests.simulator.faults import Crash, Scenario, Wish
 from tests.simulator.rules import Violation
@@ -161,3 +172,30 @@ def test_a_pause_while_a_rank_waits_beyond_the_end() -> None:
         assert world.rules.finish is not None
         assert not world.rules.finish.stopped
         assert 100.0 <= world.clock.now_ms < 110.0
+
+
+# ---------------------------------------------------------------- orders on the way of an ordinary run
+def orders_of(given: Scenario) -> set[type]:
+    heard: set[type] = set()
+
+    class Listener(Watcher):
+        def ordered(self, rank: int, order: Order, *, is_gone: bool, stirs: object) -> None:
+            heard.add(type(order))
+
+    World(given, watcher=Listener()).run()
+    return heard
+
+
+def test_an_async_run_on_unequal_devices_starts_throttles_and_calls_to_the_gate() -> None:
+    pause, unpause = Wish(50.0, Requested("pause")), Wish(60.0, Requested("unpause"))
+    config = replace(scenario("async").config, batches=400)
+    unequal = replace(scenario("async"), config=config, ms_per_step=(10.0, 28.0))
+    assert {StartEpoch, Throttle} <= orders_of(unequal)
+    assert {StartEpoch, Throttle, SyncNow} <= orders_of(replace(unequal, wishes=(pause, unpause)))
+
+
+def test_a_cadence_run_calls_to_the_gate_when_a_rank_is_late() -> None:
+    config = replace(scenario("cadence").config, batches=400)
+    unequal = replace(scenario("cadence"), config=config, ms_per_step=(10.0, 28.0))
+    assert SyncNow not in orders_of(unequal)
+    assert SyncNow in orders_of(replace(unequal, disturbance=Disturbance(1, 30, 10.0)))

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flowdp.machine.async_rounds import AsyncRounds
 from flowdp.machine.coordinator import Coordinator, Life
 from flowdp.machine.policies import ROUNDS
 from flowdp.machine.worker import Done, Step
@@ -35,6 +36,7 @@ from flowdp.sim.scenario import Scenario
 from flowdp.sim.watcher import Watcher
 from tests.simulator.bounds import Bounds
 from tests.simulator.effect import Effect, Memory
+from tests.simulator.leads import Leads
 from tests.simulator.standing import Standing
 from tests.simulator.violation import Violation
 from tests.simulator.windows import Windows
@@ -114,6 +116,7 @@ class Rules(Watcher):
         self._waits: dict[int, tuple[tuple[int, int], float]] = {}
         self._windows = Windows(scenario) if config.policy == "exact" else None
         self._lead = config.cadence.max_batch_diff if config.policy == "cadence" else None
+        self._leads = Leads(scenario)
 
     def wishes(self, request: Requested, coordinator: Coordinator, now_ms: float) -> None:
         """The user asks for something."""
@@ -135,6 +138,7 @@ class Rules(Watcher):
     # ------------------------------------------------------------------ facts
     def hears(self, fact: Fact, coordinator: Coordinator) -> None:
         """The coordinator is about to take a fact."""
+        self._leads.hears(fact)
         if isinstance(fact, DataEnded):
             self.knows_end(fact)
         if isinstance(fact, Evaluated | StateSaved | ReplicaCopied):
@@ -149,6 +153,8 @@ class Rules(Watcher):
     ) -> None:
         """The coordinator has answered a fact."""
         coordinator.check()
+        if isinstance(coordinator.rounds, AsyncRounds):
+            self._leads.decides(commands, coordinator.rounds)
         if isinstance(fact, Exiting) and fact.error is not None:
             goes_on = any(isinstance(command, LeaveGate) for command in commands)
             self.exits(fact, now_ms, may=self._may_go_on, goes_on=goes_on)
@@ -264,6 +270,7 @@ class Rules(Watcher):
             raise Violation(
                 "S13", f"rank {rank} stands at {position} with {key}, the mean at {self._base[rank]}"
             )
+        self._leads.step_begins(rank, self.steps[rank])
         if self._lead is not None:
             own = self._uncredited(rank)
             for other, is_moving in enumerate(self.is_moving):
@@ -353,6 +360,10 @@ class Rules(Watcher):
             raise Violation("S14", f"{order} goes beyond the {self._ends[order.epoch]} batches of its epoch")
         if isinstance(order, Update):
             self._mean_steps[order.round] = order.global_step
+
+    def delivered(self, rank: int, order: Order) -> None:
+        """An order has come into the inbox of a rank."""
+        self._leads.delivered(rank, order)
 
     def reported(self, record: RoundEnded, quotas: tuple[int, ...], now_ms: float = 0.0) -> None:
         """A round is over; the next one has these quotas."""

@@ -47,6 +47,7 @@ from flowdp.protocol.messages import (
     StartEpoch,
     SyncAck,
     SyncNow,
+    Throttle,
     Tick,
     Work,
 )
@@ -610,20 +611,46 @@ def steps_of_an_abandoned_round_count_twice(patch: Patch) -> None:
     patch.setattr(AsyncRounds, "_abandon", crediting)
 
 
-@mutant("L1", 100)
-def a_throttled_rank_is_never_released(patch: Patch) -> None:
+@mutant("S6", 100)
+def a_throttle_is_lost(patch: Patch) -> Machines:
+    class Lax(Coordinator):
+        def handle(self, fact: Fact, now_ms: float) -> list[Command]:
+            commands = super().handle(fact, now_ms)
+            return [c for c in commands if not (isinstance(c, Send) and isinstance(c.order, Throttle))]
+
+    return Machines(coordinator=Lax)
+
+
+@mutant("S6", 100)
+def a_throttle_comes_behind_its_orders(patch: Patch) -> None:
     deal = AsyncRounds._deal
 
-    def forgetting(self: AsyncRounds, now_ms: float) -> list[Command]:
-        throttled = [state for state in self._ranks if state.is_throttled]
+    def late(self: AsyncRounds, now_ms: float) -> list[Command]:
         commands = deal(self, now_ms)
-        for state in throttled:
-            if not state.is_throttled:
-                self._ranks[self._ranks.index(state)].is_throttled = True
-        ranks = {rank for rank, state in enumerate(self._ranks) if any(state is t for t in throttled)}
-        return [c for c in commands if not (isinstance(c, Send) and c.rank in ranks)]
+        return sorted(commands, key=lambda c: isinstance(c, Send) and isinstance(c.order, Throttle))
 
-    patch.setattr(AsyncRounds, "_deal", forgetting)
+    patch.setattr(AsyncRounds, "_deal", late)
+
+
+@mutant("S6", 100)
+def a_rank_goes_on_beyond_its_throttle(patch: Patch) -> Machines:
+    class Deaf(WorkerMachine):
+        def handle(self, order: Order) -> None:
+            if not isinstance(order, Throttle):
+                super().handle(order)
+
+    return Machines(worker=Deaf)
+
+
+@mutant("L1", 100)
+def a_throttled_rank_is_never_released(patch: Patch) -> Machines:
+    class Stuck(WorkerMachine):
+        def handle(self, order: Order) -> None:
+            if isinstance(order, Throttle) and self._throttle is not None:
+                order = replace(order, limit=min(order.limit, self._throttle.limit))
+            super().handle(order)
+
+    return Machines(worker=Stuck)
 
 
 @mutant("S13", 50)

@@ -6,6 +6,7 @@ the values that `differences_machine.md` lists with a reason; those must really 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -286,7 +287,7 @@ def _end_of_a_round(vector: Vector) -> Answers:
     given = {
         "steps": [rank.trained - rank.mean for rank in ranks],
         "wall": [int(sum(work.busy_ms for work in rank.works)) for rank in ranks],
-        "throttled": [rank.is_throttled for rank in ranks],
+        "throttled": [rank.orders == deque() or rank.reach < rank.dealt for rank in ranks],
         "version": run.machine._next_round,
         "avg_count": sum(isinstance(command, RoundEnded) for command in said),
         "loss_accum": [int(sum(work.losses[0] for work in rank.works)) for rank in ranks],
@@ -443,7 +444,7 @@ def _throttle(vector: Vector) -> Answers:
 @answers("TH-007")
 def _a_throttled_worker_hears(vector: Vector) -> Answers:
     worker = WorkerMachine(0)
-    worker.handle(Throttle("at its lead limit"))
+    worker.handle(Throttle(0, "at its lead limit"))
     worker.handle(Shutdown())
     return {"returns_shutdown": worker.next() == Leave(None)}
 

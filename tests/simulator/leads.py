@@ -1,0 +1,85 @@
+"""The judge of the lead in asynchronous rounds: it stays within the limit, or the count of the round.
+
+Two facts prove it. At each decision, the steps that a rank can take with the orders it was sent, in the order
+in which they were sent, are within the bound. And no rank begins a step beyond the `Throttle` it has read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from flowdp.machine.async_rounds import AsyncRounds
+from flowdp.protocol.commands import Command, RoundAbandoned, Send
+from flowdp.protocol.messages import Fact, Order, StartEpoch, StepsDone, SyncAck, Throttle
+from flowdp.sim.scenario import Scenario
+from tests.simulator.violation import Violation
+
+__all__ = ["Leads"]
+
+
+class Leads:
+    """Judges the lead of each rank.
+
+    Args:
+        scenario: The run.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        world_size = scenario.config.world_size
+        self._lead = scenario.config.cadence.max_batch_diff
+        self._reported = [0] * world_size  # steps that the coordinator has heard of
+        self._sent = [math.inf] * world_size  # limits that are on their way, or read
+        self._read = [math.inf] * world_size
+        self._was_exhausted = False
+        self._reach = [0.0] * world_size  # steps that a rank can take with what it was sent
+
+    def hears(self, fact: Fact) -> None:
+        """The coordinator is about to take a fact."""
+        if isinstance(fact, StepsDone | SyncAck):
+            self._reported[fact.rank] += fact.work.steps
+
+    def decides(self, commands: Sequence[Command], rounds: AsyncRounds) -> None:
+        """The coordinator has decided."""
+        # A round that is given up takes its snapshots back; what was allowed by them stays allowed.
+        judges = not any(isinstance(command, RoundAbandoned) for command in commands)
+        for rank, state in enumerate(rounds._ranks):
+            mine = [c.order for c in commands if isinstance(c, Send) and c.rank == rank]
+            dealt = state.dealt - sum(order.steps for order in mine if isinstance(order, StartEpoch))
+            self._reach[rank] = min(self._reach[rank], self._sent[rank], dealt)
+            for order in mine:
+                if isinstance(order, Throttle):
+                    self._sent[rank] = order.limit
+                elif isinstance(order, StartEpoch):
+                    dealt += order.steps
+                reach = min(self._sent[rank], dealt)
+                if judges and reach > max(self._reach[rank], self._bound(rank, rounds)):
+                    raise Violation("S6", f"rank {rank} may take {reach} steps: {order} lets it")
+                self._reach[rank] = reach
+        self._was_exhausted = rounds.epochs.is_exhausted
+
+    def delivered(self, rank: int, order: Order) -> None:
+        """A rank reads an order before its next step."""
+        if isinstance(order, Throttle):
+            self._read[rank] = order.limit
+
+    def step_begins(self, rank: int, taken: int) -> None:
+        """A rank begins a step, after so many others."""
+        if taken >= self._read[rank]:
+            raise Violation("S6", f"rank {rank} begins step {taken}, and was to stop at {self._read[rank]}")
+
+    def _bound(self, rank: int, rounds: AsyncRounds) -> int:
+        """Most steps that a rank may be allowed, by the data left before the decision or behind it."""
+        now = rounds.epochs.is_exhausted
+        return max(self._bound_by(rank, rounds, is_exhausted) for is_exhausted in {now, self._was_exhausted})
+
+    def _bound_by(self, rank: int, rounds: AsyncRounds, is_exhausted: bool) -> int:
+        states = rounds._ranks
+        others = [
+            self._reported[other] - state.snapshot
+            for other, state in enumerate(states)
+            if other != rank and (state.orders or not is_exhausted)
+        ]
+        if self._lead is not None and others:
+            return states[rank].snapshot + min(others) + self._lead + 1
+        return states[rank].snapshot + rounds.cadence.quotas[rank] + rounds._overshoot.value
