@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowdp.checkpoint.resume import Stood
+from flowdp.checkpoint.resume import StopPosition
 from flowdp.policy.formats import format_metric
 from flowdp.policy.launch_limit import BOUND
 from flowdp.policy.tally import EpochMetrics
@@ -31,7 +31,7 @@ class TrainedState:
         global_step: Steps of all ranks.
         epochs_done: Complete epochs, without one that `max_steps` cut short; `resume` continues in that.
         interrupted: The run was stopped before its last step.
-        stood: Position inside an epoch, for `resume`; None where reading cannot begin there.
+        stopped_at: Position inside an epoch, for `resume`; None where reading cannot begin there.
     """
 
     state_dict: Mapping[str, Tensor]
@@ -40,7 +40,7 @@ class TrainedState:
     global_step: int
     epochs_done: int
     interrupted: bool
-    stood: Stood | None = field(default=None, repr=False)
+    stopped_at: StopPosition | None = field(default=None, repr=False)
 
     @classmethod
     def of(
@@ -52,7 +52,7 @@ class TrainedState:
         global_step: int,
         epochs_done: int,
         interrupted: bool,
-        stood: Stood | None = None,
+        stopped_at: StopPosition | None = None,
     ) -> TrainedState:
         """Copy a model's state_dict and the states of its optimizers to the CPU."""
         return cls(
@@ -62,7 +62,7 @@ class TrainedState:
             global_step,
             epochs_done,
             interrupted,
-            stood,
+            stopped_at,
         )
 
     def __repr__(self) -> str:

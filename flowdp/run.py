@@ -285,23 +285,25 @@ class Run:
         """
         if not self._is_called_back():
             self._check_caller("snapshot")
-        standing = self._engine.snapshot()
-        if standing is None:
+        captured = self._engine.snapshot()
+        if captured is None:
             if self._is_called_back():
                 return self._final()
             with suppress(StateError):  # of interest only where the module is to be filled
                 self.join()
             return self._fill()
-        kept = standing.read()
+        kept = captured.read()
         rates = kept["ranks"][0]["learning_rate"]
         return TrainedState.of(
             kept["model"],
             alone(kept["ranks"][0]["optimizers"]),
-            history=standing.history,
-            global_step=standing.position.global_step,
-            epochs_done=standing.position.done,
+            history=captured.history,
+            global_step=captured.position.global_step,
+            epochs_done=captured.position.done,
             interrupted=True,
-            stood=self._engine.stood(standing.position, learning_rate=rates, orders=standing.orders),
+            stopped_at=self._engine.stopped_at(
+                captured.position, learning_rate=rates, orders=captured.orders
+            ),
         )
 
     def _final(self) -> TrainedState:
@@ -441,10 +443,10 @@ class Run:
         left = self._engine.failures.forgiven
         replica = next(one for rank, one in enumerate(self._engine.replicas) if rank not in left)
         best = self._engine.saver.best if self._restores_best else None
-        model, position, stood = best or replica.module.state_dict(), finish.position, None
+        model, position, stopped_at = best or replica.module.state_dict(), finish.position, None
         if position is not None and best is None:  # the best one stood elsewhere
             rates, orders = replica.learning_rate.state_dict(), self._engine.saver.orders(position)
-            stood = self._engine.stood(position, learning_rate=rates, orders=orders)
+            stopped_at = self._engine.stopped_at(position, learning_rate=rates, orders=orders)
         return TrainedState.of(
             model,
             optimizer_state(replica.optimizers),
@@ -452,7 +454,7 @@ class Run:
             global_step=finish.global_step,
             epochs_done=finish.epochs_done,
             interrupted=finish.stopped,
-            stood=stood,
+            stopped_at=stopped_at,
         )
 
     def _guarded(self, records: Callable[[], Iterator[R]]) -> Iterator[R]:

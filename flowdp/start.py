@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import nn
 
 from flowdp.checkpoint.fingerprint import fingerprint, orders
-from flowdp.checkpoint.folder import Store
+from flowdp.checkpoint.folder import CheckpointFolder
 from flowdp.checkpoint.resume import Resumed, find
 from flowdp.checkpoint.writer import Saver
 from flowdp.checks import check_checkpoints
@@ -144,7 +144,7 @@ def start_run(config: RunConfig, undo: ExitStack) -> Run:
     return run
 
 
-def open_folder(config: RunConfig, undo: ExitStack) -> Store | None:
+def open_folder(config: RunConfig, undo: ExitStack) -> CheckpointFolder | None:
     """Take the folder of the checkpoints for this run; None: it writes none.
 
     Args:
@@ -156,14 +156,14 @@ def open_folder(config: RunConfig, undo: ExitStack) -> Store | None:
     """
     if config.checkpoint is None:
         return None
-    folder = Store(config.checkpoint)
+    folder = CheckpointFolder(config.checkpoint)
     undo.callback(folder.give_back)
     with interrupts_held():
         folder.take()
     return folder
 
 
-def find_start(config: RunConfig, folder: Store | None) -> Resumed | None:
+def find_start(config: RunConfig, folder: CheckpointFolder | None) -> Resumed | None:
     """Find the state from which the run continues; None: it begins anew.
 
     Raises:
@@ -174,7 +174,9 @@ def find_start(config: RunConfig, folder: Store | None) -> Resumed | None:
     if not isinstance(state, TrainedState):
         return find(state, folder)
     find(False, folder)  # its folder, too, must be its own
-    return Resumed.of(state.state_dict, state.optimizer_state, state.history, state.global_step, state.stood)
+    return Resumed.of(
+        state.state_dict, state.optimizer_state, state.history, state.global_step, state.stopped_at
+    )
 
 
 def barrier_plan(config: RunConfig, resumed: Resumed | None, *, inside: bool = True) -> BarrierPlan:

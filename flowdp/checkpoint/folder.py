@@ -14,7 +14,7 @@ from flowdp.errors import CheckpointError
 from flowdp.options import CheckpointOptions
 from flowdp.policy.monitor import Monitor
 
-__all__ = ["Store", "plain", "read", "write"]
+__all__ = ["CheckpointFolder", "plain", "read", "write"]
 
 BEST = "best.pt"
 NAME = re.compile(r"step-\d{12,}-(\d+)\.pt")
@@ -23,7 +23,7 @@ LEFT_OVER = re.compile(rf"(step-\d{{12,}}-\d+|best)\.pt{re.escape(UNFINISHED)}")
 log = logging.getLogger("flowdp")
 
 
-class Store:
+class CheckpointFolder:
     """The checkpoints of one run.
 
     Files are called `step-<global step>-<number>.pt`. Each new one has a higher number than all that are

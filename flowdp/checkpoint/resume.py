@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flowdp.checkpoint.file import read
 from flowdp.checkpoint.fingerprint import differences, orders
-from flowdp.checkpoint.folder import Store
+from flowdp.checkpoint.folder import CheckpointFolder
 from flowdp.checkpoint.rank_state import of_rank, restore
 from flowdp.data.source import Source
 from flowdp.errors import CheckpointError, OptionError
@@ -25,7 +25,7 @@ from flowdp.replica.exact_replica import ExactReplica
 from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.replica import Replica
 
-__all__ = ["Resumed", "Stood", "find"]
+__all__ = ["Resumed", "StopPosition", "find"]
 
 ANEW = "the epoch in which the given state stood begins anew: %s"
 
@@ -33,7 +33,7 @@ log = logging.getLogger("flowdp")
 
 
 @dataclass(frozen=True)
-class Stood:
+class StopPosition:
     """Position of a run, with the order of batches that it refers to.
 
     Attributes:
@@ -64,7 +64,7 @@ class Resumed:
         orders: Checksums of a sampler's draws for the open epochs; None: unknown.
         path: The file; None where there is none.
         older: Files before it in the folder, to go on from where its order of samples cannot be had again.
-        stood: Where in its epochs it stood, if `position` is but the first one's beginning.
+        stopped_at: Where in its epochs it stood, if `position` is but the first one's beginning.
     """
 
     position: Position
@@ -76,7 +76,7 @@ class Resumed:
     fingerprint: Mapping[str, Any] | None = None
     orders: Mapping[int, int] | None = None
     path: Path | None = None
-    stood: Stood | None = None
+    stopped_at: StopPosition | None = None
     older: Iterator[Resumed] = field(default_factory=lambda: iter(()))
 
     @classmethod
@@ -86,27 +86,27 @@ class Resumed:
         optimizers: Any,
         history: Sequence[EpochMetrics],
         global_step: int,
-        stood: Stood | None = None,
+        stopped_at: StopPosition | None = None,
     ) -> Resumed:
-        """Resume from a model and its optimizers' state, at an epoch's beginning unless `stood` is given.
+        """Resume from a model and its optimizers' state, at an epoch's beginning without `stopped_at`.
 
         Args:
             model: The module's state_dict.
             optimizers: state_dict of one optimizer, or a sequence or a mapping of several.
             history: Records of the complete epochs.
             global_step: Steps of all ranks so far.
-            stood: Position inside an epoch; None: unknown.
+            stopped_at: Position inside an epoch; None: unknown.
         """
         is_one = isinstance(optimizers, Mapping) and "param_groups" in optimizers
         # One that `max_steps` cut short has a record, too.
-        done = sum(one.is_complete for one in history) if stood is None else stood.position.done
+        done = sum(one.is_complete for one in history) if stopped_at is None else stopped_at.position.done
         own = {"scaler": None, "generator": None, "learning_rate": None}
         return cls(
             position=Position(world_size=1, done=done, global_step=global_step, planned=global_step),
             model=model,
             ranks=[{"optimizers": [optimizers] if is_one else optimizers, **own}],
             history=history[:done],
-            stood=stood,
+            stopped_at=stopped_at,
         )
 
     def enter(
@@ -160,27 +160,27 @@ class Resumed:
         return resumed, source
 
     def _rated(self, learning_rate: LearningRate) -> Resumed:
-        if self.stood is None or not learning_rate.is_like(self.stood.learning_rate):
+        if self.stopped_at is None or not learning_rate.is_like(self.stopped_at.learning_rate):
             return self
-        return replace(self, ranks=[{**self.ranks[0], "learning_rate": self.stood.learning_rate}])
+        return replace(self, ranks=[{**self.ranks[0], "learning_rate": self.stopped_at.learning_rate}])
 
     def _inside(self, fingerprint: Mapping[str, Any]) -> Resumed:
-        stood = self.stood
-        if stood is None:
+        stopped_at = self.stopped_at
+        if stopped_at is None:
             return self
-        is_open = bool(stood.position.open)
-        if found := differences(stood.fingerprint, fingerprint, inside_epoch=is_open):
+        is_open = bool(stopped_at.position.open)
+        if found := differences(stopped_at.fingerprint, fingerprint, inside_epoch=is_open):
             if is_open:
                 log.warning(ANEW, "; ".join(found))
             return self
         is_new = self.ranks[0]["learning_rate"] is None  # such a scheduler has no epochs to judge
         position = replace(
-            stood.position,
-            metric=None if is_new else stood.position.metric,
+            stopped_at.position,
+            metric=None if is_new else stopped_at.position.metric,
             # Resuming after early stopping must train at least one more epoch.
-            best=replace(stood.position.best, bad=0),
+            best=replace(stopped_at.position.best, bad=0),
         )
-        return replace(self, position=position, fingerprint=stood.fingerprint, orders=stood.orders)
+        return replace(self, position=position, fingerprint=stopped_at.fingerprint, orders=stopped_at.orders)
 
     def check(self, fingerprint: Mapping[str, Any], epochs: int | None, max_steps: int | None) -> None:
         """Check that a run can go on from here.
@@ -273,57 +273,59 @@ class Resumed:
         return "the given state" if self.path is None else f"checkpoint {str(self.path)!r}"
 
 
-def find(resume: bool | str | PathLike[str], store: Store | None) -> Resumed | None:
+def find(resume: bool | str | PathLike[str], folder: CheckpointFolder | None) -> Resumed | None:
     """The state to resume from; None: begin at the beginning.
 
     Args:
         resume: True: the newest checkpoint of the folder, if there is one; or the path of a checkpoint, or
             of a folder of such.
-        store: The folder of the run; it continues the found one.
+        folder: The folder of the run; it continues the found one.
 
     Raises:
         CheckpointError: There is none, or it cannot be read.
         OptionError: The run would write into the folder of another one.
     """
-    folder = store if resume is True else None
+    searched = folder if resume is True else None
     if isinstance(resume, bool):
-        found = None if folder is None else _newest(folder)
+        found = None if searched is None else _newest(searched)
     else:
         path = Path(resume)
-        folder = Store(CheckpointOptions(path)) if path.is_dir() else None
-        found = (path, read(path)) if folder is None else _newest(folder)
+        searched = CheckpointFolder(CheckpointOptions(path)) if path.is_dir() else None
+        found = (path, read(path)) if searched is None else _newest(searched)
         if found is None:
             raise CheckpointError(f"the folder {str(path)!r} holds no checkpoint", path=str(path))
-    if store is not None:
-        _check_own(store, None if found is None else found[0])
-    return None if found is None else _resumed(*found, store, folder)
+    if folder is not None:
+        _check_own(folder, None if found is None else found[0])
+    return None if found is None else _resumed(*found, folder, searched)
 
 
-def _older(path: Path, store: Store | None, folder: Store) -> Iterator[Resumed]:
+def _older(path: Path, folder: CheckpointFolder | None, searched: CheckpointFolder) -> Iterator[Resumed]:
     """The files before this one, from the newest, as far as they can be read."""
-    there = folder.paths()
+    there = searched.paths()
     for older in there[there.index(path) + 1 :] if path in there else []:
         try:
             state = read(older)
         except CheckpointError as error:
             log.warning("%s; the one before it is taken", error)
             continue
-        yield _resumed(older, state, store, None)
+        yield _resumed(older, state, folder, None)
 
 
-def _resumed(path: Path, state: Mapping[str, Any], store: Store | None, folder: Store | None) -> Resumed:
+def _resumed(
+    path: Path, state: Mapping[str, Any], folder: CheckpointFolder | None, searched: CheckpointFolder | None
+) -> Resumed:
     """The contents of a file.
 
     Args:
         path: Path of the file.
         state: As it was read.
-        store: The folder of the run; it continues the found one.
-        folder: Where the files before it lie; None: this one was asked for.
+        folder: The folder of the run; it continues the found one.
+        searched: Where the files before it lie; None: this one was asked for.
     """
-    if store is not None:
-        store.follow(state)
+    if folder is not None:
+        folder.follow(state)
     return Resumed(
-        older=iter(()) if folder is None else _older(path, store, folder),
+        older=iter(()) if searched is None else _older(path, folder, searched),
         position=state["position"],
         model=state["model"],
         buffers=state["buffers"],
@@ -336,8 +338,8 @@ def _resumed(path: Path, state: Mapping[str, Any], store: Store | None, folder: 
     )
 
 
-def _newest(store: Store) -> tuple[Path, dict[str, Any]] | None:
-    found, there = store.newest(), store.paths()
+def _newest(folder: CheckpointFolder) -> tuple[Path, dict[str, Any]] | None:
+    found, there = folder.newest(), folder.paths()
     if found is None and there:
         # To begin anew would be to lose, silently, perhaps days of training.
         raise CheckpointError(
@@ -348,9 +350,9 @@ def _newest(store: Store) -> tuple[Path, dict[str, Any]] | None:
     return found
 
 
-def _check_own(store: Store, found: Path | None) -> None:
+def _check_own(folder: CheckpointFolder, found: Path | None) -> None:
     """Check that the folder is this run's: another run's files there would be removed in time."""
-    there = store.paths()
+    there = folder.paths()
     if there and (found is None or found.resolve().parent != there[0].resolve().parent):
         raise OptionError(
             f"the folder {str(there[0].parent)!r} holds checkpoints of another run, the newest "

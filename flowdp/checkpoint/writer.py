@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flowdp.checkpoint.file import write
-from flowdp.checkpoint.folder import Store
+from flowdp.checkpoint.folder import CheckpointFolder
 from flowdp.errors import CheckpointError
 from flowdp.policy.formats import format_error
 from flowdp.policy.monitor import Monitor, number_of
@@ -26,15 +26,15 @@ from flowdp.protocol.commands import Save
 from flowdp.protocol.position import Position
 from flowdp.threads.inbox import LISTEN_S
 
-__all__ = ["Checkpoint", "Saver", "Standing"]
+__all__ = ["CapturedState", "Checkpoint", "Saver"]
 
 log = logging.getLogger("flowdp")
 
-Part = Callable[[], dict[str, Any]]
+PendingState = Callable[[], dict[str, Any]]
 """Returns a rank's saved state, once its device has come that far."""
 
 
-class Standing:
+class CapturedState:
     """States saved at one barrier.
 
     Args:
@@ -50,7 +50,7 @@ class Standing:
 
     def __init__(
         self,
-        parts: Mapping[int, Part],
+        parts: Mapping[int, PendingState],
         model: int,
         position: Position,
         history: Sequence[EpochMetrics],
@@ -65,7 +65,7 @@ class Standing:
         self._read: dict[str, Any] | None = None
 
     def read(self) -> dict[str, Any]:
-        """Arguments of `store.write`, but for the descriptions of the run."""
+        """Arguments of `file.write`, but for the descriptions of the run."""
         with self._lock:
             if self._read is None:
                 ranks = {rank: part() for rank, part in sorted(self._parts.items())}
@@ -134,14 +134,14 @@ class _Job:
 
     Attributes:
         version: Its number.
-        standing: Its contents.
+        captured: Its contents.
         best: The best model at that moment; None where there is none.
         value: Value of the metric that `keep_best` names; None without one.
     """
 
     version: int
-    standing: Standing
-    best: Standing | None
+    captured: CapturedState
+    best: CapturedState | None
     value: float | None
 
 
@@ -149,12 +149,12 @@ class _Job:
 class _Desk:
     """State between the threads; guarded by the saver's condition."""
 
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, PendingState] = field(default_factory=dict)
     pending: list[_Job] = field(default_factory=list)
     is_writing: bool = False
     is_closed: bool = False
     is_over: bool = False
-    snapshot: Standing | None = None
+    snapshot: CapturedState | None = None
     answered: int = 0
 
 
@@ -162,7 +162,7 @@ class Saver:
     """Receives the ranks' saved states, and makes checkpoints and snapshots of them.
 
     Args:
-        store: The folder; None: there is none.
+        folder: The folder; None: there is none.
         describe: Fingerprint of the run.
         saved: Called with each checkpoint, on the writer's thread; None: no listener.
         failed: Called where none can ever be written, as the run's state is not plain.
@@ -177,7 +177,7 @@ class Saver:
 
     def __init__(
         self,
-        store: Store | None,
+        folder: CheckpointFolder | None,
         describe: Mapping[str, Any],
         saved: Callable[[Checkpoint], object] | None,
         failed: Callable[[CheckpointError], object],
@@ -187,13 +187,13 @@ class Saver:
     ) -> None:
         self.problems: list[str] = []
         self.orders = orders
-        self._store = store
+        self._folder = folder
         self._describe = describe
         self._saved = saved
         self._failed = failed
         self._old_best = best
         self._evaluates = evaluates
-        self._best: Standing | None = None
+        self._best: CapturedState | None = None
         self._is_warned = False  # of a metric that is not there
         self._desk = _Desk()
         self._changed = threading.Condition()  # guards the desk
@@ -212,7 +212,7 @@ class Saver:
     @property
     def writes(self) -> bool:
         """Whether a checkpoint goes anywhere."""
-        return self._store is not None or self._saved is not None
+        return self._folder is not None or self._saved is not None
 
     @property
     def thread(self) -> threading.Thread | None:
@@ -228,7 +228,7 @@ class Saver:
     @property
     def last(self) -> Path | None:
         """The newest file in the folder, of this run or of the one it continues; None while there is none."""
-        there = [] if self._store is None else self._store.paths()
+        there = [] if self._folder is None else self._folder.paths()
         return there[0] if there else None
 
     @property
@@ -236,7 +236,7 @@ class Saver:
         """The model of the best epoch, where the run keeps it and there was one."""
         return self._old_best if self._best is None else self._best.model
 
-    def put(self, rank: int, part: Part) -> None:
+    def put(self, rank: int, part: PendingState) -> None:
         """Take a rank's saved state.
 
         Threads:
@@ -257,16 +257,16 @@ class Saver:
             position = command.position
             # Now, for a writer that comes late may find that the sampler has long gone on.
             orders = self.orders(position)
-            standing = Standing(parts, command.model, position, history[: position.done], orders)
+            captured = CapturedState(parts, command.model, position, history[: position.done], orders)
             if command.is_best:
-                self._best = standing
+                self._best = captured
             if command.snapshots > desk.answered:
-                desk.snapshot, desk.answered = standing, command.snapshots
+                desk.snapshot, desk.answered = captured, command.snapshots
             if command.version is not None and self._thread is not None:
-                self._queue(_Job(command.version, standing, self._best, self._value(standing)))
+                self._queue(_Job(command.version, captured, self._best, self._value(captured)))
             self._changed.notify_all()
 
-    def wait_for_snapshot(self, wish: int) -> Standing | None:
+    def wait_for_snapshot(self, wish: int) -> CapturedState | None:
         """Answer to a request for a snapshot; None where the run ends before.
 
         Threads:
@@ -285,8 +285,8 @@ class Saver:
         Threads:
             The coordinator.
         """
-        if self._store is not None:
-            self._store.end()
+        if self._folder is not None:
+            self._folder.end()
         with self._changed:
             self._desk.is_over = True
             self._changed.notify_all()
@@ -308,8 +308,8 @@ class Saver:
 
     def give_back(self) -> None:
         """Let another run have the folder: this one writes no more."""
-        if self._store is not None:
-            self._store.give_back()
+        if self._folder is not None:
+            self._folder.give_back()
 
     def let_go(self) -> None:
         """Drop the saved states of a run that is over, but for the best model and the answers given."""
@@ -353,17 +353,17 @@ class Saver:
         self._desk.pending = [*kept, job]
 
     def _is_better(self, one: _Job, other: _Job) -> bool:
-        keep_best = None if self._store is None else self._store.options.keep_best
+        keep_best = None if self._folder is None else self._folder.options.keep_best
         if keep_best is None or one.value is None:
             return False
         return Monitor(*keep_best).is_better(one.value, other.value)
 
-    def _value(self, standing: Standing) -> float | None:
+    def _value(self, captured: CapturedState) -> float | None:
         """Value of the metric that `keep_best` names, at the end of an epoch."""
-        keep_best = None if self._store is None else self._store.options.keep_best
-        if keep_best is None or not standing.history or standing.position.open:
+        keep_best = None if self._folder is None else self._folder.options.keep_best
+        if keep_best is None or not captured.history or captured.position.open:
             return None
-        last = standing.history[-1]
+        last = captured.history[-1]
         value = number_of(keep_best[0], last, evaluates=self._evaluates)
         if value is None and (last.eval or not self._evaluates) and not self._is_warned:
             self._is_warned = True
@@ -375,25 +375,25 @@ class Saver:
         return value
 
     def _write(self, job: _Job) -> None:
-        position, history = job.standing.position, job.standing.history
+        position, history = job.captured.position, job.captured.history
         best = self._old_best if job.best is None else job.best.model
         state = {
-            **job.standing.read(),
+            **job.captured.read(),
             "version": job.version,
             "epoch": position.done,
             "global_step": position.global_step,
             "position": position,
             "history": history,
             "fingerprint": self._describe,
-            "orders": job.standing.orders,
+            "orders": job.captured.orders,
             "best": None,
         }
         if best is not None:
             state["best_model"] = dict(best)
         path = None
-        if self._store is not None:
+        if self._folder is not None:
             step = position.global_step
-            path = self._store.save(state, version=job.version, global_step=step, value=job.value)
+            path = self._folder.save(state, version=job.version, global_step=step, value=job.value)
             log.info("checkpoint %d: %s", job.version, path)
         if self._saved is not None:
             self._saved(Checkpoint(state, path))

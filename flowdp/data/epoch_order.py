@@ -26,9 +26,9 @@ from flowdp.protocol.position import Position
 __all__ = [
     "NOTHING_TRAINED",
     "AllEpochs",
+    "BatchOrder",
     "BatchSamplerOrder",
     "EpochOrder",
-    "Order",
     "SamplerOrder",
     "batches_per_epoch",
     "epoch_order",
@@ -66,7 +66,7 @@ def batches_per_epoch(samples: int, batch_size: int, drop_last: bool) -> int:
     return samples // batch_size if drop_last else -(-samples // batch_size)
 
 
-class Order(ABC):
+class BatchOrder(ABC):
     """Which indices each batch of each epoch holds.
 
     Threads:
@@ -153,7 +153,7 @@ class Order(ABC):
         """Draw the indices of an epoch and keep them; called under the lock."""
 
 
-class EpochOrder(Order):
+class EpochOrder(BatchOrder):
     """flowdp's own order: shuffled from (seed, epoch), or the dataset's own.
 
     Args:
@@ -184,7 +184,7 @@ class SizedIterable(Protocol):
     def __iter__(self) -> Iterator[Any]: ...
 
 
-class SamplerOrder(Order):
+class SamplerOrder(BatchOrder):
     """The order of a torch sampler, which is iterated once per epoch, in the order of the epochs.
 
     It is iterated when an epoch is first asked for; epochs that were skipped are drawn on the way, so that
@@ -210,17 +210,17 @@ class SamplerOrder(Order):
         self._next = 0
 
     def begin_at(self, epoch: int) -> None:
-        """See `Order.begin_at`."""
+        """See `BatchOrder.begin_at`."""
         if self._told() is not None:
             self._next = epoch
 
     def checksum(self, epoch: int) -> int | None:
-        """See `Order.checksum`."""
+        """See `BatchOrder.checksum`."""
         return self._checksums.get(epoch)
 
     @property
     def unseeded(self) -> str | None:
-        """See `Order.unseeded`; of samplers that have a `generator`, as torch's, and no `set_epoch`."""
+        """See `BatchOrder.unseeded`; of samplers that have a `generator`, as torch's, and no `set_epoch`."""
         sampler = getattr(self._sampler, "sampler", self._sampler)
         is_unseeded = self._told() is None and getattr(sampler, "generator", self) is None
         return type(sampler).__name__ if is_unseeded else None
@@ -309,7 +309,7 @@ class BatchSamplerOrder(SamplerOrder):
         self._stops: dict[int, list[int]] = {}  # of the epochs that are kept: where each batch ends
 
     def samples_in(self, epoch: int, batch: int) -> int:
-        """Number of samples of a batch; draws the epoch if that is new. See `Order.samples_in`."""
+        """Number of samples of a batch; draws the epoch if that is new. See `BatchOrder.samples_in`."""
         return len(self.indices(epoch, batch))
 
     def _indices_of(self, item: Any) -> Any:
@@ -346,7 +346,7 @@ class AllEpochs:
         start: Trained part of the run.
     """
 
-    def __init__(self, order: Order, epochs: int | None, start: Position = NOTHING_TRAINED) -> None:
+    def __init__(self, order: BatchOrder, epochs: int | None, start: Position = NOTHING_TRAINED) -> None:
         self.error: DataError | None = None
         self._order = order
         self._epochs = epochs

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from flowdp.data.batches import Portion
-from flowdp.data.epoch_order import KEPT_BATCHES, NOTHING_TRAINED, AllEpochs, Order
+from flowdp.data.epoch_order import KEPT_BATCHES, NOTHING_TRAINED, AllEpochs, BatchOrder
 from flowdp.data.memory import OwnMemory
 from flowdp.data.processes import GRACE_S, Processes, begin
 from flowdp.data.shared import ReadingTurns
@@ -70,7 +70,7 @@ class LoaderSource(Source):
 
     def __init__(
         self,
-        order: Order | None,
+        order: BatchOrder | None,
         loader: DataLoader[Any],
         *,
         epochs: int | None,
@@ -397,7 +397,7 @@ class Reader(LoaderSource):
     def __init__(
         self,
         dataset: Dataset[Any],
-        order: Order,
+        order: BatchOrder,
         *,
         epochs: int | None,
         ahead: int,

@@ -21,7 +21,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from flowdp.data.epoch_order import NOTHING_TRAINED, BatchSamplerOrder, EpochOrder, Order, SamplerOrder
+from flowdp.data.epoch_order import NOTHING_TRAINED, BatchOrder, BatchSamplerOrder, EpochOrder, SamplerOrder
 from flowdp.data.iterable_source import Measured, StreamReader
 from flowdp.data.loader_source import Reader
 from flowdp.data.source import Batch, Source
@@ -321,7 +321,7 @@ def _from_loader(
     return Reader(dataset, order, collate_fn=collate, **options)
 
 
-def _order_of(loader: DataLoader[Any], length: int, seed: int, window: int | None) -> Order:
+def _order_of(loader: DataLoader[Any], length: int, seed: int, window: int | None) -> BatchOrder:
     own: Any = loader.batch_sampler
     if own is not None and type(own) is not BatchSampler:
         _check_sampler(own, "batch_sampler")

@@ -67,7 +67,7 @@ class ResidentData:
 
 
 @dataclass(slots=True)
-class _Order:
+class _OrderOnDevice:
     """The order of an epoch on the device.
 
     Attributes:
@@ -97,7 +97,7 @@ class ResidentFeed(Feed):
         self._source = data.source
         self._tensors = data.tensors
         self._lane = lane
-        self._orders: list[_Order | None] = [None] * ORDERS_KEPT
+        self._orders: list[_OrderOnDevice | None] = [None] * ORDERS_KEPT
         lane.adopt()  # tensors that the user made there
         lane.compute.wait_event(data.copied)
         keep_for_compute(data.tensors, lane)
@@ -137,7 +137,7 @@ class ResidentFeed(Feed):
         self._orders = [None] * ORDERS_KEPT
         return True
 
-    def _upload(self, epoch: int, old: _Order | None) -> _Order:
+    def _upload(self, epoch: int, old: _OrderOnDevice | None) -> _OrderOnDevice:
         """Bring an epoch's order to the device, into the memory of an older one."""
         parts = [self._source.index(epoch, batch) for batch in range(self._source.batches)]
         bounds = list(pairwise(accumulate(map(len, parts), initial=0)))
@@ -146,14 +146,14 @@ class ResidentFeed(Feed):
             with QUIET:
                 staging = self._lane.pinned((samples,), torch.int64)
             index = torch.empty(samples, dtype=torch.int64, device=self._lane.device)
-            old = _Order(epoch, bounds, staging, index, self._lane.event())
+            old = _OrderOnDevice(epoch, bounds, staging, index, self._lane.event())
         old.copied.synchronize()  # two epochs ago: passed long since, so no wait
         staging = old.staging[:samples]
         torch.cat(parts, out=staging)
         self._check(epoch, staging)
         old.index[:samples].copy_(staging, non_blocking=True)
         old.copied.record(self._lane.compute)
-        return _Order(epoch, bounds, old.staging, old.index, old.copied)
+        return _OrderOnDevice(epoch, bounds, old.staging, old.index, old.copied)
 
     def _check(self, epoch: int, index: Tensor) -> None:
         # On the device a wrong index would end the process's use of CUDA, without a word of whose it was.

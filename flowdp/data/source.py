@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flowdp.data.epoch_order import Order
+from flowdp.data.epoch_order import BatchOrder
 from flowdp.errors import DataError
 from flowdp.protocol.messages import Part
 
@@ -31,9 +31,9 @@ class Source(ABC):
 
     can_resume_inside = True
     keeps = False
-    _order: Order  # a source without one has its own `samples_in` and `indices`
+    _order: BatchOrder  # a source without one has its own `samples_in` and `indices`
 
-    def __init__(self, order: Order | None) -> None:
+    def __init__(self, order: BatchOrder | None) -> None:
         self.batch_size: int | None = None
         self.batches: int | None = None
         self.samples: int | None = None
@@ -77,7 +77,7 @@ class Source(ABC):
         return tuple(self._order.indices(epoch, batch).tolist())
 
     def checksum(self, epoch: int) -> int | None:
-        """Checksum of a sampler's draws for an epoch; see `Order.checksum`.
+        """Checksum of a sampler's draws for an epoch; see `BatchOrder.checksum`.
 
         Threads:
             Any.

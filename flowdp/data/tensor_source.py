@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flowdp.data.batches import Portion
-from flowdp.data.epoch_order import Order
+from flowdp.data.epoch_order import BatchOrder
 from flowdp.data.source import Batch, Source
 from flowdp.errors import DataError
 from flowdp.protocol.messages import Part
@@ -39,7 +39,7 @@ class TensorSource(Source):
         self,
         tensors: Sequence[Tensor],
         pack: Callable[[list[Tensor]], Batch],
-        order: Order,
+        order: BatchOrder,
         rows: Tensor | None = None,
     ) -> None:
         super().__init__(order)

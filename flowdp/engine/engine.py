@@ -11,8 +11,8 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any
 
-from flowdp.checkpoint.resume import Stood
-from flowdp.checkpoint.writer import Standing
+from flowdp.checkpoint.resume import StopPosition
+from flowdp.checkpoint.writer import CapturedState
 from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.select import open_collective
 from flowdp.data.open_feeds import open_feeds
@@ -257,7 +257,7 @@ class Engine:
         """Send a request of the user to the coordinator; returns its number at once."""
         return self._requests.request(wish)
 
-    def snapshot(self) -> Standing | None:
+    def snapshot(self) -> CapturedState | None:
         """Take a snapshot at the end of this round; None where the run ends before.
 
         Threads:
@@ -318,11 +318,11 @@ class Engine:
         """Part of the ranks' time that they wait to launch; None: not known."""
         return None if self.turn is None else self.turn.waiting()
 
-    def stood(
+    def stopped_at(
         self, position: Position, learning_rate: Mapping[str, Any], orders: Mapping[int, int] | None
-    ) -> Stood | None:
+    ) -> StopPosition | None:
         """Make the record from which a run resumes inside an epoch; None where that is not possible."""
-        return Stood(position, self._fingerprint, learning_rate, orders) if self._is_numbered else None
+        return StopPosition(position, self._fingerprint, learning_rate, orders) if self._is_numbered else None
 
     def let_go(self) -> None:
         """Drop replicas, optimizers and all else that holds memory of a device, of a run that is over.

@@ -14,7 +14,7 @@ import torch
 
 from flowdp.checkpoint import file as checkpoint_file
 from flowdp.checkpoint.file import read
-from flowdp.checkpoint.folder import Store
+from flowdp.checkpoint.folder import CheckpointFolder
 from flowdp.errors import CheckpointError
 from flowdp.options import CheckpointOptions
 from flowdp.protocol.position import Position
@@ -32,7 +32,7 @@ def state(value: float = 0.0) -> dict[str, Any]:
     }
 
 
-def fill(store: Store, values: list[float | None], first: int = 1) -> None:
+def fill(store: CheckpointFolder, values: list[float | None], first: int = 1) -> None:
     for version, value in enumerate(values, first):
         store.save(state(version), version=version, global_step=10 * version, value=value)
 
@@ -42,7 +42,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_the_newest_ones_stay(tmp_path: Path) -> None:
-    store = Store(CheckpointOptions(tmp_path / "deep" / "er", keep_last=2))
+    store = CheckpointFolder(CheckpointOptions(tmp_path / "deep" / "er", keep_last=2))
     assert store.newest() is None
     fill(store, [None] * 4)
     assert [path.name for path in store.paths()] == ["step-000000000040-4.pt", "step-000000000030-3.pt"]
@@ -56,7 +56,7 @@ def test_the_newest_ones_stay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("mode", "winners"), [("min", [2, 2, 4, 4, 4]), ("max", [2, 3, 3, 3, 6])])
 def test_the_best_one_stays_besides(tmp_path: Path, mode: Any, winners: list[int]) -> None:
-    store = Store(CheckpointOptions(tmp_path, keep_last=1, keep_best=("loss", mode)))
+    store = CheckpointFolder(CheckpointOptions(tmp_path, keep_last=1, keep_best=("loss", mode)))
     values = [math.nan, 0.5, 0.7, 0.4, math.nan, 0.9]
     fill(store, values[:1])
     assert store.best is None
@@ -72,21 +72,21 @@ def test_the_best_one_stays_besides(tmp_path: Path, mode: Any, winners: list[int
 
 def test_a_run_that_goes_on_keeps_the_best_value(tmp_path: Path) -> None:
     options = CheckpointOptions(tmp_path, keep_best=("loss", "min"))
-    fill(Store(options), [0.5])
-    again = Store(options)
+    fill(CheckpointFolder(options), [0.5])
+    again = CheckpointFolder(options)
     found = again.newest()
     assert found is not None
     again.follow(found[1])
     fill(again, [0.6], 2)
     assert read(tmp_path / "best.pt")["version"] == 1
-    other = Store(CheckpointOptions(tmp_path, keep_best=("accuracy", "max")))
+    other = CheckpointFolder(CheckpointOptions(tmp_path, keep_best=("accuracy", "max")))
     other.follow(found[1])
     fill(other, [0.2], 3)  # of another metric: there is nothing to compare it with
     assert read(tmp_path / "best.pt")["version"] == 3
 
 
 def test_one_that_cannot_be_read_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = Store(CheckpointOptions(tmp_path, keep_best=("loss", "min")))
+    store = CheckpointFolder(CheckpointOptions(tmp_path, keep_best=("loss", "min")))
     fill(store, [0.1, 0.2, 0.3])
     newest, middle, oldest = store.paths()
     newest.write_bytes(newest.read_bytes()[:-10])
@@ -106,10 +106,10 @@ def test_one_that_cannot_be_read_is_passed_over(tmp_path: Path, caplog: pytest.L
 
 
 def test_one_that_cannot_be_read_is_not_one_of_those_that_stay(tmp_path: Path) -> None:
-    store = Store(CheckpointOptions(tmp_path, keep_last=2))
+    store = CheckpointFolder(CheckpointOptions(tmp_path, keep_last=2))
     fill(store, [None] * 2)
     store.paths()[0].write_bytes(b"torn")
-    again = Store(store.options)
+    again = CheckpointFolder(store.options)
     assert again.newest() is not None
     fill(again, [None], first=3)
     assert names(tmp_path) == ["step-000000000010-1.pt", "step-000000000020-2.pt", "step-000000000030-3.pt"]
@@ -119,8 +119,8 @@ def test_one_that_cannot_be_read_is_not_one_of_those_that_stay(tmp_path: Path) -
 
 def test_a_run_that_begins_anew_in_a_used_folder_is_the_newest(tmp_path: Path) -> None:
     options = CheckpointOptions(tmp_path, keep_last=2)
-    fill(Store(options), [None] * 5)
-    anew = Store(options)
+    fill(CheckpointFolder(options), [None] * 5)
+    anew = CheckpointFolder(options)
     path = anew.save(state(), version=1, global_step=10)
     assert path.name == "step-000000000010-6.pt"
     found = anew.newest()
@@ -130,12 +130,12 @@ def test_a_run_that_begins_anew_in_a_used_folder_is_the_newest(tmp_path: Path) -
 
 
 def test_what_is_unfinished_is_removed_and_the_rest_left_alone(tmp_path: Path) -> None:
-    fill(Store(CheckpointOptions(tmp_path)), [None])
+    fill(CheckpointFolder(CheckpointOptions(tmp_path)), [None])
     mine = ["step-000000000020-2.pt.tmp", "best.pt.tmp"]
     others = ["notes.txt", "model.pt", "model.pt.tmp", "step-1.pt"]
     for name in mine + others:
         (tmp_path / name).write_text("x")
-    store = Store(CheckpointOptions(tmp_path))
+    store = CheckpointFolder(CheckpointOptions(tmp_path))
     assert store.newest() is not None
     assert set(mine) <= set(names(tmp_path))  # whoever only reads may be looking at a run at work
     fill(store, [None], 2)
@@ -145,7 +145,7 @@ def test_what_is_unfinished_is_removed_and_the_rest_left_alone(tmp_path: Path) -
 
 
 def test_a_checkpoint_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
-    store = Store(CheckpointOptions(tmp_path, keep_last=1, keep_best=("loss", "min")))
+    store = CheckpointFolder(CheckpointOptions(tmp_path, keep_last=1, keep_best=("loss", "min")))
     fill(store, [0.5])
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(CheckpointError, match=r"ranks\[0\]\.hook") as error:
@@ -158,8 +158,8 @@ def test_a_checkpoint_that_cannot_be_written_changes_nothing(tmp_path: Path) -> 
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="give another one"):
-        Store(CheckpointOptions(tmp_path / "file"))
-    store = Store(CheckpointOptions(tmp_path / "gone"))
+        CheckpointFolder(CheckpointOptions(tmp_path / "file"))
+    store = CheckpointFolder(CheckpointOptions(tmp_path / "gone"))
     (tmp_path / "gone").rmdir()
     with pytest.raises(CheckpointError, match="give another one"):
         store.newest()
@@ -172,16 +172,16 @@ STEPS = ("fsync", "read", "_name_also", "replace", "_sync_folder")
 @pytest.mark.parametrize("at", [*((step, "before") for step in STEPS), *((step, "after") for step in STEPS)])
 def test_a_process_that_is_killed_leaves_whole_files(tmp_path: Path, at: tuple[str, str]) -> None:
     options = CheckpointOptions(tmp_path, keep_last=1, keep_best=("loss", "min"))
-    fill(Store(options), [0.5])
+    fill(CheckpointFolder(options), [0.5])
     child = os.fork()
     if child == 0:
         try:
             _die_in(*at)
-            Store(options).save(state(2), version=2, global_step=20, value=0.1)
+            CheckpointFolder(options).save(state(2), version=2, global_step=20, value=0.1)
         finally:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    store = Store(options)
+    store = CheckpointFolder(options)
     found = store.newest()
     assert found is not None
     there = [name for name in names(tmp_path) if name.startswith("step-") and name.endswith(".pt")]

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from flowdp.checkpoint.file import write
 from flowdp.checkpoint.fingerprint import orders
-from flowdp.checkpoint.folder import Store
+from flowdp.checkpoint.folder import CheckpointFolder
 from flowdp.checkpoint.rank_state import capture
 from flowdp.checkpoint.resume import Resumed, find
 from flowdp.data.open_source import Source, open_source
@@ -71,8 +71,8 @@ def state(ranks: Sequence[float] = (1.0, 2.0), **changes: Any) -> dict[str, Any]
     return given | changes
 
 
-def store(folder: Path, **options: Any) -> Store:
-    return Store(CheckpointOptions(folder, **options))
+def store(folder: Path, **options: Any) -> CheckpointFolder:
+    return CheckpointFolder(CheckpointOptions(folder, **options))
 
 
 def momenta(replicas: Sequence[Replica]) -> list[float]:

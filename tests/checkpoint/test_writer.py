@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from flowdp.checkpoint.file import read
-from flowdp.checkpoint.folder import Store
-from flowdp.checkpoint.writer import Checkpoint, Part, Saver, Standing
+from flowdp.checkpoint.folder import CheckpointFolder
+from flowdp.checkpoint.writer import CapturedState, Checkpoint, PendingState, Saver
 from flowdp.errors import CheckpointError
 from flowdp.options import CheckpointOptions
 from flowdp.policy.tally import EpochMetrics, RankMetrics, RankSums
@@ -32,7 +32,7 @@ def metrics(epoch: int, loss: float) -> EpochMetrics:
 LOSSES = [metrics(epoch, loss) for epoch, loss in enumerate((5.0, 2.0, 4.0, 3.0))]
 
 
-def part(rank: int, value: float, *, shared: bool) -> Part:
+def part(rank: int, value: float, *, shared: bool) -> PendingState:
     """What a rank puts down; it can be read once."""
     state: dict[str, Any] = {"optimizers": [{"rank": rank}], "scaler": None, "generator": None}
     if shared:
@@ -53,7 +53,11 @@ class Desk:
         self.told: list[Checkpoint] = []
         self.failed: list[CheckpointError] = []
         keep_best = options.pop("keep_best", None)
-        store = None if folder is None else Store(CheckpointOptions(folder, keep_last=9, keep_best=keep_best))
+        store = (
+            None
+            if folder is None
+            else CheckpointFolder(CheckpointOptions(folder, keep_last=9, keep_best=keep_best))
+        )
         self.store = store
         self.saver = Saver(
             store, {"seed": 0}, self.told.append if listens else None, self.failed.append, **options
@@ -76,14 +80,14 @@ class Desk:
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Holds the first file until the event is set."""
     opened, held = threading.Event(), iter([True])
-    save = Store.save
+    save = CheckpointFolder.save
 
-    def slowly(self: Store, *given: Any, **options: Any) -> Path:
+    def slowly(self: CheckpointFolder, *given: Any, **options: Any) -> Path:
         if next(held, False):
             assert opened.wait(WAIT_S)
         return save(self, *given, **options)
 
-    monkeypatch.setattr(Store, "save", slowly)
+    monkeypatch.setattr(CheckpointFolder, "save", slowly)
     yield opened
     opened.set()
 
@@ -97,18 +101,18 @@ def wait_until_writing(saver: Saver) -> None:
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_standing_is_read_once_and_holds_the_model_once(first: int) -> None:
     parts = {rank: part(rank, 7.0, shared=rank == first) for rank in (1, 0)}
-    standing = Standing(parts, first, at(1), LOSSES[:1])
-    state = standing.read()
+    captured = CapturedState(parts, first, at(1), LOSSES[:1])
+    state = captured.read()
     assert [rank["optimizers"] for rank in state["ranks"]] == [[{"rank": 0}], [{"rank": 1}]]
     assert not any("model" in rank for rank in state["ranks"])
-    assert standing.model["weight"].item() == 7.0
-    assert standing.read() is state
+    assert captured.model["weight"].item() == 7.0
+    assert captured.read() is state
 
 
 def test_two_threads_read_it_once() -> None:
-    standing = Standing({0: part(0, 7.0, shared=True)}, 0, at(1), ())
+    captured = CapturedState({0: part(0, 7.0, shared=True)}, 0, at(1), ())
     found: list[dict[str, Any]] = []
-    threads = [threading.Thread(target=lambda: found.append(standing.read())) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: found.append(captured.read())) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -223,7 +227,7 @@ def test_each_checkpoint_holds_the_best_model_of_its_own_moment(
 
 def test_a_wish_is_answered_by_the_next_standing() -> None:
     desk = Desk(None, listens=False)
-    found: list[Standing | None] = []
+    found: list[CapturedState | None] = []
     asking = threading.Thread(target=lambda: found.append(desk.saver.wait_for_snapshot(2)))
     asking.start()
     desk.put(1, version=None, snapshots=1)  # answers the first wish alone
@@ -231,15 +235,15 @@ def test_a_wish_is_answered_by_the_next_standing() -> None:
     assert asking.is_alive()
     desk.put(2, version=None, snapshots=2)
     asking.join(WAIT_S)
-    [standing] = found
-    assert standing is not None
-    assert standing.position == at(2)
-    assert standing.history == tuple(LOSSES[:2])
+    [captured] = found
+    assert captured is not None
+    assert captured.position == at(2)
+    assert captured.history == tuple(LOSSES[:2])
 
 
 def test_nobody_waits_for_a_run_that_has_ended() -> None:
     desk = Desk(None, listens=False)
-    found: list[Standing | None] = []
+    found: list[CapturedState | None] = []
     asking = threading.Thread(target=lambda: found.append(desk.saver.wait_for_snapshot(1)))
     asking.start()
     desk.saver.end()
@@ -251,14 +255,14 @@ def test_nobody_waits_for_a_run_that_has_ended() -> None:
 def test_a_full_disk_is_a_problem_and_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk(tmp_path)
     full = iter([OSError(errno.ENOSPC, "No space left on device")])
-    save = Store.save
+    save = CheckpointFolder.save
 
-    def save_or_fail(self: Store, *given: Any, **options: Any) -> Path:
+    def save_or_fail(self: CheckpointFolder, *given: Any, **options: Any) -> Path:
         for error in full:
             raise CheckpointError("it cannot be written") from error
         return save(self, *given, **options)
 
-    monkeypatch.setattr(Store, "save", save_or_fail)
+    monkeypatch.setattr(CheckpointFolder, "save", save_or_fail)
     desk.put(1)
     while desk.saver.is_busy:
         threading.Event().wait(0.001)

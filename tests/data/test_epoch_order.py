@@ -26,9 +26,9 @@ from flowdp.data.epoch_order import (
     KEPT_BATCHES,
     KEPT_EPOCHS,
     AllEpochs,
+    BatchOrder,
     BatchSamplerOrder,
     EpochOrder,
-    Order,
     SamplerOrder,
     batches_per_epoch,
     epoch_order,
@@ -44,7 +44,7 @@ VECTORS: dict[str, dict[str, Any]] = {
 }
 
 
-def whole(order: Order, epoch: int) -> list[int]:
+def whole(order: BatchOrder, epoch: int) -> list[int]:
     return [index for batch in range(order.batches) for index in order.indices(epoch, batch).tolist()]
 
 
@@ -412,7 +412,7 @@ def test_a_batch_sampler_whose_length_is_wrong():
 
 
 # ---------------------------------------------------------------- checksums
-def checksums(order: Order, epochs: int = 3) -> list[int | None]:
+def checksums(order: BatchOrder, epochs: int = 3) -> list[int | None]:
     for epoch in range(epochs):
         order.indices(epoch, 0)
     return [order.checksum(epoch) for epoch in range(epochs)]

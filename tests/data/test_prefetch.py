@@ -682,12 +682,12 @@ def test_an_error_of_the_dataset_reaches_the_worker(close):
 
 
 def test_a_wrong_index_is_named_when_its_batch_is_wanted(close):
-    class Order(EpochOrder):
+    class BatchOrder(EpochOrder):
         def _draw(self, epoch: int) -> Tensor:
             return self._keep(epoch, torch.tensor([0, 1, 2, 3, 4, 99]))
 
     source = TensorSource(
-        [torch.arange(6)], lambda parts: parts[0], Order(6, 2, 0, shuffle=False, drop_last=False)
+        [torch.arange(6)], lambda parts: parts[0], BatchOrder(6, 2, 0, shuffle=False, drop_last=False)
     )
     rank = close(Rank(source, CardLane()))
     rank.follow([(0, 0), (0, 1), (0, 2)])

@@ -180,8 +180,8 @@ def test_who_goes_on_after_an_early_stop_is_given_its_patience_anew(witness: Wit
 
 def test_an_epoch_that_was_only_opened_is_not_begun(witness: Witness) -> None:
     state = stop_at(witness, 15, trainer(witness, "sync", 2, epochs=9))
-    assert state.stood is not None
-    assert all(one.position == 0 for one in state.stood.position.open[1:])  # dealt ahead, and taken back
+    assert state.stopped_at is not None
+    assert all(one.position == 0 for one in state.stopped_at.position.open[1:])  # dealt ahead, and taken back
     assert trainer(witness, "sync", 2, epochs=state.epochs_done + 1, resume=state).fit().epochs_done == 3
 
 

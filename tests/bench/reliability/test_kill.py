@@ -45,8 +45,8 @@ def test_a_model_that_is_not_put_back_is_seen(policy: Any, monkeypatch: pytest.M
 
 
 def test_work_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = folder.Store.paths
-    monkeypatch.setattr(folder.Store, "paths", lambda own: paths(own)[1:] or paths(own))
+    paths = folder.CheckpointFolder.paths
+    monkeypatch.setattr(folder.CheckpointFolder, "paths", lambda own: paths(own)[1:] or paths(own))
     faults = kill(1, plans=[Plan("sync")], aims=[SECOND]).faults
     assert any("a life began at" in fault for fault in faults)
 
