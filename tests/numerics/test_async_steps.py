@@ -12,6 +12,9 @@ from torch import Tensor, nn
 import flowdp
 from flowdp.device.worker_context import CurrentWorker
 
+# A mean is the same however a batch came to its rank.
+pytestmark = pytest.mark.parametrize("lanes", ["cpu", "streams"], indirect=True)
+
 SAMPLES, BATCH_SIZE, LR = 302, 4, 0.125
 
 

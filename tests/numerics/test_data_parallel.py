@@ -20,7 +20,7 @@ from tests.collective.fake_nccl import FakeNccl
 from tests.fakes import FakeCuda
 from tests.wired import fake_link
 
-STEPS = 30
+STEPS = 20
 SIZES = (22, 9, 3, 2)  # of the batches, in turn; with four devices the last one leaves two without samples
 TOLERANCE = 1e-11
 

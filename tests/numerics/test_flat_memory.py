@@ -12,6 +12,9 @@ from torch import Tensor, nn
 import flowdp
 from flowdp.replica.replica import Replica
 
+# A step is the same however a batch came to its rank.
+pytestmark = pytest.mark.parametrize("lanes", ["cpu", "streams"], indirect=True)
+
 SAMPLES, BATCH_SIZE, EPOCHS = 128, 4, 2
 WIDTH = 16
 """Fused kernels round the last elements of a tensor, which do not fill a vector, in another way."""

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 import flowdp
 
+# A mean is the same however a batch came to its rank.
+pytestmark = pytest.mark.parametrize("lanes", ["cpu", "streams"], indirect=True)
+
 SAMPLES, BATCH_SIZE, EPOCHS = 60, 8, 3  # 8 batches, the last of 4 samples
 LR = 0.02
 

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 import flowdp
 
+# A mean is the same however a batch came to its rank.
+pytestmark = pytest.mark.parametrize("lanes", ["cpu", "streams"], indirect=True)
+
 SAMPLES, BATCH_SIZE, EPOCHS = 90, 4, 2  # the last batch has 2 samples
 
 
