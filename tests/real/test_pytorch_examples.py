@@ -504,6 +504,7 @@ SCRIPTS: list[Script] = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # by LBFGS of torch 2.8
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 @pytest.mark.parametrize("shares", SHARES, ids=len)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
