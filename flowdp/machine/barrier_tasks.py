@@ -28,7 +28,7 @@ from flowdp.protocol.messages import (
 )
 from flowdp.protocol.position import Position
 
-__all__ = ["MINUTE_MS", "BarrierPlan", "SavePlan", "Standstill"]
+__all__ = ["MINUTE_MS", "Barrier", "BarrierPlan", "SavePlan", "SaveSchedule"]
 
 
 MINUTE_MS = 60_000.0
@@ -81,6 +81,57 @@ class BarrierPlan:
         return self.evaluates(epoch) or self.saves(epoch) or self.monitor is not None
 
 
+class SaveSchedule:
+    """Next checkpoint that is due by steps or minutes; no second one is due at the same step.
+
+    Args:
+        plan: Unit and interval; None: none is due by itself.
+        saved_step: Global step of the last checkpoint; -1 before the first.
+    """
+
+    def __init__(self, plan: SavePlan | None, saved_step: int = -1) -> None:
+        self._plan = plan
+        self._saved_step = saved_step
+        self._next_step: int | None = None
+        self._next_ms = math.inf
+        self._is_late = False  # by the clock, and not saved since
+
+    @property
+    def limit(self) -> int | None:
+        """Global step at which the next checkpoint is due; None: none is due at a step."""
+        return self._next_step
+
+    @property
+    def deadline_ms(self) -> float | None:
+        """Time at which the next checkpoint is due; None: none is due by the clock."""
+        return None if math.isinf(self._next_ms) else self._next_ms
+
+    def begin(self, now_ms: float, global_step: int) -> None:
+        """Plan the next checkpoint, at the beginning or behind another one."""
+        plan = self._plan
+        if plan is not None and plan.unit == "step":
+            every = int(plan.every)
+            self._next_step = (global_step // every + 1) * every
+        elif plan is not None and plan.unit == "minute":
+            self._next_ms = now_ms + plan.every * MINUTE_MS
+
+    def is_due(self, now_ms: float, global_step: int) -> bool:
+        """Whether a checkpoint is due now."""
+        if now_ms >= self._next_ms:
+            self._is_late, self._next_ms = True, math.inf
+        is_due = self._is_late or (self.limit is not None and global_step >= self.limit)
+        return is_due and global_step != self._saved_step
+
+    def is_last_due(self, global_step: int) -> bool:
+        """Whether the end of the run is to be saved, too."""
+        return self._plan is not None and self._saved_step != global_step
+
+    def saved(self, now_ms: float, global_step: int) -> None:
+        """A checkpoint of this step is being written."""
+        self._saved_step, self._is_late = global_step, False
+        self.begin(now_ms, global_step)
+
+
 @dataclass(slots=True)
 class _Asked:
     """An order that is out."""
@@ -91,15 +142,16 @@ class _Asked:
     is_cut: bool = False
 
 
-class Standstill:
+class Barrier:
     """Decides which tasks are due, and runs them at a barrier.
 
     Args:
-        tasks: Of the run.
-        position: Where it begins; None: at the beginning.
+        tasks: Tasks of the run.
+        position: Position to resume at; None: the beginning.
 
     Attributes:
         versions: Checkpoints so far, those of the run that this one continues included.
+        saves: Checkpoints that are due by steps or minutes.
     """
 
     def __init__(self, tasks: BarrierPlan, position: Position | None = None) -> None:
@@ -112,13 +164,12 @@ class Standstill:
         self._asked: _Asked | None = None
         self._evaluations = self._captures = 0
         self._wishes = self._asked_wishes = self._answered = 0  # for a snapshot
-        self._wants_save = self._is_best = self._is_late = False
-        self._saved_step = position.global_step if position is not None and tasks.is_saved else -1
-        self._next_step = 0
-        self._next_ms = math.inf
+        self._wants_save = self._is_best = False
+        saved_step = -1 if position is None or not tasks.is_saved else position.global_step
+        self.saves = SaveSchedule(tasks.save, saved_step)
 
     def best(self, epochs: int) -> Best:
-        """What the monitored number had come to in so many epochs; no fewer than this run began with."""
+        """Best monitored number after so many epochs, no fewer than this run began with."""
         return self._best_before.get(epochs, self._best)
 
     @property
@@ -138,22 +189,7 @@ class Standstill:
         """Whether an answer is out: every rank's part is needed."""
         return self._asked is not None
 
-    @property
-    def limit(self) -> int | None:
-        """The global step at which the next checkpoint is due; None: none is, at a step."""
-        save = self._tasks.save
-        return None if save is None or save.unit != "step" else self._next_step
-
-    def deadline_ms(self) -> float | None:
-        """When the next checkpoint is due by the clock."""
-        return None if math.isinf(self._next_ms) else self._next_ms
-
     # ------------------------------------------------------------------ due tasks
-    def begin(self, now_ms: float, global_step: int) -> None:
-        """The run begins."""
-        self._plan_steps(global_step)
-        self._plan_minutes(now_ms)
-
     def wish(self, what: Literal["checkpoint", "snapshot"]) -> None:
         """The user asks for something."""
         if what == "checkpoint":
@@ -163,8 +199,7 @@ class Standstill:
 
     def end(self, global_step: int) -> bool:
         """The run is about to end; whether a last checkpoint comes first."""
-        if self._tasks.save is not None and self._saved_step != global_step:
-            self._wants_save = True
+        self._wants_save |= self.saves.is_last_due(global_step)
         return self._wants_save
 
     def heal(self, bad: Sequence[int]) -> None:
@@ -179,11 +214,8 @@ class Standstill:
         return []
 
     def look(self, now_ms: float, global_step: int) -> None:
-        """See whether a checkpoint is due by steps or minutes; no second one of the same step is."""
-        if now_ms >= self._next_ms:
-            self._is_late, self._next_ms = True, math.inf
-        is_due = self._is_late or (self.limit is not None and global_step >= self.limit)
-        self._wants_save |= is_due and global_step != self._saved_step
+        """See whether a checkpoint is due by steps or minutes."""
+        self._wants_save |= self.saves.is_due(now_ms, global_step)
 
     # ------------------------------------------------------------------ answers
     def take(self, fact: Evaluated | StateSaved | ReplicaCopied) -> None:
@@ -276,24 +308,10 @@ class Standstill:
     def _save(self, capture: SaveState, now_ms: float, stand: Callable[[], Position]) -> Command:
         is_due, self._wants_save = self._wants_save, False
         is_best, self._is_best = self._is_best, False
-        self._is_late &= not is_due
         self.versions += is_due
         self._answered = self._asked_wishes
         position = stand()
         if is_due:
-            self._saved_step = position.global_step
-            self._plan_steps(position.global_step)
-            self._plan_minutes(now_ms)
+            self.saves.saved(now_ms, position.global_step)
         version = self.versions if is_due else None
         return Save(capture.number, position, version, self._answered, capture.model, is_best)
-
-    def _plan_steps(self, global_step: int) -> None:
-        save = self._tasks.save
-        if save is not None and save.unit == "step":
-            every = int(save.every)
-            self._next_step = (global_step // every + 1) * every
-
-    def _plan_minutes(self, now_ms: float) -> None:
-        save = self._tasks.save
-        if save is not None and save.unit == "minute":
-            self._next_ms = now_ms + save.every * MINUTE_MS

@@ -18,7 +18,7 @@ from dataclasses import replace
 from enum import Enum
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.barrier_tasks import Standstill
+from flowdp.machine.barrier_tasks import Barrier
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.policies import make_rounds
@@ -90,7 +90,7 @@ class Coordinator:
             config.tasks.halts,
         )
         self.rounds = make_rounds(config, self.epochs)
-        self.standstill = Standstill(config.tasks, config.start)
+        self.barrier = Barrier(config.tasks, config.start)
         self.error: str | None = None
         self.is_paused = False
         self._ready: set[int] = set()
@@ -125,7 +125,7 @@ class Coordinator:
         """When to call `handle(Tick(), ...)` if nothing happens before; None: never."""
         if self.life is not Life.RUNNING:
             return None
-        due = [self.rounds.deadline_ms(), self.standstill.deadline_ms()]
+        due = [self.rounds.deadline_ms(), self.barrier.saves.deadline_ms]
         return min((ms for ms in due if ms is not None), default=None)
 
     def check(self) -> None:
@@ -158,7 +158,7 @@ class Coordinator:
                     self.epochs.end(fact.epoch, fact.batches)
                     return self.rounds.end(fact)
             case Evaluated() | StateSaved() | ReplicaCopied() if self.life is Life.RUNNING:
-                self.standstill.take(fact)
+                self.barrier.take(fact)
                 if isinstance(fact, ReplicaCopied):
                     self._sick.pop(fact.rank, None)
             case _ if self.life is Life.RUNNING:
@@ -185,7 +185,7 @@ class Coordinator:
     def _may_go_on(self) -> bool:
         """Whether the other ranks go on without one that has failed."""
         is_wanted = self.config.on_failure == "continue" and self.rounds.averages == "parameters"
-        is_running = self.life is Life.RUNNING and self.error is None and not self.standstill.is_asked
+        is_running = self.life is Life.RUNNING and self.error is None and not self.barrier.is_asked
         return is_wanted and is_running and bool(self._present())
 
     def _failing(self, commands: list[Command]) -> list[Command]:
@@ -204,7 +204,7 @@ class Coordinator:
             case "set_lr":
                 self._new_lr = fact.value
             case "checkpoint" | "snapshot":
-                self.standstill.wish(fact.what)
+                self.barrier.wish(fact.what)
 
     # ------------------------------------------------------------------ decisions
     def _decide(self, now_ms: float) -> list[Command]:
@@ -212,7 +212,7 @@ class Coordinator:
         if self.life is Life.STARTING and len(self._ready) == self.config.world_size and self.error is None:
             self.life = Life.RUNNING
             self.epochs.start(now_ms)
-            self.standstill.begin(now_ms, self.global_step)
+            self.barrier.saves.begin(now_ms, self.global_step)
         if self.life is Life.RUNNING and self.error is None:
             commands += self._run(now_ms)
         if self.life in (Life.STARTING, Life.RUNNING, Life.LEAVING) and self.error is not None:
@@ -230,8 +230,8 @@ class Coordinator:
         commands: list[Command] = []
         anchor, is_idle = self.rounds.anchor, self.rounds.is_idle
         for metrics in self.epochs.ended(now_ms, anchor, self.global_step, is_idle=is_idle):
-            commands += self.standstill.ended(metrics)
-        self.standstill.look(now_ms, self.global_step)
+            commands += self.barrier.ended(metrics)
+        self.barrier.look(now_ms, self.global_step)
         commands += self._judge_numbers()
         if self.rounds.is_idle and self.error is None:
             commands += self._stand(now_ms)
@@ -239,15 +239,15 @@ class Coordinator:
         if self.error is not None:
             return commands
         commands += self._direct()
-        stands = self.standstill.is_wanted or self.rounds.wants_meeting
+        stands = self.barrier.is_wanted or self.rounds.wants_meeting
         hold = self._ends or self._wants_pause or stands
-        constraints = Constraints(hold, self._wants_meeting, self.standstill.limit)
+        constraints = Constraints(hold, self._wants_meeting, self.barrier.saves.limit)
         orders = self.rounds.decide(now_ms, constraints)
         if self._wants_meeting and any(isinstance(c, Send) and _is_meeting(c.order) for c in orders):
             # Armed behind the directive, so its outcome will tell the learning rate if no earlier one did.
             self._wants_meeting = False
         commands += orders
-        if not self.rounds.is_idle or self.standstill.is_wanted:
+        if not self.rounds.is_idle or self.barrier.is_wanted:
             return commands
         if self._ends or self.epochs.is_complete:
             self.life = Life.LEAVING
@@ -259,7 +259,7 @@ class Coordinator:
     @property
     def _ends(self) -> bool:
         """Whether the run shall end before its last step."""
-        return self._wants_stop or self.standstill.is_enough
+        return self._wants_stop or self.barrier.is_enough
 
     def _stand(self, now_ms: float) -> list[Command]:
         """Run the tasks that are due while all ranks stand still."""
@@ -267,11 +267,11 @@ class Coordinator:
         def where() -> Position:
             return self._position(now_ms)
 
-        commands = self.standstill.decide(now_ms, self._present(), where, leaves=self._wants_stop)
-        is_over = (self._ends or self.epochs.is_complete) and not self.standstill.is_wanted
+        commands = self.barrier.decide(now_ms, self._present(), where, leaves=self._wants_stop)
+        is_over = (self._ends or self.epochs.is_complete) and not self.barrier.is_wanted
         may_save = self.config.tasks.inside or not self.epochs.is_inside
-        if is_over and may_save and self.standstill.end(self.global_step):
-            commands += self.standstill.decide(now_ms, self._present(), where, leaves=self._wants_stop)
+        if is_over and may_save and self.barrier.end(self.global_step):
+            commands += self.barrier.decide(now_ms, self._present(), where, leaves=self._wants_stop)
         return self._failing(commands)
 
     def _watch_metric(self, commands: Sequence[Command]) -> list[Command]:
@@ -305,7 +305,7 @@ class Coordinator:
         # Where gradients are averaged all take the same step, by those of the others.
         if quarantined and self.rounds.averages != "gradients":
             self._sick = bad
-            self.standstill.heal(tuple(bad))
+            self.barrier.heal(tuple(bad))
         return list[Command](quarantined)
 
     def _position(self, now_ms: float) -> Position:
@@ -319,10 +319,10 @@ class Coordinator:
             round=self.rounds.next_round,
             planned=planned,
             metric=self.epochs.metric,
-            versions=self.standstill.versions,
+            versions=self.barrier.versions,
             anchor=None if cadence is None else cadence.anchor,
             pace_ms=self.rounds.pace_ms,
-            best=self.standstill.best(done),
+            best=self.barrier.best(done),
             drifts=() if cadence is None else cadence.guard.history,
         )
 
@@ -332,7 +332,7 @@ class Coordinator:
         if self.is_paused and not self._wants_pause:
             self.is_paused = False
             commands.append(Paused(False))
-        halt = self.standstill.is_wanted and not self.rounds.is_idle
+        halt = self.barrier.is_wanted and not self.rounds.is_idle
         wanted = Directives(self._ends, self._wants_pause and not self.is_paused, halt=halt)
         if wanted != self._directives or self._new_lr is not None:
             self._directives = wanted

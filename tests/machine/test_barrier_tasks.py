@@ -1,4 +1,4 @@
-"""Standstills: what is due, in which order it is done, and what it comes to."""
+"""Barriers: tasks that are due, their order, and their results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.barrier_tasks import MINUTE_MS, BarrierPlan, SavePlan, Standstill
+from flowdp.machine.barrier_tasks import MINUTE_MS, Barrier, BarrierPlan, SavePlan
 from flowdp.policy.monitor import Best, Monitor
 from flowdp.policy.tally import EpochMetrics, Tally, Work
 from flowdp.protocol.commands import Command, CutEvaluation, EpochEnded, Fail, Save, Send
@@ -27,26 +27,26 @@ class Still:
     """Two ranks that stand still, at a global step."""
 
     def __init__(self, tasks: BarrierPlan, position: Position | None = None) -> None:
-        self.standstill = Standstill(tasks, position)
-        self.standstill.begin(0.0, 0)
+        self.barrier = Barrier(tasks, position)
+        self.barrier.saves.begin(0.0, 0)
         self.now_ms = 0.0
         self.global_step = 0
         self.done = 0
 
     def decide(self, *, leaves: bool = False) -> list[Command]:
-        return self.standstill.decide(self.now_ms, [0, 1], self.stand, leaves=leaves)
+        return self.barrier.decide(self.now_ms, [0, 1], self.stand, leaves=leaves)
 
     def stand(self) -> Position:
-        standstill = self.standstill
+        barrier = self.barrier
         return Position(
-            2, self.done, (), self.global_step, versions=standstill.versions, best=standstill.best(self.done)
+            2, self.done, (), self.global_step, versions=barrier.versions, best=barrier.best(self.done)
         )
 
     def answers(self, kind: Any, *fields: Any, leaves: bool = False) -> list[Command]:
         """Both ranks answer; what comes of it."""
-        self.standstill.take(kind(0, *fields))
+        self.barrier.take(kind(0, *fields))
         assert self.decide(leaves=leaves) == []  # one more is waited for
-        self.standstill.take(kind(1, *fields))
+        self.barrier.take(kind(1, *fields))
         return self.decide(leaves=leaves)
 
     def captures(self, commands: list[Command]) -> Save:
@@ -60,28 +60,28 @@ class Still:
     def ends(self, epoch: int, loss: float = 1.0) -> list[Command]:
         """An epoch is complete."""
         self.done = epoch + 1
-        return self.standstill.ended(metrics(epoch, loss))
+        return self.barrier.ended(metrics(epoch, loss))
 
 
 # ---------------------------------------------------------------- epochs
 def test_an_epoch_without_duties_is_reported_at_once() -> None:
     still = Still(EVALUATES)
     assert still.ends(0) == [EpochEnded(metrics(0))]
-    assert not still.standstill.is_wanted
+    assert not still.barrier.is_wanted
 
 
 def test_an_epoch_is_reported_with_its_evaluation() -> None:
     still = Still(EVALUATES)
     assert still.ends(1) == []
-    assert still.standstill.is_wanted
+    assert still.barrier.is_wanted
     assert still.decide() == [Send(rank, Evaluate(1, 0)) for rank in (0, 1)]
-    assert still.standstill.is_asked
-    still.standstill.take(Evaluated(1, ((1, 2, (("score", 4.0),)),)))
-    still.standstill.take(Evaluated(0, ((0, 6, (("score", 2.0),)),)))
+    assert still.barrier.is_asked
+    still.barrier.take(Evaluated(1, ((1, 2, (("score", 4.0),)),)))
+    still.barrier.take(Evaluated(0, ((0, 6, (("score", 2.0),)),)))
     [event] = still.decide()
     assert isinstance(event, EpochEnded)
     assert event.metrics.eval == {"score": 2.5}
-    assert not still.standstill.is_wanted
+    assert not still.barrier.is_wanted
     assert still.ends(2) == [EpochEnded(metrics(2))]
 
 
@@ -119,77 +119,77 @@ def test_a_checkpoint_after_every_second_epoch() -> None:
     assert reported == EpochEnded(metrics(1))
     assert still.captures(rest) == Save(0, Position(2, 2, (), 8, versions=1), 1, 0)
     # It is the run's last one, too, if it ends here.
-    assert not still.standstill.end(8)
-    assert still.standstill.end(9)
+    assert not still.barrier.end(8)
+    assert still.barrier.end(9)
 
 
 def test_checkpoints_by_steps_lie_behind_their_multiples() -> None:
     still = Still(BarrierPlan(SavePlan(10, "step")))
-    assert still.standstill.limit == 10
+    assert still.barrier.saves.limit == 10
     for step, is_due in ((9, False), (10, True)):
-        still.standstill.look(0.0, step)
-        assert still.standstill.is_wanted == is_due
+        still.barrier.look(0.0, step)
+        assert still.barrier.is_wanted == is_due
     still.global_step = 23  # a round is not cut
     assert still.captures(still.decide()).version == 1
-    assert still.standstill.limit == 30
-    assert Still(BarrierPlan(SavePlan(1, "epoch"))).standstill.limit is None
+    assert still.barrier.saves.limit == 30
+    assert Still(BarrierPlan(SavePlan(1, "epoch"))).barrier.saves.limit is None
 
 
 def test_a_resumed_run_counts_on_from_where_it_begins() -> None:
-    standstill = Standstill(BarrierPlan(SavePlan(10, "step")), Position(2, global_step=23, versions=4))
-    standstill.begin(0.0, 23)
-    assert standstill.limit == 30
-    assert standstill.versions == 4
+    barrier = Barrier(BarrierPlan(SavePlan(10, "step")), Position(2, global_step=23, versions=4))
+    barrier.saves.begin(0.0, 23)
+    assert barrier.saves.limit == 30
+    assert barrier.versions == 4
 
 
 def test_checkpoints_by_the_clock() -> None:
     still = Still(BarrierPlan(SavePlan(0.5, "minute")))
-    assert still.standstill.deadline_ms() == 0.5 * MINUTE_MS
-    still.standstill.look(0.4 * MINUTE_MS, 5)
-    assert not still.standstill.is_wanted
-    still.standstill.look(0.6 * MINUTE_MS, 5)
-    assert still.standstill.is_wanted
-    assert still.standstill.deadline_ms() is None  # it has passed, and nobody is to be woken by it again
+    assert still.barrier.saves.deadline_ms == 0.5 * MINUTE_MS
+    still.barrier.look(0.4 * MINUTE_MS, 5)
+    assert not still.barrier.is_wanted
+    still.barrier.look(0.6 * MINUTE_MS, 5)
+    assert still.barrier.is_wanted
+    assert still.barrier.saves.deadline_ms is None  # it has passed, and nobody is to be woken by it again
     still.now_ms, still.global_step = 0.7 * MINUTE_MS, 8
     still.captures(still.decide())
-    assert still.standstill.deadline_ms() == 1.2 * MINUTE_MS
+    assert still.barrier.saves.deadline_ms == 1.2 * MINUTE_MS
     # Nothing was trained since: it waits for the first round.
-    still.standstill.look(2.0 * MINUTE_MS, 8)
-    assert not still.standstill.is_wanted
-    still.standstill.look(2.1 * MINUTE_MS, 9)
-    assert still.standstill.is_wanted
+    still.barrier.look(2.0 * MINUTE_MS, 8)
+    assert not still.barrier.is_wanted
+    still.barrier.look(2.1 * MINUTE_MS, 9)
+    assert still.barrier.is_wanted
 
 
 def test_wishes_are_answered_by_what_is_captured_after_them() -> None:
     still = Still(BarrierPlan())
-    still.standstill.wish("snapshot")
-    still.standstill.wish("snapshot")
+    still.barrier.wish("snapshot")
+    still.barrier.wish("snapshot")
     commands = still.decide()
-    still.standstill.wish("snapshot")  # it may have come too late for what was put down
-    still.standstill.take(StateSaved(0))
-    still.standstill.take(StateSaved(1))
+    still.barrier.wish("snapshot")  # it may have come too late for what was put down
+    still.barrier.take(StateSaved(0))
+    still.barrier.take(StateSaved(1))
     save, *again = still.decide()
     assert isinstance(save, Save)
     assert (save.snapshots, save.version, save.capture) == (2, None, 0)
     assert commands != again
     assert still.captures(again).snapshots == 3
-    still.standstill.wish("checkpoint")
+    still.barrier.wish("checkpoint")
     save = still.captures(still.decide())
     assert (save.snapshots, save.version) == (3, 1)
-    assert not still.standstill.is_wanted
+    assert not still.barrier.is_wanted
 
 
 def test_the_ranks_that_are_there_capture_and_the_first_of_them_the_model() -> None:
     still = Still(BarrierPlan())
-    still.standstill.wish("checkpoint")
-    commands = still.standstill.decide(0.0, [1, 3], still.stand, leaves=False)
+    still.barrier.wish("checkpoint")
+    commands = still.barrier.decide(0.0, [1, 3], still.stand, leaves=False)
     assert commands == [Send(rank, SaveState(0, model=1)) for rank in (1, 3)]
 
 
 def test_an_epoch_that_ends_meanwhile_comes_before_the_checkpoint() -> None:
     """The end of a stream may be read while the ranks stand still."""
     still = Still(BarrierPlan(SavePlan(1, "epoch"), eval_every=1))
-    still.standstill.wish("snapshot")
+    still.barrier.wish("snapshot")
     still.decide()
     still.ends(0)
     commands = still.answers(StateSaved)
@@ -204,15 +204,15 @@ def test_an_epoch_that_ends_meanwhile_comes_before_the_checkpoint() -> None:
 def test_a_replica_is_healed_before_anything_else() -> None:
     still = Still(EVALUATES)
     still.ends(1)
-    still.standstill.heal((0,))
+    still.barrier.heal((0,))
     assert still.decide() == [Send(0, CopyReplica(donor=1))]
-    still.standstill.take(ReplicaCopied(0))
+    still.barrier.take(ReplicaCopied(0))
     assert still.decide() == [Send(rank, Evaluate(1, 0)) for rank in (0, 1)]
 
 
 def test_who_is_gone_is_not_healed() -> None:
     still = Still(BarrierPlan())
-    still.standstill.heal((0, 2))
+    still.barrier.heal((0, 2))
     assert still.decide() == [Send(0, CopyReplica(donor=1))]
 
 
@@ -230,18 +230,18 @@ def test_the_best_epoch_is_captured() -> None:
         if is_best:
             save = still.captures(rest)
             assert (save.is_best, save.version, save.position.best) == (True, None, Best(loss, epoch))
-        assert not still.standstill.is_enough
+        assert not still.barrier.is_enough
     still.ends(3, 2.1)
     still.decide()
-    assert still.standstill.is_enough
-    assert Standstill(WATCHES, still.stand()).is_enough  # nor does a run that goes on from there
+    assert still.barrier.is_enough
+    assert Barrier(WATCHES, still.stand()).is_enough  # nor does a run that goes on from there
 
 
 def test_a_checkpoint_in_the_epoch_behind_the_best_is_not_the_best() -> None:
     still = Still(BarrierPlan(SavePlan(10, "step"), monitor=Monitor("loss", "min")))
     still.ends(0)
     still.decide()
-    still.standstill.look(0.0, 10)
+    still.barrier.look(0.0, 10)
     assert not still.captures(still.decide()).is_best
 
 
@@ -251,9 +251,9 @@ def test_an_epoch_that_was_cut_short_is_judged_when_it_is_whole() -> None:
     still.captures(still.decide()[1:])
     still.ends(1, 2.0)
     still.decide()
-    assert still.standstill.best(2) == Best(1.0, 0, 1)
-    assert still.standstill.best(1) == Best(1.0, 0)
-    assert still.standstill.best(0) == Best()  # of several, the first one counts
+    assert still.barrier.best(2) == Best(1.0, 0, 1)
+    assert still.barrier.best(1) == Best(1.0, 0)
+    assert still.barrier.best(0) == Best()  # of several, the first one counts
 
 
 def test_a_monitor_that_watches_nothing_ends_the_run_before_anything_else() -> None:
@@ -271,8 +271,8 @@ def test_a_monitor_that_watches_nothing_ends_the_run_before_anything_else() -> N
 def test_an_answer_that_nobody_waits_for_is_a_bug(fact: Any) -> None:
     still = Still(EVALUATES)
     with pytest.raises(ProtocolError, match="unexpected"):
-        still.standstill.take(fact)
-    still.standstill.heal((0,))
+        still.barrier.take(fact)
+    still.barrier.heal((0,))
     still.decide()
     with pytest.raises(ProtocolError, match="unexpected"):
-        still.standstill.take(fact)
+        still.barrier.take(fact)

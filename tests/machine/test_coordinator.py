@@ -557,7 +557,7 @@ def test_a_failure_ends_the_run_where_the_others_cannot_go_on(
 def test_a_failure_in_a_duty_ends_the_run() -> None:
     machine, block = alone(tasks=BarrierPlan(SavePlan(2, "step")))
     meet(machine, block, halt=True)
-    assert machine.standstill.is_asked
+    assert machine.barrier.is_asked
     machine.handle(Exiting(1, "boom", is_alone=True), 2.0)
     assert machine.life is Life.FAILING
     machine.handle(StateSaved(0), 3.0)  # said before it heard of the end

@@ -15,7 +15,7 @@ import pytest
 
 from flowdp.machine.armed_rounds import ArmedRounds, HeldRounds
 from flowdp.machine.async_rounds import AsyncRounds
-from flowdp.machine.barrier_tasks import BarrierPlan, Standstill
+from flowdp.machine.barrier_tasks import Barrier, BarrierPlan, SaveSchedule
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator, Life
 from flowdp.machine.epochs import Epochs
@@ -723,7 +723,7 @@ def orders_go_to_ranks_that_left(patch: Patch) -> Machines:
 def a_duty_does_not_wait_for_the_ranks(patch: Patch) -> Machines:
     class Hasty(Coordinator):
         def _run(self, now_ms: float) -> list[Command]:
-            if self.standstill.is_wanted and not self.rounds.is_idle:
+            if self.barrier.is_wanted and not self.rounds.is_idle:
                 return self._stand(now_ms)
             return super()._run(now_ms)
 
@@ -732,9 +732,9 @@ def a_duty_does_not_wait_for_the_ranks(patch: Patch) -> Machines:
 
 @mutant("S18", Lives(100))
 def training_goes_on_while_a_duty_is_out(patch: Patch) -> None:
-    is_wanted = Standstill.is_wanted.fget
+    is_wanted = Barrier.is_wanted.fget
     assert is_wanted is not None
-    patch.setattr(Standstill, "is_wanted", property(lambda self: self._asked is None and is_wanted(self)))
+    patch.setattr(Barrier, "is_wanted", property(lambda self: self._asked is None and is_wanted(self)))
 
 
 @mutant("S19", Lives(200))
@@ -884,7 +884,7 @@ def a_healed_replica_says_that_it_was_bad(patch: Patch) -> None:
 
 @mutant("S21", Lives(100))
 def nobody_heals(patch: Patch) -> None:
-    patch.setattr(Standstill, "heal", lambda self, bad: None)
+    patch.setattr(Barrier, "heal", lambda self, bad: None)
 
 
 @mutant("S21", Lives(500))
@@ -924,14 +924,14 @@ def a_bad_snapshot_of_an_abandoned_round_is_never_forgotten(patch: Patch) -> Non
 
 @mutant("S22", Lives(100))
 def an_epoch_is_reported_before_its_evaluation(patch: Patch) -> None:
-    patch.setattr(Standstill, "ended", lambda self, metrics: [EpochEnded(metrics)])
+    patch.setattr(Barrier, "ended", lambda self, metrics: [EpochEnded(metrics)])
 
 
 @mutant("S22", Lives(500))
 def a_stop_waits_for_the_evaluation(patch: Patch) -> None:
-    decide = Standstill.decide
+    decide = Barrier.decide
     patch.setattr(
-        Standstill,
+        Barrier,
         "decide",
         lambda self, now_ms, present, stand, leaves: decide(self, now_ms, present, stand, leaves=False),
     )
@@ -939,38 +939,38 @@ def a_stop_waits_for_the_evaluation(patch: Patch) -> None:
 
 @mutant("S23", Lives(100))
 def a_run_ends_without_a_last_checkpoint(patch: Patch) -> None:
-    patch.setattr(Standstill, "end", lambda self, global_step: False)
+    patch.setattr(Barrier, "end", lambda self, global_step: False)
 
 
 @mutant("S23", Lives(200))
 def a_resumed_run_numbers_its_checkpoints_anew(patch: Patch) -> None:
-    init = Standstill.__init__
+    init = Barrier.__init__
 
-    def anew(self: Standstill, tasks: BarrierPlan, position: Position | None = None) -> None:
+    def anew(self: Barrier, tasks: BarrierPlan, position: Position | None = None) -> None:
         init(self, tasks, position)
         self.versions = 0
 
-    patch.setattr(Standstill, "__init__", anew)
+    patch.setattr(Barrier, "__init__", anew)
 
 
 @mutant("S24", Lives(300))
 def patience_has_no_end(patch: Patch) -> None:
-    patch.setattr(Standstill, "is_enough", False)
+    patch.setattr(Barrier, "is_enough", False)
 
 
 @mutant("S24", Lives(300))
 def the_best_epoch_is_not_known(patch: Patch) -> None:
-    patch.setattr(Standstill, "_is_best", property(lambda self: False, lambda self, value: None), False)
+    patch.setattr(Barrier, "_is_best", property(lambda self: False, lambda self, value: None), False)
 
 
 @mutant("L6", Lives(100))
 def a_checkpoint_waits_for_the_end_of_the_epoch(patch: Patch) -> None:
-    patch.setattr(Standstill, "limit", None)
+    patch.setattr(SaveSchedule, "limit", None)
 
 
 @mutant("L6", Lives(200))
 def a_wish_is_forgotten(patch: Patch) -> None:
-    patch.setattr(Standstill, "wish", lambda self, what: None)
+    patch.setattr(Barrier, "wish", lambda self, what: None)
 
 
 # ---------------------------------------------------------------- shares behind a disturbance
