@@ -100,7 +100,7 @@ def check_archive(file: BufferedReader) -> None:
         sizes = {one.filename.partition("/")[2]: one.file_size for one in records}
         if len(sizes) < len(records):
             raise ValueError("two of its records have one name")
-        if any(one.external_attr & FOLDER for one in records):  # torch gives memory that nobody has written
+        if any(one.external_attr & FOLDER for one in records):  # torch returns unwritten memory
             raise ValueError("a record of it is marked as a folder")
         if sum(sizes.values()) > size:
             raise ValueError("its records are larger than the file: they are compressed, or overlap")

@@ -146,7 +146,7 @@ class _Job:
 
 
 @dataclass(slots=True)
-class _Desk:
+class _SaverState:
     """State between the threads; guarded by the saver's condition."""
 
     parts: dict[int, PendingState] = field(default_factory=dict)
@@ -195,8 +195,8 @@ class Saver:
         self._evaluates = evaluates
         self._best: CapturedState | None = None
         self._is_warned = False  # of a metric that is not there
-        self._desk = _Desk()
-        self._changed = threading.Condition()  # guards the desk
+        self._state = _SaverState()
+        self._changed = threading.Condition()  # guards the state
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -223,7 +223,7 @@ class Saver:
     def is_busy(self) -> bool:
         """Whether something is being written, or waits to be."""
         with self._changed:
-            return self._desk.is_writing or bool(self._desk.pending)
+            return self._state.is_writing or bool(self._state.pending)
 
     @property
     def last(self) -> Path | None:
@@ -243,7 +243,7 @@ class Saver:
             The worker of the rank, at a standstill.
         """
         with self._changed:
-            self._desk.parts[rank] = part
+            self._state.parts[rank] = part
 
     def save(self, command: Save, history: Sequence[EpochMetrics]) -> None:
         """Make the checkpoint or snapshot of a command, once all ranks have saved. Does not wait.
@@ -252,16 +252,16 @@ class Saver:
             The coordinator.
         """
         with self._changed:
-            desk = self._desk
-            parts, desk.parts = desk.parts, {}
+            state = self._state
+            parts, state.parts = state.parts, {}
             position = command.position
             # Now, for a writer that comes late may find that the sampler has long gone on.
             orders = self.orders(position)
             captured = CapturedState(parts, command.model, position, history[: position.done], orders)
             if command.is_best:
                 self._best = captured
-            if command.snapshots > desk.answered:
-                desk.snapshot, desk.answered = captured, command.snapshots
+            if command.snapshots > state.answered:
+                state.snapshot, state.answered = captured, command.snapshots
             if command.version is not None and self._thread is not None:
                 self._queue(_Job(command.version, captured, self._best, self._value(captured)))
             self._changed.notify_all()
@@ -273,11 +273,11 @@ class Saver:
             The user's.
         """
         with self._changed:
-            while self._desk.answered < wish:
-                if self._desk.is_over:
+            while self._state.answered < wish:
+                if self._state.is_over:
                     return None
                 self._changed.wait(LISTEN_S)
-            return self._desk.snapshot
+            return self._state.snapshot
 
     def end(self) -> None:
         """The run has ended: no wish is answered any more.
@@ -288,7 +288,7 @@ class Saver:
         if self._folder is not None:
             self._folder.end()
         with self._changed:
-            self._desk.is_over = True
+            self._state.is_over = True
             self._changed.notify_all()
 
     def close(self, timeout_s: float | None = None) -> bool:
@@ -298,8 +298,8 @@ class Saver:
             The coordinator, when no rank puts anything down any more.
         """
         with self._changed:
-            self._desk.is_closed = True
-            self._desk.parts.clear()
+            self._state.is_closed = True
+            self._state.parts.clear()
             self._changed.notify_all()
         if self._thread is None or self._thread.ident is None:
             return True
@@ -313,7 +313,7 @@ class Saver:
 
     def let_go(self) -> None:
         """Drop the saved states of a run that is over, but for the best model and the answers given."""
-        self._desk = _Desk(is_closed=True, is_over=True)
+        self._state = _SaverState(is_closed=True, is_over=True)
         self.orders = lambda _: None
         self._saved = None
         self._failed = lambda _: None
@@ -335,22 +335,22 @@ class Saver:
 
     def _next(self) -> _Job | None:
         with self._changed:
-            desk = self._desk
-            desk.is_writing = False
-            self._changed.wait_for(lambda: desk.pending or desk.is_closed)
-            desk.is_writing = bool(desk.pending)
-            return desk.pending.pop(0) if desk.pending else None
+            state = self._state
+            state.is_writing = False
+            self._changed.wait_for(lambda: state.pending or state.is_closed)
+            state.is_writing = bool(state.pending)
+            return state.pending.pop(0) if state.pending else None
 
     def _queue(self, job: _Job) -> None:
         """Let a job wait; those that wait already give way, but for the best one."""
         kept: list[_Job] = []
-        for one in self._desk.pending:
+        for one in self._state.pending:
             if self._is_better(one, job) and not (kept and self._is_better(kept[0], one)):
                 kept = [one]
-        for one in self._desk.pending:
+        for one in self._state.pending:
             if one not in kept:
                 log.info("checkpoint %d is not written: a newer one is there", one.version)
-        self._desk.pending = [*kept, job]
+        self._state.pending = [*kept, job]
 
     def _is_better(self, one: _Job, other: _Job) -> bool:
         keep_best = None if self._folder is None else self._folder.options.keep_best

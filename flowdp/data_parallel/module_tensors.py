@@ -13,7 +13,7 @@ from flowdp.errors import FlowdpError, OptionError
 
 __all__ = ["ModuleTensors"]
 
-_Place = tuple[dict[str, Tensor], str]
+_Location = tuple[dict[str, Tensor], str]
 
 
 class ModuleTensors:
@@ -32,19 +32,19 @@ class ModuleTensors:
     def __init__(self, module: nn.Module) -> None:
         self.modules = list(module.modules())
         self._forms = [_form(part) for part in self.modules]
-        self._parameters: list[_Place] = []
-        self._buffers: list[_Place] = []
+        self._parameters: list[_Location] = []
+        self._buffers: list[_Location] = []
         self.names: list[str] = []
-        self._empty: list[_Place] = []  # of parameters, as the next
-        self._tied: list[tuple[_Place, int]] = []  # and the number of the first place
+        self._empty: list[_Location] = []  # of parameters, as the next
+        self._tied: list[tuple[_Location, int]] = []  # and the number of the first place
         seen: dict[Tensor, int] = {}
-        for kind, places in (("_parameters", self._parameters), ("_buffers", self._buffers)):
+        for kind, locations in (("_parameters", self._parameters), ("_buffers", self._buffers)):
             for prefix, owner in module.named_modules():
                 table: dict[str, Tensor] = getattr(owner, kind)
                 for key, tensor in table.items():
                     name = f"{prefix}.{key}" if prefix else key
                     if tensor is None or tensor in seen:
-                        if places is self._buffers:
+                        if locations is self._buffers:
                             pass  # a forward may fill it, or part it from its twin, on each rank
                         elif tensor is None:
                             self._empty.append((table, key))
@@ -54,7 +54,7 @@ class ModuleTensors:
                     if is_lazy(tensor):
                         raise OptionError(f"{name!r} has no shape yet: call the model once before setup()")
                     seen[tensor] = len(self.names)
-                    places.append((table, key))
+                    locations.append((table, key))
                     self.names.append(name)
 
     @property

@@ -52,7 +52,7 @@ from flowdp.engine.active_runs import check_free
 from flowdp.engine.evaluation import evaluating
 from flowdp.errors import FlowdpError
 from flowdp.modules.copying import ReplicaFactory
-from flowdp.modules.stand_in import AliasModule
+from flowdp.modules.stand_in import StandInModule
 from flowdp.modules.training_mode import start_training
 from flowdp.observe.banner import tell_devices
 from flowdp.options import Buffers, CadenceOptions, CaptureOptions, LoopBackend, ProcessTuning
@@ -188,7 +188,7 @@ def setup(
         )
 
 
-class DataParallel(AliasModule):
+class DataParallel(StandInModule):
     """A module on several devices; made by `setup`.
 
     It stands for the module: its `state_dict`, `parameters()`, modes and attributes are the module's own, and

@@ -16,12 +16,12 @@ from flowdp.ddp.structure import check_same_structure, check_separate_memory
 from flowdp.ddp.synchronizer import GradientSynchronizer, Strategy
 from flowdp.device.structure import structure
 from flowdp.errors import OptionError
-from flowdp.modules.stand_in import AliasModule
+from flowdp.modules.stand_in import StandInModule
 
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(AliasModule):
+class DistributedDataParallel(StandInModule):
     """Wraps the module of one rank. Every rank of the group makes one, with a replica of the same module.
 
     ::

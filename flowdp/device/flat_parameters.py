@@ -65,7 +65,7 @@ class _Spec:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Place:
+class _Location:
     """Place of a tensor in its module: a buffer may be another object after every forward."""
 
     spec: _Spec
@@ -167,20 +167,20 @@ class FlatReplica(FlatTensors):
         self._frozen = dict(frozen)
         self._module = module
         self._registered = _registered(module)
-        self._places: list[_Place] = []
+        self._locations: list[_Location] = []
         self._views: list[Tensor] = []
         self._moved: list[int] = []
         self._kept: list[Tensor] = []  # the buffers of each flat at the last `keep_buffers`
         self._aliases: dict[Tensor, Tensor] = {}
-        groups: dict[torch.dtype, list[_Place]] = {}
+        groups: dict[torch.dtype, list[_Location]] = {}
         first: dict[object, Tensor] = {}
-        for place in _places(module):
+        for location in _locations(module):
             # Tensors that are two objects over one memory must share one view, or they would come apart.
-            owner = first.setdefault(_memory_key(place.tensor), place.tensor)
-            if owner is place.tensor:
-                groups.setdefault(_real(place.spec.dtype), []).append(place)
+            owner = first.setdefault(_memory_key(location.tensor), location.tensor)
+            if owner is location.tensor:
+                groups.setdefault(_real(location.spec.dtype), []).append(location)
             else:
-                self._aliases[place.tensor] = owner
+                self._aliases[location.tensor] = owner
         _check_devices(groups, rank)
         self._lay_out(groups)
 
@@ -194,47 +194,47 @@ class FlatReplica(FlatTensors):
             keys: Key of each of `parameters()`, in that order; the same ones for all replicas.
         """
         self.gather()
-        outside = {self._places[index].tensor: self._places[index].tensor.data for index in self._moved}
+        outside = {self._locations[index].tensor: self._locations[index].tensor.data for index in self._moved}
         of_parameters = iter(keys)
-        groups: dict[torch.dtype, list[tuple[int, _Place]]] = {}
+        groups: dict[torch.dtype, list[tuple[int, _Location]]] = {}
         last = max(keys, default=0) + 1
-        for place in self._places:
-            key = next(of_parameters) if _is_parameter(place) else last
-            groups.setdefault(_real(place.spec.dtype), []).append((key, place))
-        self._places, self._views = [], []
+        for location in self._locations:
+            key = next(of_parameters) if _is_parameter(location) else last
+            groups.setdefault(_real(location.spec.dtype), []).append((key, location))
+        self._locations, self._views = [], []
         self._lay_out(
             {
-                dtype: [place for _, place in sorted(places, key=lambda one: one[0])]
-                for dtype, places in groups.items()
+                dtype: [location for _, location in sorted(locations, key=lambda one: one[0])]
+                for dtype, locations in groups.items()
             }
         )
         for tensor, data in outside.items():
             tensor.data = data
 
-    def _lay_out(self, groups: Mapping[torch.dtype, list[_Place]]) -> None:
-        self.flats = tuple(self._flatten(dtype, places) for dtype, places in groups.items())
+    def _lay_out(self, groups: Mapping[torch.dtype, list[_Location]]) -> None:
+        self.flats = tuple(self._flatten(dtype, locations) for dtype, locations in groups.items())
         for tensor, owner in self._aliases.items():
             tensor.data = owner.data
         self._pointers = [view.data_ptr() for view in self._views]
-        self._specs = tuple(place.spec for place in self._places)
+        self._specs = tuple(location.spec for location in self._locations)
 
-    def _flatten(self, dtype: torch.dtype, places: list[_Place]) -> Flat:
+    def _flatten(self, dtype: torch.dtype, locations: list[_Location]) -> Flat:
         step = ALIGNMENT // dtype.itemsize
         spans: list[tuple[int, int]] = []
         end = split = 0
-        for place in places:  # parameters come first: `_places` yields them before any buffer
-            length = place.tensor.numel() * (2 if place.spec.dtype.is_complex else 1)
+        for location in locations:  # parameters come first: `_locations` yields them before any buffer
+            length = location.tensor.numel() * (2 if location.spec.dtype.is_complex else 1)
             spans.append((end, end + length))
             end += -(-length // step) * step
-            if place.spec.kind == "parameter":
+            if location.spec.kind == "parameter":
                 split = end
-        memory = torch.zeros(end, dtype=dtype, device=places[0].tensor.device)
-        for place, (start, stop) in zip(places, spans, strict=True):
-            tensor, spec = place.tensor, place.spec
+        memory = torch.zeros(end, dtype=dtype, device=locations[0].tensor.device)
+        for location, (start, stop) in zip(locations, spans, strict=True):
+            tensor, spec = location.tensor, location.spec
             view = memory[start:stop].view(spec.dtype).as_strided(spec.shape, spec.strides)
             view.copy_(tensor.data)
             tensor.data = view
-            self._places.append(place)
+            self._locations.append(location)
             self._views.append(view)
         return Flat(memory, split)
 
@@ -250,7 +250,7 @@ class FlatReplica(FlatTensors):
         if any(parameter.requires_grad for parameter in self._frozen.values()):
             raise CollectiveError(self._thawed())
         try:
-            pointers = [place.table[place.key].data_ptr() for place in self._places]
+            pointers = [location.table[location.key].data_ptr() for location in self._locations]
         except (KeyError, AttributeError):
             raise CollectiveError(self._lost()) from None
         if pointers == self._pointers:  # 160 tensors: about 10 us
@@ -259,7 +259,7 @@ class FlatReplica(FlatTensors):
         pairs = zip(pointers, self._pointers, strict=True)
         self._moved = [index for index, (now, then) in enumerate(pairs) if now != then]
         for index in self._moved:
-            tensor, spec = self._places[index].tensor, self._specs[index]
+            tensor, spec = self._locations[index].tensor, self._specs[index]
             if tensor.shape != spec.shape:
                 raise CollectiveError(
                     f"rank {self.rank}: {spec.kind} {spec.name!r} had shape {_text(spec.shape)} when the run "
@@ -270,7 +270,7 @@ class FlatReplica(FlatTensors):
     def scatter(self) -> None:
         """Copy the mean out to the tensors that the last `gather` found moved."""
         for index in self._moved:
-            self._places[index].tensor.data.copy_(self._views[index])
+            self._locations[index].tensor.data.copy_(self._views[index])
 
     def trained(self) -> list[Tensor]:
         """The parameters; see `FlatTensors.trained`."""
@@ -303,9 +303,9 @@ class FlatReplica(FlatTensors):
 
     def _outside(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Buffers that the module keeps elsewhere by now, and their places in the flat memory."""
-        for place, view, pointer in zip(self._places, self._views, self._pointers, strict=True):
-            if place.spec.kind == "buffer":
-                tensor = place.table.get(place.key)
+        for location, view, pointer in zip(self._locations, self._views, self._pointers, strict=True):
+            if location.spec.kind == "buffer":
+                tensor = location.table.get(location.key)
                 if tensor is not None and tensor.data_ptr() != pointer and tensor.shape == view.shape:
                     yield tensor.data, view
 
@@ -326,9 +326,9 @@ class FlatReplica(FlatTensors):
 
     def parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Every trained parameter, and its place in the flat memory."""
-        for place, view in zip(self._places, self._views, strict=True):
-            if _is_parameter(place):
-                yield place.tensor, view  # type: ignore[misc]
+        for location, view in zip(self._locations, self._views, strict=True):
+            if _is_parameter(location):
+                yield location.tensor, view  # type: ignore[misc]
 
     def checksum(self) -> Tensor:
         """The sum of the parameters' bits, as int64: replicas that are equal have the same. Shape []."""
@@ -362,9 +362,9 @@ class FlatReplica(FlatTensors):
         )
 
     def _lost(self) -> str:
-        for place in self._places:
-            if not isinstance(place.table.get(place.key), Tensor):
-                spec = place.spec
+        for location in self._locations:
+            if not isinstance(location.table.get(location.key), Tensor):
+                spec = location.spec
                 return (
                     f"rank {self.rank}: {spec.kind} {spec.name!r} was there at the start and is gone; "
                     f"what is averaged must stay in the module"
@@ -372,7 +372,7 @@ class FlatReplica(FlatTensors):
         raise AssertionError("every tensor is in its place")
 
 
-def _places(module: nn.Module) -> Iterator[_Place]:
+def _locations(module: nn.Module) -> Iterator[_Location]:
     """All tensors to average: trained parameters of all modules, then buffers; each object once."""
     seen: set[Tensor] = set()
     for kind in ("parameter", "buffer"):
@@ -398,11 +398,11 @@ def _places(module: nn.Module) -> Iterator[_Place]:
                 # `empty_like` keeps dense strides and makes others (expanded, with gaps) dense.
                 strides = torch.empty_like(tensor, device="meta").stride()
                 spec = _Spec(name, kind, tuple(tensor.shape), strides, dtype)
-                yield _Place(spec, table, key)
+                yield _Location(spec, table, key)
 
 
-def _is_parameter(place: _Place) -> bool:
-    return place.spec.kind == "parameter" and isinstance(place.tensor, nn.Parameter)
+def _is_parameter(location: _Location) -> bool:
+    return location.spec.kind == "parameter" and isinstance(location.tensor, nn.Parameter)
 
 
 def _registered(module: nn.Module) -> dict[str, str]:
@@ -425,13 +425,13 @@ def _real(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
 
 
-def _check_devices(groups: dict[torch.dtype, list[_Place]], rank: int) -> None:
-    places = [place for group in groups.values() for place in group]
-    for place in places[1:]:
-        if place.tensor.device != places[0].tensor.device:
+def _check_devices(groups: dict[torch.dtype, list[_Location]], rank: int) -> None:
+    locations = [location for group in groups.values() for location in group]
+    for location in locations[1:]:
+        if location.tensor.device != locations[0].tensor.device:
             raise OptionError(
-                f"rank {rank}: {place.spec.name!r} lies on {place.tensor.device}, {places[0].spec.name!r} on "
-                f"{places[0].tensor.device}; a replica must lie on one device"
+                f"rank {rank}: {location.spec.name!r} lies on {location.tensor.device}, "
+                f"{locations[0].spec.name!r} on {locations[0].tensor.device}; a replica needs one device"
             )
 
 

@@ -47,7 +47,7 @@ OWN = (frozenset(vars(nn.Module())) | {"_compiled_call_impl", "_flat_weights", "
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _ATOMS = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, nn.Module, nn.Parameter)
 
-_Place = tuple[int, str]
+_Location = tuple[int, str]
 """The module's place, and the attribute's name."""
 
 
@@ -70,13 +70,13 @@ class Attributes:
         self.is_live = False
         self._ranks = ranks
         self._modules = ranks[0]
-        self._due: list[dict[_Place, bool]] = [{} for _ in ranks]  # whether a copy must succeed
-        self._by_forward: set[_Place] = set()
-        self._doubts: set[_Place] = set()
+        self._due: list[dict[_Location, bool]] = [{} for _ in ranks]  # whether a copy must succeed
+        self._by_forward: set[_Location] = set()
+        self._doubts: set[_Location] = set()
         check_leaves(self._modules)
         self._seen: list[tuple[list[str], list[Any]]] = [([], [])] * len(self._modules)
-        self._contents: dict[int, tuple[_Place, Any, Any]] = {}  # by identity: where it is, itself, its seal
-        self._flat: dict[int, tuple[_Place, Any, Any]] = {}  # those that a copy is compared with: the most
+        self._contents: dict[int, tuple[_Location, Any, Any]] = {}  # by identity: location, itself, its seal
+        self._flat: dict[int, tuple[_Location, Any, Any]] = {}  # those that a copy is compared with: the most
         self._hooks = [vars(module)[name] for module in self._modules for name in _HOOKS]
         self._hooks_seen = [dict(hooks) for hooks in self._hooks]
         for place in range(len(self._modules)):
@@ -84,7 +84,7 @@ class Attributes:
         for due, modules in zip(self._due[1:], ranks[1:], strict=True):
             due.update(dict.fromkeys(self._other_numbers(modules), True))
 
-    def _other_numbers(self, modules: Sequence[nn.Module]) -> Iterator[_Place]:
+    def _other_numbers(self, modules: Sequence[nn.Module]) -> Iterator[_Location]:
         """The numbers in which a replica differs from the start: its factory may know older ones."""
         for place, (mine, theirs) in enumerate(zip(self._modules, modules, strict=True)):
             for key, value in vars(mine).items():
@@ -139,13 +139,13 @@ class Attributes:
             )
 
     # ------------------------------------------------------------------ compare
-    def _changes(self) -> dict[_Place, bool]:
+    def _changes(self) -> dict[_Location, bool]:
         """Places that have changed since the last look, which is brought up to date.
 
         With whether they must be copied: an object that keeps a state of its own, a logger for instance, may
         not be copyable.
         """
-        changed: dict[_Place, bool] = {}
+        changed: dict[_Location, bool] = {}
         for place, module in enumerate(self._modules):
             table, (names, values) = vars(module), self._seen[place]
             if len(table) == len(names) and all(map(is_, table.values(), values)):  # 1 us
@@ -170,7 +170,7 @@ class Attributes:
             self._hooks_seen = [dict(hooks) for hooks in self._hooks]
         return changed
 
-    def _changed_inside(self, place: int, key: str, content: Any, changed: dict[_Place, bool]) -> None:
+    def _changed_inside(self, place: int, key: str, content: Any, changed: dict[_Location, bool]) -> None:
         self._flat.pop(id(content), None)
         self._contents.pop(id(content), None)
         if vars(self._modules[place]).get(key) is content:
@@ -198,7 +198,7 @@ class Attributes:
             if id(content) in kept and kept[id(content)][0] == (place, key):
                 del kept[id(content)]
 
-    def _has_graph(self, place: _Place, *, doubt: bool) -> bool:
+    def _has_graph(self, place: _Location, *, doubt: bool) -> bool:
         """Whether an attribute is a tensor with a graph: each rank makes one for its own part of a batch."""
         value = vars(self._modules[place[0]]).get(place[1])
         if not isinstance(value, Tensor) or value.grad_fn is None:

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["AliasModule"]
+__all__ = ["StandInModule"]
 
 
-class AliasModule(nn.Module):
+class StandInModule(nn.Module):
     """Wraps a module and shares its parameters, buffers and submodules under their own names.
 
     `state_dict`, `named_parameters` and the like show the module's own entries, without a prefix, also
@@ -90,7 +90,7 @@ class AliasModule(nn.Module):
     def training(self, mode: bool) -> None:
         self.module.training = mode
 
-    def train(self, mode: bool = True) -> AliasModule:
+    def train(self, mode: bool = True) -> StandInModule:
         """Set the training mode of the module."""
         self.module.train(mode)
         return self

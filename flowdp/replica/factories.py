@@ -22,7 +22,7 @@ from flowdp.device.streams import Lane
 from flowdp.device.structure import check_same, structure
 from flowdp.errors import OptionError
 from flowdp.modules.copying import CopyError, copy_module
-from flowdp.modules.stand_in import AliasModule
+from flowdp.modules.stand_in import StandInModule
 from flowdp.modules.training_mode import kept_in_eval, start_training
 from flowdp.replica.optimizer_rebuild import check_factory, rebuild
 
@@ -44,7 +44,7 @@ __all__ = [
 
 log = logging.getLogger("flowdp")
 
-WRAPPERS = (AliasModule, nn.DataParallel, nn.parallel.DistributedDataParallel)
+WRAPPERS = (StandInModule, nn.DataParallel, nn.parallel.DistributedDataParallel)
 """Modules that stand for another one on several devices."""
 
 ModelOption = nn.Module | Callable[..., nn.Module]

@@ -93,7 +93,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def wait_until_writing(saver: Saver) -> None:
-    while not saver._desk.is_writing:
+    while not saver._state.is_writing:
         threading.Event().wait(0.001)
 
 
