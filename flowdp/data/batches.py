@@ -23,7 +23,7 @@ from flowdp.data.trees import (
     unflatten,
 )
 from flowdp.errors import DataError
-from flowdp.protocol.messages import Part
+from flowdp.protocol.messages import SampleRange
 
 __all__ = ["Portion", "cuts", "joined", "taken_apart"]
 
@@ -54,13 +54,13 @@ class Portion:
     uncut: Sequence[Any] | None = None
 
     @classmethod
-    def of(cls, batch: Any, samples: int, part: Part | None = None) -> Portion:
+    def of(cls, batch: Any, samples: int, part: SampleRange | None = None) -> Portion:
         """A part of a batch of so many samples.
 
         Raises:
             DataError: Nothing in the batch is that long, or cannot be cut.
         """
-        part = part or Part(0, samples)
+        part = part or SampleRange(0, samples)
         leaves, tree = flatten(batch, samples)
         is_own = [_is_own(leaf, samples) for leaf in leaves]
         if not any(is_own):

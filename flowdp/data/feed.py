@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from flowdp.data.source import Batch, Source
-from flowdp.protocol.messages import Part
+from flowdp.protocol.messages import SampleRange
 
 __all__ = ["DirectFeed", "Feed"]
 
@@ -39,7 +39,7 @@ class Feed(ABC):
         """
 
     @abstractmethod
-    def follow(self, upcoming: Sequence[tuple[int, int, Part | None]]) -> None:
+    def follow(self, upcoming: Sequence[tuple[int, int, SampleRange | None]]) -> None:
         """Announce the batches that this rank will train if nothing changes.
 
         Level-triggered: the whole list, whenever it is another one than the steps since have left of the
@@ -50,7 +50,7 @@ class Feed(ABC):
         """
 
     @abstractmethod
-    def take(self, epoch: int, batch: int, part: Part | None = None) -> Batch | None:
+    def take(self, epoch: int, batch: int, part: SampleRange | None = None) -> Batch | None:
         """Hand a batch over, on the device; None where it is not there yet, and `notify` follows.
 
         Args:
@@ -122,10 +122,10 @@ class DirectFeed(Feed):
         """See `Feed.start`."""
         self._notify = notify
 
-    def follow(self, upcoming: Sequence[tuple[int, int, Part | None]]) -> None:
+    def follow(self, upcoming: Sequence[tuple[int, int, SampleRange | None]]) -> None:
         """Nothing is fetched ahead; see `Feed.follow`."""
 
-    def take(self, epoch: int, batch: int, part: Part | None = None) -> Batch | None:
+    def take(self, epoch: int, batch: int, part: SampleRange | None = None) -> Batch | None:
         """Ask the source; see `Feed.take`."""
         return self._source.take(self._rank, epoch, batch, part)
 

@@ -29,7 +29,7 @@ from flowdp.device.openmp import set_own_threads
 from flowdp.errors import DataError, ProtocolError
 from flowdp.policy.formats import format_error, format_indices
 from flowdp.policy.reader_load import ReaderLoad
-from flowdp.protocol.messages import Part
+from flowdp.protocol.messages import SampleRange
 from flowdp.protocol.position import Position
 
 __all__ = ["NOTHING", "LoaderSource", "Reader"]
@@ -131,7 +131,7 @@ class LoaderSource(Source):
         epoch, batch = self._reading
         return f"waiting for {process} to read batch {batch} of epoch {epoch}" if process else ""
 
-    def take(self, rank: int, epoch: int, batch: int, part: Part | None = None) -> Batch | None:
+    def take(self, rank: int, epoch: int, batch: int, part: SampleRange | None = None) -> Batch | None:
         """Hand a batch over, or None and a `wake` later; see `Source.take`."""
         key = (epoch, batch)
         with self._changed:
@@ -151,7 +151,7 @@ class LoaderSource(Source):
             return payload
         return Portion.of(payload, self.samples_in(epoch, batch), part)
 
-    def _take(self, rank: int, key: _Key, part: Part | None) -> Batch | None:
+    def _take(self, rank: int, key: _Key, part: SampleRange | None) -> Batch | None:
         """A batch that lies here, which stays until all its samples are taken; under the lock."""
         if part is None or key not in self._read:
             payload = self._read.pop(key, None)
@@ -174,7 +174,7 @@ class LoaderSource(Source):
             raise IndexError(f"batch {batch} of epoch {epoch} has not been read, or long ago")
         return samples
 
-    def give_back(self, epoch: int, batch: int, payload: Batch, part: Part | None = None) -> None:
+    def give_back(self, epoch: int, batch: int, payload: Batch, part: SampleRange | None = None) -> None:
         """Return a batch untrained; see `Source.give_back`."""
         key = (epoch, batch)
         with self._changed:

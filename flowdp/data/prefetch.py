@@ -42,11 +42,11 @@ from flowdp.device.openmp import set_own_threads
 from flowdp.device.streams import Lane
 from flowdp.errors import ProtocolError
 from flowdp.policy.budget import Memory, payload_depth, prefetch_depth
-from flowdp.protocol.messages import Part
+from flowdp.protocol.messages import SampleRange
 
 __all__ = ["PrefetchFeed"]
 
-_Key = tuple[int, int, Part | None]  # (epoch, batch, part)
+_Key = tuple[int, int, SampleRange | None]  # (epoch, batch, part)
 _GRACE_S = 0.9
 
 
@@ -154,7 +154,7 @@ class PrefetchFeed(Feed):
         with self._changed:
             self._follow(upcoming)
 
-    def take(self, epoch: int, batch: int, part: Part | None = None) -> Batch | None:
+    def take(self, epoch: int, batch: int, part: SampleRange | None = None) -> Batch | None:
         """Hand a batch over; see `Feed.take`."""
         key = (epoch, batch, part)
         if len(self._in_use) >= self._held:

@@ -19,7 +19,7 @@ from flowdp.data.source import Batch
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.streams import QUIET, Event, Lane
 from flowdp.errors import DataError
-from flowdp.protocol.messages import Part
+from flowdp.protocol.messages import SampleRange
 
 __all__ = ["ORDERS_KEPT", "ResidentData", "ResidentFeed"]
 
@@ -105,10 +105,10 @@ class ResidentFeed(Feed):
     def start(self, notify: Callable[[int, int], None]) -> None:
         """Every batch is there; see `Feed.start`."""
 
-    def follow(self, upcoming: Sequence[tuple[int, int, Part | None]]) -> None:
+    def follow(self, upcoming: Sequence[tuple[int, int, SampleRange | None]]) -> None:
         """Nothing is fetched ahead; see `Feed.follow`."""
 
-    def take(self, epoch: int, batch: int, part: Part | None = None) -> Batch:
+    def take(self, epoch: int, batch: int, part: SampleRange | None = None) -> Batch:
         """Gather a batch; always there. See `Feed.take`."""
         order = self._orders[epoch % ORDERS_KEPT]
         if order is None or order.epoch != epoch:

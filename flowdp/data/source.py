@@ -9,7 +9,7 @@ from typing import Any
 
 from flowdp.data.epoch_order import BatchOrder
 from flowdp.errors import DataError
-from flowdp.protocol.messages import Part
+from flowdp.protocol.messages import SampleRange
 
 __all__ = ["Batch", "Source"]
 
@@ -117,7 +117,7 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def take(self, rank: int, epoch: int, batch: int, part: Part | None = None) -> Batch | None:
+    def take(self, rank: int, epoch: int, batch: int, part: SampleRange | None = None) -> Batch | None:
         """Hand a batch over, or None where it has not been read yet and `wake` will follow.
 
         Beyond the end of an epoch there is None, too, if it took the reading to find it.
@@ -139,7 +139,7 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def give_back(self, epoch: int, batch: int, payload: Batch, part: Part | None = None) -> None:
+    def give_back(self, epoch: int, batch: int, payload: Batch, part: SampleRange | None = None) -> None:
         """Return batches that were taken and not trained, so that they can be taken again.
 
         Call it before the report that lets the batch be dealt anew.

@@ -11,7 +11,7 @@ from flowdp.data.batches import Portion
 from flowdp.data.epoch_order import BatchOrder
 from flowdp.data.source import Batch, Source
 from flowdp.errors import DataError
-from flowdp.protocol.messages import Part
+from flowdp.protocol.messages import SampleRange
 
 __all__ = ["TensorSource"]
 
@@ -66,7 +66,7 @@ class TensorSource(Source):
     ) -> None:
         """Nothing is read ahead; see `Source.start`."""
 
-    def take(self, _rank: int, epoch: int, batch: int, part: Part | None = None) -> Batch:
+    def take(self, _rank: int, epoch: int, batch: int, part: SampleRange | None = None) -> Batch:
         """Gather a batch, for whatever rank; always there. See `Source.take`."""
         rows = self.gather(epoch, batch, part)
         return self.pack(rows) if part is None else Portion.gathered(rows, self.pack)
@@ -85,7 +85,7 @@ class TensorSource(Source):
         return index if self._rows is None else self._rows[index]
 
     def gather(
-        self, epoch: int, batch: int, part: Part | None = None, out: Sequence[Tensor] | None = None
+        self, epoch: int, batch: int, part: SampleRange | None = None, out: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
         """The batch's part of each tensor. Each of shape [samples_in(epoch, batch) or part.samples, ...].
 
@@ -117,7 +117,7 @@ class TensorSource(Source):
                 indices=index.tolist(),
             ) from error
 
-    def give_back(self, epoch: int, batch: int, payload: Batch, part: Part | None = None) -> None:
+    def give_back(self, epoch: int, batch: int, payload: Batch, part: SampleRange | None = None) -> None:
         """Nothing to keep: it is gathered again. See `Source.give_back`."""
 
     def close(self) -> bool:

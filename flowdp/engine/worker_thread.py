@@ -181,7 +181,7 @@ class Worker:
             if self.replica.turn is not None:
                 self.replica.turn.leave()
             self.has_left = True
-            self._post(Exiting(self.rank, error, is_alone, self.machine.untold))
+            self._post(Exiting(self.rank, error, is_alone, self.machine.unreported_samples))
 
     def _loop(self) -> None:
         machine, inbox, intake = self.machine, self.inbox, self._intake

@@ -21,7 +21,7 @@ from flowdp.machine.rounds import Averages, Shares
 from flowdp.policy.ledger import Deal, Ledger
 from flowdp.policy.shares import ThroughputBalance, part_sizes, weights_from
 from flowdp.protocol.commands import Command, Fail
-from flowdp.protocol.messages import Part, StartEpoch, SyncAck
+from flowdp.protocol.messages import SampleRange, StartEpoch, SyncAck
 
 __all__ = ["ExactRounds", "split"]
 
@@ -86,7 +86,7 @@ class ExactRounds(PlannedRounds):
             parts=tuple(parts[rank] for parts in self._parts(armed.deal[0])),
         )
 
-    def _parts(self, batches: Sequence[int]) -> list[tuple[Part, ...]]:
+    def _parts(self, batches: Sequence[int]) -> list[tuple[SampleRange, ...]]:
         """The parts of each global batch. Shape (batches, world_size)."""
         whole = self._batch
         sizes = [min(whole.size, whole.samples - number * whole.size) for number in batches]
@@ -127,7 +127,7 @@ class ExactRounds(PlannedRounds):
 
 def split(
     samples: int, ratios: Sequence[float], least: int = 1, forwards: Sequence[int] | None = None
-) -> tuple[Part, ...]:
+) -> tuple[SampleRange, ...]:
     """Split a global batch among the ranks.
 
     Args:
@@ -145,7 +145,7 @@ def split(
         count, sizes = _equally_many(samples, ratios, least, forwards)
     ranks = tuple(rank for rank, size in enumerate(sizes) if size) if count else ()
     bounds = accumulate(sizes, initial=0)
-    return tuple(Part(start, stop, ranks, count) for start, stop in pairwise(bounds))
+    return tuple(SampleRange(start, stop, ranks, count) for start, stop in pairwise(bounds))
 
 
 def _equally_many(

@@ -1,4 +1,4 @@
-"""The gate's decision, as pure code: who takes part in a round, and what all of them do next.
+"""The gate's decision, as pure code: the members of a round, and the next action of all of them.
 
 Orders that ranks must agree on travel no other way. Read from inboxes, each natural reading of a stop order
 deadlocks or is obeyed in different rounds by different ranks; taken by the last arrival, once, it cannot.
@@ -23,7 +23,7 @@ def decide(
 
     Args:
         arrivals: Member -> how it came. Not empty.
-        directives: What stands at the gate at this moment.
+        directives: Directives at this moment.
         world_size: Ranks of the run, those that left included.
         left: Ranks that left since the last outcome.
 
@@ -55,7 +55,7 @@ def decide(
         left=left,
         # A mean of one replica is that replica; a distance of 0 would tell the guard that all is well.
         drift=sum(map(bool, samples)) > 1 and any(arrival.drift for arrival in arrivals.values()),
-        # A stop makes this the last round, which nobody knew when it was armed.
+        # A stop makes this the last round, which was unknown when it was armed.
         compare=any(arrival.compare for arrival in arrivals.values()) or (first.together and directives.stop),
         halt=directives.halt,
         bad=tuple(rank for rank in members if arrivals[rank].bad or arrivals[rank].was_bad),
@@ -67,12 +67,12 @@ class GateState:
     """Members, arrivals and directives of the gate.
 
     After `enter`, `leave`: an `Outcome` in the answer completes the round; hand it to every one of its
-    members, and to nobody twice. None: the round is still open.
+    members, once. None: the round is still open.
 
     Attributes:
         members: Ranks that every further round needs.
-        arrivals: Who stands in the open round.
-        directives: What the next outcome will say.
+        arrivals: Ranks in the open round, and their arrivals.
+        directives: Directives of the next outcome.
         error: Why the gate was aborted; None while it is open.
     """
 
@@ -115,7 +115,7 @@ class GateState:
             self.arrivals.clear()
 
     def direct(self, directives: Directives) -> None:
-        """Replace what the next outcome will say; a learning rate stays until it is told or replaced."""
+        """Replace the directives of the next outcome; a learning rate stays until an outcome has it."""
         if directives.lr is None:
             directives = replace(directives, lr=self.directives.lr)
         self.directives = directives

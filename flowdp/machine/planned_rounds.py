@@ -148,7 +148,7 @@ class PlannedRounds(Rounds):
     def take(self, fact: Fact, now_ms: float) -> list[Command]:
         """Take an acknowledgment, or the failure of a rank."""
         if isinstance(fact, Exiting):
-            return self.leave(fact.rank, fact.untold, now_ms)
+            return self.leave(fact.rank, fact.unreported_samples, now_ms)
         if not isinstance(fact, SyncAck):
             raise ProtocolError(f"planned rounds know no {fact}")
         # A fast rank's answer to the next order may overtake a slow rank's answer to this one.

@@ -19,8 +19,8 @@ from flowdp.protocol.messages import (
     Evaluate,
     Order,
     Outcome,
-    Part,
     RequestParams,
+    SampleRange,
     SaveState,
     Shutdown,
     StartEpoch,
@@ -61,7 +61,7 @@ class Step:
     batches: tuple[int, ...]
     position: int
     metric: float | None = None
-    part: Part | None = None
+    part: SampleRange | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Enter:
     """Enter the gate with this arrival, then call `met` with the outcome.
 
     Attributes:
-        arrival: What to say there.
+        arrival: State of the rank there.
     """
 
     arrival: Arrival
@@ -144,19 +144,19 @@ _IDLE = Idle()
 
 
 class WorkerMachine:
-    """What one rank does next.
+    """Chooses the next action of one rank.
 
     Args:
-        rank: Who.
+        rank: Rank index.
         global_step: Steps of all ranks before the run began: of the one that it continues.
         is_late: Devices leave bad replicas out of the means, and their hosts hear of it behind the gate.
 
     Attributes:
-        rank: Who.
+        rank: Rank index.
         steps: Steps since the last mean.
         samples: Samples of those steps.
         total_steps: Steps of the run.
-        untold: Samples that means hold and no acknowledgment has told of.
+        unreported_samples: Samples already averaged into the model, not yet acknowledged.
         is_bad: The replica has NaN or inf parameters since the last meeting: it weighs nothing in the next.
         was_bad: The rank was left out of the last mean by its device, as its host has heard since. It says so
             at the next, where it counts, for the mean has come to it; its optimizer is healed behind that.
@@ -169,7 +169,7 @@ class WorkerMachine:
         self.steps = 0
         self.samples = 0
         self.total_steps = 0
-        self.untold = 0
+        self.unreported_samples = 0
         self.is_bad = False
         self.was_bad = False
         self.is_late = is_late
@@ -219,7 +219,7 @@ class WorkerMachine:
             case DataEnded():
                 self._shorten(order)
             case RequestParams():
-                # Asked again, the earlier round was abandoned: nobody waits for its snapshot.
+                # Asked again, the earlier round was abandoned: no rank waits for its snapshot.
                 self._control = deque(c for c in self._control if isinstance(c, Update))
                 self._control.append(order)
             case Update():
@@ -298,7 +298,7 @@ class WorkerMachine:
         order = self._order
         if order is None or order.sync is None:
             raise ProtocolError(f"rank {self.rank} got {outcome} without an order")
-        self.untold += self.samples
+        self.unreported_samples += self.samples
         self.steps = self.samples = 0
         self.is_bad = self.was_bad = False
         self.is_late &= outcome.late
@@ -309,7 +309,7 @@ class WorkerMachine:
         self._held += 1
         if not outcome.voids and self._held < order.sync.count:
             return None
-        self.untold = 0
+        self.unreported_samples = 0
         done = self._cut or Done(order.plan, order.epoch, self._done)
         self._order = self._cut = None
         self._cut_steps = 0
@@ -319,7 +319,7 @@ class WorkerMachine:
             self.plans += 1
         return done
 
-    def upcoming(self) -> list[tuple[int, int, Part | None]]:
+    def upcoming(self) -> list[tuple[int, int, SampleRange | None]]:
         """The (epoch, batch, part) that will be trained next, in this order, if no fact changes it."""
         order, gone = self._order, self._taken
         if order is None:
@@ -396,8 +396,8 @@ class WorkerMachine:
         return Step(order.epoch, batches, position, order.metric)
 
 
-def _wanted(order: StartEpoch, gone: int = 0) -> list[tuple[int, int, Part | None]]:
-    """What a rank trains of an order, from its batch number `gone` on."""
+def _wanted(order: StartEpoch, gone: int = 0) -> list[tuple[int, int, SampleRange | None]]:
+    """Batches of an order that a rank trains, from number `gone` on."""
     if order.parts is None:
         return [(order.epoch, batch, None) for batch in order.batches[gone:]]
     windows = zip(order.batches[gone:], order.parts[gone:], strict=True)

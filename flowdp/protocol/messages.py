@@ -1,7 +1,7 @@
-"""What threads say to each other: frozen records, no tensors, no torch.
+"""Messages between the threads of a run: frozen records, no tensors, no torch.
 
 Orders go down (imperative), facts go up (past tense), commands are what the coordinator machine asks of its
-shell. What all ranks must do in the same round is in none of them: it is decided once, at the gate, and
+shell. An action of all ranks in the same round is in none of them: it is decided once, at the gate, and
 comes back as an `Outcome`. Durations are milliseconds.
 """
 
@@ -41,10 +41,10 @@ __all__ = [
     "Order",
     "Outcome",
     "Pace",
-    "Part",
     "ReplicaCopied",
     "RequestParams",
     "Requested",
+    "SampleRange",
     "SaveState",
     "Shutdown",
     "SnapshotReady",
@@ -78,7 +78,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SampleRange:
     """Samples [start, stop) of a batch are this rank's (exact); none where both are equal.
 
     Attributes:
@@ -133,8 +133,8 @@ class StartEpoch:
         sync: The rounds it arms; None: no meeting (async).
         pace: Position of the steps where `sync` is None.
         metric: Loss of the epoch before, where a scheduler waits for it.
-        parts: What of each batch is this rank's; every rank gets the same batches then, and meets after each
-            (exact). None: the batches are this rank's alone. Shape (batches,).
+        parts: Samples of each batch that are this rank's; every rank gets the same batches then, and meets
+            after each (exact). None: the batches are this rank's alone. Shape (batches,).
         group: Batches that make one step of this rank; the last step of an epoch may have fewer.
         report_every: Steps after which this rank reports, where `sync` is None; 0: at the end of the order.
     """
@@ -145,7 +145,7 @@ class StartEpoch:
     sync: SyncPoints | None = None
     pace: Pace | None = None
     metric: float | None = None
-    parts: tuple[Part, ...] | None = None
+    parts: tuple[SampleRange, ...] | None = None
     group: int = 1
     report_every: int = 0
 
@@ -222,10 +222,10 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Leave at once; somebody failed.
+    """Leave at once: another rank has failed.
 
     Attributes:
-        reason: Whose failure, in words.
+        reason: The failure in words.
     """
 
     reason: str
@@ -252,9 +252,9 @@ class StepsDone:
     """Steps of an order without a meeting were taken, since the last report (async).
 
     Attributes:
-        rank: Who.
+        rank: Rank index.
         plan: The plan of the order.
-        work: What was done.
+        work: The work done.
         is_last: The order has ended with them.
     """
 
@@ -269,9 +269,9 @@ class SyncAck:
     """An order ended with a mean: all its rounds were held, or `outcome` voided the rest.
 
     Attributes:
-        rank: Who.
+        rank: Rank index.
         outcome: Of the last round held.
-        work: What was done, all rounds of the order together.
+        work: The work done, all rounds of the order together.
         sync_ms: Averaging time of one round, without waiting.
         wait_ms: Time in the gate waiting for others, all rounds together.
         drift: ||replica - mean|| / ||mean|| in the last round; None where not measured.
@@ -297,7 +297,7 @@ class SnapshotReady:
     """The snapshot of this rank lies ready (async).
 
     Attributes:
-        rank: Who.
+        rank: Rank index.
         round: The round it was asked for.
         steps: Steps since the last mean that it applied.
         samples: Samples of those steps: its weight; 0 where `bad`.
@@ -333,7 +333,7 @@ class Updated:
     """The mean of this round is in the replica (async).
 
     Attributes:
-        rank: Who.
+        rank: Rank index.
         round: The round.
     """
 
@@ -354,16 +354,16 @@ class Exiting:
     """A worker thread ends.
 
     Attributes:
-        rank: Who.
+        rank: Rank index.
         error: None after an order to leave, else the failure in words.
         is_alone: The failure is this rank's own: no mean and no barrier task of the others depends on it.
-        untold: Samples that means hold and no report of this rank has told of.
+        unreported_samples: Samples already averaged into the model that this rank has not reported yet.
     """
 
     rank: int
     error: str | None = None
     is_alone: bool = False
-    untold: int = 0
+    unreported_samples: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from flowdp.graphs.base import Computed, Factors
 from flowdp.modules.whole_batch import Written
 from flowdp.options import Precision
 from flowdp.policy.recheck import is_due_at
-from flowdp.protocol.messages import Outcome, Part
+from flowdp.protocol.messages import Outcome, SampleRange
 from flowdp.replica.factories import Optimizers
 from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.loss_check import check_mean
@@ -114,7 +114,7 @@ class ExactReplica(Replica):
         if self._checks and samples > 1 and is_due:
             self._has_looked = True
             self._check_loss(batch, worker)
-        part = self.part or Part(0, samples)
+        part = self.part or SampleRange(0, samples)
         pieces = part.forwards or self.forwards(batch, samples)
         written = None
         if not self.has_stepped and self.flat.rank == 0 and (pieces > 1 or self._is_part):

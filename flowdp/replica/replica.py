@@ -25,7 +25,7 @@ from flowdp.graphs.base import Computed, Factors, Passed, shared
 from flowdp.graphs.captured_step import Captured
 from flowdp.options import Precision
 from flowdp.policy.recheck import Recheck
-from flowdp.protocol.messages import Outcome, Part
+from flowdp.protocol.messages import Outcome, SampleRange
 from flowdp.replica.factories import Optimizers, all_of
 from flowdp.replica.flat_optimizer import FlatOptimizer, obstacle
 from flowdp.replica.learning_rate import LearningRate
@@ -111,7 +111,7 @@ class Replica:
     steps: Steps | None = None
     loss_weight: Tensor | None = None
     meets = False
-    part: Part | None = None
+    part: SampleRange | None = None
     captured: Captured | None = None
     turn: RankTurn | None = None
     draws: OwnDraws | None = None

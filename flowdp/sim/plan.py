@@ -1,4 +1,4 @@
-"""What a mix of devices would do together: the production machines on virtual time, without trouble."""
+"""Predictions for a mix of devices: the production machines on virtual time, without trouble."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Prediction", "simulate"]
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What `simulate` foresees; prints as a table.
+    """A prediction of `simulate`; prints as a table.
 
     Attributes:
         policy: Who waits for whom.

@@ -14,7 +14,7 @@ __all__ = ["Shell"]
 
 @dataclass
 class Shell:
-    """What surrounds a worker's machine.
+    """The state of a worker thread around its machine.
 
     Attributes:
         machine: Decides.

@@ -1,7 +1,7 @@
 """A virtual cluster: the production machines on a heap of virtual time, in one thread.
 
 Links are first in, first out, with a drawn latency; a meeting completes only when all members stand in the
-gate, so a deadlock shows as nothing left to happen. Steps take drawn times. What is random comes from the
+gate, so a deadlock shows as nothing left to happen. Steps take drawn times. All that is random comes from the
 scenario's seed alone: the same scenario gives the same event log.
 """
 
@@ -87,10 +87,10 @@ class World:
     """One run of a scenario.
 
     Args:
-        scenario: What happens.
+        scenario: The ranks, their data, and what goes wrong.
         machines: The machines to run.
         trace: Called with the time and a line for every event; None: silent.
-        watcher: Hears of everything that happens; None: nothing does.
+        watcher: Hears of all events; None: nothing does.
 
     Attributes:
         clock: Virtual time.
@@ -100,7 +100,7 @@ class World:
         step_ms: Time that each rank spent in steps. Shape (world_size,).
         records: Every record the coordinator reported.
         facts: Every fact the coordinator took, with its time.
-        disturbed_until: How many records there were when the disturbance was over; 0 without one.
+        disturbed_until: Records at the end of the disturbance; 0 without one.
     """
 
     def __init__(
@@ -436,7 +436,9 @@ class World:
         self.ranks[number].state = "gone"
         self.watcher.left(number)
         self.say("rank {} leaves: {}", number, error or "as told")
-        self.fact(Exiting(number, error, is_alone, self.ranks[number].machine.untold), ("up", number))
+        self.fact(
+            Exiting(number, error, is_alone, self.ranks[number].machine.unreported_samples), ("up", number)
+        )
 
     def crashes(self, number: int, where: str) -> bool:
         """Whether a rank fails now that it comes to such an act."""

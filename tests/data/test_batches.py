@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from flowdp.data.batches import Portion, cuts, joined, taken_apart
 from flowdp.errors import DataError
-from flowdp.protocol.messages import Part
+from flowdp.protocol.messages import SampleRange
 
 Pair = namedtuple("Pair", "x y")
 ROWS = torch.arange(12).reshape(6, 2)
@@ -30,7 +30,7 @@ def test_tensors_as_long_as_the_batch_are_cut_and_the_rest_goes_whole() -> None:
         "ids": (7, 8, 9, 10, 11, 12),
         "words": [["a", "b"], ["c"], [], ["d"], ["e"], ["f", "g"]],
     }
-    portion = Portion.of(batch, 6, Part(2, 5))
+    portion = Portion.of(batch, 6, SampleRange(2, 5))
     rows = portion.rows(1, 3)
     assert portion.samples == 3
     assert rows["x"].tolist() == ROWS[3:5].tolist()
@@ -48,24 +48,24 @@ def test_tensors_as_long_as_the_batch_are_cut_and_the_rest_goes_whole() -> None:
 def test_what_is_whole_stays_so_where_it_is_as_long_as_the_part() -> None:
     """Which leaves are samples is decided for the batch, not again for what is left of it."""
     table = torch.arange(2.0)
-    rows = Portion.of((ROWS, table), 6, Part(0, 2)).rows(0, 1)
+    rows = Portion.of((ROWS, table), 6, SampleRange(0, 2)).rows(0, 1)
     assert [len(leaf) for leaf in rows] == [1, 2]
 
 
 @pytest.mark.parametrize("batch", [ROWS, [ROWS], (ROWS, ROWS), Pair(ROWS, ROWS), {"a": {"b": ROWS}}])
 def test_a_batch_keeps_its_form(batch: Any) -> None:
-    assert type(Portion.of(batch, 6, Part(0, 3)).rows(0, 2)) is type(batch)
+    assert type(Portion.of(batch, 6, SampleRange(0, 3)).rows(0, 2)) is type(batch)
 
 
 @pytest.mark.parametrize("batch", [["a"] * 5, torch.ones(5, 6), {"n": 6}, []])
 def test_nothing_to_cut(batch: Any) -> None:
     with pytest.raises(DataError, match=f"nothing in this {type(batch).__name__} is 6 long"):
-        Portion.of(batch, 6, Part(0, 3))
+        Portion.of(batch, 6, SampleRange(0, 3))
 
 
 def test_a_sparse_tensor_is_not_cut() -> None:
     with pytest.raises(DataError, match=r"a tensor of layout torch\.sparse_coo cannot be cut"):
-        Portion.of((ROWS, ROWS.to_sparse()), 6, Part(0, 3))
+        Portion.of((ROWS, ROWS.to_sparse()), 6, SampleRange(0, 3))
 
 
 class Opaque:
@@ -89,12 +89,12 @@ class Opaque:
 )
 def test_samples_that_cannot_be_cut_are_refused_beside_those_that_can(other: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        Portion.of((ROWS, other), 6, Part(0, 3))
+        Portion.of((ROWS, other), 6, SampleRange(0, 3))
 
 
 def test_an_object_without_samples_goes_whole() -> None:
     table = Opaque(torch.ones(4))
-    assert Portion.of((ROWS, table), 6, Part(0, 3)).rows(0, 2)[1] is table
+    assert Portion.of((ROWS, table), 6, SampleRange(0, 3)).rows(0, 2)[1] is table
 
 
 def test_what_was_gathered_is_cut_everywhere() -> None:
@@ -105,7 +105,7 @@ def test_what_was_gathered_is_cut_everywhere() -> None:
 
 
 def test_elsewhere_it_is_the_same_portion() -> None:
-    portion = Portion.of((ROWS, torch.arange(3)), 6, Part(2, 6))
+    portion = Portion.of((ROWS, torch.arange(3)), 6, SampleRange(2, 6))
     leaves, tree, build = taken_apart(portion)
     assert tree == taken_apart((ROWS, ROWS))[1]
     moved = build([leaf + 100 for leaf in leaves])

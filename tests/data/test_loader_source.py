@@ -28,7 +28,7 @@ from flowdp.data.open_evaluation import open_evaluation
 from flowdp.data.open_source import open_source
 from flowdp.data.source import Source
 from flowdp.errors import DataError, ProtocolError
-from flowdp.protocol.messages import Part
+from flowdp.protocol.messages import SampleRange
 from flowdp.protocol.position import OpenEpoch, Position
 
 SAMPLES = 103
@@ -537,7 +537,7 @@ def test_closing_after_a_failure():
 
 # ---------------------------------------------------------------- parts of a batch that all ranks share
 def cut(run: Run, rank: int, batch: int, start: int, stop: int) -> Portion | None:
-    portion = run.reader.take(rank, 0, batch, Part(start, stop))
+    portion = run.reader.take(rank, 0, batch, SampleRange(start, stop))
     assert portion is None or isinstance(portion, Portion)
     return portion
 
@@ -575,14 +575,14 @@ def test_what_is_given_back_can_be_cut_anew(runs, early):
     run = runs(Counted(20))
     first = wait_for(run, 0, 0, 0, 3)
     if early:
-        run.reader.give_back(0, 0, first, Part(0, 3))
+        run.reader.give_back(0, 0, first, SampleRange(0, 3))
         assert not run.reader._left
         wait_for(run, 0, 0, 0, 8)
     else:
         second = wait_for(run, 1, 0, 3, 8)
         assert (0, 0) not in run.reader._read
-        run.reader.give_back(0, 0, first, Part(0, 3))
-        run.reader.give_back(0, 0, second, Part(3, 8))
+        run.reader.give_back(0, 0, first, SampleRange(0, 3))
+        run.reader.give_back(0, 0, second, SampleRange(3, 8))
         wait_for(run, 1, 0, 0, 6)
         assert rows_of(run, wait_for(run, 0, 0, 6, 8), 0) == [6, 7]
     assert (0, 0) not in run.reader._read

@@ -26,7 +26,7 @@ from flowdp.device.memory import read_memory
 from flowdp.device.streams import HostLane, Lane
 from flowdp.errors import DataError, ProtocolError
 from flowdp.policy.budget import Memory
-from flowdp.protocol.messages import Part
+from flowdp.protocol.messages import SampleRange
 from tests.data.cards import Card, CardLane
 from tests.data.poisoned import PoisonedFeed
 
@@ -61,7 +61,7 @@ class Logged(Source):
     def start(self, *, wake: Any, failed: Any) -> None:
         self.inner.start(wake=wake, failed=failed)
 
-    def take(self, rank: int, epoch: int, batch: int, part: Part | None = None) -> Batch | None:
+    def take(self, rank: int, epoch: int, batch: int, part: SampleRange | None = None) -> Batch | None:
         payload = self.inner.take(rank, epoch, batch)
         if payload is not None:
             with self._lock:
@@ -69,7 +69,7 @@ class Logged(Source):
                 self.out.add((epoch, batch))
         return payload
 
-    def give_back(self, epoch: int, batch: int, payload: Batch, part: Part | None = None) -> None:
+    def give_back(self, epoch: int, batch: int, payload: Batch, part: SampleRange | None = None) -> None:
         with self._lock:
             self.out.remove((epoch, batch))
             self.returned.append((epoch, batch))
@@ -90,11 +90,11 @@ class Shelf(Source):
 
     def start(self, *, wake: Any, failed: Any) -> None: ...
 
-    def take(self, rank: int, epoch: int, batch: int, part: Part | None = None) -> Batch | None:
+    def take(self, rank: int, epoch: int, batch: int, part: SampleRange | None = None) -> Batch | None:
         self.asked.put((rank, epoch, batch))
         return self.there.pop((epoch, batch), None)
 
-    def give_back(self, epoch: int, batch: int, payload: Batch, part: Part | None = None) -> None:
+    def give_back(self, epoch: int, batch: int, payload: Batch, part: SampleRange | None = None) -> None:
         self.there[epoch, batch] = payload
         self.returned.append((epoch, batch))
 
@@ -132,7 +132,7 @@ class Rank:
                 self.notes.get(timeout=60)
         return batch
 
-    def ask(self, key: Key, part: Part | None = None) -> Batch | None:
+    def ask(self, key: Key, part: SampleRange | None = None) -> Batch | None:
         self.waits += 1  # before the answer: the note may be quicker than it
         batch = self.feed.take(*key, part)
         self.waits -= batch is not None
@@ -856,10 +856,10 @@ def test_a_rank_without_room_holds_less_ahead(close, source_of):
     assert lane.card.races == []
 
 
-def parts_of(samples: int, turn: int) -> tuple[Part, Part]:
+def parts_of(samples: int, turn: int) -> tuple[SampleRange, SampleRange]:
     """Another split in every window; at times one rank has nothing, or all but nothing."""
     at = (0, 1, 2, samples, samples // 2)[turn % 5]
-    return Part(0, min(at, samples)), Part(min(at, samples), samples)
+    return SampleRange(0, min(at, samples)), SampleRange(min(at, samples), samples)
 
 
 @pytest.mark.parametrize("source_of", SOURCES.values(), ids=SOURCES)
@@ -875,7 +875,7 @@ def test_two_ranks_share_every_batch(close, source_of, rows):
     windows = everything(2)
     split = {key: parts_of(source.samples_in(*key), turn) for turn, key in enumerate(windows)}
 
-    def plan(rank: int, keys: Sequence[Key]) -> list[tuple[int, int, Part | None]]:
+    def plan(rank: int, keys: Sequence[Key]) -> list[tuple[int, int, SampleRange | None]]:
         return [(*key, split[key][rank]) for key in keys if split[key][rank].samples]
 
     for turn, key in enumerate(windows):

@@ -14,7 +14,7 @@ from flowdp.data.resident import ResidentData, ResidentFeed
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.streams import HostLane, Lane
 from flowdp.errors import DataError
-from flowdp.protocol.messages import Part
+from flowdp.protocol.messages import SampleRange
 from tests.data.cards import Card, CardLane
 
 LENGTH, BATCH, BATCHES = 23, 5, 5
@@ -190,7 +190,7 @@ def test_a_part_of_a_batch():
     made = source()
     feed, lane = on_card(made)
     with lane.on(lane.compute):
-        portion = feed.take(1, 2, Part(1, 4))
+        portion = feed.take(1, 2, SampleRange(1, 4))
         x, y = portion.rows(1, 3)
     index = made.index(1, 2)[2:4]
     assert torch.equal(x, X[index])

@@ -10,7 +10,7 @@ import pytest
 
 from flowdp.data.epoch_order import EpochOrder, SamplerOrder
 from flowdp.data.source import Source
-from flowdp.protocol.messages import Part
+from flowdp.protocol.messages import SampleRange
 
 
 class Plain(Source):
@@ -18,9 +18,9 @@ class Plain(Source):
 
     def start(self, *, wake: Any, failed: Any) -> None: ...
 
-    def take(self, rank: int, epoch: int, batch: int, part: Part | None = None) -> Any: ...
+    def take(self, rank: int, epoch: int, batch: int, part: SampleRange | None = None) -> Any: ...
 
-    def give_back(self, epoch: int, batch: int, payload: Any, part: Part | None = None) -> None: ...
+    def give_back(self, epoch: int, batch: int, payload: Any, part: SampleRange | None = None) -> None: ...
 
     def close(self) -> bool:
         return True

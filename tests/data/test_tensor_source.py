@@ -10,7 +10,7 @@ import torch
 from flowdp.data.epoch_order import EpochOrder
 from flowdp.data.tensor_source import TensorSource
 from flowdp.errors import DataError
-from flowdp.protocol.messages import Part
+from flowdp.protocol.messages import SampleRange
 
 X, Y = torch.rand(10, 3), torch.arange(10)
 
@@ -74,7 +74,7 @@ def test_tensors_of_a_device_are_brought_to_the_host_once():
 @pytest.mark.parametrize("start", [0, 1, 4])
 def test_a_part_gathers_its_samples_alone(start):
     made = source()
-    part = Part(start, 4)
+    part = SampleRange(start, 4)
     portion = made.take(0, 0, 1, part)
     x, y = portion.rows(0, portion.samples)
     assert torch.equal(x, X[made.index(0, 1)[start:]])

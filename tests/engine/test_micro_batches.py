@@ -14,7 +14,7 @@ from flowdp.data.feed import Feed
 from flowdp.data.tensor_source import TensorSource
 from flowdp.engine.micro_batches import MicroBatcher
 from flowdp.machine.worker import Step
-from flowdp.protocol.messages import Part
+from flowdp.protocol.messages import SampleRange
 
 
 class Slow(Feed):
@@ -26,7 +26,7 @@ class Slow(Feed):
         self.taken: list[int] = []
         self.followed: list[Any] = []
 
-    def take(self, epoch: int, batch: int, part: Part | None = None) -> Any:
+    def take(self, epoch: int, batch: int, part: SampleRange | None = None) -> Any:
         if batch not in self.there:
             return None
         self.taken.append(batch)
@@ -111,7 +111,7 @@ def test_the_end_of_the_data_cuts_a_step_short(width: int) -> None:
 def test_a_part_is_a_portion_and_counts_for_itself() -> None:
     intake, feed = open_intake(1)
     feed.there = {1}
-    micro = intake.next(Step(0, (1,), 0, part=Part(1, 2)))
+    micro = intake.next(Step(0, (1,), 0, part=SampleRange(1, 2)))
     assert micro is not None
     assert isinstance(micro.batch, Portion)
     assert micro.batch.rows(0, 1).tolist() == [3]

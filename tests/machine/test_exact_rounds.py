@@ -12,7 +12,7 @@ from flowdp.machine.epochs import Epochs
 from flowdp.machine.exact_rounds import CALIBRATION, ExactRounds
 from flowdp.machine.rounds import Constraints
 from flowdp.protocol.commands import Command, Fail, RoundEnded, Send
-from flowdp.protocol.messages import Outcome, Part, StartEpoch, SyncAck, SyncNow, SyncPoints, Work
+from flowdp.protocol.messages import Outcome, SampleRange, StartEpoch, SyncAck, SyncNow, SyncPoints, Work
 
 Block = list[StartEpoch]
 """One order to every rank."""
@@ -114,7 +114,7 @@ def test_all_ranks_get_the_same_windows_and_each_its_part() -> None:
     machine = rounds()
     [block] = decide(machine)
     assert [order.batches for order in block] == [(0,), (0,)]
-    assert [order.parts for order in block] == [(Part(0, 32),), (Part(32, 64),)]
+    assert [order.parts for order in block] == [(SampleRange(0, 32),), (SampleRange(32, 64),)]
     # One step of the run, whoever takes part in it.
     assert sync(block) == SyncPoints(0, 1, 1, 0, 1)
 

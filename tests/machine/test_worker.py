@@ -29,8 +29,8 @@ from flowdp.protocol.messages import (
     Evaluate,
     Outcome,
     Pace,
-    Part,
     RequestParams,
+    SampleRange,
     SaveState,
     Shutdown,
     StartEpoch,
@@ -381,7 +381,7 @@ def test_a_free_order_counts_in_steps() -> None:
 
 # ---------------------------------------------------------------- a part of each window
 def windows(*sizes: int, compare: bool = False) -> StartEpoch:
-    parts = tuple(Part(8, 8 + size) for size in sizes)
+    parts = tuple(SampleRange(8, 8 + size) for size in sizes)
     sync = SyncPoints(5, 1, len(sizes), 20, 1, compare=compare)
     return StartEpoch(0, 1, tuple(range(3, 3 + len(sizes))), sync, parts=parts)
 
@@ -389,10 +389,10 @@ def windows(*sizes: int, compare: bool = False) -> StartEpoch:
 def test_a_window_is_one_step_and_one_meeting() -> None:
     machine = WorkerMachine(0)
     machine.handle(windows(4, 3))
-    assert step(machine, samples=4) == Step(1, (3,), 20, part=Part(8, 12))
+    assert step(machine, samples=4) == Step(1, (3,), 20, part=SampleRange(8, 12))
     assert enter(machine) == Arrival(0, 5, 20, 1, 4, together=True)
     assert machine.met(outcome(5, 21)) is None
-    assert step(machine, samples=3) == Step(1, (4,), 21, part=Part(8, 11))
+    assert step(machine, samples=3) == Step(1, (4,), 21, part=SampleRange(8, 11))
     assert enter(machine) == Arrival(0, 6, 21, 1, 3, together=True)
     assert machine.met(outcome(6, 22)) == Done(0, 1, 2)
 
@@ -400,7 +400,7 @@ def test_a_window_is_one_step_and_one_meeting() -> None:
 def test_without_a_sample_there_is_the_meeting_alone() -> None:
     machine = WorkerMachine(0)
     machine.handle(windows(0, 3, 0))
-    assert machine.upcoming() == [(1, 4, Part(8, 11))]
+    assert machine.upcoming() == [(1, 4, SampleRange(8, 11))]
     # Nothing is left out by it, so nothing is void.
     assert enter(machine) == Arrival(0, 5, 20, 0, 0, together=True)
     machine.met(outcome(5, 21))
@@ -468,7 +468,7 @@ def drawn_order(chance: random.Random, round: int, first: int, plan: int, has_pa
         every = -(-len(batches) // group)
         return StartEpoch(plan, 0, batches, SyncPoints(round, every, 1, 0, 10), group=group)
     windows = tuple(range(first, first + chance.randint(1, 3)))
-    parts = tuple(Part(4, chance.choice((4, 9))) for _ in windows)
+    parts = tuple(SampleRange(4, chance.choice((4, 9))) for _ in windows)
     return StartEpoch(plan, 0, windows, SyncPoints(round, 1, len(windows), 0, 1), parts=parts)
 
 
@@ -476,7 +476,7 @@ def drawn_order(chance: random.Random, round: int, first: int, plan: int, has_pa
 def test_the_list_changes_only_when_plans_counts_up(seed: int) -> None:
     """What a feed is told when `plans` counts up, and the steps since, is what `next` names at any moment."""
     chance = random.Random(seed)
-    machine, told, plans, held, fresh = WorkerMachine(0), list[tuple[int, int, Part | None]](), 0, 0, 0
+    machine, told, plans, held, fresh = WorkerMachine(0), list[tuple[int, int, SampleRange | None]](), 0, 0, 0
     armed, rounds, has_parts = 0, 0, seed % 2 == 1
     for _ in range(200):
         if armed < 2 and chance.random() < 0.5:

@@ -16,7 +16,7 @@ from flowdp.device.flat_gradients import Touched
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import HostLane
 from flowdp.device.worker_context import CurrentWorker
-from flowdp.protocol.messages import Outcome, Part
+from flowdp.protocol.messages import Outcome, SampleRange
 from flowdp.replica.exact_replica import CHECKSUMS, ExactReplica
 from flowdp.replica.learning_rate import LearningRate
 
@@ -53,7 +53,7 @@ def replica(
 
 
 def part(start: int = 0, stop: int = 7) -> Portion:
-    return Portion.of((X, Y), 7, Part(start, stop))
+    return Portion.of((X, Y), 7, SampleRange(start, stop))
 
 
 @pytest.mark.parametrize(("size", "sizes"), [(3, [2, 2, 3]), (7, [7]), (100, [7]), (1, [1] * 7), (4, [3, 4])])

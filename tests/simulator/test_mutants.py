@@ -837,8 +837,8 @@ def one_failure_ends_the_run_of_all(patch: Patch) -> None:
 def what_a_lost_rank_did_before_the_mean_is_forgotten(patch: Patch) -> None:
     work = ArmedRounds._work
 
-    def forgetful(self: ArmedRounds, rank: int, outcome: Outcome, untold: int) -> Work:
-        done = work(self, rank, outcome, untold)
+    def forgetful(self: ArmedRounds, rank: int, outcome: Outcome, unreported_samples: int) -> Work:
+        done = work(self, rank, outcome, unreported_samples)
         return done if rank in self.acks else replace(done, steps=0)
 
     patch.setattr(ArmedRounds, "_work", forgetful)
@@ -849,7 +849,7 @@ def a_lost_rank_says_nothing_of_its_samples(patch: Patch) -> Machines:
     class Silent(WorkerMachine):
         def met(self, outcome: Outcome) -> Done | None:
             done = super().met(outcome)
-            self.untold = 0
+            self.unreported_samples = 0
             return done
 
     return Machines(worker=Silent)

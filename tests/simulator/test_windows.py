@@ -10,7 +10,7 @@ import pytest
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.worker import Step
 from flowdp.protocol.commands import Finish
-from flowdp.protocol.messages import Outcome, Part
+from flowdp.protocol.messages import Outcome, SampleRange
 from tests.simulator.faults import Crash, Scenario
 from tests.simulator.violation import Violation
 from tests.simulator.windows import Windows
@@ -25,7 +25,7 @@ def outcome(global_step: int, **wishes: bool) -> Outcome:
 
 def train(judge: Windows, parts: Sequence[tuple[int, int]], window: int = 0, position: int = 0) -> None:
     for start, stop in parts:
-        judge.trained(Step(0, (window,), position, part=Part(start, stop)))
+        judge.trained(Step(0, (window,), position, part=SampleRange(start, stop)))
 
 
 def hold(parts: Sequence[tuple[int, int]], window: int = 0, position: int = 0) -> tuple[int, int]:
