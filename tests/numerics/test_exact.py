@@ -39,8 +39,8 @@ def watched_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the fake card look at the gradients, too: who averages and who steps must be ordered by events."""
     make = ExactReplica.__init__
 
-    def watched(replica: ExactReplica, *args: Any) -> None:
-        make(replica, *args)
+    def watched(replica: ExactReplica, *args: Any, **options: Any) -> None:
+        make(replica, *args, **options)
         if isinstance(replica.lane, CudaLane):
             replica.lane.cuda.watch(f"gradients of rank {replica.flat.rank}", *replica.averaged.memories)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import flowdp
 from bench.reliability.interrupts import interrupt, make, places
+from flowdp.start import start_run
 
 
 @pytest.fixture
@@ -26,14 +28,13 @@ def test_a_start_that_leaves_a_thread_is_found(
 ) -> None:
     trainer = make(tmp_path)
     *_, last = places(trainer)
-    start = trainer._start
 
-    def leaves(undo: object) -> flowdp.Run:
+    def leaves(config: Any, undo: Any) -> flowdp.Run:
         left.append(threading.Event())
         threading.Thread(target=left[-1].wait, name="flowdp-left").start()
-        return start(undo)  # type: ignore[arg-type]
+        return start_run(config, undo)
 
     assert interrupt(trainer, last) == []
-    monkeypatch.setattr(trainer, "_start", leaves)
+    monkeypatch.setattr("flowdp.trainer.start_run", leaves)
     assert "flowdp-left" in " ".join(interrupt(trainer, last) or ())
     assert interrupt(trainer, "nowhere.py:1") is None
