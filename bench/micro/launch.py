@@ -296,7 +296,7 @@ def loss_of_window(context: flowdp.LossContext) -> torch.Tensor:
 
 def is_searching(dp: flowdp.DataParallel) -> bool:
     """Whether the number of ranks that may launch at once is searched for."""
-    turns = None if dp._peers is None else dp._peers.turns
+    turns = None if dp._replicas is None else dp._replicas.turns
     return turns is not None and turns.every == 1
 
 

@@ -207,7 +207,7 @@ def test_a_change_beside_a_function_reaches_the_replicas() -> None:
     net: Any = nn.Linear(3, 3)
     net.options = {"function": lambda: net, "sizes": [1]}
     with flowdp.setup(net, devices=["cpu"] * 2, progress=False) as dp:
-        replica: Any = dp._peers.modules[1]
+        replica: Any = dp._replicas.modules[1]
         dp(torch.ones(4, 3))
         net.options["sizes"].append(2)
         dp(torch.ones(4, 3))
