@@ -112,6 +112,8 @@ def check_archive(file: BufferedReader) -> None:
         seen = {name: reader.get_record_size(name) for name in reader.get_all_records()}
         if seen != sizes:
             raise ValueError("it is another archive for torch than for zipfile")
+    if archive.comment or min(one.header_offset for one in records):  # zipfile would shift all offsets by it
+        raise ValueError("it has bytes before its first record, or a comment")
     _Walk(sizes).over(reader.get_record("data.pkl"))
 
 
