@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from flowdp.checkpoint.writer import Part
+from flowdp.checkpoint.writer import PendingState
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import CudaLane, HostLane, Lane
 from flowdp.engine.barrier_tasks import BarrierTasks
@@ -34,9 +34,9 @@ class Taker:
     """Stands for the saver."""
 
     def __init__(self) -> None:
-        self.parts: dict[int, Part] = {}
+        self.parts: dict[int, PendingState] = {}
 
-    def put(self, rank: int, part: Part) -> None:
+    def put(self, rank: int, part: PendingState) -> None:
         self.parts[rank] = part
 
 
