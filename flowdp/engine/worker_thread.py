@@ -191,7 +191,7 @@ class Worker:
                 self._read(inbox.get())
             if self._fed != machine.plans:
                 self._tell_feed()
-            action = machine.next(in_step=intake.taken > 0)
+            action = machine.next(intake.taken > 0)
             if type(action) is Step:
                 self._step(action)
             elif type(action) is Enter:

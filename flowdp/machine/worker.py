@@ -235,7 +235,7 @@ class WorkerMachine:
             case Abort():
                 self._leave = Leave(order.reason)
 
-    def next(self, *, in_step: bool = False) -> Action:
+    def next(self, in_step: bool = False) -> Action:
         """Decide the next action.
 
         Args:
@@ -365,7 +365,8 @@ class WorkerMachine:
             return self._skip_to_gate(order)
         fresh = self._done - self._reported
         if self._taken < len(order.batches):
-            is_held = self.throttled is not None and not in_step
+            throttle = self._throttle
+            is_held = throttle is not None and self.total_steps >= throttle.limit and not in_step
             if fresh and (is_held or fresh == order.report_every):
                 self._reported = self._done
                 return Report(Done(order.plan, order.epoch, fresh, is_last=False))
