@@ -240,7 +240,7 @@ class Saver:
         """Take a rank's saved state.
 
         Threads:
-            The worker of the rank, at a standstill.
+            The worker of the rank, at a barrier.
         """
         with self._changed:
             self._state.parts[rank] = part

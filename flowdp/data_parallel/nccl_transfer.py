@@ -21,7 +21,7 @@ from flowdp.data_parallel.module_tensors import ModuleTensors
 from flowdp.device.copies import carry
 from flowdp.device.streams import Lane
 
-__all__ = ["Copying", "Link", "Packed", "Reducing", "State", "Wire"]
+__all__ = ["Copying", "Link", "NcclTransfer", "Packed", "Reducing", "State"]
 
 Link = Callable[[Sequence[Lane], Mapping[torch.dtype, int]], NcclLoop | None]
 """Opens NCCL for rows of these sizes; None: it is not used."""
@@ -115,7 +115,7 @@ class Reducing:
         return add_up([sums, *(one.rest for one in ranks if any(t is not None for t in one.rest))])
 
 
-class Wire:
+class NcclTransfer:
     """NCCL between the modules of a loop.
 
     Memory: a copy of the changed parameters on the first device while they are sent, and of the gradients on
@@ -148,7 +148,7 @@ class Wire:
             lane.drain()
 
     @classmethod
-    def open(cls, link: Link, tables: Sequence[ModuleTensors], lanes: Sequence[Lane]) -> Wire | None:
+    def open(cls, link: Link, tables: Sequence[ModuleTensors], lanes: Sequence[Lane]) -> NcclTransfer | None:
         """NCCL for the parameters trained now; None: there are none, or it is not used.
 
         Raises:

@@ -28,7 +28,7 @@ from flowdp.data.slots import keep_for_compute
 from flowdp.data.trees import tensors_of
 from flowdp.data_parallel.lost_gradients import check_transforms
 from flowdp.data_parallel.module_tensors import ModuleTensors
-from flowdp.data_parallel.nccl_transfer import Copying, Link, Reducing, State, Wire
+from flowdp.data_parallel.nccl_transfer import Copying, Link, NcclTransfer, Reducing, State
 from flowdp.data_parallel.shared_memory import SharedMemory
 from flowdp.data_parallel.stopwatch import Stopwatch
 from flowdp.data_parallel.unseen_writes import UnseenWrites
@@ -143,7 +143,7 @@ class Replicas:
         self._asked = [lane.event() for lane in lanes]
         self._done = [(lane.event(), lanes[0].event()) for lane in lanes]
         self._copying = Copying(self.devices[0])
-        self.wire = None if link is None else Wire.open(link, self._tensors, lanes)
+        self.wire = None if link is None else NcclTransfer.open(link, self._tensors, lanes)
         own_thread = not lanes[0].is_async
         names = [f"flowdp-replica-{rank}" if rank or own_thread else None for rank in range(len(lanes))]
         self._crew = Crew(names, partial(_around, self._lanes, self.pools))

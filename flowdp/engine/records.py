@@ -210,7 +210,7 @@ class Records:
         """Wait until all workers stand still, or the run has ended.
 
         Args:
-            wish: Number of the wish to pause. A standstill from before it was heard may be about to end.
+            wish: Number of the wish to pause. A barrier from before it was heard may be about to end.
         """
         with self._changed:
             self._await(lambda: self.is_ended or (self.is_paused and self._heard_wishes >= wish))

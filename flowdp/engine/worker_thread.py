@@ -133,7 +133,7 @@ class Worker:
         )
         self._calls = FirstCalls(replica.module, replica.function)
         self._add = self._add_compiled if self._calls.are_compiled else replica.add
-        self._intake = MicroBatcher(feed, source, replica.width)
+        self._batcher = MicroBatcher(feed, source, replica.width)
         self._place = ErrorContext(self.current, self._lane, source)
         self._retry = OomRetry(replica, self.current, self._meter, feed, self._place)
         self._numbers = NanGuard(replica, self.machine, self._meter, self._place, options.on_nan)
@@ -171,7 +171,7 @@ class Worker:
             explained = self._place.explain(cause, self.task)
             is_alone = self._goes_on and not self._is_bound and isinstance(explained, StepError | DeviceError)
             if is_alone:
-                self._intake.lose(self.rank)
+                self._batcher.lose(self.rank)
                 with suppress(Exception):  # a dead device tells nothing more
                     self._meter.settle()  # acknowledgments that wait for it
             take = self._failures.hold if is_alone else self._failures.add
@@ -184,14 +184,14 @@ class Worker:
             self._post(Exiting(self.rank, error, is_alone, self.machine.unreported_samples))
 
     def _loop(self) -> None:
-        machine, inbox, intake = self.machine, self.inbox, self._intake
+        machine, inbox, batcher = self.machine, self.inbox, self._batcher
         is_empty = inbox.is_empty
         while True:
             while not is_empty():
                 self._read(inbox.get())
             if self._fed != machine.plans:
                 self._tell_feed()
-            action = machine.next(intake.taken > 0)
+            action = machine.next(batcher.taken > 0)
             if type(action) is Step:
                 self._step(action)
             elif type(action) is Enter:
@@ -225,16 +225,16 @@ class Worker:
         if self._fed != self.machine.plans:
             self._fed = self.machine.plans
             # Those of a step under way are the machine's until it is done, and the feed has handed some out.
-            self._feed.follow(self.machine.upcoming()[self._intake.taken :])
+            self._feed.follow(self.machine.upcoming()[self._batcher.taken :])
 
     def _step(self, step: Step) -> None:
         start_s = perf_counter()
-        current, meter, replica, intake = self.current, self._meter, self.replica, self._intake
+        current, meter, replica, batcher = self.current, self._meter, self.replica, self._batcher
         self._place.step = step
-        is_over = intake.taken > 0 and intake.is_last(step)  # its end was cut off meanwhile
+        is_over = batcher.taken > 0 and batcher.is_last(step)  # its end was cut off meanwhile
         while not is_over:
-            is_first = not intake.samples
-            micro = intake.next(step)
+            is_first = not batcher.samples
+            micro = batcher.next(step)
             if micro is None:
                 self._await_batch(start_s)
                 return
@@ -247,7 +247,7 @@ class Worker:
                 if replica.has_state:
                     replica.mark()
             current.samples = micro.samples
-            is_over = intake.is_last(step)
+            is_over = batcher.is_last(step)
             try:
                 self._add(micro.batch, current, micro.share)
                 continue
@@ -258,16 +258,16 @@ class Worker:
                     raise
                 self._await_leave()  # another rank has failed before it came to a SyncBatchNorm
                 return
-            self._retry.run(intake.micros, full)
+            self._retry.run(batcher.micros, full)
         self._feed.release()
-        loss = replica.step(intake.factor)
-        meter.end(loss, intake.samples, step, replica.take_norms(), replica.loss_weight)
+        loss = replica.step(batcher.factor)
+        meter.end(loss, batcher.samples, step, replica.take_norms(), replica.loss_weight)
         if not self._pool.is_fixed:
-            set_own_threads(self._pool.worked(meter.step_ms, intake.samples))
+            set_own_threads(self._pool.worked(meter.step_ms, batcher.samples))
         if meter.bad:
             self._numbers.saw()
-        self.machine.trained(intake.samples)
-        intake.end(step)
+        self.machine.trained(batcher.samples)
+        batcher.end(step)
         current.local_step += 1
 
     def _add_compiled(self, batch: Any, current: worker_context.CurrentWorker, share: float) -> None:
@@ -278,10 +278,10 @@ class Worker:
     def _await_batch(self, start_s: float) -> None:
         """A batch was not read yet. Orders are served meanwhile, and the loop asks the machine anew."""
         # Inside a step the device's time is the step's; what is due can wait for its end.
-        if not self.inbox.pending and not self._intake.is_inside:
+        if not self.inbox.pending and not self._batcher.is_inside:
             self._meter.settle()
         if (step := self._place.step) is not None:
-            self.awaited = step.epoch, step.batches[self._intake.taken]
+            self.awaited = step.epoch, step.batches[self._batcher.taken]
         self._read(self.inbox.get())
         self.awaited = None
         self._meter.waited(perf_counter() - start_s)
@@ -307,7 +307,7 @@ class Worker:
             self._set_lr(outcome.lr, outcome.global_step)
         self.moves += 1
         done = self.machine.met(outcome)
-        self._intake.settle()
+        self._batcher.settle()
         self._is_bound = False
         if done is not None:
             self._close(done, outcome)

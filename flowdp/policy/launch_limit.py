@@ -103,7 +103,7 @@ OUTLIER = 4.0
 """A call that takes so many times the usual time does not count."""
 
 STANDSTILL = 1 / 3
-"""A gap between two forwards that is this part of a window was a standstill of all ranks: an evaluation."""
+"""A gap between two forwards that is this part of a window was a barrier of all ranks: an evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class Window:
 
     @property
     def moving_ms(self) -> float:
-        """Its length without a standstill."""
+        """Its length without a barrier."""
         return self.ms - self.gap_ms if STANDSTILL * self.ms < self.gap_ms < self.ms else self.ms
 
 

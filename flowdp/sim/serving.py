@@ -1,4 +1,4 @@
-"""The barrier tasks of a standstill on virtual time."""
+"""The tasks of a barrier on virtual time."""
 
 from __future__ import annotations
 

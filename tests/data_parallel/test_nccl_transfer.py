@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flowdp.data_parallel.nccl_transfer import Copying, Wire
+from flowdp.data_parallel.nccl_transfer import Copying, NcclTransfer
 from flowdp.data_parallel.replicas import Replicas
 from flowdp.data_parallel.scatter import Arguments, call_module
 from flowdp.data_parallel.sharded_call import call_sharded, collect_gradients, cut
@@ -122,7 +122,7 @@ def test_parameters_of_one_memory_stay_together() -> None:
     module: Any = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 4)).double()
     module[0].weight.data, module[1].weight.data = memory[:4].view(1, 4), memory[4:].view(4, 1)
     with wired(module) as replicas:
-        assert isinstance(replicas.wire, Wire)
+        assert isinstance(replicas.wire, NcclTransfer)
         assert [replicas.wire.carries(index) for index in range(4)] == [False, True, False, True]
         call(replicas, numbers(4, 4)).backward()  # gradients are NCCL's all the same
         assert [kind for kind, _ in taken(replicas)] == ["broadcast", "reduce"]

@@ -52,12 +52,12 @@ def open_intake(width: int, samples: int = 11) -> tuple[MicroBatcher, Slow]:
 
 
 def test_micro_batches_of_several() -> None:
-    intake, feed = open_intake(2)
+    batcher, feed = open_intake(2)
     feed.there = set(range(6))
     step = Step(0, (0, 1, 2, 3, 4, 5), 0)
     micros = []
-    while not intake.is_last(step):
-        micro = intake.next(step)
+    while not batcher.is_last(step):
+        micro = batcher.next(step)
         assert micro is not None
         micros.append((micro.batch.tolist(), micro.samples, micro.share))
     assert micros == [
@@ -65,57 +65,57 @@ def test_micro_batches_of_several() -> None:
         ([4, 5, 6, 7], 4, 4 / 12),
         ([8, 9, 10], 3, 3 / 12),
     ]
-    assert (intake.samples, intake.factor) == (11, 12 / 11)
-    assert intake.is_inside
-    assert [(kept.batch.tolist(), kept.samples, kept.share) for kept in intake.micros] == micros
-    intake.end(step)
-    assert not intake.is_inside
-    assert not intake.micros
-    assert not intake.is_last(step)
+    assert (batcher.samples, batcher.factor) == (11, 12 / 11)
+    assert batcher.is_inside
+    assert [(kept.batch.tolist(), kept.samples, kept.share) for kept in batcher.micros] == micros
+    batcher.end(step)
+    assert not batcher.is_inside
+    assert not batcher.micros
+    assert not batcher.is_last(step)
 
 
 def test_it_goes_on_where_it_was() -> None:
-    intake, feed = open_intake(2)
+    batcher, feed = open_intake(2)
     step = Step(0, (0, 1, 2), 0)
     feed.there = {0}
-    assert intake.next(step) is None
-    assert (intake.taken, intake.samples, intake.is_inside) == (1, 0, True)
-    assert intake.next(step) is None
+    assert batcher.next(step) is None
+    assert (batcher.taken, batcher.samples, batcher.is_inside) == (1, 0, True)
+    assert batcher.next(step) is None
     feed.there = {1, 2}
-    first, second = intake.next(step), intake.next(step)
+    first, second = batcher.next(step), batcher.next(step)
     assert first is not None
     assert second is not None
     assert [first.batch.tolist(), second.batch.tolist()] == [[0, 1, 2, 3], [4, 5]]
     assert feed.taken == [0, 1, 2]
-    assert intake.is_last(step)
+    assert batcher.is_last(step)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_the_end_of_the_data_cuts_a_step_short(width: int) -> None:
     """What was taken is trained, be it no whole micro-batch."""
-    intake, feed = open_intake(width)
+    batcher, feed = open_intake(width)
     feed.there = {0, 1}
     trained: list[int] = []
     step = Step(0, (0, 1, 2, 3), 0)
-    while (micro := intake.next(step)) is not None:
+    while (micro := batcher.next(step)) is not None:
         trained += micro.batch.tolist()
     cut = Step(0, (0, 1), 0)
-    while not intake.is_last(cut):
-        micro = intake.next(cut)
+    while not batcher.is_last(cut):
+        micro = batcher.next(cut)
         assert micro is not None
         trained += micro.batch.tolist()
     assert trained == [0, 1, 2, 3]
-    assert intake.samples == 4
+    assert batcher.samples == 4
 
 
 def test_a_part_is_a_portion_and_counts_for_itself() -> None:
-    intake, feed = open_intake(1)
+    batcher, feed = open_intake(1)
     feed.there = {1}
-    micro = intake.next(Step(0, (1,), 0, part=SampleRange(1, 2)))
+    micro = batcher.next(Step(0, (1,), 0, part=SampleRange(1, 2)))
     assert micro is not None
     assert isinstance(micro.batch, Portion)
     assert micro.batch.rows(0, 1).tolist() == [3]
-    assert (micro.samples, micro.share, intake.factor) == (1, 1.0, 1.0)
+    assert (micro.samples, micro.share, batcher.factor) == (1, 1.0, 1.0)
 
 
 class Keeping(TensorSource):
@@ -141,18 +141,18 @@ def test_what_is_in_a_mean_is_settled(keeps: bool) -> None:
     source = Keeping([torch.arange(11)], lambda parts: parts[0], order, keeps=keeps)
     feed = source.feed = Slow(source)
     feed.there = set(range(6))
-    intake = MicroBatcher(feed, source, width=2)
+    batcher = MicroBatcher(feed, source, width=2)
 
     def train(*steps: Step) -> None:
         for step in steps:
-            while not intake.is_last(step):
-                intake.next(step)
-            intake.end(step)
+            while not batcher.is_last(step):
+                batcher.next(step)
+            batcher.end(step)
 
     train(Step(0, (0, 1, 2), 0), Step(1, (3,), 1))
-    intake.settle()
-    intake.settle()  # a round without a step
+    batcher.settle()
+    batcher.settle()  # a round without a step
     train(Step(1, (4,), 2))
     assert source.told == ([[(0, 0), (0, 1), (0, 2), (1, 3)]] if keeps else [])
-    intake.lose(7)
+    batcher.lose(7)
     assert source.told[keeps:] == [7]
