@@ -156,6 +156,7 @@ class PlannedRounds(Rounds):
         if armed is None or fact.rank in armed.acks or fact.rank not in self._present:
             raise ProtocolError(f"unexpected {fact}; out are {[armed.sync for armed in self._armed]}")
         armed.acks[fact.rank] = fact
+        armed.has_bad |= fact.bad
         return self._settle_all(now_ms)
 
     def end(self, end: DataEnded) -> list[Command]:
@@ -256,6 +257,9 @@ class PlannedRounds(Rounds):
     # ------------------------------------------------------------------ planning
     @property
     def _may_arm(self) -> bool:
+        # A replica that one rank reports as bad while others are still a round behind is healed first.
+        if any(armed.has_bad for armed in self._armed):
+            return False
         # The first order measures: what follows it waits for the measurement.
         return len(self._armed) < (AHEAD if self._is_paced else 1)
 

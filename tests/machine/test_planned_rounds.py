@@ -288,3 +288,18 @@ def test_a_drift_of_several_that_count_is_one() -> None:
         for ack in acks(probe, pace_ms=(5.0, 5.0, 5.0))
     ]
     assert settle(machine, answers).drift == 0.5
+
+
+def test_no_round_is_armed_behind_a_bad_replica_that_overtakes_the_others() -> None:
+    machine = rounds(speed_hint=(1, 1.0))
+    settle(machine, acks(orders(decide(machine))[0]))
+    first, second = orders(decide(machine))
+    (a1, b1), (a2, b2) = acks(first), acks(second)
+    # Rank 0 has gone bad in the second round, and rank 1 has not yet reported the first.
+    assert machine.take(a1, 1.0) == machine.take(replace(a2, bad=True), 2.0) == []
+    settle(machine, [b1], 3.0)
+    assert machine.pop_bad() == {}
+    assert decide(machine, 3.0) == []
+    settle(machine, [b2], 4.0)
+    assert machine.pop_bad() == {0: None}
+    assert orders(decide(machine, 4.0))
