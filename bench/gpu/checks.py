@@ -30,7 +30,7 @@ from flowdp.data.prefetch import PrefetchFeed
 from flowdp.device.flat_parameters import Flat, FlatReplica
 from flowdp.replica.replica import Replica
 
-__all__ = ["STALLS", "Single", "Witness", "deviation", "faults_of", "model", "samples"]
+__all__ = ["STALLS", "Single", "StepRecorder", "deviation", "faults_of", "model", "samples"]
 
 STALLS = ("backward", "optimizer", "copy", "averaging")
 """Where a device can be made late."""
@@ -93,8 +93,8 @@ class Staller:
             torch.cuda._sleep(STALL_CYCLES)
 
 
-class Witness:
-    """The loss of a run, which notes on the device what it saw.
+class StepRecorder:
+    """A loss that records on the device which samples it was given.
 
     Args:
         staller: Makes its backward late.
@@ -223,7 +223,7 @@ def faults_of(
         options: More for the Trainer.
     """
     staller = Staller(stall)
-    witness = Witness(staller, leaver)
+    recorder = StepRecorder(staller, leaver)
 
     def optimizer(params: Any) -> torch.optim.Optimizer:
         made = torch.optim.SGD(params, lr=0.02)
@@ -244,7 +244,7 @@ def faults_of(
         run = flowdp.Trainer(
             model(),
             optimizer,
-            witness,
+            recorder,
             dataset=Single(data) if is_streamed else data,
             batch_size=BATCH_SIZE,
             epochs=EPOCHS,
@@ -254,7 +254,7 @@ def faults_of(
         ).start()
         replicas = run._engine.replicas
         state = run.join()
-    found = witness.faults(COUNT, EPOCHS)
+    found = recorder.faults(COUNT, EPOCHS)
     losses = [record.loss for record in state.history if record.loss is not None]
     if not losses[-1] < 0.7 * losses[0]:
         found.append(f"the loss did not fall: {losses}")
@@ -262,20 +262,20 @@ def faults_of(
         found.append(f"rank {leaver} has not left")
     if len(devices) > 1:
         stayed = [replica for rank, replica in enumerate(replicas) if rank != leaver]
-        found += _replica_faults(stayed, witness, policy)
+        found += _replica_faults(stayed, recorder, policy)
     has_streams = all(replica.lane.is_async for replica in replicas)
     if stall and not staller.stalls and (has_streams or stall in ("backward", "optimizer")):
         found.append(f"nothing was late in {stall}")
     return found
 
 
-def _replica_faults(replicas: Sequence[Replica], witness: Witness, policy: str) -> list[str]:
+def _replica_faults(replicas: Sequence[Replica], recorder: StepRecorder, policy: str) -> list[str]:
     found = []
     # Asynchronous replicas differ, but for the end.
     if policy != "async":
-        if len(witness.rounds) < 3:
-            found.append(f"only {len(witness.rounds)} rounds were seen")
-        found += [f"replicas differed after round {number}" for number in witness.unequal_rounds()]
+        if len(recorder.rounds) < 3:
+            found.append(f"only {len(recorder.rounds)} rounds were seen")
+        found += [f"replicas differed after round {number}" for number in recorder.unequal_rounds()]
     first, *others = (held_by(replica.module).cpu() for replica in replicas)
     if not all(torch.equal(first, other) for other in others):
         found.append("replicas differed at the end")

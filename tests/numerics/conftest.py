@@ -1,4 +1,4 @@
-"""What the tests of the numerics share: a witness inside the loss."""
+"""Shared by the tests of numerics: a recorder inside the loss."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Step(NamedTuple):
     lr: float
 
 
-class Witness:
-    """Notes which samples were trained, by whom and when; the first part of a batch holds their indices."""
+class StepRecorder:
+    """Records which samples each rank trained, and when; the first part of a batch holds their indices."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -80,8 +80,8 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def witness() -> Witness:
-    return Witness()
+def recorder() -> StepRecorder:
+    return StepRecorder()
 
 
 WAIT_S = 60.0

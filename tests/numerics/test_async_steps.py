@@ -23,13 +23,13 @@ def slow_down(worker: CurrentWorker, _: int) -> None:
     sum(range(20_000 * worker.rank))
 
 
-def train(witness: Any, model: nn.Module, loss: Any, devices: int, **options: Any) -> flowdp.Run:
+def train(recorder: Any, model: nn.Module, loss: Any, devices: int, **options: Any) -> flowdp.Run:
     draw = torch.Generator().manual_seed(6)
-    witness.before = slow_down
+    recorder.before = slow_down
     return flowdp.Trainer(
         model,
         lambda params: torch.optim.SGD(params, lr=LR),
-        witness.watch(loss),
+        recorder.watch(loss),
         dataset=(torch.arange(SAMPLES), torch.randn(SAMPLES, 5, generator=draw, dtype=torch.float64)),
         batch_size=BATCH_SIZE,
         epochs=4,
@@ -50,7 +50,7 @@ def train(witness: Any, model: nn.Module, loss: Any, devices: int, **options: An
     ids=["short rounds", "default", "throttled"],
 )
 @pytest.mark.parametrize("devices", [2, 3])
-def test_no_local_step_is_lost(witness, devices, cadence):
+def test_no_local_step_is_lost(recorder, devices, cadence):
     """With a loss linear in the parameters a step's gradient is the mean of its samples, wherever taken.
 
     So the end is the start minus, for each round, the mean over the ranks (weighted by samples) of the sum of
@@ -58,10 +58,10 @@ def test_no_local_step_is_lost(witness, devices, cadence):
     """
     model = nn.Linear(5, 1, bias=False).double()
     expected = model.weight.detach()[0].clone()
-    run = train(witness, model, lambda model, batch: model(batch[1]).mean(), devices, cadence=cadence)
+    run = train(recorder, model, lambda model, batch: model(batch[1]).mean(), devices, cadence=cadence)
     records = list(run.metrics("round"))
     data = run._engine._source.tensors[1]
-    left = [iter(witness.of(rank)) for rank in range(devices)]
+    left = [iter(recorder.of(rank)) for rank in range(devices)]
     for record in records:
         for steps, mine in zip(record.steps, left, strict=True):
             for step in itertools.islice(mine, steps):
@@ -83,12 +83,12 @@ class Guarded(nn.BatchNorm1d):
 
 
 @pytest.mark.parametrize("devices", [2, 3])
-def test_variances_stay_positive(witness, devices):
+def test_variances_stay_positive(recorder, devices):
     # Variances fall by half at every step: a difference of two of them, added, would be far below zero.
     model = nn.Sequential(Guarded(5, momentum=0.5), nn.Linear(5, 1)).double()
     model[0].running_var.fill_(1e6)
     cadence = flowdp.CadenceOptions(anchor=2, max_anchor=4)
-    run = train(witness, model, lambda model, batch: model(batch[1]).mean(), devices, cadence=cadence)
+    run = train(recorder, model, lambda model, batch: model(batch[1]).mean(), devices, cadence=cadence)
     records = list(run.metrics("round"))
     assert sum(record.reason != "meeting" for record in records) >= 4
     for replica in run._engine.replicas:

@@ -45,11 +45,11 @@ def tensors(count: int) -> tuple[Tensor, Tensor]:
     return torch.arange(count), torch.tensor([content(index) for index in range(count)])
 
 
-def trainer(witness: Any, dataset: Any, policy: Any, devices: int, **options: Any) -> flowdp.Trainer:
+def trainer(recorder: Any, dataset: Any, policy: Any, devices: int, **options: Any) -> flowdp.Trainer:
     return flowdp.Trainer(
         nn.Linear(1, 1),
         lambda params: torch.optim.SGD(params, lr=1e-3),
-        witness.watch(loss),
+        recorder.watch(loss),
         dataset=dataset,
         policy=policy,
         devices=["cpu"] * devices,
@@ -59,20 +59,20 @@ def trainer(witness: Any, dataset: Any, policy: Any, devices: int, **options: An
     )
 
 
-def check(witness: Any, state: flowdp.TrainedState, expected: Counter[int], epochs: int = 3) -> None:
-    """Every epoch held what was expected, and the run's own books say the same as the witness."""
+def check(recorder: Any, state: flowdp.TrainedState, expected: Counter[int], epochs: int = 3) -> None:
+    """Every epoch held what was expected, and the run's own books say the same as the recorder."""
     assert not state.interrupted
     assert state.epochs_done == epochs
-    assert state.global_step == len(witness.steps)
+    assert state.global_step == len(recorder.steps)
     for epoch in range(epochs):
-        assert witness.samples(epoch) == expected
-    check_books(witness, state)
+        assert recorder.samples(epoch) == expected
+    check_books(recorder, state)
 
 
-def check_books(witness: Any, state: flowdp.TrainedState) -> None:
+def check_books(recorder: Any, state: flowdp.TrainedState) -> None:
     for record in state.history:
         for rank, part in enumerate(record.per_rank):
-            steps = [step for step in witness.of(rank) if step.epoch == record.epoch]
+            steps = [step for step in recorder.of(rank) if step.epoch == record.epoch]
             assert (part.steps, part.samples) == (len(steps), sum(len(step.indices) for step in steps))
 
 
@@ -109,13 +109,13 @@ class SeekingFile(Dataset[Any]):
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_tensors_of_any_size(witness, policy, devices):
+def test_tensors_of_any_size(recorder, policy, devices):
     for (samples, batch_size), drop_last in product(SIZES, (False, True)):
         if drop_last and samples < batch_size:
             continue
-        witness.steps.clear()
+        recorder.steps.clear()
         state = trainer(
-            witness,
+            recorder,
             tensors(samples),
             policy,
             devices,
@@ -123,96 +123,96 @@ def test_tensors_of_any_size(witness, policy, devices):
             reading=flowdp.ReadingOptions(drop_last=drop_last),
         ).fit()
         for epoch in range(3):
-            seen = witness.samples(epoch)
+            seen = recorder.samples(epoch)
             assert max(seen.values()) == 1
             assert len(seen) == (samples // batch_size * batch_size if drop_last else samples)
-            lengths = [len(step.indices) for step in witness.steps if step.epoch == epoch]
+            lengths = [len(step.indices) for step in recorder.steps if step.epoch == epoch]
             ragged = [] if drop_last or samples % batch_size == 0 else [samples % batch_size]
             assert sorted(lengths, reverse=True) == [batch_size] * (samples // batch_size) + ragged
-        assert (state.epochs_done, state.global_step) == (3, len(witness.steps))
-        check_books(witness, state)
+        assert (state.epochs_done, state.global_step) == (3, len(recorder.steps))
+        check_books(recorder, state)
 
 
 @pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_single_samples(witness, policy, devices):
-    state = trainer(witness, Map(23), policy, devices, batch_size=4).fit()
-    check(witness, state, Counter(range(23)))
+def test_single_samples(recorder, policy, devices):
+    state = trainer(recorder, Map(23), policy, devices, batch_size=4).fit()
+    check(recorder, state, Counter(range(23)))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_loader_with_a_sampler_of_its_own(witness, policy):
+def test_a_loader_with_a_sampler_of_its_own(recorder, policy):
     chosen = range(3, 40, 2)
     loader = DataLoader(Map(40), batch_size=4, sampler=SubsetRandomSampler(chosen))
-    check(witness, trainer(witness, loader, policy, 2).fit(), Counter(chosen))
+    check(recorder, trainer(recorder, loader, policy, 2).fit(), Counter(chosen))
 
 
 @pytest.mark.parametrize(("policy", "devices"), [("cadence", 2), ("async", 3)])
-def test_worker_processes(witness, policy, devices):
+def test_worker_processes(recorder, policy, devices):
     loader = DataLoader(Map(46), batch_size=4, shuffle=True, num_workers=2)
-    check(witness, trainer(witness, loader, policy, devices).fit(), Counter(range(46)))
+    check(recorder, trainer(recorder, loader, policy, devices).fit(), Counter(range(46)))
 
 
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_file_read_by_seek_and_read(tmp_path, witness, policy, devices):
+def test_a_file_read_by_seek_and_read(tmp_path, recorder, policy, devices):
     dataset = SeekingFile(tmp_path / "samples", 301)
     try:
-        state = trainer(witness, dataset, policy, devices, batch_size=5).fit()
+        state = trainer(recorder, dataset, policy, devices, batch_size=5).fit()
     finally:
         dataset.file.close()
-    check(witness, state, Counter(range(301)))
+    check(recorder, state, Counter(range(301)))
 
 
 # ---------------------------------------------------------------- what comes between
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_stop_in_the_middle_trains_nothing_twice_and_counts_everything(witness, policy, devices):
+def test_a_stop_in_the_middle_trains_nothing_twice_and_counts_everything(recorder, policy, devices):
     for at in (1, 2, 9, 30):
-        witness.steps.clear()
+        recorder.steps.clear()
         door = Door()
-        witness.before = lambda _, count, at=at, door=door: door.wait() if count == at else None
-        run = trainer(witness, tensors(23), policy, devices, batch_size=4, epochs=10_000).start()
+        recorder.before = lambda _, count, at=at, door=door: door.wait() if count == at else None
+        run = trainer(recorder, tensors(23), policy, devices, batch_size=4, epochs=10_000).start()
         assert door.reached.wait(WAIT_S)
         run.stop()
         door.opened.set()
         state = run.join(WAIT_S)
         assert state.interrupted
-        assert len(witness.steps) == state.global_step >= at
+        assert len(recorder.steps) == state.global_step >= at
         assert len(state.history) == state.epochs_done
-        for epoch in range(max(step.epoch for step in witness.steps) + 1):
-            seen = witness.samples(epoch)
+        for epoch in range(max(step.epoch for step in recorder.steps) + 1):
+            seen = recorder.samples(epoch)
             assert max(seen.values(), default=1) == 1
             # Epochs end in their order; behind an open one async may have come to the end of a later one.
             if epoch <= state.epochs_done:
                 assert (len(seen) == 23) == (epoch < state.epochs_done)
-        check_books(witness, state)
+        check_books(recorder, state)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_pauses_lose_and_double_nothing(witness, policy, devices):
+def test_pauses_lose_and_double_nothing(recorder, policy, devices):
     def meet(at: int) -> Door:
         door = Door()
-        witness.before = lambda _, count: door.wait() if count == at else None
+        recorder.before = lambda _, count: door.wait() if count == at else None
         return door
 
     door = meet(3)
-    run = trainer(witness, tensors(23), policy, devices, batch_size=4, epochs=40).start()
+    run = trainer(recorder, tensors(23), policy, devices, batch_size=4, epochs=40).start()
     for further in (1, 8, 21):
         assert door.reached.wait(WAIT_S)
         run.pause()
         door.opened.set()
         with run.paused():
-            before = len(witness.steps)
+            before = len(recorder.steps)
             assert run.status().life == "paused"
             # Whoever stands still has taken the mean.
             first, *others = (replica.flat.memories for replica in run._engine.replicas)
             assert all(torch.equal(*pair) for theirs in others for pair in zip(first, theirs, strict=True))
-            assert len(witness.steps) == before
+            assert len(recorder.steps) == before
             door = meet(before + further)
     door.opened.set()
-    check(witness, run.join(WAIT_S), Counter(range(23)), epochs=40)
+    check(recorder, run.join(WAIT_S), Counter(range(23)), epochs=40)
 
 
 class Staller:
@@ -277,10 +277,10 @@ class UntilAlone(Staller):
 
 @pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize(("policy", "kind"), [("cadence", UntilCalled), ("async", UntilAlone)])
-def test_a_rank_that_stalls_now_and_then(witness, policy, kind, devices, lanes, monkeypatch):
+def test_a_rank_that_stalls_now_and_then(recorder, policy, kind, devices, lanes, monkeypatch):
     if kind is UntilCalled and lanes != "cpu":
         pytest.skip("a device's report of a round follows its next steps: a stall in the first is seen later")
-    staller = witness.before = kind(rank=devices - 1)
+    staller = recorder.before = kind(rank=devices - 1)
     obey = CoordinatorShell._obey
 
     def watched(shell, command):
@@ -295,28 +295,28 @@ def test_a_rank_that_stalls_now_and_then(witness, policy, kind, devices, lanes, 
         "cadence": cadence,
         "runtime": flowdp.RuntimeOptions(partition_ratios=[1 / devices] * devices),
     }
-    run = trainer(witness, tensors(99), policy, devices, epochs=6, **options).start()
+    run = trainer(recorder, tensors(99), policy, devices, epochs=6, **options).start()
     staller.run = run
     staller.started.set()
     hurried = [record for record in run.metrics("round") if record.reason == "hurried"]
-    check(witness, run.join(WAIT_S), Counter(range(99)), epochs=6)
+    check(recorder, run.join(WAIT_S), Counter(range(99)), epochs=6)
     assert staller.stalls == 3
     assert len(hurried) >= 3 or policy == "async"
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_max_steps_ends_inside_an_epoch_with_its_first_batches(witness, policy, devices):
+def test_max_steps_ends_inside_an_epoch_with_its_first_batches(recorder, policy, devices):
     options: dict[str, Any] = {"batch_size": 4, "epochs": None}
-    trainer(witness, tensors(23), "sync", 1, max_steps=12, **options).fit()
-    order = [step.indices for step in witness.steps]
+    trainer(recorder, tensors(23), "sync", 1, max_steps=12, **options).fit()
+    order = [step.indices for step in recorder.steps]
     for steps in (1, 5, 6, 10):
-        witness.steps.clear()
-        state = trainer(witness, tensors(23), policy, devices, max_steps=steps, **options).fit()
+        recorder.steps.clear()
+        state = trainer(recorder, tensors(23), policy, devices, max_steps=steps, **options).fit()
         assert not state.interrupted
         assert (state.global_step, state.epochs_done) == (steps, steps // 6)
         assert [one.is_complete for one in state.history] == [True] * (steps // 6) + [False] * (steps % 6 > 0)
-        assert sorted(step.indices for step in witness.steps) == sorted(order[:steps])
+        assert sorted(step.indices for step in recorder.steps) == sorted(order[:steps])
 
 
 # ---------------------------------------------------------------- batches of any size, epochs of any length
@@ -358,58 +358,58 @@ class Uneven:
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("devices", [1, 2, 3])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_an_iterable_dataset(witness, policy, devices, num_workers):
+def test_an_iterable_dataset(recorder, policy, devices, num_workers):
     counts = (46, 1, 203) if num_workers == 0 else (46, 3, 203)
     state = trainer(
-        witness,
+        recorder,
         Stream(*counts),
         policy,
         devices,
         batch_size=4,
         reading=flowdp.ReadingOptions(num_workers=num_workers),
     ).fit()
-    assert (state.epochs_done, state.global_step) == (3, len(witness.steps))
+    assert (state.epochs_done, state.global_step) == (3, len(recorder.steps))
     for epoch, count in enumerate(counts):
-        assert witness.samples(epoch) == Counter(range(count))
-    check_books(witness, state)
+        assert recorder.samples(epoch) == Counter(range(count))
+    check_books(recorder, state)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("devices", [1, 2, 3])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_batch_sampler(witness, policy, devices, num_workers):
+def test_a_batch_sampler(recorder, policy, devices, num_workers):
     loader = DataLoader(Map(47), batch_sampler=Uneven(47), num_workers=num_workers)
-    state = trainer(witness, loader, policy, devices).fit()
-    check(witness, state, Counter(range(47)))
+    state = trainer(recorder, loader, policy, devices).fit()
+    check(recorder, state, Counter(range(47)))
     for epoch in range(3):
-        sizes = [len(step.indices) for step in witness.steps if step.epoch == epoch]
+        sizes = [len(step.indices) for step in recorder.steps if step.epoch == epoch]
         assert Counter(sizes) == Counter(len(batch) for batch in Uneven(47))
 
 
 @pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_max_steps_of_an_iterable_dataset(witness, policy, devices):
+def test_max_steps_of_an_iterable_dataset(recorder, policy, devices):
     options: dict[str, Any] = {"batch_size": 4, "epochs": None}
     # Six batches, then two, then six ...
     for steps, epochs in ((5, 1), (6, 1), (7, 2), (8, 2), (20, 5)):
-        witness.steps.clear()
-        state = trainer(witness, Stream(23, 7), policy, devices, max_steps=steps, **options).fit()
+        recorder.steps.clear()
+        state = trainer(recorder, Stream(23, 7), policy, devices, max_steps=steps, **options).fit()
         assert not state.interrupted
-        assert state.global_step == len(witness.steps) == steps
-        assert len({step.epoch for step in witness.steps}) == epochs
+        assert state.global_step == len(recorder.steps) == steps
+        assert len({step.epoch for step in recorder.steps}) == epochs
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_an_epoch_without_samples_is_an_error(witness, policy):
+def test_an_epoch_without_samples_is_an_error(recorder, policy):
     with pytest.raises(flowdp.DataError, match="epoch 1 of Stream has no batch"):
-        trainer(witness, Stream(9, 0), policy, 2, batch_size=4).fit()
+        trainer(recorder, Stream(9, 0), policy, 2, batch_size=4).fit()
 
 
-def test_sync_on_an_iterable_dataset_depends_on_no_clock(witness):
+def test_sync_on_an_iterable_dataset_depends_on_no_clock(recorder):
     def weights() -> Tensor:
         torch.manual_seed(1)
-        return trainer(witness, Stream(46, 9), "sync", 3, batch_size=2).fit().state_dict["weight"]
+        return trainer(recorder, Stream(46, 9), "sync", 3, batch_size=2).fit().state_dict["weight"]
 
     first = weights()
-    witness.before = lambda worker, count: sum(range(20_000 * ((worker.rank + count) % 3)))
+    recorder.before = lambda worker, count: sum(range(20_000 * ((worker.rank + count) % 3)))
     assert torch.equal(first, weights())

@@ -195,16 +195,16 @@ def test_batch_sizes_of_their_own_cut_the_parts() -> None:
     assert sizes == {(0, 16): 30, (1, 4): 30, (0, 2): 3, (1, 1): 3}
 
 
-def test_one_window_for_all_and_every_sample_once(witness: Any) -> None:
+def test_one_window_for_all_and_every_sample_once(recorder: Any) -> None:
     numbers = torch.arange(SAMPLES).unsqueeze(1)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return F.mse_loss(model(X[batch[0].flatten()]), Y[batch[0].flatten()])
 
-    exact(net(), momentum, 3, witness.watch(loss), dataset=(numbers, Y))
+    exact(net(), momentum, 3, recorder.watch(loss), dataset=(numbers, Y))
     for epoch in range(EPOCHS):
-        assert witness.samples(epoch) == Counter(range(SAMPLES))
-        trained = [step for step in witness.steps if step.epoch == epoch]
+        assert recorder.samples(epoch) == Counter(range(SAMPLES))
+        trained = [step for step in recorder.steps if step.epoch == epoch]
         by_round = [
             {i for step in trained if step.round == number for i in step.indices}
             for number in sorted({step.round for step in trained})

@@ -72,11 +72,11 @@ class ByHand:
         return max(away) / math.sqrt(sum(float(mean[n].square().sum()) for n in names))
 
 
-def train(witness: Any, model: nn.Module, devices: int, momentum: float = 0.0, **options: Any) -> flowdp.Run:
+def train(recorder: Any, model: nn.Module, devices: int, momentum: float = 0.0, **options: Any) -> flowdp.Run:
     return flowdp.Trainer(
         model,
         lambda params: torch.optim.SGD(params, lr=LR, momentum=momentum),
-        witness.watch(loss),
+        recorder.watch(loss),
         dataset=data(),
         batch_size=BATCH_SIZE,
         epochs=EPOCHS,
@@ -99,22 +99,22 @@ def check_equal(run: flowdp.Run, hand: ByHand, tolerance: float) -> None:
             )
 
 
-def rounds_of(witness: Any, devices: int) -> list[list[list[tuple[int, ...]]]]:
+def rounds_of(recorder: Any, devices: int) -> list[list[list[tuple[int, ...]]]]:
     """What was trained: `[round][rank]`, lists of indices."""
-    before = sorted({step.round for step in witness.steps})
+    before = sorted({step.round for step in recorder.steps})
     return [
-        [[step.indices for step in witness.of(rank) if step.round == round] for rank in range(devices)]
+        [[step.indices for step in recorder.of(rank) if step.round == round] for rank in range(devices)]
         for round in before
     ]
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("devices", [1, 2, 3])
-def test_sync_is_the_mean_after_every_step(witness, devices, momentum):
+def test_sync_is_the_mean_after_every_step(recorder, devices, momentum):
     model = network()
     hand = ByHand(model, devices, momentum)
     run = train(
-        witness, model, devices, momentum, policy="sync", reading=flowdp.ReadingOptions(shuffle=False)
+        recorder, model, devices, momentum, policy="sync", reading=flowdp.ReadingOptions(shuffle=False)
     )
     in_order = [range(SAMPLES)[at : at + BATCH_SIZE] for at in range(0, SAMPLES, BATCH_SIZE)]
     for _ in range(EPOCHS):
@@ -127,12 +127,12 @@ def test_sync_is_the_mean_after_every_step(witness, devices, momentum):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize(("ratios", "quotas"), [((3, 1), (3, 1)), ((2, 1, 1), (2, 1, 1)), ((1, 3), (1, 3))])
-def test_cadence_is_the_mean_after_every_round(witness, ratios, quotas, momentum):
+def test_cadence_is_the_mean_after_every_round(recorder, ratios, quotas, momentum):
     model = network()
     hand = ByHand(model, len(ratios), momentum)
     cadence = flowdp.CadenceOptions(anchor=1, max_anchor=1)
     run = train(
-        witness,
+        recorder,
         model,
         len(ratios),
         momentum,
@@ -140,7 +140,7 @@ def test_cadence_is_the_mean_after_every_round(witness, ratios, quotas, momentum
         cadence=cadence,
     )
     records = list(run.metrics("round"))
-    trained = rounds_of(witness, len(ratios))
+    trained = rounds_of(recorder, len(ratios))
     assert [record.steps for record in records] == [tuple(map(len, ranks)) for ranks in trained]
     assert records[0].steps == quotas
     drifts = [hand.round(ranks) for ranks in trained]
@@ -155,29 +155,29 @@ def test_cadence_is_the_mean_after_every_round(witness, ratios, quotas, momentum
         assert given == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_round_of_several_steps_of_the_slowest(witness):
+def test_a_round_of_several_steps_of_the_slowest(recorder):
     model = network()
     hand = ByHand(model, 2, 0.9)
     cadence = flowdp.CadenceOptions(anchor=2, max_anchor=2)
     run = train(
-        witness, model, 2, 0.9, runtime=flowdp.RuntimeOptions(partition_ratios=(1, 1)), cadence=cadence
+        recorder, model, 2, 0.9, runtime=flowdp.RuntimeOptions(partition_ratios=(1, 1)), cadence=cadence
     )
     records = list(run.metrics("round"))
     assert max(record.steps for record in records) == (2, 2)
-    for ranks in rounds_of(witness, 2):
+    for ranks in rounds_of(recorder, 2):
         hand.round(ranks)
     check_equal(run, hand, 1e-5)
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 @pytest.mark.parametrize(("ratio", "factor"), [(0.0, 1.0), (0.5, 2.0), (1.0, 3.0)])
-def test_the_learning_rate_grows_with_the_devices(witness, policy, ratio, factor):
+def test_the_learning_rate_grows_with_the_devices(recorder, policy, ratio, factor):
     model = nn.Linear(6, 1, bias=False)
     start = model.weight.detach().clone()
     state = flowdp.Trainer(
         model,
         lambda params: torch.optim.SGD(params, lr=LR),
-        witness.watch(lambda model, batch: model(batch[1]).mean()),
+        recorder.watch(lambda model, batch: model(batch[1]).mean()),
         dataset=data(),
         batch_size=BATCH_SIZE,
         max_steps=1,
@@ -187,7 +187,7 @@ def test_the_learning_rate_grows_with_the_devices(witness, policy, ratio, factor
         progress=False,
         runtime=flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False)),
     ).fit()
-    (step,) = witness.steps
+    (step,) = recorder.steps
     assert step.lr == pytest.approx(LR * factor)
     gradient = data()[1][list(step.indices)].mean(0)
     torch.testing.assert_close(state.state_dict["weight"][0], start[0] - LR * factor * gradient)

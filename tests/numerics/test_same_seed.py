@@ -20,13 +20,13 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[1]), batch[0] % 10)
 
 
-def train(witness: Any, policy: Any, devices: int, seed: int) -> flowdp.TrainedState:
+def train(recorder: Any, policy: Any, devices: int, seed: int) -> flowdp.TrainedState:
     torch.manual_seed(5)
-    witness.steps.clear()
+    recorder.steps.clear()
     return flowdp.Trainer(
         nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10)),
         lambda params: torch.optim.Adam(params, lr=0.01),
-        witness.watch(loss),
+        recorder.watch(loss),
         dataset=(torch.arange(SAMPLES), torch.randn(SAMPLES, 20)),
         batch_size=BATCH_SIZE,
         epochs=EPOCHS,
@@ -46,10 +46,10 @@ def slow_down(worker: CurrentWorker, _: int) -> None:
 @pytest.mark.parametrize(
     ("policy", "devices"), [("sync", 1), ("sync", 2), ("sync", 3), ("cadence", 1), ("async", 1)]
 )
-def test_two_runs_with_one_seed_are_the_same_bits(witness, policy, devices):
-    first = train(witness, policy, devices, seed=7)
-    witness.before = slow_down
-    second = train(witness, policy, devices, seed=7)
+def test_two_runs_with_one_seed_are_the_same_bits(recorder, policy, devices):
+    first = train(recorder, policy, devices, seed=7)
+    recorder.before = slow_down
+    second = train(recorder, policy, devices, seed=7)
     assert first.global_step == second.global_step
     for kind in ("state_dict", "optimizer_state"):
         ours, theirs = (tree_leaves(getattr(state, kind)) for state in (first, second))
@@ -59,16 +59,16 @@ def test_two_runs_with_one_seed_are_the_same_bits(witness, policy, devices):
     for a, b in zip(first.history, second.history, strict=True):
         assert a.loss == pytest.approx(b.loss, rel=1e-12)
         assert [part.samples for part in a.per_rank] == [part.samples for part in b.per_rank]
-    third = train(witness, policy, devices, seed=8)
+    third = train(recorder, policy, devices, seed=8)
     assert not torch.equal(first.state_dict["0.weight"], third.state_dict["0.weight"])
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
-def test_the_order_is_a_function_of_seed_and_epoch_alone(witness, policy):
+def test_the_order_is_a_function_of_seed_and_epoch_alone(recorder, policy):
     def order(devices: int, seed: int) -> list[list[tuple[int, ...]]]:
-        train(witness, policy, devices, seed)
+        train(recorder, policy, devices, seed)
         return [
-            sorted(step.indices for step in witness.steps if step.epoch == epoch) for epoch in range(EPOCHS)
+            sorted(step.indices for step in recorder.steps if step.epoch == epoch) for epoch in range(EPOCHS)
         ]
 
     orders = [order(devices, 7) for devices in (1, 2, 3)]
@@ -77,9 +77,9 @@ def test_the_order_is_a_function_of_seed_and_epoch_alone(witness, policy):
     assert len({tuple(epoch) for epoch in orders[0] + other}) == 2 * EPOCHS
 
 
-def test_on_one_device_batches_come_in_the_order_of_the_epoch(witness):
+def test_on_one_device_batches_come_in_the_order_of_the_epoch(recorder):
     def order(policy: str, seed: int) -> list[tuple[int, ...]]:
-        train(witness, policy, 1, seed)
-        return [step.indices for step in witness.steps]
+        train(recorder, policy, 1, seed)
+        return [step.indices for step in recorder.steps]
 
     assert order("sync", 7) == order("cadence", 7) == order("async", 7) != order("sync", 8)

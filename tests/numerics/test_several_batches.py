@@ -146,14 +146,14 @@ def test_batches_of_any_size_count_for_their_samples() -> None:
 
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 @pytest.mark.parametrize("devices", [1, 2, 3])
-def test_every_sample_once_in_steps_of_several(policy: str, devices: int, witness: Any) -> None:
+def test_every_sample_once_in_steps_of_several(policy: str, devices: int, recorder: Any) -> None:
     numbers = torch.arange(SAMPLES).unsqueeze(1)
     run = train(
-        net(), devices, policy, witness.watch(lambda m, b: mse(m, (X[b[0].flatten()], b[1]))),
+        net(), devices, policy, recorder.watch(lambda m, b: mse(m, (X[b[0].flatten()], b[1]))),
         dataset=(numbers, Y), gradient_accumulation_steps=4,
     )  # fmt: skip
     for epoch in range(3):
-        assert witness.samples(epoch) == Counter(range(SAMPLES))
+        assert recorder.samples(epoch) == Counter(range(SAMPLES))
     steps = math.ceil(math.ceil(SAMPLES / 4) / 4)
     assert run.join().global_step == 3 * steps
     trainer = flowdp.Trainer(

@@ -1,4 +1,4 @@
-"""What the tests of reliability share: one thread per worker, a witness, and small runs."""
+"""What the tests of reliability share: one thread per worker, a recorder, and small runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from flowdp.engine import active_runs
 from flowdp.protocol.messages import Requested
-from tests.numerics.conftest import Witness
+from tests.numerics.conftest import StepRecorder
 
 
 @pytest.fixture(autouse=True)
@@ -30,5 +30,5 @@ def stop_runs() -> Iterator[None]:
 
 
 @pytest.fixture
-def witness() -> Witness:
-    return Witness()
+def recorder() -> StepRecorder:
+    return StepRecorder()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import flowdp
 from flowdp.device.worker_context import CurrentWorker
-from tests.numerics.conftest import WAIT_S, Door, Witness
+from tests.numerics.conftest import WAIT_S, Door, StepRecorder
 
 SAMPLES = 23
 BATCH = 4
@@ -38,13 +38,13 @@ def indices(samples: int = SAMPLES) -> tuple[Tensor]:
     return (torch.arange(samples),)
 
 
-def trainer(witness: Witness, policy: Any, devices: int, **options: Any) -> flowdp.Trainer:
+def trainer(recorder: StepRecorder, policy: Any, devices: int, **options: Any) -> flowdp.Trainer:
     """A run over `SAMPLES` samples whose loss is watched."""
     samples = options.pop("samples", SAMPLES)
     given: dict[str, Any] = {
         "model": Counts(samples),
         "optimizer": lambda params: torch.optim.SGD(params, lr=1.0),
-        "loss": witness.watch(options.pop("loss", count)),
+        "loss": recorder.watch(options.pop("loss", count)),
         "dataset": indices(samples),
         "batch_size": BATCH,
         "epochs": 3,
@@ -64,7 +64,7 @@ def trainer(witness: Witness, policy: Any, devices: int, **options: Any) -> flow
 
 
 @contextmanager
-def held_at(witness: Witness, step: int) -> Any:
+def held_at(recorder: StepRecorder, step: int) -> Any:
     """Inside the block all ranks stand in or before their step of this number, over all ranks from 1."""
     door = Door()
 
@@ -72,7 +72,7 @@ def held_at(witness: Witness, step: int) -> Any:
         if number >= step:
             door.wait()
 
-    witness.before = hold
+    recorder.before = hold
 
     @contextmanager
     def inside() -> Any:
@@ -86,7 +86,7 @@ def held_at(witness: Witness, step: int) -> Any:
         yield inside
     finally:
         door.opened.set()
-        witness.before = None
+        recorder.before = None
 
 
 def stop(run: flowdp.Run) -> None:
@@ -97,9 +97,9 @@ def stop(run: flowdp.Run) -> None:
         assert records._changed.wait_for(lambda: records._heard_wishes >= engine._requests._count, WAIT_S)
 
 
-def stop_at(witness: Witness, step: int, job: flowdp.Trainer) -> flowdp.TrainedState:
+def stop_at(recorder: StepRecorder, step: int, job: flowdp.Trainer) -> flowdp.TrainedState:
     """Run until a step, ask for the end in the middle of it, and give what the run has made."""
-    with held_at(witness, step) as inside:
+    with held_at(recorder, step) as inside:
         run = job.start()
         with inside():
             stop(run)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import flowdp
 from flowdp import OptionError, StepError
 from flowdp.checkpoint.file import read
-from tests.numerics.conftest import Witness
+from tests.numerics.conftest import StepRecorder
 from tests.reliability.small import ENDLESS, SAMPLES, WAIT_S, Counts, Written, count, held_at, same, trainer
 
 POLICIES = ("sync", "cadence", "async", "exact")
@@ -40,9 +40,11 @@ def interrupt(when: Callable[[], object]) -> threading.Thread:
 
 # ---------------------------------------------------------------- the end before the end
 @pytest.mark.parametrize("policy", POLICIES)
-def test_stop_leaves_a_checkpoint_of_the_last_round(tmp_path: Path, witness: Witness, policy: str) -> None:
-    with held_at(witness, 9) as inside:
-        run = trainer(witness, policy, 2, checkpoint=tmp_path, **ENDLESS).start()
+def test_stop_leaves_a_checkpoint_of_the_last_round(
+    tmp_path: Path, recorder: StepRecorder, policy: str
+) -> None:
+    with held_at(recorder, 9) as inside:
+        run = trainer(recorder, policy, 2, checkpoint=tmp_path, **ENDLESS).start()
         with inside():
             run.stop()
     state = run.join(WAIT_S)
@@ -56,11 +58,11 @@ def test_stop_leaves_a_checkpoint_of_the_last_round(tmp_path: Path, witness: Wit
 @pytest.mark.posix
 @pytest.mark.parametrize("policy", POLICIES)
 def test_ctrl_c_leaves_a_checkpoint_and_fills_the_model(
-    tmp_path: Path, witness: Witness, policy: str
+    tmp_path: Path, recorder: StepRecorder, policy: str
 ) -> None:
     module = Counts()
-    with held_at(witness, 9) as inside:
-        run = trainer(witness, policy, 2, model=module, checkpoint=tmp_path, **ENDLESS).start()
+    with held_at(recorder, 9) as inside:
+        run = trainer(recorder, policy, 2, model=module, checkpoint=tmp_path, **ENDLESS).start()
 
         def when() -> None:
             with inside():
@@ -77,9 +79,9 @@ def test_ctrl_c_leaves_a_checkpoint_and_fills_the_model(
 
 
 @pytest.mark.posix
-def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, witness: Witness) -> None:
-    with held_at(witness, 9) as inside:
-        run = trainer(witness, "sync", 2, checkpoint=tmp_path, **ENDLESS).start()
+def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, recorder: StepRecorder) -> None:
+    with held_at(recorder, 9) as inside:
+        run = trainer(recorder, "sync", 2, checkpoint=tmp_path, **ENDLESS).start()
         stopped = threading.Event()
         request = run._engine.request
 
@@ -102,11 +104,11 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, witness: Witness) -> None
 
 @pytest.mark.posix
 @pytest.mark.parametrize("policy", POLICIES)
-def test_sigterm_stops_where_that_was_asked_for(tmp_path: Path, witness: Witness, policy: str) -> None:
+def test_sigterm_stops_where_that_was_asked_for(tmp_path: Path, recorder: StepRecorder, policy: str) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with held_at(witness, 9) as inside:
+    with held_at(recorder, 9) as inside:
         run = trainer(
-            witness,
+            recorder,
             policy,
             2,
             checkpoint=tmp_path,
@@ -121,13 +123,13 @@ def test_sigterm_stops_where_that_was_asked_for(tmp_path: Path, witness: Witness
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_sigterm_is_put_back_after_a_failure_too(witness: Witness) -> None:
+def test_sigterm_is_put_back_after_a_failure_too(recorder: StepRecorder) -> None:
     before = signal.getsignal(signal.SIGTERM)
 
     def fails(model: nn.Module, batch: Any) -> Tensor:
         raise ValueError("mine")
 
-    run = trainer(witness, "sync", 2, loss=fails, runtime=flowdp.RuntimeOptions(handle_sigterm=True)).start()
+    run = trainer(recorder, "sync", 2, loss=fails, runtime=flowdp.RuntimeOptions(handle_sigterm=True)).start()
     with pytest.raises(StepError, match="mine"):
         run.join(WAIT_S)
     assert signal.getsignal(signal.SIGTERM) is before
@@ -136,12 +138,12 @@ def test_sigterm_is_put_back_after_a_failure_too(witness: Witness) -> None:
 # ---------------------------------------------------------------- while it goes on
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_snapshot_is_of_one_moment(witness: Witness, policy: str, devices: int) -> None:
-    with held_at(witness, 9) as inside:
-        run = trainer(witness, policy, devices, **ENDLESS).start()
+def test_a_snapshot_is_of_one_moment(recorder: StepRecorder, policy: str, devices: int) -> None:
+    with held_at(recorder, 9) as inside:
+        run = trainer(recorder, policy, devices, **ENDLESS).start()
         with inside():
             pass
-        witness.before = None
+        recorder.before = None
         steps = []
         for _ in range(5):
             state = run.snapshot()
@@ -164,9 +166,9 @@ def test_a_snapshot_is_of_one_moment(witness: Witness, policy: str, devices: int
     assert run.snapshot() is ended
 
 
-def test_a_snapshot_can_be_gone_on_from(witness: Witness) -> None:
-    with held_at(witness, 8) as inside:
-        run = trainer(witness, "sync", 1, **ENDLESS).start()
+def test_a_snapshot_can_be_gone_on_from(recorder: StepRecorder) -> None:
+    with held_at(recorder, 8) as inside:
+        run = trainer(recorder, "sync", 1, **ENDLESS).start()
         with inside():
             asked: list[flowdp.TrainedState] = []
             asking = threading.Thread(target=lambda: asked.append(run.snapshot()))
@@ -174,18 +176,18 @@ def test_a_snapshot_can_be_gone_on_from(witness: Witness) -> None:
         asking.join(WAIT_S)
     run.stop()
     run.join(WAIT_S)
-    state = trainer(witness, "sync", 1, resume=asked[0], epochs=3).fit()
+    state = trainer(recorder, "sync", 1, resume=asked[0], epochs=3).fit()
     assert state.epochs_done == 3
     assert (state.state_dict["trained"] == 3).all()
 
 
-def test_a_snapshot_of_a_run_that_fails_raises_its_failure(witness: Witness) -> None:
+def test_a_snapshot_of_a_run_that_fails_raises_its_failure(recorder: StepRecorder) -> None:
     def fails(model: nn.Module, batch: Any) -> Tensor:
-        if len(witness.steps) > 8:
+        if len(recorder.steps) > 8:
             raise ValueError("mine")
         return count(model, batch)
 
-    run = trainer(witness, "sync", 2, loss=fails, **ENDLESS).start()
+    run = trainer(recorder, "sync", 2, loss=fails, **ENDLESS).start()
     with pytest.raises(StepError, match="mine"):
         list(iter(run.snapshot, None))
     with pytest.raises(StepError, match="mine"):
@@ -193,11 +195,11 @@ def test_a_snapshot_of_a_run_that_fails_raises_its_failure(witness: Witness) -> 
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_checkpoint_on_demand(tmp_path: Path, witness: Witness, policy: str) -> None:
+def test_a_checkpoint_on_demand(tmp_path: Path, recorder: StepRecorder, policy: str) -> None:
     written = Written()
     folder = flowdp.CheckpointOptions(tmp_path, every=10**6, unit="step")
     run = trainer(
-        witness, policy, 2, checkpoint=folder, callbacks=[flowdp.OnCheckpoint(written)], **ENDLESS
+        recorder, policy, 2, checkpoint=folder, callbacks=[flowdp.OnCheckpoint(written)], **ENDLESS
     ).start()
     for number in (1, 2):
         run.checkpoint()
@@ -217,20 +219,20 @@ def test_a_checkpoint_on_demand(tmp_path: Path, witness: Witness, policy: str) -
     same(read(tmp_path / "elsewhere.pt")["model"], kept["model"])
 
 
-def test_a_checkpoint_has_nowhere_to_go_without_a_folder(witness: Witness) -> None:
-    run = trainer(witness, "sync", 2).start()
+def test_a_checkpoint_has_nowhere_to_go_without_a_folder(recorder: StepRecorder) -> None:
+    run = trainer(recorder, "sync", 2).start()
     with pytest.raises(OptionError, match="nowhere to write a checkpoint"):
         run.checkpoint()
     run.join(WAIT_S)
 
 
 @pytest.mark.parametrize("call", ["join", "metrics"])
-def test_a_callback_cannot_wait_for_the_run(witness: Witness, call: str) -> None:
+def test_a_callback_cannot_wait_for_the_run(recorder: StepRecorder, call: str) -> None:
     class Waits(flowdp.Callback):
         def on_train_start(self, run: flowdp.Run) -> None:
             getattr(run, call)()
 
-    run = trainer(witness, "sync", 2, callbacks=[Waits()]).start()
+    run = trainer(recorder, "sync", 2, callbacks=[Waits()]).start()
     run.join(WAIT_S)
     [problem] = run.status().problems
     assert (

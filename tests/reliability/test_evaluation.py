@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import flowdp
 from flowdp import CheckpointOptions, EarlyStopping, FlowdpError, OptionError, StepError
 from flowdp.checkpoint.file import read
-from tests.numerics.conftest import Witness
+from tests.numerics.conftest import StepRecorder
 from tests.reliability.small import ENDLESS, WAIT_S, Door, count, stop, trainer
 
 POLICIES = ("sync", "cadence", "async", "exact")
@@ -202,7 +202,7 @@ def test_a_name_that_nothing_has_is_an_error() -> None:
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_scheduler_that_watches_sees_the_evaluated_loss(
-    witness: Witness, policy: str, devices: int
+    recorder: StepRecorder, policy: str, devices: int
 ) -> None:
     def watches(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
@@ -212,16 +212,16 @@ def test_a_scheduler_that_watches_sees_the_evaluated_loss(
         "evaluation": flowdp.EvaluationOptions((torch.arange(5),), step=lambda model, batch: {"loss": 1.0}),
         # which never gets better; the training's does
     }
-    state = trainer(witness, policy, devices, **options, **evaluated).fit()
+    state = trainer(recorder, policy, devices, **options, **evaluated).fit()
     assert [record.lr for record in state.history] == [1.0, 1.0, 0.5, 0.25]
-    state = trainer(witness, policy, devices, **options).fit()
+    state = trainer(recorder, policy, devices, **options).fit()
     assert {record.lr for record in state.history} == {1.0}
 
 
 # ---------------------------------------------------------------- cut, and failing
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_stop_cuts_an_evaluation(tmp_path: Path, witness: Witness, policy: str, devices: int) -> None:
+def test_stop_cuts_an_evaluation(tmp_path: Path, recorder: StepRecorder, policy: str, devices: int) -> None:
     door, batches = Door(), []
 
     def step(model: nn.Module, batch: Any) -> Mapping[str, float]:
@@ -231,7 +231,7 @@ def test_stop_cuts_an_evaluation(tmp_path: Path, witness: Witness, policy: str, 
         return {"score": 1.0}
 
     run = trainer(
-        witness,
+        recorder,
         policy,
         devices,
         evaluation=flowdp.EvaluationOptions((torch.arange(4000),), step=step),
@@ -245,24 +245,24 @@ def test_stop_cuts_an_evaluation(tmp_path: Path, witness: Witness, policy: str, 
     assert len(batches) <= 2 * devices
     assert state.interrupted
     assert (state.epochs_done, dict(state.history[0].eval)) == (1, {})
-    resumed = trainer(witness, policy, devices, checkpoint=tmp_path, resume=True, epochs=2).fit()
+    resumed = trainer(recorder, policy, devices, checkpoint=tmp_path, resume=True, epochs=2).fit()
     assert resumed.epochs_done == 2
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_failing_evaluation_ends_the_run(witness: Witness, policy: str, devices: int) -> None:
+def test_a_failing_evaluation_ends_the_run(recorder: StepRecorder, policy: str, devices: int) -> None:
     def step(model: nn.Module, batch: Any) -> Mapping[str, float]:
         raise ValueError("mine")
 
     run = trainer(
-        witness, policy, devices, evaluation=flowdp.EvaluationOptions((torch.arange(9),), step=step)
+        recorder, policy, devices, evaluation=flowdp.EvaluationOptions((torch.arange(9),), step=step)
     ).start()
     with pytest.raises(StepError, match="failed while it evaluates after epoch 0: ValueError: mine"):
         run.join(WAIT_S)
 
 
-def test_a_callback_ends_the_run_only_where_it_says_so(witness: Witness) -> None:
+def test_a_callback_ends_the_run_only_where_it_says_so(recorder: StepRecorder) -> None:
     class Raises(flowdp.Callback):
         def on_epoch_end(self, metrics: flowdp.EpochMetrics) -> None:
             raise ValueError("mine")
@@ -270,10 +270,10 @@ def test_a_callback_ends_the_run_only_where_it_says_so(witness: Witness) -> None
     class Ends(Raises):
         ends_run = True
 
-    run = trainer(witness, "sync", 2, callbacks=[Raises()]).start()
+    run = trainer(recorder, "sync", 2, callbacks=[Raises()]).start()
     assert run.join(WAIT_S).epochs_done == 3
     assert run.status().problems == ("Raises.on_epoch_end raised ValueError: mine (3 times)",)
-    run = trainer(witness, "sync", 2, callbacks=[Ends()], loss=count, **ENDLESS).start()
+    run = trainer(recorder, "sync", 2, callbacks=[Ends()], loss=count, **ENDLESS).start()
     with pytest.raises(FlowdpError, match=r"Ends.on_epoch_end raised ValueError: mine") as caught:
         run.join(WAIT_S)
     assert isinstance(caught.value.__cause__, ValueError)

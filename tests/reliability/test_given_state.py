@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import flowdp
 from flowdp import EarlyStopping
-from tests.numerics.conftest import Witness
+from tests.numerics.conftest import StepRecorder
 from tests.reliability.small import SAMPLES, WAIT_S, Counts, count, held_at, stop_at, trainer
 from tests.reliability.test_resume import ALL, POLICIES, Stream, check
 
@@ -31,69 +31,71 @@ def losing(*losses: float) -> Any:
     return loss
 
 
-def test_from_what_another_run_has_made(witness: Witness) -> None:
-    first = trainer(witness, "sync", 2, epochs=1).fit()
-    state = trainer(witness, "sync", 3, resume=first).fit()
-    check(witness, state, 3)
+def test_from_what_another_run_has_made(recorder: StepRecorder) -> None:
+    first = trainer(recorder, "sync", 2, epochs=1).fit()
+    state = trainer(recorder, "sync", 3, resume=first).fit()
+    check(recorder, state, 3)
     assert (state.history[0], state.global_step) == (first.history[0], 18)
 
 
 @pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_was_stopped_inside_an_epoch_goes_on_there(witness: Witness, policy: str, devices: int) -> None:
-    first = stop_at(witness, 8, trainer(witness, policy, 2))
+def test_what_was_stopped_inside_an_epoch_goes_on_there(
+    recorder: StepRecorder, policy: str, devices: int
+) -> None:
+    first = stop_at(recorder, 8, trainer(recorder, policy, 2))
     assert first.interrupted
-    state = trainer(witness, policy, devices, resume=first).fit()
-    check(witness, state, 3)
+    state = trainer(recorder, policy, devices, resume=first).fit()
+    check(recorder, state, 3)
     assert state.global_step == (9 if policy == "exact" else 18)
 
 
-def test_what_max_steps_has_cut_goes_on_there(witness: Witness) -> None:
-    first = trainer(witness, "sync", 2, epochs=None, max_steps=8).fit()
+def test_what_max_steps_has_cut_goes_on_there(recorder: StepRecorder) -> None:
+    first = trainer(recorder, "sync", 2, epochs=None, max_steps=8).fit()
     assert not first.interrupted
     assert (first.epochs_done, [one.is_complete for one in first.history]) == (1, [True, False])
-    second = trainer(witness, "sync", 1, resume=first).fit()
-    check(witness, second, 3)
+    second = trainer(recorder, "sync", 1, resume=first).fit()
+    check(recorder, second, 3)
     assert (second.epochs_done, [one.is_complete for one in second.history]) == (3, [True] * 3)
 
 
-def test_what_max_steps_has_cut_is_begun_anew_with_other_batches(witness: Witness) -> None:
-    first = trainer(witness, "sync", 1, epochs=None, max_steps=8).fit()
-    witness.steps.clear()
-    trainer(witness, "sync", 1, resume=first, epochs=2, batch_size=2).fit()
-    assert witness.samples(0) == Counter()
-    assert witness.samples(1) == ALL
+def test_what_max_steps_has_cut_is_begun_anew_with_other_batches(recorder: StepRecorder) -> None:
+    first = trainer(recorder, "sync", 1, epochs=None, max_steps=8).fit()
+    recorder.steps.clear()
+    trainer(recorder, "sync", 1, resume=first, epochs=2, batch_size=2).fit()
+    assert recorder.samples(0) == Counter()
+    assert recorder.samples(1) == ALL
 
 
 @pytest.mark.parametrize("changed", [{"batch_size": 5}, {"samples": 22}, {"seed": 1}])
 def test_where_the_batches_are_others_the_epoch_begins_anew(
-    witness: Witness, changed: dict[str, Any], caplog: pytest.LogCaptureFixture
+    recorder: StepRecorder, changed: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = stop_at(witness, 8, trainer(witness, "sync", 1))
-    witness.steps.clear()
+    first = stop_at(recorder, 8, trainer(recorder, "sync", 1))
+    recorder.steps.clear()
     changed = {"model": Counts(), "resume": first} | changed
     with caplog.at_level(logging.WARNING, "flowdp"):
-        state = trainer(witness, "sync", 1, **changed).fit()
+        state = trainer(recorder, "sync", 1, **changed).fit()
     assert "the epoch in which the given state stood begins anew" in caplog.text
     assert state.epochs_done == 3
     for epoch, times in enumerate((0, 1, 1)):
-        assert witness.samples(epoch) == Counter(
+        assert recorder.samples(epoch) == Counter(
             {n: times for n in range(changed.get("samples", SAMPLES)) if times}
         )
 
 
-def test_a_stream_begins_the_epoch_anew(witness: Witness) -> None:
-    first = stop_at(witness, 8, trainer(witness, "sync", 1, dataset=Stream()))
+def test_a_stream_begins_the_epoch_anew(recorder: StepRecorder) -> None:
+    first = stop_at(recorder, 8, trainer(recorder, "sync", 1, dataset=Stream()))
     assert first.epochs_done == 1
-    witness.steps.clear()
+    recorder.steps.clear()
     again = Stream()
-    trainer(witness, "sync", 1, dataset=again, resume=first).fit()
+    trainer(recorder, "sync", 1, dataset=again, resume=first).fit()
     assert again.epochs == [1, 2]
-    assert (witness.samples(1), witness.samples(2)) == (ALL, ALL)
+    assert (recorder.samples(1), recorder.samples(2)) == (ALL, ALL)
 
 
 # ---------------------------------------------------------------- what a state does not hold
-def test_a_plateau_is_not_told_an_old_loss_again(witness: Witness) -> None:
+def test_a_plateau_is_not_told_an_old_loss_again(recorder: StepRecorder) -> None:
     options: dict[str, Any] = {
         "loss": losing(1.0, 0.5, 0.3, 0.2, 0.1),
         "scheduler": flowdp.SchedulerOptions(
@@ -101,9 +103,9 @@ def test_a_plateau_is_not_told_an_old_loss_again(witness: Witness) -> None:
         ),
         "epochs": 5,
     }
-    state = stop_at(witness, 6 * 3 + 3, trainer(witness, "sync", 1, **options))
+    state = stop_at(recorder, 6 * 3 + 3, trainer(recorder, "sync", 1, **options))
     assert state.epochs_done == 3
-    again = trainer(witness, "sync", 1, resume=state, **options).fit()
+    again = trainer(recorder, "sync", 1, resume=state, **options).fit()
     assert [record.lr for record in again.history] == [1.0] * 5
 
 
@@ -112,7 +114,7 @@ def test_a_plateau_is_not_told_an_old_loss_again(witness: Witness) -> None:
     ("lr", "expected"), [(1.0, [1.0, 1.0, 0.1, 0.01, 0.001]), (0.5, [1.0, 1.0, 0.1, 0.5, 0.5])]
 )
 def test_the_learning_rate_goes_on_too_unless_it_begins_with_another(
-    witness: Witness, lr: float, expected: list[float], way: str
+    recorder: StepRecorder, lr: float, expected: list[float], way: str
 ) -> None:
     options: dict[str, Any] = {
         "loss": losing(1.0),
@@ -121,11 +123,11 @@ def test_the_learning_rate_goes_on_too_unless_it_begins_with_another(
         ),
         "epochs": 5,
     }
-    job = trainer(witness, "sync", 1, **options)
+    job = trainer(recorder, "sync", 1, **options)
     if way == "run.state":
-        state = stop_at(witness, 6 * 3 + 3, job)
+        state = stop_at(recorder, 6 * 3 + 3, job)
     else:
-        with held_at(witness, 6 * 3 + 3) as inside:
+        with held_at(recorder, 6 * 3 + 3) as inside:
             run = job.start()
             with inside():
                 asked: list[flowdp.TrainedState] = []
@@ -138,51 +140,51 @@ def test_the_learning_rate_goes_on_too_unless_it_begins_with_another(
         run.join(WAIT_S)
         [state] = asked
     options["optimizer"] = lambda params: torch.optim.SGD(params, lr)
-    again = trainer(witness, "sync", 1, resume=state, **options).fit()
+    again = trainer(recorder, "sync", 1, resume=state, **options).fit()
     assert [record.lr for record in again.history] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("steps", [6 * 3, 6 * 3 + 3])
-def test_the_learning_rate_goes_on_with_other_batches_too(witness: Witness, steps: int) -> None:
+def test_the_learning_rate_goes_on_with_other_batches_too(recorder: StepRecorder, steps: int) -> None:
     options: dict[str, Any] = {
         "loss": losing(1.0),
         "scheduler": flowdp.SchedulerOptions(
             lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.1, patience=0), unit="epoch"
         ),
     }
-    state = trainer(witness, "sync", 1, epochs=None, max_steps=steps, **options).fit()
-    again = trainer(witness, "sync", 1, resume=state, epochs=5, batch_size=2, **options).fit()
+    state = trainer(recorder, "sync", 1, epochs=None, max_steps=steps, **options).fit()
+    again = trainer(recorder, "sync", 1, resume=state, epochs=5, batch_size=2, **options).fit()
     assert max(record.lr for record in again.history[3:]) < 0.11  # 1.0 in a new one's first epochs
 
 
-def test_the_best_model_stood_elsewhere(witness: Witness) -> None:
+def test_the_best_model_stood_elsewhere(recorder: StepRecorder) -> None:
     best = EarlyStopping("loss", patience=9, mode="min", restore_best=True)
-    job = trainer(witness, "sync", 1, loss=losing(1.0, 5.0, 9.0), epochs=5, callbacks=[best])
-    state = stop_at(witness, 15, job)
+    job = trainer(recorder, "sync", 1, loss=losing(1.0, 5.0, 9.0), epochs=5, callbacks=[best])
+    state = stop_at(recorder, 15, job)
     assert state.epochs_done == 2
     assert (state.state_dict["trained"] == 1).all()
-    witness.steps.clear()
-    again = trainer(witness, "sync", 1, resume=state).fit()
-    assert witness.samples(2) == ALL
+    recorder.steps.clear()
+    again = trainer(recorder, "sync", 1, resume=state).fit()
+    assert recorder.samples(2) == ALL
     assert (again.state_dict["trained"] == 2).all()
 
 
-def test_who_goes_on_after_an_early_stop_is_given_its_patience_anew(witness: Witness) -> None:
+def test_who_goes_on_after_an_early_stop_is_given_its_patience_anew(recorder: StepRecorder) -> None:
     def stopping() -> EarlyStopping:
         return EarlyStopping("loss", patience=2, mode="min")
 
     options: dict[str, Any] = {"loss": losing(1.0), "epochs": 9}
-    state = trainer(witness, "sync", 1, callbacks=[stopping()], **options).fit()
+    state = trainer(recorder, "sync", 1, callbacks=[stopping()], **options).fit()
     assert state.epochs_done == 3
-    again = trainer(witness, "sync", 1, callbacks=[stopping()], resume=state, **options).fit()
+    again = trainer(recorder, "sync", 1, callbacks=[stopping()], resume=state, **options).fit()
     assert again.epochs_done == 5
 
 
-def test_an_epoch_that_was_only_opened_is_not_begun(witness: Witness) -> None:
-    state = stop_at(witness, 15, trainer(witness, "sync", 2, epochs=9))
+def test_an_epoch_that_was_only_opened_is_not_begun(recorder: StepRecorder) -> None:
+    state = stop_at(recorder, 15, trainer(recorder, "sync", 2, epochs=9))
     assert state.stopped_at is not None
     assert all(one.position == 0 for one in state.stopped_at.position.open[1:])  # dealt ahead, and taken back
-    assert trainer(witness, "sync", 2, epochs=state.epochs_done + 1, resume=state).fit().epochs_done == 3
+    assert trainer(recorder, "sync", 2, epochs=state.epochs_done + 1, resume=state).fit().epochs_done == 3
 
 
 class Drawing(Dataset[Any]):
@@ -195,7 +197,7 @@ class Drawing(Dataset[Any]):
         return index, torch.rand(()).item()
 
 
-def test_processes_do_not_draw_the_same_numbers_again(witness: Witness) -> None:
+def test_processes_do_not_draw_the_same_numbers_again(recorder: StepRecorder) -> None:
     drawn: list[float] = []
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -205,6 +207,6 @@ def test_processes_do_not_draw_the_same_numbers_again(witness: Witness) -> None:
     draw = torch.Generator().manual_seed(3)
     loader = DataLoader(Drawing(), 4, shuffle=True, num_workers=1, generator=draw)
     options: dict[str, Any] = {"dataset": loader, "batch_size": None, "loss": loss}
-    state = stop_at(witness, 9, trainer(witness, "sync", 1, **options))
-    trainer(witness, "sync", 1, resume=state, **options).fit()
+    state = stop_at(recorder, 9, trainer(recorder, "sync", 1, **options))
+    trainer(recorder, "sync", 1, resume=state, **options).fit()
     assert len(set(drawn)) == len(drawn)

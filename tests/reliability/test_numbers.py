@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import flowdp
 from flowdp import FlowdpError, StepError
-from tests.numerics.conftest import Witness
+from tests.numerics.conftest import StepRecorder
 from tests.reliability.small import SAMPLES, WAIT_S, Written, count, trainer
 
 POLICIES = ("sync", "cadence", "async", "exact")
@@ -44,11 +44,11 @@ def adam(params: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_one_replica_is_healed_and_the_run_goes_on(
-    witness: Witness, caplog: pytest.LogCaptureFixture, policy: str, rank: int, step: int
+    recorder: StepRecorder, caplog: pytest.LogCaptureFixture, policy: str, rank: int, step: int
 ) -> None:
     trouble = Trouble(step, rank)
     run = trainer(
-        witness,
+        recorder,
         policy,
         2,
         loss=trouble,
@@ -83,7 +83,7 @@ def tensors(state: Any) -> list[Tensor]:
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_without_a_healthy_replica_the_run_ends_and_names_the_last_checkpoint(
-    tmp_path: Path, witness: Witness, policy: str, devices: int
+    tmp_path: Path, recorder: StepRecorder, policy: str, devices: int
 ) -> None:
     written = Written()
 
@@ -95,23 +95,24 @@ def test_without_a_healthy_replica_the_run_ends_and_names_the_last_checkpoint(
         return loss * math.nan
 
     run = trainer(
-        witness, policy, devices, loss=all_bad, checkpoint=tmp_path, callbacks=[flowdp.OnCheckpoint(written)],
+        recorder, policy, devices, loss=all_bad, checkpoint=tmp_path,
+        callbacks=[flowdp.OnCheckpoint(written)],
         runtime=flowdp.RuntimeOptions(partition_ratios=ratios(policy, devices)),
     ).start()  # fmt: skip
     with pytest.raises(FlowdpError, match="NaN or infinite numbers in every replica") as caught:
         run.join(WAIT_S)
     [path] = tmp_path.glob("*.pt")
     assert f"the last checkpoint is {str(path)!r}" in str(caught.value)
-    state = trainer(witness, policy, devices, checkpoint=tmp_path, resume=True).fit()
+    state = trainer(recorder, policy, devices, checkpoint=tmp_path, resume=True).fit()
     assert state.epochs_done == 3
     assert state.state_dict["trained"].isfinite().all()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_it_can_be_an_error_at_once(witness: Witness, policy: str) -> None:
+def test_it_can_be_an_error_at_once(recorder: StepRecorder, policy: str) -> None:
     trouble = Trouble(1, 1)
     run = trainer(
-        witness,
+        recorder,
         policy,
         2,
         loss=trouble,

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler
 
 from flowdp import CheckpointError, CheckpointOptions, EpochMetrics, OptionError
 from flowdp.checkpoint.file import read
-from tests.numerics.conftest import Witness
+from tests.numerics.conftest import StepRecorder
 from tests.reliability.small import SAMPLES, stop_at, trainer
 
 CHOSEN = range(1, SAMPLES, 2)
@@ -30,45 +30,45 @@ def told(seed: int = 0) -> Any:
     return DataLoader(dataset, 2, sampler=DistributedSampler(dataset, num_replicas=1, rank=0, seed=seed))
 
 
-def run(witness: Witness, policy: str, folder: Path, loader: Any, **options: Any) -> Any:
-    return trainer(witness, policy, 2, dataset=loader, batch_size=None, checkpoint=folder, **options)
+def run(recorder: StepRecorder, policy: str, folder: Path, loader: Any, **options: Any) -> Any:
+    return trainer(recorder, policy, 2, dataset=loader, batch_size=None, checkpoint=folder, **options)
 
 
-def check(witness: Witness, state: Any, chosen: range) -> None:
+def check(recorder: StepRecorder, state: Any, chosen: range) -> None:
     """Both runs together have trained every sample of every epoch once."""
     assert not state.interrupted
-    assert [witness.samples(epoch) for epoch in range(3)] == [Counter(chosen)] * 3
+    assert [recorder.samples(epoch) for epoch in range(3)] == [Counter(chosen)] * 3
     records: tuple[EpochMetrics, ...] = state.history
     assert [sum(part.samples for part in record.per_rank) for record in records] == [len(chosen)] * 3
 
 
 @pytest.mark.parametrize("policy", ["sync", "async", "exact"])
 def test_a_generator_that_has_moved_on_is_refused_and_a_fresh_one_goes_on(
-    tmp_path: Path, witness: Witness, policy: str
+    tmp_path: Path, recorder: StepRecorder, policy: str
 ) -> None:
     loader = seeded()
     named = "[01]" if policy == "async" else "1"  # a rank may still be in epoch 0
-    stop_at(witness, 10, run(witness, policy, tmp_path, loader))
+    stop_at(recorder, 10, run(recorder, policy, tmp_path, loader))
     newest = max(tmp_path.glob("step-*.pt"))
-    before = len(witness.steps)
+    before = len(recorder.steps)
     with pytest.raises(
         CheckpointError, match=rf"in epoch {named}, .* another order .* fresh sampler"
     ) as error:
-        run(witness, policy, tmp_path, loader, resume=newest).start()
+        run(recorder, policy, tmp_path, loader, resume=newest).start()
     assert error.value.path == str(newest)
     assert error.value.version == read(newest)["version"]
-    assert len(witness.steps) == before  # nothing was trained of it
-    check(witness, run(witness, policy, tmp_path, seeded(), resume=True).fit(), CHOSEN)
+    assert len(recorder.steps) == before  # nothing was trained of it
+    check(recorder, run(recorder, policy, tmp_path, seeded(), resume=True).fit(), CHOSEN)
 
 
-def test_a_sampler_may_share_its_generator_with_its_loader(tmp_path: Path, witness: Witness) -> None:
+def test_a_sampler_may_share_its_generator_with_its_loader(tmp_path: Path, recorder: StepRecorder) -> None:
     def shared() -> Any:
         loader = seeded()
         draw = loader.sampler.generator
         return DataLoader(loader.dataset, 2, sampler=loader.sampler, generator=draw)
 
-    stop_at(witness, 10, run(witness, "sync", tmp_path, shared()))
-    check(witness, run(witness, "sync", tmp_path, shared(), resume=True).fit(), CHOSEN)
+    stop_at(recorder, 10, run(recorder, "sync", tmp_path, shared()))
+    check(recorder, run(recorder, "sync", tmp_path, shared(), resume=True).fit(), CHOSEN)
 
 
 def unseeded() -> Any:
@@ -78,78 +78,80 @@ def unseeded() -> Any:
 
 @pytest.mark.parametrize("make", [seeded, unseeded])
 def test_what_a_run_has_made_begins_its_epoch_anew_in_another_order(
-    witness: Witness, make: Any, caplog: pytest.LogCaptureFixture
+    recorder: StepRecorder, make: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     given: dict[str, Any] = {"batch_size": None}
     loader = make()
-    state = stop_at(witness, 10, trainer(witness, "sync", 2, dataset=loader, **given))
+    state = stop_at(recorder, 10, trainer(recorder, "sync", 2, dataset=loader, **given))
     assert state.epochs_done == 1
-    witness.steps.clear()
+    recorder.steps.clear()
     with caplog.at_level("WARNING", "flowdp"):
-        again = trainer(witness, "sync", 2, dataset=loader, resume=state, **given).fit()
+        again = trainer(recorder, "sync", 2, dataset=loader, resume=state, **given).fit()
     assert "stood begins anew: " in caplog.text
     assert again.epochs_done == 3
-    assert [witness.samples(epoch) for epoch in range(3)] == [Counter(), Counter(CHOSEN), Counter(CHOSEN)]
+    assert [recorder.samples(epoch) for epoch in range(3)] == [Counter(), Counter(CHOSEN), Counter(CHOSEN)]
 
 
-def test_what_a_run_has_made_goes_on_in_the_same_order(witness: Witness) -> None:
+def test_what_a_run_has_made_goes_on_in_the_same_order(recorder: StepRecorder) -> None:
     given: dict[str, Any] = {"batch_size": None}
-    state = stop_at(witness, 10, trainer(witness, "sync", 2, dataset=seeded(), **given))
-    check(witness, trainer(witness, "sync", 2, dataset=seeded(), resume=state, **given).fit(), CHOSEN)
+    state = stop_at(recorder, 10, trainer(recorder, "sync", 2, dataset=seeded(), **given))
+    check(recorder, trainer(recorder, "sync", 2, dataset=seeded(), resume=state, **given).fit(), CHOSEN)
 
 
 def test_a_sampler_that_is_told_its_epoch_may_be_the_same_or_another(
-    tmp_path: Path, witness: Witness
+    tmp_path: Path, recorder: StepRecorder
 ) -> None:
     loader = told()
-    stop_at(witness, 15, run(witness, "sync", tmp_path, loader))
+    stop_at(recorder, 15, run(recorder, "sync", tmp_path, loader))
     with pytest.raises(CheckpointError, match="in epoch 1, "):
-        run(witness, "sync", tmp_path, told(seed=1), resume=max(tmp_path.glob("step-*.pt"))).start()
-    check(witness, run(witness, "sync", tmp_path, loader, resume=True).fit(), range(SAMPLES))
+        run(recorder, "sync", tmp_path, told(seed=1), resume=max(tmp_path.glob("step-*.pt"))).start()
+    check(recorder, run(recorder, "sync", tmp_path, loader, resume=True).fit(), range(SAMPLES))
 
 
-def test_a_run_that_was_resumed_is_checked_again(tmp_path: Path, witness: Witness) -> None:
+def test_a_run_that_was_resumed_is_checked_again(tmp_path: Path, recorder: StepRecorder) -> None:
     for _ in range(2):
-        job = run(witness, "sync", tmp_path, seeded(), resume=True)
-        stop_at(witness, len(witness.steps) + 2, job)
+        job = run(recorder, "sync", tmp_path, seeded(), resume=True)
+        stop_at(recorder, len(recorder.steps) + 2, job)
     assert list(read(max(tmp_path.glob("step-*.pt")))["orders"]) == [0]
     moved = seeded()
     list(moved.sampler)
     with pytest.raises(CheckpointError, match="in epoch 0, "):
-        run(witness, "sync", tmp_path, moved, resume=True).start()
+        run(recorder, "sync", tmp_path, moved, resume=True).start()
 
 
-def test_at_an_epochs_end_the_order_is_free(tmp_path: Path, witness: Witness) -> None:
+def test_at_an_epochs_end_the_order_is_free(tmp_path: Path, recorder: StepRecorder) -> None:
     loader = seeded()
-    run(witness, "sync", tmp_path, loader, epochs=1).fit()
-    check(witness, run(witness, "sync", tmp_path, loader, resume=True).fit(), CHOSEN)
+    run(recorder, "sync", tmp_path, loader, epochs=1).fit()
+    check(recorder, run(recorder, "sync", tmp_path, loader, resume=True).fit(), CHOSEN)
 
 
 def test_a_sampler_without_a_seed_is_kept_at_the_ends_of_epochs(
-    tmp_path: Path, witness: Witness, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, recorder: StepRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stop_at(witness, 10, run(witness, "sync", tmp_path, unseeded()))
+    stop_at(recorder, 10, run(recorder, "sync", tmp_path, unseeded()))
     assert "SubsetRandomSampler draws another order each time, so checkpoints are written" in caplog.text
     [only] = tmp_path.glob("step-*.pt")
     assert read(only)["position"].open == ()
-    state = run(witness, "sync", tmp_path, unseeded(), resume=True).fit()
+    state = run(recorder, "sync", tmp_path, unseeded(), resume=True).fit()
     assert [sum(part.samples for part in record.per_rank) for record in state.history] == [len(CHOSEN)] * 3
 
 
-def test_checkpoints_inside_its_epochs_are_refused_at_the_start(tmp_path: Path, witness: Witness) -> None:
+def test_checkpoints_inside_its_epochs_are_refused_at_the_start(
+    tmp_path: Path, recorder: StepRecorder
+) -> None:
     options = CheckpointOptions(tmp_path, every=2, unit="step")
     with pytest.raises(OptionError, match=r"unit='step' .* SubsetRandomSampler, .* or use unit='epoch'"):
-        trainer(witness, "sync", 2, dataset=unseeded(), batch_size=None, checkpoint=options).start()
+        trainer(recorder, "sync", 2, dataset=unseeded(), batch_size=None, checkpoint=options).start()
 
 
 def test_the_newest_file_that_can_be_taken_is_taken(
-    tmp_path: Path, witness: Witness, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, recorder: StepRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     loader = seeded()
-    stop_at(witness, 10, run(witness, "sync", tmp_path, loader))
+    stop_at(recorder, 10, run(recorder, "sync", tmp_path, loader))
     end, inside = sorted(tmp_path.glob("step-*.pt"))
     assert read(inside)["position"].open
-    again = run(witness, "sync", tmp_path, loader, resume=True).start()  # its generator has moved on
+    again = run(recorder, "sync", tmp_path, loader, resume=True).start()  # its generator has moved on
     state = again.join()
     assert f"{str(inside)!r}: in epoch 1" in caplog.text
     assert f"checkpoint {str(end)!r} is taken" in caplog.text

@@ -18,7 +18,7 @@ import flowdp
 from flowdp import CheckpointError, CheckpointOptions, OptionError, StepError
 from flowdp.checkpoint.file import read
 from flowdp.device.worker_context import CurrentWorker
-from tests.numerics.conftest import Witness
+from tests.numerics.conftest import StepRecorder
 from tests.reliability.small import (
     ENDLESS,
     SAMPLES,
@@ -38,13 +38,15 @@ ALL = Counter(range(SAMPLES))
 MANY = 400
 
 
-def check(witness: Witness, state: flowdp.TrainedState, epochs: int, expected: Counter[int] = ALL) -> None:
+def check(
+    recorder: StepRecorder, state: flowdp.TrainedState, epochs: int, expected: Counter[int] = ALL
+) -> None:
     """Both runs together have trained every sample of every epoch once, and the books say so."""
     assert not state.interrupted
     assert state.epochs_done == epochs
     assert [record.epoch for record in state.history] == list(range(epochs))
     for epoch in range(epochs):
-        assert witness.samples(epoch) == expected
+        assert recorder.samples(epoch) == expected
     for record in state.history:
         assert sum(part.samples for part in record.per_rank) == expected.total()
     assert (state.state_dict["trained"] > 0).sum() == len(expected)
@@ -53,19 +55,21 @@ def check(witness: Witness, state: flowdp.TrainedState, epochs: int, expected: C
 # ---------------------------------------------------------------- any number of devices
 @pytest.mark.parametrize("devices", [1, 2, 3])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_cut_in_the_middle_of_an_epoch(tmp_path: Path, witness: Witness, policy: str, devices: int) -> None:
-    cut = stop_at(witness, 2, trainer(witness, policy, 2, checkpoint=tmp_path))
+def test_cut_in_the_middle_of_an_epoch(
+    tmp_path: Path, recorder: StepRecorder, policy: str, devices: int
+) -> None:
+    cut = stop_at(recorder, 2, trainer(recorder, policy, 2, checkpoint=tmp_path))
     assert cut.interrupted
-    assert 0 < len(witness.samples(0)) < SAMPLES
-    resumed = trainer(witness, policy, devices, checkpoint=tmp_path, resume=True)
+    assert 0 < len(recorder.samples(0)) < SAMPLES
+    resumed = trainer(recorder, policy, devices, checkpoint=tmp_path, resume=True)
     state = resumed.fit()
-    check(witness, state, 3)
+    check(recorder, state, 3)
     assert state.global_step == (9 if policy == "exact" else 18)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_batches_that_a_hurried_rank_left_are_not_forgotten(
-    tmp_path: Path, witness: Witness, devices: int
+    tmp_path: Path, recorder: StepRecorder, devices: int
 ) -> None:
     cadence = flowdp.CadenceOptions(anchor=3, max_anchor=3)
     options: dict[str, Any] = {"checkpoint": tmp_path, "samples": 90, "cadence": cadence}
@@ -77,42 +81,42 @@ def test_batches_that_a_hurried_rank_left_are_not_forgotten(
         elif worker.local_step == 2:
             others.set()
 
-    witness.before = hold
-    run = trainer(witness, "cadence", 2, **options).start()
+    recorder.before = hold
+    run = trainer(recorder, "cadence", 2, **options).start()
     assert door.reached.wait(WAIT_S)
     assert others.wait(WAIT_S)  # rank 0 has taken its part of the round, rank 1 is in its first step
     stop(run)
     door.opened.set()
     run.join(WAIT_S)
-    witness.before = None
+    recorder.before = None
     [stood] = read(newest(tmp_path))["position"].open
     assert stood.missing == (3,)  # and 5, which was the last one dealt, is as if it had not been
-    state = trainer(witness, "cadence", devices, resume=True, **options).fit()
-    check(witness, state, 3, Counter(range(90)))
+    state = trainer(recorder, "cadence", devices, resume=True, **options).fit()
+    check(recorder, state, 3, Counter(range(90)))
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_more_epochs_than_before(tmp_path: Path, witness: Witness, policy: str, devices: int) -> None:
-    first = trainer(witness, policy, 2, checkpoint=tmp_path, epochs=1).fit()
-    run = trainer(witness, policy, devices, checkpoint=tmp_path, resume=True, epochs=3).start()
+def test_more_epochs_than_before(tmp_path: Path, recorder: StepRecorder, policy: str, devices: int) -> None:
+    first = trainer(recorder, policy, 2, checkpoint=tmp_path, epochs=1).fit()
+    run = trainer(recorder, policy, devices, checkpoint=tmp_path, resume=True, epochs=3).start()
     assert [record.epoch for record in run.metrics()] == [
         1,
         2,
     ]  # its own; those from before are in the history
     state = run.join()
     assert [record.epoch for record in state.history] == [0, 1, 2]
-    check(witness, state, 3)
+    check(recorder, state, 3)
     assert state.history[0] == first.history[0]
     assert state.global_step == 3 * first.global_step
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_run_that_was_complete_ends_at_once(tmp_path: Path, witness: Witness, policy: str) -> None:
-    done = trainer(witness, policy, 2, checkpoint=tmp_path).fit()
-    witness.steps.clear()
-    again = trainer(witness, policy, 2, checkpoint=tmp_path, resume=True).fit()
-    assert witness.steps == []
+def test_a_run_that_was_complete_ends_at_once(tmp_path: Path, recorder: StepRecorder, policy: str) -> None:
+    done = trainer(recorder, policy, 2, checkpoint=tmp_path).fit()
+    recorder.steps.clear()
+    again = trainer(recorder, policy, 2, checkpoint=tmp_path, resume=True).fit()
+    assert recorder.steps == []
     same(dict(again.state_dict), dict(done.state_dict))
     assert repr(again.history) == repr(done.history)
     assert (again.global_step, again.epochs_done, again.interrupted) == (done.global_step, 3, False)
@@ -121,12 +125,12 @@ def test_a_run_that_was_complete_ends_at_once(tmp_path: Path, witness: Witness, 
 @pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_failed_goes_on_from_its_last_checkpoint(
-    tmp_path: Path, witness: Witness, policy: str, devices: int
+    tmp_path: Path, recorder: StepRecorder, policy: str, devices: int
 ) -> None:
     written = Written()
 
     def fails(model: nn.Module, batch: Any) -> Tensor:
-        if len(witness.steps) >= MANY // 8:  # half of them: a checkpoint was due, and may still be written
+        if len(recorder.steps) >= MANY // 8:  # half of them: a checkpoint was due, and may still be written
             written.wait(bool)
         if written.all:
             raise ValueError("mine")
@@ -138,36 +142,36 @@ def test_what_failed_goes_on_from_its_last_checkpoint(
         "checkpoint": CheckpointOptions(tmp_path, unit="step"),
     }
     with pytest.raises(StepError, match="mine"):
-        trainer(witness, policy, 2, loss=fails, callbacks=[flowdp.OnCheckpoint(written)], **options).fit()
-    witness.steps.clear()
-    state = trainer(witness, policy, devices, resume=True, **options).fit()
+        trainer(recorder, policy, 2, loss=fails, callbacks=[flowdp.OnCheckpoint(written)], **options).fit()
+    recorder.steps.clear()
+    state = trainer(recorder, policy, devices, resume=True, **options).fit()
     # Of a step that was lost with the failure the first run cannot say that it was; the model can.
-    assert 0 < len(witness.samples(0)) < MANY
-    assert max(witness.samples(0).values()) == 1
+    assert 0 < len(recorder.samples(0)) < MANY
+    assert max(recorder.samples(0).values()) == 1
     assert (state.state_dict["trained"] > 0).all()
     assert sum(part.samples for part in state.history[0].per_rank) == MANY
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
-def test_a_cut_run_can_be_cut_again(tmp_path: Path, witness: Witness, policy: str) -> None:
-    stop_at(witness, 2, trainer(witness, policy, 3, checkpoint=tmp_path))
+def test_a_cut_run_can_be_cut_again(tmp_path: Path, recorder: StepRecorder, policy: str) -> None:
+    stop_at(recorder, 2, trainer(recorder, policy, 3, checkpoint=tmp_path))
     for devices in (2, 1, 3):
-        job = trainer(witness, policy, devices, checkpoint=tmp_path, resume=True)
-        stop_at(witness, len(witness.steps) + 1, job)
-    check(witness, trainer(witness, policy, 2, checkpoint=tmp_path, resume=True).fit(), 3)
+        job = trainer(recorder, policy, devices, checkpoint=tmp_path, resume=True)
+        stop_at(recorder, len(recorder.steps) + 1, job)
+    check(recorder, trainer(recorder, policy, 2, checkpoint=tmp_path, resume=True).fit(), 3)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_max_steps_that_grow(tmp_path: Path, witness: Witness, policy: str) -> None:
+def test_max_steps_that_grow(tmp_path: Path, recorder: StepRecorder, policy: str) -> None:
     an_epoch = 3 if policy == "exact" else 6
     for steps in (2, an_epoch, an_epoch + 1, 3 * an_epoch):
         options: dict[str, Any] = {"epochs": None, "max_steps": steps}
-        state = trainer(witness, policy, 2, checkpoint=tmp_path, resume=True, **options).fit()
+        state = trainer(recorder, policy, 2, checkpoint=tmp_path, resume=True, **options).fit()
         assert (state.global_step, state.interrupted) == (steps, False)
         whole, part = divmod(steps, an_epoch)
         for epoch in range(whole):
-            assert witness.samples(epoch) == ALL
-        seen = witness.samples(whole)
+            assert recorder.samples(epoch) == ALL
+        seen = recorder.samples(whole)
         assert max(seen.values(), default=1) == 1
         assert bool(seen) == bool(part)
 
@@ -197,17 +201,17 @@ class Stream(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_loader_with_processes(tmp_path: Path, witness: Witness, policy: str) -> None:
+def test_a_loader_with_processes(tmp_path: Path, recorder: StepRecorder, policy: str) -> None:
     def loader() -> Any:
         return DataLoader(Map(), 4, shuffle=True, num_workers=1)
 
     options: dict[str, Any] = {"batch_size": None, "checkpoint": tmp_path}
-    stop_at(witness, 2, trainer(witness, policy, 2, dataset=loader(), **options))
-    check(witness, trainer(witness, policy, 2, dataset=loader(), resume=True, **options).fit(), 3)
+    stop_at(recorder, 2, trainer(recorder, policy, 2, dataset=loader(), **options))
+    check(recorder, trainer(recorder, policy, 2, dataset=loader(), resume=True, **options).fit(), 3)
 
 
 @pytest.mark.parametrize("policy", ["sync", "async"])
-def test_a_sampler_of_the_users(tmp_path: Path, witness: Witness, policy: str) -> None:
+def test_a_sampler_of_the_users(tmp_path: Path, recorder: StepRecorder, policy: str) -> None:
     chosen = range(1, SAMPLES, 2)
 
     def loader() -> Any:
@@ -215,27 +219,29 @@ def test_a_sampler_of_the_users(tmp_path: Path, witness: Witness, policy: str) -
         return DataLoader(Map(), 2, sampler=SubsetRandomSampler(chosen, generator=draw))
 
     options: dict[str, Any] = {"batch_size": None, "checkpoint": tmp_path}
-    stop_at(witness, 2, trainer(witness, policy, 2, dataset=loader(), **options))
-    state = trainer(witness, policy, 3, dataset=loader(), resume=True, **options).fit()
-    check(witness, state, 3, Counter(chosen))
+    stop_at(recorder, 2, trainer(recorder, policy, 2, dataset=loader(), **options))
+    state = trainer(recorder, policy, 3, dataset=loader(), resume=True, **options).fit()
+    check(recorder, state, 3, Counter(chosen))
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
-def test_a_stream_goes_on_between_two_epochs(tmp_path: Path, witness: Witness, policy: str) -> None:
-    trainer(witness, policy, 2, dataset=Stream(), checkpoint=tmp_path, epochs=1).fit()
+def test_a_stream_goes_on_between_two_epochs(tmp_path: Path, recorder: StepRecorder, policy: str) -> None:
+    trainer(recorder, policy, 2, dataset=Stream(), checkpoint=tmp_path, epochs=1).fit()
     second = Stream()
-    check(witness, trainer(witness, policy, 2, dataset=second, checkpoint=tmp_path, resume=True).fit(), 3)
+    check(recorder, trainer(recorder, policy, 2, dataset=second, checkpoint=tmp_path, resume=True).fit(), 3)
     assert second.epochs == [1, 2]
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
-def test_a_stream_cannot_be_entered_in_the_middle(tmp_path: Path, witness: Witness, policy: str) -> None:
+def test_a_stream_cannot_be_entered_in_the_middle(
+    tmp_path: Path, recorder: StepRecorder, policy: str
+) -> None:
     # So none is written there, which would only push out those that one can go on from.
-    stop_at(witness, 2, trainer(witness, policy, 2, dataset=Stream(), checkpoint=tmp_path))
+    stop_at(recorder, 2, trainer(recorder, policy, 2, dataset=Stream(), checkpoint=tmp_path))
     assert list(tmp_path.glob("step-*")) == []
     options = CheckpointOptions(tmp_path, every=2, unit="step")
     with pytest.raises(OptionError, match="inside an epoch of an IterableDataset"):
-        trainer(witness, policy, 2, dataset=Stream(), checkpoint=options).start()
+        trainer(recorder, policy, 2, dataset=Stream(), checkpoint=options).start()
 
 
 # ---------------------------------------------------------------- where from
@@ -243,40 +249,40 @@ def newest(folder: Path) -> Path:
     return max(folder.glob("step-*.pt"))
 
 
-def test_from_a_file_or_a_folder_into_another_folder(tmp_path: Path, witness: Witness) -> None:
+def test_from_a_file_or_a_folder_into_another_folder(tmp_path: Path, recorder: StepRecorder) -> None:
     old = tmp_path / "old"
-    trainer(witness, "sync", 2, checkpoint=old, epochs=1).fit()
+    trainer(recorder, "sync", 2, checkpoint=old, epochs=1).fit()
     files = sorted(old.iterdir())
-    first = list(witness.steps)
+    first = list(recorder.steps)
     for number, place in enumerate((old, str(newest(old)), None)):
-        witness.steps[:] = first
+        recorder.steps[:] = first
         folder = None if place is None else tmp_path / f"new {number}"
-        job = trainer(witness, "sync", 2, checkpoint=folder, resume=place or newest(old))
-        check(witness, job.fit(), 3)
+        job = trainer(recorder, "sync", 2, checkpoint=folder, resume=place or newest(old))
+        check(recorder, job.fit(), 3)
         assert folder is None or newest(folder).name.startswith("step-000000000018-")
     assert sorted(old.iterdir()) == files
 
 
-def test_nothing_to_go_on_from_is_a_fresh_start_or_an_error(tmp_path: Path, witness: Witness) -> None:
-    check(witness, trainer(witness, "sync", 2, checkpoint=tmp_path / "new", resume=True).fit(), 3)
+def test_nothing_to_go_on_from_is_a_fresh_start_or_an_error(tmp_path: Path, recorder: StepRecorder) -> None:
+    check(recorder, trainer(recorder, "sync", 2, checkpoint=tmp_path / "new", resume=True).fit(), 3)
     for place in (tmp_path / "nobody", tmp_path):
         with pytest.raises(CheckpointError, match=r"nobody|holds no checkpoint"):
-            trainer(witness, "sync", 2, resume=place).start()
+            trainer(recorder, "sync", 2, resume=place).start()
 
 
-def test_the_folder_of_another_run_is_refused(tmp_path: Path, witness: Witness) -> None:
-    trainer(witness, "sync", 2, checkpoint=tmp_path, epochs=1).fit()
-    for resume in (False, stop_at(witness, 8, trainer(witness, "sync", 1, **ENDLESS))):
+def test_the_folder_of_another_run_is_refused(tmp_path: Path, recorder: StepRecorder) -> None:
+    trainer(recorder, "sync", 2, checkpoint=tmp_path, epochs=1).fit()
+    for resume in (False, stop_at(recorder, 8, trainer(recorder, "sync", 1, **ENDLESS))):
         with pytest.raises(OptionError, match="holds checkpoints of another run"):
-            trainer(witness, "sync", 2, checkpoint=tmp_path, resume=resume).start()
+            trainer(recorder, "sync", 2, checkpoint=tmp_path, resume=resume).start()
 
 
-def test_an_end_before_the_checkpoint_is_refused(tmp_path: Path, witness: Witness) -> None:
-    trainer(witness, "sync", 2, checkpoint=tmp_path).fit()
+def test_an_end_before_the_checkpoint_is_refused(tmp_path: Path, recorder: StepRecorder) -> None:
+    trainer(recorder, "sync", 2, checkpoint=tmp_path).fit()
     with pytest.raises(OptionError, match="epochs=2 is less than the 3 that checkpoint"):
-        trainer(witness, "sync", 2, checkpoint=tmp_path, resume=True, epochs=2).start()
+        trainer(recorder, "sync", 2, checkpoint=tmp_path, resume=True, epochs=2).start()
     with pytest.raises(OptionError, match="max_steps=5 is less than the 18 of checkpoint"):
-        trainer(witness, "sync", 2, checkpoint=tmp_path, resume=True, epochs=9, max_steps=5).start()
+        trainer(recorder, "sync", 2, checkpoint=tmp_path, resume=True, epochs=9, max_steps=5).start()
 
 
 @pytest.mark.parametrize(
@@ -292,23 +298,23 @@ def test_an_end_before_the_checkpoint_is_refused(tmp_path: Path, witness: Witnes
     ],
 )
 def test_what_has_changed_is_named(
-    tmp_path: Path, witness: Witness, changed: dict[str, Any], named: str
+    tmp_path: Path, recorder: StepRecorder, changed: dict[str, Any], named: str
 ) -> None:
-    stop_at(witness, 2, trainer(witness, "sync", 2, checkpoint=tmp_path))
+    stop_at(recorder, 2, trainer(recorder, "sync", 2, checkpoint=tmp_path))
     options: dict[str, Any] = {"checkpoint": tmp_path, "resume": True}
     with pytest.raises(CheckpointError, match=named) as caught:
-        trainer(witness, **{"policy": "sync", "devices": 2, **options, **changed}).start()
+        trainer(recorder, **{"policy": "sync", "devices": 2, **options, **changed}).start()
     assert caught.value.path == str(newest(tmp_path))
 
 
-def test_another_optimizer_is_named(tmp_path: Path, witness: Witness) -> None:
-    trainer(witness, "sync", 2, checkpoint=tmp_path, epochs=1).fit()
+def test_another_optimizer_is_named(tmp_path: Path, recorder: StepRecorder) -> None:
+    trainer(recorder, "sync", 2, checkpoint=tmp_path, epochs=1).fit()
 
     def schedule(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
     job = trainer(
-        witness,
+        recorder,
         "sync",
         2,
         checkpoint=tmp_path,
@@ -327,12 +333,14 @@ def spoil(path: Path) -> None:
 
 
 def test_the_one_before_a_broken_one_is_taken(
-    tmp_path: Path, witness: Witness, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, recorder: StepRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     written = Written()
-    trainer(witness, "sync", 2, checkpoint=tmp_path, callbacks=[flowdp.OnCheckpoint(written)], epochs=1).fit()
     trainer(
-        witness,
+        recorder, "sync", 2, checkpoint=tmp_path, callbacks=[flowdp.OnCheckpoint(written)], epochs=1
+    ).fit()
+    trainer(
+        recorder,
         "sync",
         2,
         checkpoint=tmp_path,
@@ -341,26 +349,26 @@ def test_the_one_before_a_broken_one_is_taken(
         epochs=2,
     ).fit()
     spoil(newest(tmp_path))
-    witness.steps[:] = [step for step in witness.steps if step.epoch < 1]
-    check(witness, trainer(witness, "sync", 2, checkpoint=tmp_path, resume=True).fit(), 3)
+    recorder.steps[:] = [step for step in recorder.steps if step.epoch < 1]
+    check(recorder, trainer(recorder, "sync", 2, checkpoint=tmp_path, resume=True).fit(), 3)
     [warning] = [one for one in caplog.messages if "the one before it is taken" in one]
     assert "step-000000000012" in warning
 
 
-def test_when_all_are_broken_nothing_begins_anew(tmp_path: Path, witness: Witness) -> None:
-    trainer(witness, "sync", 2, checkpoint=tmp_path).fit()
+def test_when_all_are_broken_nothing_begins_anew(tmp_path: Path, recorder: StepRecorder) -> None:
+    trainer(recorder, "sync", 2, checkpoint=tmp_path).fit()
     files = sorted(tmp_path.glob("*.pt"))
     for file in files:
         spoil(file)
     with pytest.raises(CheckpointError, match=r"none of the \d checkpoints in"):
-        trainer(witness, "sync", 2, checkpoint=tmp_path, resume=True).start()
+        trainer(recorder, "sync", 2, checkpoint=tmp_path, resume=True).start()
     assert sorted(tmp_path.glob("*.pt")) == files
     with pytest.raises(CheckpointError):
-        trainer(witness, "sync", 2, resume=files[0]).start()
+        trainer(recorder, "sync", 2, resume=files[0]).start()
 
 
 def test_a_full_disk_is_reported_and_the_run_goes_on(
-    tmp_path: Path, witness: Witness, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recorder: StepRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fsync = os.fsync
     failed = threading.Event()
@@ -378,7 +386,7 @@ def test_a_full_disk_is_reported_and_the_run_goes_on(
     monkeypatch.setattr(os, "fsync", full)
     written = Written()
     run = trainer(
-        witness,
+        recorder,
         "sync",
         2,
         loss=patient,
@@ -386,7 +394,7 @@ def test_a_full_disk_is_reported_and_the_run_goes_on(
         callbacks=[flowdp.OnCheckpoint(written)],
         epochs=4,
     ).start()
-    check(witness, run.join(WAIT_S), 4)
+    check(recorder, run.join(WAIT_S), 4)
     [problem] = run.status().problems
     assert "No space left on device" in problem
     assert written.all[-1].epoch == 4

@@ -17,7 +17,7 @@ import flowdp
 from flowdp import OutOfDeviceMemory, StepError
 from flowdp.data.loader_source import LoaderSource
 from flowdp.data.open_source import open_source
-from tests.numerics.conftest import Step, Witness
+from tests.numerics.conftest import Step, StepRecorder
 from tests.reliability.small import BATCH, SAMPLES, WAIT_S, Counts, Written, count, trainer
 
 ALL = Counter(range(SAMPLES))
@@ -40,19 +40,19 @@ class Fails:
         return count(model, batch)
 
 
-def lost(witness: Witness, rank: int) -> list[Step]:
+def lost(recorder: StepRecorder, rank: int) -> list[Step]:
     """The steps of a rank that no mean has seen: those of its last round, of which the last one failed."""
-    steps = witness.of(rank)
+    steps = recorder.of(rank)
     return [step for step in steps if step.round == steps[-1].round]
 
 
-def kept(witness: Witness, epoch: int, *failed: int) -> Counter[int]:
+def kept(recorder: StepRecorder, epoch: int, *failed: int) -> Counter[int]:
     """How often the samples of an epoch were trained, without what was lost."""
-    gone = Counter(i for rank in failed for s in lost(witness, rank) if s.epoch == epoch for i in s.indices)
-    return witness.samples(epoch) - gone
+    gone = Counter(i for rank in failed for s in lost(recorder, rank) if s.epoch == epoch for i in s.indices)
+    return recorder.samples(epoch) - gone
 
 
-def lent_at_most(witness: Witness, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def lent_at_most(recorder: StepRecorder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Batches that the next run's source has lent, before each step."""
     sources: list[Any] = []
     lent: list[int] = []
@@ -66,7 +66,7 @@ def lent_at_most(witness: Witness, monkeypatch: pytest.MonkeyPatch) -> list[int]
         lent.append(len(sources[-1]._lent))
 
     monkeypatch.setattr("flowdp.config.open_source", opened)
-    witness.before = before
+    recorder.before = before
     return lent
 
 
@@ -79,12 +79,12 @@ def equal(policy: str, devices: int) -> list[float] | None:
 @pytest.mark.parametrize(("devices", "rank"), [(2, 0), (2, 1), (3, 1)])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_others_train_what_was_lost(
-    witness: Witness, caplog: pytest.LogCaptureFixture, policy: str, devices: int, rank: int, step: int
+    recorder: StepRecorder, caplog: pytest.LogCaptureFixture, policy: str, devices: int, rank: int, step: int
 ) -> None:
     model = Counts()
     cadence = flowdp.CadenceOptions(anchor=2, max_anchor=2)
     run = trainer(
-        witness,
+        recorder,
         policy,
         devices,
         loss=Fails(step, rank),
@@ -98,7 +98,7 @@ def test_the_others_train_what_was_lost(
         state = run.join(WAIT_S)
     assert (state.epochs_done, state.interrupted, run.error) == (8, False, None)
     for epoch in range(8):
-        assert kept(witness, epoch, rank) == ALL
+        assert kept(recorder, epoch, rank) == ALL
     [problem] = run.status().problems
     assert problem.startswith(f"rank {rank} left: rank {rank} on cpu failed in epoch")
     assert any(f"rank {rank} has left, and the others go on" in one for one in caplog.messages)
@@ -110,10 +110,10 @@ def test_the_others_train_what_was_lost(
     assert state.state_dict["trained"].min() >= 8 / devices - 1e-3
 
 
-def test_in_sync_every_step_has_left_its_mark_just_once(witness: Witness) -> None:
+def test_in_sync_every_step_has_left_its_mark_just_once(recorder: StepRecorder) -> None:
     # 12 batches of 2: the rank fails in the third round of three ranks, and two train the rest.
     run = trainer(
-        witness,
+        recorder,
         "sync",
         3,
         samples=24,
@@ -123,8 +123,8 @@ def test_in_sync_every_step_has_left_its_mark_just_once(witness: Witness) -> Non
         epochs=1,
     ).start()
     state = run.join(WAIT_S)
-    weight = {index: 1 / 3 for step in witness.steps if step.round < 1 for index in step.indices}
-    third = [step for step in witness.steps if step.round == 1 and step.rank != 1]
+    weight = {index: 1 / 3 for step in recorder.steps if step.round < 1 for index in step.indices}
+    third = [step for step in recorder.steps if step.round == 1 and step.rank != 1]
     weight |= {index: 1 / 2 for step in third for index in step.indices}
     marks = state.state_dict["trained"]
     assert len(weight) == 16
@@ -133,7 +133,7 @@ def test_in_sync_every_step_has_left_its_mark_just_once(witness: Witness) -> Non
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_one_after_the_other_and_the_last_one_ends_the_run(witness: Witness, policy: str) -> None:
+def test_one_after_the_other_and_the_last_one_ends_the_run(recorder: StepRecorder, policy: str) -> None:
     def fails(model: nn.Module, batch: Any) -> Tensor:
         worker = flowdp.current_worker()
         if worker.local_step >= 2 + 3 * worker.rank:
@@ -141,7 +141,7 @@ def test_one_after_the_other_and_the_last_one_ends_the_run(witness: Witness, pol
         return count(model, batch)
 
     run = trainer(
-        witness,
+        recorder,
         policy,
         3,
         loss=fails,
@@ -156,10 +156,10 @@ def test_one_after_the_other_and_the_last_one_ends_the_run(witness: Witness, pol
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_rank_without_memory_leaves(witness: Witness, policy: str) -> None:
+def test_a_rank_without_memory_leaves(recorder: StepRecorder, policy: str) -> None:
     fails = Fails(1, 1, error=torch.OutOfMemoryError)
     run = trainer(
-        witness,
+        recorder,
         policy,
         2,
         loss=fails,
@@ -174,7 +174,7 @@ def test_a_rank_without_memory_leaves(witness: Witness, policy: str) -> None:
 @pytest.mark.parametrize("read", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_survivors_keep_checkpoints_and_can_be_resumed(
-    tmp_path: Path, witness: Witness, policy: str, read: bool
+    tmp_path: Path, recorder: StepRecorder, policy: str, read: bool
 ) -> None:
     written = Written()
     options: dict[str, Any] = {
@@ -184,17 +184,17 @@ def test_the_survivors_keep_checkpoints_and_can_be_resumed(
     if read:
         options["dataset"] = Rows()
     state = trainer(
-        witness, policy, 2, loss=Fails(1, 0), callbacks=[flowdp.OnCheckpoint(written)], epochs=2, **options
+        recorder, policy, 2, loss=Fails(1, 0), callbacks=[flowdp.OnCheckpoint(written)], epochs=2, **options
     ).fit()
     assert written.all[-1].global_step == state.global_step
-    resumed = trainer(witness, policy, 2, resume=True, **options).fit()
+    resumed = trainer(recorder, policy, 2, resume=True, **options).fit()
     assert resumed.epochs_done == 3
-    assert witness.samples(2) == ALL
+    assert recorder.samples(2) == ALL
 
 
-def test_without_it_the_run_fails(witness: Witness) -> None:
+def test_without_it_the_run_fails(recorder: StepRecorder) -> None:
     with pytest.raises(StepError, match="mine") as caught:
-        trainer(witness, "sync", 2, loss=Fails(1, 1)).fit()
+        trainer(recorder, "sync", 2, loss=Fails(1, 1)).fit()
     assert caught.value.rank == 1
 
 
@@ -314,7 +314,7 @@ class Stumbling(torch.optim.SGD):
     ],
 )
 def test_what_was_read_is_trained_by_the_others(
-    witness: Witness,
+    recorder: StepRecorder,
     monkeypatch: pytest.MonkeyPatch,
     lanes: str,
     policy: str,
@@ -335,7 +335,7 @@ def test_what_was_read_is_trained_by_the_others(
     model = Counts()
     dataset = READ[read]()
     job = trainer(
-        witness,
+        recorder,
         policy,
         devices,
         loss=loss,
@@ -348,13 +348,13 @@ def test_what_was_read_is_trained_by_the_others(
         cadence=flowdp.CadenceOptions(anchor=2, max_anchor=2),
         runtime=flowdp.RuntimeOptions(partition_ratios=equal(policy, devices)),
     )
-    most = lent_at_most(witness, monkeypatch)
+    most = lent_at_most(recorder, monkeypatch)
     run = job.start()
     state = run.join(WAIT_S)
     assert (state.epochs_done, run.error) == (4, None)
     assert [problem[:12] for problem in run.status().problems] == [f"rank {rank} left:"]
     for epoch in range(4):
-        assert kept(witness, epoch, rank) == ALL
+        assert kept(recorder, epoch, rank) == ALL
     for record in state.history:
         assert sum(part.samples for part in record.per_rank) == SAMPLES
     assert torch.equal(model.trained, state.state_dict["trained"])
@@ -365,14 +365,16 @@ def test_what_was_read_is_trained_by_the_others(
 @pytest.mark.parametrize("lanes", ["cpu", "streams"], indirect=True)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("sizes", [{"gradient_accumulation_steps": 2}, {"batch_size": [2, 4]}], ids=str)
-def test_steps_of_several_batches(witness: Witness, lanes: str, policy: str, sizes: dict[str, Any]) -> None:
+def test_steps_of_several_batches(
+    recorder: StepRecorder, lanes: str, policy: str, sizes: dict[str, Any]
+) -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        if flowdp.current_worker().rank == 1 and len(witness.of(1)) == 4:  # perhaps in the middle of a step
+        if flowdp.current_worker().rank == 1 and len(recorder.of(1)) == 4:  # perhaps in the middle of a step
             raise ValueError("mine")
         return count(model, batch)
 
     run = trainer(
-        witness,
+        recorder,
         policy,
         2,
         loss=loss,
@@ -384,12 +386,12 @@ def test_steps_of_several_batches(witness: Witness, lanes: str, policy: str, siz
     assert run.join(WAIT_S).epochs_done == 4
     assert len(run.status().problems) == 1
     for epoch in range(4):
-        assert kept(witness, epoch, 1) == ALL
+        assert kept(recorder, epoch, 1) == ALL
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_a_bad_replica_has_trained_is_not_kept(
-    witness: Witness, monkeypatch: pytest.MonkeyPatch, policy: str
+    recorder: StepRecorder, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     fails = Fails(4, 1)
 
@@ -399,7 +401,7 @@ def test_what_a_bad_replica_has_trained_is_not_kept(
         return value * float("nan") if (worker.rank, worker.local_step) == (1, 1) else value
 
     job = trainer(
-        witness,
+        recorder,
         policy,
         2,
         loss=loss,
@@ -408,12 +410,12 @@ def test_what_a_bad_replica_has_trained_is_not_kept(
         epochs=4,
         runtime=flowdp.RuntimeOptions(partition_ratios=equal(policy, 2)),
     )
-    most = lent_at_most(witness, monkeypatch)
+    most = lent_at_most(recorder, monkeypatch)
     run = job.start()
     assert run.join(WAIT_S).epochs_done == 4
     left, bad = run.status().problems
     assert left.startswith("rank 1 left: ")
     assert bad.startswith("rank 1 on cpu had NaN or infinite numbers")
     for epoch in range(4):
-        assert kept(witness, epoch, 1) == ALL  # it was trained, and left out of a mean
+        assert kept(recorder, epoch, 1) == ALL  # it was trained, and left out of a mean
     assert max(most) <= 2
