@@ -46,6 +46,7 @@ def main() -> None:
     slow = Slowdown(model, train, batch_size, options.slowdown)
     yardstick = Yardstick(model, train, batch_size, slow)
     print(f"{name}: {len(train[1]):,} images, two CPU devices, one {options.slowdown} times slower")
+    print(f"Paused each {TURN_S:g} s, to measure both without averaging: epochs with a pause look slow")
 
     trainer = flowdp.Trainer(
         model=model,
