@@ -1,1 +1,1 @@
-"""Benches: measured, side by side, in one run."""
+"""Benchmarks: two sides measured in turn, in one run."""

@@ -1,12 +1,12 @@
-"""What every bench uses: pairs in shuffled order, medians, a ratio with its interval, one record.
+"""Shared code of the benches: pairs in shuffled order, medians, a ratio with its interval, a record.
 
 ::
 
     result = compare("small CNN", {"hand": lambda: step_ms(hand), "flowdp": lambda: step_ms(ours)}, pairs=15)
     report("process", [result], save=arguments.save)
 
-Two measurements of one pair stand next to each other in time, in random order, so what slows the machine for
-a while slows both. The ratio is the median of the pairs' ratios, and its interval a bootstrap over the pairs.
+The two measurements of a pair directly follow each other, in random order, so a slow phase of the machine
+affects both. The ratio is the median of the pairs' ratios, and its interval a bootstrap over the pairs.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ RESAMPLES = 4_000
 
 @dataclass(frozen=True)
 class Comparison:
-    """A measured against B, pair by pair.
+    """Measurements of A against B, in pairs.
 
     Attributes:
-        label: What was measured.
-        unit: Of the figures, `ms` for most.
-        names: Of A and B.
+        label: Name of the comparison.
+        unit: Unit of the figures, mostly `ms`.
+        names: Names of A and B.
         a: Figures of A, one per pair.
         b: Figures of B, in the same pairs.
     """
@@ -55,17 +55,17 @@ class Comparison:
 
     @property
     def medians(self) -> tuple[float, float]:
-        """Median of A, median of B."""
+        """Medians of A and of B."""
         return float(np.median(self.a)), float(np.median(self.b))
 
     @property
     def ratio(self) -> float:
-        """Median over the pairs of A / B: of times, how many times faster B is."""
+        """Median over the pairs of A / B; for times, the speedup of B over A."""
         return float(np.median(np.divide(self.a, self.b)))
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Where the ratio lies with 95 % confidence: percentile bootstrap over the pairs."""
+        """95 % confidence interval of the ratio: percentile bootstrap over the pairs."""
         ratios = np.divide(self.a, self.b)
         drawn = np.random.default_rng(0).integers(0, len(ratios), (RESAMPLES, len(ratios)))
         low, high = np.percentile(np.median(ratios[drawn], axis=1), [2.5, 97.5])
@@ -75,7 +75,7 @@ class Comparison:
 def compare(
     label: str, sides: Mapping[str, Callable[[], float]], *, pairs: int, unit: str = "ms", seed: int = 0
 ) -> Comparison:
-    """Measure the two `sides` `pairs` times, each pair in an order drawn from `seed`.
+    """Measure the two `sides` `pairs` times, the order in each pair drawn from `seed`.
 
     Each side does its own warm-up and returns one figure in `unit`.
     """
@@ -92,7 +92,7 @@ def compare(
 
 
 def step_ms(step: Callable[[], object], *, steps: int = 30, warmup: int = 5) -> float:
-    """Mean time of one call in milliseconds, over `steps` calls after `warmup` unmeasured ones."""
+    """Mean time of a call in milliseconds, over `steps` calls after `warmup` untimed ones."""
     for _ in range(warmup):
         step()
     started = time.perf_counter()
@@ -102,7 +102,7 @@ def step_ms(step: Callable[[], object], *, steps: int = 30, warmup: int = 5) -> 
 
 
 def commit() -> str:
-    """Short hash of the checkout, with `-dirty` where files differ from it; `nogit` without one."""
+    """Short hash of the checkout, with `-dirty` if files differ from it; `nogit` without git."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(
@@ -117,7 +117,7 @@ def commit() -> str:
 
 
 def machine() -> dict[str, str | int]:
-    """What the figures depend on besides the code."""
+    """Hardware and software on which the figures depend."""
     return {
         "cpu": cpu_name(),
         "cores": usable_cores(),
@@ -128,7 +128,7 @@ def machine() -> dict[str, str | int]:
 
 
 def options(description: str | None, *, pairs: int) -> argparse.ArgumentParser:
-    """The arguments that all benches share; one with more adds them to this parser."""
+    """A parser with the arguments that all benches share; a bench can add its own."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--pairs", type=int, default=pairs, help="measurements of each side (%(default)s)")
     parser.add_argument("--save", action="store_true", help="write the record to bench/results")
@@ -136,7 +136,7 @@ def options(description: str | None, *, pairs: int) -> argparse.ArgumentParser:
 
 
 def table(results: Sequence[Comparison]) -> str:
-    """One line per comparison: medians, ratio, interval, pairs."""
+    """A line per comparison: medians, ratio, interval, pairs."""
     width = max(len(result.label) for result in results)
     lines = []
     for result in results:
@@ -160,15 +160,15 @@ def report(
     """Print the table and, with `save`, write the record `<name>_<date>_<commit>.json`.
 
     Args:
-        name: Of the bench.
-        results: What it compared.
-        figures: What it measured besides, by names that end in their unit.
+        name: Name of the bench.
+        results: Its comparisons.
+        figures: Its other measurements, by names that end in the unit.
         save: Write the record.
-        folder: Where to.
-        more: Other entries of the record; what JSON can hold.
+        folder: Folder of the record.
+        more: Other entries of the record, JSON values.
 
     Returns:
-        The record's path, None without `save`.
+        Path of the record; None without `save`.
     """
     figures = figures or {}
     for key, value in figures.items():

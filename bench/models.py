@@ -1,4 +1,4 @@
-"""The models and the data that the benches share."""
+"""Models and data shared by the benches."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ Data = tuple[Tensor, Tensor]
 
 
 def small_mlp() -> nn.Module:
-    """784-256-10: 0.2 million parameters, about 0.4 ms a step at batch 32."""
+    """784-256-10: 0.2 million parameters, about 0.4 ms per step at batch size 32."""
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
 def small_cnn(width: int = 16) -> nn.Module:
-    """Two convolutions for 28 x 28, `width` and twice as many channels."""
+    """Two convolutions for 28 x 28 images, with `width` and twice as many channels."""
     return nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -65,7 +65,7 @@ def classify(model: nn.Module, batch: Batch) -> Tensor:
 
 
 class _Block(nn.Module):
-    """Two 3 x 3 convolutions and what goes around them."""
+    """A residual block: two 3 x 3 convolutions with batch norm and a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def resnet18(width: int = 64, classes: int = 1000) -> nn.Module:
 
 
 class _Layer(nn.Module):
-    """Causal self-attention and a perceptron, each behind a norm and beside an identity."""
+    """Causal self-attention and a perceptron, each after a norm and with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -136,19 +136,19 @@ class Gpt(nn.Module):
 
 
 def classify_bytes(model: nn.Module, batch: Batch) -> Tensor:
-    """Of images as bytes, made floats on the device."""
+    """Loss of images as bytes, made floats on the device."""
     return F.cross_entropy(model(batch[0].float().div_(255)), batch[1])
 
 
 def predict_next(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
-    """Of texts [batch, length + 1]: each token from those before it."""
+    """Loss of texts [batch, length + 1]: each token from those before it."""
     (text,) = batch
     return F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
 
 
 @cache
 def photos(samples: int, side: int, classes: int = 1000) -> Data:
-    """Random images [samples, 3, side, side] of bytes, the first 256 again and again, and labels."""
+    """Random images [samples, 3, side, side] of bytes, the first 256 repeated, and labels."""
     generator = torch.Generator().manual_seed(0)
     some = torch.randint(0, 256, (256, 3, side, side), dtype=torch.uint8, generator=generator)
     x = some.repeat(-(-samples // 256), 1, 1, 1)[:samples]

@@ -1,4 +1,4 @@
-"""The longest modules and functions: where a look may be worth it. Sizes are advice, nothing fails."""
+"""The longest modules and functions, as advice where to look; nothing fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FUNCTION_LINES = 70
 
 
 def functions(source: str) -> list[tuple[int, str]]:
-    """Lines and name of each function of a module; its decorators are not counted, its docstring is."""
+    """Lines and name of each function of a module, with its docstring, without decorators."""
     return [
         ((node.end_lineno or node.lineno) - node.lineno + 1, node.name)
         for node in ast.walk(ast.parse(source))
@@ -22,7 +22,7 @@ def functions(source: str) -> list[tuple[int, str]]:
 
 
 def table(title: str, sizes: list[tuple[int, str]], limit: int, count: int) -> str:
-    """The longest ones, a line each; a star marks those beyond the limit."""
+    """The longest ones, a line each, with a star beyond the limit."""
     rows = [
         f"{lines:6,} {'*' if lines > limit else ' '} {name}" for lines, name in sorted(sizes)[::-1][:count]
     ]

@@ -4,8 +4,8 @@
     python -m bench.end_to_end.accuracy --quick    # a look: 1 seed, 1 epoch of 12,000 images
 
 A small CNN with BatchNorm, Adam at 1e-3 with a cosine over the run. Device 1 waits 1.5 times the processor
-time of each of its steps, so that it is 2.5 times slower whatever else runs. Time is not measured; what
-matters here is how many steps each device takes between two averagings, and at which learning rate.
+time of each of its steps, so that it is 2.5 times slower whatever else runs. Time is not measured:
+only the steps of each device between two averagings, and the learning rate, matter here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-f
 SLOWDOWN = 2.5
 LR = 1e-3
 BATCH_SIZE = 64
-BAR = 0.5  # points that the mean over the seeds may stay below one device's
+BAR = 0.5  # allowed loss of mean accuracy against one device, in points
 
 Data = tuple[Tensor, Tensor]
 
@@ -57,7 +57,7 @@ TOGETHER = [
 
 @dataclass
 class Row:
-    """What came out of a configuration, one figure per seed."""
+    """Results of a configuration, one figure per seed."""
 
     name: str
     accuracy_percent: list[float]
@@ -122,7 +122,7 @@ def load(folder: Path) -> tuple[Data, Data]:
 
 
 def idx(path: Path) -> Tensor:
-    """A file in IDX format: two zero bytes, the type, the number of dimensions, their sizes, the bytes."""
+    """Contents of an IDX file: two zero bytes, the type, the number of dimensions, their sizes, the bytes."""
     with gzip.open(path) as file:
         content = file.read()
     shape = np.frombuffer(content, ">i4", content[3], offset=4)
@@ -149,11 +149,11 @@ class SlowLoss:
     """The loss, with a wait on rank 1."""
 
     def __init__(self) -> None:
-        self._last_s: float | None = None  # of rank 1 alone, so no lock
+        self._last_s: float | None = None  # only rank 1 uses it, so no lock
 
     def __call__(self, model: nn.Module, batch: Data) -> Tensor:
         if flowdp.current_worker().rank == 1:
-            # Processor time stands still in a wait, and where others have the core.
+            # Processor time does not count waits, nor time in which other programs have the core.
             now_s = time.thread_time()
             if self._last_s is not None:
                 time.sleep((SLOWDOWN - 1) * (now_s - self._last_s))
@@ -199,11 +199,11 @@ def accuracy(model: nn.Module, test: Data) -> float:
 
 
 def table(rows: list[Row]) -> str:
-    """Accuracy of every seed, the mean, its distance from the first row's, and who did how much how often."""
+    """Rows with the mean accuracy, its difference from the first row, cadence, shares, and every seed."""
     lines = [f"{'':<18}{'mean':>8}{'points':>9}{'steps/round':>13}{'device 0':>10}   seeds"]
     for row in rows:
         points = row.mean_percent - rows[0].mean_percent
-        # On one device nothing is averaged: its rounds are only those in which it is given its batches.
+        # One device averages nothing: its rounds only deal batches.
         steps = "-" if row is rows[0] else f"{np.mean(row.steps_per_round):.1f}"
         seeds = "  ".join(f"{percent:.2f}" for percent in row.accuracy_percent)
         lines.append(

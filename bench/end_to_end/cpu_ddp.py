@@ -1,8 +1,8 @@
 """Two CPU replicas in one process against torch DistributedDataParallel with gloo in two.
 
 Same model, data, batch, optimizer and allocator setting, one OpenMP thread per replica on both sides. flowdp
-runs with K = 1 (`policy="sync"`: a mean after every step, as DDP has it) and with the cadence. Samples per
-second, without the start: the clock runs from a step in the warm-up to the last one.
+runs with K = 1 (`policy="sync"`: a mean after every step, like DDP) and with the cadence. Samples per second,
+without the start-up: the clock runs from a step of the warm-up to the last step.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _ddp(rank: int, name: str, steps: int, port: int, queue: Any) -> None:
     dist.barrier()
     if rank == 0:
         queue.put(steps * batch_size * WORLD_SIZE / (perf_counter() - start))
-    del model  # before its process group: gloo aborts otherwise
+    del model  # before init_process_group: gloo aborts otherwise
     dist.barrier()
     dist.destroy_process_group()
 

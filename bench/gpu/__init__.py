@@ -1,1 +1,1 @@
-"""What is checked and measured on a machine with CUDA, in one command: `python -m bench.gpu`."""
+"""Checks and measurements for a machine with CUDA, in one command: `python -m bench.gpu`."""

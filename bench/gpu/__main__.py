@@ -1,12 +1,12 @@
-"""The whole programme for a machine with CUDA, with the interpreter as it is: no venv, nothing installed.
+"""Checks and measurements for a machine with CUDA, by the interpreter as it is: no venv, no installation.
 
     python -m bench.gpu                      the facts, tests/gpu, all benches: under 9 minutes
-    python -m bench.gpu --only averaging     one part, and no other
+    python -m bench.gpu --only averaging     one part alone
     python -m bench.gpu --rehearse           the same code on CPU devices, tiny, to see that it runs
 
 Each part is a process of its own with a time limit, so a hang or a crash costs that part. The record and the
-log go into $OUT when that is set, else into bench/results and build/gpu.log. The exit code says whether the
-tests passed and all parts came to their end, the experiments (several NCCL ranks on one card) left aside.
+log go to $OUT where that is set, else to bench/results and build/gpu.log. The exit code is 0 if the tests
+passed and all parts finished; experiments (several NCCL ranks on one card) do not count.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from bench.harness import RESULTS, ROOT, report
 BUDGET_S = 535.0
 GRACE_S = 5.0
 SHOWN = 40
-"""Lines of the log that a part shows which has failed."""
+"""Lines of its log shown for a failed part."""
 
 
 def card() -> dict[str, str | None]:
-    """The GPU and the libraries, as far as they can be known without waking the GPU in this process."""
+    """Name and versions of the GPU and the libraries, without initializing CUDA in this process."""
     asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         shown = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout
@@ -67,13 +67,13 @@ class Session:
     """One call of the programme.
 
     Attributes:
-        is_rehearsal: On CPU devices.
-        log: Takes all that the parts print.
-        folder: For what they hand over.
-        ends_s: When all must be over, by `monotonic`.
-        findings: Of all parts.
-        failed: Parts that did not come to their end, and why.
-        suite: What became of the tests; None where they did not run.
+        is_rehearsal: Runs on CPU devices.
+        log: Output of all parts.
+        folder: Folder for the files of the parts.
+        ends_s: Deadline of the session, by `monotonic`.
+        findings: Findings of all parts.
+        failed: Parts that did not finish, and why.
+        suite: Result of the tests; None if they did not run.
     """
 
     is_rehearsal: bool
@@ -85,7 +85,7 @@ class Session:
     suite: Suite | None = None
 
     def python(self, arguments: list[str], limit_s: float, environment: dict[str, str] | None = None) -> int:
-        """Run Python to its end or for `limit_s` seconds; its output goes to the log."""
+        """Run Python for at most `limit_s` seconds; its output goes to the log."""
         self.log.flush()
         process = subprocess.Popen(
             [sys.executable, "-X", "faulthandler", "-u", *arguments],
@@ -93,28 +93,28 @@ class Session:
             env=environment,
             stdout=self.log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that what it has started can be ended with it
+            start_new_session=True,  # a process group, so that its children can be ended with it
         )
         try:
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGABRT)  # it shows its stacks
+            process.send_signal(signal.SIGABRT)  # it prints its stacks
             try:
                 return process.wait(GRACE_S)
             except subprocess.TimeoutExpired:
                 pass
             return -signal.SIGKILL
         finally:
-            with suppress(ProcessLookupError):  # nothing of it is left
+            with suppress(ProcessLookupError):  # the whole group
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
     def limited(self, limit_s: float) -> float:
-        """A limit, or what is left of the budget."""
+        """A limit, or the rest of the budget if that is less."""
         return min(limit_s, self.ends_s - monotonic() - GRACE_S)
 
     def run_part(self, name: str, part: Part) -> None:
-        """Run a part and gather what it has found, also where it does not come to its end."""
+        """Run a part and collect its findings, even if it does not finish."""
         limit_s = self.limited(part.limit_s)
         if limit_s < 5:
             self.failed[name] = "no time was left"
@@ -124,7 +124,7 @@ class Session:
         environment = dict(os.environ)
         if part.is_experiment:
             environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-            environment.setdefault("NCCL_MAX_CTAS", "8")  # so that the kernels of all ranks have room at once
+            environment.setdefault("NCCL_MAX_CTAS", "8")  # so that the kernels of all ranks fit at once
         code = self.python(
             [*arguments, *(["--rehearse"] if self.is_rehearsal else [])], limit_s + GRACE_S, environment
         )
@@ -142,12 +142,12 @@ class Session:
             lambda arguments, environment: self.python(
                 arguments, max(5.0, ends_s - monotonic()), environment
             ),
-            # What runs on the CPU, runs everywhere.
+            # Tests that need no GPU run elsewhere.
             () if self.is_rehearsal else ("-m", "gpu"),
         )
 
     def run(self, name: str) -> None:
-        """Run a part or the tests, and show the end of what they print where something is wrong."""
+        """Run a part or the tests; on a failure print the end of the log."""
         began_s = monotonic()
         self.log.write(f"== {name}\n")
         self.log.flush()
@@ -164,12 +164,12 @@ class Session:
 
     @property
     def is_right(self) -> bool:
-        """Whether the tests passed and every part came to its end; experiments may fail."""
+        """Whether the tests passed and every part finished; experiments may fail."""
         failed = [name for name in self.failed if not PARTS[name].is_experiment]
         return not failed and (self.suite is None or self.suite.is_right)
 
     def close(self, folder: Path) -> None:
-        """Print what was found, last of all the table, and write the record."""
+        """Print the findings, then the table, and write the record."""
         for name, why in self.failed.items():
             experiment = " (an experiment)" if PARTS[name].is_experiment else ""
             print(f"FAILED: {name}{experiment}: {why}; see {self.log.name}")

@@ -1,8 +1,8 @@
-"""What averaging replicas on one card costs, against a plain copy of the same bytes.
+"""Cost of averaging replicas on one card, against a plain copy of the same bytes.
 
-Useful are the bytes of every replica, read once and written once. A copy of every replica into another
-memory reads and writes as many, so the ratio of the two times is the fraction of the card's copy bandwidth
-that a mean has.
+The useful bytes are those of every replica, read once and written once. Copying every replica to other memory
+reads and writes as many, so the ratio of the two times is the fraction of the card's copy bandwidth that the
+mean reaches.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from flowdp.device.streams import Lane
 from flowdp.protocol.messages import Arrival, Outcome
 from flowdp.threads.gate import Gate
 
-TENSORS = 60  # as many as a ResNet-18 has
+TENSORS = 60  # as many as in a ResNet-18
 
 Enter = Callable[[Gate, int], Outcome]
 Make = Callable[[Sequence[FlatReplica], Sequence[Lane]], Collective]
 
 
 def open_replicas(place: Place, ranks: int, parameters: int) -> tuple[list[FlatReplica], list[Lane]]:
-    """Replicas of so many float32 parameters on one device."""
+    """Replicas with this number of float32 parameters on one device."""
     lanes = lanes_of([place.device] * ranks)
     replicas = []
     for rank, lane in enumerate(lanes):
@@ -46,14 +46,14 @@ def open_replicas(place: Place, ranks: int, parameters: int) -> tuple[list[FlatR
 def outcome_of(
     round: int, samples: Sequence[int], *, drift: bool = False, left: Sequence[int] = ()
 ) -> Outcome:
-    """A round that all ranks took part in, but those that have left."""
+    """The result of a round that all ranks but `left` took part in."""
     ranks = len(samples)
     members = tuple(rank for rank in range(ranks) if rank not in left)
     return Outcome(round, ranks * (round + 1), members, (1,) * ranks, tuple(samples), drift=drift)
 
 
 def one_round(collective: Collective, lanes: Sequence[Lane], outcome: Outcome) -> Averaging:
-    """A mean from one thread, in the order of a gate; for collectives without a second meeting."""
+    """Run a mean from one thread, in the order of the gate; for collectives without a second meeting."""
     members = [(rank, lanes[rank]) for rank in outcome.members]
     for rank, lane in members:
         with lane.on(lane.compute):
@@ -67,7 +67,7 @@ def one_round(collective: Collective, lanes: Sequence[Lane], outcome: Outcome) -
 
 
 def mean_ms(collective: Collective, lanes: Sequence[Lane], rounds: int, drift: bool) -> float:
-    """Median time of a mean on the device, by its own marks."""
+    """Median time of a mean on the device, by CUDA events."""
     samples = range(3, 3 + len(lanes))
     outcomes = (outcome_of(number, samples, drift=drift) for number in range(rounds + 2))
     times = [one_round(collective, lanes, outcome).sync_ms for outcome in outcomes]
@@ -75,10 +75,10 @@ def mean_ms(collective: Collective, lanes: Sequence[Lane], rounds: int, drift: b
 
 
 def in_threads(lanes: Sequence[Lane], work: Callable[[int], None]) -> None:
-    """A thread per rank with its compute stream, as a run has.
+    """Run a function in one thread per rank, on its compute stream, as a run does.
 
     Raises:
-        RuntimeError: One of them failed.
+        RuntimeError: A rank failed.
     """
     errors: list[BaseException] = []
 
@@ -99,7 +99,7 @@ def in_threads(lanes: Sequence[Lane], work: Callable[[int], None]) -> None:
 
 
 def host_ms(replicas: Sequence[FlatReplica], lanes: Sequence[Lane], rounds: int) -> float:
-    """Median time of a mean through the host's memory, which its members take together."""
+    """Median time of a mean through host memory, in one thread per rank."""
     samples = range(3, 3 + len(lanes))
     collective = HostMean(replicas, lanes, lambda rank: gate.finish(rank))
     gate = Gate(len(lanes), collective.launch)
@@ -118,7 +118,7 @@ def host_ms(replicas: Sequence[FlatReplica], lanes: Sequence[Lane], rounds: int)
 
 
 def against_copies(place: Place, name: str, make: Make, ranks: int, pairs: int) -> Iterator[Finding]:
-    """A collective on so many replicas of 100 million float32, with and without the drift."""
+    """Measure a collective on replicas of 100 million float32 parameters, with and without the drift."""
     parameters = place.pick(100_000_000, 120_000)
     replicas, lanes = open_replicas(place, ranks, parameters)
     memories = [memory for replica in replicas for memory in replica.memories]

@@ -1,6 +1,6 @@
-"""Captured steps against eager ones: what ranks of one card do in a second, and the bits of a run.
+"""Captured steps against eager ones: steps per second of ranks on one card, and the bits of a run.
 
-The model is one of many small kernels, so that eager ranks wait for their launches and for the interpreter.
+The model has many small kernels, so eager ranks wait for their launches and for the interpreter.
 Expected, and not yet measured: captured at least 1.5 times as fast as eager on 1 rank, and 3 times on 4,
 where eager ranks share the interpreter; a difference of 0 after 200 steps, or below `BOUND` where a kernel
 adds in another order.
@@ -25,12 +25,12 @@ from flowdp.graphs.cuda_graph import BOUND
 
 BATCH_SIZE, LENGTH, TOKENS = 4, 32, 128
 STEPS = 200
-"""Of the run whose bits are compared."""
+"""Steps of the run whose bits are compared."""
 
 
 @contextmanager
 def heard() -> Iterator[list[str]]:
-    """The warnings of flowdp about captures, while this lasts."""
+    """Collect flowdp's warnings about captures."""
     texts: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
@@ -52,7 +52,7 @@ def trainer(place: Place, ranks: int, steps: int, *, capture: bool, dropout: flo
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         value: Tensor = predict_next(model, batch)
-        # Its share of the loss is small, and all random numbers of the step.
+        # Adds little to the loss, and holds all random numbers of the step.
         return (
             value if not dropout else value + 1e-3 * nn.functional.dropout(value.expand(64), dropout).mean()
         )
@@ -74,7 +74,7 @@ def trainer(place: Place, ranks: int, steps: int, *, capture: bool, dropout: flo
 
 
 def step_ms(place: Place, ranks: int, *, capture: bool) -> float:
-    """Milliseconds for one step of any rank, in the second half of a run."""
+    """Milliseconds per step of any rank, in the second half of a run."""
     run = trainer(place, ranks, place.pick(240, 40), capture=capture).start()
     records = list(run.metrics("round"))
     run.join()
@@ -83,7 +83,7 @@ def step_ms(place: Place, ranks: int, *, capture: bool) -> float:
 
 
 def largest_difference(place: Place, dropout: float) -> float:
-    """Of the parameters of a captured and of an eager run, relative to each one's largest value."""
+    """Largest difference between parameters of a captured and an eager run, relative to the largest one."""
     steps = place.pick(STEPS, 20)
     one, other = (
         trainer(place, 1, steps, capture=capture, dropout=dropout).fit().state_dict

@@ -1,8 +1,8 @@
-"""Whether a run on a device did what it says, and whether a mean is right.
+"""Checks of runs and means on a device: every sample trained once, replicas equal, means right.
 
-A missing edge between two streams shows only where the device is late at that place. So delays are put into
-backward, optimizer, copy or averaging, half of them, drawn at random; and what every step saw is noted by
-copies on its own stream, for nothing may be read back before the run is over.
+A missing dependency between two streams shows only where the device is late at that point. So delays are put
+into backward, optimizer, copy or averaging, half of them at random. Each step's data is recorded by copies on
+its own stream, for nothing may be read back before the run is over.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from flowdp.replica.replica import Replica
 __all__ = ["STALLS", "Single", "StepRecorder", "deviation", "faults_of", "model", "samples"]
 
 STALLS = ("backward", "optimizer", "copy", "averaging")
-"""Where a device can be made late."""
+"""Places at which a device can be delayed."""
 
 LEAVES_AT = 4
-"""The step in which a rank fails that is to leave; counted from 0."""
+"""The step in which the leaving rank fails, counted from 0."""
 
 FEATURES = 8
-STALL_CYCLES = 3_000_000  # 1.5 ms at 2 GHz, some twenty of these steps
+STALL_CYCLES = 3_000_000  # 1.5 ms at 2 GHz, about twenty of these steps
 COUNT, BATCH_SIZE, EPOCHS = 519, 16, 3  # the last batch of an epoch has 7 samples
 
 
 def samples(count: int = COUNT) -> tuple[Tensor, Tensor]:
-    """Inputs [count, 2 + FEATURES], which begin with the sample's index and a function of it, and targets."""
+    """Inputs [count, 2 + FEATURES], starting with the sample's index and a function of it; and targets."""
     generator = torch.Generator().manual_seed(0)
     index = torch.arange(count, dtype=torch.float32).unsqueeze(1)
     features = torch.randn(count, FEATURES, generator=generator)
@@ -57,7 +57,7 @@ def model() -> nn.Module:
 
 
 class Single(Dataset[Any]):
-    """Samples one by one: what a device cannot hold as a whole, and so copies."""
+    """Samples one by one: a dataset that cannot be resident on the device, so its batches are copied."""
 
     def __init__(self, data: tuple[Tensor, ...]) -> None:
         self._data = data
@@ -70,10 +70,10 @@ class Single(Dataset[Any]):
 
 
 class Staller:
-    """Makes the current stream late, every other time.
+    """Delays the current stream at one place, every other time on average.
 
     Args:
-        where: One of `STALLS`, or None for nowhere.
+        where: One of `STALLS`; None: nowhere.
     """
 
     def __init__(self, where: str | None) -> None:
@@ -83,7 +83,7 @@ class Staller:
         self._lock = threading.Lock()
 
     def at(self, where: str) -> None:
-        """Stall, if it is here."""
+        """Delay the stream if `where` is the staller's place."""
         if where != self.where:
             return
         with self._lock:
@@ -97,13 +97,13 @@ class StepRecorder:
     """A loss that records on the device which samples it was given.
 
     Args:
-        staller: Makes its backward late.
+        staller: Delays its backward.
         leaver: A rank that fails in a step.
 
     Attributes:
-        trained: The indices of each batch, on its device, by epoch.
-        wrong: For each batch, whether some sample holds another's values, on its device.
-        rounds: What a replica held after a round: `rounds[round][rank]`, on its device.
+        trained: Sample indices of each batch, on its device, by epoch.
+        wrong: For each batch, whether any sample has another sample's values, on its device.
+        rounds: Values of each replica after each round: `rounds[round][rank]`, on its device.
     """
 
     def __init__(self, staller: Staller, leaver: int | None = None) -> None:
@@ -131,12 +131,12 @@ class StepRecorder:
         return loss
 
     def faults(self, count: int, epochs: int) -> list[str]:
-        """What was wrong with the data. Call it when the run is over."""
+        """Errors in the data trained. Call it after the run."""
         found = [f"batch {number} held wrong values" for number, wrong in enumerate(self.wrong) if wrong]
         for epoch in range(epochs):
             seen = Counter(int(i) for index in self.trained[epoch] for i in index.nan_to_num(-1).tolist())
             twice = sum(times > 1 for times in seen.values())
-            # What a rank did since the last mean is gone with it, and trained once more.
+            # The steps of a failed rank since the last mean are lost, and their batches are trained again.
             if seen.keys() != set(range(count)) or (twice and self._leaver is None):
                 found.append(f"epoch {epoch}: {len(seen)} of {count} samples trained, {twice} twice")
         return found
@@ -152,14 +152,14 @@ class StepRecorder:
 
 @torch.no_grad()
 def held_by(module: nn.Module) -> Tensor:
-    """Parameters and buffers, exactly, as one tensor."""
+    """All parameters and buffers in float64, as one tensor."""
     tensors = (*module.parameters(), *module.buffers())
     return torch.cat([tensor.detach().reshape(-1).double() for tensor in tensors])
 
 
 @contextmanager
 def stalled(staller: Staller) -> Iterator[None]:
-    """Make the copies of prefetch and the averaging late while this lasts."""
+    """Delay the copies of prefetch and the averaging."""
     with ExitStack() as stack:
         for name in ("_gather", "_copy"):
             stack.enter_context(_before(PrefetchFeed, name, lambda *_: staller.at("copy")))
@@ -187,7 +187,7 @@ def _on_comm(staller: Staller) -> Callable[..., None]:
 
 @contextmanager
 def _before(owner: Any, name: str, first: Callable[..., None]) -> Iterator[None]:
-    """Let something happen before each call of a function."""
+    """Call another function before each call of a function."""
     own = getattr(owner, name)
 
     def both(*arguments: Any, **options: Any) -> Any:
@@ -211,16 +211,16 @@ def faults_of(
     leaver: int | None = None,
     **options: Any,
 ) -> list[str]:
-    """Train, and say what was wrong.
+    """Train, and return the errors found.
 
     Args:
-        devices: One per rank.
+        devices: One device per rank.
         policy: As for the Trainer.
-        stall: One of `STALLS`: where the devices are late.
-        is_streamed: Whether the batches are copied, though all of them would fit on the device.
+        stall: One of `STALLS`, the place of the delays.
+        is_streamed: Whether batches are copied, though all would fit on the device.
         precision: As for the Trainer.
-        leaver: A rank that fails early; the others go on.
-        options: More for the Trainer.
+        leaver: A rank that fails early; the others continue.
+        options: More arguments of the Trainer.
     """
     staller = Staller(stall)
     recorder = StepRecorder(staller, leaver)
@@ -271,7 +271,7 @@ def faults_of(
 
 def _replica_faults(replicas: Sequence[Replica], recorder: StepRecorder, policy: str) -> list[str]:
     found = []
-    # Asynchronous replicas differ, but for the end.
+    # Asynchronous replicas are equal only at the end.
     if policy != "async":
         if len(recorder.rounds) < 3:
             found.append(f"only {len(recorder.rounds)} rounds were seen")
@@ -283,16 +283,16 @@ def _replica_faults(replicas: Sequence[Replica], recorder: StepRecorder, policy:
 
 
 def deviation(devices: Sequence[torch.device], make: Make, *, rounds: int = 4, leaves: bool = False) -> float:
-    """How far means of unequal weights are from a reference in float64, relative to its largest element.
+    """Largest error of weighted means against a float64 reference, relative to its largest element.
 
     Args:
-        devices: One per rank.
-        make: A collective of replicas and lanes; small replicas need no second meeting.
-        rounds: Means of fresh values; in the second, one rank holds no numbers, and gives nothing.
-        leaves: Whether rank 0 has left before the last of them.
+        devices: One device per rank.
+        make: Makes the collective from replicas and lanes; replicas this small need no second meeting.
+        rounds: Means of fresh values; in the second, one rank has NaN parameters and weight 0.
+        leaves: Whether rank 0 has left before the last one.
 
     Raises:
-        AssertionError: An integer buffer is not the maximum, or the members hold different bits.
+        AssertionError: An integer buffer is not the maximum, or the members' bits differ.
     """
     lanes = lanes_of(devices)
     modules, replicas = [], []

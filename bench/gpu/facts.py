@@ -1,4 +1,4 @@
-"""What the card can do: the ceilings that the other parts are held against."""
+"""Limits of the card: ceilings against which the other parts are compared."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def measure(place: Place) -> Iterator[Finding]:
 
 
 def _call_us(place: Place, call: Callable[[], object]) -> float:
-    """Host time of one call, of the fastest of ten bursts that fit into the launch queue."""
+    """Host time of one call: the fastest of ten bursts that fit into the launch queue."""
     times = []
     for _ in range(10):
         place.wait()
@@ -46,7 +46,7 @@ def _call_us(place: Place, call: Callable[[], object]) -> float:
 
 
 def _marks(place: Place, little: torch.Tensor) -> Iterator[Finding]:
-    """What ordering costs the host."""
+    """Host time of events and of waiting for them."""
     stream, event = torch.cuda.Stream(), torch.cuda.Event(blocking=True)
     yield Figure("an event recorded, host, us", _call_us(place, event.record))
     yield Figure("an event awaited by a stream, host, us", _call_us(place, lambda: stream.wait_event(event)))

@@ -1,8 +1,8 @@
-"""What flowdp's own code costs the host in a step: the time between two calls of the user.
+"""Host time of flowdp's own code in a step: the time between two calls of the user's functions.
 
-A run on one device whose step does nothing (no forward, no backward, no optimizer) is all host: what a round
-takes, over its steps, is our code. A second run, with a clock around each part of the worker, says where it
-goes; the clocks cost some 0.3 us each, which its sum shows.
+A run on one device whose step does nothing (no forward, backward or optimizer) is all host: the time of a
+round over its steps is our code. A second run, with a clock around each part of the worker, shows the parts;
+the clocks cost some 0.3 us each, which their sum shows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SAMPLES, BATCH_SIZE = 64_000, 8
 
 @contextmanager
 def replaced(owner: type, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Put another method in the place of a class's own."""
+    """Replace a method of a class."""
     own = owner.__dict__[name]
     setattr(owner, name, method)
     try:
@@ -41,7 +41,7 @@ def replaced(owner: type, name: str, method: Callable[..., Any]) -> Iterator[Non
 
 
 class Stopwatch:
-    """Time spent in methods, those within them left in."""
+    """Time spent in methods, including those they call."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -61,7 +61,7 @@ class Stopwatch:
 
 
 def parts(place: Place) -> dict[str, tuple[type, str]]:
-    """What a step of the worker consists of, by what it is for."""
+    """Parts of a worker's step: name, class and method."""
     meter = place.pick(DeviceMeter, HostMeter)
     feed = place.pick(ResidentFeed, DirectFeed)
     return {
@@ -101,7 +101,7 @@ def measure(place: Place) -> Iterator[Finding]:
     steps = place.pick(40_000, 6_000)
     yield Figure("own code of a step, us", min(null_step_us(place, steps) for _ in range(place.pick(3, 2))))
 
-    # The gather of a batch is work that a hand loop has too.
+    # The gather of a batch is also done by a hand loop.
     feed = place.pick(ResidentFeed, DirectFeed)
     with replaced(feed, "take", lambda *_: ()):
         least = min(null_step_us(place, steps) for _ in range(place.pick(3, 2)))

@@ -1,7 +1,7 @@
 """NCCL: one rank, and several ranks on one card, which NCCL allows since 2.30 as an experiment.
 
-Several ranks may hang, or fail for want of room on the card's multiprocessors, without a fault of ours. So
-they come last, each number of ranks in a process of its own.
+Several ranks may hang, or fail for lack of room on the card's multiprocessors, without an error of ours. So
+they come last, each number of ranks in its own process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flowdp.options import RuntimeOptions
 
 
 def measure_one(place: Place) -> Iterator[Finding]:
-    """A communicator of one rank: made, checked by value, used, destroyed; another one aborted."""
+    """Create a communicator of one rank, check and time its means, and destroy it; abort another one."""
     place.needs_cuda("NCCL")
     nccl = load([place.device])
     yield Note(f"NCCL {nccl.get_version()}, torch built for {'.'.join(map(str, torch.cuda.nccl.version()))}")
@@ -52,7 +52,7 @@ def measure_one(place: Place) -> Iterator[Finding]:
 
 
 def measure_several(ranks: int, place: Place) -> Iterator[Finding]:
-    """So many ranks on one card: means against float64, training with late streams, one less; bandwidth."""
+    """Several ranks on one card: error of means, training with delayed streams, a rank leaving, bandwidth."""
     place.needs_cuda("NCCL")
     devices = [place.device] * ranks
     away = deviation(devices, NcclMean)

@@ -1,8 +1,8 @@
-"""One device of flowdp against loops as one writes them by hand: on data there, and on data that comes.
+"""One device of flowdp against hand-written loops: on data resident on the device, and on loaded data.
 
 `measure`: both gather shuffled batches from the same tensors on the device. `measure_loader`: both read the
-same `DataLoader` with worker processes; by hand with pin_memory and non_blocking copies. The hand loops read
-nothing back; all optimizers are fused.
+same `DataLoader` with worker processes; the hand loop with pin_memory and non_blocking copies. The hand loops
+read nothing back; all optimizers are fused.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Case:
     """A model and its data.
 
     Attributes:
-        name: With the batch size.
-        make: A new model.
-        loss: Of (model, batch).
+        name: Name, with the batch size.
+        make: Makes a new model.
+        loss: Loss of (model, batch).
         data: Tensors on the host.
-        batch_size: Samples of a step.
-        steps: How many are timed.
+        batch_size: Samples per step.
+        steps: Number of timed steps.
     """
 
     name: str
@@ -66,7 +66,7 @@ def adam(params: Any) -> torch.optim.Optimizer:
 
 
 def hand_ms(place: Place, case: Case, epoch: Callable[[], Iterator[Any]]) -> float:
-    """Milliseconds of a step of a hand loop over the batches of `epoch`, again and again."""
+    """Milliseconds per step of a hand loop that repeats the batches of `epoch`."""
     model = case.make().to(place.device)
     optimizer = adam(model.parameters())
     clock = Clock(place, case.steps)
@@ -85,7 +85,7 @@ def hand_ms(place: Place, case: Case, epoch: Callable[[], Iterator[Any]]) -> flo
 
 
 def flowdp_ms(place: Place, case: Case, dataset: Any, **options: Any) -> float:
-    """Milliseconds of a step of flowdp on one device."""
+    """Milliseconds per step of flowdp on one device."""
     clock = Clock(place, case.steps)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -107,7 +107,7 @@ def flowdp_ms(place: Place, case: Case, dataset: Any, **options: Any) -> float:
 
 
 def gathered(data: tuple[Tensor, ...], batch_size: int) -> Iterator[tuple[Tensor, ...]]:
-    """The shuffled batches of an epoch, of tensors on the device."""
+    """The shuffled batches of an epoch, from tensors on the device."""
     order = torch.randperm(len(data[0]), device=data[0].device)
     for index in order.split(batch_size):
         yield tuple(tensor.index_select(0, index) for tensor in data)
@@ -122,14 +122,14 @@ def measure(place: Place) -> Iterator[Finding]:
 
 
 def worker_processes(place: Place, case: Case) -> int:
-    """As many as the machine has cores for, up to 8, and as its shared memory has room for."""
+    """One per core, up to 8, as far as shared memory has room."""
     batch_bytes = sum(tensor.nbytes for tensor in case.data) // len(case.data[0]) * case.batch_size
     try:
         room = shutil.disk_usage("/dev/shm").free // 2
     except OSError:
         room = 0
     wanted = place.pick(max(2, min(8, usable_cores() - 4)), 2)
-    return min(wanted, room // (3 * batch_bytes))  # two batches that wait and one in work, of each
+    return min(wanted, room // (3 * batch_bytes))  # for each worker two batches waiting and one in work
 
 
 def measure_loader(place: Place) -> Iterator[Finding]:

@@ -1,7 +1,7 @@
-"""What a part of the programme is given and what it yields, and how it measures.
+"""Arguments, results and timers of a part of `bench.gpu`.
 
-A part is a function of a `Place`, so that the same code runs on a CPU device with tiny sizes: a rehearsal
-finds what is broken before a GPU is at hand.
+A part is a function of a `Place`, so the same code runs on a CPU device with tiny sizes: a rehearsal finds
+errors before a GPU is at hand.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part runs.
+    """The device on which a part runs.
 
     Attributes:
         device: The device.
@@ -46,48 +46,48 @@ class Place:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether this is no rehearsal."""
+        """Whether it is CUDA: False in a rehearsal."""
         return self.device.type == "cuda"
 
     def pick(self, full: T, tiny: T) -> T:
-        """The first on a GPU, the second in a rehearsal."""
+        """Return the first on a GPU, the second in a rehearsal."""
         return full if self.is_cuda else tiny
 
     def wait(self) -> None:
-        """Until the device is done with everything."""
+        """Wait until the device has finished all work."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
     def needs_cuda(self, what: str) -> None:
-        """End the part where there is none.
+        """Raise unless the device is CUDA.
 
         Raises:
-            Skipped: There is none.
+            Skipped: It is not.
         """
         if not self.is_cuda:
-            raise Skipped(f"{what} exists on CUDA devices alone")
+            raise Skipped(f"{what} needs a CUDA device")
 
 
 class _Rehearsed(HostLane):
-    """A CPU that passes for a device with streams: what is made for those runs on it, in order."""
+    """A CPU presented as a device with streams, whose work runs on it in order."""
 
     is_async = True
 
 
 def lanes_of(devices: Sequence[torch.device]) -> list[Lane]:
-    """A lane per rank, as a run has them; in a rehearsal with streams, too."""
+    """A lane per rank, as in a run; in a rehearsal with streams, too."""
     if all(device.type == "cpu" for device in devices):
         return [_Rehearsed(device) for device in devices]
     return open_lanes(devices)
 
 
 class Skipped(Exception):
-    """A part, or the rest of it, that cannot be measured here; says why."""
+    """Raised with a reason by a part that cannot be measured here, wholly or from here on."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One number; the name ends in the unit."""
+    """A number; its name ends in the unit."""
 
     name: str
     value: float
@@ -95,7 +95,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Note:
-    """What else there is to say."""
+    """A line of text."""
 
     text: str
 
@@ -106,10 +106,10 @@ Measure = Callable[[Place], Iterator[Finding]]
 
 @dataclass
 class Findings:
-    """What parts have yielded; it goes through a file, a line each, as it comes.
+    """Results of parts, written to a file line by line as they come.
 
     Attributes:
-        figures: By name.
+        figures: Figures by name.
         comparisons: In order.
         notes: In order.
     """
@@ -132,7 +132,7 @@ class Findings:
         return json.dumps({"kind": type(finding).__name__, **vars(finding)}) + "\n"
 
     def add_line(self, line: str) -> None:
-        """Add what `line` has written."""
+        """Add a line written by `line`."""
         fields: dict[str, Any] = json.loads(line)
         kind = fields.pop("kind")
         if kind == "Comparison":
@@ -144,18 +144,18 @@ class Findings:
 
 
 class Clock:
-    """Times steps from the inside: called where each begins, the loss function in most cases.
+    """Times steps from inside: called at the start of each, mostly by the loss function.
 
     Args:
-        place: Whose device is waited for at both ends, so that no work is left out or counted twice.
-        steps: How many are timed.
-        warmup: How many come before.
+        place: Its device is awaited at both ends, so that no work is left out or counted twice.
+        steps: Number of timed steps.
+        warmup: Number of steps before them.
     """
 
     def __init__(self, place: Place, steps: int, warmup: int = 20) -> None:
         self._place = place
         self._steps = steps
-        self.calls = steps + warmup + 1  # the last one ends the last timed step
+        self.calls = steps + warmup + 1  # the last call ends the last timed step
         self._left = self.calls
         self._start_s = self._stop_s = 0.0
 
@@ -174,16 +174,16 @@ class Clock:
 
     @property
     def ms(self) -> float:
-        """Mean time of a step."""
+        """Mean time per step."""
         if not self.is_over:
-            raise RuntimeError(f"the clock was to see {self.calls} steps, {self._left} are missing")
+            raise RuntimeError(f"{self._left} of {self.calls} steps were never taken")
         return (self._stop_s - self._start_s) * 1e3 / self._steps
 
 
 def timed_ms(place: Place, work: Callable[[], object], *, repeats: int, warmup: int = 3) -> float:
-    """Median time that the device takes for `work`, which enqueues on the current stream.
+    """Median time of `work` on the device; `work` enqueues on the current stream.
 
-    On CUDA the time between two events around it, each repeat awaited before the next.
+    On CUDA, the time between two events around it; each repeat is awaited before the next.
     """
     times = []
     for _ in range(warmup + repeats):

@@ -1,8 +1,8 @@
-"""Whether copies hide behind the compute: pinned batches whose copy takes 80 % of it.
+"""Overlap of copies and compute: pinned batches whose copy takes 80 % of the compute.
 
-The compute is a chain of matrix products, as many as make the copy 80 % of them. Three loops do the same
-step: flowdp on batches that are copied ahead, a hand loop on one batch that lies on the device (compute
-alone), and a hand loop that copies each batch on the stream it computes on.
+The compute is a chain of matrix products, long enough that the copy takes 80 % of it. Three loops take the
+same step: flowdp on prefetched batches, a hand loop on one batch on the device (compute alone), and a hand
+loop that copies each batch on its compute stream.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ SHARE = 0.8
 
 
 class PinnedBatches(Dataset[Any]):
-    """Whole batches that lie in pinned memory: nothing is read or put together.
+    """Whole batches in pinned memory: nothing is read or collated.
 
     Args:
-        place: For which device.
-        batch_bytes: Of one.
+        place: Their device.
+        batch_bytes: Bytes of a batch.
     """
 
     ROWS = 32
@@ -47,11 +47,11 @@ class PinnedBatches(Dataset[Any]):
 
 
 class Compute:
-    """A chain of matrix products that leaves its operands as they were.
+    """A chain of matrix products that leaves its operands unchanged.
 
     Args:
-        place: Where.
-        products: How many.
+        place: Its device.
+        products: Number of products.
     """
 
     def __init__(self, place: Place, products: int) -> None:
@@ -66,13 +66,13 @@ class Compute:
             torch.mm(self._a, self._a, out=self._out)
 
     def fill(self, place: Place, ms: float) -> None:
-        """Take as many products as need this time."""
+        """Set the number of products so that the compute takes this time."""
         self.products = 32
         self.products = max(1, round(ms / (timed_ms(place, self, repeats=10) / 32)))
 
 
 def step_loss(compute: Compute, model: nn.Module, batch: Tensor) -> Tensor:
-    """All of the step: the compute, and a loss that needs the batch."""
+    """The whole step: the compute, and a loss that depends on the batch."""
     compute()
     loss: Tensor = model(batch[:, :8]).mean()
     return loss
@@ -97,7 +97,7 @@ def hand_ms(place: Place, loss: Callable[..., Tensor], batches: Iterator[Tensor]
 
 
 def flowdp_ms(place: Place, loss: Callable[..., Tensor], dataset: PinnedBatches, steps: int) -> float:
-    clock = Clock(place, steps, warmup=60)  # behind the first rounds, and so behind the sizing of the ring
+    clock = Clock(place, steps, warmup=60)  # after the first rounds, and so after the ring has its size
 
     def ticking(model: nn.Module, batch: Tensor) -> Tensor:
         clock.tick()

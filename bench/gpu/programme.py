@@ -23,12 +23,12 @@ __all__ = ["PARTS", "TESTS", "Part", "run"]
 
 @dataclass(frozen=True)
 class Part:
-    """One process of the programme.
+    """A process of the programme.
 
     Attributes:
-        limit_s: It is ended after so many seconds.
-        load: Imports what it runs: here, so that one broken part leaves the others alone.
-        is_experiment: Its failure is no fault of ours, and does not show in the exit code.
+        limit_s: Seconds after which it is ended.
+        load: Imports and returns its functions; late, so that one broken part does not affect the others.
+        is_experiment: Its failure does not count in the exit code.
     """
 
     limit_s: float
@@ -60,11 +60,11 @@ PARTS = {
     "nccl2": Part(25, partial(_several, 2), is_experiment=True),
     "nccl4": Part(25, partial(_several, 4), is_experiment=True),
 }
-"""In order; `tests` come behind the facts. The limits add up to 9 minutes."""
+"""Parts in order; `tests` come after the facts. The limits add up to 9 minutes."""
 
 
 def run(name: str, place: Place, findings: Path) -> None:
-    """Measure a part here and now; what it finds is in the file as soon as it is found."""
+    """Measure a part in this process; each finding is written to the file at once."""
     with findings.open("w", encoding="utf-8", buffering=1) as file:
         try:
             for finding in PARTS[name].load()(place):
@@ -81,12 +81,12 @@ def main() -> None:
     parser.add_argument("--limit", type=float, help="seconds; other than the part's own")
     arguments = parser.parse_args()
     limit_s = arguments.limit or PARTS[arguments.name].limit_s
-    # From a thread of C: it works when every thread of Python stands still.
+    # A timer in C: it works even if every Python thread hangs.
     faulthandler.enable()
     faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.stderr)
     device = torch.device("cpu") if arguments.rehearse else torch.device("cuda", 0)
     if arguments.rehearse:
-        torch.set_num_threads(1)  # a pool spins where other programs hold the cores
+        torch.set_num_threads(1)  # a pool spins when other programs hold the cores
     run(arguments.name, Place(device), arguments.findings)
     faulthandler.cancel_dump_traceback_later()
 

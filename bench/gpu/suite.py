@@ -1,7 +1,7 @@
-"""`tests/gpu` in one process, and in a second one for the rest where a test took the first one down.
+"""`tests/gpu` in one process, and the rest in another if a test crashed the first.
 
 As a plugin of pytest (`-p bench.gpu.suite`) this keeps a journal: a line when a test begins, one when it
-ends. A test that has begun and not ended has hung or crashed, and is left out the next time.
+ends. A test that began and did not end has hung or crashed, and is skipped the next time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 __all__ = ["JOURNAL", "Outcome", "Suite", "complete_lines", "run_suite"]
 
 JOURNAL = "FLOWDP_GPU_JOURNAL"
-"""Names the journal's file, in the environment of pytest."""
+"""Environment variable of pytest with the path of the journal."""
 
 TEST_LIMIT_S = 90
 RESTARTS = 3
@@ -25,13 +25,13 @@ RESTARTS = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a test.
+    """Result of a test.
 
     Attributes:
-        test: Its name, as pytest has it.
-        outcome: "passed", "failed", "skipped", or "lost" for one that took the process down.
-        seconds: How long it took.
-        why: Of a failure or a skip, in a line.
+        test: Its pytest name.
+        outcome: "passed", "failed", "skipped", or "lost" if it crashed or hung the process.
+        seconds: Its duration.
+        why: Reason of a failure or a skip, in a line.
     """
 
     test: str
@@ -42,7 +42,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Suite:
-    """All tests.
+    """Results of all tests.
 
     Attributes:
         outcomes: One per test.
@@ -54,11 +54,11 @@ class Suite:
 
     @property
     def is_right(self) -> bool:
-        """Whether everything passed that this machine can run."""
+        """Whether all tests passed that this machine can run."""
         return self.is_complete and all(o.outcome in ("passed", "skipped") for o in self.outcomes)
 
     def __str__(self) -> str:
-        """The counts; then a line for each test that did not pass."""
+        """The counts, then a line for each test that did not pass."""
         counts = Counter(outcome.outcome for outcome in self.outcomes)
         lines = [", ".join(f"{count} {word}" for word, count in counts.most_common()) or "no tests"]
         if not self.is_complete:
@@ -78,11 +78,11 @@ def run_suite(
     """Run the tests until all have been reached.
 
     Args:
-        journal: A file that is not there yet.
+        journal: Path of a new file.
         call: Runs Python with these arguments and environment, and returns its exit code.
-        options: More for pytest.
+        options: More options of pytest.
     """
-    # Without its plugin for a time limit, pytest's own can dump all stacks and leave.
+    # Without pytest-timeout, pytest's faulthandler can dump all stacks and exit.
     arguments = [
         "-m", "pytest", "tests/gpu", "-p", "bench.gpu.suite", *options,
         "-o", f"faulthandler_timeout={TEST_LIMIT_S}", "-o", "faulthandler_exit_on_timeout=true",
@@ -91,15 +91,15 @@ def run_suite(
     for _ in range(1 + RESTARTS):
         code = call(arguments, environment)
         outcomes = read(journal)
-        if code in (0, 1, 5):  # all ran; some failed; none was left
+        if code in (0, 1, 5):  # all ran; some failed; none was left to run
             return Suite(outcomes, is_complete=bool(outcomes))
         if not any(outcome.outcome == "lost" for outcome in outcomes):
-            break  # it is not a test that brought it down
+            break  # not caused by a test
     return Suite(outcomes, is_complete=False)
 
 
 def read(journal: Path) -> list[Outcome]:
-    """What a journal says of each test."""
+    """Results of each test in a journal."""
     outcomes: dict[str, Outcome] = {}
     for line in complete_lines(journal) if journal.exists() else []:
         fields = json.loads(line)
@@ -108,7 +108,7 @@ def read(journal: Path) -> list[Outcome]:
 
 
 def complete_lines(file: Path) -> list[str]:
-    """The lines of a file whose writer may have been ended in the middle of one."""
+    """The complete lines of a file whose writer may have died in the middle of one."""
     return file.read_text(encoding="utf-8").split("\n")[:-1]
 
 
@@ -119,19 +119,19 @@ def _note(outcome: Outcome) -> None:
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Leave out what the journal knows already."""
+    """Deselect the tests in the journal."""
     known = {outcome.test for outcome in read(Path(os.environ[JOURNAL]))}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in known])
     items[:] = [item for item in items if item.nodeid not in known]
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    """Note that a test begins."""
+    """Record the start of a test."""
     _note(Outcome(nodeid, "lost", why="it took the process down"))
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Note how a test has ended; a failure in its fixtures counts too."""
+    """Record the end of a test; a failure in its fixtures counts too."""
     if report.when == "call" or report.outcome != "passed":
         why = report.longrepr
         if isinstance(why, tuple):  # file, line and reason of a skip

@@ -1,12 +1,12 @@
-"""What averaging two replicas costs: in one process, and against gloo between two.
+"""Cost of averaging two replicas in one process, and against gloo between two processes.
 
 Three ratios for each model size, in pairs that take turns:
 
 - gloo / mean: `torch.distributed.all_reduce` of one flat float32 buffer between two processes, over the mean
-  of two replicas in two threads: look for moved tensors, meet at the gate, reduce a part each, meet again;
+  of two replicas in two threads: check for moved tensors, meet at the gate, reduce a part each, meet again;
 - mean / memory: over the same two meetings with, between them, each thread multiplying its replica by 1.0 in
   place: every byte of both replicas is read once and written once;
-- drift / mean: the mean that also measures how far each replica was from it, over the one that does not.
+- drift / mean: the mean that also measures each replica's distance from it, over the mean alone.
 
 One torch thread per thread and process; times are medians over the rounds of a turn, seen by rank 0 from the
 start of a round to its end.
@@ -38,14 +38,14 @@ from flowdp.protocol.messages import Arrival, Outcome
 from flowdp.threads.gate import Gate
 
 CASES = ((100_000, 5), (100_000, 20), (1_000_000, 5), (25_000_000, 5))
-"""(float32 parameters, tensors they lie in)."""
+"""(float32 parameters, number of tensors)."""
 
 SAMPLES = (320, 192)
 Measured = Callable[[int], float]
 
 
 def round_ms(parameters: int, one_round: Callable[[int], object]) -> float:
-    """Median time of a round on this thread, after two that warm up."""
+    """Median time of a round on this thread, after two for the warm-up."""
     times = []
     for number in range(8 if parameters > 10_000_000 else 40):
         start = perf_counter()
@@ -55,7 +55,7 @@ def round_ms(parameters: int, one_round: Callable[[int], object]) -> float:
 
 
 def in_two_threads(parameters: int, one_round: Callable[[int, int], object]) -> float:
-    """Measure `one_round(rank, number)` in two threads at once; what rank 0 sees."""
+    """Measure `one_round(rank, number)` in two threads at once; returns rank 0's time."""
     seen = [0.0, 0.0]
 
     def work(rank: int) -> None:
@@ -109,7 +109,7 @@ def all_reduce(buffer: torch.Tensor, _number: int) -> None:
 
 
 def gloo_process(rank: int, store: str, orders: Connection) -> None:
-    """Body of a gloo process: every order is a number of parameters, the answer what a round took."""
+    """Body of a gloo process: receives numbers of parameters, sends times of a round."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     while parameters := orders.recv():
@@ -120,7 +120,7 @@ def gloo_process(rank: int, store: str, orders: Connection) -> None:
 
 @contextmanager
 def gloo() -> Iterator[Measured]:
-    """Two processes that wait on pipes for their next measurement, and cost nothing meanwhile."""
+    """Two processes that wait on pipes for their next measurement, without using a core."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe() for _ in (0, 1)]

@@ -1,7 +1,7 @@
-"""How much of unequal devices' time a loop of one's own keeps: throughput over the sum of the solo ones.
+"""Part of unequal devices' time that a user's own loop keeps: throughput over the sum of the devices alone.
 
-A device's forward and backward are timed waits in proportion to its samples, which release the interpreter as
-a GPU's do. Solo is the same loop on each device alone, in the same run. Rebalancing has settled before the
+Forward and backward of a device are timed waits in proportion to its samples; like a GPU's they release the
+interpreter. "Solo" is the same loop on each device alone, in the same run. Rebalancing has settled before the
 clock starts.
 """
 
@@ -26,20 +26,20 @@ MIXES: dict[str, tuple[float, ...]] = {
     "1:2.5 at 16 ms": (16.0, 40.0),
     "1:2.5 at 32 ms": (32.0, 80.0),
 }
-"""Milliseconds that each device takes for a whole batch."""
+"""Milliseconds of each device for a whole batch."""
 
 BATCH_SIZE = 256
-"""Large enough that a sample more or less for a device is no matter."""
+"""So large that one sample more or less on a device does not matter."""
 
 SETTLED = 75
-"""Steps before the clock starts: ratios are taken anew after 10 and 60."""
+"""Steps before the clock starts: ratios are recomputed after 10 and 60."""
 
 STEPS = 50
 ONE_THREAD = flowdp.ProcessTuning(openmp=False)
 
 
 class _Wait(torch.autograd.Function):
-    """A third of the time in forward, the rest in backward."""
+    """Waits a third of the time in forward, the rest in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ms_per_sample: float) -> Tensor:
@@ -54,7 +54,7 @@ class _Wait(torch.autograd.Function):
 
 
 class Slow(nn.Module):
-    """A small model on a device that takes so long for a batch."""
+    """A small model on a device that takes this long for a batch."""
 
     def __init__(self, ms: float) -> None:
         super().__init__()
@@ -68,13 +68,13 @@ class Slow(nn.Module):
 
 @contextmanager
 def balanced() -> Iterator[None]:
-    """As it is."""
+    """With the ratios that flowdp chooses."""
     yield
 
 
 @contextmanager
 def lockstep() -> Iterator[None]:
-    """Ratios stay equal."""
+    """With equal ratios throughout."""
     own = ThroughputBalance.update
     try:
         ThroughputBalance.update = lambda *_: False  # type: ignore[method-assign]
@@ -88,7 +88,7 @@ def loss_of(context: flowdp.LossContext) -> Tensor:
 
 
 def devices(ms: Sequence[float], cadence: bool) -> flowdp.DataParallel:
-    """One device for each time."""
+    """One device per time."""
     others = iter(ms[1:])
     model = Slow(ms[0])
     return flowdp.setup(
@@ -107,7 +107,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def by_call(ms: Sequence[float]) -> float:
-    """Samples a second of `dp(x)`, each batch cut."""
+    """Samples per second of `dp(x)`, which splits each batch."""
     x, y = batch()
     with devices(ms, cadence=False) as dp:
 
@@ -120,7 +120,7 @@ def by_call(ms: Sequence[float]) -> float:
 
 
 def by_window(ms: Sequence[float]) -> float:
-    """Samples a second of windows of whole batches."""
+    """Samples per second of windows of whole batches."""
     with devices(ms, cadence=True) as dp:
         windows = iter(dp.epoch(repeat(batch())))
 
@@ -140,7 +140,7 @@ def by_window(ms: Sequence[float]) -> float:
 
 
 def _samples_per_s(steps: Iterable[Callable[[], int]], warm_up: int, measured: int) -> float:
-    """A step's time includes the getting of its window."""
+    """Samples per second; a step's time includes fetching its window."""
     samples, start = 0, time.perf_counter()
     for number, step in enumerate(steps, 1):
         samples += step()
@@ -152,7 +152,7 @@ def _samples_per_s(steps: Iterable[Callable[[], int]], warm_up: int, measured: i
 
 
 def solo(ms: float) -> float:
-    """Samples a second of one device alone."""
+    """Samples per second of one device alone."""
     x, y = batch()
     with devices([ms], cadence=False) as dp:
 

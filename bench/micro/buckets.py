@@ -1,11 +1,11 @@
-"""Gradients averaged in buckets: while backward goes on, after it, and against torch's DDP with gloo.
+"""Gradients averaged in buckets during backward, against after it, and against torch's DDP with gloo.
 
 - overlapped / DDP gloo, overlapped / synchronous: samples per second of an MLP of 25 million parameters, two
-  ranks: threads of one process that meet in a `local_groups`, and two processes under DDP. Same model, data,
+  ranks: threads of one process in `local_groups`, and two processes under DDP. Same model, data,
   batch, optimizer and allocator setting, one torch thread per rank. On a CPU no core is idle while backward
-  runs, so overlapping can gain nothing there but what one rank does while it would wait for the other.
-- parameter / buckets: the time to average gradients that are there, one call per parameter against one per
-  bucket, which they are copied into, in two threads: few large tensors, and many small ones.
+  runs, so overlapping gains only the time that one rank would wait for the other.
+- parameter / buckets: the time to average existing gradients, one call per parameter against one per bucket
+  with the copies into it, in two threads: few large tensors, and many small ones.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DEPTH = 5
 BATCH = 32
 STEPS = 6
 TENSORS = ((25_000_000, 10), (1_000_000, 160))
-"""(float32 parameters, tensors they lie in)."""
+"""(float32 parameters, number of tensors)."""
 
 Measured = Callable[[], float]
 
@@ -50,7 +50,7 @@ def mlp() -> nn.Module:
 
 
 def rate(model: nn.Module, rank: int, meet: Callable[[], object]) -> float:
-    """Samples per second of all ranks together, as one of them sees it."""
+    """Samples per second of all ranks together, as seen by one of them."""
     x: Tensor = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(rank))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
@@ -65,7 +65,7 @@ def rate(model: nn.Module, rank: int, meet: Callable[[], object]) -> float:
 
 
 def in_threads(work: Callable[[int, ProcessGroup], float]) -> float:
-    """What rank 0 of two threads measures."""
+    """Run both ranks in threads; returns rank 0's measurement."""
     groups = local_groups(["cpu"] * WORLD_SIZE)
     seen = [0.0] * WORLD_SIZE
 
@@ -124,7 +124,7 @@ def ddp_process(rank: int, store: str, orders: Connection) -> None:
 
 @contextmanager
 def ddp() -> Iterator[Measured]:
-    """Two processes that wait on pipes for their next measurement, and cost nothing meanwhile."""
+    """Two processes that wait on pipes for their next measurement, without using a core."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe() for _ in range(WORLD_SIZE)]

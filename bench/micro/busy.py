@@ -1,10 +1,10 @@
-"""Sizes of OpenMP pools on a busy machine: fixed ones, and the one that a worker chooses for itself.
+"""Sizes of OpenMP pools on a busy machine: fixed ones, and the one that a worker chooses.
 
     python -m bench.micro.busy                              # 0, 4 and 8 busy loops, under 4 minutes
     python -m bench.micro.busy --loops 8 --model mlp --pairs 3
 
-Each size has a process of its own, for libgomp counts the threads of all pools of a process; the processes
-compute in turns. A ratio is of samples per second, of the best fixed size to the chosen one: 1.3 at most.
+Each size has its own process, for libgomp counts the threads of all pools of a process; the processes compute
+in turns. The ratio is of samples per second, the best fixed size over the chosen one: 1.3 at most.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ CHOSEN = 0
 SLICE_S = 0.5
 WARM_S = {True: 2.5, False: 0.2}  # of the chosen size, which has to be found first, and of the others
 HOPELESS = 3.0
-"""A fixed size that is so many times slower than another in the first turn is not measured again."""
+"""A fixed size that was this many times slower than another in the first turn is not measured again."""
 
 
 def compute(pipe: Connection, model: str, workers: int, size: int) -> None:
-    """The body of a process: trains for as long as it is told, and answers with samples per second."""
+    """Body of a process: trains for the requested time, and answers with samples per second."""
     torch.set_num_threads(usable_cores())
     crew = Crew([f"worker-{rank}" for rank in range(workers)])
     with tuned_process(ProcessTuning()), closing(crew):
         steps = [step_of(model) for _ in range(workers)]
         while (seconds := pipe.recv()) is not None:
-            if seconds == 0:  # a new machine
+            if seconds == 0:  # another load: new pools
                 share = max(1, usable_cores() // workers)
                 pools = [PoolSize(size or share, adapts=size == CHOSEN) for _ in range(workers)]
                 seconds = WARM_S[size == CHOSEN]
@@ -70,7 +70,7 @@ def step_of(model: str) -> Callable[[], None]:
 
 
 def train(step: Callable[[], None], pool: PoolSize, samples: int, seconds: float) -> float:
-    """What a worker of a run does with its pool; returns samples per second."""
+    """Train with a worker's choice of its pool; returns samples per second."""
     set_own_threads(pool.size)
     start = now = time.perf_counter()
     steps = 0
@@ -85,7 +85,7 @@ def train(step: Callable[[], None], pool: PoolSize, samples: int, seconds: float
 
 @contextmanager
 def busy_loops(count: int) -> Iterator[None]:
-    """Other programs, each of which takes what it can get of one core."""
+    """Other processes, each of which uses as much of a core as it gets."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -97,7 +97,7 @@ def busy_loops(count: int) -> Iterator[None]:
 
 @contextmanager
 def processes(model: str, workers: int) -> Iterator[dict[int, Connection]]:
-    """One process for each size, ready to compute."""
+    """One process per size, ready to compute."""
     context = get_context("spawn")
     with ExitStack() as stack:
         pipes: dict[int, Connection] = {}
@@ -119,7 +119,7 @@ def ask(pipe: Connection, seconds: float) -> tuple[float, list[int]]:
 def measure(
     pipes: dict[int, Connection], turns: int, draw: random.Random
 ) -> tuple[dict[int, list[float]], list[int]]:
-    """Samples per second of each size, turn by turn, and the sizes that were chosen in the end."""
+    """Samples per second of each size, turn by turn, and the sizes chosen at the end."""
     seen: dict[int, list[float]] = {size: [] for size in pipes}
     for pipe in pipes.values():
         _, chosen = ask(pipe, 0)

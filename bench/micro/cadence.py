@@ -1,9 +1,9 @@
-"""How much of the devices' time a policy keeps: throughput over the sum of the solo throughputs.
+"""Part of the devices' time that a policy keeps: throughput over the sum of the solo throughputs.
 
 A device's step is a timed wait, which releases the interpreter as a GPU's step does, inside a tiny real
-model; "pure" leaves the model out, so that what is lost is flowdp's own doing and not two threads' quarrel
-about the interpreter. Solo and together are measured in turn, in one run. Under exact a wait is as long as
-its samples are many, and a window is eight batches of each device.
+model; "pure" leaves the model out, so that the loss is flowdp's own and not due to two threads sharing the
+interpreter. Solo and together are measured in turn, in one run. Under exact a wait is proportional to its
+samples, and a window is eight batches per device.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ MIXES: dict[str, tuple[float, ...]] = {
 }
 ROUNDS = 40
 BATCH, WINDOW = 8, 8
-"""Samples of a batch; batches of a device in a window, if all were equally fast."""
+"""Samples of a batch; batches per device in a window, if all were equally fast."""
 
 ONE_THREAD = flowdp.ProcessTuning(openmp=False)
-"""Every worker keeps the process's number of OpenMP threads, which is 1 here: alone a device is no larger."""
+"""Every worker keeps the process's one OpenMP thread: a device alone gets no more."""
 
 
 def dataset(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,7 +53,7 @@ def tiny() -> nn.Module:
 
 
 class Wait:
-    """Makes each step of a rank as long as its device takes."""
+    """Makes each step of a rank take as long as on its device."""
 
     def __init__(self, ms: Sequence[float]) -> None:
         self.ms = ms
@@ -66,7 +66,7 @@ class Wait:
 
 @contextmanager
 def only_waiting(wait: Wait) -> Iterator[None]:
-    """In place of every replica's step: nothing but the wait."""
+    """Replace every replica's step by its wait."""
     loss = torch.zeros(())
 
     def add(replica: Replica, batch: Any, worker: CurrentWorker, share: float = 1.0) -> None:
@@ -86,7 +86,7 @@ def only_waiting(wait: Wait) -> Iterator[None]:
 
 
 def samples_per_s(ms: Sequence[float], policy: Policy, steps: int, pure: bool) -> float:
-    """Throughput of a whole run of so many steps, first round and end included."""
+    """Throughput of a whole run with this number of steps, first round and end included."""
     wait = Wait(ms)
     trainer = flowdp.Trainer(
         model=tiny(),
@@ -126,7 +126,7 @@ def main() -> None:
         for pure in (True,) if arguments.pure else (False, True):
             for policy in arguments.policy or ("sync", "cadence", "async", "exact"):
                 if pure and policy == "exact":
-                    continue  # its step is not to be replaced by a wait: gradients are what meets
+                    continue  # its step cannot be replaced by a wait: ranks meet to sum gradients
                 values = [efficiency(MIXES[mix], policy, pure, 1.0) for _ in range(arguments.pairs)]
                 label = f"{mix}, {policy}{', pure' if pure else ''}"
                 figures[label] = median(values)

@@ -1,12 +1,12 @@
-"""How long a checkpoint holds the devices up: the standstill, beside the bare copy of the same tensors.
+"""Time that a checkpoint stops the devices (its barrier), against a bare copy of the same tensors.
 
     python -m bench.micro.checkpoint
     python -m bench.micro.checkpoint --parameters 1 --pairs 15
 
-Two CPU devices train an MLP under AdamW. The standstill is the time between the orders to put the state down
-and the answer of the last rank, in the coordinator's event log, of a checkpoint that is asked for when the
-file before it is written; the copy is the same tensors cloned by two threads at once while the run stands
-still, all kept to the end, as a checkpoint's are.
+Two CPU devices train an MLP with AdamW. The time at the barrier is read from the coordinator's event log,
+from the orders to capture the state to the last rank's answer; each checkpoint is requested after the file
+before it was written. The copy: two threads clone the same tensors at once while the run is paused, and keep
+them to the end, as a checkpoint does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def model(width: int) -> nn.Module:
 
 
 def measure(millions: float, pairs: int) -> tuple[list[float], list[float], float]:
-    """Times in ms: how long each checkpoint held all devices up, each copy beside it, a file's median."""
+    """Times in ms: each checkpoint's barrier, each copy beside it, the median of a file."""
     width = int((millions * 1e6 / 8) ** 0.5)
     written = threading.Semaphore(0)
     copies, files = [], []
@@ -58,16 +58,16 @@ def measure(millions: float, pairs: int) -> tuple[list[float], list[float], floa
             files.append((time.perf_counter() - start) * 1e3)
             with run.paused():
                 copies.append(copy_ms([replica.optimizers[0] for replica in run._engine.replicas]))
-        told = [json.loads(line) for line in run._engine.event_log.lines()[1:]]
+        events = [json.loads(line) for line in run._engine.event_log.lines()[1:]]
         run.stop()
         run.join()
-    starts = [event["now_ms"] for event in told if '"Capture"' in json.dumps(event["commands"])]
-    ends = [event["now_ms"] for event in told if '"Save"' in json.dumps(event["commands"])]
+    starts = [event["now_ms"] for event in events if '"Capture"' in json.dumps(event["commands"])]
+    ends = [event["now_ms"] for event in events if '"Save"' in json.dumps(event["commands"])]
     return [end - start for start, end in zip(starts, ends, strict=True)], copies, median(files)
 
 
 def copy_ms(optimizers: Sequence[Optimizer]) -> float:
-    """Two threads clone what two ranks put down: AdamW's two states each, and one of them the model."""
+    """Two threads clone the state of two ranks: AdamW's two states each, and the model in one of them."""
     tensors = [
         [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
         for optimizer in optimizers
@@ -90,11 +90,11 @@ def copy_ms(optimizers: Sequence[Optimizer]) -> float:
 
 def main() -> None:
     parser = options(__doc__, pairs=9)
-    parser.add_argument("--parameters", type=float, default=25.0, help="of the model, in millions")
+    parser.add_argument("--parameters", type=float, default=25.0, help="millions of the model's parameters")
     arguments = parser.parse_args()
-    standing, copies, file_ms = measure(arguments.parameters, arguments.pairs)
+    barriers, copies, file_ms = measure(arguments.parameters, arguments.pairs)
     label = f"{arguments.parameters:g} M parameters, AdamW"
-    result = Comparison(label, "ms", ("standstill", "copy"), tuple(standing), tuple(copies))
+    result = Comparison(label, "ms", ("standstill", "copy"), tuple(barriers), tuple(copies))
     figures = {"from the wish to the file, ms": file_ms}
     report("checkpoint", [result], figures=figures, save=arguments.save)
 

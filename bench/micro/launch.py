@@ -1,15 +1,15 @@
-"""Ranks that launch many small kernels at once: threads, processes, flowdp, and each remedy of flowdp.
+"""Ranks that launch many small kernels at once: threads, processes, flowdp, and each remedy in flowdp.
 
     python -m bench.micro.launch                             # all variants, 1 to 8 ranks: some 10 minutes
     python -m bench.micro.launch --quick                     # three variants, 1 and 4 ranks: a minute
     python -m bench.micro.launch --variant flowdp --variant processes --ranks 1 --ranks 4 --seconds 2
-    python -m bench.micro.launch --width 256 --length 64     # steps that are long beside their launching
+    python -m bench.micro.launch --width 256 --length 64     # steps much longer than their launches
 
-A figure is the optimizer steps per second of all ranks together, of a GPT whose step is some 1,000 small
-kernels, with AdamW and one compute thread for each rank. Every variant lives in processes of its own, where
-it is warmed up once; then all of them are measured in turns, in random order, and stand still meanwhile. On
-CUDA the ranks take the devices there are, one after another; several may share one. A second table has the
-parts of a step, in threads and in processes: the difference is the lock. docs/gil.md reads both.
+A figure is the optimizer steps per second of all ranks together, for a GPT whose step is some 1,000 small
+kernels, with AdamW and one compute thread per rank. Every variant has its own processes, which are warmed up
+once; then all are measured in turns, in random order, and are idle meanwhile. On CUDA the ranks go round the
+devices; several may share one. A second table has the parts of a step, in threads and in processes: the
+difference is the lock. docs/gil.md discusses both.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ from flowdp.threads.crew import Crew
 TOKENS = 64
 SAMPLES = 4096
 STEPS_AHEAD = 3
-"""The host of a hand loop on CUDA waits so often: flowdp, too, has that many steps under way at most."""
+"""Steps between two waits of the host in a hand loop on CUDA; flowdp, too, keeps at most so many in
+flight.
+"""
 WARM_STEPS = 20
 WARM_S = 2.0
 SEARCH_S = 20.0
@@ -49,7 +51,7 @@ FEWEST_ROUNDS = 2
 PARTS = ("forward", "backward", "optimizer")
 
 Rate = Callable[[float], float]
-"""Measures for so many seconds, or a little longer; steps per second."""
+"""Measures for this many seconds, or a little longer; returns steps per second."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,11 @@ class Variant:
     """One way to train on several ranks.
 
     Attributes:
-        how: Who runs the ranks. A process each, a bare thread each, a Trainer, or `setup`, whose loop cuts a
-            batch of a sample for each rank.
-        is_fused: AdamW(fused=True); False: as most people write it.
+        how: Kind of ranks: a process each, a bare thread each, a Trainer, or `setup`, whose loop splits a
+            batch into a sample per rank.
+        is_fused: AdamW(fused=True); False: the default AdamW.
         is_compiled: The model goes through torch.compile.
-        has_turns: Ranks take turns to launch, where that is faster.
+        has_turns: Ranks take turns to launch where that is faster.
         options: Arguments of the Trainer, or of `setup`, beside those of every variant.
     """
 
@@ -73,7 +75,7 @@ class Variant:
 
     @property
     def missing(self) -> str:
-        """Arguments that this version of flowdp does not have, in words; empty where it has all."""
+        """Arguments that this version of flowdp lacks, in words; "" if it has all."""
         door: Callable[..., object] = flowdp.setup if self.how == "setup" else flowdp.Trainer
         unknown = self.options.keys() - signature(door).parameters.keys()
         return f"this flowdp has no {door.__name__}({', '.join(sorted(unknown))}=)" if unknown else ""
@@ -100,7 +102,7 @@ QUICK = (PROCESSES, "threads", "flowdp")
 
 @dataclass(frozen=True)
 class Task:
-    """The model, its text and where the ranks are.
+    """The model, its text and the ranks' devices.
 
     Attributes:
         device: "cpu" or "cuda".
@@ -127,9 +129,9 @@ class Task:
         """A hand loop.
 
         Args:
-            variant: Which.
-            rank: Of this loop.
-            spent_s: Takes the seconds of the host in each of `PARTS`; None: nobody asks.
+            variant: Its variant.
+            rank: Rank of this loop.
+            spent_s: Receives the seconds of the host in each of `PARTS`, if given.
         """
         device = self.devices(rank + 1)[rank]
         model = self.model(variant.is_compiled).to(device)
@@ -172,7 +174,7 @@ class Task:
             devices=self.devices(ranks),
             cadence=flowdp.CadenceOptions(max_anchor=10),
             progress=False,
-            failures=flowdp.FailureOptions(stall_timeout=None),  # it is paused for long
+            failures=flowdp.FailureOptions(stall_timeout=None),  # the pause may be long
             **variant.options,
         )
 
@@ -184,20 +186,20 @@ def adamw(parameters: Any, *, is_fused: bool) -> torch.optim.AdamW:
 # ---------------------------------------------------------------------- in a process that measures
 @contextmanager
 def hand_loops(task: Task, variant: Variant, ranks: int) -> Iterator[Rate]:
-    """Bare loops, each in a thread of its own."""
+    """Bare loops, each in its own thread."""
     with closing(Crew([f"rank-{rank}" for rank in range(ranks)])) as crew:
         loops = [task.loop(variant, rank) for rank in range(ranks)]
 
         def rate(seconds: float) -> float:
             return sum(filter(None, crew.run([partial(loop, seconds) for loop in loops])))
 
-        rate(0.0)  # what is built in a first step is built, and then as many as a warm-up wants
+        rate(0.0)  # the first step builds lazily; then the steps of the warm-up
         rate(WARM_S)
         yield rate
 
 
 def parts_ms(task: Task, ranks: int, seconds: float) -> list[float]:
-    """Milliseconds of each part of a step of one rank, while as many bare threads take steps."""
+    """Milliseconds of each part of one rank's step while this many bare threads take steps."""
     torch.set_num_threads(1)
     with closing(Crew([f"rank-{rank}" for rank in range(ranks)])) as crew:
         spent_s = [[0.0] * len(PARTS) for _ in range(ranks)]
@@ -212,7 +214,7 @@ def parts_ms(task: Task, ranks: int, seconds: float) -> list[float]:
 
 @contextmanager
 def training(task: Task, variant: Variant, ranks: int) -> Iterator[Rate]:
-    """A Trainer's run, which is paused between two measurements."""
+    """A Trainer's run, paused between two measurements."""
     run = task.trainer(variant, ranks).start()
     records = run.metrics("round")
     still = ExitStack()
@@ -222,7 +224,7 @@ def training(task: Task, variant: Variant, ranks: int) -> Iterator[Rate]:
         still.close()
         steps, wall_ms, rounds, start_s = 0, 0.0, 0, time.perf_counter()
         for record in records:
-            # The first two rounds behind a pause: one that may be short, and the wait in the time of one.
+            # The first two rounds after a pause do not count: one may be short, and one includes the wait.
             if newest is not None and record.round <= newest + 2:
                 continue
             steps, wall_ms, rounds = steps + sum(record.steps), wall_ms + record.wall_ms, rounds + 1
@@ -237,7 +239,7 @@ def training(task: Task, variant: Variant, ranks: int) -> Iterator[Rate]:
             pass
         rate(WARM_S)
         turn, start_s = run._engine.turn, time.perf_counter()
-        # Each call is measured while the number of ranks that may launch at once is searched for.
+        # Calls are measured one by one while the limit of ranks launching at once is searched for.
         while turn is not None and turn.every == 1 and time.perf_counter() - start_s < SEARCH_S:
             rate(0.0)
         try:
@@ -248,7 +250,7 @@ def training(task: Task, variant: Variant, ranks: int) -> Iterator[Rate]:
 
 @contextmanager
 def looping(task: Task, variant: Variant, ranks: int) -> Iterator[Rate]:
-    """A loop over what `setup` returns."""
+    """A loop over the objects that `setup` returns."""
     model = task.model(variant.is_compiled)
     data = texts(SAMPLES, task.length, TOKENS)[0]
     batches = [(data[start : start + ranks],) for start in range(0, SAMPLES, ranks)]
@@ -295,7 +297,7 @@ def loss_of_window(context: flowdp.LossContext) -> torch.Tensor:
 
 
 def is_searching(dp: flowdp.DataParallel) -> bool:
-    """Whether the number of ranks that may launch at once is searched for."""
+    """Whether the limit of ranks launching at once is being searched for."""
     turns = None if dp._replicas is None else dp._replicas.turns
     return turns is not None and turns.every == 1
 
@@ -304,7 +306,7 @@ DOORS = {"processes": hand_loops, "threads": hand_loops, "flowdp": training, "se
 
 
 def serve(pipe: Connection, task: Task, variant: Variant, ranks: int) -> None:
-    """The body of a process: measures whenever it is asked; a text is what went wrong."""
+    """Body of a process: measures on request; answers with a text for an error."""
     torch.set_num_threads(1)
     if not variant.has_turns:
         setattr(flowdp.engine.engine, "open_turns", lambda _: None)  # noqa: B010 - it is that module's
@@ -321,12 +323,12 @@ def serve(pipe: Connection, task: Task, variant: Variant, ranks: int) -> None:
 # ---------------------------------------------------------------------- in the process that asks
 @dataclass
 class Side:
-    """A variant on so many ranks: the processes that it lives in."""
+    """A variant on a number of ranks, with its processes."""
 
     pipes: Sequence[Connection]
 
     def ask(self, seconds: float) -> float:
-        """Measure; raises `RuntimeError` where the variant fails."""
+        """Measure; raises `RuntimeError` if the variant fails."""
         for pipe in self.pipes:
             pipe.send(seconds)
         return sum(filter(None, self.answers()))
@@ -345,13 +347,13 @@ class Side:
 
 
 def open_side(stack: ExitStack, task: Task, variant: Variant, ranks: int) -> Side:
-    """Start its processes, and wait until they are warm."""
+    """Start the processes of a side, and wait until they are warm."""
     context = get_context("spawn")
     pipes = []
     is_split = variant.how == "processes"
     for _ in range(ranks if is_split else 1):
         here, there = context.Pipe()
-        # A variant may start threads and processes of its own: not a daemon.
+        # Not a daemon: a variant may start threads and processes of its own.
         process = context.Process(target=serve, args=(there, task, variant, 1 if is_split else ranks))
         process.start()
         there.close()
@@ -369,7 +371,7 @@ def dismiss(side: Side) -> None:
         try:
             pipe.send(None)
         except OSError:
-            continue  # it has ended by itself
+            continue  # it has ended already
 
 
 Case = tuple[str, int]
@@ -377,7 +379,7 @@ Case = tuple[str, int]
 
 
 def open_sides(stack: ExitStack, task: Task, names: Sequence[str], ranks: Sequence[int]) -> dict[Case, Side]:
-    """Every variant that this flowdp and this machine have, on each number of ranks."""
+    """Every variant that this flowdp and this machine support, on each number of ranks."""
     sides: dict[Case, Side] = {}
     for name in names:
         if VARIANTS[name].missing:
@@ -411,7 +413,7 @@ def words(count: int) -> str:
 
 
 def compared(seen: Mapping[Case, Sequence[float]]) -> list[Comparison]:
-    """Each case against its own one rank, and against as many processes."""
+    """Each case against one rank of its variant, and against as many processes."""
     found = []
     for (name, count), rates in seen.items():
         others = [(words(1), (name, 1))] if count > 1 else []
@@ -425,7 +427,7 @@ def compared(seen: Mapping[Case, Sequence[float]]) -> list[Comparison]:
 
 
 def lines(seen: Mapping[Case, Sequence[float]]) -> list[str]:
-    """The table in Markdown: medians, and the medians of the ratios behind them."""
+    """The table in Markdown: medians, each followed by the median of its ratio."""
     ratios = {(one.label, one.names[1]): one.ratio for one in compared(seen)}
     names = list(dict.fromkeys(name for name, _ in seen))
     counts = sorted({count for _, count in seen})
@@ -444,14 +446,14 @@ def lines(seen: Mapping[Case, Sequence[float]]) -> list[str]:
 
 
 def measure_parts(task: Task, counts: Sequence[int], seconds: float) -> dict[str, float]:
-    """Print the parts of a step of a rank, of threads and of processes; returns figures."""
+    """Print the parts of a rank's step, for threads and for processes; returns figures."""
     figures: dict[str, float] = {}
     print("", "| ms of a step | " + " | ".join(PARTS) + " |", "|---" * 4 + "|", sep="\n")
     for count in counts:
         for how, (processes, ranks) in {"threads": (1, count), PROCESSES: (count, 1)}.items():
             with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
                 work = partial(parts_ms, task, ranks)
-                list(pool.map(work, [0.1] * processes))  # all have started, and imported torch
+                list(pool.map(work, [0.1] * processes))  # all have started and imported torch
                 measured = list(pool.map(work, [seconds] * processes))
                 found = [sum(part) / processes for part in zip(*measured, strict=True)]
             print(f"| {words(count)}, {how} | " + " | ".join(f"{ms:.2f}" for ms in found) + " |", flush=True)
@@ -465,11 +467,11 @@ def main() -> None:
     parser = options(__doc__, pairs=5)
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     parser.add_argument("--variant", action="append", choices=VARIANTS, help="only this one (may repeat)")
-    parser.add_argument("--ranks", type=int, action="append", help="so many ranks (may repeat): 1, 2, 4, 8")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of a measurement (%(default)s)")
-    parser.add_argument("--layers", type=int, default=12, help="of the GPT (%(default)s)")
-    parser.add_argument("--width", type=int, default=32, help="of the GPT (%(default)s)")
-    parser.add_argument("--length", type=int, default=8, help="tokens of its text (%(default)s)")
+    parser.add_argument("--ranks", type=int, action="append", help="number of ranks (may repeat): 1, 2, 4, 8")
+    parser.add_argument("--seconds", type=float, default=1.0, help="length of a measurement (%(default)s)")
+    parser.add_argument("--layers", type=int, default=12, help="layers of the GPT (%(default)s)")
+    parser.add_argument("--width", type=int, default=32, help="width of the GPT (%(default)s)")
+    parser.add_argument("--length", type=int, default=8, help="tokens of a text (%(default)s)")
     parser.add_argument("--quick", action="store_true", help=f"{', '.join(QUICK)} on 1 and 4 ranks, 3 turns")
     arguments = parser.parse_args()
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,7 +1,7 @@
-"""What the control plane costs: the coordinator per event, the gate per round, the simulator per run.
+"""Cost of the control plane: the coordinator per event, the gate per round, the simulator per run.
 
-The coordinator is timed on the facts of a virtual run of 8 devices, fed to a fresh machine. The gate's two
-meetings of a round stand beside those of a `threading.Barrier`, which cannot lose a member.
+The coordinator is timed on the facts of a virtual run of 8 devices, fed to a new machine. The gate's two
+meetings per round are compared with those of a `threading.Barrier`, which cannot lose a member.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SEEDS = 200
 
 
 def run_of(policy: Policy) -> World:
-    """A calm run of 8 unequal devices, 4,000 batches, rounds of some 10 steps of the slowest."""
+    """A run without faults on 8 unequal devices: 4,000 batches, rounds of about 10 steps of the slowest."""
     config = CoordinatorConfig(
         world_size=RANKS, batches=2_000, epochs=2, policy=policy, cadence=CadenceOptions(max_anchor=10)
     )
@@ -43,7 +43,7 @@ def run_of(policy: Policy) -> World:
 
 
 def coordinator_us(world: World, *, event_log: bool) -> float:
-    """Processor time of one fact in microseconds: it is one thread, and others shall not count."""
+    """Processor time per fact in microseconds: the coordinator is one thread, so others do not count."""
     machine = Coordinator(world.scenario.config)
     take = EventLog(machine).take if event_log else None
     started = thread_time()
@@ -55,7 +55,7 @@ def coordinator_us(world: World, *, event_log: bool) -> float:
 
 
 def in_threads(count: int, body: Callable[[int], None]) -> float:
-    """Microseconds that `count` threads take for a round of `body`."""
+    """Microseconds per round of `body` in `count` threads."""
     start = threading.Barrier(count + 1)
 
     def work(rank: int) -> None:
@@ -73,7 +73,7 @@ def in_threads(count: int, body: Callable[[int], None]) -> float:
 
 
 def gate_us(ranks: int) -> float:
-    """A round at the gate: enter and finish."""
+    """Microseconds of a round at the gate: enter and finish."""
     gate = Gate(ranks)
 
     def body(rank: int) -> None:
@@ -85,7 +85,7 @@ def gate_us(ranks: int) -> float:
 
 
 def barrier_us(ranks: int) -> float:
-    """A round at a barrier: two meetings."""
+    """Microseconds of a round at a barrier: two meetings."""
     barrier = threading.Barrier(ranks)
 
     def body(_rank: int) -> None:
@@ -97,7 +97,7 @@ def barrier_us(ranks: int) -> float:
 
 
 def runs_per_s() -> float:
-    """Virtual runs of drawn scenarios per second of one core."""
+    """Virtual runs of random scenarios per second of one core."""
     started = thread_time()
     for seed in range(SEEDS):
         JudgedWorld(draw(seed)).run()

@@ -1,10 +1,10 @@
-"""One CPU device of flowdp against a loop as one writes it by hand.
+"""One CPU device of flowdp against a hand-written loop.
 
-Both gather their batches from the same tensors by index, in a shuffled order. With the same
-allocator setting on both sides the difference is flowdp's own code; with the default one for the
-hand loop, as a user's loop has it, it is what flowdp brings. The setting has no way back, so there
-the hand loop runs in its own processes. "As most people write it" is AdamW without `fused=True`, on
-both sides, each in processes of its own; the other rows have a fused Adam.
+Both gather their batches from the same tensors by index, in a shuffled order. With the same allocator setting
+on both sides the difference is flowdp's own code; with the default setting for the hand loop, as in a user's
+loop, it is the gain from flowdp. The setting cannot be undone, so the hand loop then runs in its own
+processes. "As most people write it" is AdamW without `fused=True` on both sides, each in its own processes;
+the other rows have a fused Adam.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SAMPLES = 60_000  # as in Fashion-MNIST
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained."""
+    """Model, data and optimizer."""
 
     make: Callable[[], nn.Module]
     data: Callable[[], tuple[Tensor, ...]]
@@ -44,7 +44,7 @@ class Task:
 
 TASKS = {
     **{name: Task(make, partial(images, SAMPLES), classify, size) for name, (make, size) in MODELS.items()},
-    # About 1,000 small kernels a step: 12 layers of little work.
+    # About 1,000 small kernels per step: 12 small layers.
     "gpt": Task(partial(Gpt, 12, 32, 4, 8, 64), partial(texts, 4096, 8, 64), predict_next, 1),
 }
 
@@ -61,7 +61,7 @@ Make = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 
 class Clock:
-    """A loss that notes when step `WARM_UP` and the last one begin."""
+    """A loss that records the start of step `WARM_UP` and of the last one."""
 
     def __init__(self, steps: int, loss: Callable[[nn.Module, Any], Tensor]) -> None:
         self._loss = loss
@@ -83,7 +83,7 @@ class Clock:
 
 
 def hand_ms(name: str, steps: int, make: Make = fused_adam) -> float:
-    """Milliseconds of a step of the hand loop."""
+    """Milliseconds per step of the hand loop."""
     task = TASKS[name]
     data, model, clock = task.data(), task.make(), Clock(steps, task.loss)
     optimizer = make(model.parameters())
@@ -101,7 +101,7 @@ def hand_ms(name: str, steps: int, make: Make = fused_adam) -> float:
 
 
 def flowdp_ms(name: str, steps: int, make: Make = fused_adam) -> float:
-    """Milliseconds of a step of flowdp on one device."""
+    """Milliseconds per step of flowdp on one device."""
     task = TASKS[name]
     clock = Clock(steps, task.loss)
     flowdp.Trainer(
@@ -118,7 +118,7 @@ def flowdp_ms(name: str, steps: int, make: Make = fused_adam) -> float:
 
 
 def null_step_us(steps: int = 20_000) -> float:
-    """Microseconds of flowdp's own code in a step that does nothing: no batch is gathered, no model runs."""
+    """Microseconds of flowdp's own code in a step that does nothing: no batch gathered, no model run."""
     add, step, take = Replica.add, Replica.step, TensorSource.take
     loss = torch.zeros(())
     nothing: dict[str, Any] = {"add": lambda *_: None, "step": lambda *_: loss, "take": lambda *_: ()}
@@ -145,7 +145,7 @@ def null_step_us(steps: int = 20_000) -> float:
 def fresh_ms(
     measure: Callable[..., float], name: str, steps: int, make: Make = fused_adam, *, tuned: bool = False
 ) -> float:
-    """A side in a new process, where the other one has left no threads; `tuned`: with flowdp's allocator."""
+    """Measure a side in a new process, free of the other side's threads; `tuned`: with flowdp's allocator."""
     start = keep_freed_memory if tuned else None
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=start) as pool:
         return pool.submit(measure, name, steps, make).result()
@@ -157,7 +157,7 @@ def main() -> None:
     arguments = parser.parse_args()
     pairs = 5 if arguments.quick else arguments.pairs
     results: list[Comparison] = []
-    # Before this process takes the allocator's setting, for it has no way back.
+    # Before this process sets its allocator, which cannot be undone.
     own_pairs = 3 if arguments.quick else 7
     for name, steps in (("mlp", 600), ("wide cnn", 60)):
         results.append(

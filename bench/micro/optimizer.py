@@ -1,7 +1,7 @@
-"""A step of a replica whose optimizer steps flat memory, against one that steps parameter by parameter.
+"""A replica's step with an optimizer on flat memory, against one parameter by parameter.
 
-Forward, backward, the optimizer and zeroing, of one rank on one compute thread, without reading batches. The
-smallest model shows the looks that flat memory costs at each step, the GPT what it saves.
+Forward, backward, optimizer and zeroing of one rank on one compute thread, without reading batches. The
+smallest model shows the cost of flat memory's checks at each step, the GPT its gain.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
 
 
 def tiny() -> nn.Module:
-    """784-4-10, four parameters: nearly nothing but calls."""
+    """784-4-10, four parameters: hardly anything but calls."""
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 4), nn.Linear(4, 10))
 
 

@@ -1,6 +1,6 @@
-"""What the settings of `flowdp.device.process_tuning` bring on this machine's CPU.
+"""Gains from the settings of `flowdp.device.process_tuning` on this machine's CPU.
 
-Every measurement runs in a process of its own: the allocator's thresholds have no way back.
+Every measurement runs in its own process: the allocator's thresholds cannot be reset.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def training_step(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
 
 
 def measured(step: Callable[[], None], *, steps: int) -> Measured:
-    """Measure `steps` calls, in the calling thread."""
+    """Measure `steps` calls in the calling thread."""
     for _ in range(10):
         step()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -68,7 +68,7 @@ def measured(step: Callable[[], None], *, steps: int) -> Measured:
 def in_threads(
     step_of: Callable[[], Callable[[], None]], *, workers: int, threads: int, steps: int
 ) -> Measured:
-    """Measure in `workers` threads at once; the mean of what they see."""
+    """Measure in `workers` threads at once; returns the mean."""
     seen: list[Measured] = []
     start = threading.Barrier(workers)
 
@@ -94,9 +94,9 @@ def malloc(tuned: bool) -> Measured:
 
 
 def openmp(tuned: bool) -> Measured:
-    """The small MLP in one worker thread with all cores, beside a main thread that has a pool."""
+    """The small MLP in one worker thread with all cores, beside a main thread with a pool of its own."""
     torch.set_num_threads(usable_cores())
-    torch.ones(1 << 22).add_(1)  # big enough for a parallel region: the pool is alive now
+    torch.ones(1 << 22).add_(1)  # large enough for a parallel region: the pool exists now
     if tuned:
         pause_openmp()
     return in_threads(small_mlp_step, workers=1, threads=usable_cores(), steps=400)
@@ -113,7 +113,7 @@ def two_workers(tuned: bool) -> Measured:
 def beside_python(tuned: bool) -> Measured:
     """The small MLP in one worker thread, beside a thread of pure Python: a dataset's `__getitem__`, say.
 
-    The worker lets go of the interpreter in every kernel, and gets it back after one interval each time.
+    The worker releases the interpreter in every kernel, and waits one switch interval to get it back.
     """
     torch.set_num_threads(1)
     if tuned:

@@ -1,8 +1,7 @@
 """`setup` on one device against the same loop without it.
 
-Both sides run one loop over the same batches, with the same settings of the process; what differs is the
-module that is called, and the optimizer's hooks. With `--windows` it is `epoch`, `forward_batch` and `step`
-instead.
+Both sides run one loop over the same batches, with the same settings of the process; only the module called
+and the optimizer's hooks differ. `--windows` measures `epoch`, `forward_batch` and `step` instead.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def batches(batch_size: int) -> list[Batch]:
 
 
 def loop_ms(name: str, steps: int, *, is_setup: bool) -> float:
-    """Milliseconds of a step of a loop as one writes it."""
+    """Milliseconds per step of a plain loop."""
     make, batch_size = MODELS[name]
     model = make()
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
@@ -50,7 +49,7 @@ def loop_ms(name: str, steps: int, *, is_setup: bool) -> float:
 
 
 def window_ms(name: str, steps: int, *, is_setup: bool) -> float:
-    """Milliseconds of a step by `epoch`, `forward_batch` and `step`, or as above."""
+    """Milliseconds per step with `epoch`, `forward_batch` and `step`, or of the plain loop."""
     if not is_setup:
         return loop_ms(name, steps, is_setup=False)
     make, batch_size = MODELS[name]
@@ -91,7 +90,7 @@ class _Nothing(nn.Module):
 
 
 def own_us() -> float:
-    """Microseconds of flowdp's own code in a step: a call of a module that does nothing, and a step."""
+    """Microseconds of flowdp's own code in a step: a call of an empty module, and a step."""
     x, least = torch.zeros(4), []
     for is_setup in (True, False):
         model: nn.Module = _Nothing()

@@ -1,15 +1,14 @@
-"""The matrix of failures: each fault at each place of each kind of run, and what the user gets.
+"""The matrix of failures: each fault at each place of each kind of run, and its effect for the user.
 
 ::
 
     python -m bench.reliability.failures --seconds 600      until the time is up
     python -m bench.reliability.failures --case error-backward-sync-2-local-middle-1
 
-A case passes when `join()` raises the right error within 2 s of the fault (of a stall: of being seen as
-one), with the rank, its step and the original as the cause, or when the run goes on as it was asked to, with
-every sample of every epoch; when no rank but the one that is held is anywhere then; when, with the gate open
-that held it, no thread is left; and when nothing was said twice. Cases that mostly wait are tried side by
-side.
+A case passes when `join()` raises the right error within 2 s of the fault (of a stall: of its detection),
+with the rank, its step and the original error as the cause; or when the run continues as requested, with
+every sample of every epoch. Then only a rank held by the fault may be alive, no thread is left when it is
+released, and nothing is logged twice. Cases that mostly wait run side by side.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ LEAVE_S = 5.0
 
 @dataclass(slots=True)
 class Report:
-    """What came of the cases.
+    """Results of the cases.
 
     Attributes:
-        cases: Tried, by fault and site.
-        slowest_s: From fault to error, by fault and site.
-        failures: Of those that did not pass, the case and what was wrong.
+        cases: Number of cases by fault and site.
+        slowest_s: Longest time from fault to error, by fault and site.
+        failures: Failed cases, with their errors.
     """
 
     cases: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -52,16 +51,16 @@ class Report:
     failures: list[tuple[Case, str]] = field(default_factory=list)
 
 
-# ---------------------------------------------------------------- many
+# ---------------------------------------------------------------- many cases
 def matrix(
     cases: Sequence[Case], seconds: float = 1e9, tell: Callable[[Case, str], None] = lambda *_: None
 ) -> Report:
-    """Try cases in their order until the time is up.
+    """Try cases in order until the time is up.
 
     Args:
-        cases: Which.
-        seconds: To begin new ones in.
-        tell: Called with each that does not pass, and what was wrong.
+        cases: The cases.
+        seconds: Time in which new ones begin.
+        tell: Called with each failed case and its errors.
     """
     report, end_s = Report(), time.monotonic() + seconds
     with listening() as said, ThreadPoolExecutor(SIDE_BY_SIDE, "side by side") as pool:
@@ -107,7 +106,7 @@ def matrix(
 
 
 def _left(before: Sequence[threading.Thread]) -> list[str]:
-    """Threads of flowdp that do not end."""
+    """Names of new flowdp threads that do not end."""
     fresh = [one for one in threading.enumerate() if one not in before and one.name.startswith("flowdp")]
     end_s = time.monotonic() + LEAVE_S
     for thread in fresh:
@@ -116,12 +115,12 @@ def _left(before: Sequence[threading.Thread]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try cases, print the table; 1 where one did not pass."""
+    """Try cases and print the table; returns 1 if one failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=1e9, help="time to begin new cases in")
-    parser.add_argument("--cases", type=int, help="how many at most; all without it")
-    parser.add_argument("--seed", type=int, default=0, help="of their order (%(default)s)")
-    parser.add_argument("--case", metavar="NAME", help="this one alone")
+    parser.add_argument("--cases", type=int, help="at most this many (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of their order (%(default)s)")
+    parser.add_argument("--case", metavar="NAME", help="only this case")
     parser.add_argument("--save", action="store_true", help="write the record to bench/results")
     options = parser.parse_args(arguments)
     cases = [case for case in all_cases() if options.case in (None, case.name)]

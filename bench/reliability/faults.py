@@ -1,7 +1,7 @@
-"""Faults for tiny runs: where one happens, in which rank, at which step, and what holds it.
+"""Faults for tiny runs: their kind, place, rank and step.
 
-A `Fault` lies in everything that a user hands to a run (loss, optimizer, dataset, collate function,
-callbacks, model factory, evaluation), and goes off at the place that its `Case` names.
+A `Fault` is built into every object that a user passes to a run (loss, optimizer, dataset, collate function,
+callbacks, model factory, evaluation), and strikes at the place given by its `Case`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torch.utils.data import Dataset
 import flowdp
 from flowdp.options import Backend, Policy
 
-__all__ = ["ALL", "EPOCHS", "SAMPLES", "STALL_TIMEOUT_S", "WHOEVER", "Case", "Fault", "Injected", "all_cases"]
+__all__ = ["ALL", "ANY", "EPOCHS", "SAMPLES", "STALL_TIMEOUT_S", "Case", "Fault", "Injected", "all_cases"]
 
-SAMPLES, BATCH_SIZE, EPOCHS, EVALUATED = 94, 4, 2, 10  # no last part of any window is a single sample
+SAMPLES, BATCH_SIZE, EPOCHS, EVALUATED = 94, 4, 2, 10  # so that the last part of no window is a single sample
 STALL_TIMEOUT_S = 0.3
 HELD_S = 60.0
-"""A gate that nobody opens opens by itself."""
+"""A gate that is not opened opens by itself after this time."""
 
 POLICIES: tuple[Policy, ...] = ("sync", "cadence", "async", "exact")
 BACKENDS: tuple[Backend, ...] = ("local", "cpu")
 IN_A_STEP = ("forward", "backward", "step")
 WHENS = ("first", "middle", "last")
-WHOEVER, ALL = -1, -2
+ANY, ALL = -1, -2
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,15 @@ class Case:
 
     Attributes:
         fault: "error", "exit" (SystemExit), "stall", "nan" or "oom".
-        site: Where.
-        policy: Of the run.
-        devices: Of the run.
-        backend: Of the run.
+        site: Place of the fault.
+        policy: Policy of the run.
+        devices: Number of devices.
+        backend: Backend of the run.
         when: At the first, a middle or the last step, call or device.
-        rank: In which rank; WHOEVER comes there; ALL of them, and from there on.
-        asked: What else the run is told: "continue", "quarantine" and "raise" are its options; with "ends"
-            the callback ends it; with "held" a callback does not return meanwhile.
+        rank: Rank of the fault; ANY: the first to reach it; ALL: each, from there on.
+        asked: Options of the run: "continue", "quarantine" and "raise" are flowdp's; with "ends" the
+            callback's
+            error ends the run; with "held" a callback does not return meanwhile.
     """
 
     fault: str
@@ -59,19 +60,19 @@ class Case:
     devices: int
     backend: Backend
     when: str
-    rank: int = WHOEVER
+    rank: int = ANY
     asked: str = ""
 
     @property
     def name(self) -> str:
-        """What `--case` takes."""
-        rank = {WHOEVER: "any", ALL: "all"}.get(self.rank, str(self.rank))
+        """Name of the case, for `--case`."""
+        rank = {ANY: "any", ALL: "all"}.get(self.rank, str(self.rank))
         words = (self.fault, self.site, self.policy, self.devices, self.backend, self.when, rank, self.asked)
         return "-".join(map(str, words)).rstrip("-")
 
     @property
     def waits(self) -> bool:
-        """Whether it is mostly waiting, so that several may be tried side by side."""
+        """Whether it mostly waits, so that several can run side by side."""
         return self.fault == "stall" or self.asked == "held"
 
 
@@ -86,9 +87,9 @@ def all_cases() -> list[Case]:
 
 
 def _faults(policy: Policy, devices: int) -> Iterator[tuple[Any, ...]]:
-    """The faults of one kind of run: the fields of the cases, but for those of the run."""
-    each_rank = [*product(("first", "middle"), range(devices)), ("last", WHOEVER)]
-    one_rank = [("first", devices - 1), ("middle", devices - 1), ("last", WHOEVER)]
+    """Faults of one kind of run: the fields of the cases without those of the run."""
+    each_rank = [*product(("first", "middle"), range(devices)), ("last", ANY)]
+    one_rank = [("first", devices - 1), ("middle", devices - 1), ("last", ANY)]
     goes_on = devices > 1 and policy in ("sync", "cadence")
     for site in IN_A_STEP:
         yield from (("error", site, *where) for where in each_rank)
@@ -101,7 +102,7 @@ def _faults(policy: Policy, devices: int) -> Iterator[tuple[Any, ...]]:
     for when in WHENS:
         yield from (("stall", "callback", when),)
         yield from ((fault, "callback", when) for fault in ("error", "exit"))
-        yield from ((fault, "callback", when, WHOEVER, "ends") for fault in ("error", "exit"))
+        yield from ((fault, "callback", when, ANY, "ends") for fault in ("error", "exit"))
         yield from ((fault, "factory", when) for fault in ("error", "exit"))
     yield from product(("error", "exit", "stall"), ("on_checkpoint",), ("first", "last"))
     for asked in ("quarantine", "raise"):
@@ -110,23 +111,23 @@ def _faults(policy: Policy, devices: int) -> Iterator[tuple[Any, ...]]:
 
 
 class Injected(Exception):
-    """What goes off."""
+    """The error raised by a fault."""
 
 
 class Fault:
-    """A case's fault, and the run in which it lies.
+    """A case's fault, and its run.
 
     Args:
-        case: Which.
-        folder: For checkpoints; None: the run writes none.
+        case: The case.
+        folder: Folder for checkpoints; None: the run writes none.
 
     Attributes:
-        struck_s: When it went off (of several ranks, in the last one); None before.
-        raised: What it has raised.
-        rank: In which rank, where it was in one.
+        struck_s: Time of the fault (of several ranks, the last); None before.
+        raised: The error that it raised.
+        rank: Its rank, if it was in a rank's step.
         local_step: Steps of that rank before.
-        epoch: Of that rank's step.
-        samples: Of the batch, as indices, where they are known.
+        epoch: Epoch of that rank's step.
+        samples: Indices of the batch, if known.
         gate: Holds a stall, and a held callback.
     """
 
@@ -140,20 +141,21 @@ class Fault:
         self.samples: tuple[int, ...] = ()
         self.gate = threading.Event()
         self._folder = folder
-        self._lock = threading.Lock()  # lets it go off once; guards the counts
+        self._lock = threading.Lock()  # makes it strike once; guards the counts
         self._calls: Counter[str] = Counter()
         self._struck: set[int] = set()  # ranks
-        self._batches: dict[int, tuple[int, ...]] = {}  # of each rank, the last one
+        self._batches: dict[int, tuple[int, ...]] = {}  # last batch of each rank
 
     def trainer(self) -> flowdp.Trainer:
-        """A run of two epochs in which it lies."""
+        """A run of two epochs with this fault."""
         case = self.case
         callbacks: list[flowdp.Callback] = []
         if case.site == "callback" or case.asked == "held":
             callbacks.append((Ending if case.asked == "ends" else Watching)(self))
         torch.manual_seed(0)
         x = torch.randn(SAMPLES, 2)
-        # Where a run goes on without a rank, its batches are gathered anew, or were kept when they were read.
+        # If the run continues without a rank, its batches are gathered anew, or were kept when they were
+        # read.
         is_read = case.site in ("getitem", "collate") or (case.asked, case.backend) == ("continue", "cpu")
         if case.site == "on_checkpoint":
             callbacks.append(flowdp.OnCheckpoint(self._on_checkpoint))
@@ -173,9 +175,9 @@ class Fault:
             policy=case.policy,
             runtime=flowdp.RuntimeOptions(
                 backend=case.backend,
-                # By speed, a part might come to one sample, which could not be halved.
+                # By speed, a part might be a single sample, which cannot be halved.
                 partition_ratios=[1 / case.devices] * case.devices if case.policy == "exact" else None,
-                # These are tried side by side, and the settings are the process's.
+                # These run side by side, and the settings are those of the process.
                 tune_process=not case.waits,
             ),
             cadence=flowdp.CadenceOptions(anchor=2, max_anchor=3),
@@ -186,7 +188,7 @@ class Fault:
                 stall_timeout=STALL_TIMEOUT_S,
                 on_failure="continue" if case.asked == "continue" else "raise",
                 on_nan="raise" if case.asked == "raise" else "quarantine",
-                check_loss=False,  # faults are for steps
+                check_loss=False,  # the faults are in steps
             ),
             progress=False,
         )
@@ -203,9 +205,9 @@ class Fault:
         return out * float("nan") if is_bad else out
 
     def in_step(self, site: str, worker: Any) -> bool:
-        """A place in a rank's step; whether its loss is to be no number."""
+        """A place in a rank's step; returns whether its loss becomes NaN."""
         case, rank = self.case, worker.rank
-        if case.site != site or case.rank not in (rank, WHOEVER, ALL):
+        if case.site != site or case.rank not in (rank, ANY, ALL):
             return False
         if case.when == "first":
             # Under "exact" the optimizer steps at the gate, and the step is counted by then.
@@ -219,7 +221,7 @@ class Fault:
         return (is_there or rank in self._struck) and self._strike(worker)
 
     def read(self, site: str, numbers: Sequence[int]) -> None:
-        """These samples are read, in their order."""
+        """A place in reading: these samples are read, in order."""
         first, last = 0 in numbers, SAMPLES - 1 in numbers
         epoch = self._count(f"{site} begins") if first else self._calls[f"{site} begins"] - 1
         places = {"first": first and epoch == 0, "middle": first, "last": last}
@@ -253,24 +255,24 @@ class Fault:
             self._strike()
 
     def called_back(self, when: str) -> None:
-        """A callback is called."""
+        """A place in a callback."""
         if self.case.asked == "held":
             self.gate.wait(HELD_S)
         elif self.case.when == when:
             self._strike()
 
-    # ---------------------------------------------------------------- going off
+    # ---------------------------------------------------------------- striking
     def _count(self, what: str) -> int:
-        """How often it was called before."""
+        """Number of earlier calls."""
         with self._lock:
             self._calls[what] += 1
             return self._calls[what] - 1
 
     def _strike(self, worker: Any = None) -> bool:
-        """Go off; whether the loss is to be no number."""
+        """Strike, if not done yet; returns whether the loss becomes NaN."""
         case = self.case
         with self._lock:
-            rank = WHOEVER if worker is None else worker.rank
+            rank = ANY if worker is None else worker.rank
             if self.struck_s is not None and case.rank != ALL:
                 return False
             if rank not in self._struck:
@@ -288,7 +290,7 @@ class Fault:
         return case.fault == "nan"
 
 
-# ---------------------------------------------------------------- what it lies in
+# ---------------------------------------------------------------- the objects that hold it
 class Backward(torch.autograd.Function):
     """A place in the backward of a loss."""
 
@@ -346,6 +348,6 @@ class Watching(flowdp.Callback):
 
 
 class Ending(Watching):
-    """One whose error ends the run."""
+    """A callback whose error ends the run."""
 
     ends_run: ClassVar[bool] = True

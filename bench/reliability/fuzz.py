@@ -4,9 +4,8 @@
 
     python -m bench.reliability.fuzz --mutations 100000
 
-Half of the files get right checksums after the mutation, so that it is the parsers that meet them. The files
-are read in a forked process with little memory: what crashes, hangs or raises something else is written down
-with its seed.
+Half of the files get right checksums after the mutation, so that the parsers see them. The files are read in
+a forked process with little memory; a crash, a hang or any other error is recorded with the seed.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from flowdp.replica.learning_rate import LearningRate
 
 __all__ = ["Report", "files", "fuzz", "mutated"]
 
-MEMORY = 1 << 29  # bytes that a reader may ask for, beyond what the process has
+MEMORY = 1 << 29  # bytes that a reader may allocate
 HANG_S = 5.0
 ODD = (
     0,
@@ -70,11 +69,11 @@ Reader = Callable[[Path], Any]
 
 @dataclass(slots=True)
 class Report:
-    """What came of the mutations.
+    """Results of the mutations.
 
     Attributes:
-        counts: How many were read as before, read with other values (right checksums alone), or refused.
-        failures: Seed and what happened, of all others.
+        counts: Files read as before, read with other values (only with right checksums), or refused.
+        failures: Seed and error of all others.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -83,9 +82,9 @@ class Report:
 
 # ---------------------------------------------------------------- files and mutations
 def files(folder: Path) -> list[bytes]:
-    """Real checkpoints, small: one rank and two, with and without an open epoch."""
+    """Small real checkpoints: of one rank and of two, with and without an open epoch."""
     made = []
-    torch.manual_seed(0)  # a seed of a mutation is one in any process
+    torch.manual_seed(0)  # so that a mutation's seed means the same in any process
     for world_size in (1, 2):
         module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
         optimizer = torch.optim.AdamW(module.parameters(), 0.1)
@@ -127,7 +126,7 @@ def files(folder: Path) -> list[bytes]:
 
 
 def mutated(seed: int, originals: Sequence[bytes]) -> tuple[bytes, int, bool]:
-    """A mutation: its bytes, the number of its original, whether it has a right checksum."""
+    """Make a mutation: its bytes, the number of its original, and whether its checksums are right."""
     draw = random.Random(seed)
     number = draw.randrange(len(originals))
     is_sealed = draw.random() < 0.5
@@ -140,7 +139,7 @@ def mutated(seed: int, originals: Sequence[bytes]) -> tuple[bytes, int, bool]:
 
 
 def _seal(content: bytearray) -> None:
-    """Give all records of an archive that can be found the checksums of their bytes."""
+    """Set the checksums of all records found in an archive."""
     for entry in _all(content, b"PK\x01\x02"):
         if len(content) < entry + 46:
             continue
@@ -195,7 +194,7 @@ def _opcode(draw: random.Random, content: bytearray, _other: bytes) -> None:
 
 
 def _number(draw: random.Random, content: bytearray, _other: bytes) -> None:
-    """A size, offset or stride in the pickle."""
+    """Change a size, offset or stride in the pickle."""
     places = [place + 1 for opcode in (b"K", b"M", b"J") for place in _all(content[:-1], opcode)]
     if places:
         content[draw.choice(places)] = draw.choice((0, 1, 2, 3, 0x7F, 0xFF))
@@ -214,13 +213,13 @@ def _all(content: bytes | bytearray, part: bytes) -> list[int]:
 
 # ---------------------------------------------------------------- reading them
 def fuzz(mutations: int, *, first: int = 0, hang_s: float = HANG_S, reader: Reader = read) -> Report:
-    """Read so many mutations in forked processes.
+    """Read mutations in forked processes.
 
     Args:
-        mutations: How many.
+        mutations: Number of mutations.
         first: Seed of the first.
-        hang_s: Time after which one hangs.
-        reader: What reads a file.
+        hang_s: Time after which a file counts as a hang.
+        reader: Function that reads a file.
     """
     report = Report()
     seed, end = first, first + mutations
@@ -240,7 +239,7 @@ def _run_child(
     reader: Reader,
     report: Report,
 ) -> int:
-    """Read mutations in one process until it ends; the seed to go on with."""
+    """Read mutations in one process until it ends; returns the next seed."""
     source, sink = os.pipe()
     child = os.fork()
     if child == 0:
@@ -255,11 +254,11 @@ def _run_child(
             rest = b""
             while seed < end:
                 if not select.select([pipe], [], [], hang_s)[0]:
-                    report.failures.append((seed, f"hangs for {hang_s:g} s"))
+                    report.failures.append((seed, f"no answer for {hang_s:g} s"))
                     return seed + 1
                 said = pipe.read(1 << 16)
                 if not said:
-                    report.failures.append((seed, "the process is gone"))
+                    report.failures.append((seed, "the process died"))
                     return seed + 1
                 *lines, rest = (rest + said).split(b"\n")
                 for line in lines:
@@ -279,8 +278,8 @@ def _note(report: Report, seed: int, said: str) -> None:
 
 
 def _child(seeds: range, originals: Sequence[bytes], folder: Path, reader: Reader, sink: int) -> None:
-    torch.set_num_threads(1)  # the threads of the parent are not here
-    warnings.simplefilter("ignore")  # torch's, about what stands in the mutated pickles
+    torch.set_num_threads(1)  # a fork has none of the parent's threads
+    warnings.simplefilter("ignore")  # torch warns about objects in the mutated pickles
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -309,15 +308,15 @@ def _judged(path: Path, reader: Reader, expected: str) -> str:
 
 
 def _shown(state: Any) -> str:
-    """All values as text; looks at every element."""
+    """All values as text, which reads every element."""
     leaves = tree_leaves(state)
     return repr([leaf.tolist() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fuzz, print what came of it, keep what failed; 1 where something did."""
+    """Fuzz, print the counts and save the failures; returns 1 if there were any."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--mutations", type=int, default=100_000, help="how many (%(default)s)")
+    parser.add_argument("--mutations", type=int, default=100_000, help="number of mutations (%(default)s)")
     parser.add_argument("--first", type=int, default=0, help="seed of the first one (%(default)s)")
     parser.add_argument("--failures", type=Path, default=Path("fuzz_failures.txt"), help="file (%(default)s)")
     options = parser.parse_args(arguments)
@@ -330,7 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{options.mutations:,} mutations in {took_s:.1f} s, {options.mutations / took_s:,.0f} per second")
     if report.failures:
         options.failures.write_text("".join(f"{seed}\t{what}\n" for seed, what in report.failures))
-        print(f"seeds and what happened: {options.failures}")
+        print(f"seeds and errors: {options.failures}")
     return 1 if report.failures else 0
 
 

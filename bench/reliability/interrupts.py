@@ -5,7 +5,7 @@
     python -m bench.reliability.interrupts                    every line once, for each policy
     python -m bench.reliability.interrupts --every 10         every tenth
 
-The signal is a real one, raised in front of a line of flowdp's code on the way through `start()`.
+The signal is a real one, raised before a line of flowdp's code in `start()`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class _Ones(Dataset[torch.Tensor]):
 
 class _Listener(flowdp.Callback):
     def on_epoch_end(self, metrics: flowdp.EpochMetrics) -> None:
-        """Have the run start the thread of its callbacks."""
+        """A callback, so that the run starts the thread of its callbacks."""
 
 
 def make(folder: Path, **options: Any) -> flowdp.Trainer:
-    """A trainer whose runs have threads of all kinds, a folder, an event log and SIGTERM's handler."""
+    """A trainer whose runs have all kinds of threads, a folder, an event log and a SIGTERM handler."""
     given: dict[str, Any] = {
         "model": torch.nn.Linear(1, 1), "optimizer": lambda params: torch.optim.SGD(params, 1e-3),
         "loss": lambda model, batch: (model(batch) - batch).square().mean(), "dataset": _Ones(),
@@ -59,9 +59,9 @@ def make(folder: Path, **options: Any) -> flowdp.Trainer:
 
 @contextmanager
 def _traced(each: Callable[[FrameType], None]) -> Iterator[None]:
-    """Call a function in front of each line of flowdp that this thread comes to, but in no finalizer.
+    """Call a function before each line of flowdp run by this thread, except in finalizers.
 
-    A finalizer runs wherever there happens to be garbage, and Python drops what is raised in it.
+    A finalizer runs at any allocation, and Python drops its errors.
     """
 
     def local(frame: FrameType, event: str, _: Any) -> Any:
@@ -83,9 +83,9 @@ def _traced(each: Callable[[FrameType], None]) -> Iterator[None]:
 
 
 def places(trainer: flowdp.Trainer) -> list[str]:
-    """Each line on the way through a start that resumes, in the order of their first time."""
+    """Lines of flowdp in a start that resumes, in the order of their first run."""
     seen: dict[str, None] = {}
-    for _ in range(2):  # the first start has nothing to resume, and makes what the process keeps
+    for _ in range(2):  # the first start has nothing to resume, and creates objects that the process keeps
         seen.clear()
         with _traced(lambda frame: seen.setdefault(_place(frame))):
             run = trainer.start()
@@ -95,10 +95,10 @@ def places(trainer: flowdp.Trainer) -> list[str]:
 
 
 def interrupt(trainer: flowdp.Trainer, place: str) -> list[str] | None:
-    """Start, with a Ctrl-C when a place is first reached; returns what is wrong afterwards.
+    """Start, with a Ctrl-C when a line is first reached.
 
     Returns:
-        None if this start did not come there: not every one waits or measures as the one before.
+        The errors found; None if this start did not reach the line, as waits and measurements differ.
 
     Threads:
         The main one.
@@ -132,7 +132,7 @@ def interrupt(trainer: flowdp.Trainer, place: str) -> list[str] | None:
         run.stop()
         run.join()
     except Exception as error:
-        wrong.append(f"it does not start again: {type(error).__name__}: {error}")
+        wrong.append(f"the trainer does not start again: {type(error).__name__}: {error}")
     return [f"a Ctrl-C at {place}: {text}" for text in wrong]
 
 
@@ -141,7 +141,7 @@ def _place(frame: FrameType) -> str:
 
 
 def _process() -> tuple[Any, ...]:
-    """What a start changes in the process."""
+    """State of the process that a start changes."""
     return (
         sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("flowdp-")),
         signal.getsignal(signal.SIGTERM),
@@ -152,7 +152,7 @@ def _process() -> tuple[Any, ...]:
 
 
 def main() -> int:
-    """Sweep over the lines and print what is wrong."""
+    """Interrupt at each line and print the errors."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--every", type=int, default=1, metavar="N", help="every N-th line")
     every = parser.parse_args().every
@@ -167,7 +167,7 @@ def main() -> int:
                 for text in wrong or ():
                     failed += 1
                     print(f"{policy}: {text}")
-    print(f"{tried} interrupts, {failed} faults; {missed} starts took another way")
+    print(f"{tried} interrupts, {failed} faults; {missed} starts did not reach the line")
     return 1 if failed else 0
 
 

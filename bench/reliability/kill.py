@@ -1,13 +1,13 @@
-"""Training that is killed again and again, and goes on: what is lost, and what comes of it in the end.
+"""Training that is killed again and again, and resumed: lost work, and the model at the end.
 
 ::
 
     python -m bench.reliability.kill --kills 200
 
-Each life is a forked process that resumes the run of the one before. It dies by SIGKILL: at any moment, soon
-after its start, in the middle of a write, or before a given call of it. After some deaths a cut power is
-played, too: there is a newer file then, of which the disk has a part only. What the model of each checkpoint
-has counted is compared with what its position says.
+Each life is a forked process that resumes the run of the life before. It dies by SIGKILL: at any moment, soon
+after its start, in the middle of a write, or before a given call of it. After some deaths a power failure is
+simulated, too: a newer file of which only a part is on the disk. The samples counted by the model of each
+checkpoint are compared with the checkpoint's position.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from flowdp.options import Policy
 
 __all__ = ["Report", "kill"]
 
-MOST_DEATHS = 15  # of one run; then it is let live
-TORN_EVERY = 4  # deaths, about
+MOST_DEATHS = 15  # of one run; its next life is not killed
+TORN_EVERY = 4  # deaths, on average
 FEW_MS = 4 / 60_000  # in minutes
 
 POLICIES: tuple[Policy, ...] = ("sync", "cadence", "async", "exact")
 EVERY: tuple[tuple[float, Any], ...] = ((1, "step"), (7, "step"), (FEW_MS, "minute"), (1, "epoch"))
 POINTS = ("open", "read back", "rename", "sync folder", "clean up", "remove old")
-"""Calls of a write before which a life ends itself, in their order."""
+"""Calls of a write before which a life kills itself, in their order."""
 
 
 @dataclass(slots=True)
 class Report:
-    """What came of the kills.
+    """Results of the kills.
 
     Attributes:
-        hits: Kills by what they were aimed at.
+        hits: Number of kills by their aim.
         counts: Runs, lives that resumed, files found and refused.
-        faults: What must not be, in words.
+        faults: Errors, as text.
     """
 
     hits: Counter[str] = field(default_factory=Counter)
@@ -59,14 +59,14 @@ class Report:
     faults: list[str] = field(default_factory=list)
 
 
-# ---------------------------------------------------------------- what is there after it
+# ---------------------------------------------------------------- the folder after a life
 class Folder:
-    """The checkpoints of a run, as they lie there between two lives.
+    """The checkpoints of a run between two lives.
 
     Args:
         path: The folder.
-        plan: Of the run.
-        report: Takes what is wrong.
+        plan: Plan of the run.
+        report: Receives the faults.
     """
 
     def __init__(self, path: Path, plan: Plan, report: Report) -> None:
@@ -79,7 +79,7 @@ class Folder:
         self._left: set[tuple[Path, int, int]] = set()
 
     def look(self) -> None:
-        """Check every file that is there, after a life."""
+        """Check every file in the folder, after a life."""
         counts, fault = self._report.counts, self._report.faults.append
         there = self._unfinished()
         old, self._left = self._left & there, there
@@ -99,13 +99,13 @@ class Folder:
             if wrong := self._compare(state):
                 fault(f"{self._plan}: {path.name}: {wrong}")
         before, self.newest = self.newest, good[-1] if good else (0, 0)
-        if old and self.newest != before:  # whoever writes has swept first
-            fault(f"{self._plan}: a file that a killed life had left is still there")
+        if old and self.newest != before:  # a writer removes them first
+            fault(f"{self._plan}: an unfinished file of a killed life was not removed")
         if self.newest[1] < before[1]:
             fault(f"{self._plan}: the newest checkpoint went back from {before} to {self.newest}")
 
     def tear(self, draw: random.Random) -> None:
-        """A newer checkpoint, of which a part alone is on the disk, or a sector of zeros is."""
+        """Add a newer checkpoint with only a part on the disk, or with a sector of zeros."""
         paths = sorted(self.path.glob("step-*.pt"), key=_number)
         if not paths or paths[-1] in self._torn:
             return
@@ -124,7 +124,7 @@ class Folder:
         self._report.counts["torn files put there"] += 1
 
     def _compare(self, state: dict[str, Any]) -> str:
-        """What the model has counted, against where its position says that the run stood; "" if the same."""
+        """Compare the samples counted by the model with the checkpoint's position; "" if equal."""
         position = state["position"]
         assert self._source is not None
         assert self._source.batches is not None
@@ -133,12 +133,12 @@ class Folder:
         for one in position.open:
             for batch in {*range(one.position)} - {*one.missing}:
                 expected[one.epoch, list(self._source.indices(one.epoch, batch))] += 1
-        told = position.done * SAMPLES + sum(part.samples for one in position.open for part in one.sums)
+        counted = position.done * SAMPLES + sum(part.samples for one in position.open for part in one.sums)
         seen = state["model"]["seen"]
         if not torch.equal(seen, expected):
-            return f"what was trained is not what {position} says: {(seen - expected).nonzero().tolist()}"
+            return f"the samples trained do not agree with {position}: {(seen - expected).nonzero().tolist()}"
         trained = int(seen.sum())
-        return "" if trained == told else f"{trained} samples were trained, and the sums say {told}"
+        return "" if trained == counted else f"{trained} samples were trained, and the sums have {counted}"
 
     def _unfinished(self) -> set[tuple[Path, int, int]]:
         found = set()
@@ -164,16 +164,16 @@ def _is_whole(path: Path) -> bool:
 def kill(
     kills: int, seed: int = 0, *, plans: Iterable[Plan] | None = None, aims: Iterable[Aim] | None = None
 ) -> Report:
-    """Kill runs so many times, and bring each to its end.
+    """Kill runs a number of times, and resume each to its end.
 
     Args:
-        kills: How many.
-        seed: Of the moments.
-        plans: The runs, one after another; None: drawn.
-        aims: The kills, one after another; None: drawn.
+        kills: Number of kills.
+        seed: Seed of the plans and the moments.
+        plans: The runs in order; None: drawn.
+        aims: The kills in order; None: drawn.
 
     Threads:
-        One that has used no pool of threads: what it forks has none.
+        One that has used no thread pool: its forks have none.
     """
     draw, report = random.Random(seed), Report()
     wanted: dict[tuple[Policy, str], str] = {}
@@ -225,26 +225,26 @@ def _bring_to_an_end(
     report: Report,
     draw: random.Random | None = None,
 ) -> str:
-    """Live until the run ends; the digest of its model, "" where it does not."""
+    """Resume until the run ends; returns the digest of its model, "" on an error."""
     folder, deaths = Folder(path, plan, report), 0
     while True:
         aim = next_aim() if deaths < MOST_DEATHS else None
         was_killed, said = live(plan, path, aim or Aim("never"))
-        told = {name: value for one in said for name, value in one.items()}
-        if "error" in told:
-            report.faults.append(f"{plan}: a life failed: {told['error']}")
+        last = {name: value for one in said for name, value in one.items()}
+        if "error" in last:
+            report.faults.append(f"{plan}: a life failed: {last['error']}")
             return ""
-        if "start" in told:
+        if "start" in last:
             report.counts["resumes" if folder.newest[0] else "lives from the beginning"] += 1
-            if tuple(told["start"]) != folder.newest:
-                report.faults.append(f"{plan}: a life began at {told['start']}, not at {folder.newest}")
+            if tuple(last["start"]) != folder.newest:
+                report.faults.append(f"{plan}: a life began at {last['start']}, not at {folder.newest}")
         report.counts["torn files refused"] += sum("refused" in one for one in said)
         folder.look()
         saved = [tuple(one["saved"]) for one in said if "saved" in one]
         if saved and saved[-1] > folder.newest:
-            report.faults.append(f"{plan}: {saved[-1]} was complete, and {folder.newest} is what is there")
+            report.faults.append(f"{plan}: {saved[-1]} was complete, but the newest is {folder.newest}")
         if not was_killed:
-            return _judge(plan, told.get("end"), report)
+            return _judge(plan, last.get("end"), report)
         deaths += 1
         assert aim is not None
         report.hits[aim.kind] += 1
@@ -256,7 +256,7 @@ def _judge(plan: Plan, end: Any, report: Report) -> str:
     window = BATCH_SIZE * DEVICES if plan.policy == "exact" else BATCH_SIZE
     expected = [EPOCHS * -(-SAMPLES // window), [SAMPLES] * EPOCHS, [1, 1]]
     if end is None:
-        report.faults.append(f"{plan}: a life ended without a word")
+        report.faults.append(f"{plan}: a life ended without an answer")
         return ""
     *found, digest = end
     if found != expected:
@@ -265,10 +265,10 @@ def _judge(plan: Plan, end: Any, report: Report) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Kill, print the table; 1 where something was wrong."""
+    """Kill, and print the table; returns 1 if there was a fault."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--kills", type=int, default=200, help="how many (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments (%(default)s)")
+    parser.add_argument("--kills", type=int, default=200, help="number of kills (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments (%(default)s)")
     parser.add_argument("--save", action="store_true", help="write the record to bench/results")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

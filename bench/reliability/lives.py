@@ -1,7 +1,7 @@
-"""Lives of a run: forked processes, each of which resumes it where the one before was killed.
+"""Lives of a run: forked processes, each of which resumes after the one before was killed.
 
-The model of the run counts how often each sample was trained in each epoch, in an integer buffer: of integers
-the mean takes the greatest, so no weight blurs the counts, and what was not in a checkpoint is not in them.
+The run's model counts in an integer buffer how often each sample was trained in each epoch. The mean of
+integers is their maximum, so no weights change the counts, and batches lost with a life are not in them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch._dynamo  # an optimizer imports it at its first use: no life shall pay that second
+import torch._dynamo  # an optimizer imports it at its first use; not in every life
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -31,14 +31,14 @@ from flowdp.options import Policy
 
 __all__ = ["BATCH_SIZE", "DEVICES", "EPOCHS", "SAMPLES", "Aim", "Plan", "live", "trainer"]
 
-SAMPLES, BATCH_SIZE, EPOCHS, DEVICES = 90, 4, 3, 2  # the last batch of an epoch is a short one
+SAMPLES, BATCH_SIZE, EPOCHS, DEVICES = 90, 4, 3, 2  # the last batch of an epoch is short
 STEP_S = 0.002
 HANG_S = 30.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run: its policy, when it writes checkpoints, and how it reads."""
+    """A run: its policy, how often it writes checkpoints, and how it reads."""
 
     policy: Policy
     every: float = 1
@@ -48,16 +48,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class Aim:
-    """When a life ends: so long after its start or, with a number, after (or at a point of) that write."""
+    """When a life is killed: after `after_s`, or at or after a point of write number `write`."""
 
     kind: str
     write: int = 0
     after_s: float = 0.0
 
 
-# ---------------------------------------------------------------- what is trained
+# ---------------------------------------------------------------- model and trainer
 class Counting(nn.Module):
-    """A layer, and how often each sample was trained. Shape (EPOCHS, SAMPLES)."""
+    """A layer, and a count per sample and epoch, of shape (EPOCHS, SAMPLES)."""
 
     seen: Tensor
 
@@ -94,7 +94,7 @@ def _loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def trainer(plan: Plan, folder: Path, **options: Any) -> flowdp.Trainer:
-    """What each life starts."""
+    """The trainer of each life."""
     torch.manual_seed(0)
     tensors = (torch.arange(SAMPLES), torch.randn(SAMPLES, 4))
     return flowdp.Trainer(
@@ -108,7 +108,7 @@ def trainer(plan: Plan, folder: Path, **options: Any) -> flowdp.Trainer:
         policy=plan.policy,
         runtime=flowdp.RuntimeOptions(
             partition_ratios=[0.5] * DEVICES if plan.policy == "exact" else None,
-            tune_process=False,  # the pool of the parent's main thread is not here
+            tune_process=False,  # a fork has no pool of the parent's main thread
         ),
         cadence=flowdp.CadenceOptions(anchor=2, max_anchor=3),
         checkpoint=flowdp.CheckpointOptions(folder, every=plan.every, unit=plan.unit),
@@ -119,7 +119,7 @@ def trainer(plan: Plan, folder: Path, **options: Any) -> flowdp.Trainer:
 
 # ---------------------------------------------------------------- one life
 def _child(plan: Plan, folder: Path, aim: Aim, sink: int) -> NoReturn:
-    """Train to the end, if nothing happens, and say how it went."""
+    """Train to the end, if not killed, and send the results."""
 
     def say(**what: Any) -> None:
         os.write(sink, json.dumps(what).encode() + b"\n")
@@ -155,7 +155,7 @@ def _child(plan: Plan, folder: Path, aim: Aim, sink: int) -> NoReturn:
 
 
 def _watch(folder: Path, aim: Aim, say: Callable[..., None]) -> Callable[[str, tuple[Any, ...]], None]:
-    """An audit hook that says when a write begins, and dies at a point of it."""
+    """An audit hook that reports the beginning of a write, and kills the process at a point of it."""
     writes = 0
 
     def point(event: str, args: tuple[Any, ...]) -> str:
@@ -186,7 +186,7 @@ def _watch(folder: Path, aim: Aim, say: Callable[..., None]) -> Callable[[str, t
 
 
 def live(plan: Plan, folder: Path, aim: Aim) -> tuple[bool, list[dict[str, Any]]]:
-    """Fork a life and kill it where the aim says: whether it was killed, and what it had said."""
+    """Fork a life and kill it where the aim says; returns whether it was killed, and its messages."""
     source, sink = os.pipe()
     sys.stdout.flush()
     child = os.fork()
@@ -210,7 +210,7 @@ def live(plan: Plan, folder: Path, aim: Aim) -> tuple[bool, list[dict[str, Any]]
                     due_s = time.perf_counter() + aim.after_s
                     aim = Aim("written")
             os.kill(child, signal.SIGKILL)
-            while fresh := pipe.read(1 << 16):  # said before it died
+            while fresh := pipe.read(1 << 16):  # sent before it died
                 *lines, rest = (rest + fresh).split(b"\n")
                 said += map(json.loads, lines)
     finally:

@@ -5,7 +5,7 @@
     python -m bench.reliability.soak --seconds 600
 
 After each run the threads and child processes must be those from before. Every 50 runs threads, open files,
-memory and flowdp's own objects are counted; after the first quarter, which is the warm-up, none may grow.
+memory and flowdp's objects are counted; after the first quarter, the warm-up, none of them may grow.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ __all__ = ["Report", "Sample", "soak"]
 
 SAMPLES, BATCH_SIZE = 40, 4
 PER_SAMPLE = 50
-"""Runs between two countings."""
+"""Runs between two samples."""
 
 FLAT_MB = 1.0
-"""Growth of memory in 100 runs that is none."""
+"""Less growth of memory in 100 runs counts as none."""
 
 LEAVE_S = 10.0
 ENDINGS = ("join", "stop", "ctrl-c", "exception", "failure", "dropped", "dropped failure")
@@ -55,14 +55,14 @@ ENDLESS = {"stop", "ctrl-c", "exception", "failure", "dropped failure"}
 
 @dataclass(frozen=True)
 class Sample:
-    """What there is after so many runs.
+    """Counts after a number of runs.
 
     Attributes:
-        runs: So far.
-        threads: Of the operating system.
-        files: Open handles.
+        runs: Runs so far.
+        threads: Threads of the operating system.
+        files: Open file descriptors.
         objects: Instances of flowdp's classes.
-        memory_mb: Resident, in MB.
+        memory_mb: Resident memory in MB.
     """
 
     runs: int
@@ -74,13 +74,13 @@ class Sample:
 
 @dataclass(slots=True)
 class Report:
-    """What came of the runs.
+    """Results of the runs.
 
     Attributes:
-        endings: Runs, by how they ended.
-        actions: What was done to them.
-        samples: In their order.
-        faults: What must not be, in words.
+        endings: Number of runs by ending.
+        actions: Number of calls by method.
+        samples: Counts in order.
+        faults: Errors, as text.
     """
 
     endings: Counter[str] = field(default_factory=Counter)
@@ -90,7 +90,7 @@ class Report:
 
     @property
     def slope_mb(self) -> float:
-        """Growth of memory in 100 runs, in MB; NaN where there is too little to say."""
+        """Growth of memory in 100 runs, in MB; NaN if there are too few samples."""
         settled = self._settled
         if len(settled) < 3:
             return math.nan
@@ -102,7 +102,7 @@ class Report:
         return self.samples[len(self.samples) // 4 :]
 
     def verdict(self) -> list[str]:
-        """What has grown, in words."""
+        """Everything that has grown, as text."""
         settled, grown = self._settled, []
         for what in ("threads", "files", "objects"):
             counts = [getattr(one, what) for one in settled]
@@ -114,7 +114,7 @@ class Report:
         return grown
 
 
-# ---------------------------------------------------------------- what runs
+# ---------------------------------------------------------------- the runs
 class Rows(Dataset[Tensor]):
     """The tensor, one sample at a time."""
 
@@ -126,7 +126,7 @@ class Rows(Dataset[Tensor]):
 
 
 class Listener(flowdp.Callback):
-    """Hears everything, and keeps nothing."""
+    """Receives everything and keeps nothing."""
 
     def on_round(self, record: flowdp.RoundEnded) -> None:
         assert record.round >= 0
@@ -177,7 +177,7 @@ def _trainer(draw: random.Random, ending: str, folders: Path | None) -> flowdp.T
     )
 
 
-# ---------------------------------------------------------------- what is done to it
+# ---------------------------------------------------------------- actions and endings
 def _act(draw: random.Random, run: flowdp.Run, *, saves: bool) -> str:
     actions = ["set_lr", "snapshot", "status", "dump", "pause", "paused", "record", "poll", "wait"]
     action = draw.choice(actions + ["checkpoint"] * saves)
@@ -209,9 +209,9 @@ def _act(draw: random.Random, run: flowdp.Run, *, saves: bool) -> str:
 
 
 def _end(draw: random.Random, run: flowdp.Run, ending: str) -> None:
-    """Bring it to its end as is asked; raises what is not to be expected of that."""
+    """End the run in the given way; raises an error if it does not end so."""
     if draw.random() < 0.3 and ending in ("stop", "ctrl-c", "exception"):
-        run.pause()  # nobody unpauses it
+        run.pause()  # not unpaused
     match ending:
         case "join":
             assert run.join().global_step > 0
@@ -226,7 +226,7 @@ def _end(draw: random.Random, run: flowdp.Run, ending: str) -> None:
                 run.join()
                 interrupter.join()
                 raise AssertionError("a Ctrl-C was not heard")
-            if not run.done:  # it came before join() did
+            if not run.done:  # it came before join()
                 run.stop()
                 run.join()
             assert run.state is not None
@@ -255,7 +255,7 @@ def _one(draw: random.Random, report: Report, folders: Path) -> None:
             raise
         error.__traceback__ = None
     except (flowdp.OptionError, flowdp.CheckpointError) as error:
-        # Another batch size inside an epoch, or fewer epochs than the checkpoint has.
+        # Another batch size inside an epoch, or fewer epochs than in the checkpoint.
         if run is not None or not re.search("inside an epoch it must stay|has begun", str(error)):
             raise
         report.endings["refused"] += 1
@@ -265,7 +265,7 @@ def _one(draw: random.Random, report: Report, folders: Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[list[str]]:
-    """Keep what is logged and printed of failures off the terminal; what else threads raise is noted."""
+    """Keep logs and expected tracebacks off the terminal; other errors of threads are collected."""
     raised: list[str] = []
 
     def unhandled(args: Any) -> None:
@@ -285,7 +285,7 @@ def _quiet() -> Iterator[list[str]]:
         signal.signal(signal.SIGINT, handler)
 
 
-# ---------------------------------------------------------------- what is left of it
+# ---------------------------------------------------------------- leftovers
 def _children() -> set[str]:
     """Process ids of this process's children."""
     found: set[str] = set()
@@ -298,7 +298,7 @@ def _children() -> set[str]:
 def _left(threads: set[threading.Thread], children: set[str]) -> list[str]:
     end_s = time.monotonic() + LEAVE_S
     for thread in set(threading.enumerate()) - threads:
-        with suppress(RuntimeError):  # a Ctrl-C came while it was started
+        with suppress(RuntimeError):  # a Ctrl-C came during its start
             thread.join(max(0.0, end_s - time.monotonic()))
     left = [thread.name for thread in set(threading.enumerate()) - threads]
     return left + [f"process {child}" for child in _children() - children]
@@ -319,16 +319,16 @@ def _count(runs: int) -> Sample:
 def soak(
     seconds: float = math.inf, runs: int | None = None, seed: int = 0, every: int = PER_SAMPLE
 ) -> Report:
-    """Make runs until the time is up or there were so many, and count what is left of them.
+    """Start runs until the time or their number is reached, and count the leftovers.
 
     Args:
-        seconds: To begin new ones in.
-        runs: How many.
-        seed: Of all that is drawn.
-        every: Runs between two countings.
+        seconds: Time in which new runs begin.
+        runs: Number of runs.
+        seed: Seed of all draws.
+        every: Runs between two samples.
 
     Threads:
-        The main one: a Ctrl-C is heard there alone.
+        The main one: only it receives a Ctrl-C.
     """
     draw, report, end_s = random.Random(seed), Report(), time.monotonic() + seconds
     threads, children = set(threading.enumerate()), _children()
@@ -338,7 +338,7 @@ def soak(
             try:
                 _one(
                     draw, report, Path(folder) / str(number // every)
-                )  # those that save go on from each other
+                )  # those with checkpoints resume each other
             except BaseException as error:
                 report.faults.append(f"run {number}: {type(error).__name__}: {str(error)[:500]}")
             if left := _left(threads, children):
@@ -353,11 +353,11 @@ def soak(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Soak, print the table and the verdict; 1 where something was wrong or has grown."""
+    """Soak, and print the table and the verdict; returns 1 if there was a fault or anything has grown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=600, help="time to begin new runs in (%(default)s)")
-    parser.add_argument("--runs", type=int, help="how many at most")
-    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (%(default)s)")
+    parser.add_argument("--runs", type=int, help="at most this many")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all draws (%(default)s)")
     parser.add_argument("--save", action="store_true", help="write the record to bench/results")
     options = parser.parse_args(arguments)
     started = time.perf_counter()

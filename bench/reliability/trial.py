@@ -1,4 +1,4 @@
-"""One fault in one run: what should come of it, and whether that came."""
+"""One fault in one run: the expected outcome, and a check of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRIES = 5
 NOT_REACHED = "the fault never went off"
 
 
-# ---------------------------------------------------------------- what should come of a case
+# ---------------------------------------------------------------- the expected outcome
 def expected(case: Case) -> type[Exception] | str:
     """The error that `join()` raises; or "start raises", "goes on", "goes on while held", "warns"."""
     match case.fault, case.site:
@@ -50,7 +50,7 @@ def expected(case: Case) -> type[Exception] | str:
     return "goes on" if case.asked == "continue" else flowdp.StepError
 
 
-# ---------------------------------------------------------------- what is said meanwhile
+# ---------------------------------------------------------------- logs
 class Said(logging.Handler):
     """Warnings and errors of flowdp, by the thread that logged them."""
 
@@ -65,11 +65,11 @@ class Said(logging.Handler):
             self.changed.notify_all()
 
     def of(self, idents: set[int | None], since: int) -> list[str]:
-        """What these threads said."""
+        """Messages of these threads."""
         return [text for ident, text in self.records[since:] if ident in idents]
 
     def wait_for(self, text: str, idents: set[int | None], since: int, timeout_s: float) -> bool:
-        """Whether one of these threads says so in time."""
+        """Wait for a text in the messages of these threads; returns whether it came in time."""
         with self.changed:
             return self.changed.wait_for(
                 lambda: any(text in line for line in self.of(idents, since)), timeout_s
@@ -78,7 +78,7 @@ class Said(logging.Handler):
 
 @contextmanager
 def listening() -> Iterator[Said]:
-    """Hear what flowdp logs and threads print, and keep it off the terminal."""
+    """Collect flowdp's log and the tracebacks of threads, and keep them off the terminal."""
     said, log, hook = Said(), logging.getLogger("flowdp"), threading.excepthook
 
     def unhandled(args: Any) -> None:
@@ -102,12 +102,12 @@ class Trial:
     """One case, tried once.
 
     Args:
-        case: Which.
-        said: Hears the run's threads.
+        case: The case.
+        said: Collects the messages of the run's threads.
 
     Attributes:
-        wrong: What was not as it should be.
-        took_s: From the fault to the error; 0 where there was none.
+        wrong: Errors found.
+        took_s: Time from the fault to the error; 0 if there was none.
     """
 
     def __init__(self, case: Case, said: Said) -> None:
@@ -139,7 +139,7 @@ class Trial:
         self._threads = [*run._engine.threads(), *observer]
         self._workers = run._engine._threads
         if wanted == "goes on while held":
-            self._check(run._engine.records.wait(timeout_s=HANG_S), "the run waits for what is held")
+            self._check(run._engine.records.wait(timeout_s=HANG_S), "the run waits for the held callback")
             with suppress(TimeoutError):
                 run.join(0.01)
                 self._check(False, "join() did not wait for the callback")
@@ -163,7 +163,7 @@ class Trial:
         if not condition:
             self.wrong.append(otherwise)
 
-    # ------------------------------------------------------------ runs that go on
+    # ------------------------------------------------------------ runs that continue
     def _goes_on(self, run: flowdp.Run) -> None:
         try:
             state = run.join(HANG_S)
@@ -176,9 +176,9 @@ class Trial:
         is_finite = all(bool(value.isfinite().all()) for value in state.state_dict.values())
         self._check(is_finite, "the answer is not finite")
         case, status = self.case, run.status()
-        told = self._told
+        parts = self._problem
         self._check(
-            len(status.problems) == bool(told) and all(part in status.problems[0] for part in told),
+            len(status.problems) == bool(parts) and all(part in status.problems[0] for part in parts),
             str(status.problems),
         )
         if case.fault == "oom":
@@ -186,8 +186,8 @@ class Trial:
             self._check(list(status.pieces) == pieces, f"pieces {status.pieces}")
 
     @property
-    def _told(self) -> tuple[str, ...]:
-        """Parts of the one problem that the status of a run that went on has to list; empty: no problem."""
+    def _problem(self) -> tuple[str, ...]:
+        """Parts of the one problem in the status of a run that continues; empty: no problem."""
         case, rank = self.case, self.fault.rank
         injected = f"injected by {case.name}"
         if case.site in ("callback", "on_checkpoint"):
@@ -204,7 +204,7 @@ class Trial:
     def _fails(self, run: flowdp.Run, wanted: type[Exception]) -> None:
         fault, case = self.fault, self.case
         if case.asked == "held" and run._engine.records.wait(timeout_s=HANG_S) and fault.struck_s is None:
-            self._check(False, NOT_REACHED)  # a slow rank may have had no step there
+            self._check(False, NOT_REACHED)  # a slow rank may have taken no step there
             return
         try:
             run.join(HANG_S)
@@ -219,7 +219,7 @@ class Trial:
         self.took_s = ended_s - fault.struck_s
         still = re.match(r"nothing has moved for ([\d.]+) s", str(found))
         still_s = float(still[1]) if still else 0.0
-        limit_s = WITHIN_S + still_s + min(1.0, still_s / 4)  # what a look may come late
+        limit_s = WITHIN_S + still_s + min(1.0, still_s / 4)  # delay of the stall check
         self._check(self.took_s <= limit_s, f"it took {self.took_s:.2f} s")
         self._check(type(found) is wanted, f"join() raised {_in_words(found)}, not {wanted.__name__}")
         if case.fault == "nan":
@@ -242,8 +242,8 @@ class Trial:
         fault, cause = self.fault, error.__cause__
         self._check(cause is fault.raised, f"the cause is {cause!r}")
         if cause is not None:
-            told = "".join(traceback.format_exception(error)) + "".join(getattr(cause, "__notes__", ()))
-            self._check("in _strike" in told, "the traceback of the cause does not show the place")
+            text = "".join(traceback.format_exception(error)) + "".join(getattr(cause, "__notes__", ()))
+            self._check("in _strike" in text, "the traceback of the cause does not show the place")
         if isinstance(error, flowdp.OutOfDeviceMemory):
             self._check(error.rank == fault.rank, f"rank {error.rank}, not {fault.rank}")
         if isinstance(error, flowdp.StepError):
@@ -266,17 +266,17 @@ class Trial:
     def _check_nan(self, error: BaseException) -> None:
         if isinstance(error, flowdp.StepError):
             self._check(isinstance(error.__cause__, FloatingPointError), f"the cause is {error.__cause__!r}")
-            if self.case.policy != "exact":  # there it is in the mean, and all see it
+            if self.case.policy != "exact":  # with "exact" it is in the mean, so all see it
                 self._check(error.rank == self.fault.rank, f"rank {error.rank}, not {self.fault.rank}")
         else:
             self._check("checkpoint" in str(error), f"it says nothing of a checkpoint: {error}")
 
-    # ------------------------------------------------------------ what was said
+    # ------------------------------------------------------------ messages
     def _listen(self, wanted: object) -> None:
         case, lines = self.case, self._said.of(self._idents, self._since)
-        self._check(len(lines) == len(set(lines)), f"said twice: {lines}")
+        self._check(len(lines) == len(set(lines)), f"logged twice: {lines}")
         printed = [line for line in lines if line.startswith("printed: ")]
-        self._check(not printed, f"printed though somebody joined: {printed}")
+        self._check(not printed, f"printed although join() was called: {printed}")
         is_logged = case.site in ("callback", "on_checkpoint") or case.asked == "continue"
         times = sum(f"injected by {self.case.name}" in line for line in lines)
         if case.fault in ("error", "exit"):
@@ -290,10 +290,10 @@ def _in_words(error: BaseException) -> str:
 
 
 def try_case(case: Case, said: Said) -> tuple[list[str], float]:
-    """Try a case, again where its rank had no step there: what was wrong, and how long the error took.
+    """Try a case, again if its rank took no step there; returns its errors and the delay of the error.
 
     Threads:
-        Any; cases that stall may be tried side by side.
+        Any; cases that stall may run side by side.
     """
     for _ in range(TRIES):
         trial = Trial(case, said)

@@ -25,9 +25,9 @@ WANTED = {
     "averaging": "local, 4 x 0.12 M with drift: fraction of copy bandwidth",
     "host": "own code of a step, us",
     "capture": "capture, ranks on one card: 1",
-    "nccl1": "nccl1: skipped, NCCL exists on CUDA devices alone",
-    "nccl2": "nccl2: skipped, NCCL exists on CUDA devices alone",
-    "nccl4": "nccl4: skipped, NCCL exists on CUDA devices alone",
+    "nccl1": "nccl1: skipped, NCCL needs a CUDA device",
+    "nccl2": "nccl2: skipped, NCCL needs a CUDA device",
+    "nccl4": "nccl4: skipped, NCCL needs a CUDA device",
 }
 
 

@@ -73,7 +73,7 @@ def test_an_error_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_failure_that_is_said_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Records, "wait_for_reader", lambda records, timeout_s: False)
-    assert "printed though somebody joined" in wrong_with(
+    assert "printed although join() was called" in wrong_with(
         Case("error", "step", "async", 2, "cpu", "first", 0)
     )
 

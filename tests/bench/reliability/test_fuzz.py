@@ -35,7 +35,8 @@ def test_half_of_them_have_right_checksums_and_all_can_be_made_again(tmp_path: P
 
 @pytest.mark.posix
 @pytest.mark.parametrize(
-    ("what", "said"), [("raises", "KeyError: \"'x'\""), ("ends", "gone"), ("hangs", "hangs for 0.5 s")]
+    ("what", "said"),
+    [("raises", "KeyError: \"'x'\""), ("ends", "the process died"), ("hangs", "no answer for 0.5 s")],
 )
 def test_what_goes_wrong_is_seen_with_its_seed_and_the_rest_read_on(what: str, said: str) -> None:
     calls = []  # a child's own: a new one begins at none
