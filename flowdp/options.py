@@ -45,7 +45,7 @@ CheckpointUnit = Literal["epoch", "step", "minute"]
 
 @dataclass(frozen=True, kw_only=True)
 class CadenceOptions:
-    """How often the replicas meet.
+    """Options of the cadence: how often the replicas are averaged.
 
     ::
 
@@ -109,7 +109,7 @@ class CadenceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureOptions:
-    """How steps are captured.
+    """Options of captured steps.
 
     ::
 
@@ -136,7 +136,7 @@ class CaptureOptions:
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """Where checkpoints are written, how often, and which of them stay.
+    """Options of checkpoints: folder, frequency, and how many are kept.
 
     ::
 
@@ -191,7 +191,7 @@ class CheckpointOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingOptions:
-    """How a dataset becomes batches. A DataLoader says all of this itself, and takes none of it.
+    """Options of reading a dataset in batches. A DataLoader has its own and refuses these.
 
     ::
 
@@ -298,7 +298,7 @@ class ProcessTuning:
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeOptions:
-    """How a run uses devices and process.
+    """Options of a run's use of devices and process.
 
     ::
 

@@ -71,7 +71,7 @@ def add_up(ranks: Sequence[Gradients]) -> Gradients:
 
 
 def added(ranks: Sequence[Gradients]) -> Gradients:
-    """As `add_up`, in the graph that is being made."""
+    """Sum as `add_up` does, in the graph that is being made."""
     total = list(ranks[0])
     for gradients in ranks[1:]:
         total = [

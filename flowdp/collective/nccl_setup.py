@@ -321,7 +321,7 @@ class CommunicatorSetup:
         _MAKING.release()
 
     def _make(self) -> None:
-        """In one group, for each alone would wait for the others.
+        """Make all communicators in one group: each alone would wait for the others.
 
         `initAll` does the same, but holds the interpreter lock meanwhile.
         """

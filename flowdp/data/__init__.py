@@ -1,1 +1,1 @@
-"""From a dataset to batches, in one order, each sample once."""
+"""Reading of datasets: batches in one order, each sample once."""

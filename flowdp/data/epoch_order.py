@@ -67,7 +67,7 @@ def batches_per_epoch(samples: int, batch_size: int, drop_last: bool) -> int:
 
 
 class BatchOrder(ABC):
-    """Which indices each batch of each epoch holds.
+    """Indices of each batch of each epoch.
 
     Threads:
         Any, at once: ranks may stand in different epochs.

@@ -1,4 +1,4 @@
-"""Which feed each rank gets: decided once, before the workers start."""
+"""Choice of each rank's feed: once, before the workers start."""
 
 from __future__ import annotations
 

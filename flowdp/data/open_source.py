@@ -1,4 +1,4 @@
-"""From the user's dataset to the one `Source` of all ranks' batches."""
+"""Opening of the user's dataset as the one `Source` of all ranks' batches."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class _Form:
 
 
 class Schedule:
-    """Which calls of a function are checked: the first, second, fourth, eighth of each form, and so on.
+    """Schedule of the checked calls of a function: the first, second, fourth, eighth of each form, and so on.
 
     The form of a call is that of its outputs, and which submodules are in training mode. One check is not
     enough: a mean over tokens is one over samples until a batch is padded, and a branch that looks across

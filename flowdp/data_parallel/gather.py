@@ -163,7 +163,7 @@ class Joining:
         return self._layout.weigh(self._callee, part.args, part.kwargs)
 
     def join(self, parts: Sequence[Returned], pieces: Sequence[Sequence[Tensor]]) -> Outputs:
-        """As the function `join`."""
+        """Join parts as the function `join` does."""
         made = Apart(parts, pieces) if self._is_apart else join(parts, pieces, self._layout, self._dim)
         self.form = made.form
         return made

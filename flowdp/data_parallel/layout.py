@@ -148,7 +148,7 @@ class Layout:
             )
 
     def checked(self, module: nn.Module) -> Layout:
-        """It itself, when the arguments in `dim` are some of the module's.
+        """The layout itself; the arguments in `dim` must be some of the module's.
 
         Raises:
             OptionError: One is not.

@@ -165,7 +165,7 @@ class Replicas:
 
     @property
     def flags(self) -> tuple[bool, ...]:
-        """Which submodules of the user's module are in training mode."""
+        """Training mode of each submodule of the user's module."""
         return tuple(module.training for module in self._tensors[0].modules)
 
     def trained(self, rank: int) -> list[Tensor]:

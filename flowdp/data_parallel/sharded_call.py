@@ -250,7 +250,7 @@ class _Call:
     def differentiate(
         self, gradients: Sequence[Tensor | None], wanting: Sequence[Tensor], demand: _Demand, keep: bool
     ) -> Gradients:
-        """As `backward`, with a graph of the gradients; they are summed in any case."""
+        """Run `backward` with a graph of the gradients; they are summed in any case."""
         joined = self._check_alive()
         if self.written:
             raise FlowdpError(
@@ -308,7 +308,7 @@ class _Call:
         return RankGraph(tuple(inputs), tuple(leaves), tuple(outputs), tuple(asked), walking)
 
     def _asked(self, rank: int, demand: _Demand) -> list[bool]:
-        """Which parameters of a rank get a gradient: some may have been frozen since the call."""
+        """Whether each parameter of a rank gets a gradient: some may have been frozen since the call."""
         return [demand.parameters and tensor.requires_grad for tensor in self._parameters[rank]]
 
     def _join_wanting(self, of_parts: dict[int, Gradients]) -> Gradients:
@@ -379,7 +379,7 @@ class _Call:
                 torch.autograd.graph.increment_version([whole])
 
     def _busy(self, *, with_left: bool) -> list[bool]:
-        """Which ranks have a part of the call, or gradients of earlier ones."""
+        """Whether each rank has a part of the call, or gradients of earlier ones."""
         return [
             bool(places) or (with_left and self._replicas.has_left(rank))
             for rank, places in enumerate(self._places)

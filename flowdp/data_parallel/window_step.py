@@ -262,7 +262,7 @@ class WindowCapture:
         lanes: Sequence[Lane],
         replicas: Replicas | None,
     ) -> WindowCapture | None:
-        """As the plan says; None: nothing is captured."""
+        """Make a window's captures; None where the plan captures nothing."""
         return None if plan.capture is None else cls(modules, plan, plan.capture, lanes, replicas)
 
     @property

@@ -1,4 +1,4 @@
-"""Which devices there are, and which of them an option means."""
+"""Discovery of devices, and the devices that an option means."""
 
 from __future__ import annotations
 

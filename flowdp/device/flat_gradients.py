@@ -55,7 +55,7 @@ class Touched:
         self._rows[turn % 2][rank] = touched, is_weighted
 
     def union(self, turn: int, members: Sequence[int]) -> list[bool]:
-        """Which parameters any of the members has touched."""
+        """Whether any of the members has touched each parameter."""
         rows = [self._rows[turn % 2][member][0] for member in members]
         return [any(column) for column in zip(*rows, strict=True)]
 

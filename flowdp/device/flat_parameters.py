@@ -59,7 +59,7 @@ class _Spec:
 
     @property
     def form(self) -> str:
-        """It in words, for comparison."""
+        """Text of the layout, for comparison."""
         strides = ", ".join(map(str, self.strides))
         return f"a {self.kind}, {tensor_form(self.dtype, self.shape)} with strides ({strides})"
 

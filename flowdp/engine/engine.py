@@ -1,4 +1,4 @@
-"""From checked and built parts to running threads, and back: a run that is started is always joined."""
+"""Start and end of a run's threads; a run that is started is always joined."""
 
 from __future__ import annotations
 
@@ -302,7 +302,7 @@ class Engine:
             self._sigterm.close()
 
     def progress(self) -> list[Progress]:
-        """How far each rank has come."""
+        """Progress of each rank."""
         workers = self.workers  # read first: `let_go` keeps the progress, and then drops them
         return self._progress or [
             Progress(

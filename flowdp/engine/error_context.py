@@ -42,7 +42,7 @@ class ErrorContext:
         return () if self.step is None else self._source.indices(self.step.epoch, self.step.batches[0])
 
     def __str__(self) -> str:
-        """In words."""
+        """Text of the context."""
         step, indices = self.step, self.indices
         epoch, batch = (None, None) if step is None else (step.epoch, step.batches[0])
         shown = format_indices(indices)

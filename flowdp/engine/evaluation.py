@@ -48,7 +48,7 @@ _Row = tuple[int, float | Tensor, str, float | Tensor]  # batch, weight, name, m
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """How the averaged model is evaluated.
+    """Settings of the evaluation of the averaged model.
 
     ::
 

@@ -29,7 +29,7 @@ class Numbered(Protocol):
 
     @property
     def version(self) -> int:
-        """From 1."""
+        """Number of the checkpoint, from 1."""
 
 
 Record = EpochMetrics | RoundEnded | Numbered
@@ -258,7 +258,7 @@ class Records:
             yield from fresh
 
     def step_records(self, every: int) -> Iterator[RoundEnded]:
-        """Of the same, those of the rounds in which each further `every` steps of all ranks were complete."""
+        """Records of the rounds in which each further `every` steps of all ranks were complete."""
         reached = 0
         for record in self.round_records():
             if record.global_step // every > reached:

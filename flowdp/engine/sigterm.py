@@ -43,7 +43,7 @@ def check_sigterm() -> None:
 
 
 class SigtermStop:
-    """From now on, and until it is closed, the first SIGTERM asks for a stop; the next one ends the process.
+    """Handler of SIGTERM until it is closed: the first one asks for a stop, the next one ends the process.
 
     That is, it goes to the handler from before, which by default ends the process. All that are open when the
     first one comes hear it.

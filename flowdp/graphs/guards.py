@@ -68,7 +68,7 @@ class Guards:
         self.retake()
 
     def retake(self) -> None:
-        """From now on, the state is as it is now."""
+        """Take the state anew, as it is now."""
         self._tables: list[tuple[str, dict[Any, Any], tuple[Any, ...]]] = []  # name, table, keys
         self._empty: list[tuple[str, Mapping[Any, Any]]] = []
         self._containers: list[tuple[str, Any, Any]] = []  # name, object, copy

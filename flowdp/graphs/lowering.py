@@ -1,4 +1,4 @@
-"""From a recorded graph of a step to a function that runs without the interpreter lock.
+"""Lowering of a step's recorded graph to a function that runs without the interpreter lock.
 
 Its inputs are put into lists, random operations get the generator of the rank, and gradients are added or
 returned. `lower` makes the function; another executor can take its place there.

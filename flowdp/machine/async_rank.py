@@ -1,4 +1,4 @@
-"""What the coordinator knows of a rank in asynchronous rounds: the orders that are out, and its steps."""
+"""State of a rank in asynchronous rounds: the orders that are out, and its steps."""
 
 from __future__ import annotations
 

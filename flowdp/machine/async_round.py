@@ -1,4 +1,4 @@
-"""What is under way of an asynchronous round, and of a meeting of all ranks between two of them."""
+"""State of an asynchronous round, and of a meeting of all ranks between two of them."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ class AsyncRounds(Rounds):
         return commands
 
     def deadline_ms(self) -> float | None:
-        """When `decide` wants to be asked again: a snapshot is overdue then."""
+        """Time to ask `decide` again: a snapshot is overdue then."""
         return None if self._round is None or self._round.is_averaging else self._round.deadline_ms
 
     def _deal(self, now_ms: float) -> list[Command]:

@@ -36,7 +36,7 @@ MINUTE_MS = 60_000.0
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """When checkpoints are due, beside those that are asked for and the last one of a run.
+    """Schedule of checkpoints, beside requested ones and the last one of a run.
 
     Attributes:
         every: After so many ...

@@ -59,7 +59,7 @@ __all__ = ["Coordinator", "Life"]
 
 
 class Life(Enum):
-    """Where a run stands."""
+    """Phases of a run."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -122,7 +122,7 @@ class Coordinator:
         return commands
 
     def deadline_ms(self) -> float | None:
-        """When to call `handle(Tick(), ...)` if nothing happens before; None: never."""
+        """Time to call `handle(Tick(), ...)` if nothing happens before; None: never."""
         if self.life is not Life.RUNNING:
             return None
         due = [self.rounds.deadline_ms(), self.barrier.saves.deadline_ms]

@@ -125,7 +125,7 @@ class Epochs:
         return any(one.ledger.trained for one in (*self._cut, *self._open))
 
     def position(self, now_ms: float) -> tuple[int, int, tuple[OpenEpoch, ...]]:
-        """How many epochs are complete, their steps, and where the others stand; nothing is dealt."""
+        """Number of complete epochs, their steps, and positions of the others; nothing is dealt."""
         open_ = [*self._cut, *self._open]
         planned = self._planned - sum(-(-one.ledger.batches // self._group) for one in open_)
         return self.complete, planned, tuple(_standing(one, now_ms) for one in open_)

@@ -171,7 +171,7 @@ class EventLog:
             self._sink(event.line() + "\n")
 
     def lines(self) -> list[str]:
-        """What is kept, as JSON lines; the header says how many facts before it were dropped."""
+        """JSON lines of the log; the header says how many earlier facts were dropped."""
         oldest, events = self._kept()
         return [self._header(oldest.first), *(event.line() for event in events)]
 

@@ -38,7 +38,7 @@ class StandInModule(nn.Module):
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
 
     def _seal(self, maker: Callable[..., Any], fixed: Container[str] = ()) -> None:
-        """From here on, attributes that are not this object's own are set on the module.
+        """End of construction: attributes that are not this object's own are set on the module from here on.
 
         Args:
             maker: The function that made it; its arguments have no effect on the stand-in, and setting them

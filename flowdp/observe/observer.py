@@ -147,7 +147,7 @@ class Observer:
 
     @property
     def stack(self) -> str:
-        """Where the thread is, as a Python stack; "" without one that runs."""
+        """Python stack of the thread; "" if it does not run."""
         return "".join(stacks([self._thread]).values()) if self._thread is not None else ""
 
     @property

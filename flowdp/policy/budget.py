@@ -1,4 +1,4 @@
-"""How much of a device's memory the data may have.
+"""Budget of a device's memory for the data.
 
 The room is the memory that the driver calls free, plus the unused part of the allocator's, less the most that
 training has needed so far. So memory that was freed into the allocator's cache counts as free, and the ring's

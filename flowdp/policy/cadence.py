@@ -1,4 +1,4 @@
-"""How many steps each rank takes in the next round: El Che, the divergence guard, the hint and the ratios.
+"""Steps of each rank in the next round: El Che, the divergence guard, the hint and the ratios.
 
 One value object per run, fed once a round. Before anything is measured, or where the user fixed the shares,
 the times are guessed: only their ratios matter then.

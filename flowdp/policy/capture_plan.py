@@ -1,4 +1,4 @@
-"""When a form of step is recorded, compared with an eager one, recorded anew, and given up."""
+"""Schedule of a form of step: recorded, compared with an eager one, recorded anew, given up."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class FormPlan:
         self._is_recorded, self.runs = True, 0
 
     def void(self) -> int:
-        """Its graph is of no use any more; the steps that it ran."""
+        """Discard the graph; returns the steps that it ran."""
         runs, self._is_recorded, self._seen = self.runs, False, WARM_UP - 1
         return runs if runs else PAYS
 

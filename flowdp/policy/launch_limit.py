@@ -1,4 +1,4 @@
-"""How many ranks may launch at once, found by measuring.
+"""Limit of ranks that may launch at once, found by measuring.
 
 Ranks of one process share the interpreter lock, and the forward of a model is Python that takes and gives it
 at each operation. With many ranks in their forwards at once each operation waits for the lock, and all ranks
@@ -102,7 +102,7 @@ BOUND_WINDOWS = 6
 OUTLIER = 4.0
 """A call that takes so many times the usual time does not count."""
 
-STANDSTILL = 1 / 3
+BARRIER_PART = 1 / 3
 """A gap between two forwards that is this part of a window was a barrier of all ranks: an evaluation."""
 
 
@@ -129,7 +129,7 @@ class Calls:
 
     @classmethod
     def of(cls, count: int, measured: Sequence[tuple[float, float, float]]) -> Calls:
-        """From those that were measured: (time, CPU time, wait for a place) each, in seconds.
+        """Sum up measured steps: (time, CPU time, wait for a place) each, in seconds.
 
         Far outliers are left out: the first calls of a run, checks that come back at growing distances.
         """
@@ -146,9 +146,9 @@ class Window:
     """All ranks over some time, under one limit.
 
     Attributes:
-        ms: Its length.
-        gap_ms: Longest time in it between the ends of two forwards, of whichever ranks.
-        samples: Trained by all ranks.
+        ms: Length of the window.
+        gap_ms: Longest time in it between the ends of two forwards of any ranks.
+        samples: Samples that all ranks trained.
         forward: The forwards.
         step: The optimizers' steps.
         ahead_ms: Time that hosts waited for their devices, of all ranks together.
@@ -168,8 +168,8 @@ class Window:
 
     @property
     def moving_ms(self) -> float:
-        """Its length without a barrier."""
-        return self.ms - self.gap_ms if STANDSTILL * self.ms < self.gap_ms < self.ms else self.ms
+        """Length of the window without a barrier."""
+        return self.ms - self.gap_ms if BARRIER_PART * self.ms < self.gap_ms < self.ms else self.ms
 
 
 class LaunchLimit:

@@ -1,4 +1,4 @@
-"""How far a rank may run ahead.
+"""Lead: how far a rank may run ahead.
 
 The lead of a rank is the number of steps it has taken since the last mean, beyond the slowest rank that can
 still move. A rank without data, or one that has left, holds no other back: waiting for it would never end.
@@ -16,7 +16,7 @@ __all__ = ["Overshoot", "lead_room"]
 def lead_room(
     dealt: Sequence[int], done: Sequence[int], movable: Sequence[bool], max_batch_diff: int
 ) -> tuple[int | None, ...]:
-    """How many more steps each rank may be given now.
+    """Number of further steps that each rank may be given now.
 
     A rank may start a step while its lead is at most `max_batch_diff`, so 0 is lockstep and the lead is never
     more than one above it.
@@ -38,7 +38,7 @@ def lead_room(
 
 
 class Overshoot:
-    """How many steps past its quota a rank may run when it does not wait for the mean.
+    """Steps past its quota that a rank may run when it does not wait for the mean.
 
     Without a limit of the user's it starts at a hundredth of the run's batches (2 to 5), grows by one with
     every averaging after which the replicas are stable, up to a fiftieth (3 to 10), and falls back to the

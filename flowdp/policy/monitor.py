@@ -18,7 +18,7 @@ __all__ = ["Best", "Monitor", "Verdict", "judge", "number_of"]
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """What a monitored number has come to.
+    """Best value of a monitored number.
 
     Attributes:
         value: The best one so far; None before the first.
@@ -33,7 +33,7 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Monitor:
-    """Which number to watch, and what is good.
+    """Number to watch, and the direction that is better.
 
     Attributes:
         name: Of a mean of the evaluation, else "loss" or the name of a scalar of the training.
@@ -69,7 +69,7 @@ class Monitor:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What an epoch means to a monitor.
+    """Verdict on an epoch's value.
 
     Attributes:
         is_best: It is the best one so far.

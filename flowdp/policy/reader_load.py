@@ -1,4 +1,4 @@
-"""How much of the time a thread that reads the dataset computes: beside launches, that time is theirs."""
+"""Load of a reader thread: the part of the time in which it computes, which launches beside it lack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a run that does not move has stalled.
+"""Detection of a stalled run.
 
 Nothing tells that a lock is never released, or that a read of the dataset never returns: only that nothing
 moves any more. What a long time is, the steps themselves say; a step of a minute is no stall.
@@ -47,7 +47,7 @@ class StallWatch:
         self._seen: tuple[object, ...] = ()
 
     def deadline_ms(self) -> float | None:
-        """When to look next; None: never again."""
+        """Time of the next look; None: never again."""
         return self._due_ms
 
     def look(

@@ -46,7 +46,7 @@ def mean_and_largest(norms: tuple[float, float, int]) -> tuple[float | None, flo
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a rank did for an order.
+    """Work of a rank for one order.
 
     Attributes:
         epoch: Epoch of the batches.
@@ -189,7 +189,7 @@ class EpochMetrics:
 
 @dataclass(slots=True)
 class RankSums:
-    """What one rank has done of an epoch so far.
+    """Sums of one rank's work in an epoch so far.
 
     Attributes:
         steps: Optimizer steps.

@@ -1,4 +1,4 @@
-"""What the coordinator's machine asks of its shell: frozen records, no tensors.
+"""Commands of the coordinator's machine to its shell: frozen records, no tensors.
 
 Durations are milliseconds.
 """

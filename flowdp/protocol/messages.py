@@ -66,7 +66,7 @@ __all__ = [
 # ---------------------------------------------------------------- orders
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How a rank's own steps stand for the run's: its step i after the last mean is at `i * steps // quota`.
+    """A rank's own steps in the run's: its step i after the last mean is at `i * steps // quota`.
 
     Attributes:
         steps: Steps all ranks take together while this rank takes `quota`.
@@ -95,7 +95,7 @@ class SampleRange:
 
     @property
     def samples(self) -> int:
-        """How many; may be 0."""
+        """Number of samples; may be 0."""
         return self.stop - self.start
 
 

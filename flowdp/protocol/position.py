@@ -50,7 +50,7 @@ class OpenEpoch:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a run stands.
+    """Position of a run.
 
     Attributes:
         world_size: Ranks of the run.

@@ -24,7 +24,7 @@ __all__ = ["Sizes", "plan_sizes"]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of batches and steps.
+    """Sizes of batches and steps.
 
     Attributes:
         source: `batch_size` of the source; None: as the DataLoader says.

@@ -78,7 +78,7 @@ CHOICES = {"fused": None, "foreach": None, "capturable": False}
 
 
 class _Truth(Enum):
-    """Which optimizer's state is up to date."""
+    """Optimizer whose state is up to date."""
 
     OWN = "the replica's optimizer"
     TWIN = "the twin"

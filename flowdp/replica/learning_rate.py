@@ -46,7 +46,7 @@ LrLambda = Callable[[int], float]
 
 @dataclass(frozen=True)
 class SchedulerOptions:
-    """How the learning rate changes.
+    """Options of the learning rate's scheduler.
 
     ::
 

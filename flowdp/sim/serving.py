@@ -70,7 +70,7 @@ class Serving:
                 self._clock.after(self._scenario.sync_ms, self._adopted, rank)
 
     def cut(self) -> None:
-        """Nobody takes another batch of the evaluation under way."""
+        """Deal no further batch of the evaluation under way."""
         self._is_cut = True
 
     def _take(self, rank: int) -> None:

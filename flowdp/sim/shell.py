@@ -51,7 +51,7 @@ class Shell:
 
     @property
     def stirs(self) -> str:
-        """How it does not stand still; "" where it does."""
+        """Activity of a rank that is not idle; "" if it is idle."""
         if self.state == "gone":
             return ""
         if self.state != "idle":

@@ -76,7 +76,7 @@ __all__ = ["Machines", "World"]
 
 @dataclass(frozen=True)
 class Machines:
-    """Which machines run; the mutants plant others."""
+    """Machines of a world; the mutants plant others."""
 
     coordinator: type[Coordinator] = Coordinator
     worker: type[WorkerMachine] = WorkerMachine
