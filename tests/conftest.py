@@ -1,4 +1,4 @@
-"""What every test has: the thread police, readable skips, the Fashion-MNIST folder."""
+"""Shared parts of all tests: the check for left threads, readable skips, the Fashion-MNIST folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-GRACE_S = 20.0  # for threads that are on their way out when the test returns
+GRACE_S = 20.0  # for threads that are ending when the test returns
 
 if os.name != "posix":  # benches of reliability fork, kill and limit processes
     collect_ignore = ["bench"]
@@ -28,9 +28,9 @@ FASHION_MNIST_PLACES = (
 
 
 def _is_foreign(thread: threading.Thread) -> bool:
-    """Whether no test can be asked to end this thread.
+    """Whether a test cannot end this thread.
 
-    A `_DummyThread` stands for a thread that C++ started; tqdm's monitor is one per process, for good.
+    A `_DummyThread` stands for a thread started by C++; tqdm's monitor is one per process, and stays.
     """
     return isinstance(thread, threading._DummyThread) or type(thread).__name__ == "TMonitor"
 
@@ -52,9 +52,9 @@ def _join(thread: threading.Thread, deadline: float) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_compute_thread() -> None:
-    """Let the plain loops of tests compute with one thread, and so all runs that they start.
+    """Compute with one thread in the plain loops of tests, and so in all runs that they start.
 
-    Their tensors are small: more threads wait for each other, and on busy cores they spin doing so.
+    Their tensors are small: more threads would wait for each other, and spin on busy cores.
     """
     import torch
 
@@ -79,21 +79,21 @@ def thread_police() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    # A GPU machine may lack the plugin that knows the option, and pytest is strict about unknown ones.
+    # A GPU machine may lack the plugin of this option, and pytest refuses unknown ones.
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "Seconds a test may take; without pytest-timeout nobody looks.")
 
 
 def pytest_configure() -> None:
-    # A shell starts its background jobs with SIGINT ignored, and Python then installs no handler of its own:
-    # no test of a Ctrl-C, here or in a child process, would ever see one.
+    # A shell starts background jobs with SIGINT ignored, and Python then installs no handler of its own: no
+    # test of a Ctrl-C, here or in a child process, would receive one.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
-    # A run that lets go of a card collects garbage. What was imported is none, and there is much of it: to
-    # look through it took a third of a second, in a third of the suite's tests.
+    # A run that releases a card collects garbage. Imported objects are not garbage, and there are many:
+    # checking them took a third of a second, in a third of the suite's tests.
     if "torch" in sys.modules:
         importlib.import_module("torch._dynamo")  # as the first optimizer does
     gc.collect()
@@ -109,7 +109,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     marker = item.get_closest_marker("gpu")
     if marker is None:
         return
-    import torch  # here, so that the tests of the pure layers do not pay for the import
+    import torch  # here, so that tests of the pure layers need not import torch
 
     needed, there = marker.args[0] if marker.args else 1, torch.cuda.device_count()
     if there < needed:
@@ -118,11 +118,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(params=["cpu", "streams", "streams of a full card"])
 def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Run a test on CPU devices as they are, and as CUDA devices would run it, on fake streams.
+    """Run a test on plain CPU devices, and on fake streams, as CUDA devices would run it.
 
-    There, ranks average and measure as on a card, keep a dataset of tensors resident, or prefetch it where
-    the card has no room. Every replica and every batch is watched: two streams that touch one must be ordered
-    by an event.
+    There, ranks average and measure as on a card, and keep a dataset of tensors resident, or prefetch it if
+    the card has no room. Every replica and batch is watched: two streams that use one must be ordered by an
+    event.
     """
     if request.param == "cpu":
         yield request.param
@@ -148,7 +148,7 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 @pytest.fixture
 def kept_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a run that is over keep its replicas, for a test that looks at them."""
+    """Keep the replicas of a finished run, for tests that look at them."""
     from flowdp.engine.engine import Engine
 
     monkeypatch.setattr(Engine, "let_go", lambda engine: None)
@@ -156,7 +156,7 @@ def kept_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def fashion_mnist() -> Path:
-    """The folder with Fashion-MNIST's four `.gz` files, else a skip that says how to get one."""
+    """The folder with Fashion-MNIST's four `.gz` files; without it the test skips and says how to get one."""
     given = os.environ.get("FLOWDP_FASHION_MNIST")
     for folder in [Path(given)] if given else FASHION_MNIST_PLACES:
         if (folder / "train-images-idx3-ubyte.gz").is_file():

@@ -1,15 +1,15 @@
 """CUDA graphs without a GPU: work on a capturing stream is recorded and not run, and a replay runs it.
 
-While a stream captures, an operation is tried on copies of its tensors, for the shapes of the results alone.
-What it returns holds NaN, or zeros where that is an integer, until a replay fills it; so whatever reads a
-value too early shows. As CUDA does, a capture refuses to wait for an event from outside, to be synchronised
-or asked, memory from elsewhere, and values on the host; the first such thing makes the whole capture invalid,
-and its end says so once more. What other threads may do meanwhile is a matter of the mode.
+While a stream captures, an operation runs on copies of its tensors, only for the shapes of its results. These
+hold NaN, or zeros for integers, until a replay fills them, so that early reads show. Like CUDA, a capture
+refuses to wait for an event from outside, to be synchronised or queried, memory from elsewhere, and values on
+the host; the first of these makes the whole capture invalid, and its end reports that again. The mode decides
+what other threads may do meanwhile.
 
-A capture and a replay both write where graphs find the state of the generator, as torch does: on the stream
-that is current, so that streams which nothing orders show as a race.
+Capture and replay both write the generator's state, as in torch, on the current stream: streams without an
+order between them show as a race.
 
-As torch 2.13 does, a capture that ends invalid leaves the allocator diverted to its pool, and the pool alive:
+As in torch 2.13, a capture that ends invalid leaves the allocator diverted to its pool, and the pool alive:
 its user has to end that.
 """
 
@@ -46,9 +46,9 @@ class _Step:
 
     Attributes:
         func: The operator.
-        args: With the tensors that it read and wrote.
-        kwargs: As `args`.
-        made: Tensors of the results that were allocated for it; None for those that it was given.
+        args: Arguments, with the tensors that it read and wrote.
+        kwargs: Keyword arguments, likewise.
+        made: Result tensors allocated for it; None for those passed in.
     """
 
     func: Any
@@ -62,16 +62,16 @@ class Capture:
     """A capture under way, or what came of it.
 
     Attributes:
-        owner: Of all captures.
-        stream: Where it began.
-        mode: As torch names it.
-        thread: The one that began it.
-        pool: Where it allocates.
+        owner: All captures.
+        stream: Stream of its begin.
+        mode: Mode, as named by torch.
+        thread: Thread that began it.
+        pool: Pool of its allocations.
         error: The first reason why it is invalid.
-        steps: What was recorded, in order.
-        nbytes: Of what was allocated.
+        steps: Recorded operations, in order.
+        nbytes: Bytes allocated.
         forked: Other streams that have joined it, and whether it has waited for them since.
-        is_trying: An operation is tried on copies.
+        is_trying: Whether an operation is running on copies.
     """
 
     owner: Captures
@@ -86,13 +86,13 @@ class Capture:
     is_trying: bool = False
 
     def fail(self, message: str) -> None:
-        """Make it invalid, and raise."""
+        """Make it invalid, and raise the error."""
         self.error = self.error or message
         raise RuntimeError(message)
 
     def take(self, func: Any, args: Any, kwargs: Any, is_view: bool) -> Any:
         """Record an operation instead of running it."""
-        if self.is_trying:  # under one more mode of the same thread
+        if self.is_trying:  # re-entrant for the same thread
             return func(*args, **kwargs)
         self.is_trying = True
         try:
@@ -146,12 +146,12 @@ class Captures:
     """All captures of a fake CUDA, and the part of `torch.cuda.memory` that they need.
 
     Attributes:
-        current: Those under way, by stream.
-        pools: Captures and graphs that hold each private pool.
+        current: Captures under way, by stream.
+        pools: Captures and graphs that use each private pool.
         diverted: Pools to which the allocator is diverted.
-        unsafe_calls: Unsafe calls of threads without a capture, while there was one.
-        replays: Of all graphs.
-        generator_states: The memory of the generator's state, for the graphs of each rank.
+        unsafe_calls: Unsafe calls of threads without a capture, during one.
+        replays: Replays of all graphs.
+        generator_states: Memory of the generator's state, for the graphs of each rank.
     """
 
     def __init__(self) -> None:
@@ -162,28 +162,28 @@ class Captures:
         self.replays = 0
         self.generator_states: dict[Any, Tensor] = {}
         self._hosts: list[tuple[int, int, Tensor]] = []
-        self._events: dict[Any, Capture] = {}  # recorded last in a capture
+        self._events: dict[Any, Capture] = {}  # the last operation of a capture
 
     def of(self, stream: Any) -> Capture | None:
-        """The capture that a stream is in."""
+        """The capture of a stream."""
         return self.current.get(stream)
 
     def host(self, tensor: Tensor) -> Tensor:
-        """Let a tensor pass for one of the host; returns it."""
+        """Treat a tensor as one on the host; returns it."""
         self._hosts.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, tensor))
         return tensor
 
     def is_host(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies on the host."""
+        """Whether a tensor is on the host."""
         return any(start <= tensor.data_ptr() < stop for start, stop, _ in self._hosts)
 
     def unsafe(self, what: str, stream: Any = None, event: Any = None) -> None:
-        """A thread does what may wait for a device, or allocate.
+        """A call that may wait for a device, or allocate.
 
         Args:
-            what: In words.
-            stream: Which is waited for; None: none.
-            event: Which is asked or waited for; None: none.
+            what: Name of the call.
+            stream: Stream waited for; None: none.
+            event: Event queried or waited for; None: none.
         """
         if event is not None and event in self._events:
             raise RuntimeError(OF_A_CAPTURE)
@@ -194,17 +194,17 @@ class Captures:
             self.unsafe_calls.append(what)
 
     def recorded(self, event: Any, stream: Any) -> None:
-        """An event is recorded."""
+        """Record an event."""
         self._events.pop(event, None)
         if (capture := self.of(stream)) is not None:
             self._events[event] = capture
 
     def awaited(self, event: Any, stream: Any) -> None:
-        """A stream is to wait for an event."""
+        """Make a stream wait for an event."""
         own, others = self.of(stream), self._events.get(event)
         if others is not None and self.of(others.stream) is not others:
             others = None
-        if own is None and others is not None:  # it is drawn into the capture
+        if own is None and others is not None:  # it joins the capture
             self.current[stream] = others
             others.forked[stream] = False
         elif own is not None and others is not own:
@@ -212,7 +212,7 @@ class Captures:
         elif own is not None and others is own and stream is own.stream:
             own.forked = dict.fromkeys(own.forked, True)
 
-    # ------------------------------------------------------------ what torch.cuda.memory has
+    # ------------------------------------------------------------ torch.cuda.memory
     def _cuda_endAllocateToPool(self, device: int, pool: Pool) -> None:
         if pool not in self.diverted:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
@@ -221,7 +221,7 @@ class Captures:
     def _cuda_releasePool(self, device: int, pool: Pool) -> None:
         self.pools[pool] -= 1
         assert self.pools[pool] >= 0, "a pool was released once too often"
-        self.pools += Counter()  # without those at zero
+        self.pools += Counter()  # without pools at zero
 
 
 class FakeGraph:

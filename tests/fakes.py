@@ -1,16 +1,16 @@
 """CUDA without a GPU: streams and events on CPU tensors, with a detector of missing edges.
 
-`FakeCuda` stands for `torch.cuda` in a `CudaLane`. Every torch operation runs at once, on CPU tensors, but it
-is booked on the stream that is current in its thread, with the memory it reads and writes. Two accesses to
-watched memory, one of them a write, must be ordered as CUDA would order them: on one stream, through a chain
-of recorded and awaited events, or because the host waited for the first before it launched the second. What
-is ordered only by luck is a race, and `races` names both operations and their streams.
+`FakeCuda` stands for `torch.cuda` in a `CudaLane`. Every torch operation runs at once, on CPU tensors, but is
+recorded on its thread's current stream, with the memory it reads and writes. Two accesses to watched memory,
+one of them a write, must be ordered as CUDA would order them: on one stream, through a chain of recorded and
+awaited events, or because the host waited for the first before it launched the second. Otherwise they are a
+race, and `races` names both operations and their streams.
 
 Streams can capture, too: see `tests/fake_graphs.py`.
 
-Clocks are vector clocks: of each stream, what is known to have happened when its next operation runs.
-The host is one sequence (inboxes, locks and the gate order its threads): what one thread waited for, every
-later launch knows. So a race that is far apart in time may go unseen; one between neighbours does not.
+Clocks are vector clocks: for each stream, the operations known to be complete when its next one runs. The
+host is one sequence (inboxes, locks and the gate order its threads): a wait in one thread covers every later
+launch. So a race between accesses far apart in time may be missed; one between neighbours is not.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Watched:
     name: str
     start: int
     stop: int
-    keep: Tensor  # so that nobody else gets its address
+    keep: Tensor  # so that its address is not reused
     writes: list[_Access] = field(default_factory=list)
     reads: list[_Access] = field(default_factory=list)
 
@@ -73,7 +73,7 @@ class FakeStream:
         self.clock: Clock = {}
 
     def wait_event(self, event: Any) -> None:
-        event.wait(self)  # as torch does
+        event.wait(self)  # as in torch
 
     def synchronize(self) -> None:
         self.cuda.captures.unsafe(f"synchronised {self}", self)
@@ -88,8 +88,7 @@ class FakeEvent:
     """Stands for `torch.cuda.Event`.
 
     Attributes:
-        passed: Whether the device has passed it, which it has at once. A test that holds an event back
-            gives it another one.
+        passed: Whether the device has passed it: at once, unless a test that holds it back replaces this.
     """
 
     passed = threading.Event()
@@ -143,9 +142,9 @@ class FakeCuda:
     """Stands for `torch.cuda` in `CudaLane(device, cuda)`.
 
     Attributes:
-        log: What streams recorded and waited for, in order, as (stream, verb, event).
-        races: Descriptions of accesses that nothing orders.
-        captures: Which streams capture, and what that forbids.
+        log: Records and waits of streams, in order, as (stream, verb, event).
+        races: Descriptions of unordered accesses.
+        captures: Streams under capture, and calls forbidden then.
         memory: Stands for `torch.cuda.memory`.
     """
 
@@ -161,7 +160,7 @@ class FakeCuda:
         self.default = FakeStream(self, None, 0)
         self.default.name = "the default stream"
 
-    # ------------------------------------------------------------ what torch.cuda has
+    # ------------------------------------------------------------ interface of torch.cuda
     def Stream(self, device: Any = None, priority: int = 0) -> FakeStream:
         return FakeStream(self, device, priority)
 
@@ -206,7 +205,7 @@ class FakeCuda:
                 self._watched.append(_Watched(name, start, stop, tensor))
 
     def access(self, stream: FakeStream, what: str, reads: list[Tensor], writes: list[Tensor]) -> None:
-        """Book an operation on a stream. Fakes of libraries that take raw pointers call it themselves."""
+        """Record an operation on a stream. Fakes of libraries that take raw pointers call it themselves."""
         with self.lock:
             stream.time += 1
             _merge(stream.clock, self.host)
@@ -240,7 +239,8 @@ class FakeCuda:
                         f"{other.what} on {other.stream} touched; nothing orders them"
                     )
             kept = watched.writes if is_write else watched.reads
-            # What a write covers is ordered before whatever follows the write, or was reported just now.
+            # Accesses before a write are ordered before all that follows the write, or were reported just
+            # now.
             covered = [watched.writes, watched.reads] if is_write else [watched.reads]
             for accesses in covered:
                 accesses[:] = [
@@ -283,7 +283,7 @@ class _Recorder(RankMode):
 
 @cache
 def _roles(func: Any) -> list[tuple[int, str, bool]] | None:
-    """Place and name of the arguments that hold tensors, and whether it writes them; None for a view."""
+    """Position and name of the tensor arguments, and whether they are written; None for a view."""
     schema = func._schema
     if any(made.alias_info is not None and not made.alias_info.is_write for made in schema.returns):
         return None

@@ -1,4 +1,4 @@
-"""Models, replicas and a plain loop to compare with, for tests of loops that the user owns."""
+"""Models, replicas and a plain loop to compare with, for tests of user-written loops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAIT_S = 60.0
 
 
 def mlp() -> nn.Sequential:
-    """Six numbers in, three out, in float64; always the same."""
+    """A perceptron of six inputs and three outputs, in float64; always the same."""
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
@@ -36,7 +36,7 @@ def replicas_of(
     lanes: Sequence[Lane] | None = None,
     link: Link | None = None,
 ) -> Iterator[Replicas]:
-    """Replicas on CPU devices, or on those of the lanes; closed at the end."""
+    """Replicas on CPU devices, or on those of the lanes, which are closed at the end."""
     places = lanes or [HostLane(CPU) for _ in range(count)]
     made = Replicas(module, factory, places, [PoolSize(1)] * count, link=link)
     try:
@@ -50,7 +50,7 @@ def gradients(module: nn.Module) -> list[Tensor | None]:
 
 
 def assert_equal(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> None:
-    """Whether two lists of tensors are the same to rounding."""
+    """Assert that two lists of tensors are equal up to rounding."""
     assert len(found) == len(wanted)
     for mine, other in zip(found, wanted, strict=True):
         if mine is None or other is None:

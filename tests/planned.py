@@ -41,7 +41,7 @@ def decide(
 
 
 def orders(commands: list[Command]) -> list[Orders]:
-    """The orders among the commands, one mapping of ranks for each block."""
+    """The orders among the commands, one mapping of ranks per block."""
     found: list[Orders] = []
     for command in commands:
         if isinstance(command, Send) and isinstance(command.order, StartEpoch):
@@ -66,7 +66,7 @@ def acks(
     sync_ms: float = 1.0,
     **wishes: bool,
 ) -> list[SyncAck]:
-    """What all ranks say when the block ended so."""
+    """The acknowledgments of all ranks when a block has ended so."""
     first = sync(block[0])
     held = rounds_held or first.count
     done = steps or tuple(sync(order).every * held for order in block.values())
@@ -123,7 +123,7 @@ def ends(machine: PlannedRounds, epoch: int, batches: int) -> list[Command]:
 def lost(
     machine: PlannedRounds, block: Orders, rank: int, *, round: int, members: tuple[int, ...]
 ) -> list[SyncAck]:
-    """What the others say of the round in which a rank is missing."""
+    """The facts of the other ranks for the round in which a rank is missing."""
     steps = tuple(int(other in members) for other in range(3))
     held = round - sync(block[0]).round + 1
     outcome = Outcome(
@@ -133,5 +133,5 @@ def lost(
 
 
 def sync_now(round: int, ranks: int = 2) -> list[Send]:
-    """The call of all ranks to the gate."""
+    """All ranks are called to the gate."""
     return [Send(rank, SyncNow(round)) for rank in range(ranks)]

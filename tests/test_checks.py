@@ -1,4 +1,4 @@
-"""What is looked at before anything is built; what a Trainer says of it is in its own tests."""
+"""Tests of the checks of arguments; errors of a whole Trainer are in test_trainer.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of a run's settings."""
+"""Tests of the record of a run's settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run through each door, compared with one device that trains the same: for a look before a push."""
+"""One run through each public entry, compared with one device; a quick check before a push."""
 
 from __future__ import annotations
 

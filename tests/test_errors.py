@@ -1,4 +1,4 @@
-"""The errors a user may meet, and what they carry."""
+"""Tests of the public errors and their attributes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_protocol_error_shows_the_last_events() -> None:
     assert error.events == tuple(events)
     lines = str(error).splitlines()
     assert lines[0] == "two rounds are open"
-    # Fifty are enough to read; all of them are kept.
+    # The message lists fifty; the attribute has all.
     assert lines[2:] == [f"  event {number}" for number in range(10, 60)]
     assert str(ProtocolError("nothing before it")) == "nothing before it"
 

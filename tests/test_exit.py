@@ -1,4 +1,4 @@
-"""How processes end that have a run: without `join()`, by Ctrl-C, by a failure, by `sys.exit`."""
+"""Tests of the end of a process with a run: without `join()`, by Ctrl-C, by a failure, by `sys.exit`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.posix
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 200
-"""Of a process that hangs: beside many others one takes half a minute to import torch and to train."""
+"""Time limit of a hanging process; on a busy machine one may take half a minute to import torch and train."""
 
 # `at_end` is registered before flowdp is imported, so it runs after flowdp has waited for the run.
 BEGIN = """
@@ -72,7 +72,7 @@ def say_going():
 
 
 def run_script(body: str, *, interrupt: bool = False) -> tuple[int, str, str]:
-    """Run a script, with a Ctrl-C once it says "going": its exit code, what it printed, and its errors."""
+    """Run a script, with a Ctrl-C once it prints "going"; returns its exit code, output and errors."""
     command = [sys.executable, "-W", "error", "-c", BEGIN + textwrap.dedent(body)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
@@ -117,7 +117,7 @@ def test_ctrl_c_while_a_script_waits_at_its_end() -> None:
     )
     assert printed.startswith("going\nat exit: stopped (True, ")
     assert errors == ""
-    assert code == -signal.SIGINT  # as Python ends on a Ctrl-C that nobody catches; a shell shows 130
+    assert code == -signal.SIGINT  # as Python ends on an uncaught Ctrl-C; a shell shows 130
 
 
 def test_a_second_ctrl_c_does_not_wait_for_a_stuck_rank() -> None:
@@ -174,7 +174,7 @@ def test_ctrl_c_elsewhere_in_a_script_does_not_leave_its_run_going() -> None:
 
 @pytest.mark.parametrize("wait", ["run.join()", "list(run.metrics())", "list(run.metrics('round'))"])
 def test_a_ctrl_c_that_does_not_wake_the_main_thread_is_heard(wait: str) -> None:
-    # A signal taken by another thread leaves the main thread in its wait, as one does that comes just before
+    # A signal received by another thread leaves the main thread in its wait, like one that comes just before
     # the wait begins.
     code, printed, errors = run_script(
         f"""
@@ -345,7 +345,7 @@ print(tuple(dp(torch.ones(4, 3)).shape))
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_forked_process_is_told_and_ends() -> None:
-    """Its threads are in the other process: it would wait for them for ever."""
+    """Its threads are in the other process, so it would wait forever."""
     done = subprocess.run(
         [sys.executable, "-c", FORKED],
         cwd=ROOT,

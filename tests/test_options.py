@@ -1,4 +1,4 @@
-"""Options are checked when they are made."""
+"""Tests of options: checked when they are made."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_what_cannot_work_is_refused(given: dict[str, Any]) -> None:
     [(name, value)] = given.items()
     with pytest.raises(OptionError, match=f"cadence.{name}") as error:
         CadenceOptions(**given)
-    # The message says what was given.
+    # The message quotes the value.
     shown = value[1] if isinstance(value, tuple) and len(value) == 2 and value[0] == 0 else value
     assert repr(shown) in str(error.value)
 
@@ -121,7 +121,7 @@ def test_words(literal: object, word: str) -> None:
 def test_checkpoint_options_that_are_allowed(given: dict[str, Any]) -> None:
     options = CheckpointOptions(Path("runs"), **given)
     assert {name: getattr(options, name) for name in given} == given
-    assert CheckpointOptions("runs", **given) != options  # a folder is kept as it was written
+    assert CheckpointOptions("runs", **given) != options  # a folder stays as it was given
 
 
 @pytest.mark.parametrize(

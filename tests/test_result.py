@@ -1,4 +1,4 @@
-"""What a run has made, and where it stands."""
+"""Tests of a run's result and position."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_tensor_on_the_cpu_is_one_of_its_own() -> None:
     copy = on_cpu(flat[2:4])
     assert copy.tolist() == [2.0, 3.0]
     assert not copy.requires_grad
-    assert copy.untyped_storage().nbytes() == 8  # not all of the memory that it is a view of
+    assert copy.untyped_storage().nbytes() == 8  # not the whole memory of which it is a view
     assert on_cpu("text") == "text"
 
 

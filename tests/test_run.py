@@ -1,4 +1,4 @@
-"""A live run: reading, steering and ending it."""
+"""Tests of a live run: reading, steering and ending it."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def trainer(loss: Callable[..., Any] = mse, **options: Any) -> Trainer:
 
 @pytest.fixture(autouse=True)
 def stop_runs() -> Iterator[None]:
-    """End what a failed test left going, so that the tests end, too."""
+    """End runs left by a failed test, so that the tests end, too."""
     yield
     for engine in list(active_runs._live):
         engine.request(Requested("stop"))
 
 
 class Steps:
-    """A loss that counts, and wakes whoever waits for a number of steps."""
+    """A loss that counts, and wakes threads that wait for a number of steps."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -222,7 +222,7 @@ def test_stop_at_any_moment(policy: str, devices: int, steps_before: int) -> Non
     assert state.global_step == len(steps.seen) >= steps_before
     assert torch.equal(model.weight, state.state_dict["weight"])
     replicas = [replica.module.weight for replica in run._engine.replicas]
-    assert all(torch.equal(weight, model.weight) for weight in replicas)  # one last round was held
+    assert all(torch.equal(weight, model.weight) for weight in replicas)  # after one last round
     run.stop()
     run.pause()
     run.set_lr(0.5)
@@ -238,7 +238,7 @@ def test_stop_after_the_end() -> None:
     assert run.status().life == "done"
 
 
-# ---------------------------------------------------------------- standing still
+# ---------------------------------------------------------------- pauses
 def test_what_was_enqueued_inside_the_block_comes_before_the_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -258,7 +258,7 @@ def test_no_rank_steps_inside_the_block(policy: str, devices: int) -> None:
     steps = Steps()
     run = trainer(steps, policy=policy, devices=devices, **ENDLESS).start()
     for round_ in range(6):
-        if round_ % 2:  # also at once after the last block, whose standstill is not this one's
+        if round_ % 2:  # also right after the last block, whose barrier is not this one's
             steps.wait_for_more(20)
         with run.paused():
             steps.is_forbidden = True
@@ -314,7 +314,7 @@ def test_stop_while_standing_still(policy: str) -> None:
         run.stop()
         state = run.join(WAIT_S)
         assert state.global_step == len(steps.seen) == before
-    with run.paused():  # of a run that is over: nobody to wait for
+    with run.paused():  # after the end of a run there is no wait
         pass
     assert run.join() is state
 
@@ -440,7 +440,7 @@ def test_a_loop_that_is_left_otherwise_lets_the_run_go_on() -> None:
         try:
             signal.raise_signal(signal.SIGINT)
         except KeyboardInterrupt:
-            interrupts += 1  # the loop goes on, as its author wants
+            interrupts += 1  # the loop continues, as its author wants
 
     def fail() -> None:
         for _ in run.metrics():
@@ -454,7 +454,7 @@ def test_a_loop_that_is_left_otherwise_lets_the_run_go_on() -> None:
     run.join()
 
 
-# ---------------------------------------------------------------- a run that has failed
+# ---------------------------------------------------------------- failed runs
 def test_a_pause_of_a_run_that_has_failed_raises_its_failure() -> None:
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         raise ValueError("boom")
@@ -505,7 +505,7 @@ def test_a_device_that_takes_smaller_pieces_is_among_the_problems() -> None:
 # ---------------------------------------------------------------- norms and shares
 @pytest.mark.parametrize("policy", [*POLICIES, "exact"])
 def test_records_carry_the_norm_of_the_gradients_that_are_clipped(policy: str, lanes: str) -> None:
-    """The gradient of the mean of `weight * x` is the mean of x, whatever was trained before."""
+    """The gradient of the mean of `weight * x` is the mean of x, independent of the training before."""
 
     data = torch.tensor([[3.0], [3.0], [3.0], [3.0], [5.0], [5.0], [5.0], [5.0]])
 
@@ -547,7 +547,7 @@ def test_shares_that_change_are_told_and_logged(policy: str, caplog: pytest.LogC
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         end = time.perf_counter() + (0.004 if current_worker().rank == 1 else 0.0005) * len(batch)
-        while time.perf_counter() < end:  # a device that is eight times slower
+        while time.perf_counter() < end:  # a device eight times slower
             pass
         return mse(model, batch)
 
@@ -561,9 +561,9 @@ def test_shares_that_change_are_told_and_logged(policy: str, caplog: pytest.LogC
     assert sum("the shares are" in record.getMessage() for record in caplog.records) == len(told)
 
 
-# ---------------------------------------------------------------- callbacks that see the model
+# ---------------------------------------------------------------- callbacks that use the model
 class Weights(Callback):
-    """Takes the averaged weights where it is asked to."""
+    """Takes the averaged weights at the requested places."""
 
     def __init__(self, *methods: str) -> None:
         self.run: Any = None
@@ -634,7 +634,7 @@ def test_a_callback_that_hangs_is_named() -> None:
         ):
             run.join(timeout=0.1)
         assert run._observer is not None
-        run._observer._patience_s = 0.0  # in place of the stall_timeout, which a busy machine might reach
+        run._observer._patience_s = 0.0  # in place of stall_timeout, which a busy machine might exceed
         assert "Board.on_epoch_end is here:\n" in run.dump()
         assert "go_on.wait(WAIT_S)" in run.dump()
         [problem] = run.status().problems
@@ -645,7 +645,7 @@ def test_a_callback_that_hangs_is_named() -> None:
     assert not run.status().problems
 
 
-# ---------------------------------------------------------------- at the end of a notebook's cell
+# ---------------------------------------------------------------- at the end of a notebook cell
 def test_one_short_line_each() -> None:
     job = trainer(model=nn.Sequential(nn.Linear(1, 1)))
     assert repr(job) == "<Trainer of Sequential on cpu, cpu, policy='cadence'>"
@@ -662,7 +662,7 @@ def test_one_short_line_each() -> None:
     assert repr(run.join()).endswith(", interrupted>")
 
 
-# ---------------------------------------------------------------- the block
+# ---------------------------------------------------------------- the with statement
 def test_leaving_the_block_joins() -> None:
     model = nn.Linear(1, 1)
     with trainer(model=model).start() as run:
@@ -745,7 +745,7 @@ def test_a_second_start_goes_on_from_the_module() -> None:
     assert not torch.equal(before, between)
 
 
-# ---------------------------------------------------------------- what it has made
+# ---------------------------------------------------------------- results
 def test_the_module_is_not_touched_until_the_end() -> None:
     model = nn.Linear(1, 1).double().eval()
     pointer, before = model.weight.data_ptr(), model.weight.detach().clone()
@@ -787,7 +787,7 @@ def test_a_state_is_plain_and_small() -> None:
     torch.optim.Adam(fresh.parameters()).load_state_dict(dict(state.optimizer_state))
 
 
-# ---------------------------------------------------------------- a model that changes while it is trained
+# ---------------------------------------------------------------- a model that changes during training
 class Registers(nn.Linear):
     """Registers something in forward `number` of each replica."""
 
@@ -839,7 +839,7 @@ def test_caches_and_models_that_were_called_before_are_trained() -> None:
 
 
 class Refuses(nn.Linear):
-    """Takes no weights."""
+    """A model that takes no weights."""
 
     def load_state_dict(self, *_: Any, **__: Any) -> Any:
         raise KeyError("never")
@@ -872,7 +872,7 @@ def test_the_state_of_an_interrupted_run_is_not_lost_either() -> None:
 
 # ---------------------------------------------------------------- a device that is slow once
 def test_one_long_step_does_not_end_the_work_of_a_device() -> None:
-    """Epochs so short that a device as slow as that one step could end none in time."""
+    """In epochs this short, a device as slow as its slowest step would finish no batch in time."""
     hiccups, computes = iter([0.3]), threading.Event()
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -886,7 +886,7 @@ def test_one_long_step_does_not_end_the_work_of_a_device() -> None:
     assert sum(steps[6:]) > 0, steps
 
 
-# ---------------------------------------------------------------- the runs of this process
+# ---------------------------------------------------------------- runs of the process
 def test_a_run_whose_handle_is_lost_is_found_and_stopped() -> None:
     assert runs() == ()
     first, second = (trainer(**ENDLESS).start() for _ in range(2))

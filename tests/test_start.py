@@ -1,4 +1,4 @@
-"""The start of a run: its folder, the state that it resumes from, its tasks at barriers, and its checks."""
+"""Tests of the start of a run: folder, resumed state, barrier tasks, checks."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_run_begins_anew_where_there_is_no_checkpoint_and_not_where_none_can_b
 
 
 class Counted(Dataset[Any]):
-    """Notes each question for its length."""
+    """A dataset that records each call of its length."""
 
     def __init__(self, samples: int) -> None:
         self.samples, self.asked = samples, 0

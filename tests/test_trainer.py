@@ -1,4 +1,4 @@
-"""What a Trainer takes and refuses, and what comes of it."""
+"""Tests of the Trainer: arguments, refusals, results."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def trainer(**options: Any) -> Trainer:
 
 @pytest.fixture(autouse=True)
 def stop_runs() -> Iterator[None]:
-    """End what a failed test left going, so that the tests end, too."""
+    """End runs left by a failed test, so that the tests end, too."""
     yield
     for engine in list(active_runs._live):
         engine.request(Requested("stop"))
@@ -73,7 +73,7 @@ def two_layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-# ---------------------------------------------------------------- refused when it is made
+# ---------------------------------------------------------------- refusals by the constructor
 class Stream(IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         return iter(DATA[0])
@@ -297,7 +297,7 @@ def test_what_the_cadence_refuses(options: dict[str, Any]) -> None:
         CadenceOptions(**options)
 
 
-# ---------------------------------------------------------------- refused before a thread starts
+# ---------------------------------------------------------------- refusals before a thread starts
 def shapes(*sizes: int) -> Callable[[], nn.Module]:
     left = list(sizes)
     return lambda: nn.Linear(1, left.pop(0))
@@ -366,7 +366,7 @@ def test_a_factory_that_raises_on_one_device(what: str, tmp_path: Path) -> None:
     assert job.fit().epochs_done == 2  # the next start is a new one
 
 
-# ---------------------------------------------------------------- which samples
+# ---------------------------------------------------------------- samples trained
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("samples", "devices"), [(1, 2), (5, 4), (4, 3), (9, 4)])
 def test_every_sample_once_though_there_are_fewer_batches_than_devices(
@@ -426,7 +426,7 @@ def test_total_steps_are_those_that_a_schedule_needs() -> None:
             lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=job.total_steps), unit="step"
         ),
     )
-    state = job.fit()  # one step more, and OneCycleLR raises
+    state = job.fit()  # after one more step OneCycleLR raises
     assert state.global_step == job.total_steps
     assert state.history[-1].lr < 0.01
 
@@ -492,7 +492,7 @@ def test_counters_take_the_maximum(policy: str) -> None:
     counter = model[1].num_batches_tracked
     assert isinstance(counter, Tensor)
     assert counter.dtype == torch.int64
-    # A rank's counter jumps to the other's at each averaging, and goes on from there.
+    # A rank's counter becomes the maximum at each averaging, and continues from there.
     assert max(steps) <= int(counter) <= sum(steps)
     variance = model[1].running_var
     assert isinstance(variance, Tensor)
@@ -512,12 +512,12 @@ def test_an_optimizer_instance_with_groups() -> None:
     assert torch.equal(model[0].weight, before["0.weight"])
     assert not torch.equal(model[2].weight, before["2.weight"])
     assert [group["lr"] for group in state.optimizer_state["param_groups"]] == [0.0, 0.01]
-    assert state.optimizer_state["state"][0]["step"] == 1 + 15  # its own step, and those of the run
+    assert state.optimizer_state["state"][0]["step"] == 1 + 15  # its own steps, and those of the run
     assert optimizer.state[model[0].weight]["step"] == 1
     assert model[0].weight.grad is None
 
 
-# ---------------------------------------------------------------- what the loss says
+# ---------------------------------------------------------------- reported losses
 @pytest.mark.parametrize("policy", POLICIES)
 def test_numbers_of_the_loss_are_means_over_the_epoch(policy: str) -> None:
     def loss(model: nn.Module, batch: Any) -> Any:
@@ -567,7 +567,9 @@ def test_autocast_is_entered_in_every_worker() -> None:
 
 @pytest.mark.parametrize("policy", ["sync", "exact"])
 def test_a_rank_that_leaves_autocast_is_of_no_account_to_the_others(policy: str) -> None:
-    """It empties the process's cache of casts; a weight that is cast twice has other gradients than once."""
+    """It empties the process's cache of casts; a weight cast twice gets other gradients than one cast
+    once.
+    """
 
     def trained(*, is_emptied: bool) -> Tensor:
         def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -647,9 +649,9 @@ def test_the_log_of_a_run_that_failed_replays(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- datasets that share a file
 class Shared(Dataset[Any]):
-    """Sample i is (i, what the file has at i), by one handle: seek, then read.
+    """Sample i is (i, item i of the file), read through one handle: seek, then read.
 
-    In read number `waits_at` a thread waits between the two until another one reads, for a while.
+    In read number `waits_at` a thread waits between the two for a while, for another one to read.
     """
 
     def __init__(self, path: Path, samples: int, waits_at: int) -> None:

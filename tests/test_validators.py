@@ -1,4 +1,4 @@
-"""Validators of single values."""
+"""Tests of the validators of single values."""
 
 from __future__ import annotations
 

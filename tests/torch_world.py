@@ -1,4 +1,4 @@
-"""Processes of torch.distributed under gloo, for comparing with torch's own."""
+"""Processes of torch.distributed with gloo, to compare with torch's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def in_processes(work: Callable[..., Any], folder: Path, size: int, *args: Any) -> list[Any]:
-    """Run `work(rank, *args)` in `size` processes that have one gloo group; what they return, by rank."""
+    """Run `work(rank, *args)` in `size` processes with one gloo group; returns their results, by rank."""
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     processes = [
@@ -45,5 +45,5 @@ def _process(
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not by the interpreter's end: a thread of gloo that still wants it then ends the process by an abort.
+    # Not at the end of the interpreter: a gloo thread that still needs it would then abort the process.
     os._exit(0)

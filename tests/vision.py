@@ -1,4 +1,4 @@
-"""Makes torchvision importable beside a torch that is built for the CPU."""
+"""Makes torchvision importable next to a CPU build of torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _library: torch.library.Library | None = None
 
 
 def mend_torchvision() -> None:
-    """Declare what the import of torchvision lacks, where it does.
+    """Declare the operators that the import of torchvision lacks, if any.
 
-    PyPI's wheel is built for CUDA. Beside a CPU build of torch its compiled operators cannot be loaded, and
-    the import of torchvision, and so of timm and torchmetrics, ends where it registers a shape for one.
+    PyPI's wheel is built for CUDA. Next to a CPU build of torch its compiled operators cannot be loaded, and
+    importing torchvision, and so timm and torchmetrics, fails when it registers a shape function for one.
     """
     global _library
     if _library is not None or importlib.util.find_spec("torchvision") is None:

@@ -1,4 +1,4 @@
-"""A lock that tells when a second thread asks for it, to bring two threads to one place at one moment."""
+"""A lock that reports when a second thread asks for it, to bring two threads to one place at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ WAIT_S = 60.0
 
 
 class Watched:
-    """Stands for a lock; `await_second`, called by its holder, returns when another thread asks for it."""
+    """Stands for a lock; its holder can call `await_second`, which returns when another thread asks for
+    it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -33,7 +35,7 @@ class Watched:
 
 
 def both(work: object, *, times: int = 2) -> list[object]:
-    """Call something in two threads at once; returns what the calls return or raise."""
+    """Call a function in two threads at once; returns their results or errors."""
     assert callable(work)
     found: list[object] = []
 

@@ -19,7 +19,7 @@ from tests.loops import CPU, replicas_of
 
 
 def fake_link(seen: Callable[[FakeNccl], object] = lambda _: None) -> Link:
-    """Opens a fake NCCL on lanes of a `FakeCuda`, and shows it."""
+    """Opens a fake NCCL on lanes of a `FakeCuda`, and exposes it."""
 
     def link(lanes: Sequence[Lane], sizes: Mapping[torch.dtype, int]) -> NcclLoop:
         lane = lanes[0]
@@ -36,7 +36,7 @@ def fake_link(seen: Callable[[FakeNccl], object] = lambda _: None) -> Link:
 
 @contextmanager
 def wired(module: nn.Module, count: int = 2, **more: Any) -> Iterator[Replicas]:
-    """Replicas on fake streams; at the end every access was ordered, and every launch was quiet."""
+    """Replicas on fake streams; at the end every access must have been ordered, and every launch quiet."""
     cuda = FakeCuda()
     made: list[FakeNccl] = []
     lanes = [CudaLane(CPU, cuda) for _ in range(count)]

@@ -1,4 +1,6 @@
-"""Hostile files with right checksums: refused before torch sees them, and before they take memory."""
+"""Tests of hostile files with right checksums: refused before torch reads them, and before they use
+memory.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def check(data: bytes) -> None:
 
 
 class Call:
-    """What makes a pickle call a function."""
+    """An object whose pickle calls a function."""
 
     def __init__(self, function: Callable[..., object], *arguments: Any) -> None:
         self.call = function, arguments
@@ -63,7 +65,7 @@ def repacked(data: bytes, change: Callable[[str, bytes], bytes], compression: in
 
 
 def doubled(levels: int) -> bytes:
-    """A list of a list twice, of a list twice, and so on: 2 ** levels when it is walked."""
+    """A list holding a list twice, which holds a list twice, and so on: 2 ** levels items when walked."""
     pickled = b"\x80\x02]q\x00"
     for level in range(levels):
         pickled += b"](" + bytes([ord("h"), level, ord("h"), level]) + b"eq" + bytes([level + 1])
@@ -71,7 +73,7 @@ def doubled(levels: int) -> bytes:
 
 
 def two_faced() -> bytes:
-    """An archive that is a bomb for torch, which reads offsets from the start, and none for zipfile."""
+    """An archive that is a bomb for torch, which reads offsets from the start, but not for zipfile."""
     bomb = repacked(archive({"a": torch.zeros(1 << 22)}), lambda _, data: data, zipfile.ZIP_DEFLATED)
     harmless = repacked(archive({"a": torch.zeros(1 << 16)}), lambda _, data: data)
     entries, start = struct.unpack("<II", bomb[-10:-2])
@@ -218,7 +220,7 @@ def test_a_state_as_deep_as_may_be() -> None:
         plain([state])
 
 
-# ---------------------------------------------------------------- what is no plain file
+# ---------------------------------------------------------------- files that are not plain
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     write(tmp_path / "a.pt", checkpoint())

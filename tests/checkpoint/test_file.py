@@ -1,4 +1,4 @@
-"""A checkpoint is read whole or refused with its reason, and written whole or not at all."""
+"""Tests of checkpoint files: read whole or refused with a reason, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ POSITION = Position(1, 1, (OpenEpoch(1, 3, ((1,),), (RankSums(2, 8),)),), 4, ver
 
 
 def checkpoint(**changes: Any) -> dict[str, Any]:
-    """A whole state, small."""
+    """A complete small state."""
     weight = torch.arange(6.0).view(2, 3)
     weight[0, 0] = math.nan
     return {
@@ -55,14 +55,14 @@ def path(tmp_path: Path) -> Path:
 
 
 def archive(state: object) -> bytes:
-    """What torch.save makes of a state."""
+    """The bytes that torch.save makes of a state."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
 
 
 def with_pickle(pickled: bytes) -> bytes:
-    """A torch archive with another pickle in it."""
+    """A torch archive with another pickle."""
     buffer = io.BytesIO()
     source = zipfile.ZipFile(io.BytesIO(archive({})))
     with zipfile.ZipFile(buffer, "w") as made:
@@ -79,7 +79,7 @@ def refusal(path: Path) -> str:
     return str(error.value)
 
 
-# ---------------------------------------------------------------- what may stand in it
+# ---------------------------------------------------------------- allowed contents
 def test_plain_state_comes_back_as_it_was(path: Path) -> None:
     state = read(path)
     expected = checkpoint()
@@ -88,11 +88,11 @@ def test_plain_state_comes_back_as_it_was(path: Path) -> None:
     )
     assert state["model"].pop("weight").dtype is torch.float32
     assert repr((state["position"], state["history"])) == repr((POSITION, HISTORY))  # with NaN
-    assert state["fingerprint"] == {"batch_size": 4, "shapes": (2, 3)}  # a tuple stays one
+    assert state["fingerprint"] == {"batch_size": 4, "shapes": (2, 3)}  # still a tuple
     assert (state["format"], state["torch"]) == (FORMAT, torch.__version__)
     assert torch.equal(state["model"]["half"], expected["model"]["half"])
     assert state["best_model"] == {}
-    assert state["orders"] is None  # as in a file from before there were any
+    assert state["orders"] is None  # as in files written before they had orders
     assert state["ranks"][0]["optimizers"][0]["state"][0]["step"].item() == 2.0
 
 
@@ -129,7 +129,7 @@ def test_what_is_plain() -> None:
     assert state["view"].tolist() == [10.0, 11.0, 12.0, 13.0]
     assert state["view"].untyped_storage().nbytes() == 16
     assert state["wide"].untyped_storage().nbytes() == 16
-    assert state["turned"].data_ptr() == flat.data_ptr()  # it has all of its memory: no copy
+    assert state["turned"].data_ptr() == flat.data_ptr()  # it covers all of its memory: no copy
     assert type(state["parameter"]) is torch.Tensor
     assert not state["parameter"].requires_grad
 
@@ -167,7 +167,7 @@ def test_what_is_not_plain_is_not_written(path: Path) -> None:
 def print_nothing() -> None: ...
 
 
-# ---------------------------------------------------------------- what is no checkpoint
+# ---------------------------------------------------------------- refusals
 def test_missing_empty_foreign_and_torn(path: Path) -> None:
     whole = path.read_bytes()
     assert "no such file" in refusal(path.with_name("b.pt"))
@@ -185,7 +185,7 @@ def test_missing_empty_foreign_and_torn(path: Path) -> None:
 
 
 def places(content: bytes, record: str) -> range:
-    """The bytes of a record in an archive."""
+    """The position of a record's bytes in an archive."""
     [info] = [one for one in zipfile.ZipFile(io.BytesIO(content)).infolist() if one.filename.endswith(record)]
     lengths = content[info.header_offset + 26 : info.header_offset + 30]
     start = info.header_offset + 30 + sum(int.from_bytes(lengths[at : at + 2], "little") for at in (0, 2))
@@ -277,7 +277,7 @@ def test_a_missing_field_is_named(path: Path) -> None:
     path.write_bytes(archive([1]))
     assert "a list" in refusal(path)
     path.write_bytes(archive(whole))
-    assert read(path)["version"] == 1  # the last one is refused for what it lacks alone
+    assert read(path)["version"] == 1  # the only thing wrong with the last one is the missing entry
 
 
 def touch(target: Path) -> list[tuple[Callable[..., object], tuple[Any, ...]]]:
@@ -309,7 +309,7 @@ def test_a_broken_pickle_with_right_checksums(path: Path, pickled: bytes) -> Non
     assert "damaged, cut off" in refusal(path)
 
 
-# ---------------------------------------------------------------- a write that fails
+# ---------------------------------------------------------------- failing writes
 @pytest.mark.posix
 @pytest.mark.parametrize("room", [200_000, 1_200_500])
 def test_a_full_disk_leaves_what_was_there(path: Path, room: int) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint of another run is refused with what is different."""
+"""Tests of fingerprints: a checkpoint of another run is refused with the difference."""
 
 from __future__ import annotations
 

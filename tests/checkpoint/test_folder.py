@@ -1,4 +1,4 @@
-"""Which checkpoint is the newest one, which stay, and what a killed process leaves."""
+"""Tests of the checkpoint folder: the newest checkpoint, those kept, and leftovers of killed processes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_run_that_goes_on_keeps_the_best_value(tmp_path: Path) -> None:
     assert read(tmp_path / "best.pt")["version"] == 1
     other = CheckpointFolder(CheckpointOptions(tmp_path, keep_best=("accuracy", "max")))
     other.follow(found[1])
-    fill(other, [0.2], 3)  # of another metric: there is nothing to compare it with
+    fill(other, [0.2], 3)  # another metric: nothing to compare it with
     assert read(tmp_path / "best.pt")["version"] == 3
 
 
@@ -137,7 +137,7 @@ def test_what_is_unfinished_is_removed_and_the_rest_left_alone(tmp_path: Path) -
         (tmp_path / name).write_text("x")
     store = CheckpointFolder(CheckpointOptions(tmp_path))
     assert store.newest() is not None
-    assert set(mine) <= set(names(tmp_path))  # whoever only reads may be looking at a run at work
+    assert set(mine) <= set(names(tmp_path))  # reading alone removes nothing: a run may be using the folder
     fill(store, [None], 2)
     assert names(tmp_path) == sorted([*others, "step-000000000010-1.pt", "step-000000000020-2.pt"])
     fill(store, [None] * 5, 3)
@@ -193,7 +193,7 @@ def test_a_process_that_is_killed_leaves_whole_files(tmp_path: Path, at: tuple[s
 
 
 def _die_in(step: str, when: str) -> None:
-    """Let this process be killed in the middle of writing a checkpoint."""
+    """Kill this process in the middle of writing a checkpoint."""
     owner: Any = {"fsync": os, "replace": Path}.get(step, checkpoint_file)
     whole = getattr(owner, step)
 

@@ -1,4 +1,4 @@
-"""A folder belongs to one live run, of this process or another, and to none that is dead."""
+"""Tests of the folder lock: a folder belongs to one live run, of any process, and never to a dead one."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_killed_process_holds_nothing_though_its_child_lives(tmp_path: Path) -
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait(60)
-        os.kill(child, 0)  # it is there
+        os.kill(child, 0)  # it exists
         mine.take()
         mine.give_back()
 
@@ -129,7 +129,7 @@ def test_a_folder_that_was_removed_and_made_again(tmp_path: Path) -> None:
     second.take()
     first.give_back()
     with pytest.raises(OptionError):
-        first.take()  # the file of the second one is still there
+        first.take()  # the second one's file still exists
     second.give_back()
 
 
@@ -193,7 +193,7 @@ def test_two_threads_that_give_a_folder_back_close_its_file_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Slow(FolderLock):
-        """Its handle is read while the other thread waits for its turn."""
+        """The other thread reads its handle while it waits for its turn."""
 
         @property
         def _handle(self) -> int | None:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""A rank that is captured, saved and restored goes on as if nothing had happened, bit for bit."""
+"""Tests of a rank's state: captured, saved and restored, it continues bit for bit."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # for tensors of nine elements more would only wait for each other
+    torch.set_num_threads(1)  # with nine elements per tensor, more threads only wait for each other
     yield
     torch.set_num_threads(before)
 
 
 class Net(nn.Module):
-    """One of each: channels_last, batch norm, tied, frozen, a buffer that the state_dict leaves out."""
+    """Many kinds of tensors: channels_last, batch norm, tied, frozen, and a buffer not in the state_dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Net(nn.Module):
 
 
 class Master(Optimizer):
-    """Keeps float32 copies of its parameters, and things that torch's own loading changes."""
+    """An optimizer with float32 copies of its parameters, and state that torch's own loading changes."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 1e-3})
@@ -110,7 +110,7 @@ def train(replica: Replica, first: int, last: int) -> None:
 
 
 def through_a_file(folder: Path, ranks: list[Any]) -> dict[str, Any]:
-    """What ranks have captured, the first of them the model, as a file gives it back."""
+    """The captured states after a round trip through a file; the first one has the model."""
     first, *rest = ranks
     shared = {name: first.pop(name) for name in ("model", "buffers")}
     about = {"version": 1, "epoch": 0, "global_step": 0, "position": Position(1), "history": ()}
@@ -124,7 +124,7 @@ def resume(replica: Replica, saved: dict[str, Any], rank: int = 0) -> None:
 
 
 def bits(value: Any) -> Any:
-    """Something that is equal where all bits are."""
+    """A value that is equal if and only if all bits are."""
     if isinstance(value, Tensor):
         return value.dtype, tuple(value.shape), value.stride(), bytes(value.clone().untyped_storage())
     if isinstance(value, dict):
@@ -164,7 +164,7 @@ def test_a_restored_rank_goes_on_bit_for_bit(tmp_path: Path, name: str, dtype: t
     taken = capture(original, shared=True)()
     at_once = bits(copy.deepcopy(taken))
     train(original, 3, 5)
-    assert bits(taken) == at_once  # it shares nothing with what trains on
+    assert bits(taken) == at_once  # it shares no memory with the training
     saved = through_a_file(tmp_path, [taken])
 
     other = make(optimizer, seed=1, module=net)
@@ -183,7 +183,7 @@ def test_a_restored_rank_goes_on_bit_for_bit(tmp_path: Path, name: str, dtype: t
 def test_a_checkpoint_passes_between_flat_memory_and_parameters(
     tmp_path: Path, name: str, flat_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit; a fused kernel on the CPU may compute the last elements of a tensor otherwise."""
+    """Bit for bit; a fused kernel on the CPU may compute a tensor's last elements differently."""
 
     def made(is_flat: bool, seed: int) -> Replica:
         monkeypatch.setattr(Replica, "may_be_flat", is_flat)
@@ -313,7 +313,7 @@ def test_tied_tensors_are_saved_once_and_views_without_the_rest() -> None:
 
 # ---------------------------------------------------------------- on a device
 class Lent(CudaLane):
-    """A card on the CPU, whose pinned memory is watched."""
+    """A card on the CPU with watched pinned memory."""
 
     def __init__(self) -> None:
         super().__init__(CPU, FakeCuda())
@@ -340,7 +340,7 @@ def test_the_host_waits_for_the_copies_and_not_before(waits: bool) -> None:
         train(replica, 2, 3)
     gone.set()
     taken = part() if waits else {"model": dict(enumerate(lane.pinned_memory))}
-    with lane.on(lane.copy):  # any stream but the one that copied
+    with lane.on(lane.copy):  # any stream but the copying one
         read = [tensor + 0 for tensor in taken["model"].values()]
     assert len(lane.pinned_memory) > 10
     assert len(read) > 5
@@ -350,7 +350,7 @@ def test_the_host_waits_for_the_copies_and_not_before(waits: bool) -> None:
 
 
 class _Held:
-    """An event of a device that does not come to it before the test says so."""
+    """An event that its device does not reach before the test says so."""
 
     def __init__(self, lane: CudaLane, gone: threading.Event) -> None:
         self._event = lane.cuda.Event()
@@ -368,14 +368,14 @@ def test_a_device_is_restored_on_its_stream() -> None:
     replica = make(lambda p: AdamW(p, 0.01), seed=1, lane=lane)
     lane.cuda.watch("replica", *replica.flat.memories)
     restore(replica, taken, taken["model"], taken["buffers"])
-    with lane.on(lane.comm):  # nobody orders this one: the restoring has waited
+    with lane.on(lane.comm):  # no order needed: restoring has waited
         sums = [memory.sum() for memory in replica.flat.memories]
     assert sums
     assert lane.cuda.races == []
     assert bits(replica.module.state_dict()) == bits(original.module.state_dict())
 
 
-# ---------------------------------------------------------------- what does not fit
+# ---------------------------------------------------------------- states that do not fit
 def test_another_model_is_named() -> None:
     taken = capture(make(module=lambda: nn.Linear(2, 3)), shared=True)()
     for other, said in (
@@ -412,7 +412,7 @@ def test_a_rank_that_lacks_something_is_refused(name: str) -> None:
     for broken in ({key: taken[key] for key in taken if key != name}, {**taken, name: [{"state": 3}]}):
         replica = make(precision="fp16")
         if name == "generator" and name in broken:
-            continue  # on the CPU nobody looks at it
+            continue  # on the CPU it is not checked
         with pytest.raises(CheckpointError, match=r"does not fit|learning_rate"):
             restore(replica, broken, taken["model"], taken["buffers"])
 

@@ -1,4 +1,4 @@
-"""What a run goes on from, and what it refuses."""
+"""Tests of resuming: the state restored, and refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PRINT = {
 
 
 def replica(value: float = 0.0) -> Replica:
-    """One that has taken a step, so that its optimizer remembers something."""
+    """A replica that has taken a step, so that its optimizer has state."""
     module = nn.Linear(1, 1, bias=False)
     nn.init.constant_(module.weight, value)
     flat = FlatReplica(module)
@@ -95,7 +95,7 @@ def test_the_newest_of_the_folder(tmp_path: Path) -> None:
     found = find(True, later)
     assert found is not None
     assert found.path == tmp_path / "step-000000000002-2.pt"
-    assert later.best == 2.0  # which the next ones have to beat
+    assert later.best == 2.0  # to be beaten by the next ones
     assert found.best is None
     assert [rank["optimizers"][0]["state"][0]["momentum_buffer"].item() for rank in found.ranks] == [1.0, 2.0]
 
@@ -177,7 +177,7 @@ def test_an_end_that_lies_before() -> None:
         one.check(PRINT, 2, None)
     with pytest.raises(OptionError, match="max_steps=10 is less than the 11"):
         one.check(PRINT, None, 10)
-    # One that was opened ahead of time, and of which nothing was dealt, is not begun.
+    # An epoch opened ahead of time, of which nothing was dealt, has not begun.
     [begun] = one.position.open
     untouched = replace(begun, epoch=3, position=0, left=((),) * len(begun.left))
     ahead = resumed(position=replace(one.position, open=(begun, untouched)))
@@ -186,7 +186,7 @@ def test_an_end_that_lies_before() -> None:
 
 # ---------------------------------------------------------------- the order of an open epoch
 def source(*epochs: list[int]) -> Source:
-    """One whose sampler draws these in turn; without any, in flowdp's order."""
+    """A source whose sampler draws these in turn; without any, one in flowdp's order."""
 
     class Listed:
         def __len__(self) -> int:
@@ -203,7 +203,7 @@ def source(*epochs: list[int]) -> Source:
 
 
 def inside(*begun: bool) -> Position:
-    """One epoch is complete; of those that are open, from which a part is trained."""
+    """A position with one epoch complete, and parts of the open ones trained."""
     left: list[tuple[int, ...]] = [() if one else (0,) for one in begun]
     open_ = tuple(OpenEpoch(1 + i, 1, (batches,), (RankSums(),)) for i, batches in enumerate(left))
     return Position(1, 1, open_, 2, versions=3)
@@ -217,7 +217,7 @@ def test_a_sampler_that_draws_the_same_may_go_on() -> None:
     one = resumed(position=inside(True, True), orders=SUMS)
     same = source(A, B, C)
     one.check_orders(same)
-    assert orders(same, one.position) == SUMS  # which the next checkpoint holds
+    assert orders(same, one.position) == SUMS  # to be saved in the next checkpoint
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_a_failing_sampler_says_so() -> None:
         resumed(position=inside(True), orders=SUMS).check_orders(source(A))
 
 
-# ---------------------------------------------------------------- putting back
+# ---------------------------------------------------------------- restoring
 @pytest.mark.parametrize(("devices", "expected"), [(1, [1.0]), (2, [1.0, 2.0]), (3, [1.0, 2.0, 1.0])])
 def test_each_rank_takes_its_own_and_new_ones_those_of_the_first(
     tmp_path: Path, devices: int, expected: list[float]
@@ -278,7 +278,7 @@ def test_each_rank_takes_its_own_and_new_ones_those_of_the_first(
     assert momenta(replicas) == expected
     assert {one.module.weight.item() for one in replicas} == {1.0}
     replicas[0].optimizers[0].state[replicas[0].module.weight]["momentum_buffer"].fill_(7.0)
-    assert momenta(replicas)[1:] == expected[1:]  # they share nothing
+    assert momenta(replicas)[1:] == expected[1:]  # no shared memory
 
 
 @pytest.mark.parametrize("many", [False, True])

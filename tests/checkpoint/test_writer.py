@@ -1,4 +1,4 @@
-"""What becomes of what the ranks put down: files, snapshots, the best state, and complaints."""
+"""Tests of the checkpoint writer: files, snapshots, the best state, and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LOSSES = [metrics(epoch, loss) for epoch, loss in enumerate((5.0, 2.0, 4.0, 3.0)
 
 
 def part(rank: int, value: float, *, shared: bool) -> PendingState:
-    """What a rank puts down; it can be read once."""
+    """A rank's captured state, which can be read once."""
     state: dict[str, Any] = {"optimizers": [{"rank": rank}], "scaler": None, "generator": None}
     if shared:
         state |= {"model": {"weight": torch.tensor([value])}, "buffers": {}}
@@ -47,7 +47,7 @@ def at(epoch: int, *, is_open: bool = False) -> Position:
 
 
 class Desk:
-    """A saver, and two ranks that put down a number."""
+    """A saver, and two ranks that each capture a number."""
 
     def __init__(self, folder: Path | None, listens: bool = True, **options: Any) -> None:
         self.told: list[Checkpoint] = []
@@ -71,14 +71,14 @@ class Desk:
         self.saver.save(Save(epoch, at(epoch, is_open=is_open), model=model, **given), LOSSES)
 
     def close(self) -> list[int]:
-        """Write what waits; the epochs that listeners were told of."""
+        """Write all that waits; returns the epochs that listeners received."""
         assert self.saver.close(WAIT_S)
         return [one.epoch for one in self.told]
 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Holds the first file until the event is set."""
+    """An event: the first file is held back until it is set."""
     opened, held = threading.Event(), iter([True])
     save = CheckpointFolder.save
 
@@ -97,7 +97,7 @@ def wait_until_writing(saver: Saver) -> None:
         threading.Event().wait(0.001)
 
 
-# ---------------------------------------------------------------- what was put down
+# ---------------------------------------------------------------- captured states
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_standing_is_read_once_and_holds_the_model_once(first: int) -> None:
     parts = {rank: part(rank, 7.0, shared=rank == first) for rank in (1, 0)}
@@ -131,7 +131,7 @@ def test_a_checkpoint_is_written_and_told(tmp_path: Path) -> None:
     assert repr(told) == f"<Checkpoint 2 at step 20, 2 epochs complete in {str(told.path)!r}>"
     kept = read(told.path)
     assert repr(kept["position"]) == repr(at(2))  # with NaN
-    assert list(kept["history"]) == LOSSES[:2]  # of the epochs that were complete
+    assert list(kept["history"]) == LOSSES[:2]  # of the complete epochs
     assert kept["fingerprint"] == {"seed": 0}
     module = nn.Linear(1, 1, bias=False)
     told.save(tmp_path / "copy.pt")
@@ -193,7 +193,7 @@ def test_what_the_sampler_drew_is_asked_for_while_it_is_known(tmp_path: Path, sl
     desk.saver.orders = lambda position: {one.epoch: drawn[one.epoch] for one in position.open}
     drawn = {2: 8}
     desk.put(2, is_open=True)
-    drawn = {}  # the sampler has gone on before the writer comes to it
+    drawn = {}  # the sampler has moved on before the writer reads it
     slow.set()
     desk.close()
     assert [read(one.path)["orders"] for one in desk.told] == [None, {2: 8}]
@@ -230,7 +230,7 @@ def test_a_wish_is_answered_by_the_next_standing() -> None:
     found: list[CapturedState | None] = []
     asking = threading.Thread(target=lambda: found.append(desk.saver.wait_for_snapshot(2)))
     asking.start()
-    desk.put(1, version=None, snapshots=1)  # answers the first wish alone
+    desk.put(1, version=None, snapshots=1)  # answers only the first request
     assert desk.saver.wait_for_snapshot(1) is not None
     assert asking.is_alive()
     desk.put(2, version=None, snapshots=2)
@@ -251,7 +251,7 @@ def test_nobody_waits_for_a_run_that_has_ended() -> None:
     assert found == [None]
 
 
-# ---------------------------------------------------------------- what cannot be written
+# ---------------------------------------------------------------- failing writes
 def test_a_full_disk_is_a_problem_and_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk(tmp_path)
     full = iter([OSError(errno.ENOSPC, "No space left on device")])

@@ -1,4 +1,4 @@
-"""Ends the threads that averaging by NCCL starts beside the ranks."""
+"""Ends the threads that averaging by NCCL starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.collective import fake_world
 
 @pytest.fixture(autouse=True)
 def no_watchdogs() -> Iterator[None]:
-    """End those that a test has not ended by closing or aborting."""
+    """End those that a test did not end by close or abort."""
     yield
     while fake_world.WATCHED:
         fake_world.WATCHED.pop()._watchdog.close()

@@ -1,7 +1,7 @@
 """NCCL without a GPU: cupy's names, on CPU tensors.
 
-A group really sums, on the raw addresses, when it ends, and books each rank's part on the rank's stream. What
-would hang or be undefined raises: a rank that is missing in a group, calls of one group from two threads, a
+A group really sums when it ends, on the raw addresses, and records each rank's part on the rank's stream.
+Calls that would hang or be undefined raise: a rank missing in a group, calls of one group from two threads, a
 call outside a group, and any torch operation between the start and the end of a group (it might allocate).
 """
 
@@ -28,12 +28,12 @@ DTYPES = {
     6: np.float16,
     7: np.float32,
     8: np.float64,
-    9: np.int16,  # bfloat16, of which numpy knows the bits alone
+    9: np.int16,  # bfloat16, for which numpy has no type
 }
 
 
 class NcclError(RuntimeError):
-    """As cupy's."""
+    """Like cupy's."""
 
 
 class _NoTorch(RankMode):
@@ -53,16 +53,15 @@ class FakeNccl:
     """Stands for `cupy.cuda.nccl`.
 
     Attributes:
-        groups: Of each group that summed or sent: whether `QUIET` was held, and the counts of rank 0's calls.
-        kinds: Of the same groups.
+        groups: For each summing or sending group, whether `QUIET` was held, and the counts of rank 0's calls.
+        kinds: Kinds of the same groups.
         aborted: Ranks whose communicators were aborted.
         destroyed: Ranks whose communicators were destroyed.
-        abused: What NCCL forbids: an abort while a thread is inside it, one of what was aborted, a sum then.
-        hangs: None, or "make" or "sum": the group of that kind that does not end before `wake`, which an
-            abort sets.
-        fails: Whether what has hung fails then.
-        hanging: Set when one hangs.
-        deaf: Whether an abort does not help; `wake` does.
+        abused: Forbidden calls: an abort while a thread is inside NCCL, a second abort, a sum after an abort.
+        hangs: None, or the kind of group ("make" or "sum") that ends only by `wake`, which an abort sets.
+        fails: Whether the hung call then fails.
+        hanging: Set when a group hangs.
+        deaf: Whether an abort has no effect, only `wake`.
         broken: Whether the last rank's numbers do not reach the others.
     """
 

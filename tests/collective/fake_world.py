@@ -1,4 +1,4 @@
-"""Ranks on fake CUDA lanes that train and hold rounds, in threads and through a real gate."""
+"""Ranks on fake CUDA lanes that train and average, in threads and through a real gate."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Make = Callable[["FakeWorld"], Collective]
 
 
 class FakeLane(CudaLane):
-    """With pinned memory that is plain, and watched."""
+    """A fake lane with watched pinned memory, which is plain memory."""
 
     def __init__(self, device: torch.device, cuda: FakeCuda) -> None:
         super().__init__(device, cuda)
@@ -78,12 +78,12 @@ def in_threads(ranks: Sequence[int], body: Callable[[int], Any]) -> list[Any]:
 
 
 class FakeWorld:
-    """Replicas on lanes of a `FakeCuda`, all flat memories watched.
+    """Replicas on lanes of a `FakeCuda`, with all flat memories watched.
 
     Args:
-        make: What averages them.
-        cards: The card of each rank; -1 is a CPU rank.
-        hung: Called when a round does not end on the cards, by what looks after that.
+        make: Makes the collective.
+        cards: Card of each rank; -1 is a CPU rank.
+        hung: Called by the watchdog when a round does not end on the cards.
     """
 
     def __init__(
@@ -110,13 +110,13 @@ class FakeWorld:
         self.outcomes: list[Outcome] = []
 
     def train(self, rank: int) -> None:
-        """A step, on the compute stream that is current."""
+        """A step on the current compute stream."""
         for memory in self.replicas[rank].memories:
             if memory.dtype.is_floating_point:
                 memory.mul_(1.0 + rank / 64)
 
     def judge(self, rank: int, is_bad: bool) -> Tensor:
-        """Let a replica leave the numbers, or not, and look at it on its device."""
+        """Give a replica NaN parameters, or not, and check it on its device."""
         if is_bad:
             for flat in self.replicas[rank].flats:
                 if not flat.counts:
@@ -135,14 +135,14 @@ class FakeWorld:
         bad: Sequence[int] | None = None,
         delay: Callable[[int], object] = lambda rank: None,
     ) -> list[Reading]:
-        """A round of all ranks after some steps; what they would read.
+        """A round of all ranks after some steps; returns functions that read the results.
 
         Args:
-            samples: Of each rank.
-            drift: Whether it is measured.
-            ranks: Those that come.
-            steps: Before it and behind it.
-            bad: Ranks that hold NaN, as their devices alone know; None: nobody looks.
+            samples: Samples of each rank.
+            drift: Whether to measure it.
+            ranks: Ranks that take part.
+            steps: Steps before and after it.
+            bad: Ranks with NaN parameters, known only to their devices; None: not checked.
             delay: Called by each rank before it enters the gate.
         """
 
@@ -178,7 +178,7 @@ class FakeWorld:
         return [{k: v.clone() for k, v in module.state_dict().items()} for module in self.modules]
 
 
-# ---------------------------------------------------------------- what averages
+# ---------------------------------------------------------------- collectives
 def device_mean(world: FakeWorld) -> DeviceMean:
     return DeviceMean(world.replicas, world.lanes)
 
@@ -198,7 +198,7 @@ def nccl_mean(world: FakeWorld) -> NcclMean:
 
 
 WATCHED: list[NcclMean] = []
-"""Those whose watchdogs a test has started; `conftest.py` ends them."""
+"""Means whose watchdogs a test has started; `conftest.py` ends them."""
 
 
 WAYS: dict[str, tuple[Make, tuple[int, ...]]] = {
@@ -210,12 +210,12 @@ WAYS: dict[str, tuple[Make, tuple[int, ...]]] = {
     "host and CPU ranks": (host_mean, (0, -1, 1)),
     "nccl": (nccl_mean, (0, 1, 2)),
 }
-"""What averages three ranks on streams, and their cards."""
+"""Makers of a mean of three ranks on streams, with their cards."""
 
 
-# ---------------------------------------------------------------- taking edges away
+# ---------------------------------------------------------------- removed edges
 def without_waits(monkeypatch: pytest.MonkeyPatch, events: Callable[[], Sequence[Any]]) -> None:
-    """Let streams ignore these events."""
+    """Make streams ignore these events."""
     real = FakeStream.wait_event
 
     def wait_event(stream: FakeStream, event: FakeEvent) -> None:
@@ -226,7 +226,7 @@ def without_waits(monkeypatch: pytest.MonkeyPatch, events: Callable[[], Sequence
 
 
 def without_synchronize(monkeypatch: pytest.MonkeyPatch, events: Callable[[], Sequence[Any]]) -> None:
-    """Let the host ignore these events."""
+    """Make the host ignore these events."""
     real = FakeEvent.synchronize
 
     def synchronize(event: FakeEvent) -> None:
@@ -237,7 +237,7 @@ def without_synchronize(monkeypatch: pytest.MonkeyPatch, events: Callable[[], Se
 
 
 def book_on_host(monkeypatch: pytest.MonkeyPatch, world: FakeWorld) -> None:
-    """Let what a `BlockMean` does be the host's own work, not the current stream's."""
+    """Record a `BlockMean`'s work as the host's, not the current stream's."""
     real = BlockMean.reduce
     host = FakeStream(world.cuda, None, 0)
     host.name = "the host"
@@ -245,7 +245,7 @@ def book_on_host(monkeypatch: pytest.MonkeyPatch, world: FakeWorld) -> None:
     def reduce(mean: BlockMean, samples: Sequence[int], **options: Any) -> Tensor | None:
         with world.cuda.stream(host):
             squares = real(mean, samples, **options)
-        host.synchronize()  # whatever the host does or launches next comes after it
+        host.synchronize()  # all later work of the host comes after it
         return squares
 
     monkeypatch.setattr(BlockMean, "reduce", reduce)

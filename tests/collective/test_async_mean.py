@@ -80,7 +80,7 @@ def test_local_steps_are_kept():
         step = {name: torch.randn_like(p) * 0.1 for name, p in module.named_parameters()}
         for name, parameter in module.named_parameters():
             parameter.data.add_(step[name])
-        module[1].running_var.fill_(99.0)  # local, and replaced
+        module[1].running_var.fill_(99.0)  # local, to be replaced
         module[1].num_batches_tracked.fill_(20 if rank == 1 else 4)
         steps.append(step)
     local = [state(module) for module in modules]
@@ -93,7 +93,7 @@ def test_local_steps_are_kept():
             assert torch.allclose(parameter.double(), wanted, rtol=tolerance, atol=tolerance), name
         variance = sum(n * s["1.running_var"] for n, s in zip(samples, before, strict=True)) / 10
         assert torch.allclose(module[1].running_var, variance)
-        # 5 is the greatest that was put down, and rank 1 has counted on since.
+        # 5 is the greatest captured count, and rank 1 has counted further since.
         assert int(module[1].num_batches_tracked) == (20 if rank == 1 else 5)
 
 
@@ -114,7 +114,8 @@ def test_the_mean_of_bfloat16_parameters_is_kept_in_float32():
         module[2].weight.data.fill_(value)
     snapshots = on_host(flat)
     hold(snapshots, 0, [1, 1])
-    # Half a step lies between the two; at 0.25 it is bfloat16's own, so a rounded mean would show.
+    # The mean is half a step between the two; at 0.25 that is one step of bfloat16, so a rounded mean would
+    # show.
     modules[0][2].weight.data.fill_(0.25)
     snapshots.apply(0, 0)
     assert bool((modules[0][2].weight == 0.25 + 0.00390625).all())
@@ -127,7 +128,7 @@ def test_drift_is_the_distance_of_each_snapshot_from_the_mean():
     mean = (4 * before[0] + before[2]) / 5
     drifts = hold(on_host(flat), 0, samples)
     wanted = [float((vector - mean).norm() / mean.norm()) for vector in before]
-    wanted[1] = 0.0  # it gave nothing, and may hold no numbers
+    wanted[1] = 0.0  # of weight 0, and may hold NaN
     assert drifts == pytest.approx(wanted, rel=1e-3)
 
 
@@ -160,7 +161,7 @@ def test_a_rank_without_samples_need_not_have_a_snapshot():
     modules, flat = replicas()
     snapshots = on_host(flat)
     before = state(modules[0])
-    snapshots.take(1, 0)  # stale, and of no weight in round 1
+    snapshots.take(1, 0)  # late, so of weight 0 in round 1
     snapshots.take(0, 1)
     _, drifts = snapshots.average(1, [2, 0])
     assert drifts == (0.0, 0.0)
@@ -230,7 +231,7 @@ WEIGHTS = [5, 3, 2]
 
 
 class Async(FakeWorld):
-    """Ranks that train on while a helper averages their snapshots."""
+    """Ranks that continue to train while a helper averages their snapshots."""
 
     def __init__(self, cards: Sequence[int]) -> None:
         super().__init__(local_mean, cards)
@@ -244,7 +245,7 @@ class Async(FakeWorld):
                 self.train(rank)
 
     def average(self, round: int, samples: Sequence[int]) -> tuple[float, tuple[float, ...]]:
-        """On a thread whose current stream is the default one."""
+        """Average on a thread whose current stream is the default one."""
         (result,) = in_threads([0], lambda _: self.snapshots.average(round, samples))
         if isinstance(result, Exception):
             raise result
@@ -258,7 +259,7 @@ class Async(FakeWorld):
                 self.train(rank)
 
     def watch(self) -> None:
-        """What the first round has made, too."""
+        """Watch also the memory allocated by the first round."""
         for rank, slot in enumerate(self.snapshots._slots):
             self.cuda.watch(f"slot {rank}", *slot)
         for card, mean in self.snapshots._mean.items():
@@ -343,7 +344,7 @@ def test_without_taken_the_mean_is_too_early(world, monkeypatch):
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_without_applied_a_mean_is_overwritten_that_a_slow_rank_still_adds(world, monkeypatch, waits):
-    """A rank that takes again says by that that it has applied; one that does not take part says nothing."""
+    """A rank that captures again has applied the mean; a rank that takes no part says nothing."""
     if not waits:
         without_waits(monkeypatch, lambda: world.snapshots._is_applied)
     world.take(2, [0, 1])
@@ -353,7 +354,7 @@ def test_without_applied_a_mean_is_overwritten_that_a_slow_rank_still_adds(world
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_rank_waits_for_the_mean_by_itself(world, monkeypatch, waits):
-    """Not only by way of the helper, which waits for the drift before it reports the mean."""
+    """Not only through the helper, which waits for the drift before it reports the mean."""
     ends = [end for _, end in world.snapshots._marks]
     without_synchronize(monkeypatch, lambda: ends)
     monkeypatch.setattr(FakeEvent, "elapsed_time", lambda *_: 1.0)

@@ -16,7 +16,7 @@ SPLIT, LENGTH = 1600, 1920
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Blocks so short that every memory has several, with a shorter one at its end."""
+    """Blocks so short that every memory has several, the last one shorter."""
     monkeypatch.setattr(base, "BLOCK", 384)
 
 
@@ -36,7 +36,7 @@ def reference(sources: list[list[torch.Tensor]], samples: list[int]) -> torch.Te
 
 
 def averaged(sources, samples, *, split=SPLIT, parts=1, drift=False):
-    """In place, all parts one after another; the memories, and the sums of squares of all parts."""
+    """Average in place, part after part; returns the memories, and the sums of squares of all parts."""
     ours = copies(sources)
     flats = [Flat(ours[0][0], split)]
     sums = [
@@ -84,7 +84,7 @@ def test_narrow_parameters_are_rounded_once(dtype):
     wanted = reference(sources, samples)[:SPLIT]
     rounded = wanted.to(dtype)
     different = after[0][:SPLIT] != rounded
-    # A sum in `dtype` itself would round five times and miss about half of them.
+    # A sum in `dtype` itself would round five times, and be wrong for about half of them.
     assert float(different.float().mean()) < 0.01
 
 
@@ -117,7 +117,7 @@ def test_measuring_the_drift_changes_no_bit(samples, on_host, monkeypatch):
 
 @pytest.mark.parametrize("samples", [[1, 10_000], [10_000, 1]])
 def test_distances_keep_their_digits_at_unequal_weights(samples):
-    """The heavy replica lies so near to the mean that their difference is one rounding error."""
+    """The heavy replica is so close to the mean that their difference is one rounding error."""
     (first,), (away,) = memories(2)
     sources = [[first + 10.0], [first + 10.0 + away * 1e-3]]
     _, squares = averaged(sources, samples, drift=True)
@@ -155,7 +155,7 @@ def test_equal_replicas_stay_equal_to_the_bit(samples, dtype):
 def test_infinities_in_buffers_stay():
     sources = memories(2)
     for (memory,) in sources:
-        memory[SPLIT : SPLIT + 20] = -math.inf  # the mask of an attention layer
+        memory[SPLIT : SPLIT + 20] = -math.inf  # an attention mask
     after, _ = averaged(sources, [1, 2])
     assert bool((after[1][SPLIT : SPLIT + 20] == -math.inf).all())
     assert bool(after[1][SPLIT + 20 :].isfinite().all())
@@ -213,7 +213,7 @@ def test_shift_adds_the_difference_to_parameters_alone(dtype):
     before = ours.clone()
     shift(Flat(ours, SPLIT), mean, snapshot)
     wanted = (before.double() + (mean.double() - snapshot.double()))[:SPLIT]
-    # The result is rounded to its dtype; the difference has the precision of the arithmetic.
+    # The result is rounded to its dtype; the difference is as exact as the arithmetic.
     rounding = torch.finfo(dtype).eps / 2 * wanted.abs()
     operands = (before.double().abs() + mean.double().abs() + snapshot.double().abs())[:SPLIT]
     bound = 1.01 * rounding + torch.finfo(arithmetic(dtype)).eps * operands
@@ -231,7 +231,7 @@ def test_shift_of_a_flat_without_parameters_does_nothing():
 @pytest.mark.parametrize("far", [[0], [1], [0, 1]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_lies_far_is_brought_near_first(samples, far, dtype, monkeypatch):
-    """Arithmetic touches scratch and near memory alone: everything else is a copy."""
+    """Arithmetic uses only scratch and near memory; all else is copied."""
     sources = memories(len(samples), dtype)
     ours = copies(sources)
     flats = [Flat(ours[0][0], SPLIT)]

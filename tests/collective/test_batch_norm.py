@@ -1,4 +1,4 @@
-"""SyncBatchNorm over ranks that are threads: what one rank computes from the whole batch."""
+"""Tests of SyncBatchNorm over threads: equal to one rank with the whole batch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ convert = nn.SyncBatchNorm.convert_sync_batchnorm
 
 
 Body = Callable[[int, nn.Module, Tensor], Any]
-"""Of a rank, its copy of the model, and its part of the batch."""
+"""Function of the rank, its copy of the model and its part of the batch."""
 
 
 def each(sizes: Sequence[int], body: Body, model: nn.Module, x: Tensor) -> list[Any]:
-    """Call the body for each rank in its thread; what it returns, or the first error."""
+    """Call the body for each rank in its thread; returns the results, or raises the first error."""
     groups = local_groups(["cpu"] * len(sizes), timeout=60)
     parts = [part.detach().requires_grad_(x.requires_grad) for part in x.split(list(sizes))]
     models = [copy.deepcopy(model) for _ in sizes]
@@ -50,7 +50,7 @@ def buffers(module: nn.Module) -> list[Tensor]:
 
 
 def compare(norm: nn.Module, x: Tensor, sizes: Sequence[int], *, passes: int = 2) -> None:
-    """Outputs, gradients and buffers of the parts are those of plain BatchNorm on the whole."""
+    """Assert that outputs, gradients and buffers of the parts are those of plain BatchNorm on the whole."""
     upstream = numbers(*x.shape, seed=11)
     x.requires_grad_(True)
 
@@ -128,7 +128,7 @@ def test_layers_in_eval_mode_meet_nobody() -> None:
     x = numbers(4, CHANNELS)
 
     def look(rank: int, model: nn.Module, part: Tensor) -> Tensor | None:
-        return model(part) if rank else None  # the other rank does not come
+        return model(part) if rank else None  # the other rank does not call it
 
     assert_equal([each((2, 2), look, convert(norm), x)[1]], [norm(x[2:])])
 
@@ -145,7 +145,7 @@ def test_without_gradients_the_running_statistics_follow() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("whole", [True, False])  # of the narrow type, or as autocast has it
+@pytest.mark.parametrize("whole", [True, False])  # wholly of the narrow type, or as under autocast
 def test_narrow_types_are_added_up_in_wide_ones(dtype: torch.dtype, whole: bool) -> None:
     norm = nn.BatchNorm1d(CHANNELS)
     x = (numbers(64, CHANNELS) + 30).to(dtype)
@@ -167,7 +167,7 @@ def test_narrow_types_are_added_up_in_wide_ones(dtype: torch.dtype, whole: bool)
 
 
 def test_losses_that_count_unequally() -> None:
-    """Each rank's loss is the mean over its part: what counts is weighted by the samples afterwards."""
+    """Each rank's loss is the mean over its part; samples weight them only afterwards."""
     norm, x, sizes = nn.BatchNorm1d(CHANNELS).double(), numbers(9, CHANNELS), (2, 7)
     whole = x.clone().requires_grad_()
     norm(whole).sin().mean().backward()
@@ -268,5 +268,5 @@ def test_what_a_part_needs() -> None:
     assert min_part_size([plain.eval()]) == 1
     assert (
         min_part_size([nn.BatchNorm1d(2, track_running_stats=False).eval()]) == 2
-    )  # torch asks it of eval, too
+    )  # torch requires it in eval mode, too
     assert min_part_size([]) == 1

@@ -1,4 +1,4 @@
-"""Gradients of several ranks become those of one."""
+"""Tests of sums of gradients over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mean through the host's memory; what it has in common with the others is in test_streamed.py."""
+"""Tests of the mean in host memory; what all means share is in test_on_streams.py."""
 
 import pytest
 
@@ -58,7 +58,7 @@ def test_copies_are_made_once_and_while_nobody_launches(monkeypatch):
     assert made == [True] * count
     world.hold([1, 2])
     assert len(made) == count
-    # The rank on the CPU takes part with its own memory.
+    # The CPU rank takes part with its own memory.
     own = [memory.data_ptr() for memory in world.replicas[1].memories]
     assert [memory.data_ptr() for memory in world.mean._memories[1]] == own
 

@@ -31,14 +31,14 @@ def model(seed: int) -> nn.Module:
 
 @pytest.fixture(params=["alone", "together"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to reduce: by the last arrival, as small models are, and by all members."""
+    """Both ways to reduce: by the last arrival, as for small models, and by all members."""
     if request.param == "together":
         monkeypatch.setattr(local, "SMALL", 0)
     return request.param
 
 
 class World:
-    """Replicas, a real gate, and threads that hold a round."""
+    """Replicas, a real gate, and threads that run a round."""
 
     def __init__(self, world_size: int, build: Callable[[int], nn.Module] = model) -> None:
         self.modules = [build(rank) for rank in range(world_size)]
@@ -66,7 +66,7 @@ class World:
 
 
 def weighted(states: Sequence[dict[str, torch.Tensor]], samples: Sequence[int]) -> dict[str, torch.Tensor]:
-    """What every replica should hold afterwards, in float64."""
+    """The expected values of every replica, in float64."""
     wanted = {}
     for name, tensor in states[0].items():
         if tensor.dtype.is_floating_point:
@@ -137,7 +137,7 @@ def test_a_replica_that_is_not_a_number_and_gives_nothing_is_healed():
 
 
 def test_gradients_that_are_not_numbers_and_give_nothing_are_left_out():
-    """And the weight of the losses they came from, and the buffers."""
+    """Their weight and the buffers are left out as well."""
     touched = Touched(3)
     world = World(3)
     world.mean = LocalMean(
@@ -250,11 +250,11 @@ def test_replicas_that_differ_are_refused():
         LocalMean(replicas, lambda rank: None)
 
 
-# ---------------------------------------------------------------- memories of the host for other layouts
+# ---------------------------------------------------------------- host memory for other layouts
 @pytest.mark.parametrize("samples", [(5, 3), (5, 3, 9), (4, 0, 9)])
 @pytest.mark.parametrize("drift", [False, True])
 def test_the_layout_may_lie_on_a_device_that_the_host_cannot_reach(samples, drift):
-    """As when devices are averaged in pinned memory: all that is made is made on the host."""
+    """As when devices are averaged in pinned memory: everything is allocated on the host."""
     splits = {torch.float32: 400, torch.bfloat16: 400, torch.int64: 0}
     layout = [Flat(torch.empty(600, dtype=dtype, device="meta"), split) for dtype, split in splits.items()]
     draw = torch.Generator().manual_seed(0)
@@ -276,7 +276,7 @@ def test_the_layout_may_lie_on_a_device_that_the_host_cannot_reach(samples, drif
         assert all(torch.equal(rank[at], memory) for rank in memories)
 
 
-# ---------------------------------------------------------------- on CUDA streams; see test_streamed.py too
+# ---------------------------------------------------------------- on CUDA streams; see test_on_streams.py too
 @pytest.mark.parametrize(
     ("cards", "workers"), [((0, 0, 0), {0}), ((0, 1, 1), {0, 1}), ((1, 0, 1), {0, 1}), ((2, 0, 1), {0, 1, 2})]
 )
@@ -289,7 +289,7 @@ def test_one_rank_of_each_card_works_for_all_on_it(cards, workers):
 
 
 def current_streams(world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> list[list[FakeStream]]:
-    """Of each part of a round, the streams that are current while it is enqueued."""
+    """For each part of a round, the streams that are current while it is enqueued."""
     stacks: list[list[FakeStream]] = []
     real = base.BlockMean.reduce
 
@@ -305,12 +305,13 @@ def current_streams(world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> list[l
 
 
 def test_each_part_has_streams_of_its_own_on_the_other_cards(monkeypatch):
-    """Torch orders a copy between two cards with the current streams of both: one stream in two parts, and
-    the second part waits for the first."""
+    """Torch orders a copy between two cards with the current streams of both: with one stream for two parts,
+    the second part would wait for the first.
+    """
     world = FakeWorld(device_mean, (0, 1, 2))
     stacks = current_streams(world, monkeypatch)
     assert [stack[-1] for stack in stacks] == [lane.comm for lane in world.lanes]
-    # The last arrival's compute lies below what the mean has entered: one stream on each card.
+    # The last arrival's compute stream lies below those that the mean has entered: one per card.
     used = [stack[-3:] for stack in stacks]
     for at, stack in enumerate(used):
         assert sorted(stream.device.index for stream in stack) == [0, 1, 2]
@@ -323,7 +324,7 @@ def test_each_part_has_streams_of_its_own_on_the_other_cards(monkeypatch):
 
 
 def test_the_streams_of_parts_are_made_once_for_all_runs(monkeypatch):
-    """Torch hands out 32, and then the first ones again."""
+    """Torch has 32 streams, and then reuses the first ones."""
     world = FakeWorld(device_mean, (0, 1, 2))
     first = [stack[-3:] for stack in current_streams(world, monkeypatch)]
     world.mean = device_mean(world)

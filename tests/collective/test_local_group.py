@@ -74,7 +74,7 @@ def test_bits_do_not_depend_on_who_comes_last():
 def test_an_async_call_waits_for_nobody_and_keeps_its_order():
     groups = groups_of(2)
     mine, theirs = [[torch.full((50,), float(10 * at + r)) for at in range(4)] for r in (0, 1)]
-    works = [groups[0].all_reduce(tensor, async_op=True) for tensor in mine]  # nobody else is there yet
+    works = [groups[0].all_reduce(tensor, async_op=True) for tensor in mine]  # no other rank has called yet
     assert all(tensor[0] == 10 * at for at, tensor in enumerate(mine))
 
     def second() -> None:
@@ -82,7 +82,7 @@ def test_an_async_call_waits_for_nobody_and_keeps_its_order():
             groups[1].all_reduce(tensor, async_op=True)
 
     in_threads([1], lambda rank: second())
-    for work in works:  # whoever waits does the work, also for those that do not wait
+    for work in works:  # a rank that waits does the work, also for those that do not
         work.wait()
     for at in range(4):
         assert mine[at].tolist() == theirs[at].tolist() == [10 * at + 0.5] * 50
@@ -120,7 +120,7 @@ def test_what_autograd_knows_and_other_layouts():
     assert each(groups_of(2), body) == [([0.5] * 3, [0.5], [0.5j] * 3)] * 2
 
 
-# ---------------------------------------------------------------- what goes wrong
+# ---------------------------------------------------------------- errors
 @pytest.mark.parametrize(
     ("second", "said"),
     [
@@ -161,7 +161,7 @@ def test_a_rank_that_does_not_come_is_named():
     for work in works:
         with pytest.raises(CollectiveTimeout, match=r"rank 1 did not call all_reduce 'mean'.*0\.05 s"):
             work.wait()
-    with pytest.raises(CollectiveTimeout, match="rank 1"):  # it hears of it when it comes
+    with pytest.raises(CollectiveTimeout, match="rank 1"):  # a late rank gets the error when it calls
         groups[1].all_reduce(torch.zeros(3))
 
 
@@ -194,7 +194,7 @@ def test_a_rank_that_closes_is_not_waited_for():
         if group.rank == 1:
             group.close()
             return
-        work.wait()  # it had come to this one
+        work.wait()  # it had called this one
         group.barrier()
 
     waiting, _ = each(groups, body)
@@ -253,7 +253,7 @@ def test_what_a_group_says_of_itself():
 
 # ---------------------------------------------------------------- on streams
 class Card:
-    """Ranks on fake CUDA lanes; each makes its tensor, reduces it and reads it, on a stream of its own."""
+    """Ranks on fake CUDA lanes; each makes, reduces and reads its tensor on its own stream."""
 
     def __init__(self, places: Sequence[torch.device]) -> None:
         self.cuda = FakeCuda()
@@ -314,7 +314,7 @@ def test_each_edge_is_needed(card, taken, monkeypatch):
 
 
 def test_a_copy_between_cards_finds_the_comm_streams_of_both(card, monkeypatch):
-    """Torch orders it with the current streams of both; the fake knows one card alone."""
+    """Torch orders it with the current streams of both; the fake has only one card."""
     seen: list[set[str]] = []
     real = local_group.reduce_all
 

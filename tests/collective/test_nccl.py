@@ -1,4 +1,4 @@
-"""The mean by NCCL: what it needs, its launches, its end. Numbers and edges are in test_streamed.py."""
+"""Tests of the mean by NCCL: requirements, launches, end. Values and edges are in test_on_streams.py."""
 
 import gc
 import sys
@@ -24,7 +24,7 @@ TWO = [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 @pytest.fixture
 def installed(monkeypatch, tmp_path):
-    """A machine on which everything fits: torch for CUDA 13 and a cupy with the same NCCL."""
+    """A machine on which everything fits: torch for CUDA 13, and cupy with the same NCCL."""
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch._C, "_nccl_version", lambda: 0, raising=False)
@@ -78,7 +78,7 @@ def test_a_cupy_of_another_cuda(installed):
 
 
 def test_a_newer_library_for_both(installed):
-    """Torch tells the version that it was compiled with, not the one that LD_PRELOAD gave both."""
+    """Torch reports the version that it was compiled with, not the one that LD_PRELOAD gave both."""
     installed.nccl.get_version = lambda: 23203
     assert load(TWO) is installed.nccl
 
@@ -86,7 +86,7 @@ def test_a_newer_library_for_both(installed):
 @pytest.mark.parametrize("lines", ["", None])
 def test_another_version_than_torchs_where_nobody_knows_the_files(installed, lines):
     installed.maps.unlink() if lines is None else installed.maps.write_text(lines)
-    installed.nccl.get_version = lambda: 23009  # a fix of the same version
+    installed.nccl.get_version = lambda: 23009  # a bug-fix release of the same version
     assert load(TWO) is installed.nccl
     installed.nccl.get_version = lambda: 22809
     with pytest.raises(
@@ -137,9 +137,9 @@ def fake(world: FakeWorld) -> FakeNccl:
     return world.mean._nccl
 
 
-# ---------------------------------------------------------------- rounds without those that left
+# ---------------------------------------------------------------- rounds without ranks that left
 def test_the_others_get_communicators_of_their_own(world, monkeypatch):
-    """The old ones are aborted when the last mean is done, all of them, before the new ones are made."""
+    """All old ones are aborted when the last mean is done, before the new ones are made."""
     nccl, order = fake(world), []
     world.read(world.hold([1, 2, 3]))
     opened = len(nccl.groups)
@@ -160,7 +160,7 @@ def test_the_others_get_communicators_of_their_own(world, monkeypatch):
     assert order[:2] == [("drained", 1), ("drained", 2)]
     assert order[2:5] == [("aborted", 3)] * 3
     assert order[-2:] == [("made", 2, True, world.lanes[rank].comm) for rank in (1, 2)]
-    # Two to see whether they are right, and the mean: while nobody else allocates.
+    # Two checks of the communicators, and the mean: all without other allocations meanwhile.
     assert [is_quiet for is_quiet, _ in nccl.groups[opened:]] == [True] * 3
     order.clear()
     world.read(world.hold([9, 2, 3], ranks=[1, 2]))
@@ -183,7 +183,7 @@ def test_one_that_is_left_alone_has_no_communicator(world):
 
 
 def remade(world: FakeWorld, monkeypatch: pytest.MonkeyPatch, doing: Callable[[], object]) -> list[object]:
-    """A round of ranks 0 and 2, with something done while NCCL makes communicators for them."""
+    """A round of ranks 0 and 2, with an action while NCCL makes communicators for them."""
     real = nccl.CommunicatorSetup.wait
 
     def wait(opening, *limits):
@@ -196,7 +196,7 @@ def remade(world: FakeWorld, monkeypatch: pytest.MonkeyPatch, doing: Callable[[]
 
 
 def test_making_them_is_no_hang(monkeypatch):
-    """Nor is that the device of the rank that left does not come to its part of the last mean."""
+    """Nor does it count that the device of the rank that left never reaches its part of the last mean."""
     monkeypatch.setattr(nccl, "LIMIT_S", 0.05)
     told = []
     world = FakeWorld(nccl_mean, (0, 1, 2), told.append)
@@ -355,14 +355,14 @@ def test_an_abort_releases_a_launch_that_hangs(world, monkeypatch):
 
 
 def test_a_round_that_hangs_is_told_and_then_aborted(monkeypatch):
-    """In this order: who is released must find the failure told."""
+    """In this order: released ranks must find the failure reported."""
     monkeypatch.setattr(nccl, "LIMIT_S", 0.05)
     told = []
     world = FakeWorld(nccl_mean, (0, 1, 2), lambda error: told.append((error, fake(world).aborted[:])))
     world.read(world.hold([1, 2, 3]))
-    world.mean._slots[1].done[2].passed = fake(world).wake  # which an abort sets
+    world.mean._slots[1].done[2].passed = fake(world).wake  # set by an abort
     (reading, *_) = world.hold([1, 2, 3])[2:]
-    reading()  # waits for the mark
+    reading()  # waits for the event
     world.mean.close()  # waits for the watchdog
     ((error, aborted),) = told
     assert isinstance(error, CollectiveTimeout)
@@ -401,7 +401,7 @@ def test_closing_destroys_when_the_streams_are_done(world, monkeypatch):
 
 
 def test_closing_a_faulty_device_aborts_all(world, monkeypatch):
-    """Else the garbage collector would destroy them, at any time."""
+    """Otherwise the garbage collector would destroy them at any time."""
 
     def fault():
         raise RuntimeError("an illegal memory access was encountered")
@@ -439,7 +439,7 @@ def test_what_a_sum_needs_is_allocated_while_nobody_launches(monkeypatch):
 
 @pytest.mark.parametrize("where", [nccl, nccl_setup])
 def test_a_full_device_is_an_error_of_the_collective(monkeypatch, where):
-    """On which backend="auto" falls back."""
+    """On this error backend="auto" falls back to another one."""
 
     def side(*given):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB")
@@ -454,7 +454,7 @@ def test_a_full_device_is_an_error_of_the_collective(monkeypatch, where):
 
 @pytest.mark.parametrize("what", ["make", "allocate", "sum"])
 def test_what_fails_keeps_no_memory(monkeypatch, what):
-    """Whoever falls back needs it, and cannot wait for the garbage collector."""
+    """A fallback needs the memory, and cannot wait for the garbage collector."""
     made = []
 
     def refuse(*_, **__):
@@ -494,7 +494,7 @@ def test_drift_of_replicas_that_are_equal_is_not_below_zero(world):
     results = world.read(world.hold([5, 3, 9], drift=True))
     assert {result.drift for result in results} == {results[0].drift}
     assert 0.0 <= results[0].drift < 1e-3
-    # What rounding may make of equal replicas.
+    # The effect of rounding on equal replicas.
     assert world.mean._drift(0, world.outcomes[0], [[0.5, 0.4999, 1.0]]) == (0.0, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""One thread sends and sums by NCCL for all ranks; on a fake NCCL that really sums."""
+"""Tests of the NCCL loop: one thread sends and sums for all ranks, on a fake NCCL that really sums."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def values(rows: list[list[Tensor]]) -> list[list[float]]:
 
 def test_every_call_does_what_it_says_while_all_is_quiet(world: World) -> None:
     loop = world.open()
-    with world.cuda.stream(world.cuda.default):  # the caller's: what it does is ordered with the ranks'
+    with world.cuda.stream(world.cuda.default):  # the caller's: its work is ordered with the ranks'
         for call, wanted in ((loop.broadcast, [1, 1, 1]), (loop.all_reduce, [6, 6, 6]), (loop.reduce, [6])):
             rows = world.rows()
             for own in rows:
@@ -170,7 +170,7 @@ def test_closing_gives_the_communicators_back_once(world: World) -> None:
 
 
 def test_closing_under_a_launch_waits_for_nobody(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the garbage collector closes one in the middle of another one's launch."""
+    """As when the garbage collector closes a loop in the middle of another one's launch."""
     monkeypatch.setattr(nccl_loop, "ABORT_S", 0.01)
     loop = world.open()
     with QUIET:
@@ -182,7 +182,7 @@ def test_closing_under_a_launch_waits_for_nobody(world: World, monkeypatch: pyte
 
 
 def test_an_interrupt_waits_for_the_group(world: World) -> None:
-    """And for the edges behind it: rows that are let go may be allocated again."""
+    """And for the edges after it: released rows may be allocated again."""
     told: list[tuple[int, int]] = []
 
     class Held:

@@ -1,4 +1,4 @@
-"""Communicators in the making, and one sum; on a fake NCCL that really sums."""
+"""Tests of making communicators, and of one sum; on a fake NCCL that really sums."""
 
 import random
 import threading
@@ -39,12 +39,12 @@ class Group:
         self.opening = CommunicatorSetup(self.nccl, self.lanes, self.flats)
 
     def late_when_it_hangs(self, monkeypatch):
-        """Let the time for what hangs be over when it hangs."""
+        """End the time for hanging calls as soon as one hangs."""
         mark = self.opening._is_made if self.nccl.hangs == "make" else self.opening._is_over
         monkeypatch.setattr(mark, "wait", lambda _: not self.nccl.hanging.wait(60))
 
     def hang_on_the_device(self, monkeypatch):
-        """Let the sums be enqueued and not end before an abort."""
+        """Make sums that are enqueued and do not end before an abort."""
         real = Side.distance
 
         def distance(side, value, count):
@@ -67,7 +67,7 @@ def test_communicators_are_made_and_checked_and_nothing_is_changed(cards):
     before = [[flat.memory.clone() for flat in rank] for rank in world.flats]
     comms = world.opening.wait()
     assert [comm.rank for comm in comms] == list(range(len(cards)))
-    # The sizes of all later sums, and the two numbers that ride along.
+    # The sizes of all later sums, and two extra numbers.
     assert [counts for _, counts in world.nccl.groups] == [[200, 100, 70, 40, 40, 2]] * (
         2 if len(cards) > 1 else 1
     )
@@ -115,7 +115,7 @@ def test_wrong_sums_are_found_by_value():
     ],
 )
 def test_what_hangs_inside_nccl_aborts_itself_when_it_comes_back(monkeypatch, stage, said, fails):
-    """An abort under a call would free what the call uses."""
+    """An abort during a call would free memory that the call uses."""
     world = Group()
     world.nccl.hangs, world.nccl.fails = stage, fails
     world.late_when_it_hangs(monkeypatch)
@@ -153,10 +153,10 @@ def test_what_hangs_even_when_aborted_is_left_alone(monkeypatch):
             world.opening.wait()
         with pytest.raises(CollectiveError, match="still hangs"):
             later.opening.wait(making_s=0.05)
-        assert monotonic() - start_s < 30  # the fakes hang for longer
+        assert monotonic() - start_s < 30  # the fakes hang longer
     finally:
         world.nccl.wake.set()
-    wait_for_the_helper()  # what hung gives the lock back when it ends
+    wait_for_the_helper()  # the hung call releases the lock when it ends
 
 
 def test_ctrl_c_leaves_no_communicator(monkeypatch):
@@ -192,7 +192,7 @@ def test_what_is_checked_is_allocated_while_nobody_launches(monkeypatch):
     world = Group()
     world.opening.wait()
     assert seen == [True] * 3
-    assert [is_quiet for is_quiet, _ in world.nccl.groups] == [False] * 2  # a hang would keep it
+    assert [is_quiet for is_quiet, _ in world.nccl.groups] == [False] * 2  # a hang would keep it held
 
 
 @pytest.mark.parametrize("error", [NcclError("unhandled cuda error"), KeyError(7)])
@@ -233,7 +233,7 @@ def test_weights_are_exact_and_their_sum_is():
 @pytest.mark.parametrize(
     ("samples", "drift", "passes"),
     [
-        # float32: one division behind the sum; weights that differ, one product before it.
+        # float32: one division after the sum; with unequal weights, one product before it.
         ([5, 5, 5], False, {"div_": 1}),
         ([5, 0, 5], False, {"div_": 1}),
         ([3, 1, 7], False, {"mul_": 1, "div_": 1}),
@@ -268,7 +268,7 @@ def test_what_is_summed_wider_is_divided_on_its_way_back(samples, passes):
 
 
 class Passes(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts the operations on the whole of some memories, by name."""
+    """Counts operations on the whole of some memories, by name."""
 
     def __init__(self, *memories):
         super().__init__()
@@ -285,7 +285,7 @@ class Passes(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def test_a_launch_makes_no_memory(monkeypatch):
-    """In the window of a group an allocation may wait for a kernel that waits for a launch behind it."""
+    """Within a group, an allocation may wait for a kernel that waits for a later launch."""
     world = Group()
     comms = world.opening.wait()
     sides = [Side(world.nccl, lane, rank) for lane, rank in zip(world.lanes, world.flats, strict=True)]
@@ -318,7 +318,7 @@ def test_aborts_run_side_by_side(monkeypatch):
 
 
 def test_a_constant_buffer_keeps_its_bits_over_thousands_of_rounds():
-    """Tables of positions, normalisation constants: they come out as they went in."""
+    """Such as tables of positions or normalisation constants: their bits never change."""
     draw = random.Random(3)
     constant = torch.rand(96, generator=torch.Generator().manual_seed(3))
     world = Group()

@@ -1,4 +1,4 @@
-"""All collectives on streams: the same mean, no race, and every edge needed."""
+"""Tests of all collectives on streams: the same mean, no race, and every edge needed."""
 
 import random
 import threading
@@ -28,13 +28,13 @@ from tests.threads.test_gate import waits_in
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
-    """A flat has several blocks, and the last one is shorter."""
+    """Blocks so short that a flat has several, the last one shorter."""
     monkeypatch.setattr(base, "BLOCK", 256)
 
 
 @pytest.fixture(autouse=True)
 def device_sums(monkeypatch):
-    """Squares are added as on a device, without the host."""
+    """Squares are summed as on a device, without the host."""
     monkeypatch.setattr(base, "_adds_on_host", lambda device: False)
 
 
@@ -51,7 +51,7 @@ def world(request, monkeypatch) -> FakeWorld:
 
 
 def weighted(states: Sequence[dict[str, Tensor]], samples: Sequence[int]) -> dict[str, Tensor]:
-    """What every replica should hold afterwards, in float64."""
+    """The expected values of every replica, in float64."""
     wanted = {}
     for name, tensor in states[0].items():
         if tensor.dtype.is_floating_point:
@@ -70,7 +70,7 @@ MASKING = [way for way in WAYS if not way.startswith("host")]
 @pytest.mark.parametrize("bad", [(), (0,), (1,), (2,), (0, 1), (1, 2)])
 @pytest.mark.parametrize("drift", [False, True])
 def test_what_its_device_finds_bad_weighs_nothing(world, samples, bad, drift):
-    """As though its host had known it at the gate, for all ranks and with the same bits."""
+    """As if the host had known it at the gate: equal for all ranks, with the same bits."""
     known = FakeWorld(*WAYS[next(way for way in MASKING if WAYS[way] == world.way)])
     counted = [0 if rank in bad else count for rank, count in enumerate(samples)]
     results = world.read(world.hold(samples, drift=drift, bad=bad))
@@ -91,7 +91,7 @@ def test_what_its_device_finds_bad_weighs_nothing(world, samples, bad, drift):
 @pytest.mark.parametrize("world", MASKING, indirect=True)
 @pytest.mark.parametrize("samples", [[8, 8, 8], [1, 2, 3], [0, 4, 0]])
 def test_the_mean_of_none_is_none(world, samples):
-    """What is lost must not look like numbers."""
+    """Lost values must not look like valid ones."""
     world.read(world.hold(samples, drift=True, bad=(0, 1, 2)))
     for replica in world.replicas:
         assert all(bool(part.isnan().all()) for part in replica.trained())
@@ -113,14 +113,14 @@ def test_all_ways_agree_with_float64_and_their_replicas_to_the_bit(world, sample
     after = world.states()
     for name, tensor in wanted.items():
         found = after[0][name].double()
-        # Of the terms, which may cancel.
+        # Size of the terms, which may cancel.
         size = weighted([{name: state[name].double().abs()} for state in before], samples)[name]
         tolerance = 2**-8 if after[0][name].dtype == torch.bfloat16 else 1e-6
         is_same = (found == tensor) | ((found - tensor.double()).abs() <= tolerance * size)
         assert bool(is_same.all()), name
         assert all(torch.equal(state[name], after[0][name]) for state in after), name
     assert all(result.sync_ms > 0.0 for result in results)
-    several = sum(map(bool, samples)) > 1  # of one that gives, the mean is that one
+    several = sum(map(bool, samples)) > 1  # with only one giving rank, the mean is its values
     gave = [drift and several and count > 0 for count in samples]
     assert [result.drift is not None for result in results] == gave
     assert world.cuda.races == []
@@ -136,7 +136,7 @@ def test_a_replica_that_is_not_a_number_and_gives_nothing_is_healed(world):
     for name, wanted in weighted(before, [3, 0, 2]).items():
         assert torch.allclose(after[1][name].double(), wanted.double(), rtol=2**-8, atol=1e-3), name
         assert all(torch.equal(state[name], after[1][name]) for state in after), name
-    assert bad.drift is None  # one that is not finite would halve the anchor
+    assert bad.drift is None  # a value that is not finite would halve the anchor
     assert 0.1 < first.drift < 10
     assert 0.1 < last.drift < 10
 
@@ -219,7 +219,7 @@ def test_a_rank_that_left_is_left_out(world, left):
 
 
 def test_a_leave_that_makes_the_round_launches_from_any_thread(world, monkeypatch):
-    """The coordinator's has no lane: no work may go to the stream that is current there."""
+    """The coordinator's thread has no lane: its current stream must get no work."""
     world.hold([1, 1, 1])
     seen = []
     real_access, real_launch = world.cuda.access, world.mean.launch

@@ -71,7 +71,7 @@ def test_work_that_failed_fails_again():
     [("cuda:nccl", "cuda:1"), ("cpu:gloo,cuda:nccl", "cuda:1"), ("cpu:gloo,cuda:gloo", "cpu")],
 )
 def test_where_ranks_of_torch_distributed_are(config, device, monkeypatch):
-    """Also when `init_process_group` was given no backend, which is then "undefined"."""
+    """Also if `init_process_group` was given no backend, which is then "undefined"."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)

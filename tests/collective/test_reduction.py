@@ -31,7 +31,7 @@ def test_every_tensor_becomes_the_reduction(count, op):
 def test_terms_are_added_in_the_order_of_the_tensors():
     given = [torch.tensor([value]) for value in (2.0**24, 1.0, 1.0)]
     reduce_all(given, "sum")
-    assert given[2].item() == 2.0**24  # each 1.0 is lost; the other way round they would count
+    assert given[2].item() == 2.0**24  # each 1.0 is lost; in the other order they would count
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,4 +1,4 @@
-"""Tensors lie in rows, aligned, in their own memory format, and come back as they were."""
+"""Tests of packed rows: tensors are aligned, keep their memory format, and come back unchanged."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_views_have_versions_of_their_own() -> None:
 
 def test_gaps_and_missing_tensors_are_zero() -> None:
     rows = PackedRows(KINDS, SUMMED)
-    for _ in range(2):  # what is kept stays zero
+    for _ in range(2):  # reused memory stays zero
         given: list[Tensor | None] = [None, *KINDS[1:]]
         first, second, *_ = rows.views(rows.pack(given, CPU))
         assert first is not None

@@ -1,4 +1,4 @@
-"""How the bytes move is decided by the devices, the policy and what works."""
+"""Tests of the choice of a collective: by devices, policy, and what works."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def lane(device: torch.device) -> Lane:
     if device == CPU:
         return HostLane(CPU)
-    # Fake streams and memory of the CPU, under the name of a card.
+    # Fake streams and CPU memory, named as a card.
     made = CudaLane(CPU, FakeCuda())
     made.device, made.pinned = device, HostLane(CPU).pinned  # type: ignore[method-assign]
     return made
@@ -72,7 +72,7 @@ def chosen(devices: list[torch.device], backend: Any = "auto", policy: Any = "ca
         ([CPU, CPU], "local", "async", LocalMean),
         ([CPU, CPU], "cpu", "cadence", HostMean),
         ([CUDA[0]], "auto", "cadence", DeviceMean),
-        ([CUDA[0]], "cpu", "cadence", DeviceMean),  # alone it has nothing to bring down
+        ([CUDA[0]], "cpu", "cadence", DeviceMean),  # one rank needs no host memory
         ([CPU], "cpu", "cadence", LocalMean),
         (CUDA, "auto", "cadence", Nccl),
         (CUDA, "nccl", "sync", Nccl),
@@ -110,7 +110,7 @@ def test_cards_that_do_not_reach_each_other_go_through_the_host(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
     monkeypatch.setattr(select, "NcclMean", refuse)
     assert chosen(CUDA) is HostMean
-    assert chosen(CUDA, "local") is DeviceMean  # asked for: the driver copies by its own detour
+    assert chosen(CUDA, "local") is DeviceMean  # as requested: the driver copies by its own detour
 
 
 # ---------------------------------------------------------------- loops of one thread

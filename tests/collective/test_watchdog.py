@@ -1,4 +1,4 @@
-"""A round that has begun and does not end is noticed once; nothing else is."""
+"""Tests of the watchdog: a round that begins and does not end is found once, and nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAIT_S = 60.0
 
 
 class Mark(FakeEvent):
-    """Counts how often it was asked, from when a test wants to know."""
+    """An event that counts queries from the time a test asks for it."""
 
     def __init__(self, *, passed: bool = False, broken: bool = False) -> None:
         super().__init__(FakeCuda())
@@ -41,14 +41,14 @@ class Mark(FakeEvent):
         return super().query()
 
     def looks(self) -> None:
-        """Wait until it was asked often enough that the limit is over."""
+        """Wait for enough queries to pass the limit."""
         self.left = LOOKS
         self.looked.clear()
         assert self.looked.wait(WAIT_S)
 
 
 class Watched:
-    """A watchdog, and what it found."""
+    """A watchdog, and its findings."""
 
     def __init__(self) -> None:
         self.errors: list[CollectiveError] = []
@@ -68,7 +68,7 @@ def watched() -> Iterator[Watched]:
 
 
 def test_what_is_forgotten_is_not_looked_after(watched: Watched) -> None:
-    """A rank has left, and its device never comes to its part."""
+    """After a rank has left, its device may never reach its part."""
     begun, later = Mark(passed=True), Mark(passed=True)
     watched.dog.launched(0, begun, [Mark()])
     watched.dog.forget()
@@ -93,7 +93,7 @@ def test_a_round_that_hangs_on_any_rank_is_told_once(watched: Watched, late: int
     assert isinstance(error, CollectiveTimeout)
     said = re.match(r"averaging round 7 over cuda:0, cuda:1 began more than (\S+) s ago", str(error))
     assert said is not None
-    assert LIMIT_S <= float(said[1]) < WAIT_S  # longer, where other programs hold the cores
+    assert LIMIT_S <= float(said[1]) < WAIT_S  # longer if other programs use the cores
 
 
 def test_a_round_that_waits_for_a_step_does_not_hang(watched: Watched) -> None:
@@ -110,7 +110,7 @@ def test_each_round_has_its_own_time(watched: Watched) -> None:
     is_over = threading.Event()
 
     class Brief(Mark):
-        """Passed when it is asked again. The next round has been launched by then."""
+        """Passed at the second query; by then the next round has been launched."""
 
         def __init__(self, number: int) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""The command: its exit code, its table, its record, and what hangs or crashes costs itself alone."""
+"""Tests of `python -m bench.gpu`: exit code, table, record, and parts that hang or crash."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_without_cuda_it_says_what_there_is(
 
 def test_what_hangs_is_ended_and_shows_where(session: Session) -> None:
     hanging = "import threading\ndef wait_for_ever(): threading.Event().wait()\nwait_for_ever()"
-    assert session.python(["-c", hanging], 5.0) != 0  # in which also a busy machine starts Python
+    assert session.python(["-c", hanging], 5.0) != 0  # enough to start Python on a busy machine
     assert "wait_for_ever" in printed(session)
 
 
@@ -77,7 +77,7 @@ def test_what_a_process_has_started_ends_with_it(
     assert session.python(["-c", ORPHAN, str(tmp_path / "pipe")], 3.0) < 0
     os.set_blocking(pipe, True)
     with open(pipe) as held:
-        assert held.read() == "x"  # ends when nobody holds the other end any more
+        assert held.read() == "x"  # ends when the other end is closed everywhere
 
 
 def test_a_part_that_fails_is_named_and_its_findings_kept(

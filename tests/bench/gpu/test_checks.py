@@ -1,4 +1,4 @@
-"""The checks of a run find what they are for; on the CPU by planted faults."""
+"""Tests of the GPU checks: they find planted errors; on the CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def plant(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Any]) -> None:
-    """Put `fault(own method, *arguments)` in the place of a method."""
+    """Replace a method by `fault(own method, *arguments)`."""
     own = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *given: fault(own, *given))
 
@@ -69,11 +69,11 @@ def test_a_step_that_learns_nothing() -> None:
 
 
 def test_stalls_are_where_they_shall_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each place is reached, with the right stream current; on the CPU nothing is late there."""
+    """Each place is reached with the right stream current; on the CPU nothing is delayed there."""
     reached: list[str] = []
     plant(checks.Staller, "at", monkeypatch, lambda own, staller, where: reached.append(where))
     assert faults_of([CPU] * 2, runtime=RuntimeOptions(backend="cpu")) == []
-    assert set(reached) == {"backward", "optimizer"}  # what a CPU rank has
+    assert set(reached) == {"backward", "optimizer"}  # the places that a CPU rank has
     with checks.stalled(checks.Staller("averaging")):
         deviation([CPU] * 2, DeviceMean)
         lanes = checks.lanes_of([CPU])
@@ -113,7 +113,7 @@ def test_a_mean_that_takes_what_is_no_number(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class OneSided(DeviceMean):
-    """Writes the mean, and then changes one replica."""
+    """Writes the mean, then changes one replica."""
 
     def average(self, rank: int, outcome: Any) -> Any:
         reading = super().average(rank, outcome)

@@ -1,4 +1,4 @@
-"""The NCCL parts run to their end on a fake NCCL, and notice what is wrong."""
+"""Tests of the NCCL parts on a fake NCCL: they finish, and find planted errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
 
 @pytest.fixture
 def trainings(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Trainings that were asked for; all of them go well."""
+    """The trainings requested; all of them succeed."""
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(nccl, "faults_of", lambda devices, **options: asked.append(options) or [])
     return asked
@@ -59,8 +59,8 @@ def test_several_ranks(fake: FakeNccl, trainings: list[dict[str, Any]], ranks: i
         ("cadence", "averaging", None),
         ("cadence", "averaging", 1),
     ]
-    assert sorted(fake.aborted) == [*range(ranks)]  # those of which one leaves
-    # Of the means, of those that are left, if they are several, and of the bandwidth.
+    assert sorted(fake.aborted) == [*range(ranks)]  # those of the run that a rank leaves
+    # For the means, for those of the remaining ranks, if several, and for the bandwidth.
     others = range(ranks - 1) if ranks > 2 else ()
     assert sorted(fake.destroyed) == sorted([*range(ranks), *others, *range(ranks)])
     assert fake.abused == []

@@ -33,7 +33,7 @@ def test_a_clock_leaves_out_the_warm_up_and_what_follows() -> None:
         at.append(time.perf_counter())
     assert len(at) == clock.calls == 9
     assert (at[7] - at[3]) * 1e3 / 5 <= clock.ms <= (at[8] - at[2]) * 1e3 / 5
-    clock.tick()  # steps that are still under way
+    clock.tick()  # steps not yet finished
 
 
 def test_a_clock_that_has_not_seen_all_gives_no_time() -> None:

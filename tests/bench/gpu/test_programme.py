@@ -1,4 +1,4 @@
-"""The parts run, on the CPU with tiny sizes, and leave what they found in their file."""
+"""Tests of the GPU parts on the CPU with tiny sizes: they run, and write their findings to the file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.harness import Comparison
 
 CPU = Place(torch.device("cpu"))
 
-# What each part must find in a rehearsal; `loader` starts processes and is left to `--rehearse`.
+# Findings of each part in a rehearsal; `loader` starts processes and is left to `--rehearse`.
 WANTED = {
     "facts": "copy on the device, read + written, GB/s",
     "one_device": "ResNet-18, 8, data there",

@@ -1,4 +1,4 @@
-"""A test that takes the process down costs itself, and the others still run."""
+"""Tests of the GPU test run: after a test that crashes the process, the others still run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_last(): pass
 
 
 def caller(folder: Path, text: str, calls: list[int]):
-    """Runs the tests of `text` instead of tests/gpu."""
+    """Runs the tests in `text` instead of tests/gpu."""
     (folder / "pytest.ini").write_text("[pytest]\n")
     (folder / "test_it.py").write_text(text)
 

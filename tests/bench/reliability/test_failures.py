@@ -1,4 +1,4 @@
-"""A sample of the matrix of failures passes; and the bench sees what else could come of a fault."""
+"""Tests of the matrix of failures: a sample passes, and the bench finds wrong outcomes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from flowdp.engine.nan_guard import NanGuard
 from flowdp.engine.records import Records
 
 FOUND_FAULTS = {
-    # A reader that is held let ranks without data meet for ever, which counted as moving.
+    # While a reader was held, ranks without data met again and again, which counted as progress.
     "stall-getitem-cadence-3-cpu-middle-any",
-    # What a callback raised behind the end was logged twice and never raised.
+    # A callback's error after the end of the run was logged twice and never raised.
     "error-callback-sync-3-cpu-last-any-ends",
-    # A callback that does not return kept a failure for more than 2 s.
+    # A callback that did not return delayed an error by more than 2 s.
     "error-forward-cadence-4-local-last-any-held",
-    # Under "exact" the first step of the optimizer, at the gate, was taken for a later one.
+    # With "exact" the optimizer's first step, at the gate, was counted as a later one.
     "stall-step-exact-2-local-first-1",
 }
 
 
 def sample() -> list[Case]:
-    """Some cases of every fault at every site, and those that once found something."""
+    """Some cases of every fault at every site, and those that once found a bug."""
     groups: dict[Any, list[Case]] = defaultdict(list)
     for case in all_cases():
         groups[case.fault, case.site, case.asked, case.rank == ALL].append(case)
@@ -52,7 +52,7 @@ def test_a_sample_of_all_cases() -> None:
     assert report.cases.total() == len(cases) > 100
 
 
-# ---------------------------------------------------------------- the bench sees
+# ---------------------------------------------------------------- wrong outcomes are found
 def wrong_with(case: Case) -> str:
     [(failed, wrong)] = matrix([case]).failures
     assert failed is case

@@ -1,4 +1,4 @@
-"""Mutated checkpoints are read or refused; and the bench sees what else could happen."""
+"""Tests of the fuzzer: mutated checkpoints are read or refused, and other outcomes are found."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_half_of_them_have_right_checksums_and_all_can_be_made_again(tmp_path: P
     [("raises", "KeyError: \"'x'\""), ("ends", "the process died"), ("hangs", "no answer for 0.5 s")],
 )
 def test_what_goes_wrong_is_seen_with_its_seed_and_the_rest_read_on(what: str, said: str) -> None:
-    calls = []  # a child's own: a new one begins at none
+    calls = []  # the child's own counter: a new process begins at 0
 
     def reader(path: Path) -> Any:
         calls.append(path)
@@ -73,6 +73,6 @@ def test_the_table_and_the_file_of_failures(
     assert "20 mutations" in capsys.readouterr().out
     assert not (tmp_path / "failures.txt").exists()
     monkeypatch.setattr(zipfile.ZipFile, "testzip", lambda archive: None)
-    # A parser alone refuses most of them, too.
+    # The parsers alone refuse most of them, too.
     assert main(["--mutations", "300", *arguments[2:]]) == 1
     assert "checksum" in (tmp_path / "failures.txt").read_text()

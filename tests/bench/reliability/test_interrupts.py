@@ -1,4 +1,4 @@
-"""The sweep finds what a start leaves behind."""
+"""Tests of the sweep of interrupts: it finds leftovers of a start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowdp.start import start_run
 
 @pytest.fixture
 def left() -> Iterator[list[threading.Event]]:
-    """Ends the threads that a planted fault leaves."""
+    """Ends the threads left by a planted fault."""
     made: list[threading.Event] = []
     yield made
     for event in made:

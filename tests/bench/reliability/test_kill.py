@@ -1,4 +1,4 @@
-"""Killed training goes on where it was; and the bench sees what else could happen."""
+"""Tests of the kill bench: killed training resumes where it was, and wrong outcomes are found."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def test_killed_before_each_call_of_a_write() -> None:
     report = kill(len(POINTS), plans=[Plan("sync")], aims=[Aim(point, write=1) for point in POINTS])
     assert report.faults == []
     assert report.hits == dict.fromkeys(POINTS, 1)
-    assert report.counts["resumes"] == 3  # the first one to leave a checkpoint dies before the fourth call
+    assert report.counts["resumes"] == 3  # the first life to leave a checkpoint dies before the fourth call
     assert report.counts["runs that ended with the bits of one never killed"] == 1
-    # Before the first call there is no file, before the last one it has its name.
+    # Before the first call there is no file; before the last one it has its final name.
     assert report.counts["unfinished files, whole"] == 2
     assert report.counts["unfinished files, torn"] == 0
 
@@ -56,7 +56,7 @@ def test_a_file_that_has_its_name_too_early_is_seen(monkeypatch: pytest.MonkeyPa
         write(path, state, also=also)
         whole = path.read_bytes()
         path.write_bytes(whole[: len(whole) // 2])
-        path.with_name("x.tmp").touch()  # the second file that is opened: here it ends
+        path.with_name("x.tmp").touch()  # the second file opened: the life ends here
         path.write_bytes(whole)
 
     write = folder.write
@@ -68,7 +68,7 @@ def test_a_file_that_has_its_name_too_early_is_seen(monkeypatch: pytest.MonkeyPa
 def test_a_file_that_is_left_over_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def careless(path: Path, state: Any, *, also: Path | None = None) -> None:
         if not (left := path.with_name("best.pt.tmp")).exists():
-            left.touch()  # of no write that follows: none replaces it
+            left.touch()  # not of the following write, which would replace it
         write(path, state, also=also)
 
     write = folder.write

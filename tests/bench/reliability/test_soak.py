@@ -1,4 +1,4 @@
-"""Runs of every kind leave nothing behind; and the bench sees what could be left."""
+"""Tests of the soak bench: runs of every kind leave nothing behind, and leftovers are found."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import flowdp
 from bench.reliability import soak as bench
 from bench.reliability.soak import ENDINGS, Report, Sample, main, soak
 
-SEED = 5  # has every ending
+SEED = 5  # includes every ending
 
 
 def test_some_runs_of_every_kind() -> None:
@@ -23,7 +23,7 @@ def test_some_runs_of_every_kind() -> None:
     assert len({(one.files, one.objects) for one in report.samples}) == 1
 
 
-# ---------------------------------------------------------------- the bench sees
+# ---------------------------------------------------------------- leftovers are found
 def leaky(monkeypatch: pytest.MonkeyPatch, leak: Any, *, counts: bool = False) -> Report:
     def one(draw: Any, report: Report, folders: Any) -> None:
         report.endings["leaky"] += 1
