@@ -1,8 +1,8 @@
-"""A fake card: `FakeCuda` with memory of its own, on which a feed's every slot is watched.
+"""A fake card: a `FakeCuda` with its own memory, on which every slot of a feed is watched.
 
-What is allocated under a stream is watched from then on; on `copy`, beside the worker, that takes `QUIET`.
-What writes to pinned memory is the host, whatever stream is current; it is booked as a stream that the host
-has always waited for.
+Memory allocated under a stream is watched from then on; on `copy`, in parallel with the worker, allocating
+takes `QUIET`. Pinned memory is written by the host, whatever stream is current; such a write is recorded on a
+stream that the host has always waited for.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Card(FakeCuda):
 
     Args:
         total: Bytes of the device.
-        used: Of them, by other processes.
+        used: Bytes of it used by other processes.
         room: Bytes that can be allocated under streams before it is out of memory.
 
     Attributes:
-        deaf: Streams and events that do not wait, to see that each wait is needed.
+        deaf: Streams and events that do not wait, to show that each wait is needed.
         waiters: Names of the threads that waited for an event.
-        allocated: Bytes of device memory, under streams.
-        refused: Allocations for which there was no room.
+        allocated: Bytes of device memory allocated under streams.
+        refused: Number of allocations without room.
     """
 
     def __init__(self, total: int = 10**9, used: int = 0, room: int = 10**12) -> None:
@@ -76,7 +76,7 @@ class Card(FakeCuda):
         return _Event(self, enable_timing, blocking)
 
     def until(self, happened: Callable[[], bool]) -> None:
-        """Wait for something that is true when an event is recorded, or memory refused."""
+        """Wait for a condition that becomes true when an event is recorded, or an allocation is refused."""
         with self.recorded:
             assert self.recorded.wait_for(happened, timeout=60)
 
@@ -139,7 +139,7 @@ class Card(FakeCuda):
 
 
 class CardLane(CudaLane):
-    """A rank on a fake card. `NEAR` is the CPU under another name than plain tensors have."""
+    """A rank on a fake card. `NEAR` is the CPU, by another name than that of plain tensors."""
 
     def __init__(self, card: Card | None = None, device: torch.device = NEAR) -> None:
         self.card = card or Card()

@@ -1,4 +1,4 @@
-"""A feed that writes over each batch once its step is done, to find steps that keep one."""
+"""A feed that overwrites each batch after its step, to find steps that keep one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from flowdp.data.prefetch import PrefetchFeed
 
 
 class PoisonedFeed(PrefetchFeed):
-    """Writes NaN, or the largest integer, over each slot that becomes free.
+    """Writes NaN, or the largest integer, into each slot that becomes free.
 
     Attributes:
-        count: Slots of all feeds so far.
+        count: Slots overwritten so far by all feeds.
     """
 
     count = 0
@@ -32,7 +32,7 @@ class PoisonedFeed(PrefetchFeed):
 
 
 def poison(memory: Sequence[Tensor | None]) -> None:
-    """Write over a slot: NaN, or the largest integer."""
+    """Overwrite a slot with NaN, or the largest integer."""
     for tensor in memory:
         if tensor is None:
             continue

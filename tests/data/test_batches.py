@@ -1,4 +1,4 @@
-"""Parts of a batch that all ranks share."""
+"""Tests of parts of a batch that all ranks share."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_tensors_as_long_as_the_batch_are_cut_and_the_rest_goes_whole() -> None:
 
 
 def test_what_is_whole_stays_so_where_it_is_as_long_as_the_part() -> None:
-    """Which leaves are samples is decided for the batch, not again for what is left of it."""
+    """The batch decides which leaves are samples, and its rest does not decide again."""
     table = torch.arange(2.0)
     rows = Portion.of((ROWS, table), 6, SampleRange(0, 2)).rows(0, 1)
     assert [len(leaf) for leaf in rows] == [1, 2]

@@ -1,4 +1,4 @@
-"""The order of epochs, and flodl's vectors of the areas sampler, make_partition and dataloader."""
+"""Tests of the order of epochs, with flodl's vectors for the sampler, make_partition and the dataloader."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def whole(order: BatchOrder, epoch: int) -> list[int]:
 # ---------------------------------------------------------------- epoch_order
 def test_it_is_a_permutation_that_depends_on_seed_and_epoch_alone():
     first = epoch_order(1000, 3, 5)
-    torch.manual_seed(99)  # the process's generator has no part in it
+    torch.manual_seed(99)  # independent of the process's generator
     assert torch.equal(first, epoch_order(1000, 3, 5))
     assert first.dtype == torch.int64
     assert sorted(first.tolist()) == list(range(1000))
@@ -67,7 +67,7 @@ def test_a_seed_of_more_than_32_bits_is_not_folded_into_the_epoch():
 
 
 def test_the_order_of_a_seed_stays_what_it_is():
-    # A resumed run must meet the order that it left, with any later version.
+    # A resumed run must get the same order with any later version.
     assert epoch_order(8, 0, 0).tolist() == [6, 4, 1, 3, 7, 5, 2, 0]
     assert epoch_order(8, 0, 1).tolist() == [7, 3, 5, 1, 2, 4, 6, 0]
 
@@ -124,7 +124,7 @@ def test_an_epoch_is_drawn_once_however_many_threads_ask(monkeypatch):
 
     def rank(number: int) -> list[list[int]]:
         together.wait(60)
-        # Two ranks an epoch ahead of two others, as under the asynchronous policy.
+        # Two ranks are an epoch ahead of the other two, as with the asynchronous policy.
         return [whole(order, epoch) for epoch in (number % 2, number % 2 + 1)]
 
     with ThreadPoolExecutor(4) as pool:
@@ -168,7 +168,7 @@ def test_a_sampler_is_dealt_in_its_own_order(kind, drop_last):
 
 
 class Counted:
-    """Yields epoch * 100 + i and counts how often it was iterated."""
+    """Yields epoch * 100 + i, and counts its iterations."""
 
     def __init__(self, length: int, yielded: int | None = None) -> None:
         self.length = length
@@ -298,7 +298,7 @@ def test_a_sampler_that_yields_no_indices():
 
 # ---------------------------------------------------------------- BatchSamplerOrder
 class Buckets:
-    """Batches of 1, 2, 3, ... samples, other ones in each epoch."""
+    """Batches of 1, 2, 3, ... samples, different ones in each epoch."""
 
     def __init__(self, batches: int = 4) -> None:
         self.batches = batches
@@ -383,7 +383,7 @@ def test_a_batch_sampler_is_told_its_epoch(where):
             told.append(epoch)
 
     batch_sampler = Told() if where == "the batch sampler" else Buckets()
-    batch_sampler.sampler = Told()  # asked only where the other is not
+    batch_sampler.sampler = Told()  # asked only if the other one has none
     BatchSamplerOrder(batch_sampler).indices(2, 0)
     assert told == [0, 1, 2]
 
@@ -517,9 +517,9 @@ def test_a_failing_sampler_ends_it_and_its_error_waits():
 
 # ---------------------------------------------------------------- flodl's vectors
 # Differences:
-# - the permutation itself is ours: flodl seeds epoch e with seed + e, which repeats orders across seeds;
-# - DL-005: flodl trains nothing, silently; here a drop_last that leaves no batch is an OptionError;
-# - DL-001, DL-021: drop_last is flodl's default and not ours (torch's), so it is given;
+# - the permutation is our own: flodl seeds epoch e with seed + e, which repeats orders across seeds;
+# - DL-005: flodl silently trains nothing; here a drop_last that leaves no batch is an OptionError;
+# - DL-001, DL-021: drop_last is flodl's default but not ours (torch's), so it is passed;
 # - DL-019: names are the keys of a mapping of tensors, so their number cannot be wrong;
 # - DL-023: there are no empty batches, so no dataset is asked for one.
 NOT_HERE = {"DL-019", "DL-023"}

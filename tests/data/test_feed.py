@@ -1,4 +1,4 @@
-"""A rank on the CPU has the source's own batches."""
+"""Tests of the CPU feed: a rank gets the source's own batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowdp.protocol.messages import SampleRange
 
 
 class Recorded(Source):
-    """A source that has its second batch only when it was asked for it before."""
+    """A source that has its second batch only after an early request for it."""
 
     def __init__(self) -> None:
         super().__init__(EpochOrder(9, 3, 0, shuffle=False, drop_last=False))

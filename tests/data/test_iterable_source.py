@@ -1,4 +1,4 @@
-"""Datasets of unknown length: read to their end in every epoch, and the end is told."""
+"""Tests of datasets of unknown length: read to the end in every epoch, and the end is reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAIT_S = 60.0
 
 
 class Stream(IterableDataset[Any]):
-    """Epoch e has lengths[e] samples, which are shared among the worker processes."""
+    """Epoch e has lengths[e] samples, shared among the worker processes."""
 
     def __init__(self, *lengths: int) -> None:
         self.lengths = lengths
@@ -44,7 +44,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Run:
-    """A stream with ranks that take from it, and what it says."""
+    """A stream, ranks that take from it, and its reports."""
 
     def __init__(self, dataset: Any, batch_size: int | None = 4, **options: Any) -> None:
         collate = default_convert if batch_size is None else default_collate
@@ -85,7 +85,7 @@ def runs() -> Iterator[Callable[..., Run]]:
     assert not multiprocessing.active_children()
 
 
-# ---------------------------------------------------------------- what is read
+# ---------------------------------------------------------------- samples read
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_it_yields_what_torch_yields_anew_in_each_epoch(runs, drop_last):
     run = runs(Stream(10, 4, 7), epochs=3, drop_last=drop_last)
@@ -98,7 +98,7 @@ def test_it_yields_what_torch_yields_anew_in_each_epoch(runs, drop_last):
 
 
 def test_a_batch_has_as_many_samples_as_were_collated(runs):
-    # A batch whose tensors do not show it: the sum of the samples alone.
+    # A batch whose tensors do not show its size: only the sum of its samples.
     run = runs(Stream(10), collate_fn=lambda samples: torch.tensor(sum(samples)))
     assert [batch.item() for batch in run.epoch(0, 3)] == [6, 22, 17]
     assert [run.reader.samples_in(0, batch) for batch in range(3)] == [4, 4, 2]
@@ -158,9 +158,9 @@ def test_a_stream_without_end(runs):
     assert run.ended.empty()
 
 
-# ---------------------------------------------------------------- how far ahead
+# ---------------------------------------------------------------- reading ahead
 class Announced(Stream):
-    """Says when so many samples were yielded."""
+    """Sets an event when a number of samples has been yielded."""
 
     def __init__(self, *lengths: int, at: int) -> None:
         super().__init__(*lengths)
@@ -184,11 +184,11 @@ def test_no_more_than_ahead_is_read_while_nobody_waits():
 def test_a_rank_that_waited_beyond_the_end_does_not_drive_the_reader():
     dataset = Announced(8, at=8 + 12)
     run = Run(dataset, ahead=3, epochs=None).start()
-    assert run.reader.take(0, 0, 9) is None  # dealt before anybody knew
+    assert run.reader.take(0, 0, 9) is None  # dealt before the end was known
     assert run.ended.get(timeout=WAIT_S) == (0, 2)
     assert run.reader.take(1, 0, 7) is None  # and now
     assert not run.reader._waiting
-    # Room for one more, of the next epoch, and not for a second one.
+    # Room for one more batch, of the next epoch, but not for two.
     assert run.take(0, 0).tolist() == [0, 1, 2, 3]
     assert run.take(0, 1).tolist() == [4, 5, 6, 7]
     assert run.ended.get(timeout=WAIT_S) == (1, 2)
@@ -220,7 +220,7 @@ def test_samples_are_forgotten_long_after_their_batch(runs, monkeypatch):
     for batch in range(1, 10):
         run.take(0, batch)
     assert run.ended.get(timeout=WAIT_S) == (0, 10)
-    # It lies here again, so it is not forgotten; what was trained long ago is.
+    # It is back in the store, so it is remembered; batches trained long ago are not.
     assert run.reader.samples_in(0, 0) == run.reader.samples_in(0, 9) == 4
     with pytest.raises(IndexError, match="batch 1 of epoch 0 has not been read, or long ago"):
         run.reader.samples_in(0, 1)
@@ -341,9 +341,9 @@ def test_closing_at_any_moment(num_workers):
     assert not multiprocessing.active_children()
 
 
-# ---------------------------------------------------------------- a run that is resumed, and on demand
+# ---------------------------------------------------------------- resumed runs, reading on demand
 class Told(Stream):
-    """Epoch e, as it is told, yields e * 100 + i."""
+    """Epoch e yields e * 100 + i, by its set_epoch."""
 
     told = -1
 
@@ -359,7 +359,7 @@ def test_it_begins_with_the_epoch_where_the_run_stood(runs, num_workers):
     dataset = Told(6)
     run = runs(dataset, epochs=4, start=Position(1, done=2), num_workers=num_workers)
     assert [b.tolist() for b in run.epoch(2, 2)] == [[200, 201, 202, 203], [204, 205]]
-    if not num_workers:  # a process has the dataset of its start
+    if not num_workers:  # a worker process has the dataset as at its start
         assert [b.tolist() for b in run.epoch(3, 2)] == [[300, 301, 302, 303], [304, 305]]
     assert dataset.yielded <= 12
     with pytest.raises(ProtocolError):

@@ -1,4 +1,4 @@
-"""Reading with one thread for all ranks: each sample once, failures told at once, closing at any moment."""
+"""Tests of the reader, one thread for all ranks: each sample once, errors at once, close at any time."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from flowdp.protocol.messages import SampleRange
 from flowdp.protocol.position import OpenEpoch, Position
 
 SAMPLES = 103
-CLOSE_MS = 30_000.0  # what a test waits for, it waits for longer
+CLOSE_MS = 30_000.0  # the tests' own waits are longer
 
 
 class Counted(Dataset[Any]):
-    """Counts how often each index is read, in this process or another, and never by two threads at once."""
+    """Counts the reads of each index, in any process, and asserts that no two threads read at once."""
 
     def __init__(self, samples: int = SAMPLES) -> None:
         self.counts = torch.zeros(samples, dtype=torch.int64).share_memory_()
@@ -56,7 +56,7 @@ class Counted(Dataset[Any]):
 
 
 class Run:
-    """A reader with ranks that take from it."""
+    """A reader, and ranks that take from it."""
 
     def __init__(self, dataset: Any, *, epochs: int | None = 2, ahead: int = 4, **options: Any) -> None:
         order = EpochOrder(
@@ -77,13 +77,13 @@ class Run:
         return self
 
     def take(self, rank: int, epoch: int, batch: int) -> Any:
-        """Ask until the batch is there."""
+        """Request the batch until it is there."""
         while (payload := self.reader.take(rank, epoch, batch)) is None:
             assert self.woken[rank].get(timeout=60) == (epoch, batch)
         return payload
 
     def close(self) -> bool:
-        """Close and look at the clock."""
+        """Close, and assert that it is quick."""
         begin = time.perf_counter()
         ended = self.reader.close()
         assert (time.perf_counter() - begin) * 1e3 < CLOSE_MS
@@ -110,7 +110,7 @@ def take_all(run: Run, batches: int) -> list[Any]:
 
 
 def in_threads(ranks: int, body: Any) -> None:
-    """Run `body(rank)` in a thread for each rank and raise what any of them raised."""
+    """Run `body(rank)` in a thread per rank, and raise the first error."""
     errors: list[BaseException] = []
 
     def guarded(rank: int) -> None:
@@ -261,7 +261,7 @@ def test_a_rank_that_waits_is_served_though_others_leave_theirs_lying(runs):
     last = run.take(3, 1, 12)
     assert last.tolist() == list(run.reader.indices(1, 12))
     for epoch, batch in [(e, b) for e in range(2) for b in range(13)][:-1]:
-        assert run.reader.take(0, epoch, batch) is not None  # all of them lie here
+        assert run.reader.take(0, epoch, batch) is not None  # all of them are stored
 
 
 def test_a_batch_given_back_is_taken_again(runs):
@@ -281,7 +281,7 @@ def test_the_last_rank_that_asked_is_woken():
 
     run = Run(Held()).start()
     assert run.reader.take(0, 0, 1) is None
-    assert run.reader.take(1, 0, 1) is None  # dealt anew
+    assert run.reader.take(1, 0, 1) is None  # dealt again
     begin.set()
     assert run.woken[1].get(timeout=60) == (0, 1)
     assert run.reader.take(1, 0, 1) is not None
@@ -438,7 +438,7 @@ def test_a_sampler_that_raises_does_so_after_the_batches_before_it(num_workers):
 
 
 def test_a_loader_that_cannot_be_started():
-    run = Run(Counted(), timeout=5)  # torch knows a timeout with worker processes alone
+    run = Run(Counted(), timeout=5)  # torch allows a timeout only with worker processes
     with pytest.raises(DataError, match="could not be started: "):
         run.start()
     assert run.close()
@@ -470,7 +470,7 @@ def test_closing_while_the_reader_waits_for_room(num_workers):
     run.take(0, 0, 5)
     assert run.close()
     assert run.close()  # again
-    assert run.reader.take(0, 0, 0) is None  # what lay here is gone, and nobody will be woken
+    assert run.reader.take(0, 0, 0) is None  # the stored batches are gone, and no thread will be woken
     run.reader.give_back(0, 5, torch.zeros(8))
     assert run.reader.take(0, 0, 5) is None
 
@@ -525,7 +525,7 @@ def test_closing_while_the_reader_is_inside_the_dataset():
     assert entered.wait(60)
     assert not run.close()
     leave.set()
-    assert run.close()  # it ended with that call; nothing was told to anybody
+    assert run.close()  # that call ended it; no error was reported
     assert run.failed.empty()
 
 
@@ -543,7 +543,7 @@ def cut(run: Run, rank: int, batch: int, start: int, stop: int) -> Portion | Non
 
 
 def rows_of(run: Run, portion: Any, batch: int) -> list[int]:
-    """Where the samples of a portion stand in their batch."""
+    """Indices of a portion's samples in their batch."""
     order = run.reader.indices(0, batch)
     return [order.index(i) for i in portion.rows(0, portion.samples).tolist()]
 
@@ -633,7 +633,7 @@ def test_a_dataset_that_raises_stop_iteration(num_workers, runs):
     assert e.value.indices == (12, 13, 14, 15)
 
 
-# ---------------------------------------------------------------- buffers that are filled again
+# ---------------------------------------------------------------- reused buffers
 def test_a_collate_function_may_fill_one_buffer(runs):
     buffer = torch.zeros(8, dtype=torch.int64)
 
@@ -658,7 +658,7 @@ def test_a_buffer_that_is_filled_again_late_is_told_with_its_batch(runs):
     assert e.value.epoch == 0
 
 
-# ---------------------------------------------------------------- batches that are kept
+# ---------------------------------------------------------------- kept batches
 def test_what_a_lost_rank_took_can_be_taken_again(runs):
     run = runs(Counted(), keeps=True)
     lost = {batch: run.take(1, 0, batch) for batch in (1, 3, 5)}
@@ -667,7 +667,7 @@ def test_what_a_lost_rank_took_can_be_taken_again(runs):
     run.reader.give_back(0, 5, lost[5])
     assert sorted(run.reader._lent) == [(0, 0), (0, 3)]
     with pytest.raises(ProtocolError, match="was taken before"):
-        run.reader.take(0, 0, 3)  # its rank is there
+        run.reader.take(0, 0, 3)  # its rank is still there
     run.reader.reclaim(1)
     for batch in (3, 5):
         assert run.take(2, 0, batch) is lost[batch]
@@ -697,7 +697,7 @@ def test_nothing_is_kept_that_is_settled_or_unless_asked_for(runs):
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_what_is_kept_is_no_shared_memory(runs, keeps):
-    """Each tensor that came from a process is an open file, of which there are few."""
+    """Each tensor from a worker process is an open file, and their number is limited."""
     run = runs(Process(), num_workers=1, keeps=keeps)
     assert run.take(0, 0, 0).is_shared() is not keeps
 
@@ -731,9 +731,9 @@ def test_the_samples_of_what_is_kept_are_known(runs, monkeypatch):
             run.reader.samples_in(0, batch)
 
 
-# ---------------------------------------------------------------- a run that is resumed
+# ---------------------------------------------------------------- resumed runs
 HERE = Position(world_size=2, done=1, open=(OpenEpoch(1, 6, ((4, 1), ()), ()), OpenEpoch(2, 1, ((), ()), ())))
-"""Of epoch 1 batches 1, 4 and all from 6 on are missing, of epoch 2 all but batch 0."""
+"""Missing: of epoch 1 batches 1, 4 and all from 6 on, of epoch 2 all but batch 0."""
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -784,7 +784,7 @@ def test_windows_of_a_resumed_run_are_cut_as_ever(runs):
 
 # ---------------------------------------------------------------- on demand
 class Watched(threading.Condition):
-    """Says when the reader stands still."""
+    """Sets an event when the reader waits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -807,7 +807,7 @@ def test_an_epoch_begins_when_somebody_waits_for_it(ahead):
         for batch in range(13):
             watched.waits.clear()
             run.take(0, epoch, batch)
-        assert watched.waits.wait(60)  # for the next epoch: all of this one was taken
+        assert watched.waits.wait(60)  # for the next epoch: all of this one were taken
         assert dataset.counts.tolist() == [epoch + 1] * SAMPLES
         assert thread.is_alive()
     assert run.close()
@@ -865,9 +865,9 @@ def test_an_error_without_a_text_reaches_the_ranks(runs):
 
 # ---------------------------------------------------------------- several readers of one file
 class FileData(Dataset[Any]):
-    """Sample i is the number i, read from a file whose one handle all readers share: seek, then read.
+    """Sample i is the number i, read from a file through one handle for all readers: seek, then read.
 
-    The first thread that reads waits between the two for another one to come, as long as `patience_s`.
+    The first thread that reads waits between the two for another one, for up to `patience_s`.
     """
 
     def __init__(self, path: Path, samples: int = 24, patience_s: float = 0.3) -> None:
@@ -892,7 +892,7 @@ class FileData(Dataset[Any]):
 
 
 class FileStream(IterableDataset[Any]):
-    """The same in its own order."""
+    """The same, as an iterable dataset in its own order."""
 
     def __init__(self, data: FileData) -> None:
         self.data = data
@@ -917,7 +917,7 @@ def opened(dataset: Any, *, is_evaluation: bool = False) -> Source:
 
 
 def read_all(sources: Sequence[Source], samples: int) -> list[list[int]]:
-    """What each source reads in an epoch, all at once."""
+    """The samples that each source reads in an epoch, all at once."""
     read: list[list[int]] = [[] for _ in sources]
     woken: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in sources]
     for source, notes in zip(sources, woken, strict=True):
@@ -954,7 +954,7 @@ def test_two_runs_read_one_file(file_data: FileData, kind: Any) -> None:
 
 
 class Hanging(Counted):
-    """Hangs in its first sample until it is told to go on."""
+    """Hangs in its first sample until released."""
 
     def __init__(self) -> None:
         super().__init__(8)
@@ -968,7 +968,7 @@ class Hanging(Counted):
 
 def test_a_reader_that_has_no_room_holds_no_other_up(runs: Any) -> None:
     full = runs(Counted(), ahead=1)
-    full.take(0, 0, 0)  # the next ones lie there, and nobody takes them
+    full.take(0, 0, 0)  # the next ones are stored, and not taken
     other = runs(Counted(16))
     assert other.take(0, 0, 0).shape == other.take(0, 0, 1).shape == (8,)
 
@@ -978,7 +978,7 @@ def test_a_reader_that_is_left_inside_a_dataset_holds_no_later_run_up(runs: Any)
     run = runs(hanging)
     assert hanging.is_inside.wait(60)
     waiting = runs(Counted())
-    assert waiting.close()  # it waits for its turn, and gives that up
+    assert waiting.close()  # it waits for its turn, and gives up
     assert not run.close()
     later = runs(Counted(8))
     assert later.take(0, 0, 0).shape == (8,)

@@ -1,4 +1,4 @@
-"""Batches in memory of their own, whatever a dataset does with its buffers; no copy without need."""
+"""Tests of batches' memory: their own, even if a dataset reuses its buffers, without needless copies."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ BATCHES = 12
 
 
 def owned(batches: Iterable[Any]) -> list[Any]:
-    """All batches of a dataset, read before any of them is used."""
+    """All batches of a dataset, read before any is used."""
     memory = OwnMemory()
     return [memory.own(batch, f"batch {number}", 1) for number, batch in enumerate(batches)]
 
 
 def filled(ring: int, kind: str, before: int = 0, shape: tuple[int, ...] = (4, 2)) -> Iterator[Any]:
-    """Batches full of their number, in buffers that are filled in turn; those `before` in new memory."""
+    """Batches filled with their number, in buffers used in turn; the first `before` in new memory."""
     buffers = [torch.zeros(shape) for _ in range(ring)]
     for number in range(BATCHES):
         buffer = torch.zeros(shape) if number < before else buffers[number % ring]
         if kind == "tensor":
             buffer.fill_(number)
         else:
-            buffer.numpy().fill(number)  # torch does not count it
+            buffer.numpy().fill(number)  # torch does not count the write
         yield (buffer.numpy() if kind == "array" else buffer[: len(buffer)],)
 
 

@@ -1,4 +1,4 @@
-"""What an evaluation reads."""
+"""Tests of the source of an evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which feed a rank gets."""
+"""Tests of the choice of a rank's feed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_dataset_that_fits_is_resident_and_shared():
 
 @pytest.mark.parametrize(("spare", "kind"), [(0, ResidentFeed), (-1, PrefetchFeed)])
 def test_what_does_not_fit_is_prefetched(spare, kind):
-    # Half of what nine tenths leave.
+    # Half of the rest after nine tenths.
     card = Card(total=10**6, used=9 * 10**5 - 2 * NEEDED - spare)
     lane = CardLane(card)
     (feed,) = open_feeds(source(), [lane])

@@ -1,4 +1,4 @@
-"""What a user may call a dataset, and what becomes of it."""
+"""Tests of the kinds of datasets, and the sources made of them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def opened(dataset: object, **options: Any) -> Source:
 
 
 def read(source: Source, epochs: int = 1, batches: int | None = None) -> list[Any]:
-    """All batches of some epochs, taken by one rank; `batches` where the source does not know how many."""
+    """All batches of some epochs, taken by one rank; `batches`: how many, if the source does not know."""
     woken: queue.SimpleQueue[Any] = queue.SimpleQueue()
     source.start(wake=lambda *key: woken.put(key), failed=woken.put)
     all_taken = []
@@ -71,7 +71,7 @@ def read(source: Source, epochs: int = 1, batches: int | None = None) -> list[An
 
 
 def named(options: dict[str, Any]) -> str:
-    """A test's name, the same in every process: a value may have an address in its own."""
+    """A test id that is the same in every process: a value's repr may have an address."""
     return " ".join(options) or "plain"
 
 
@@ -132,9 +132,9 @@ def test_tensors_may_be_taken_again_and_by_any_rank():
     assert_same(source.take(1, 0, 2), first)
 
 
-# ---------------------------------------------------------------- as torch's own DataLoader
+# ---------------------------------------------------------------- equal to torch's own DataLoader
 class Itemwise(Subset[Any]):
-    """A subset that is read sample by sample."""
+    """A subset read sample by sample."""
 
 
 SUBSETS = {
@@ -300,7 +300,7 @@ def test_the_generator_of_the_process_is_left_alone(dataset):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# ---------------------------------------------------------------- batch samplers, and none at all
+# ---------------------------------------------------------------- with batch samplers, and without any
 class Growing(BatchSampler):
     """Batches of 1, 2, 3, ... indices."""
 
@@ -426,12 +426,12 @@ def test_what_a_loader_of_an_iterable_dataset_says_is_used():
     assert (inner.prefetch_factor, inner.timeout, inner.drop_last) == (7, 30, True)
     assert inner.multiprocessing_context is loader.multiprocessing_context
     assert len(read(source, epochs=2, batches=4)) == 8
-    assert started.tolist() == [1, 1]  # the processes live through both epochs
+    assert started.tolist() == [1, 1]  # the processes last for both epochs
 
 
-# ---------------------------------------------------------------- datasets that make batches
+# ---------------------------------------------------------------- datasets with __getitems__
 class Batched:
-    """Counts how it was asked."""
+    """Counts the calls of its methods."""
 
     def __init__(self):
         self.asked: list[list[int]] = []
@@ -477,7 +477,7 @@ def test_a_loader_does_not_ask_for_get_batch_as_torch_does_not():
     assert_same(read(opened(DataLoader(Both(), 5))), list(DataLoader(Both(), 5)))
 
 
-# ---------------------------------------------------------------- what cannot work
+# ---------------------------------------------------------------- refusals
 class Unsized(Dataset[Any]):
     def __getitem__(self, index):
         return index
@@ -558,9 +558,9 @@ def test_indices_beyond_the_tensors_are_named():
     assert isinstance(e.value.__cause__, IndexError)
 
 
-# ---------------------------------------------------------------- a run that is resumed
+# ---------------------------------------------------------------- resumed runs
 class Shuffled(Sampler[int]):
-    """Another order in each iteration, the same ones again in another process."""
+    """A new order in each iteration, but the same orders in another process."""
 
     def __init__(self):
         self.generator = generator()

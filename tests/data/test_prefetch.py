@@ -1,4 +1,4 @@
-"""The ring: every batch right and once, no access that only luck orders, no wait that can lock up."""
+"""Tests of the ring: every batch right and once, every access ordered, no deadlock."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SAMPLES, BATCH, BATCHES = 43, 4, 11  # the last batch of an epoch has 3
 
 
 class Samples:
-    """A dataset whose samples tell their index."""
+    """A dataset whose samples have their index."""
 
     def __init__(self, length: int = SAMPLES, sample: Callable[[int], Any] | None = None) -> None:
         self.length = length
@@ -49,7 +49,7 @@ class Samples:
 
 
 class Logged(Source):
-    """Another source, with a look at what was handed out: no batch twice, none lost."""
+    """A source that records its batches: none twice, none lost."""
 
     def __init__(self, inner: Source) -> None:
         super().__init__(inner._order)
@@ -80,7 +80,7 @@ class Logged(Source):
 
 
 class Shelf(Source):
-    """A source whose batches a test lays on it by hand."""
+    """A source whose batches a test adds by hand."""
 
     def __init__(self, batches: int = 50) -> None:
         super().__init__(EpochOrder(batches * BATCH, BATCH, 0, shuffle=False, drop_last=False))
@@ -107,7 +107,7 @@ class Shelf(Source):
 
 
 class Rank:
-    """A worker that sees its batches through a feed."""
+    """A worker that gets its batches through a feed."""
 
     def __init__(self, source: Source, lane: Lane, rank: int = 0, **options: Any) -> None:
         options.setdefault("gauge", lambda: None)
@@ -133,7 +133,7 @@ class Rank:
         return batch
 
     def ask(self, key: Key, part: SampleRange | None = None) -> Batch | None:
-        self.waits += 1  # before the answer: the note may be quicker than it
+        self.waits += 1  # before the answer: the message may be faster than it
         batch = self.feed.take(*key, part)
         self.waits -= batch is not None
         return batch
@@ -151,7 +151,7 @@ class Rank:
 
 @pytest.fixture
 def close() -> Iterator[Callable[[Any], Any]]:
-    """Closes, at the end of the test, what it was called with: feeds before their source."""
+    """A list of objects to close at the end of the test: feeds before their source."""
     things: list[Any] = []
 
     def later(thing: Any) -> Any:
@@ -162,7 +162,7 @@ def close() -> Iterator[Callable[[Any], Any]]:
     for thing in sorted(things, key=lambda thing: isinstance(thing, Source)):
         begin = time.perf_counter()
         assert (thing if isinstance(thing, Source) else thing.feed).close()
-        assert time.perf_counter() - begin < 30  # whatever it waits for in a test, it waits for longer
+        assert time.perf_counter() - begin < 30  # the tests' own waits are longer
 
 
 def tensors(length: int = SAMPLES, **options: Any) -> TensorSource:
@@ -218,7 +218,7 @@ def test_all_batches_of_all_epochs(close, source_of, lane_of, depth):
     rank.feed._ring.limit = depth + 1
     begin(source, [rank])
     keys = everything()
-    for i in range(0, len(keys), 9):  # in plans that overlap
+    for i in range(0, len(keys), 9):  # in overlapping plans
         rank.follow(keys[i : i + 18])
         for key in keys[i : i + 9]:
             check(source, key, rank.train(key))
@@ -271,7 +271,7 @@ def test_the_first_batch_may_be_the_short_one(close):
     no_race(rank.lane)
 
 
-# ---------------------------------------------------------------- plans that change
+# ---------------------------------------------------------------- changing plans
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("lane_of", LANES.values(), ids=LANES)
 @pytest.mark.parametrize("source_of", SOURCES.values(), ids=SOURCES)
@@ -384,14 +384,14 @@ def test_a_wait_has_one_note(close):
     rank.follow([])
     card = rank.lane.card
     card.log.clear()
-    rank.follow([(0, 0)])  # fetched again, and nobody waits
+    rank.follow([(0, 0)])  # fetched again, without a wait
     card.until(lambda: any(verb == "records" for _, verb, _ in card.log))
     assert rank.feed.close()
     assert rank.noted == 1
 
 
 def test_it_asks_again_for_a_batch_that_comes_back(close):
-    # Meanwhile another rank may have asked for it, and the source would wake that one.
+    # Meanwhile another rank may have requested it, and the source would wake that rank.
     shelf = Shelf()
     rank = close(Rank(shelf, CardLane()))
     for _ in range(3):
@@ -440,7 +440,7 @@ class Named(NamedTuple):
 
 
 class MovesInPlace:
-    """As the batches of a tokenizer do."""
+    """Moves in place, like a tokenizer's batches."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
@@ -524,7 +524,7 @@ def test_batches_of_many_shapes_are_two_at_most(close):
 
 
 def test_a_loose_batch_is_kept_until_the_copy_stream_has_waited_for_its_step(close):
-    # Its memory goes back to the copy stream when the last reference goes: not before.
+    # Its memory returns to the copy stream when the last reference is gone, not before.
     shelf, lane = Shelf(), CardLane()
     shelf.put(0)
     for batch in (1, 2, 3, 4):
@@ -560,7 +560,7 @@ def test_the_ring_is_sized_once_the_memory_is_known(close):
     rank.take((0, 1))
     rank.lane.card.until(lambda: rank.feed._ring.made == 2)
     rank.feed.fit()
-    assert rank.feed.depth == 8  # the one ahead was a part of what was in use
+    assert rank.feed.depth == 8  # the one ahead was a part of the one in use
     rank.lane.card.until(lambda: rank.feed._ring.made == 9)
     rank.feed.release()
     for key in everything()[2:]:
@@ -608,7 +608,7 @@ def test_out_of_memory_makes_the_ring_shorter(close, slots):
     rank.feed.release()
     for key in everything()[1:]:
         check(rank.feed._source, key, rank.train(key))
-    # Half of what there was: the allocator has given away all that it had cached, and the steps want it back.
+    # Half of the memory: the allocator has given away its cache, and the steps need it again.
     assert rank.feed._ring.made == max(1, slots // 2)
     assert lane.card.refused == 1
     depth = max(1, slots // 2 - 1)
@@ -707,12 +707,12 @@ def test_a_batch_is_released_before_the_next_is_taken(close):
         rank.feed.take(0, 1)
 
 
-# ---------------------------------------------------------------- the end
+# ---------------------------------------------------------------- closing
 @pytest.mark.parametrize("seed", range(20))
 def test_it_closes_at_any_moment(close, seed):
     dice = random.Random(seed)
     source = close(dice.choice([tensors, read])())
-    rank = close(Rank(source, CardLane()))  # the fixture closes it, and looks at the clock
+    rank = close(Rank(source, CardLane()))  # the fixture closes it, and checks the time
     begin(source, [rank])
     rank.follow(everything())
     for key in everything()[: dice.randrange(12)]:
@@ -844,7 +844,7 @@ def test_a_rank_without_room_holds_less_ahead(close, source_of):
     rank.feed.shrink()
     limit = rank.feed._ring.limit
     assert 2 < limit <= len(keys) // 2
-    rank.feed.fit()  # the memory that there was is not there any more
+    rank.feed.fit()  # the earlier memory is gone
     assert rank.feed._ring.limit == limit
     while keys:
         step, keys = keys[:2], keys[2:]
@@ -857,7 +857,7 @@ def test_a_rank_without_room_holds_less_ahead(close, source_of):
 
 
 def parts_of(samples: int, turn: int) -> tuple[SampleRange, SampleRange]:
-    """Another split in every window; at times one rank has nothing, or all but nothing."""
+    """A different split in every window; at times one rank has nothing, or almost nothing."""
     at = (0, 1, 2, samples, samples // 2)[turn % 5]
     return SampleRange(0, min(at, samples)), SampleRange(min(at, samples), samples)
 
@@ -865,7 +865,7 @@ def parts_of(samples: int, turn: int) -> tuple[SampleRange, SampleRange]:
 @pytest.mark.parametrize("source_of", SOURCES.values(), ids=SOURCES)
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_two_ranks_share_every_batch(close, source_of, rows):
-    """Parts that have room in a slot and such that have not, and plans that are void."""
+    """Some parts fit in a slot, some do not, and some plans become void."""
     source = source_of()
     source = close(source.inner if isinstance(source, Logged) else source)
     card = Card()
@@ -881,7 +881,7 @@ def test_two_ranks_share_every_batch(close, source_of, rows):
     for turn, key in enumerate(windows):
         for who, rank in enumerate(ranks):
             rank.feed.follow(plan(who, windows[turn : turn + 6]))
-        if turn % 4 == 3:  # everything is given back, and split anew
+        if turn % 4 == 3:  # everything is given back, and split again
             for rank in ranks:
                 rank.feed.follow([])
             split[key] = parts_of(source.samples_in(*key), turn + 1)

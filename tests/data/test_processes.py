@@ -1,4 +1,4 @@
-"""The worker processes of a DataLoader: a death is told at once, and none is left."""
+"""Tests of a DataLoader's worker processes: a death is reported at once, and none is left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flowdp.data.processes import Processes, begin
 
 
 class Numbers(Dataset[Any]):
-    """0 to 5; the process that reads 3 may die of it."""
+    """Numbers 0 to 5; the process that reads 3 may die."""
 
     def __init__(self, dies: bool = False) -> None:
         self.dies = dies
@@ -52,7 +52,7 @@ def test_the_wait_ends_when_a_process_dies():
     begin_s = time.perf_counter()
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
         list(iterator)
-    assert time.perf_counter() - begin_s < 3.0  # torch alone looks every 5 s
+    assert time.perf_counter() - begin_s < 3.0  # torch alone checks every 5 s
     processes.shut_down()
 
 

@@ -1,4 +1,4 @@
-"""A dataset on the device: the right samples, no copies but of the order, no wait of the host."""
+"""Tests of datasets on the device: the right samples, copies of indices only, no wait of the host."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check(made: TensorSource, feed: ResidentFeed, lane: Lane, epoch: int, batch:
 def test_all_batches_of_all_epochs(lane_of):
     made, lane = source(), lane_of()
     feed = ResidentFeed(ResidentData(made, lane), lane)
-    feed.start(lambda epoch, batch: pytest.fail("nobody waits"))
+    feed.start(lambda epoch, batch: pytest.fail("no thread waits"))
     for epoch in range(5):
         for batch in range(BATCHES):
             check(made, feed, lane, epoch, batch)
@@ -79,7 +79,7 @@ def test_the_order_is_uploaded_once_an_epoch_and_two_are_kept():
     take(feed, lane, 0, 0)
     take(feed, lane, 1, 0)
     marks, bytes_ = len(lane.card.log), lane.card.allocated
-    for batch in range(BATCHES):  # a rank may stand in two epochs
+    for batch in range(BATCHES):  # a rank may be in two epochs at once
         take(feed, lane, 0, batch)
         take(feed, lane, 1, batch)
     assert len(lane.card.log) == marks

@@ -1,4 +1,4 @@
-"""Sources whose datasets could share an object read in turns, and no others."""
+"""Tests of turns: sources whose datasets may share an object read in turns, and no others."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class TestReachable:
 
 
 def blocked(turns: ReadingTurns) -> bool:
-    """Whether a thread that asks for the turn now would have to wait."""
+    """Whether a thread that asks for the turn now would wait."""
     return any(one._holder is not None for one in turns._turns)
 
 

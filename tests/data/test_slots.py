@@ -1,4 +1,4 @@
-"""Which batches have room in which memory, and what is done with the rest."""
+"""Tests of slots: which batches fit in which memory, and the treatment of the others."""
 
 from __future__ import annotations
 

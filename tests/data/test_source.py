@@ -1,4 +1,4 @@
-"""What every source says of its batches."""
+"""Tests of the answers common to all sources."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowdp.protocol.messages import SampleRange
 
 
 class Plain(Source):
-    """A source of the base class's own answers."""
+    """A source with only the base class's answers."""
 
     def start(self, *, wake: Any, failed: Any) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Gathering from tensors; `test_dataset.py` has what an ordinary run sees of it."""
+"""Tests of gathering from tensors; ordinary runs are in test_open_source.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches, arguments and outputs in the containers that people use are taken apart and built again."""
+"""Tests of the containers of batches, arguments and outputs: flattened and rebuilt."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Derived:
 
 
 class Encoding(UserDict[str, Any]):
-    """As transformers' BatchEncoding: another constructor, items as attributes, `to`."""
+    """Like transformers' BatchEncoding: another constructor, items as attributes, `to`."""
 
     def __init__(self, data: dict[str, Any], encodings: list[str]) -> None:
         super().__init__(data)
@@ -82,7 +82,7 @@ class Encoding(UserDict[str, Any]):
 
 @dataclass
 class Output(OrderedDict[str, Any]):
-    """As transformers' ModelOutput, but not registered: items that are attributes, too."""
+    """Like transformers' ModelOutput, but not registered: items are attributes, too."""
 
     logits: Tensor
     loss: Tensor | None = None
@@ -102,7 +102,7 @@ class Rows(list[Any]):
 
 
 class Attrs:
-    """As `attrs` makes them."""
+    """A class like those of `attrs`."""
 
     __slots__ = ("x", "y")
     __attrs_attrs__ = (SimpleNamespace(name="x"), SimpleNamespace(name="y"))
@@ -115,7 +115,7 @@ Pair = namedtuple("Pair", "x y")
 
 
 def tree_cut(tree: Any, start: int, samples: int, length: int = 4) -> Any:
-    """What a device is given."""
+    """The arguments of one device."""
     leaves, form = flatten(tree, length)
     return unflatten([cut(leaf, start, samples) if is_cut(leaf, length) else leaf for leaf in leaves], form)
 
@@ -201,7 +201,7 @@ def test_nothing_is_registered_with_torch() -> None:
 
 
 def test_a_cache_of_transformers_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its class is known by the module that it comes from: a stand-in, for the package need not be here."""
+    """Its class is recognized by its module; a stand-in, as the package may not be installed."""
     name = "transformers.cache_utils"
     monkeypatch.setitem(sys.modules, name, ModuleType(name))
 
@@ -284,7 +284,7 @@ def test_a_configuration_stays_one_object() -> None:
     assert tree_cut((X, config), 1, 2)[1] is config
 
 
-# ---------------------------------------------------------------- the length, and what cannot be cut
+# ---------------------------------------------------------------- the length, and trees that cannot be cut
 @pytest.mark.parametrize(
     ("tree", "length"),
     [

@@ -1,4 +1,4 @@
-"""What `setup` is given is checked before anything starts."""
+"""Tests of the arguments of `setup`: checked before anything starts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_loss_is_callable() -> None:
 @pytest.mark.parametrize(
     ("option", "devices", "windows"),
     [
-        (None, 2, False),  # two of one name
+        (None, 2, False),  # two of the same name
         (True, 2, True),
         (False, 2, False),
         (CadenceOptions(anchor=3), 2, True),

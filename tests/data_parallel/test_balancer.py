@@ -1,4 +1,4 @@
-"""Shares follow what was measured, and nothing is learned from what was mixed."""
+"""Tests of the balancer: shares follow the measurements, and mixed steps teach nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.loops import CPU
 
 
 class Watch:
-    """A stopwatch whose laps the test writes."""
+    """A stopwatch with laps written by the test."""
 
     def __init__(self) -> None:
         self.laps = 0
@@ -98,7 +98,7 @@ def test_steps_that_the_devices_have_not_passed_are_learned_later_with_their_own
     assert made.throughput == (0.0, 0.0)
     passed(watches, summing, (2.0, 1.0))
     passed(watches, summing, (2.0, 2.0))
-    made.step()  # nothing was done for it
+    made.step()  # no part of it was computed
     made.did((1, 1))
     made.step()
     assert made.throughput == pytest.approx((0.7 * 2 + 0.3 * 4, 4.0))
@@ -140,7 +140,7 @@ def test_a_device_that_was_slow_for_a_while_gets_batches_of_short_loaders_again(
             passed(watches, summing, (20.0 * batches[0], slow * 20.0 * batches[1]))
             made.step()
             dealt[-1] += batches[1]
-    assert 0 in dealt[3:12]  # far too slow for so short a loader
+    assert 0 in dealt[3:12]  # far too slow for such a short loader
     assert dealt[-5:] == [5] * 5
 
 
@@ -180,7 +180,7 @@ def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert alone.cadence is None
     assert alone.throughput == (0.0,)
     alone.did((10,))
-    alone.step()  # the first step has no beginning
+    alone.step()  # the first step has no start
     alone.did((10,))
     alone.did((20,))
     assert alone.samples == (30,)
@@ -197,7 +197,7 @@ def test_a_share_suffices_for_batch_norm_while_it_is_trained() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     made, _, _ = paced(model=model)
     assert made.cut(3) == (3, 0)
-    assert made.cut(1) == (1, 0)  # as on one device, torch says what is wrong
+    assert made.cut(1) == (1, 0)  # as on one device, torch reports the error
     model.eval()
     assert made.cut(3) == (2, 1)
     model.train()

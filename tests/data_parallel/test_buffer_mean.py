@@ -1,4 +1,4 @@
-"""The buffers of all ranks together: means by samples, and the maximum of what is counted."""
+"""Tests of the mean of buffers over ranks: weighted by samples, the maximum for integers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_nobody_else_has_samples() -> None:
 
 def test_the_mean_is_taken_in_double_precision() -> None:
     module = nn.BatchNorm1d(1)
-    values = torch.tensor([0.22, 1.69, 2.94])  # in single precision the last bit is lost
+    values = torch.tensor([0.22, 1.69, 2.94])  # in single precision the last bit would be lost
     with replicas_of(module, 3) as replicas:
         for replica, value in zip(replicas.modules, values, strict=True):
             replica.running_mean.fill_(value)  # type: ignore[union-attr, operator]

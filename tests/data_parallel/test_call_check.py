@@ -1,4 +1,4 @@
-"""What a module gives for parts of a batch is compared with what it gives for all of it, before it counts."""
+"""Tests of the check of calls: outputs for parts of a batch against those for all of it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_lstm_whose_dim_0_is_time(setup: Any, samples: int) -> None:
     model = nn.LSTM(3, 5, 2)
     x = torch.randn(
         4, samples, 3
-    )  # of four steps: the states of two layers would be joined, of more would not
+    )  # four steps, for two layers: their states would be joined; with more layers they would not
     with pytest.raises(
         FlowdpError, match=r"LSTM.forward .* as 2 \+ 2, along dim 0 of 'input'.*say dim=1 in setup"
     ):
@@ -204,7 +204,7 @@ def test_a_loss_that_training_mode_alone_returns(setup: Any) -> None:
 
 
 class Centred(nn.Module):
-    """Looks across the batch in training mode alone, by a weight that is 0 at the start."""
+    """Depends on the whole batch only in training mode, by a weight that is 0 at the start."""
 
     def __init__(self, weight: float) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ def test_parts_that_raise_where_the_whole_batch_does_not(setup: Any) -> None:
 
 
 class Giving(nn.Module):
-    """Gives a function of its layer's outputs."""
+    """Returns a function of its layer's outputs."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -380,7 +380,7 @@ def test_whole_batches_in_windows_are_not_checked(setup: Any, monkeypatch: pytes
         dp.forward_batch(window)
 
 
-# ---------------------------------------------------------------- what passes, and leaves no trace
+# ---------------------------------------------------------------- calls that pass, without a trace
 class Variational(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -393,7 +393,7 @@ class Variational(nn.Module):
 
 
 class Everything(nn.Module):
-    """Drops, normalises, counts its calls, and draws numbers in three ways."""
+    """Dropout, batch norm, a count of calls, and three kinds of random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -431,7 +431,7 @@ def test_a_run_with_the_check_has_the_bits_of_one_without(setup: Any, is_rows: b
         model = Counting(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
         dp = setup(model, check=check, partition_ratios=(1, 1))
         for _ in range(4):
-            # The second one is checked before the backward of the first.
+            # The second call is checked before the backward of the first.
             (dp(torch.randn(8, 6)).mean() + dp(torch.randn(8, 6)).square().mean()).backward()
             dp.step()
         return [tensor.tolist() for tensor in model.state_dict().values()], model.calls
@@ -483,7 +483,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 class Queue(nn.Module):
-    """Keeps its last outputs, as momentum contrast does, and counts its calls."""
+    """Keeps its last outputs, as in momentum contrast, and counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -509,7 +509,7 @@ def test_buffers_that_hold_something_of_the_batch_are_named_once(
 
 
 class Noting(nn.Module):
-    """Keeps an auxiliary loss, a list of features and a count, as mixtures of experts do."""
+    """Keeps an auxiliary loss, a list of features and a count, as in mixtures of experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -539,7 +539,7 @@ def test_attributes_that_hold_a_result_of_the_batch_are_named_once(
     assert dp.module[0].calls == 4
 
 
-# ---------------------------------------------------------------- when it cannot be checked
+# ---------------------------------------------------------------- calls that cannot be checked
 def test_a_module_that_cannot_take_the_whole_batch_is_told_once(
     setup: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -557,7 +557,7 @@ def test_a_module_that_cannot_take_the_whole_batch_is_told_once(
 
 
 class Rounding(nn.Module):
-    """Makes much of a rounding that depends on the number of samples."""
+    """Amplifies a rounding that depends on the number of samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -597,7 +597,7 @@ def test_numbers_drawn_for_each_sample_in_python(setup: Any, caplog: pytest.LogC
     ("room", "tried"),
     [
         (9, [9, 5, 4]),
-        (4, [9, 9, 4, 2, 2]),  # in wide floats, as it is, and half of it with its parts
+        (4, [9, 9, 4, 2, 2]),  # in wide floats, as it is, and one half with its parts
         (1, [9, 9, 4, 4, 2, 2]),
     ],
 )
@@ -641,7 +641,7 @@ def call(model: nn.Module, x: Any, sizes: tuple[int, ...]) -> Call:
     return Call(Callee(model.forward), run, (x,), {}, sizes, Layout(), CPU)
 
 
-# ---------------------------------------------------------------- which calls
+# ---------------------------------------------------------------- the calls checked
 def test_methods_have_a_schedule_each(setup: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     checked = []
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Calls are checked at growing distances, by the form of their outputs and the modes of the module."""
+"""Tests of the schedule of checks: growing distances, per form of outputs and modes of the module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def form(*numbers: bool) -> Any:
 
 
 def due(schedule: Schedule, forms: list[Any], modes: object = True) -> list[int]:
-    """Which of so many calls are checked, before or after; counted from 1."""
+    """The numbers (from 1) of the checked calls, and whether before or after the call."""
     found = []
     for number, seen in enumerate(forms, 1):
         is_before = schedule.is_due(modes)
@@ -63,7 +63,7 @@ def test_a_check_that_failed_is_due_again() -> None:
         assert schedule.is_due(True) | schedule.is_still_due(form(False))
     schedule.passed()
     assert not schedule.is_due(True)
-    assert schedule.is_still_due(form(True))  # another form; it fails behind the call
+    assert schedule.is_still_due(form(True))  # another form; it fails after the call
     assert schedule.is_due(True)
 
 

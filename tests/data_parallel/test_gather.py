@@ -1,4 +1,4 @@
-"""Outputs are put together along dim 0, and what has no seam is an error."""
+"""Tests of gathering: outputs are joined along dim 0, and others are an error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.loops import CPU
 
 @dataclass
 class Pair:
-    """A dataclass that torch knows as a pytree."""
+    """A dataclass registered as a pytree."""
 
     ids: Tensor
     note: str
@@ -30,13 +30,13 @@ register_dataclass(Pair)
 
 @dataclass
 class Plain:
-    """One that it does not know."""
+    """A dataclass that is not registered."""
 
     ids: Tensor
 
 
 class Opaque:
-    """A class of which nothing is known."""
+    """A class of an unknown kind."""
 
     def __init__(self, ids: Tensor) -> None:
         self.ids = ids

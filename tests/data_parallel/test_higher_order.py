@@ -1,4 +1,4 @@
-"""Gradients of gradients through a call are those of one device."""
+"""Tests of gradients of gradients through a call: equal to one device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ cycles = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 
 
 class World:
-    """A model on several devices, and its twin on one."""
+    """A model on several devices, and its copy on one."""
 
     def __init__(self, replicas: Replicas, sizes: tuple[int, ...]) -> None:
         self.replicas = replicas
@@ -32,7 +32,7 @@ class World:
         return call_sharded(self.replicas, cut(Arguments(args, kwargs), self.sizes), _run, sync=self.sync)
 
     def both(self, do: Callable[[Any, Any], Any]) -> list[Any]:
-        """What `do(call, module)` returns on several devices and on one; compares the gradients, too."""
+        """Results of `do(call, module)` on several devices and on one; asserts equal gradients, too."""
         found = [do(self, self.module), do(self.twin, self.twin)]
         assert_equal(gradients(self.module), gradients(self.twin))
         assert any(gradient is not None for gradient in gradients(self.twin)), "or the test shows nothing"
@@ -64,7 +64,7 @@ def test_a_penalty_on_the_gradient_of_the_input(world: World) -> None:
 
 
 def test_a_penalty_beside_the_loss_of_the_same_output(world: World) -> None:
-    """The graphs of call and penalty share parts, and are walked by one backward."""
+    """The graphs of call and penalty share parts, and one backward runs through both."""
 
     def step(call: Any, _module: Any) -> None:
         x = numbers(5, 6).requires_grad_()

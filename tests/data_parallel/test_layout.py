@@ -1,4 +1,6 @@
-"""Batches along another dim, cut and joined by the user, and numbers that are no mean by samples."""
+"""Tests of layouts: batches along another dim, the user's split and join, and losses not averaged by
+samples.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def test_an_lstm_whose_batch_is_dim_1(setup: Any) -> None:
 def test_a_transformer_whose_masks_have_the_batch_elsewhere(setup: Any) -> None:
     model = seeded(nn.Transformer, 8, 2, 1, 1, 16, dropout=0.0)
     twin = copy.deepcopy(model)
-    # As many steps as samples: only the mapping says which is which.
+    # As many steps as samples: only the mapping tells the dims apart.
     dp = setup(model, dim={"src": 1, "tgt": 1, "tgt_mask": None, "memory_key_padding_mask": 0})
     padding = torch.arange(6) >= torch.tensor([6, 6, 4, 3, 5, 2])[:, None]
     results = []
@@ -109,9 +111,9 @@ def test_positions_and_methods(setup: Any) -> None:
     assert_equal([dp.call(lambda module, given: module.rows(given), x)], [model.rows(x)])
 
 
-# ---------------------------------------------------------------- no part of the batch
+# ---------------------------------------------------------------- outputs that are not parts of the batch
 class Scores(nn.Module):
-    """Scores of queries against candidates, which are no part of the batch."""
+    """Scores of queries against candidates; the candidates are no part of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,13 +186,13 @@ def test_what_is_as_long_as_the_batch_at_times(setup: Any) -> None:
         return module(x).sum(1) * (scale if len(scale) in (1, len(x)) else scale.sum())
 
     dp = setup(model)
-    for scale in (alone, x[:, 0], alone, x[:, 0]):  # what fits any batch says nothing
+    for scale in (alone, x[:, 0], alone, x[:, 0]):  # an output that fits any batch proves nothing
         assert_equal([dp.call(weighted, x, scale)], [weighted(model, x, scale)])
 
     def pair(module: nn.Module, x: Tensor, other: Tensor) -> Tensor:
         return module(x).sum(1) + (module(other).sum(1) if len(other) == len(x) else module(other).sum())
 
-    for other in (x * 2, x[:6], x * 2):  # a part of the batch at first, and so later
+    for other in (x * 2, x[:6], x * 2):  # part of the batch at first, and so later too
         assert_equal([dp.call(pair, x, other)], [pair(model, x, other)])
     own = setup(model, dim={"scale": 0})
     for scale in (x[:4, 0], x[:, 0]):
@@ -233,7 +235,7 @@ def test_a_sparse_tensor_goes_whole_or_is_refused(setup: Any, kind: str) -> None
 
 # ---------------------------------------------------------------- lists of samples
 class Detector(nn.Module):
-    """A detection model: images of unlike sizes, and a record of boxes for each."""
+    """A detection model: images of different sizes, and a record of boxes for each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +304,7 @@ def test_an_epoch_of_windows_knows_no_layout(setup: Any) -> None:
 
 # ---------------------------------------------------------------- split and join
 class WordModel(nn.Module):
-    """Rows of all words, time-major, and the hidden state: as word language models return them."""
+    """Rows of all words, time-major, and the hidden state, as word language models return them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -339,7 +341,7 @@ def test_a_join_of_the_users_own(setup: Any) -> None:
 
 def test_a_split_of_the_users_own(setup: Any) -> None:
     class Pairs(nn.Module):
-        """Takes the first of each pair in the front half, the second in the back half."""
+        """Takes the first of each pair from the front half, the second from the back half."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -373,7 +375,7 @@ def test_a_split_that_makes_no_parts(setup: Any) -> None:
 
 # ---------------------------------------------------------------- reduce
 class Tagger(nn.Module):
-    """Returns a loss as Hugging Face's models do: the mean over the labels that are not -100."""
+    """Returns a loss as Hugging Face's models do: the mean over the labels other than -100."""
 
     def __init__(self, reduction: str = "mean") -> None:
         super().__init__()
@@ -398,7 +400,7 @@ def padded(samples: int = 6, length: int = 8, seed: int = 1) -> dict[str, Tensor
 
 
 def same_losses(dp: Any, model: nn.Module, twin: nn.Module, *batches: Any) -> None:
-    """Whether losses and accumulated gradients are those of one device."""
+    """Assert that losses and accumulated gradients are those of one device."""
     for batch in batches:
         mine, other = dp(**batch)["loss"], twin(**batch)["loss"]
         assert_equal([mine], [other])
@@ -420,7 +422,7 @@ def test_a_loss_that_is_a_mean_over_tokens(setup: Any, reduce: Any) -> None:
     twin = copy.deepcopy(model)
     dp = setup(model, reduce=reduce)
     same_losses(dp, model, twin, padded(), padded(5, 9, seed=2))
-    assert dp(padded()["input_ids"]).keys() == {"logits"}  # no labels, no loss, no weight
+    assert dp(padded()["input_ids"]).keys() == {"logits"}  # no labels: no loss, no weight
 
 
 @pytest.mark.parametrize("given", [None, 20])
@@ -432,7 +434,7 @@ def test_sums(setup: Any, given: int | None) -> None:
 
 def test_a_part_without_anything_to_count_gives_nothing(setup: Any) -> None:
     class Masked(nn.Module):
-        """Divides by the number of what is not masked."""
+        """Divides by the number of unmasked entries."""
 
         def __init__(self) -> None:
             super().__init__()

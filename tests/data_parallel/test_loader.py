@@ -1,4 +1,4 @@
-"""Every batch of a loader is dealt once, ahead of its use, and no thread stays behind."""
+"""Tests of loaders: every batch is dealt once, ahead of its use, and no thread is left."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_ahead(loader: Any, counts: Sequence[int] | None = None, lanes: Any = LA
 
 
 def data(*sizes: int) -> list[tuple[Tensor, Tensor]]:
-    """Batches of these sizes; the samples are numbered through."""
+    """Batches of these sizes; samples are numbered consecutively."""
     ids = torch.arange(sum(sizes)).split(sizes)
     return [(number.float(), number) for number in ids]
 
@@ -119,7 +119,7 @@ def test_how_many_windows() -> None:
 
 
 class Refilled:
-    """Batches of two samples in one buffer."""
+    """Batches of two samples in one reused buffer."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         buffer = torch.zeros(2)
@@ -164,7 +164,7 @@ def test_a_loader_of_workers_that_is_left_in_the_middle() -> None:
 
 
 class Loader:
-    """Batches as they are asked for; it can be told to wait, or to fail."""
+    """A loader that can be made to wait, or to fail."""
 
     def __init__(self, batches: list[Any], fail_at: int | None = None) -> None:
         self.batches, self.fail_at = batches, fail_at
@@ -241,7 +241,7 @@ def test_an_epoch_that_is_left_ends_its_thread() -> None:
 
 @pytest.mark.parametrize("counts", [None, (1, 2)])
 def test_the_code_of_a_dataset_runs_in_the_thread_of_the_loop(counts: Any) -> None:
-    """The loop may read the same files beside it, to evaluate, say."""
+    """The loop may read the same files at the same time, for example to evaluate."""
     threads = set()
 
     class Here(Dataset[int]):
@@ -254,7 +254,7 @@ def test_the_code_of_a_dataset_runs_in_the_thread_of_the_loop(counts: Any) -> No
 
     loader = DataLoader(Here(), batch_size=3, collate_fn=collate)
     assert sorted(flat(ids_of(epoch(loader, counts)))) == list(range(11))
-    assert ids_of(epoch(iter(data(2, 1)), None)) == [[0, 1], [2]]  # whose code a generator runs is not known
+    assert ids_of(epoch(iter(data(2, 1)), None)) == [[0, 1], [2]]  # the code run by a generator is unknown
     assert threads == {threading.main_thread()}
 
 

@@ -1,4 +1,4 @@
-"""What of a batch goes to the model, and what is heard of its parts."""
+"""Tests of the context of a loss: the model's arguments, and the records of the parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Derivatives that a call on several devices would lose are errors."""
+"""Tests of derivatives that a call on several devices would lose: they are errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowdp.errors import FlowdpError
 
 
 class Net(nn.Module):
-    """Uses whatever it finds in `extra`."""
+    """Uses any arguments in `extra`."""
 
     def __init__(self, extra: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -41,11 +41,11 @@ def test_a_trained_module_elsewhere() -> None:
         other.requires_grad_(False)
         dp(torch.ones(4, 3)).sum().backward()
     with setup(Net(lambda x: x)) as dp, pytest.raises(FlowdpError, match="neither its parameter nor"):
-        dp.call(lambda net, x: other.requires_grad_()(net(x)), torch.ones(1, 3))  # which one device does
+        dp.call(lambda net, x: other.requires_grad_()(net(x)), torch.ones(1, 3))  # on one device it works
 
 
 def test_a_loop_that_is_run_again_is_told_again() -> None:
-    """As in a notebook: the cell with the loop is run once more, on the same model."""
+    """As when a notebook cell with the loop is run again on the same model."""
     other = nn.Linear(3, 3)
     with setup(Net(lambda x: other(x))) as dp:
         for _ in range(6):
@@ -65,7 +65,7 @@ def test_a_replaced_forward_that_finds_the_module_in_an_object_of_the_loop() -> 
 
 
 def test_a_leaf_that_forward_has_made_passes() -> None:
-    """A penalty on the gradient by the input, computed inside the module."""
+    """A penalty on the gradient with respect to the input, computed inside the module."""
 
     def penalty(x: Tensor) -> Tensor:
         own = x.detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""A module that is not built as it was is refused, before its replicas compute something else."""
+"""Tests of changed modules: refused before the replicas compute something else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.loops import CPU, mlp
 
 
 class Tied(nn.Module):
-    """A tied parameter, one that is None, and buffers of all kinds."""
+    """A tied parameter, one that is None, and all kinds of buffers."""
 
     def __init__(self) -> None:
         super().__init__()

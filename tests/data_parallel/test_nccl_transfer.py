@@ -1,4 +1,4 @@
-"""Parameters and gradients that travel over NCCL, and those that do not."""
+"""Tests of parameters and gradients over NCCL, and of those that take another way."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def call(replicas: Replicas, x: Tensor, sizes: tuple[int, ...] = (2, 2), **optio
 
 
 def taken(replicas: Any) -> list[tuple[str, list[int]]]:
-    """The groups of NCCL since the last time: kind, and counts (bytes in a broadcast)."""
+    """The groups of NCCL since the last call: kind, and counts (bytes in a broadcast)."""
     nccl = replicas.nccl
     found = [(kind, counts) for kind, (_, counts) in zip(nccl.kinds, nccl.groups, strict=True)]
     nccl.kinds.clear()
@@ -33,7 +33,7 @@ def taken(replicas: Any) -> list[tuple[str, list[int]]]:
     return found
 
 
-WEIGHTS = [48, 8, 24, 3]  # elements of `mlp`, each in float64 and aligned to 8 of them
+WEIGHTS = [48, 8, 24, 3]  # parameters of `mlp`, each in float64 and aligned to 8 elements
 ROW = 48 + 8 + 24 + 8
 
 
@@ -81,7 +81,7 @@ def test_what_has_changed_is_sent_and_nothing_else() -> None:
         assert_equal(list(replicas.modules[1].parameters()), list(module.parameters()))
         module[0].weight.requires_grad_(False)
         call(replicas, numbers(4, 6))
-        assert taken(replicas) == []  # a flag is no value
+        assert taken(replicas) == []  # a flag is not a value
         assert not next(replicas.modules[1].parameters()).requires_grad
         replicas.forget()
         call(replicas, numbers(4, 6))
@@ -117,14 +117,14 @@ def test_a_parameter_that_a_replica_has_moved_is_copied() -> None:
 
 
 def test_parameters_of_one_memory_stay_together() -> None:
-    """As cuDNN's of an LSTM: a write to one of them may be a write to all."""
+    """Like cuDNN's of an LSTM: a write to one of them may be a write to all."""
     memory = torch.ones(8, dtype=torch.float64)
     module: Any = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 4)).double()
     module[0].weight.data, module[1].weight.data = memory[:4].view(1, 4), memory[4:].view(4, 1)
     with wired(module) as replicas:
         assert isinstance(replicas.wire, NcclTransfer)
         assert [replicas.wire.carries(index) for index in range(4)] == [False, True, False, True]
-        call(replicas, numbers(4, 4)).backward()  # gradients are NCCL's all the same
+        call(replicas, numbers(4, 4)).backward()  # gradients still go over NCCL
         assert [kind for kind, _ in taken(replicas)] == ["broadcast", "reduce"]
 
 
@@ -137,7 +137,7 @@ def test_without_anything_to_train_there_is_no_nccl() -> None:
 
 # ---------------------------------------------------------------- gradients
 class Branches(nn.Module):
-    """A part that only some samples use, a part that none uses, and an embedding with sparse gradients."""
+    """A part used by some samples only, an unused part, and an embedding with sparse gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ def test_a_write_between_forward_and_backward_is_found_on_all_devices() -> None:
         loss = call(replicas, numbers(4, 6), (0, 4))
         with torch.no_grad():
             module[2].weight.mul_(2)
-        call(replicas, numbers(4, 6))  # brings the write to the replica
+        call(replicas, numbers(4, 6))  # copies the write to the replica
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 

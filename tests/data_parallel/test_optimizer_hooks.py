@@ -1,4 +1,6 @@
-"""Whoever asks for a step, all gradients are there before it, and it is learned from after it."""
+"""Tests of hooks on optimizers: all gradients are there before a step, and measured times are used after
+it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from tests.loops import assert_equal, mlp, numbers, replicas_of
 
 
 class Steps(SingleDevice):
-    """Counts them."""
+    """Counts steps."""
 
     def __init__(self, samples: tuple[int, ...] = (3, 1)) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Outputs for a whole dataset come in its order, in evaluation mode, on any number of devices."""
+"""Tests of predict: outputs for a whole dataset in order, in evaluation mode, on any number of devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas are like the user's module before they compute, whatever has written to it."""
+"""Tests of replicas: equal to the user's module before they compute, after writes of any kind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.loops import CPU, WAIT_S, assert_equal, gradients, mlp, numbers, repl
 
 
 def bring(replicas: Replicas, *ranks: int) -> None:
-    """What a call does first."""
+    """The first part of a call."""
     replicas.follow()
     wanted = ranks or range(len(replicas.modules))
     replicas.each(
@@ -39,13 +39,13 @@ def is_like(replicas: Replicas, rank: int = 1) -> bool:
 
 
 def cards(count: int = 2) -> list[CudaLane]:
-    """Ranks that share no memory, though it is the CPU's."""
+    """Ranks without shared memory, though it is the CPU's."""
     cuda = FakeCuda()
     return [CudaLane(CPU, cuda) for _ in range(count)]
 
 
 class Copied:
-    """Counts the tensors that are sent."""
+    """Counts the tensors sent."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counts: list[int] = []
@@ -64,7 +64,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> Copied:
     return Copied(monkeypatch)
 
 
-# ---------------------------------------------------------------- what is sent
+# ---------------------------------------------------------------- tensors sent
 def test_replicas_from_a_factory_take_the_users_values() -> None:
     torch.manual_seed(9)
     with replicas_of(
@@ -154,7 +154,7 @@ def test_a_late_write_that_torch_does_not_count_is_refused_but_for_what_tells_of
 
 
 class Moving(nn.Module):
-    """Its buffer is another object after every forward."""
+    """Its buffer is a new object after every forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def test_a_buffer_that_an_inference_made() -> None:
             for replica in replicas.modules:
                 replica(torch.ones(2))
         assert module.state.is_inference()
-        for _ in range(2):  # it has no version: each time it is sent
+        for _ in range(2):  # it has no version, so it is sent every time
             replicas.modules[1].state = replicas.modules[1].state + 7
             bring(replicas)
             assert is_like(replicas)
@@ -264,7 +264,7 @@ def test_kept_buffers_do_not_hide_parameters() -> None:
         assert is_like(replicas)
 
 
-# ---------------------------------------------------------------- gradients that are left
+# ---------------------------------------------------------------- leftover gradients
 def leave(replicas: Replicas, *ranks: int) -> None:
     for rank in ranks:
         for tensor in replicas.trained(rank):
@@ -349,7 +349,7 @@ def test_work_is_timed_for_each_rank() -> None:
         assert replicas.watches[1].take_ms() > 0.0
 
 
-# ---------------------------------------------------------------- replicas that cannot be
+# ---------------------------------------------------------------- modules that cannot be replicated
 def other_net(change: str) -> nn.Module:
     net = mlp()
     if change == "shape":
@@ -514,7 +514,7 @@ def test_ranks_come_after_the_caller_and_he_after_them(missing: str, monkeypatch
 
 
 class TwoCards(FakeCuda):
-    """Each thread has a current stream for each device."""
+    """Each thread has one current stream per device."""
 
     def current_stream(self, device: Any = None) -> Any:
         stack: list[Any] = getattr(self._local, "stack", [])
@@ -560,7 +560,7 @@ def test_ranks_of_one_card_tell_the_allocator_what_they_read(monkeypatch: pytest
     )
     cuda = FakeCuda()
     x = numbers(2)
-    for first in (CPU, torch.device("cpu", 0)):  # another card, for its name is another
+    for first in (CPU, torch.device("cpu", 0)):  # another card, by its name
         lanes = [CudaLane(first, cuda), CudaLane(CPU, cuda)]
         with replicas_of(mlp(), lanes=lanes) as replicas:
             for rank in range(2):
@@ -571,7 +571,7 @@ def test_ranks_of_one_card_tell_the_allocator_what_they_read(monkeypatch: pytest
 
 @pytest.mark.posix
 def test_what_an_interrupt_left_running_ends_before_the_module_is_looked_at() -> None:
-    """Or it would count as sent what it has not sent."""
+    """Otherwise it would count as sent although it was not."""
     module = mlp()
     release = threading.Event()
     with replicas_of(module) as replicas:

@@ -1,4 +1,4 @@
-"""Arguments are taken apart along dim 0."""
+"""Tests of scattering: arguments are split along dim 0."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.loops import CPU, numbers
 
 @dataclass
 class Pair:
-    """A dataclass that torch knows as a pytree."""
+    """A dataclass registered as a pytree."""
 
     ids: Tensor
     note: str
@@ -131,7 +131,7 @@ def test_lists_with_an_entry_for_each_sample() -> None:
         ((numbers(2, 3), [{"boxes": numbers(4, 4)}] * 2), 0),  # a tensor has the batch
         (([numbers(3, 2)] * 2,), 0),  # two inputs of three samples
         (([numbers(3, 2)] * 2, [numbers(3, 2), numbers(5, 2)]), 0),
-        (([numbers(3, 2)] * 2, [{"x": numbers(3)}] * 2), 0),  # all can be cut
+        (([numbers(3, 2)] * 2, [{"x": numbers(3)}] * 2), 0),  # all can be split
         (([numbers(3, 2)] * 2, [{"x": numbers(4)}] * 3), 0),
         (([numbers(3, 2)] * 2, {"x": numbers(4)}), 0),
         (([numbers(3, 3)] * 2, [{"x": numbers(4, 3)}] * 2), 1),

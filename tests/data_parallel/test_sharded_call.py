@@ -1,4 +1,4 @@
-"""A call of several devices is one node of the caller's graph, whose gradients are those of one device."""
+"""Tests of a call on several devices: one node of the caller's graph, with the gradients of one device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.wired import wired
 
 
 class World:
-    """A model on several devices, and its twin on one."""
+    """A model on several devices, and its copy on one."""
 
     def __init__(self, replicas: Replicas, sizes: tuple[int, ...] = (3, 2)) -> None:
         self.replicas = replicas
@@ -38,7 +38,7 @@ class World:
         return call_sharded(self.replicas, shards, _run, sync=self.sync)
 
     def check(self) -> None:
-        """Whether the gradients are the twin's, and nobody else has any."""
+        """Assert that the gradients are those of the copy, and that no replica has any."""
         assert_equal(gradients(self.module), gradients(self.twin))
         assert not any(self.replicas.has_left(rank) for rank in range(len(self.sizes)))
 
@@ -144,7 +144,7 @@ def test_a_parameter_that_has_no_part_has_no_gradient() -> None:
         x = numbers(5, 6)
         loss_of(world(x)).backward()
         assert replicas.modules[0].idle.weight.grad is None
-        x[4] += 1e3  # on the second device alone
+        x[4] += 1e3  # only on the second device
         world.module.zero_grad()
         out = world(x)
         (out[:3].sum() + out[3:].sin().sum()).backward()
@@ -231,7 +231,7 @@ def test_activation_checkpoints(world: World) -> None:
 
 
 def test_a_call_under_an_activation_checkpoint() -> None:
-    """On a card the first rank works in the thread of the caller, where hooks on saved tensors are."""
+    """On a card the first rank works in the caller's thread, which has the hooks on saved tensors."""
     cuda = FakeCuda()
     with replicas_of(mlp(), lanes=[CudaLane(CPU, cuda) for _ in range(2)]) as replicas:
         world = World(replicas)
@@ -251,7 +251,7 @@ def writing(*, head: bool = True) -> nn.Sequential:
 
 @pytest.fixture
 def writer(world: World) -> Iterator[World]:
-    """A model that begins with an activation in place."""
+    """A model that begins with an in-place activation."""
     with replicas_of(writing(), len(world.sizes)) as replicas:
         yield World(replicas, world.sizes)
 
@@ -279,7 +279,7 @@ def test_a_module_may_write_to_what_another_one_computed(writer: World) -> None:
         found.append([z.grad, x.detach()])
     assert_equal(*found)
     writer.check()
-    for call in (writer, writer.twin):  # nothing of it is used but the output
+    for call in (writer, writer.twin):  # only its output is used
         x = numbers(5, 6).requires_grad_() * 2
         loss_of(call(x)).backward()
     writer.check()
@@ -340,7 +340,7 @@ def test_gradients_of_gradients_through_a_write_are_refused(writer: World) -> No
         torch.autograd.grad(writer(z * 2).sum(), z, create_graph=True)
 
 
-# ---------------------------------------------------------------- what autograd offers
+# ---------------------------------------------------------------- ways to call autograd
 def test_a_graph_is_kept_and_walked_again(world: World) -> None:
     for call in (world, world.twin):
         loss = loss_of(call(numbers(5, 6)))
@@ -585,7 +585,7 @@ def test_weights_of_the_callers_own_get_the_gradients(world: World) -> None:
 
 
 def test_two_sets_of_parameters_in_one_graph_are_refused_with_a_way_out(world: World) -> None:
-    """As in MAML, which calls the module with weights of its own."""
+    """As in MAML, which calls the module with its own weights."""
     losses = []
     for factor in (1.0, 2.0):
         weights = {

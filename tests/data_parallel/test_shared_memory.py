@@ -1,4 +1,4 @@
-"""Replicas on the CPU use the memory of the user's parameters, unless the module itself writes to them."""
+"""Tests of shared memory: CPU replicas use the user's parameters, unless the module writes to them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class First(nn.Module):
 
 
 class Normalizing(nn.Module):
-    """Its forward writes to its weight, which the counter shows or not."""
+    """Its forward writes to its weight, with or without a change of its version."""
 
     def __init__(self, *, is_counted: bool) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def test_a_forward_that_writes_by_its_part_of_the_batch_is_refused() -> None:
 
 
 def test_a_step_between_forward_and_backward_is_found_in_the_graphs_of_all_ranks() -> None:
-    """As on one device, also where the first rank has no part."""
+    """As on one device, even if the first rank has no part."""
     module = mlp()
     with replicas_of(module) as replicas:
         call(replicas, numbers(6, 6))

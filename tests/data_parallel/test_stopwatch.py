@@ -1,4 +1,4 @@
-"""Laps are summed on the device's clock, and nobody waits for them but where too many are open."""
+"""Tests of the stopwatch: laps by the device's clock, without waits unless too many are open."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.loops import CPU
 
 
 class _Event(FakeEvent):
-    """A mark that the device passes when it is told, at the time that it is told."""
+    """An event that the device passes on command, at a given time."""
 
     def __init__(self, cuda: Any, *args: Any) -> None:
         super().__init__(cuda, *args)
@@ -36,7 +36,7 @@ class _Event(FakeEvent):
 
 
 class Clock(FakeCuda):
-    """Marks lie 1 ms, 2 ms, 3 ms, ... after one another."""
+    """Events 1 ms, 2 ms, 3 ms, ... apart."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Writes that leave a tensor's version as it was are found by a checksum of its bits."""
+"""Tests of writes that do not change a tensor's version: found by a checksum of its bits."""
 
 from __future__ import annotations
 

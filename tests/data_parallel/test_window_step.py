@@ -1,4 +1,4 @@
-"""Windows of a loop that the user owns, captured: the bits of eager ones, and changes that are noticed."""
+"""Tests of captured windows in a user's loop: the bits of eager ones, and changes that are noticed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCALE = 1.0
 
 
 class Net(nn.Module):
-    """BatchNorm, dropout, a weight that is used twice, and things that a user may change."""
+    """BatchNorm, dropout, a weight used twice, and attributes that a user may change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def batch(samples: int = 8, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 class Loop:
-    """A loop that is run eagerly and captured, with a change before step `PLANT`."""
+    """A loop run eagerly and captured, with a change before step `PLANT`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[tuple[int, str, str]] = []
@@ -121,7 +121,7 @@ class Loop:
         return [*seen, *net.parameters(), *net.buffers()]
 
     def both(self, *arguments: Any, capture: bool | flowdp.CaptureOptions = True, **options: Any) -> None:
-        """Run it both ways: with the same bits."""
+        """Run it both ways, and assert the same bits."""
         eager = self.run(False, *arguments, **options)
         assert (self.runs, self.events) == (0, [])
         assert_same(eager, self.run(capture, *arguments, **options))
@@ -150,7 +150,7 @@ def test_captured_windows_have_the_bits_of_eager_ones(loop: Loop, devices: int) 
 
 
 def pieces_of(world: int, number: int) -> Window:
-    """Whole batches: two for the first rank, none for the last one now and then."""
+    """Whole batches: two for the first rank, at times none for the last one."""
     ranks = [0, *range(world)][: world + (number % 3 > 0)]
     return Window([Piece(rank, batch(4, 10 * number + k), 4) for k, rank in enumerate(ranks)], CPU)
 
@@ -271,7 +271,7 @@ def test_a_hook_on_a_parameter_runs_once_on_the_sum_or_ends_capture(loop: Loop, 
     loop.both(hook, devices=devices)
     if devices == 1:
         assert "has hooks" in loop.uncaptured[0]
-    else:  # they are held back while the ranks compute
+    else:  # held back while the ranks compute
         assert loop.uncaptured == ()
 
 
@@ -284,7 +284,7 @@ def test_a_ragged_batch_gets_a_graph_of_its_own_or_runs_eagerly(loop: Loop, devi
 
 
 def test_under_autocast(loop: Loop) -> None:
-    """Entered around some of the windows, with several dtypes: what is captured is asked each time."""
+    """Entered around some of the windows, with several dtypes: a capture checks it each time."""
 
     def each(dp: flowdp.DataParallel, window: Window, dtypes: Sequence[Any]) -> Tensor:
         dtype = dtypes[loop.step // 6 % len(dtypes)]
@@ -295,7 +295,7 @@ def test_under_autocast(loop: Loop) -> None:
         return result.loss
 
     for dtypes in ([torch.bfloat16], [None, torch.bfloat16, torch.float16]):
-        # Torch's cache of casts is the process's: a weight that is used twice may be cast twice on two ranks.
+        # Torch's cache of casts is per process: a weight used twice may be cast twice on two ranks.
         for devices, model in ((1, Net), (2, small)):
             loop.both(devices=devices, each=partial(each, dtypes=dtypes), model=model)
             assert loop.uncaptured == ()
@@ -417,7 +417,7 @@ def test_outputs_that_are_inputs_numbers_and_nothing(loop: Loop) -> None:
 
 
 def test_a_teacher_that_all_ranks_read(loop: Loop) -> None:
-    """It is left alone while one of them records; one that might be trained is no part of a graph."""
+    """It is not captured while one of them records; a trainable one is no part of a graph."""
     torch.manual_seed(1)
     teacher = small().requires_grad_(False)
 
@@ -487,4 +487,4 @@ def test_a_loss_is_needed() -> None:
         with pytest.raises(flowdp.OptionError, match="give loss_fn="):
             dp.set_loss_fn(None)
         assert dp.loss_fn is cross_entropy
-        assert dp(batch()[0]).requires_grad  # a plain call is what it is
+        assert dp(batch()[0]).requires_grad  # a plain call stays as it is

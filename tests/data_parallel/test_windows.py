@@ -1,4 +1,4 @@
-"""A window's gradient is that of one batch of all its samples, on one device or several."""
+"""Tests of windows: the gradient of one batch of all samples, on one device or several."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def batch(samples: int, seed: int = 5) -> tuple[Tensor, Tensor]:
 
 
 def window_of(*pieces: tuple[int, int]) -> Window:
-    """Batches of (rank, samples)."""
+    """A window of batches (rank, samples)."""
     return Window([Piece(rank, batch(n, seed), n) for seed, (rank, n) in enumerate(pieces)], CPU)
 
 
@@ -42,7 +42,7 @@ def plan_of(module: nn.Module, loss: Any = cross_entropy, tags: Sequence[str] = 
 
 
 class World:
-    """A model on some devices, and its twin on one."""
+    """A model on some devices, and its copy on one."""
 
     def __init__(self, module: nn.Module, replicas: Replicas | None) -> None:
         self.module: Any = module
@@ -70,12 +70,12 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 
 def ragged(world: World) -> Window:
-    """Batches of different length; with three devices the last one has none."""
+    """Batches of different lengths; with three devices the last one has none."""
     pieces = ((0, 4), (1, 6), (0, 4), (1, 3)) if world.replicas else ((0, 4),)
     return window_of(*pieces)
 
 
-# ---------------------------------------------------------------- what it computes
+# ---------------------------------------------------------------- results
 def test_gradients_loss_and_outputs_are_those_of_one_big_batch(world: World) -> None:
     window = ragged(world)
     result = world.run(window)
@@ -244,7 +244,7 @@ def test_a_loss_that_is_none(world: World, loss: Any, message: str) -> None:
 
 @pytest.mark.parametrize("sync", [True, False])
 def test_after_an_error_nothing_of_it_is_left(sync: bool) -> None:
-    """The last batch of the second device fails when its first has left a gradient there."""
+    """The last batch of the second device fails when its first one has left a gradient there."""
 
     def loss(context: LossContext) -> Tensor:
         if len(context.output) == 3:

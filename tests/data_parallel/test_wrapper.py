@@ -1,4 +1,4 @@
-"""`setup`: a loop of the user's own does on several devices what it does on one."""
+"""Tests of `setup`: a user's loop gives the same results on several devices as on one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def count(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def setup(count: int) -> Iterator[Setup]:
-    """`flowdp.setup` on so many devices, of unequal shares; closed at the end."""
+    """`flowdp.setup` on a number of devices with unequal shares, closed at the end."""
     made: list[DataParallel] = []
 
     def setup(model: nn.Module, optimizer: Any = None, **options: Any) -> DataParallel:
@@ -82,7 +82,7 @@ def values(module: nn.Module) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in module.state_dict().values()]
 
 
-# ---------------------------------------------------------------- what goes in and comes out
+# ---------------------------------------------------------------- arguments and results
 @dataclass
 class Item:
     ids: Tensor
@@ -93,7 +93,7 @@ register_dataclass(Item)
 
 
 class Elaborate(nn.Module):
-    """Takes and returns what a pytree can hold."""
+    """Takes and returns many kinds of pytrees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ def test_recurrent_layers(setup: Setup) -> None:
 
 # ---------------------------------------------------------------- steps
 def loop(call: Any, model: nn.Module, optimizer: Optimizer, steps: int = 6) -> None:
-    """Any loop that PyTorch's documentation shows."""
+    """Any loop from PyTorch's documentation."""
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     for step in range(steps):
         optimizer.zero_grad()
@@ -253,7 +253,7 @@ def test_no_sync_and_steps_of_ours(setup: Setup, set_to_none: bool) -> None:
         with dp.no_sync():
             loss_of(dp, seed=step).backward()
         loss_of(dp, seed=50 + step).backward()
-        if step == 2:  # as where a loss is not finite
+        if step == 2:  # as for a loss that is not finite
             dp.zero_grad(set_to_none)
             continue
         dp.step()
@@ -383,7 +383,7 @@ def test_a_step_without_gradients(setup: Setup) -> None:
 
 
 def test_a_scaler_decides_for_all(setup: Setup) -> None:
-    """What is not finite comes from the last sample, which the last device has."""
+    """The last sample, on the last device, gives a gradient that is not finite."""
     model = mlp()
     dp = setup(model, max_grad_norm=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
@@ -446,7 +446,7 @@ def test_the_balancer_learns_from_steps(setup: Setup, count: int) -> None:
         assert dp.chunk_ratios != pytest.approx((1 / 3, 2 / 3), abs=1e-9)
 
 
-# ---------------------------------------------------------------- what is written in between
+# ---------------------------------------------------------------- writes between calls
 def test_whatever_writes_to_the_model_reaches_all(setup: Setup) -> None:
     model: Any = mlp()
     dp = setup(model)
@@ -466,7 +466,7 @@ def test_whatever_writes_to_the_model_reaches_all(setup: Setup) -> None:
     ):
         write()
         like()
-    # An average of weights is swapped in by way of `.data`, for the evaluation.
+    # An average of weights is swapped in through `.data`, for the evaluation.
     kept = [p.data.clone() for p in model.parameters()]
     for parameter in model.parameters():
         parameter.data.zero_()
@@ -485,7 +485,7 @@ def test_loops_that_write_the_weights_by_hand(setup: Setup, how: str) -> None:
     twin = copy.deepcopy(model)
     dp = setup(model, lambda parameters: SGD(parameters, 0.1) if how != "fused" else SGD(parameters[:1], 0.1))
     for call, net in ((dp, model), (twin, twin)):
-        own = AdamW(list(net.parameters())[1:], 0.1, fused=True)  # setup knows nothing of it
+        own = AdamW(list(net.parameters())[1:], 0.1, fused=True)  # unknown to setup
         average = [torch.zeros_like(parameter) for parameter in net.parameters()]
         for step in range(5):
             loss_of(call, seed=step).backward()
@@ -529,7 +529,7 @@ def test_a_target_network_follows_by_polyaks_average(setup: Setup) -> None:
 
 
 class Scheduled(nn.Module):
-    """What it computes depends on plain attributes, which the loop and its own forward change."""
+    """Its results depend on plain attributes, which the loop and its own forward change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -549,7 +549,7 @@ def test_schedules_of_plain_attributes_are_followed(setup: Setup) -> None:
     for call, net in ((dp, model), (twin, twin)):
         for step in range(4):
             net.temperature = 1 + step / 4
-            net.drop.p = 0.0 if step < 3 else 1.0  # which drops all
+            net.drop.p = 0.0 if step < 3 else 1.0  # which drops everything
             if step < 3:
                 loss_of(call, seed=step).backward()
             else:
@@ -698,7 +698,7 @@ def test_buffers_are_averaged_at_each_step(setup: Setup) -> None:
     shares = CadenceOptions(max_anchor=0, speed_hint=(0, 2.0))
     dp = setup(model, cadence=shares, buffers="average", check=False)  # each part has its own mean
     means = [torch.zeros(2).double(), torch.zeros(2).double()]
-    for seed in range(2):  # two batches of three and six samples: each device goes on from its own
+    for seed in range(2):  # two batches of three and six samples: each device continues from its own
         x = numbers(9, 2, seed=seed)
         dp(x).square().sum().backward()
         for mean, part in zip(means, (x[:3], x[3:]), strict=True):
@@ -839,7 +839,7 @@ def test_a_setup_that_fails_leaves_the_model_alone(wrong: str) -> None:
     assert not any(part.training for part in model.modules())
 
 
-# ---------------------------------------------------------------- its life
+# ---------------------------------------------------------------- life cycle
 def test_it_closes_twice_and_the_model_goes_on(setup: Setup, count: int) -> None:
     model = mlp()
     dp = setup(model)
@@ -957,10 +957,10 @@ except KeyboardInterrupt:
     "how", ["threading.Event().wait(0.6)", "while not threading.Event().wait(0.01): pass"]
 )
 def test_a_script_ends_on_ctrl_c(how: str) -> None:
-    """Also where a job never ends: its thread is a daemon."""
+    """Even if a job never ends: its thread is a daemon."""
     code = textwrap.dedent(SCRIPT).replace("{how}", how)
     if "while" in how:
-        code += "    os._exit(0)\n"  # the script's own way out, for close() waits for the job
+        code += "    os._exit(0)\n"  # the script's own exit, as close() waits for the job
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert "heard" in done.stdout, done.stderr
     assert done.returncode == 0, done.stderr
@@ -1127,7 +1127,7 @@ def test_epochs_are_told_to_the_sampler(setup: Setup) -> None:
 # ---------------------------------------------------------------- on streams
 @pytest.fixture(params=["as it is", "without the wait for the ranks"])
 def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
-    """Devices as CUDA has them, on fake streams; in the second case one edge is missing."""
+    """Devices like CUDA's, on fake streams; in the second case one edge is missing."""
     card = Card()
     monkeypatch.setattr(wrapper, "open_lanes", lambda devices: [CudaLane(d, card) for d in devices])
     user = card.Stream()
@@ -1208,7 +1208,7 @@ def test_what_was_taken_without_a_look(name: str, value: object) -> None:
         flowdp.setup(model, torch.optim.SGD(model.parameters(), 0.1), devices=1, **{name: value})
 
 
-# ---------------------------------------------------------------- what fails, and what says so
+# ---------------------------------------------------------------- failing calls
 class Failing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1236,7 +1236,7 @@ def test_a_failure_in_a_part_says_how_the_call_was_cut_and_appears_once(setup: S
     assert other.endswith("flowdp: on rank 1, cpu")
 
 
-@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # by LBFGS of torch 2.8
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # by torch 2.8's LBFGS
 def test_an_optimizer_with_a_closure(setup: Setup) -> None:
     losses = []
     for prepare in (setup, lambda model, _: model):
@@ -1277,7 +1277,7 @@ def test_reentrant_checkpoints_are_refused_in_one_sentence(setup: Setup) -> None
 
 
 class Stubborn(nn.Module):
-    """Keeps a part frozen in its mode, by a `train` without a result."""
+    """Keeps a part in its mode by a `train` that returns nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1313,7 +1313,7 @@ def test_arguments_of_setup_are_not_attributes_of_the_module(setup: Setup) -> No
     with pytest.raises(AttributeError, match=r"check is an argument of setup\(\).* call setup\(\) again"):
         dp.check = False
     assert not hasattr(dp.module, "check")
-    dp.max_grad_norm = 1.0  # its own, which the next step reads
+    dp.max_grad_norm = 1.0  # its own, read by the next step
     dp.module.check = 3
     dp.check = 4
     assert dp.module.check == dp.check == 4

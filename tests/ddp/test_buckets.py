@@ -140,4 +140,4 @@ def test_broadcast_leaves_no_trace_in_a_graph_of_before():
 
     broadcast_all(Other(), [buffer])
     assert buffer.tolist() == [5.0] * 3
-    loss.backward()  # raises where a saved tensor is known to have changed
+    loss.backward()  # raises if a saved tensor is known to have changed

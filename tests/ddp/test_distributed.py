@@ -1,4 +1,4 @@
-"""One rank's wrapper, against torch's own under gloo."""
+"""Tests of one rank's DistributedDataParallel, against torch's own with gloo."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.torch_world import in_processes
 
 
 class Net(nn.Module):
-    """Two branches, of which a batch uses one, and a layer that nobody uses."""
+    """Two branches, of which a batch uses one, and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,13 +60,13 @@ def train(
     accumulate: bool,
     set_to_none: bool,
 ) -> dict[str, Any]:
-    """A loop with all that can go differently on two ranks; what the model holds at its end."""
+    """A loop with everything that can differ between two ranks; returns the model's values at the end."""
     model = make(copy.deepcopy(BASE))
     stepper = OPTIMIZERS[optimizer](model.parameters())
     for step in range(12):
 
         def backward(part: int, step: int = step) -> None:
-            # Both branches, one on each rank, or the same one: the other has no gradient then.
+            # Both branches, one on each rank, or the same on both: the other one has no gradient then.
             is_left = bool((step + rank) % 2) if step % 3 else step % 2 == 0
             model(data(rank, 2 * step + part), is_left).square().mean().backward()
 
@@ -77,11 +77,11 @@ def train(
         backward(1)
         nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.05)
         stepper.step()
-    # As lists: tensors would travel through shared memory.
+    # As lists: tensors would go through shared memory.
     state = model.state_dict()
     prefix = "module." if "module.norm.weight" in state else ""
     kept = {name: state[prefix + name].tolist() for name in BASE.state_dict()}
-    kept["nobody has a gradient"] = model.get_parameter(f"{prefix}nobody.weight").grad is not None
+    kept["no rank has a gradient"] = model.get_parameter(f"{prefix}nobody.weight").grad is not None
     return kept
 
 
@@ -237,7 +237,7 @@ def test_it_is_not_copied():
 
 
 def buffers_after(act: Callable[[DistributedDataParallel, Tensor], object], **options: Any) -> list[bool]:
-    """Whether the ranks have equal statistics when `act` ran in eval after they went apart."""
+    """Whether the ranks' statistics, different before, are equal after `act` in eval mode."""
 
     def body(group: ProcessGroup) -> Tensor:
         model = DistributedDataParallel(nn.BatchNorm1d(4).double(), group, **options)

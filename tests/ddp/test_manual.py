@@ -1,4 +1,4 @@
-"""Manual control: the collectives between a user's own lines."""
+"""Tests of manual control: the collectives in a user's own loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.wired import fake_link
 torch.manual_seed(0)
 CPU = torch.device("cpu")
 PLACES = [[CPU, CPU], [torch.device("cpu", 0), torch.device("cpu", 1)]]
-"""Of two replicas: on one device, and on two names of it, between which tensors are copied as between two."""
+"""Devices of two replicas: one device, and two names of it, between which tensors are copied."""
 
 BASE = nn.Sequential(
     nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(36, 6), nn.Tanh(), nn.Linear(6, 3)
@@ -35,7 +35,7 @@ BASE = nn.Sequential(
 
 @pytest.fixture(params=["alone", "together", "nccl"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeNccl]]:
-    """The ways to average: in the calling thread, as small models are; by all threads; on a fake NCCL."""
+    """The ways to average: in the calling thread, as for small models; by all threads; on a fake NCCL."""
     if request.param == "together":
         monkeypatch.setattr(ddp_module, "SMALL", 0)
         monkeypatch.setattr(reduction, "BLOCK", 2)
@@ -102,7 +102,9 @@ def finish(optimizer: torch.optim.Optimizer, model: nn.Module, scheduler: Any) -
 @pytest.mark.parametrize("size", SPLITS)
 @pytest.mark.parametrize("devices", ["one kind", "different"])
 def test_unequal_batches_equal_one_device_with_the_big_batch(kind, size, devices):
-    """Accumulation, clipping, a scheduler; on devices that need copies, too (here two names of the CPU)."""
+    """With accumulation, clipping and a scheduler; also on devices that need copies (here two names of the
+    CPU).
+    """
     places = [torch.device("cpu", rank) if devices == "different" else CPU for rank in range(size)]
 
     def schedule(optimizer: torch.optim.Optimizer) -> Any:
@@ -183,7 +185,7 @@ def test_layers_that_came_later():
         assert [model[1].bias.grad.item() for model in ddp.models] == [1.5, 1.5]
 
 
-# ---------------------------------------------------------------- gradients that are not there
+# ---------------------------------------------------------------- missing gradients
 @pytest.mark.parametrize("devices", PLACES)
 def test_missing_gradients(devices):
     with Ddp(replicas(2), devices) as ddp:

@@ -77,7 +77,7 @@ def assert_close(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]
 
 
 class Spy(ProcessGroup):
-    """One rank alone that tells what it is asked."""
+    """The group of a single rank, which records its calls."""
 
     backend = "single"
 
@@ -108,7 +108,7 @@ def test_gradients_are_means_when_backward_returns(strategy, is_view, bucket_byt
             bucket_bytes=bucket_bytes,
             gradient_as_bucket_view=is_view,
         )
-        for set_to_none in (True, False):  # what it did before leaves nothing behind
+        for set_to_none in (True, False):  # an earlier pass leaves nothing behind
             loss(module, group.rank + 7).backward()
             module.zero_grad(set_to_none=set_to_none)
         loss(module, group.rank).backward()
@@ -121,13 +121,13 @@ def test_gradients_are_means_when_backward_returns(strategy, is_view, bucket_byt
 
 @pytest.mark.parametrize(("strategy", "is_view"), WAYS)
 def test_missing_gradients(strategy, is_view):
-    """Missing on one rank: zero. On every rank: None. The rank that misses it last must not wait for ever."""
+    """Missing on one rank: zero. On every rank: None. The last rank to miss it must not wait forever."""
 
     def loss(module: nn.Sequential, rank: int) -> Tensor:
         hidden = module[1](module[0](data(rank)))
         if rank == 0:
             hidden = hidden + module[2](hidden)
-        return hidden.square().mean()  # nobody uses the last layer
+        return hidden.square().mean()  # the last layer is unused
 
     def body(group: ProcessGroup) -> list[Tensor | None]:
         module = model()
@@ -243,7 +243,7 @@ def test_channels_last_and_narrow_gradients():
 @pytest.mark.parametrize("is_view", [True, False])
 @pytest.mark.parametrize("taken", ["nothing", "the ranks' marks", "the end's marks"])
 def test_on_streams(is_view, taken, monkeypatch):
-    """On fake CUDA streams these marks, and they alone, order what a rank does with what is averaged."""
+    """On fake CUDA streams only these events order a rank's work with the averaging."""
     cuda = FakeCuda()
     lanes = [CudaLane(torch.device("cpu"), cuda) for _ in range(2)]
     groups = group_lanes(lanes, timeout=20)
@@ -359,7 +359,7 @@ def test_synchronous_starts_after_backward():
     assert len(log) == 1 + 2 * len(synchronizer._buckets)
 
 
-# ---------------------------------------------------------------- by hand
+# ---------------------------------------------------------------- manual calls
 @pytest.mark.parametrize("strategy", ["synchronous", "overlapped"])
 def test_by_hand(strategy):
     log: list[str] = []
@@ -437,7 +437,7 @@ def test_options(options, said):
         GradientSynchronizer([], ProcessGroup.single(), **options)
 
 
-# ---------------------------------------------------------------- what changes, what fails
+# ---------------------------------------------------------------- changes and failures
 def test_frozen_and_unfrozen():
     module = model()
     module[4].requires_grad_(False)
@@ -464,7 +464,7 @@ def test_frozen_and_unfrozen():
 
 @pytest.mark.parametrize(("strategy", "is_view"), WAYS)
 def test_unfrozen_when_all_were_frozen(strategy, is_view):
-    """And between forward and backward: the hooks are there."""
+    """And between forward and backward: the hooks exist."""
 
     def loss(module: nn.Module, rank: int) -> Tensor:
         return module(data(rank)).square().mean()
@@ -489,7 +489,7 @@ def test_unfrozen_when_all_were_frozen(strategy, is_view):
 
 @pytest.mark.parametrize(("strategy", "is_view"), WAYS)
 def test_frozen_between_forward_and_backward(strategy, is_view):
-    """Torch calls the hook of a parameter that it then leaves alone."""
+    """Torch calls the hook of a parameter that it then leaves unchanged."""
 
     def loss(module: nn.Sequential, rank: int) -> Tensor:
         out = module(data(rank)).square().mean()
@@ -543,7 +543,7 @@ class Fails(torch.autograd.Function):
 
 
 def fail(module: nn.Sequential) -> ValueError:
-    """A backward pass that fails when the last layer has its gradients; the error is kept, as a user may."""
+    """A backward pass that fails after the last layer got its gradients; the error is kept, as users may."""
     with pytest.raises(ValueError, match="today") as caught:
         module[4](Fails.apply(module[:4](data(0)))).sum().backward()
     return caught.value
@@ -597,7 +597,7 @@ def test_ranks_that_share_a_card_need_backward_in_their_own_threads():
 
 
 def test_a_parameter_shared_by_reentrant_checkpoints():
-    """Each is a backward pass of its own, and the parameter gets a gradient in both."""
+    """Each is its own backward pass, and the parameter gets a gradient in both."""
 
     def backward(strategy: Any) -> None:
         module = model()
