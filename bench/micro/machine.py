@@ -18,10 +18,11 @@ from flowdp.device.process_tuning import SWITCH_INTERVAL_S
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.event_log import EventLog
+from flowdp.machine.gate import GateState
+from flowdp.machine.worker import WorkerMachine
 from flowdp.options import CadenceOptions, Policy
 from flowdp.protocol.messages import Arrival
-from flowdp.sim.scenario import Scenario
-from flowdp.sim.world import World
+from flowdp.sim.world import VirtualRank, World
 from flowdp.threads.gate import Gate
 from tests.simulator.cluster import JudgedWorld
 from tests.simulator.faults import draw
@@ -36,15 +37,15 @@ def run_of(policy: Policy) -> World:
     config = CoordinatorConfig(
         world_size=RANKS, batches=2_000, epochs=2, policy=policy, cadence=CadenceOptions(max_anchor=10)
     )
-    paces = tuple(10.0 + 2.0 * rank for rank in range(RANKS))
-    world = World(Scenario(seed=0, config=config, ms_per_step=paces, noise=0.02, sync_ms=0.5))
+    ranks = [VirtualRank(WorkerMachine(rank), 10.0 + 2.0 * rank) for rank in range(RANKS)]
+    world = World(Coordinator(config), GateState(RANKS), ranks, seed=0, sync_ms=0.5, noise=0.02, batch_size=8)
     world.run()
     return world
 
 
 def coordinator_us(world: World, *, event_log: bool) -> float:
     """Processor time per fact in microseconds: the coordinator is one thread, so others do not count."""
-    machine = Coordinator(world.scenario.config)
+    machine = Coordinator(world.coordinator.config)
     take = EventLog(machine).take if event_log else None
     started = thread_time()
     for now_ms, fact in world.facts:

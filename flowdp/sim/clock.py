@@ -14,19 +14,18 @@ class Clock:
     """A heap of things that will happen; simultaneous ones happen in the order they were asked for.
 
     Args:
-        rng: Where latencies are drawn from.
+        rng: Source of the latencies.
         latency_ms: Longest time that a message takes.
 
     Attributes:
         now_ms: Virtual time.
-        events: What has happened so far.
+        latency_ms: As given.
     """
 
     def __init__(self, rng: random.Random, latency_ms: float) -> None:
         self.now_ms = 0.0
-        self.events = 0
         self._rng = rng
-        self._latency_ms = latency_ms
+        self.latency_ms = latency_ms
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._asked = 0
         self._links: dict[object, float] = {}
@@ -37,7 +36,7 @@ class Clock:
 
     def send(self, link: object, act: Callable[..., None], *args: object, extra_ms: float = 0.0) -> None:
         """Deliver over a link with a drawn latency: no message overtakes another on its link."""
-        at_ms = self.now_ms + self._rng.random() * self._latency_ms + extra_ms
+        at_ms = self.now_ms + self._rng.random() * self.latency_ms + extra_ms
         at_ms = self._links[link] = max(at_ms, self._links.get(link, 0.0))
         self._push(at_ms, act, args)
 
@@ -46,7 +45,6 @@ class Clock:
         if not self._heap:
             return False
         self.now_ms, _, act, args = heappop(self._heap)
-        self.events += 1
         act(*args)
         return True
 

@@ -1,4 +1,4 @@
-"""Predictions for a mix of devices: the production machines on virtual time, without trouble."""
+"""Predictions for a mix of devices: the production machines on virtual time, without faults."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 from flowdp.errors import OptionError
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
+from flowdp.machine.coordinator import Coordinator
+from flowdp.machine.gate import GateState
 from flowdp.machine.policies import ROUNDS
+from flowdp.machine.worker import WorkerMachine
 from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.formats import format_duration
 from flowdp.protocol.commands import RoundEnded
-from flowdp.sim.scenario import Scenario
-from flowdp.sim.world import World
+from flowdp.sim.world import VirtualRank, World
 from flowdp.validators import check_int, one_of
 
 __all__ = ["Prediction", "simulate"]
@@ -24,7 +26,7 @@ class Prediction:
     """A prediction of `simulate`; prints as a table.
 
     Attributes:
-        policy: Who waits for whom.
+        policy: Policy of the run.
         speeds: Milliseconds per step of each device alone. Shape (world_size,).
         wall_ms: Time of the whole run.
         steps_per_s: Steps per second: of all devices, in exact those that all take together.
@@ -91,13 +93,13 @@ def simulate(
     Args:
         speeds: Milliseconds of one step of each device, data included. Shape (world_size,).
         sync_ms: Time of one averaging.
-        policy: Who waits for whom.
+        policy: Policy of the run.
         cadence: How often the replicas meet; None: the defaults.
         batch_size: Samples of a step of one device; in exact all devices share those of a step of each.
         batches: Batches of an epoch.
         epochs: Epochs of the run.
         noise: Relative spread of a step's time: 0.1 draws each from 90 to 110 %.
-        seed: Of the noise.
+        seed: Seed of the noise.
         partition_ratios: Fixed shares, summing to 1; None: by speed. Shape (world_size,).
 
     Raises:
@@ -117,31 +119,30 @@ def simulate(
         ratios=None if partition_ratios is None else tuple(partition_ratios),
         global_batch=GlobalBatch(batch_size * len(given), batch_size * batches) if is_exact else None,
     )
-    scenario = Scenario(
+    world = World(
+        Coordinator(config),
+        GateState(len(given)),
+        [VirtualRank(WorkerMachine(rank), ms) for rank, ms in enumerate(given)],
         seed=seed,
-        config=config,
-        ms_per_step=given,
-        noise=noise,
         sync_ms=sync_ms,
+        noise=noise,
         batch_size=batch_size,
-        last_batch=batch_size,
     )
-    world = World(scenario)
     world.run()
     return _prediction(world)
 
 
 def _prediction(world: World) -> Prediction:
-    scenario, config = world.scenario, world.scenario.config
-    wall_ms = world.clock.now_ms
+    config, wall_ms = world.coordinator.config, world.clock.now_ms
     rounds = [record for record in world.records if isinstance(record, RoundEnded)]
     samples = [sum(record.samples[rank] for record in rounds) for rank in range(config.world_size)]
     samples_per_ms = sum(samples) / wall_ms
-    alone = [scenario.batch_size / ms for ms in scenario.ms_per_step]
-    idle_ms = tuple(wall_ms - ms for ms in world.step_ms)
+    speeds = tuple(rank.ms_per_step for rank in world.ranks)
+    alone = [world.batch_size / ms for ms in speeds]
+    idle_ms = tuple(wall_ms - rank.trained_ms for rank in world.ranks)
     return Prediction(
         policy=config.policy,
-        speeds=scenario.ms_per_step,
+        speeds=speeds,
         wall_ms=wall_ms,
         steps_per_s=1e3 * world.coordinator.global_step / wall_ms,
         samples_per_s=1e3 * samples_per_ms,
@@ -149,7 +150,7 @@ def _prediction(world: World) -> Prediction:
         speedup=samples_per_ms / max(alone),
         anchor=world.coordinator.rounds.anchor,
         rounds=sum(record.rounds for record in rounds),
-        sync_ms=scenario.sync_ms,
+        sync_ms=world.sync_ms,
         shares=tuple(count / sum(samples) for count in samples),
         idle_ms=idle_ms,
         idle_shares=tuple(ms / wall_ms for ms in idle_ms),

@@ -9,15 +9,15 @@ import pytest
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.event_log import EventLog
 from flowdp.sim import __main__ as command_line
-from flowdp.sim.scenario import Scenario
-from flowdp.sim.world import World
+from tests.simulator.cluster import JudgedWorld
+from tests.simulator.scenario import Scenario
 
 SCENARIO = Scenario(
     seed=0, config=CoordinatorConfig(world_size=2, batches=40, epochs=2), ms_per_step=(1.0, 2.0)
 )
 
 
-def log_of(world: World) -> list[str]:
+def log_of(world: JudgedWorld) -> list[str]:
     """The lines that a run with a sink would have written."""
     lines: list[str] = []
     machine = type(world.coordinator)(world.scenario.config)
@@ -28,7 +28,7 @@ def log_of(world: World) -> list[str]:
 
 
 def test_replay_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    world = World(SCENARIO)
+    world = JudgedWorld(SCENARIO)
     world.run()
     lines = log_of(world)
     whole, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"

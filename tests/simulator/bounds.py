@@ -6,7 +6,7 @@ import math
 from functools import cached_property
 
 from flowdp.machine.barrier_tasks import BarrierPlan
-from flowdp.sim.scenario import LATENCY_MS, STALL, Scenario
+from tests.simulator.scenario import LATENCY_MS, STALL, Scenario
 
 __all__ = ["Bounds"]
 

@@ -1,21 +1,83 @@
-"""A virtual cluster under the eyes of all judges."""
+"""A virtual cluster with faults, judged by all rules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from flowdp.errors import ProtocolError
-from flowdp.sim.scenario import Scenario
-from flowdp.sim.world import Machines, World
+from flowdp.errors import CollectiveAborted, ProtocolError
+from flowdp.machine.coordinator import Coordinator
+from flowdp.machine.event_log import brief
+from flowdp.machine.gate import GateState
+from flowdp.machine.policies import ROUNDS
+from flowdp.machine.worker import (
+    Action,
+    Apply,
+    Done,
+    Enter,
+    Idle,
+    Report,
+    Serve,
+    Snapshot,
+    Step,
+    WorkerMachine,
+)
+from flowdp.protocol.commands import (
+    AbortGate,
+    Average,
+    Command,
+    CutEvaluation,
+    EpochEnded,
+    Fail,
+    Finish,
+    LeaveGate,
+    Paused,
+    RoundEnded,
+    Save,
+)
+from flowdp.protocol.messages import (
+    Arrival,
+    BarrierTask,
+    DataEnded,
+    Evaluated,
+    Exiting,
+    Fact,
+    Order,
+    Outcome,
+    ReplicaCopied,
+    Requested,
+    SnapshotReady,
+    StateSaved,
+    SyncAck,
+)
+from flowdp.sim.world import World
 from tests.simulator.effect import Memory
+from tests.simulator.rank import FaultyRank
+from tests.simulator.reader import VirtualReader
 from tests.simulator.rules import Rules
+from tests.simulator.scenario import LATENCY_MS, STALL, Disturbance, Scenario
+from tests.simulator.serving import Serving
 from tests.simulator.violation import Violation
 
-__all__ = ["JudgedWorld"]
+__all__ = ["JudgedWorld", "Machines"]
+
+PLACES: dict[type[Action], str] = {Step: "step", Enter: "enter", Snapshot: "snapshot", Apply: "apply"}
+"""Actions at which a rank may crash, by the name that a `Crash` has for them."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Machines of a world; the mutants plant others."""
+
+    coordinator: type[Coordinator] = Coordinator
+    worker: type[WorkerMachine] = WorkerMachine
+    gate: type[GateState] = GateState
 
 
 class JudgedWorld(World):
     """One run of a scenario, judged by all rules.
+
+    Each method does the same as that of `World`, and lets the faults of the scenario happen on the way.
 
     Args:
         scenario: The run.
@@ -25,7 +87,12 @@ class JudgedWorld(World):
 
     Attributes:
         rules: The judges.
+        reader: Reader of data of unknown length; None: of any other, which is always there.
+        events: Number of things that have happened.
+        disturbed_until: Records at the end of the disturbance; 0 without one.
     """
+
+    ranks: Sequence[FaultyRank]
 
     def __init__(
         self,
@@ -34,8 +101,34 @@ class JudgedWorld(World):
         trace: Callable[[float, str], None] | None = None,
         memory: Memory | None = None,
     ) -> None:
+        machines, config = machines or Machines(), scenario.config
+        global_step = 0 if config.start is None else config.start.global_step
+        super().__init__(
+            machines.coordinator(config),
+            machines.gate(config.world_size),
+            [
+                FaultyRank(machines.worker(rank, global_step), ms)
+                for rank, ms in enumerate(scenario.ms_per_step)
+            ],
+            seed=scenario.seed,
+            sync_ms=scenario.sync_ms,
+            noise=scenario.noise,
+            batch_size=scenario.batch_size,
+            latency_ms=scenario.latency_ms,
+        )
+        if ROUNDS[config.policy].averages == "parameters":
+            for rank in self.ranks:
+                rank.machine.is_late = scenario.late_verdicts
+        self.scenario = scenario
         self.rules = Rules(scenario, memory)
-        super().__init__(scenario, machines, trace, self.rules)
+        self.reader: VirtualReader | None = None
+        if config.batches is None:
+            self.reader = VirtualReader(scenario, self.clock, self._wake, self._read_end)
+        self.events = 0
+        self.disturbed_until = 0
+        self._serving = Serving(scenario, self.clock, self.rng, self.rules, self.crashes, self._served)
+        self._slow_until_ms: float | None = None  # of the disturbance, once it has begun
+        self._trace = trace
 
     def run(self) -> None:
         """Run to the end.
@@ -47,3 +140,286 @@ class JudgedWorld(World):
             super().run()
         except ProtocolError as error:
             raise Violation("S2", f"the protocol was broken: {error}") from error
+
+    def begin(self) -> None:
+        """Let the ranks, the reader and the user start."""
+        super().begin()
+        if self.reader is not None:
+            self.reader.start()
+        for wish in self.scenario.wishes:
+            self.clock.after(wish.at_ms, self._wish, wish.request)
+
+    def advance(self) -> bool:
+        """Let the next thing happen."""
+        if not super().advance():
+            self.rules.stands_still(f"{[rank.state for rank in self.ranks]}, {self.coordinator.life}")
+        self.events += 1
+        self.rules.passes(self.clock.now_ms)
+        return True
+
+    def say(self, text: str, *about: object) -> None:
+        """Tell the trace of an event."""
+        if self._trace is not None:
+            self._trace(self.clock.now_ms, text.format(*map(brief, about)))
+
+    # ------------------------------------------------------------------ coordinator
+    def _wish(self, request: Requested) -> None:
+        self.rules.wishes(request, self.coordinator, self.clock.now_ms)
+        self.handle(request)
+
+    def decide(self, fact: Fact) -> Sequence[Command]:
+        """The coordinator takes a fact and decides."""
+        self.say("-> {}", fact)
+        self.rules.hears(fact, self.coordinator)
+        commands = super().decide(fact)
+        self.rules.decides(fact, commands, self.coordinator, self.clock.now_ms)
+        return commands
+
+    def obey(self, command: Command) -> None:
+        """Obey a command."""
+        self.say("<- {}", command)
+        super().obey(command)
+        now_ms = self.clock.now_ms
+        match command:
+            case AbortGate():
+                self._serving.cut()
+                self._abort(command.reason)
+            case LeaveGate():
+                self.rules.loses(command.rank)
+                self.leave_gate(command.rank)
+            case CutEvaluation():
+                self._serving.cut()
+            case Save():
+                self.rules.saved(command, now_ms)
+            case Average():
+                self.rules.averages(command.round, command.samples)
+            case RoundEnded():
+                if self._slow_until_ms is not None and now_ms <= self._slow_until_ms:
+                    self.disturbed_until = len(self.records)
+                cadence = self.coordinator.rounds.cadence
+                self.rules.reported(command, () if cadence is None else cadence.quotas, now_ms)
+            case EpochEnded():
+                self.rules.ended(command)
+            case Paused():
+                self.rules.paused(command, any(rank.state == "step" for rank in self.ranks))
+            case Fail():
+                self.rules.fails(now_ms)
+            case Finish():
+                self.rules.over(command, self.coordinator)
+
+    def send(self, number: int, order: Order) -> None:
+        """Send an order to a rank."""
+        stirs: list[str] = []
+        if isinstance(order, BarrierTask):
+            stirs = [f"rank {other} {rank.stirs}" for other, rank in enumerate(self.ranks) if rank.stirs]
+        self.rules.ordered(number, order, is_gone=number in self.coordinator._gone, stirs=stirs)
+        self.ranks[number].expect(order)
+        super().send(number, order)
+
+    # ------------------------------------------------------------------ data
+    def _read_end(self, end: DataEnded) -> None:
+        self.rules.read_end(end, self.clock.now_ms)
+        self.tell(end, "reader")
+
+    def _wake(self, number: int, key: tuple[int, int]) -> None:
+        self.say("batch {} of epoch {} is there for rank {}", key[1], key[0], number)
+        self.clock.send(("data", number), self.resume, number, "waiting")
+
+    def _has_data(self, number: int, step: Step) -> bool:
+        """Whether the batches of a step are there; otherwise the rank waits for them."""
+        keys = [(step.epoch, batch) for batch in step.batches]
+        missing = None if self.reader is None else self.reader.take(number, *keys)
+        if missing is None:
+            return True
+        rank = self.ranks[number]
+        rank.state, rank.asked_ms = "waiting", self.clock.now_ms
+        self.rules.waits(number, missing, self.clock.now_ms)
+        return False
+
+    # ------------------------------------------------------------------ ranks
+    def crashes(self, number: int, where: str) -> bool:
+        """Whether a rank fails now that it comes to such an act."""
+        rank = self.ranks[number]
+        acts = rank.acts[where]
+        rank.acts[where] += 1
+        for crash in self.scenario.crashes:
+            if crash.rank == number and crash.where == where and crash.after == acts:
+                self.leave(number, f"rank {number} failed at {where} {acts}", is_alone=crash.is_alone)
+                return True
+        return False
+
+    def start(self, number: int) -> None:
+        """A rank is ready."""
+        if not self.crashes(number, "start"):
+            super().start(number)
+
+    def deliver(self, number: int, order: Order) -> None:
+        """An order comes into the inbox of a rank."""
+        rank = self.ranks[number]
+        if rank.state != "gone":
+            rank.receive(order)
+            self.rules.delivered(number, order)
+            super().deliver(number, order)
+
+    def proceed(self, number: int) -> None:
+        """Between two steps: read the inbox, then do as the machine says."""
+        self.ranks[number].wake(self.clock.now_ms)
+        super().proceed(number)
+
+    def act(self, number: int, action: Action) -> bool:
+        """Do what a machine says; whether the rank asks for the next action at once."""
+        if isinstance(action, Step) and not self._has_data(number, action):
+            return False
+        rank, where = self.ranks[number], PLACES.get(type(action))
+        self.rules.goes_on(number)
+        if where is not None and self.crashes(number, where):
+            return False
+        match action:
+            case Step():
+                self.rules.step_begins(number, (action.epoch, action.batches[0]), action.position)
+            case Enter():
+                self.rules.enters(number)
+                rank.read()
+            case Report():
+                self.rules.reports(number, action.done, rank.steps)
+            case Snapshot():
+                self.rules.snapped(number, action.round, action.steps, action.samples)
+            case Apply():
+                self.rules.applied(number, action.round)
+            case Serve():
+                rank.state = "serving"
+                self._serving.serve(number, action.task)
+            case Idle():
+                self.rules.idles(number)
+        return super().act(number, action)
+
+    def step_ms(self, number: int, step: Step) -> float:
+        """Draw the time of a step."""
+        scenario, steps = self.scenario, self.ranks[number].machine.total_steps
+        ms = super().step_ms(number, step)
+        slow = scenario.slow_from
+        if slow is not None and slow[0] == number and steps >= slow[1]:
+            ms *= slow[2]
+        if scenario.stall and self.rng.random() < scenario.stall:
+            ms *= STALL
+        if scenario.disturbance is not None and number == scenario.disturbance.rank:
+            ms *= self._slowed(scenario.disturbance, steps, ms)
+        return ms
+
+    def _slowed(self, disturbance: Disturbance, steps: int, ms: float) -> float:
+        """Slowdown of the step that the disturbed rank begins after so many others."""
+        now_ms = self.clock.now_ms
+        if self._slow_until_ms is None:
+            if steps < disturbance.step:
+                return 1.0
+            self._slow_until_ms = now_ms + max(disturbance.for_ms, ms * disturbance.factor)
+            return disturbance.factor
+        return disturbance.factor if now_ms < self._slow_until_ms else 1.0
+
+    def samples_of(self, step: Step) -> int:
+        """Samples that a rank trains in a step."""
+        return self.scenario.samples_of(step)
+
+    def end_step(self, number: int, step: Step, ms: float) -> None:
+        """A rank has taken a step."""
+        rank = self.ranks[number]
+        if (number, rank.machine.total_steps) in self.scenario.bad_steps:
+            self.rules.goes_bad(number, is_late=rank.machine.is_late)
+            rank.goes_bad(step)
+        self.rules.step_ends(number, step)
+        batches = step.batches[0] if len(step.batches) == 1 else step.batches
+        self.say("rank {} trained batch {} of epoch {}", number, batches, step.epoch)
+        super().end_step(number, step, ms)
+
+    def snapshot(self, ready: SnapshotReady) -> None:
+        """A rank has taken its snapshot."""
+        if self.rng.random() < self.scenario.lost_snapshot:
+            return
+        is_late = self.rng.random() < self.scenario.late_snapshot
+        late_ms = self.rng.random() * LATENCY_MS if is_late else 0.0
+        self.clock.send(("snapshot", ready.rank), self.handle, ready, extra_ms=late_ms)
+
+    def _served(self, number: int, fact: Evaluated | StateSaved | ReplicaCopied) -> None:
+        self.say("rank {} has done its barrier task: {}", number, fact)
+        self.tell(fact, "up", number)
+        self.ranks[number].state = "idle"
+        self.proceed(number)
+
+    def leave(self, number: int, error: str | None = None, *, is_alone: bool = False) -> None:
+        """The thread of a rank ends, as told or by a failure."""
+        if self.reader is not None and is_alone:
+            self.reader.reclaim(number)
+        rank = self.ranks[number]
+        rank.state = "gone"
+        self.rules.left(number)
+        self.say("rank {} leaves: {}", number, error or "as told")
+        self.tell(Exiting(number, error, is_alone, rank.machine.unreported_samples), "up", number)
+
+    # ------------------------------------------------------------------ gate
+    def enter(self, arrival: Arrival) -> None:
+        """A rank enters the gate, and goes on when all have come and their mean is there."""
+        self.say("rank {} enters the gate: {}", arrival.rank, arrival)
+        try:
+            super().enter(arrival)
+        except CollectiveAborted:
+            self._release(arrival.rank)
+
+    def leave_gate(self, number: int) -> None:
+        """A rank takes no part in the gate any more."""
+        outcome = self.gate.leave(number)
+        if outcome is not None:
+            self.meet(outcome)
+
+    def meet(self, outcome: Outcome) -> None:
+        """All members stand in the gate, and their mean begins."""
+        self.say("gate: {}", outcome)
+        for member in outcome.members:
+            if self.crashes(member, "mean"):
+                # Its part of the mean is missing: the round is an error for all.
+                self._abort(f"rank {member} failed in round {outcome.round}")
+                return
+        super().meet(outcome)
+
+    def held(self, outcome: Outcome, sync_ms: float) -> None:
+        """A round was held, and its mean is in."""
+        if self.gate.error is not None:
+            return
+        for member in outcome.members:
+            self.rules.met(member, outcome)
+        for member in outcome.members:
+            self.ranks[member].met()
+            if self.reader is not None:
+                self.reader.settle(member)
+        super().held(outcome, sync_ms)
+
+    def acknowledgment(self, number: int, outcome: Outcome, done: Done, sync_ms: float) -> SyncAck:
+        """Acknowledge the last round of an order."""
+        rank, differs = self.ranks[number], self.scenario.differs
+        self.rules.reports(number, done, rank.steps)
+        is_bad = rank.unread is not None
+        rank.read()
+        ack = super().acknowledgment(number, outcome, done, sync_ms)
+        if outcome.compare and differs is not None and differs[0] == number and done.epoch >= differs[1]:
+            ack = replace(ack, checksum=1)
+        return replace(ack, bad=True) if is_bad else ack
+
+    def _abort(self, reason: str) -> None:
+        """Release all ranks from the gate, for good."""
+        self.gate.abort(reason)
+        for number, rank in enumerate(self.ranks):
+            if rank.state == "gate":
+                self.clock.after(0.0, self._release, number)
+
+    def _release(self, number: int) -> None:
+        """A rank leaves the aborted gate without an outcome, and waits for the order to leave."""
+        rank = self.ranks[number]
+        if rank.state == "gone":
+            return
+        rank.state = "released"
+        rank.wake(self.clock.now_ms)
+        rank.take_orders()
+        if rank.machine.leaves:
+            self.leave(number)
+        else:
+            # The order is on its way: look again when it has come.
+            self.clock.after(self.scenario.latency_ms + 0.01, self._release, number)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from flowdp.machine.worker import Step
 from flowdp.policy.monitor import Best
 from flowdp.protocol.position import Position
-from flowdp.sim.scenario import Scenario
+from tests.simulator.scenario import Scenario
 from tests.simulator.violation import Violation
 
 __all__ = ["Effect", "Memory"]

@@ -10,7 +10,7 @@ from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.monitor import Monitor
 from flowdp.protocol.messages import Requested
-from flowdp.sim.scenario import Crash, Disturbance, Scenario, Wish
+from tests.simulator.scenario import Crash, Disturbance, Scenario, Wish
 
 __all__ = ["Crash", "Disturbance", "Scenario", "Wish", "draw"]
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from flowdp.machine.async_rounds import AsyncRounds
 from flowdp.protocol.commands import Command, RoundAbandoned, Send
 from flowdp.protocol.messages import Fact, Order, StartEpoch, StepsDone, SyncAck, Throttle
-from flowdp.sim.scenario import Scenario
+from tests.simulator.scenario import Scenario
 from tests.simulator.violation import Violation
 
 __all__ = ["Leads"]

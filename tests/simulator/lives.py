@@ -8,11 +8,10 @@ from dataclasses import replace
 
 from flowdp.machine.event_log import decode, encode
 from flowdp.protocol.position import Position
-from flowdp.sim.scenario import Scenario
-from flowdp.sim.world import Machines
-from tests.simulator.cluster import JudgedWorld
+from tests.simulator.cluster import JudgedWorld, Machines
 from tests.simulator.effect import Memory
 from tests.simulator.recovery import judge_recovery
+from tests.simulator.scenario import Scenario
 
 __all__ = ["play"]
 

@@ -32,11 +32,10 @@ from flowdp.protocol.messages import (
     SyncAck,
     Update,
 )
-from flowdp.sim.scenario import Scenario
-from flowdp.sim.watcher import Watcher
 from tests.simulator.bounds import Bounds
 from tests.simulator.effect import Effect, Memory
 from tests.simulator.leads import Leads
+from tests.simulator.scenario import Scenario
 from tests.simulator.standing import Standing
 from tests.simulator.violation import Violation
 from tests.simulator.windows import Windows
@@ -59,7 +58,7 @@ class _Snapshot:
     samples: int
 
 
-class Rules(Watcher):
+class Rules:
     """Judges one run.
 
     Args:

@@ -18,8 +18,8 @@ from flowdp.protocol.messages import (
     SaveState,
     StateSaved,
 )
-from flowdp.sim.scenario import Scenario
 from tests.simulator.effect import Effect, Memory
+from tests.simulator.scenario import Scenario
 from tests.simulator.violation import Violation
 
 __all__ = ["Standing"]

@@ -10,8 +10,8 @@ import pytest
 from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.protocol.messages import Requested
-from flowdp.sim.scenario import Scenario, Wish
 from tests.simulator.bounds import Bounds
+from tests.simulator.scenario import Scenario, Wish
 
 
 def scenario(**config: Any) -> Scenario:

@@ -12,8 +12,8 @@ from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.worker import Step
 from flowdp.policy.tally import RankSums
 from flowdp.protocol.position import OpenEpoch, Position
-from flowdp.sim.scenario import Scenario
 from tests.simulator.effect import Effect, Memory
+from tests.simulator.scenario import Scenario
 from tests.simulator.violation import Violation
 
 SCENARIO = Scenario(

@@ -14,8 +14,8 @@ from flowdp.options import CadenceOptions
 from flowdp.policy.cadence import Cadence
 from flowdp.protocol.commands import Command, Send
 from flowdp.protocol.messages import Order, StartEpoch, Throttle
-from flowdp.sim.scenario import Scenario
 from tests.simulator.leads import Leads
+from tests.simulator.scenario import Scenario
 from tests.simulator.violation import Violation
 
 OPTIONS = CadenceOptions(max_batch_diff=0)

@@ -9,9 +9,9 @@ import pytest
 
 from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
 from flowdp.machine.config import CoordinatorConfig
-from flowdp.sim.scenario import Crash, Scenario
 from tests.simulator.cluster import JudgedWorld
 from tests.simulator.lives import play
+from tests.simulator.scenario import Crash, Scenario
 from tests.simulator.violation import Violation
 
 CONFIG = CoordinatorConfig(

@@ -52,13 +52,12 @@ from flowdp.protocol.messages import (
     Work,
 )
 from flowdp.protocol.position import Position
-from flowdp.sim.scenario import Wish
-from flowdp.sim.world import Machines
-from tests.simulator.cluster import JudgedWorld
+from tests.simulator.cluster import JudgedWorld, Machines
 from tests.simulator.effect import Effect
 from tests.simulator.faults import Disturbance, Scenario, draw
 from tests.simulator.lives import play
 from tests.simulator.rules import Violation
+from tests.simulator.scenario import Wish
 
 Patch = pytest.MonkeyPatch
 
@@ -200,9 +199,9 @@ class FinishAndLeave(WorkerMachine):
 class LeavingWorld(JudgedWorld):
     """A rank that ends takes itself out of the gate, so that nobody waits for it."""
 
-    def leave(self, number: int, error: str | None, *, is_alone: bool = False) -> None:
+    def leave(self, number: int, error: str | None = None, *, is_alone: bool = False) -> None:
         super().leave(number, error, is_alone=is_alone)
-        self.gate.leave(number)
+        self.leave_gate(number)
 
 
 @mutant("S11", 100, LeavingWorld)

@@ -10,11 +10,11 @@ from flowdp.machine.config import CoordinatorConfig
 from flowdp.options import Policy
 from flowdp.policy.cadence import Cadence
 from flowdp.protocol.position import Position
-from flowdp.sim.scenario import Scenario
 from tests.simulator.cluster import JudgedWorld
 from tests.simulator.faults import Disturbance, draw
 from tests.simulator.lives import play
 from tests.simulator.recovery import RECOVERY, judge_recovery
+from tests.simulator.scenario import Scenario
 from tests.simulator.violation import Violation
 
 

@@ -16,8 +16,8 @@ from flowdp.policy.tally import RankSums, Tally, Work
 from flowdp.protocol.commands import EpochEnded, Finish, RoundEnded, Save
 from flowdp.protocol.messages import CopyReplica, Evaluate, Outcome, SaveState, StateSaved
 from flowdp.protocol.position import OpenEpoch, Position
-from flowdp.sim.scenario import Scenario
 from tests.simulator.effect import Effect, Memory
+from tests.simulator.scenario import Scenario
 from tests.simulator.standing import Standing
 from tests.simulator.violation import Violation
 

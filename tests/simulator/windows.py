@@ -5,7 +5,7 @@ from __future__ import annotations
 from flowdp.machine.worker import Step
 from flowdp.protocol.commands import Finish
 from flowdp.protocol.messages import Outcome
-from flowdp.sim.scenario import Scenario
+from tests.simulator.scenario import Scenario
 from tests.simulator.violation import Violation
 
 __all__ = ["Windows"]

@@ -9,9 +9,9 @@ from flowdp.machine.barrier_tasks import BarrierPlan
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.protocol.messages import CopyReplica, Evaluate, Evaluated, ReplicaCopied, SaveState, StateSaved
 from flowdp.sim.clock import Clock
-from flowdp.sim.scenario import Scenario
-from flowdp.sim.serving import Serving
 from tests.simulator.rules import Rules
+from tests.simulator.scenario import Scenario
+from tests.simulator.serving import Serving
 
 SCENARIO = Scenario(
     seed=0,

@@ -6,7 +6,7 @@ from typing import Any
 
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.protocol.position import OpenEpoch, Position
-from flowdp.sim.scenario import Crash, Scenario
+from tests.simulator.scenario import Crash, Scenario
 
 
 def scenario(**config: Any) -> Scenario:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from flowdp.machine.config import CoordinatorConfig
+from flowdp.protocol.commands import AbortGate
 from flowdp.protocol.messages import Arrival, Directives, StartEpoch, SyncPoints
-from flowdp.sim.scenario import Crash, Scenario
 from tests.simulator.cluster import JudgedWorld
+from tests.simulator.scenario import Crash, Scenario
 
 
 def world(**given: object) -> JudgedWorld:
@@ -19,7 +20,8 @@ def world(**given: object) -> JudgedWorld:
 
 
 def enters(made: JudgedWorld, rank: int) -> None:
-    made.gate.enter(Arrival(rank, 0, 0, 0, 0))
+    made.ranks[rank].state = "gate"
+    made.enter(Arrival(rank, 0, 0, 0, 0))
 
 
 def states(made: JudgedWorld) -> list[str]:
@@ -46,7 +48,7 @@ def test_without_a_rank_that_has_left_the_others_go_on() -> None:
     made = world()
     enters(made, 0)
     enters(made, 2)
-    made.gate.leave(1)
+    made.leave_gate(1)
     rest(made, 4.9)
     assert states(made) == ["idle", "starting", "idle"]
     [outcome] = made.rules.outcomes[0]
@@ -56,8 +58,8 @@ def test_without_a_rank_that_has_left_the_others_go_on() -> None:
 def test_an_abort_releases_who_waits_and_lets_nobody_in() -> None:
     made = world()
     enters(made, 0)
-    made.gate.abort("rank 1 failed")
-    assert made.gate.is_aborted
+    made.obey(AbortGate("rank 1 failed"))
+    assert made.gate.error is not None
     rest(made, 0.1)
     assert states(made)[0] == "released"
     enters(made, 2)
@@ -69,7 +71,7 @@ def test_a_failure_in_the_mean_is_an_error_for_all() -> None:
     for rank in range(3):
         enters(made, rank)
     assert states(made)[1] == "gone"
-    assert made.gate.is_aborted
+    assert made.gate.error is not None
     rest(made, 10.0)
     assert made.rules.outcomes == [[], [], []]
 

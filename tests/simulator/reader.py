@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from flowdp.protocol.messages import DataEnded
 from flowdp.sim.clock import Clock
-from flowdp.sim.scenario import Scenario
+from tests.simulator.scenario import Scenario
 
 __all__ = ["VirtualReader"]
 

@@ -16,8 +16,8 @@ from flowdp.protocol.messages import (
     StateSaved,
 )
 from flowdp.sim.clock import Clock
-from flowdp.sim.scenario import Scenario
-from flowdp.sim.watcher import Watcher
+from tests.simulator.rules import Rules
+from tests.simulator.scenario import Scenario
 
 __all__ = ["Serving"]
 
@@ -28,8 +28,8 @@ class Serving:
     Args:
         scenario: Batches of an evaluation, and the times.
         clock: Virtual time.
-        rng: Where times and results are drawn from.
-        watcher: Hears of batches that are evaluated, and of replicas that are healed.
+        rng: Source of the times and results.
+        rules: Judge the batches that are evaluated, and the replicas that are healed.
         crashes: Called as `crashes(rank, act)` before each act; True: the rank has failed.
         answer: Called with the fact that tells of the end of a barrier task.
     """
@@ -39,14 +39,14 @@ class Serving:
         scenario: Scenario,
         clock: Clock,
         rng: random.Random,
-        watcher: Watcher,
+        rules: Rules,
         crashes: Callable[[int, str], bool],
         answer: Callable[[int, Evaluated | StateSaved | ReplicaCopied], None],
     ) -> None:
         self._scenario = scenario
         self._clock = clock
         self._rng = rng
-        self._watcher = watcher
+        self._rules = rules
         self._crashes = crashes
         self._answer = answer
         self._number = -1  # of the evaluation under way
@@ -85,9 +85,9 @@ class Serving:
     def _took(self, rank: int, batch: int) -> None:
         result = (batch, self._rng.randint(1, 8), (("score", round(self._rng.random(), 3)),))
         self._results[rank].append(result)
-        self._watcher.evaluated(result)
+        self._rules.evaluated(result)
         self._take(rank)
 
     def _adopted(self, rank: int) -> None:
-        self._watcher.healed(rank)
+        self._rules.healed(rank)
         self._answer(rank, ReplicaCopied(rank))

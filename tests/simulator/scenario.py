@@ -68,8 +68,8 @@ class Scenario:
     """A run of the virtual cluster.
 
     Attributes:
-        seed: Of the random numbers drawn while it runs.
-        config: What the coordinator is told.
+        seed: Seed of the random numbers drawn while it runs.
+        config: Configuration of the coordinator.
         ms_per_step: Mean time of one step per rank. Shape (world_size,).
         noise: Relative spread of a step's time.
         sync_ms: Time of one averaging.

@@ -8,8 +8,8 @@ from flowdp.machine.config import CoordinatorConfig
 from flowdp.protocol.messages import DataEnded
 from flowdp.protocol.position import Position
 from flowdp.sim.clock import Clock
-from flowdp.sim.source import VirtualReader
 from tests.simulator.faults import Scenario
+from tests.simulator.reader import VirtualReader
 
 
 class Readings:
