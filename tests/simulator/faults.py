@@ -18,7 +18,7 @@ __all__ = ["Crash", "Disturbance", "Scenario", "Wish", "draw"]
 def draw(seed: int) -> Scenario:
     """The scenario of a seed: small and large, calm and wild ones.
 
-    Each kind of trouble is switched on or off for a whole run (swarm), so that runs with one trouble alone,
+    Each kind of fault is switched on or off for a whole run (swarm), so that runs with one fault alone,
     which show its own bugs best, come up as often as runs with all of them.
     """
     rng = random.Random(seed)
@@ -74,7 +74,7 @@ def draw(seed: int) -> Scenario:
 
 
 def _draw_disturbed(rng: random.Random, scenario: Scenario) -> Scenario:
-    """A run with one trouble alone: a rank that is slow for a while, with time enough to recover."""
+    """A run with one fault alone: a rank that is slow for a while, with time enough to recover."""
     ranks = rng.choice((2, 2, 3, 4))
     base_ms = rng.choice((0.5, 4.0, 20.0))
     ratio = rng.choice((1.0, 1.2, 2.5, 4.0))
@@ -155,18 +155,18 @@ def _draw_stream(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def _draw_lives(rng: random.Random, scenario: Scenario, span_ms: float) -> Scenario:
-    """The same with barrier tasks, troubles that a run survives, and runs that go on where it was saved."""
-    first = _draw_troubles(rng, _draw_duties(rng, scenario, span_ms), span_ms)
+    """The same with barrier tasks, faults that a run survives, and runs that go on where it was saved."""
+    first = _draw_faults(rng, _draw_tasks(rng, scenario, span_ms), span_ms)
     lives = [first]
     for _ in range(rng.choice((0, 1, 1, 2))):
-        lives.append(_draw_troubles(rng, _draw_next(rng, lives[-1]), span_ms))
+        lives.append(_draw_faults(rng, _draw_next(rng, lives[-1]), span_ms))
     later = None
     for life in reversed(lives):
         later = replace(life, later=later)
     return later or first
 
 
-def _draw_duties(rng: random.Random, scenario: Scenario, span_ms: float) -> Scenario:
+def _draw_tasks(rng: random.Random, scenario: Scenario, span_ms: float) -> Scenario:
     """The same with checkpoints, evaluations, and an end by a monitor."""
     eval_every = rng.choice((None, None, 1, 1, 2))
     monitor = Monitor(
@@ -202,7 +202,7 @@ def _draw_save(rng: random.Random, scenario: Scenario, span_ms: float) -> SavePl
     return rng.choice(plans)
 
 
-def _draw_troubles(rng: random.Random, scenario: Scenario, span_ms: float) -> Scenario:
+def _draw_faults(rng: random.Random, scenario: Scenario, span_ms: float) -> Scenario:
     """The same with what a run with barrier tasks has to survive."""
     config, ranks = scenario.config, len(scenario.ms_per_step)
     has = {kind: rng.random() < 0.35 for kind in ("wish", "bad", "all", "alone", "task")}
