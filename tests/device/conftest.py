@@ -1,4 +1,4 @@
-"""The number of threads that tests of OpenMP pools start from."""
+"""Three threads per process at the start of each test of OpenMP pools."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture
 def three_threads() -> Iterator[None]:
-    """The user's choice; put back, for this thread and those that start later."""
+    """The user's setting; restored for this thread and later ones."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield

@@ -1,4 +1,4 @@
-"""Calls in a thread that has no OpenMP pool yet."""
+"""Calls in a thread without an OpenMP pool."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def in_thread(work: Callable[[], object]) -> object:
-    """The result of `work` in a thread of its own: a fresh OpenMP pool."""
+    """The result of `work` in its own new thread."""
     results: list[object] = []
     thread = threading.Thread(target=lambda: results.append(work()))
     thread.start()

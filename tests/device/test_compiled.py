@@ -39,7 +39,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Backend:
-    """Compiles nothing, and counts the calls of the graphs that it was given."""
+    """Compiles nothing, and counts the calls of its graphs."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -138,7 +138,7 @@ def train(**options: Any) -> None:
 
 
 def assert_compiled(backend: Backend, calls: int, most: int) -> None:
-    """Every call ran a graph, and the frames that dynamo saw are few, and all compiled."""
+    """Assert that every call ran a graph, and that dynamo saw few frames, all of them compiled."""
     frames = counters["frames"]
     assert backend.calls == calls
     assert frames["total"] == frames["ok"] <= most
@@ -146,7 +146,7 @@ def assert_compiled(backend: Backend, calls: int, most: int) -> None:
 
 @pytest.mark.parametrize("make", [as_instance, as_factory, by_method, by_loss, by_step])
 def test_ten_ranks_compile_what_one_does(backend: Backend, make: Callable[[Backend], Any]) -> None:
-    # Two shapes: the last batch of an epoch is shorter. Ranks that meet the new one together may all compile.
+    # Two shapes: the last batch of an epoch is shorter. Ranks that get the new one together may all compile.
     train(**make(backend))
     assert_compiled(backend, calls=2 * -(-SAMPLES // BATCH), most=3)
 
@@ -171,7 +171,7 @@ def test_setup_compiles_behind_its_trial_of_the_model(backend: Backend, is_insta
         for rows in (80, 80, 60, 80):
             error(dp, (X[:rows], Y[:rows])).backward()
             dp.step()
-    assert_compiled(backend, calls=4 * RANKS, most=3)  # one more where a share is one sample
+    assert_compiled(backend, calls=4 * RANKS, most=3)  # one more if a share is one sample
 
 
 def test_windows_of_setup_compile_once_for_all(backend: Backend) -> None:
@@ -191,7 +191,7 @@ def test_windows_of_setup_compile_once_for_all(backend: Backend) -> None:
     assert_compiled(backend, calls=3 * RANKS, most=2)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at a result's
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo checks a result's
 def test_a_decorated_function_survives_the_trial_of_the_model(backend: Backend) -> None:
     double = torch.compile(lambda x: 2 * x, backend=backend)
 
@@ -231,11 +231,11 @@ def test_partition_ratios_say_that_nothing_is_compiled(
     assert "it is compiled without partition_ratios" in caplog.text
     model = torch.compile(Net(), backend=backend)
     model(X[:8])
-    assert backend.calls == 1  # not left uncompiled for good
+    assert backend.calls == 1  # not uncompiled for good
 
 
 def test_a_limit_that_is_reached_is_told(backend: Backend, caplog: pytest.LogCaptureFixture) -> None:
-    alone = threading.Lock()  # a name that changes while another rank compiles by it is an error of dynamo's
+    alone = threading.Lock()  # a name that changes while another rank compiles with it is an error in dynamo
 
     def counted(model: nn.Module, batch: Batch) -> Tensor:
         with alone:
@@ -316,7 +316,7 @@ def test_compiled_parts_are_found(backend: Backend) -> None:
         return made
 
     nowhere = FunctionType(closure.__code__, {}, closure=closure.__closure__)
-    assert nowhere.__module__ is None  # as of code that `exec` runs among names alone
+    assert nowhere.__module__ is None  # as for code run by `exec`, with names only
     assert all(uses_compile(one) for one in (closure, nowhere, inner, in_place(backend)))
     assert not uses_compile(error, Net(), nn.Sequential(Net()))
 
@@ -358,7 +358,7 @@ class Silent(RankMode):
 
 
 by_either_rule = pytest.mark.parametrize("by_stack", [True, False])
-"""Whether dynamo looks at the thread's modes, or, as that of torch 2.8, at flags of the process."""
+"""Whether dynamo checks the thread's modes, or, in torch 2.8, flags of the process."""
 LOOKS_AT_STACK = hasattr(torch._dynamo.config, "inline_torch_dispatch_torch_compile")
 
 
@@ -401,7 +401,7 @@ def test_a_flag_that_was_left_set_does_not_keep_a_rank_from_compiling(
 
 @pytest.mark.skipif(not LOOKS_AT_STACK, reason="torch 2.8 compiles again in a mode that sets no flag")
 def test_what_is_compiled_does_not_run_past_a_mode(backend: Backend) -> None:
-    """Guards would take no notice of a mode that they are not told of."""
+    """Guards would miss a mode of which they do not know."""
     net = torch.compile(Net(), backend=backend)
     net(X[:3])
     with Silent():

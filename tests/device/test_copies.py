@@ -1,4 +1,4 @@
-"""Many tensors travel as one copy for each dtype, and arrive as they were."""
+"""Tests of packed copies: many tensors as one copy per dtype, with unchanged values."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flowdp.device.copies import carry, copied, move
 
 HERE = torch.device("cpu")
-THERE = torch.device("cpu", 0)  # another device by name, on which values can be looked at
+THERE = torch.device("cpu", 0)  # another device by name, with readable values
 NOWHERE = torch.device("meta")
 
 
 class Copies(TorchDispatchMode):
-    """Counts the copies between devices."""
+    """Counts copies between devices."""
 
     count = 0
 

@@ -48,7 +48,7 @@ class TestBudget:
     @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs an affinity mask")
     def test_cores_follow_the_mask(self) -> None:
         def pinned() -> int:
-            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # of this thread alone
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # only of this thread
             return usable_cores()
 
         assert 1 <= usable_cores() <= (os.cpu_count() or 1)
@@ -109,7 +109,7 @@ class TestBudget:
         assert open_pools([CPU], ProcessTuning(), adapts=True)[0].is_fixed
 
 
-# Lines as the kernel writes them, without the mounts that are no control groups.
+# Lines as written by the kernel, including mounts that are no control groups.
 V1_HOST = """\
 31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755
 36 31 0:32 / /sys/fs/cgroup/cpu,cpuacct rw,nosuid shared:15 - cgroup cgroup rw,cpu,cpuacct
@@ -195,12 +195,12 @@ def test_a_system_without_control_groups(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path) is None
 
 
-# What the rules are for: the number that torch sees inside the user's code.
+# The purpose of the rules: the number that torch sees inside the user's code.
 enough = pytest.mark.skipif(usable_cores() < 3, reason="with so few cores the number is not the user's")
 
 
 class Model(nn.Linear):
-    """Notes how many threads each forward has; replicas note it in the same list."""
+    """Records the number of threads in each forward; replicas share the list."""
 
     def __init__(self) -> None:
         super().__init__(2, 1)
@@ -261,7 +261,7 @@ def test_workers_share_the_users_number(door: Callable[[int], list[int]], choice
 
 @pytest.fixture
 def climbing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step finds that more threads are faster."""
+    """A step that finds more threads faster each time."""
     for name, value in {"BLOCK_MS": 0.0, "BLOCKS": 1, "GAIN": math.inf, "SLOW": math.inf}.items():
         monkeypatch.setattr(pool_size, name, value)
 

@@ -1,4 +1,4 @@
-"""Graphs on fake streams: what is recorded, what spoils a capture, and what is left of one that failed."""
+"""Tests of graphs on fake streams: recorded operations, invalid captures, and leftovers of failed ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bench() -> Bench:
 
 
 def elsewhere(work: Callable[[], Any]) -> list[Any]:
-    """Run something in another thread; what it returned, or raised."""
+    """Run a function in another thread; returns its result or error."""
     answers: list[Any] = []
 
     def run() -> None:
@@ -124,7 +124,7 @@ def test_other_threads_may_ask_wait_and_mark_meanwhile(bench: Bench) -> None:
 
 
 def test_in_global_mode_another_thread_would_spoil_it(bench: Bench) -> None:
-    """The fake bites: this is why captures are thread-local."""
+    """The fake detects it: this is why captures are thread-local."""
     graph = bench.cuda.CUDAGraph()
     with bench.lane.on(bench.lane.capturing):
         graph.capture_begin(pool=(0, 99))

@@ -119,7 +119,7 @@ print(died)
 
 
 def output(program: str) -> list[str]:
-    """The words of the last line of a new process: torch makes the objects once in a process."""
+    """The words of the last line of a new process, as torch makes the objects once per process."""
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert child.returncode == 0, child.stderr
     return child.stdout.splitlines()[-1].split()
@@ -127,7 +127,7 @@ def output(program: str) -> list[str]:
 
 @pytest.mark.parametrize("door", DOORS)
 def test_a_door_with_two_devices_makes_them(door: str) -> None:
-    """Two threads that first use an operator at once under Python dispatch can end the process."""
+    """Two threads that first use an operator at once under Python dispatch can crash the process."""
     assert output(PROGRAM.format(door=DOORS[door].format(devices=2))) == ["1"]
 
 
@@ -136,7 +136,7 @@ def test_one_device_does_not_pay_for_it() -> None:
 
 
 def test_afterwards_two_threads_get_the_same_objects() -> None:
-    """Without the call some 1,000 of 3,000 are others."""
+    """Without the call, some 1,000 of 3,000 differ."""
     operators, same = output(RACE)
     assert operators == same
     assert int(same) > 2000
@@ -144,7 +144,9 @@ def test_afterwards_two_threads_get_the_same_objects() -> None:
 
 @pytest.mark.posix
 def test_threads_of_a_forked_process_differentiate() -> None:
-    """Without the call about 1 of 150 die of a segmentation fault: two throw the parent's engine away."""
+    """Without the call, about 1 of 150 dies of a segmentation fault: two threads destroy the parent's
+    engine.
+    """
     assert output(FORKS) == ["0"]
 
 
@@ -154,19 +156,19 @@ class Silent(RankMode):
 
 
 class Theirs(TorchDispatchMode):
-    """A mode of the user's own, which torch notes."""
+    """A mode of the user, which torch records."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 def flags() -> set[bool]:
-    """The notes that torch keeps of modes, for the whole process."""
+    """Torch's flags of modes, for the whole process."""
     return {value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_")}
 
 
 def test_every_mode_is_one_for_ranks() -> None:
-    """One that is not sets flags, which modes of other threads find and put back when it has left."""
+    """Another kind of mode sets flags, which modes of other threads find and restore after it has left."""
     for module in pkgutil.walk_packages(flowdp.__path__, "flowdp."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
@@ -180,7 +182,7 @@ def test_every_mode_is_one_for_ranks() -> None:
 
 @pytest.mark.parametrize("own", [FakeTensorMode, Theirs])
 def test_a_mode_of_one_thread_finds_no_flag_of_a_ranks_mode_in_another(own: type[TorchDispatchMode]) -> None:
-    """As dynamo's does that compiles while another rank draws from a generator of its own."""
+    """As when dynamo's mode compiles while another rank draws from its own generator."""
     assert flags() == {False}
     crew = Crew(["one", "two"])
     with closing(crew):
@@ -244,7 +246,7 @@ def test_flags_are_corrected_to_the_modes_of_the_thread(monkeypatch: pytest.Monk
 
 
 class Overlap:
-    """What two threads call at once: each enters a mode, and leaves it in the order in which they came."""
+    """Two threads that overlap: each enters a mode, and they leave in the order of entering."""
 
     def __init__(self) -> None:
         self._both = threading.Barrier(2)
@@ -298,7 +300,7 @@ def by_ddp(overlap: Overlap) -> None:
 
 @pytest.mark.parametrize("door", [by_trainer, by_setup, by_ddp])
 def test_no_flag_stays_behind_a_run(door: Callable[[Overlap], None]) -> None:
-    """The user's modes of two ranks may overlap, as those of selective checkpoints do."""
+    """The user's modes on two ranks may overlap, as with selective checkpoints."""
     door(Overlap())
     assert flags() == {False}
 

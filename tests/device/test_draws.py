@@ -49,7 +49,7 @@ def test_a_rank_draws_from_its_own_generator(name: str) -> None:
     before = torch.get_rng_state()
     first = drawn(draw, 7, 0)
     assert torch.equal(torch.get_rng_state(), before)
-    torch.rand(3)  # what others draw is of no account
+    torch.rand(3)  # draws of others do not matter
     assert torch.equal(drawn(draw, 7, 0), first)
     assert not torch.equal(drawn(draw, 7, 1), first)
     assert not torch.equal(drawn(draw, 8, 0), first)

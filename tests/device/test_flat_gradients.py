@@ -1,4 +1,4 @@
-"""Gradients as flat memory: backward adds up there, and knows which parameters it has touched."""
+"""Tests of gradients in flat memory: accumulated by backward, which records the parameters it reached."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flowdp.protocol.messages import Outcome
 
 
 class Zoo(nn.Module):
-    """Parameters and buffers of several kinds, and one that no loss sees."""
+    """Several kinds of parameters and buffers, and an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def test_what_any_rank_has_touched_is_there_for_all() -> None:
 
 
 def test_two_rounds_are_kept_apart() -> None:
-    """A quick rank tells of the next round while a slow one still reads this one's."""
+    """A fast rank reports the next round while a slow one still reads this one's."""
     touched = Touched(2)
     touched.put(0, 1, (True, False), False)
     touched.put(1, 1, (False, False), True)
@@ -143,7 +143,7 @@ def test_two_rounds_are_kept_apart() -> None:
 
 @pytest.mark.parametrize("how", ["replaced", "set to none", "zeroed"])
 def test_a_gradient_that_somebody_took_away(how: str) -> None:
-    """What `grad` says is what counts."""
+    """The value of `grad` counts."""
     [module], [gradients] = open_all()
     bias = module.wide.bias
     bias.sum().backward()
@@ -169,7 +169,7 @@ def test_the_norm_is_of_all_gradients_and_of_nothing_else(monkeypatch: pytest.Mo
     monkeypatch.setattr("flowdp.device.flat_gradients.BLOCK", 7)
     [module], [gradients] = open_all()
     module(data(1)).backward()
-    gradients.gather()  # buffers are there now, and have no part in it
+    gradients.gather()  # buffers exist now, and are not concerned
     gradients.weight.fill_(1e6)
     parts = [torch.view_as_real(p.grad) if p.grad.is_complex() else p.grad for p in trained(module)]
     expected = torch.cat([part.flatten().double() for part in parts]).norm()

@@ -73,7 +73,7 @@ def test_tensors_start_on_cache_lines_and_the_gaps_are_zero():
     tensors = [tensor for tensor in [*module.parameters(), *module.buffers()] if tensor.numel()]
     assert all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
     ones = sum(int((memory != 0).sum()) for memory in replica.memories)
-    assert ones == sum(tensor.numel() for tensor in tensors)  # complex ones have no imaginary part
+    assert ones == sum(tensor.numel() for tensor in tensors)  # the complex ones have no imaginary part
     assert all(len(memory) * memory.itemsize % ALIGNMENT == 0 for memory in replica.memories)
 
 
@@ -142,7 +142,7 @@ def test_a_parameter_that_thaws_is_not_averaged_in_silence():
     with pytest.raises(CollectiveError, match=r"rank 3: parameter '0.bias' was frozen"):
         replica.gather()
     alone.gather()
-    module[1].requires_grad_(False)  # what freezes is averaged on
+    module[1].requires_grad_(False)  # averaging continues with the frozen values
     module[0].bias.requires_grad_(False)
     replica.gather()
 
@@ -159,7 +159,7 @@ def test_copy_from_takes_everything_over():
     theirs.seen.fill_(True)
     theirs.norm.num_batches_tracked.fill_(9)
     mine, other = FlatReplica(ours, 1), FlatReplica(theirs, 0)
-    # Both have left the memory with one tensor each: the new value is read there and arrives there.
+    # Each has one tensor that left the memory: new values are read from it and written to it.
     theirs.narrow.data = torch.randn(3, 7, dtype=torch.bfloat16)
     ours.table = torch.zeros(4, dtype=torch.float64)
     mine.copy_from(other)
@@ -280,7 +280,7 @@ def test_a_module_on_two_devices_is_refused():
         FlatReplica(module, rank=1)
 
 
-# ---------------------------------------------------------------- buffers kept, and a look at the numbers
+# ---------------------------------------------------------------- kept buffers, and the check of the values
 def test_buffers_come_back_and_parameters_stay():
     module = Mixed()
     replica = FlatReplica(module)
@@ -327,7 +327,7 @@ def test_the_total_and_the_largest_are_of_the_parameters():
 
 
 class Halves(nn.Module):
-    """Parameters of two kinds by turns, some of another dtype, one of them tied."""
+    """Parameters of two kinds in turn, some of another dtype, one of them tied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,7 +345,7 @@ def test_parameters_can_be_laid_out_by_groups():
     module = Halves()
     replica = FlatReplica(module)
     before, parameters = state(module), list(module.parameters())
-    module.biases[2].data = module.biases[2].data.clone()  # kept elsewhere, as a chunk of cuDNN's is
+    module.biases[2].data = module.biases[2].data.clone()  # kept elsewhere, like a cuDNN chunk
     elsewhere = module.biases[2].data_ptr()
     keys = {id(one): 1 for one in (module.weights[0], module.weights[2], module.wide)}
     replica.arrange([keys.get(id(one), 0) for one, _ in replica.parameters()])

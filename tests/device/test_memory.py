@@ -1,4 +1,4 @@
-"""The gauge reads what torch and the driver say, under torch's own names."""
+"""Tests of the memory gauge: values of torch and the driver, under torch's names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Cuda(FakeCuda):
 
     def mem_get_info(self, device: Any) -> tuple[int, int]:
         self.asked.append(device)
-        return 70, 100  # free, total: the other way round is how flodl had empty rings on empty devices
+        return 70, 100  # free, total; in the other order, flodl had empty rings on empty devices
 
     def memory_stats(self, device: Any) -> dict[str, int]:
         self.asked.append(device)

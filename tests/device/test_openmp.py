@@ -27,7 +27,7 @@ def build_pool() -> None:
 
 
 class New:
-    """Threads of this process that were not there before; others may still be on their way out."""
+    """Threads of this process that did not exist before; others may still be ending."""
 
     def __init__(self) -> None:
         self.before = set(os.listdir("/proc/self/task"))

@@ -24,7 +24,7 @@ linux = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def python_default() -> Iterator[None]:
-    """Every test starts from the interpreter's own default."""
+    """Start every test with the interpreter's default."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(0.005)
     yield
@@ -56,7 +56,7 @@ def faults():
         activations = [torch.ones(2 << 20) for _ in range(8)]     # 8 x 8 MiB, freed at the step's end
         del activations
     return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / steps
-# As a process starts. What glibc makes of it later depends on how the blocks happen to lie.
+    # As in a new process. Later, glibc changes it depending on the addresses of blocks.
 ctypes.CDLL(None).mallopt(-3, 128 << 10)
 default = faults()
 with tuned_process(ProcessTuning(openmp=False, switch_interval=False)):
@@ -68,7 +68,7 @@ with tuned_process(ProcessTuning(openmp=False, switch_interval=False)):
 class TestMalloc:
     @pytest.mark.skipif("glibc" not in str(os.confstr("CS_GNU_LIBC_VERSION")), reason="needs glibc")
     def test_freed_memory_stays(self) -> None:
-        # In a child: the thresholds have no way back.
+        # In a child process, as the thresholds cannot be reset.
         chosen = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
         child = subprocess.run(
             [sys.executable, "-c", FAULTS],

@@ -1,4 +1,4 @@
-"""Lanes: streams made once, edges between them, and the same names on the CPU."""
+"""Tests of lanes: streams made once, edges between them, and the same interface on the CPU."""
 
 from __future__ import annotations
 

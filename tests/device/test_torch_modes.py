@@ -1,4 +1,4 @@
-"""Another thread computes in the modes of the one that asked."""
+"""Tests of torch's modes: another thread computes in those of its caller."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def state() -> State:
 
 
 def elsewhere(modes: Callable[[], AbstractContextManager[None]]) -> tuple[State, State]:
-    """The state of another thread inside of the modes and after them."""
+    """The state of another thread inside the modes and after them."""
     found: list[Any] = []
 
     def body() -> None:
@@ -58,13 +58,13 @@ def test_a_thread_has_the_callers_modes_while_it_works(context: Any) -> None:
     with context():
         wanted = state()
         modes = caller_modes(CPU)
-    # What was read holds, whatever the caller has entered since, and for any number of uses.
+    # The modes read stay valid, whatever the caller enters later, and for any number of uses.
     for _ in range(2):
         inside, after = elsewhere(modes)
         assert inside[:3] == wanted[:3]
         if wanted[2]:
             assert inside[3] == wanted[3]
-            assert not inside[4]  # the cache of casts is the process's
+            assert not inside[4]  # the cache of casts is per process
         assert after == fresh
 
 

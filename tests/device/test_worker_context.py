@@ -1,4 +1,4 @@
-"""What a loss may ask and record."""
+"""Tests of the worker context: queries and records of a loss."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_more_than_one_number_is_refused() -> None:
 
 def test_outside_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(worker_context._local, "worker", raising=False)  # of another test, in this thread
-    record_scalar("accuracy", 1.0)  # nothing happens, so a loss can be tested alone
+    record_scalar("accuracy", 1.0)  # nothing happens, so a loss can be tested on its own
     with pytest.raises(RuntimeError, match="this thread is no worker"):
         current_worker()
 

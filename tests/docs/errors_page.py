@@ -1,10 +1,10 @@
-"""Runs the examples of docs/errors.md, and makes of what they print what the page shows.
+"""Runs the examples of docs/errors.md, and updates the outputs on the page.
 
     python -m tests.docs.errors_page --write
 
-Every block of output on the page stands under its name, `<!-- output: step-error -->`; the example of that
-name prints it. The page shows no frames but the example's own, no events of the log, and long lines broken.
-Numbers may differ, for some are times; `--write` leaves a block alone in which nothing else does.
+Every block of output on the page follows its name, `<!-- output: step-error -->`, and is the output of the
+example of that name: with only the example's own frames, without events of the log, and with long lines
+broken. Numbers may differ, as some are times; `--write` keeps a block if nothing else differs.
 """
 
 from __future__ import annotations
@@ -44,13 +44,15 @@ TRACED = {"data-error", "step-error"}  # the page has the traceback of their err
 
 # ---------------------------------------------------------------- the examples
 def example(function: Callable[[], object]) -> Callable[[], object]:
-    """Make a function an example, under its name."""
+    """Register a function as the example of this name."""
     EXAMPLES[function.__name__.replace("_", "-")] = function
     return function
 
 
 def trainer(**options: Any) -> flowdp.Trainer:
-    """Of two CPU devices in lockstep, 8 batches in each of 2 epochs; `options` replace or add arguments."""
+    """A trainer with two CPU devices in lockstep, 8 batches in each of 2 epochs; `options` replace or add
+    arguments.
+    """
     torch.manual_seed(0)
     given: dict[str, Any] = {
         "model": nn.Linear(4, 1),
@@ -75,7 +77,7 @@ def is_at(step: int, rank: int = 1) -> bool:
 
 
 class Photos(torch.utils.data.Dataset[Any]):
-    """One of them is broken."""
+    """A dataset with one broken image."""
 
     def __len__(self) -> int:
         return 64
@@ -274,7 +276,7 @@ def another_result() -> None:
 
         def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
             logits = self.head(self.embed(input_ids))
-            # Its mean is over the labels that are not -100, and of those each device has another number.
+            # The mean over the labels other than -100, whose number differs between devices.
             return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
     torch.manual_seed(0)
@@ -322,7 +324,7 @@ def left_behind() -> None:
 def protocol_error() -> None:
     run = trainer().start()
     with run.paused():
-        run._engine._requests.inbox.post(Averaged(0, 0.0, ()))  # nobody has asked for that
+        run._engine._requests.inbox.post(Averaged(0, 0.0, ()))  # not requested here
     run.join()
 
 
@@ -344,9 +346,9 @@ def printed_by_threads(ended: threading.Event) -> Iterator[None]:
         threading.excepthook = before
 
 
-# ---------------------------------------------------------------- what they print
+# ---------------------------------------------------------------- outputs
 def output(name: str) -> str:
-    """What an example prints: its own words, the log as it is without any set-up, and its error."""
+    """Output of an example: its own prints, the log without any set-up, and its error."""
     said = io.StringIO()
     handler = logging.StreamHandler(said)
     handler.setLevel(logging.WARNING)
@@ -374,7 +376,7 @@ def output(name: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """The text without others' frames, events and markers of columns, and with long lines broken."""
+    """The text without other frames, events and column markers, and with long lines broken."""
     kept: list[str] = []
     is_own = True
     for line in text.splitlines():
@@ -394,7 +396,7 @@ def shortened(text: str) -> str:
 
 # ---------------------------------------------------------------- the page
 def named(page: str) -> dict[str, str]:
-    """The blocks of output on a page, by their names."""
+    """The blocks of output on a page, by name."""
     return dict(BLOCK.findall(page))
 
 
@@ -405,7 +407,7 @@ def missing(page: str) -> list[str]:
 
 
 def same(one: str, other: str) -> bool:
-    """Whether two outputs are equal but for numbers and the breaks of lines."""
+    """Whether two outputs differ only in numbers and line breaks."""
     return _words(one) == _words(other)
 
 
@@ -414,7 +416,7 @@ def _words(text: str) -> list[str]:
 
 
 def rewritten(page: str, outputs: dict[str, str]) -> str:
-    """The page with these outputs, where what it shows is not the same."""
+    """The page with these outputs, where it differs from them."""
 
     def block(match: re.Match[str]) -> str:
         name, shown = match.groups()

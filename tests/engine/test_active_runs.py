@@ -1,4 +1,4 @@
-"""Which runs live, who holds a card, and what the end of the process does with them."""
+"""Tests of the list of live runs: their devices, and their end with the process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU, CARD, OTHER = torch.device("cpu"), torch.device("cuda", 0), torch.device("c
 
 
 class Held:
-    """A run, as far as it is looked at here: it ends when it is told to stop."""
+    """The part of a run used here: it ends when it is stopped."""
 
     def __init__(self, *devices: torch.device, obeys: bool = True) -> None:
         self.replicas: Any = [SimpleNamespace(device=device) for device in devices]
@@ -51,7 +51,7 @@ class Held:
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Nobody else's runs: those that a test adds, kept while it runs."""
+    """An empty list of runs; those that a test adds are removed after it."""
     runs: list[Any] = []
     monkeypatch.setattr(active_runs, "_live", runs)
     monkeypatch.setattr(active_runs, "add", runs.append)
@@ -126,7 +126,7 @@ def test_of_two_runs_that_start_at_once_on_a_card_the_second_is_refused(
 ) -> None:
     monkeypatch.setattr(active_runs, "_live", weakref.WeakSet())
     first, second = Held(CARD, CPU), Held(CARD)
-    active_runs.check_free([CARD])  # both have looked
+    active_runs.check_free([CARD])  # both have checked
     add(first)
     with pytest.raises(OptionError, match="cuda:0 is held by another run"):
         add(second)

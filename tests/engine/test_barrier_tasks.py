@@ -1,4 +1,4 @@
-"""What a rank does at a standstill, and what it answers."""
+"""Tests of a rank's tasks at a barrier, and its answers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Evaluating:
 
 
 def never() -> bool:
-    raise AssertionError("nobody waits here")
+    raise AssertionError("no wait here")
 
 
 def tasks(own: Replica, *others: Replica, rank: int = 0, **given: Any) -> BarrierTasks:
@@ -66,7 +66,7 @@ def test_the_rank_that_is_named_puts_the_model_down(model: int, has_model: bool)
     assert serve.name(SaveState(0, model)) == "saves its state"
     assert serve.serve(SaveState(0, model), never, lambda: None) == StateSaved(1)
     with torch.no_grad():
-        own.module.weight.zero_()  # the run goes on
+        own.module.weight.zero_()  # the run continues
     state = taker.parts[1]()
     assert ("model" in state) == has_model
     assert not has_model or state["model"]["weight"].item() == 3.0
@@ -94,7 +94,7 @@ def test_a_rank_becomes_what_its_donor_is(on_card: bool) -> None:
     assert serve.serve(CopyReplica(0), never, lambda: None) == ReplicaCopied(1)
     assert own.module.weight.item() == 5.0
     with donor.lane.on(donor.lane.compute), torch.no_grad():
-        donor.module.weight.add_(1.0)  # it trains on as soon as that is said
+        donor.module.weight.add_(1.0)  # it continues to train as soon as this is sent
     assert own.module.weight.item() == 5.0
     assert card.races == []
 

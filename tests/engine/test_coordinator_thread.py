@@ -1,4 +1,4 @@
-"""How a run ends when something is wrong beside the steps: stuck threads, failures nobody waits for, bugs."""
+"""Tests of a run's end after errors outside of steps: stuck threads, failures not collected, bugs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WAIT_S = 60.0
 
 @pytest.fixture
 def unhandled(monkeypatch: pytest.MonkeyPatch) -> list[threading.ExceptHookArgs]:
-    """What the hook for unhandled exceptions of threads is told."""
+    """Arguments passed to the hook for unhandled exceptions of threads."""
     told: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", told.append)
     return told
@@ -43,7 +43,7 @@ def unhandled(monkeypatch: pytest.MonkeyPatch) -> list[threading.ExceptHookArgs]
 
 @pytest.fixture
 def release() -> Iterator[threading.Event]:
-    """Lets go whoever is stuck, after the test at the latest."""
+    """Releases stuck threads, after the test at the latest."""
     event = threading.Event()
     yield event
     event.set()
@@ -70,7 +70,7 @@ def threads() -> list[threading.Thread]:
 
 
 def end(run: Run) -> None:
-    """Wait until no thread of the run is left, without asking for its failure."""
+    """Wait until the run has no threads, without asking for its failure."""
     for thread in threads():
         thread.join(WAIT_S)
     assert run.done
@@ -95,7 +95,7 @@ def test_a_rank_that_is_stuck_while_another_fails(policy: str, release: threadin
     run = start(policy, loss=loss)
     with pytest.raises(StepError, match="the other one") as caught:
         run.join(WAIT_S)
-    assert perf_counter() - failed_s[0] < WAIT_S / 2  # long before the stuck thread goes on
+    assert perf_counter() - failed_s[0] < WAIT_S / 2  # long before the stuck thread continues
     [note] = caught.value.__notes__
     assert note.startswith("flowdp-worker-0 has not left yet")
     assert "release.wait(WAIT_S)" in note
@@ -131,7 +131,7 @@ def test_leaving_the_block_does_not_wait_for_a_stuck_rank(release: threading.Eve
 
 
 class Stuck(Dataset[Tensor]):
-    """Does not come back from reading its samples."""
+    """Never returns from reading its samples."""
 
     def __init__(self, release: threading.Event) -> None:
         self.inside = threading.Event()
@@ -146,7 +146,7 @@ class Stuck(Dataset[Tensor]):
         return torch.ones(1)
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async"])  # sync finishes the round that it is in
+@pytest.mark.parametrize("policy", ["cadence", "async"])  # sync finishes its current round
 def test_a_run_can_be_stopped_while_its_dataset_is_stuck(policy: str, release: threading.Event) -> None:
     dataset = Stuck(release)
     run = start(policy, dataset=dataset)
@@ -154,18 +154,18 @@ def test_a_run_can_be_stopped_while_its_dataset_is_stuck(policy: str, release: t
     run.stop()
     began = perf_counter()
     state = run.join()
-    assert perf_counter() - began < WAIT_S / 2  # long before the stuck thread goes on
+    assert perf_counter() - began < WAIT_S / 2  # long before the stuck thread continues
     assert (state.interrupted, state.global_step) == (True, 0)
     assert [thread.name for thread in threads()] == ["flowdp-reader"]
     release.set()
     end(run)
 
 
-# ---------------------------------------------------------------- failures nobody waits for
+# ---------------------------------------------------------------- failures that are not collected
 def failing(gate: threading.Event) -> Any:
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         gate.wait(WAIT_S)
-        raise ValueError("nobody told me")
+        raise ValueError("not collected")
 
     return loss
 
@@ -175,7 +175,7 @@ def test_a_failure_that_nobody_waits_for_is_printed_once(
 ) -> None:
     run = start(loss=failing(release))
     with pytest.raises(TimeoutError):
-        run.join(0)  # who did not stay does not count
+        run.join(0)  # a caller that left does not count
     release.set()
     end(run)
     [told] = unhandled
@@ -222,7 +222,7 @@ def test_a_failure_that_somebody_waits_for_is_not_printed(
         elif how == "block":
             with run:
                 end(run)
-        else:  # as in `fit()` where the first step fails
+        else:  # as in `fit()` if the first step fails
             release.set()
             run._engine.records.wait(over=True)
             run.join()
@@ -248,7 +248,7 @@ def test_a_reader_between_two_records_still_waits(
 
     run = start("sync", loss=loss)
     seen = []
-    with pytest.raises(StepError):  # noqa: PT012 - what the loop's body does meanwhile is the point
+    with pytest.raises(StepError):  # noqa: PT012 - the point is the loop's body
         for epoch in run.metrics():
             seen.append(epoch.epoch)
             release.set()
@@ -349,7 +349,7 @@ def test_a_device_that_never_comes_to_rest_does_not_hold_the_failure(
     began = perf_counter()
     with caplog.at_level("WARNING", "flowdp"), pytest.raises(StepError):
         run.join()
-    assert perf_counter() - began < WAIT_S / 2  # long before the stuck thread goes on
+    assert perf_counter() - began < WAIT_S / 2  # long before the stuck thread continues
     assert done == ["aborted"]
     assert "does not come to rest" in caplog.text
     (closer,) = threads()

@@ -1,4 +1,4 @@
-"""What events on a device say of steps, and that nobody waits for them."""
+"""Tests of step times by events on a device, without waits for them."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_reports_come_without_waiting_when_later_steps_land(lane: CudaLane) -> N
     steps(meter, 1.0)
     meter.close(Done(0, 0, 1), 0.1, reports.append)
     steps(meter, *[1.0] * STEPS_AHEAD)
-    assert not reports  # its step has landed, the page behind it may not have
+    assert not reports  # its step is complete, the page after it may not be
     steps(meter, 1.0)
     assert len(reports) == 1
 
@@ -183,7 +183,7 @@ def test_a_full_page_makes_room(lane: CudaLane, names: int) -> None:
 
 
 def test_a_step_that_begins_again_may_have_filled_pages(lane: CudaLane) -> None:
-    """More numbers than a page has cells, in a step whose first attempt recorded still more."""
+    """More values than a page has cells, in a step whose first attempt recorded still more."""
     meter = DeviceMeter(lane)
     names = [f"s{number}" for number in range(PAGE + 10)]
 
@@ -274,7 +274,7 @@ def test_pages_are_free_of_races(cuda: FakeCuda, lane: CudaLane, monkeypatch: py
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_losses_are_seen_once_and_where_they_lie(lane: CudaLane, bad: float) -> None:
-    """Behind other numbers of their step, over pages, and not those of the round before."""
+    """Among other values of their step, over several pages, and not those of the round before."""
     meter = DeviceMeter(lane)
     assert meter.losses() is None
     for count in (2, PAGE + 3, 1):
@@ -330,4 +330,4 @@ def test_a_report_in_the_pocket_is_fetched_while_the_device_goes_on(
         monkeypatch.setattr(FakeEvent, "synchronize", watched)
         meter.meet()
         assert len(reports) == 1
-        assert max(passed) < lane.compute.time  # the second step is behind what was awaited
+        assert max(passed) < lane.compute.time  # the second step comes after the awaited one

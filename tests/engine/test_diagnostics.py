@@ -1,4 +1,4 @@
-"""What the ranks of a run are doing, as another thread sees it."""
+"""Tests of the status of ranks, as seen by another thread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAIT_S = 60.0
 
 
 def worker(rank: int, **seen: Any) -> Any:
-    """What is looked at of a worker: one that idles, unless it is said otherwise."""
+    """The part of a worker that is read: an idle one by default."""
     given: dict[str, Any] = {
         "has_left": False,
         "awaited": None,
@@ -128,7 +128,7 @@ def test_what_moves_between_two_rounds_is_counted() -> None:
     seen = diagnostics(*ranks)
     before = seen.progress()
     assert seen.longest_ms() == 9.0
-    ranks[0].moves += 1  # a meeting, to which nobody may have brought anything
+    ranks[0].moves += 1  # a meeting, to which perhaps no rank has brought steps
     assert seen.progress() == before
     ranks[1].task, ranks[1].moves = "evaluates", 1
     assert seen.progress() != before
@@ -167,7 +167,7 @@ def test_the_stack_of_a_run_that_hangs_is_that_of_the_users_line() -> None:
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         inside.set()
-        assert opened.wait(WAIT_S)  # the line that hangs
+        assert opened.wait(WAIT_S)  # the hanging line
         return model(batch).mean()
 
     run = flowdp.Trainer(
@@ -187,7 +187,7 @@ def test_the_stack_of_a_run_that_hangs_is_that_of_the_users_line() -> None:
 
 
 class Hangs(torch.utils.data.Dataset[Tensor]):
-    """A dataset of which one sample never comes, until it is let go."""
+    """A dataset with one sample that hangs until it is released."""
 
     def __init__(self, sample: int, opened: Any) -> None:
         self.sample, self.opened = sample, opened
@@ -231,7 +231,7 @@ def test_a_stall_names_the_process_that_does_not_deliver() -> None:
         str(error),
     )
     assert found is not None
-    assert found[1] == "1"  # batches go to the two in turns
+    assert found[1] == "1"  # the two get batches in turn
     assert int(found[2]) != os.getpid()
 
 

@@ -1,4 +1,4 @@
-"""A run that is started is always joined, and leaves the process as it was."""
+"""Tests of the engine: a started run is always joined, and leaves the process as it was."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def trainer(loss: Any = mse, **options: Any) -> Trainer:
 
 @pytest.fixture(autouse=True)
 def stop_runs() -> Iterator[None]:
-    """End what a failed test left going, so that the tests end, too."""
+    """End runs left by a failed test, so that the tests end, too."""
     yield
     for engine in list(active_runs._live):
         engine.request(Requested("stop"))
@@ -66,7 +66,7 @@ def threads() -> list[threading.Thread]:
 
 
 def threads_of_a_new_thread() -> int:
-    """What torch gives a thread that is started now."""
+    """The number of torch threads in a thread started now."""
     found: list[int] = []
     thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
     thread.start()
@@ -76,7 +76,7 @@ def threads_of_a_new_thread() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are counted in /proc")
 def test_fifty_starts_and_stops_leave_nothing(tmp_path: Path) -> None:
-    trainer(runtime=RuntimeOptions(event_log=tmp_path / "run.jsonl")).fit()  # what is made once per process
+    trainer(runtime=RuntimeOptions(event_log=tmp_path / "run.jsonl")).fit()  # objects made once per process
     gc.collect()  # of earlier tests
     before = len(os.listdir("/proc/self/fd")), sys.getswitchinterval(), threading.active_count()
     for number in range(50):
@@ -169,7 +169,7 @@ def test_a_collective_that_hangs_on_the_devices_ends_the_run(
     def collective(backend: Any, policy: Any, replicas: Any, lanes: Any, meet: Any, hung: Any) -> NcclMean:
         made.append(FakeNccl(lanes[0].cuda, lanes))
         mean = NcclMean(replicas, lanes, made[0], hung)
-        mean._slots[2].done[1].passed = made[0].wake  # of the third round; an abort lets it pass
+        mean._slots[2].done[1].passed = made[0].wake  # of the third round; an abort opens it
         return mean
 
     monkeypatch.setattr(nccl, "LIMIT_S", 0.05)
@@ -193,7 +193,7 @@ class Unpicklable(Dataset[Tensor]):
         return torch.ones(1)
 
 
-@pytest.mark.filterwarnings("ignore:Got pickle error:UserWarning")  # torch says it, and raises then
+@pytest.mark.filterwarnings("ignore:Got pickle error:UserWarning")  # torch prints it, and raises then
 def test_processes_that_cannot_be_started(tmp_path: Path) -> None:
     interval = sys.getswitchinterval()
     loader = DataLoader(Unpicklable(), 2, num_workers=1, multiprocessing_context="spawn")
@@ -205,10 +205,10 @@ def test_processes_that_cannot_be_started(tmp_path: Path) -> None:
     assert sys.getswitchinterval() == interval
 
 
-# ---------------------------------------------------------------- what a run that is over keeps
+# ---------------------------------------------------------------- objects kept by a finished run
 @pytest.fixture
 def no_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    trainer().fit()  # what torch imports for its first optimizer keeps the frames that it came from
+    trainer().fit()  # modules that torch imports for its first optimizer keep their frames
     gc.collect()
     monkeypatch.setattr(engine_module.gc, "collect", lambda: 0)
     gc.disable()

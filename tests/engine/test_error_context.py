@@ -1,4 +1,4 @@
-"""What errors say of the step in which they happened."""
+"""Tests of the context of errors: rank, step and samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluations, with worker threads of the test's own."""
+"""Tests of evaluations, with worker threads made by the test."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def worker(own: Replica, rank: int = 0) -> CurrentWorker:
 
 
 class Ranks:
-    """Threads that evaluate, each with an inbox; and what each has moved."""
+    """Threads that evaluate, each with an inbox; and the copies of each."""
 
     def __init__(self, dataset: object, *given: Any, ranks: int = 1, **options: Any) -> None:
         self.evaluator = Evaluator(dataset, *given, **{"batch_size": 5, "world_size": ranks, **options})
         self.inboxes: list[queue.SimpleQueue[bool]] = [queue.SimpleQueue() for _ in range(ranks)]
         self.failed: queue.SimpleQueue[DataError] = queue.SimpleQueue()
         self.moved = [0] * ranks
-        self.waits: queue.SimpleQueue[int] = queue.SimpleQueue()  # moved so far
+        self.waits: queue.SimpleQueue[int] = queue.SimpleQueue()  # copies so far
         self.evaluator.start(wake=lambda rank, *_: self.inboxes[rank].put(True), failed=self.failed.put)
         assert not any(thread.is_alive() for thread in self.evaluator.threads())
 
@@ -139,7 +139,7 @@ def means(results: list[EvalSums]) -> dict[str, float]:
     return evaluation_means(rows)
 
 
-# ---------------------------------------------------------------- who evaluates what
+# ---------------------------------------------------------------- the batches of each rank
 @pytest.mark.parametrize(
     ("dataset", "num_workers"),
     [
@@ -212,9 +212,9 @@ def test_a_card_has_its_generator_again(monkeypatch: pytest.MonkeyPatch) -> None
     assert state == [1]
 
 
-# ---------------------------------------------------------------- cut short
+# ---------------------------------------------------------------- ended early
 class Held(Pairs):
-    """Hands out the first batch, and the others when it may."""
+    """Yields the first batch, and the others when released."""
 
     def __init__(self) -> None:
         self.may = threading.Event()
@@ -258,9 +258,9 @@ def test_a_rank_that_was_served_is_not_woken_by_a_cut(ranks: Any) -> None:
     assert one.inboxes[0].empty()
 
 
-# ---------------------------------------------------------------- how it is evaluated
+# ---------------------------------------------------------------- modes of the model
 class Merging(nn.Linear):
-    """Adds something to its weight for evaluation, and takes it off again for training."""
+    """Adds to its weight for evaluation, and subtracts again for training."""
 
     is_merged = False
 
@@ -274,7 +274,7 @@ class Merging(nn.Linear):
 
 
 class Stubborn(nn.Dropout):
-    """Cannot be told to train, but was."""
+    """Cannot be set to training mode, but was in it."""
 
     def train(self, mode: bool = True) -> Stubborn:
         super().train(False)
@@ -287,7 +287,7 @@ class Nested(nn.Module):
         self.frozen = nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(nn.Dropout(0.5)))
         self.rest = nn.Sequential(Merging(2, 1), Stubborn(0.5))
         self.frozen.eval()
-        self.frozen[1].train()  # frozen itself and its first are not
+        self.frozen[1].train()  # only itself and its first child are not frozen
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rest(self.frozen(x))  # type: ignore[no-any-return]
@@ -396,7 +396,7 @@ def test_numbers_are_copied_where_they_are_returned(ranks: Any) -> None:
     assert all(type(value) is float for row in rows for _, value in row[2])
 
 
-# ---------------------------------------------------------------- what goes wrong
+# ---------------------------------------------------------------- errors
 @pytest.mark.parametrize(
     ("result", "message"),
     [
@@ -475,7 +475,7 @@ def test_a_dataset_alone_is_evaluated_after_every_epoch() -> None:
 
 # ---------------------------------------------------------------- on a card
 class Far(Tensor):
-    """Lies on another card, as far as anybody can see here."""
+    """A tensor on another card, as far as can be seen here."""
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""The file of an event log on a full disk."""
+"""Tests of an event log's file on a full disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ needs_full = pytest.mark.skipif(not FULL.exists(), reason="no device that is alw
 
 
 def fill(file: Path) -> None:
-    """From now on, whatever this process writes to the file finds the disk full."""
+    """From now on, this process's writes to the file find the disk full."""
     [own] = [fd for fd in os.listdir("/proc/self/fd") if same(fd, file)]
     full = os.open(FULL, os.O_WRONLY)
     os.dup2(full, int(own))

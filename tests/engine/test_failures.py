@@ -1,4 +1,4 @@
-"""The first failure is the answer, the others are notes on it."""
+"""Tests of failures: the first is raised, the others are its notes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_the_first_stays_and_the_others_are_notes() -> None:
     first, second = ValueError("one"), KeyError("two")
     assert failures.add(first, 1) == "rank 1: ValueError: one"
     assert failures.add(second, 0) == "rank 0: KeyError: 'two'"
-    assert failures.add(first) == "ValueError: one"  # met again on its way through: no note on itself
+    assert failures.add(first) == "ValueError: one"  # seen again on its way up: no note on itself
     assert failures.first is first
     assert first.__notes__ == ["Then rank 0: KeyError: 'two'"]
 
@@ -44,7 +44,7 @@ def test_what_the_others_go_on_without_ends_nothing(caplog: pytest.LogCaptureFix
     ]
     failures.hold(fatal, 0)
     failures.blame(0)
-    failures.blame(2)  # left in peace
+    failures.blame(2)  # left unchanged
     assert (failures.first, failures.forgiven) == (fatal, {1: lost})
 
 
@@ -55,7 +55,7 @@ def test_a_failure_after_the_end_is_logged(failed_before: bool, caplog: pytest.L
         failures.add(first)
     failures.conclude()
     failures.add(late, 1)
-    assert failures.first is (first if failed_before else None)  # what was told stays true
+    assert failures.first is (first if failed_before else None)  # an earlier report stays valid
     assert not hasattr(first, "__notes__")
     [record] = caplog.records
     assert (record.name, record.levelno) == ("flowdp", logging.ERROR)
@@ -79,7 +79,7 @@ def test_a_thread_that_stays_is_named_with_its_stack() -> None:
         assert stuck.is_alive()
     gone.join(60)
     failures = Failures()
-    failures.note_stuck([stuck, gone])  # nothing to note it on
+    failures.note_stuck([stuck, gone])  # no error to note it on
     failures.add(ValueError("one"))
     failures.note_stuck([stuck, gone])
     failures.note_stuck([stuck, gone])  # once is enough

@@ -1,4 +1,4 @@
-"""What both meters make of the same steps, and the host's of its own clock."""
+"""Tests of both meters on the same steps, and of the host meter's clock."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_losses_and_scalars_are_summed_by_samples_and_weights(meter: Meter) -> N
 
 
 def test_a_loss_that_names_a_weight_counts_for_that(meter: Meter) -> None:
-    """It comes as the mean of loss x weight over its samples; a part without any counts for nothing."""
-    for number in range(PAGE + 1):  # an odd number of cells before them: a pair is split among two pages
+    """Its value is the mean of loss x weight over its samples; a part without weights counts for nothing."""
+    for number in range(PAGE + 1):  # an odd number of cells before them: a pair is split over two pages
         meter.begin(0.0)
         meter.end(torch.tensor(1.0), 1, STEP, [torch.tensor(2.0)] if number == 0 else ())
     for loss, weight in ((3.0, 1.5), (0.0, 0.0)) * PAGE:
@@ -161,13 +161,13 @@ def test_steps_without_a_loss_count_for_none(meter: Meter) -> None:
     assert (work.samples, work.losses) == (6, (6.0, 2))
 
 
-# ---------------------------------------------------------------- steps that begin again, and losses gone bad
+# ---------------------------------------------------------------- retried steps, and NaN losses
 def test_what_was_recorded_is_discarded_where_the_step_begins_again(meter: Meter) -> None:
     meter.begin(0.0)
     meter.scalar("device", torch.tensor(0.5), 4.0)
     meter.scalar("host", 3.0, 2.0)
     meter.end(torch.tensor(2.0), 4, STEP)
-    meter.scalar("host", 1.0, 1.0)  # between two steps: nobody's attempt
+    meter.scalar("host", 1.0, 1.0)  # between two steps: of no attempt
     meter.begin(0.0)
     for _ in range(3):
         meter.discard()

@@ -1,4 +1,4 @@
-"""Metrics with a state: those of all ranks together have the value of one that saw every batch."""
+"""Tests of metrics with a state: those of all ranks together equal one that saw every batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WAIT_S = 60.0
 
 
 class Net(nn.Module):
-    """A classifier that has its metrics with it; not trained, so that one's value is known before."""
+    """A classifier with its metrics; not trained, so that their values are known."""
 
     def __init__(self, **metrics: Any) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def evaluated(model: Net, eval_step: Callable[..., Any] | None, epochs: int = 1,
 
 
 def together(step: Callable[..., Any], ranks: int) -> Callable[..., Any]:
-    """A step whose first call on each rank waits for those of the others, so that all evaluate something."""
+    """A step whose first call on each rank waits for those of the others, so that all evaluate a batch."""
     meeting, seen = threading.Barrier(ranks), set()
 
     def wrapped(model: Any, batch: Any) -> Any:
@@ -82,7 +82,7 @@ class MeanOfMeans(torchmetrics.Metric):
 
 
 class Nested(torchmetrics.Metric):
-    """A metric with states, and with a metric inside, which its `reset` leaves alone."""
+    """A metric with states, and an inner metric that its `reset` leaves unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def test_a_wrapper_of_as_many_metrics_as_outputs() -> None:
 
 
 class WithFeatures(torchmetrics.Metric):
-    """Sums what a network makes of the samples."""
+    """Sums a network's outputs for the samples."""
 
     feature_network = "network"
 
@@ -194,7 +194,7 @@ def test_metrics_that_share_their_features() -> None:
 
 
 def test_states_that_are_not_reduced_are_stacked() -> None:
-    """Pearson's states are merged by its `compute`, which wants one row for each rank that saw anything."""
+    """Pearson's states are merged by its `compute`, which needs one row per rank with data."""
     expected = regression.PearsonCorrCoef()
     expected.update(X[:, 0], X[:, 0] + X[:, 1])
 
@@ -238,7 +238,7 @@ def test_a_metric_for_each_rank_may_lie_beside_the_model() -> None:
     assert evaluated(model, together(step, 2))[0]["f1"] == pytest.approx(expected.compute().item(), rel=1e-5)
 
 
-# ---------------------------------------------------------------- what cannot be right
+# ---------------------------------------------------------------- refusals
 def test_one_metric_of_two_ranks_is_refused() -> None:
     metric = classification.MulticlassF1Score(3)
 
@@ -358,7 +358,7 @@ def test_a_value_that_is_no_number_is_refused() -> None:
 
 
 class Beside(torchmetrics.Metric):
-    """Keeps numbers where nothing but its own methods knows of them."""
+    """Keeps values known only to its own methods."""
 
     def __init__(self) -> None:
         super().__init__()

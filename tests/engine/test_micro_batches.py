@@ -1,4 +1,4 @@
-"""A step's batches on their way to its micro-batches."""
+"""Tests of the path from a step's batches to its micro-batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flowdp.protocol.messages import SampleRange
 
 
 class Slow(Feed):
-    """Has a batch when the test says so."""
+    """Has a batch when the test allows it."""
 
     def __init__(self, source: TensorSource) -> None:
         self.source = source
@@ -92,7 +92,7 @@ def test_it_goes_on_where_it_was() -> None:
 
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_the_end_of_the_data_cuts_a_step_short(width: int) -> None:
-    """What was taken is trained, be it no whole micro-batch."""
+    """The batches taken are trained, even if they are no whole micro-batch."""
     batcher, feed = open_intake(width)
     feed.there = {0, 1}
     trained: list[int] = []
@@ -119,7 +119,7 @@ def test_a_part_is_a_portion_and_counts_for_itself() -> None:
 
 
 class Keeping(TensorSource):
-    """Notes what it is told."""
+    """Records its calls."""
 
     def __init__(self, *given: Any, keeps: bool) -> None:
         super().__init__(*given)

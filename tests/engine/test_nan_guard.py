@@ -1,4 +1,6 @@
-"""A replica that leaves the numbers: seen before it gives anything to a mean, and left out or told."""
+"""Tests of NaN or inf parameters: found before they are averaged, and the replica healed or the error
+raised.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +149,7 @@ def mse(model: nn.Module, batch: Any) -> Tensor:
 
 
 class Trouble:
-    """A loss that leaves the numbers once with each of these samples, in the first epoch."""
+    """A loss that gives NaN once for each of these samples, in the first epoch."""
 
     def __init__(self, *samples: int, behind: bool) -> None:
         self.samples, self.behind = set(samples), behind
@@ -180,7 +182,7 @@ def start(loss: Any, **options: Any) -> flowdp.Run:
 
 
 def by_hand() -> dict[str, Tensor]:
-    """Two epochs of three rounds of two batches; in the second round that of rank 1 has no part."""
+    """Two epochs of three rounds of two batches; in the second round rank 1's batch is left out."""
     module = mlp()
     for turn in range(6):
         rows = [slice(8 * (turn % 3) + 4 * rank, 8 * (turn % 3) + 4 * rank + 4) for rank in range(2)]
@@ -194,7 +196,7 @@ def by_hand() -> dict[str, Tensor]:
                 parameter.data.sub_(parameter.grad, alpha=0.1)
             stepped.append([parameter.detach() for parameter in replica.parameters()])
         for parameter, column in zip(module.parameters(), zip(*stepped, strict=True), strict=True):
-            parameter.data = torch.stack(column).mean(0)  # one step of SGD: of gradients it is the same mean
+            parameter.data = torch.stack(column).mean(0)  # one SGD step: equal to the mean of gradients
     return module.state_dict()
 
 
@@ -222,7 +224,7 @@ def test_the_mean_does_without_a_replica_gone_bad(
 
 @pytest.mark.parametrize(
     ("policy", "behind"),
-    # Where another step follows in the round, its loss tells.
+    # If another step follows in the round, its loss shows it.
     [
         ("sync", False),
         ("sync", True),
@@ -264,7 +266,7 @@ def test_the_device_leaves_it_out_wherever_it_happens(
 
 @on_streams
 def test_what_recurs_is_known_at_the_gate(lanes: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Rank 1 in the first round; when it is healed, rank 0 in the third and rank 1 in the fourth."""
+    """Rank 1 in the first round; after its healing, rank 0 in the third and rank 1 in the fourth."""
     data = {"dataset": (torch.cat([X, X])[:40], torch.cat([Y, Y])[:40])}
     data["dataset"][0][:, 0] = torch.arange(40.0)
     state = start(Trouble(5, 25, 37, behind=True), optimizer=adam, epochs=2, **data).join(60)
@@ -299,7 +301,7 @@ def test_an_error_that_is_late_names_its_step_and_has_spoilt_nothing(lanes: str,
 
 @on_streams
 def test_where_the_others_go_on_an_error_comes_before_the_mean(lanes: str) -> None:
-    """What the rank has not given is dealt anew, so its mean must not have been held."""
+    """Batches not averaged are dealt again, so their mean must not have been held."""
     run = start(
         Trouble(13, behind=True),
         failures=flowdp.FailureOptions(on_nan="raise", on_failure="continue"),
@@ -312,12 +314,12 @@ def test_where_the_others_go_on_an_error_comes_before_the_mean(lanes: str) -> No
 
 
 def adam(params: Any) -> torch.optim.Optimizer:
-    """One whose state does not recover by itself."""
+    """Adam: its state does not recover by itself."""
     return torch.optim.Adam(params, 0.01)
 
 
 def test_what_a_gradient_scaler_leaves_out_is_not_bad() -> None:
-    """An overflow of the scaled loss; in exact, the mean of all ranks' has it."""
+    """An overflow of the scaled loss; with exact, in the sum of all ranks."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return model(batch[0][:, 1:].float()).float().mean() * 1e33

@@ -1,4 +1,4 @@
-"""A rank without room: what it trains is what it would have trained, and nobody else notices."""
+"""Tests of retries after out of memory: the same training, unnoticed by the other ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def full() -> torch.OutOfMemoryError:
 
 
 class FullBehind(torch.autograd.Function):
-    """Has no room in backward."""
+    """Runs out of memory in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -60,16 +60,16 @@ def mse(model: nn.Module, batch: Any) -> Tensor:
 
 
 class Room:
-    """A loss that has room for so many samples where one of these is among them.
+    """A loss that runs out of memory above a number of samples, if one of these is among them.
 
     Args:
-        samples: How many.
+        samples: The most samples that fit.
         hungry: Samples whose forward needs more.
-        behind: Samples whose backward does.
+        behind: Samples whose backward needs more.
 
     Attributes:
-        sizes: Samples of each forward that had room.
-        refused: Forwards that had none.
+        sizes: Samples of each forward that fitted.
+        refused: Number of forwards that did not.
     """
 
     def __init__(self, samples: int, hungry: Set[int], behind: Set[int] = frozenset()) -> None:
@@ -221,7 +221,7 @@ def test_what_is_not_tried_again(options: dict[str, Any], why: str) -> None:
     assert len(tried) == 1
 
 
-# ---------------------------------------------------------------- one rank, by hand
+# ---------------------------------------------------------------- one rank alone
 class Shrinking:
     shrunk = 0
 
@@ -230,7 +230,7 @@ class Shrinking:
 
 
 class Alone:
-    """A replica and all that repeats its steps."""
+    """A replica with the objects that repeat its steps."""
 
     def __init__(self, module: nn.Module, loss: Callable[..., Any]) -> None:
         optimizer = torch.optim.SGD(module.parameters(), 0.1)
@@ -243,7 +243,7 @@ class Alone:
         self.retry = OomRetry(self.replica, self.current, self.meter, feed, place)  # type: ignore[arg-type]
 
     def step(self, *batches: Any) -> None:
-        """As a worker does it."""
+        """A step as a worker does it."""
         micros: list[MicroBatch] = []
         self.replica.mark()
         for batch in batches:
@@ -259,7 +259,7 @@ class Alone:
 
 
 class Counting(nn.Module):
-    """Buffers of several kinds; one is another object after every forward, one was always elsewhere."""
+    """Several kinds of buffers; one is a new object after every forward, one is never in flat memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ class Counting(nn.Module):
 
 
 def test_buffers_are_those_of_the_pieces_alone() -> None:
-    """Batch norm sees each piece, as under gradient accumulation; the failed forwards leave nothing."""
+    """Batch norm sees each piece, as with gradient accumulation; failed forwards leave nothing."""
     mine = Alone(Counting(), Room(2, {2, 9}))
     mine.replica.module.away = torch.zeros(5)
     twin = Counting()
@@ -358,7 +358,7 @@ def test_nothing_of_the_failed_forward_is_held_while_it_is_repeated(no_collector
 
 
 def test_an_attempt_that_fails_again_is_undone_too() -> None:
-    """Memory that another process takes meanwhile: the second attempt fails in its last piece."""
+    """Another process takes memory meanwhile: the second attempt fails in its last piece."""
     calls: list[int] = []
 
     def loss(model: nn.Module, batch: Any) -> Tensor:

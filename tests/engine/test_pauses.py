@@ -1,4 +1,4 @@
-"""A run that several want to stand still goes on when the last one leaves."""
+"""Tests of several pauses at once: the run continues after the last one."""
 
 from __future__ import annotations
 

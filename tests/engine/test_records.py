@@ -1,4 +1,4 @@
-"""The records of a run, for readers at their own pace."""
+"""Tests of a run's records: each reader at its own pace."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_of_rounds_the_last_are_kept() -> None:
     for number in range(10, KEPT_ROUNDS + 20):
         records.add(round_record(number))
     records.end(FINISH, over=True)
-    # What it had before was read; of the rest the oldest are gone.
+    # Earlier records were read; of the rest the oldest are gone.
     assert [record.round for record in slow] == [*range(1, 10), *range(20, KEPT_ROUNDS + 20)]
     assert next(records.round_records()).round == 20
     last = records.last_round
@@ -99,7 +99,7 @@ def test_a_standstill_from_before_the_wish_does_not_count() -> None:
     records.pause(True)
     records.wait_for_pause(1)
     second, _ = in_thread(lambda: records.wait_for_pause(3))
-    records.hear()  # to go on
+    records.hear()  # to continue
     assert not second.done()
     records.pause(False)
     records.hear()  # to pause again

@@ -1,4 +1,4 @@
-"""Requests on their way to the coordinator."""
+"""Tests of requests to the coordinator."""
 
 from __future__ import annotations
 

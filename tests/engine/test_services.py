@@ -1,4 +1,4 @@
-"""Objects that the threads of a run share."""
+"""Tests of the services shared by the threads of a run."""
 
 from __future__ import annotations
 

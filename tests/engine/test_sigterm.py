@@ -1,4 +1,6 @@
-"""The first SIGTERM asks for a stop, the second goes where it would have gone; then all is as before."""
+"""Tests of SIGTERM: the first requests a stop, the second goes to the earlier handler, restored at the
+end.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Earlier:
-    """A handler of the user's own."""
+    """The user's own handler."""
 
     def __init__(self) -> None:
         self.heard = 0
@@ -31,7 +33,7 @@ class Earlier:
 
 @pytest.fixture
 def earlier() -> Iterator[Earlier]:
-    """The handler before, and after: no test may leave another one."""
+    """Set the handler before the test, and restore the original after it."""
     handler = Earlier()
     before = signal.signal(signal.SIGTERM, handler)
     try:
@@ -65,7 +67,7 @@ def test_the_first_asks_and_the_second_goes_to_the_handler_before(earlier: Earli
     run = Wish()
     sigterm()
     run.wait()
-    assert run.by == ["flowdp-sigterm"]  # not the main thread, which may hold the locks that it takes
+    assert run.by == ["flowdp-sigterm"]  # not the main thread, which may hold the same locks
     assert earlier.heard == 0
     sigterm()
     assert earlier.heard == 1
@@ -80,7 +82,7 @@ def test_all_runs_hear_it_and_the_last_one_puts_the_handler_back(earlier: Earlie
     sigterm()
     for run in runs:
         run.wait()
-    later = Wish()  # has not heard that one
+    later = Wish()  # has not received that one
     for run in runs:
         run.stop.close()
     assert signal.getsignal(signal.SIGTERM) is not earlier
@@ -138,7 +140,7 @@ def test_a_handler_set_meanwhile_stays() -> None:
         run.wait()
         run.stop.close()
         assert signal.getsignal(signal.SIGTERM) is both
-        # Ours around the user's around an older one of ours.
+        # Ours around the user's, which is around an older one of ours.
         signal.signal(signal.SIGTERM, lambda number, frame: ours(number, frame) if users.heard < 1 else None)
         second = Wish()
         sigterm()

@@ -1,4 +1,4 @@
-"""What a hanging run tells of itself can be read, and names the user's line."""
+"""Tests of a hanging run's stacks: readable, with the user's line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowdp.threads.gate import Waiting
 
 @contextmanager
 def thread_inside(name: str, keeps: object = None) -> Iterator[threading.Thread]:
-    """A thread that stands in a function of the user's."""
+    """A thread inside a user's function."""
     release = threading.Lock()
     release.acquire()
 
@@ -55,7 +55,7 @@ def test_two_threads_of_one_name_are_both_told() -> None:
 def test_threads_that_do_not_run_have_no_stack() -> None:
     with thread_inside("flowdp-worker-0") as gone:
         pass
-    with thread_inside("flowdp-worker-1"):  # which most likely has the ident of the one that is gone
+    with thread_inside("flowdp-worker-1"):  # which most likely reuses the ident of the ended thread
         assert stacks([gone, threading.Thread(name="not started")]) == {}
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong in a step, and in whose code: it comes out of `join()` with its place, and nobody stays."""
+"""Tests of errors in steps: `join()` raises them with their place, and all threads end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAMPLES, BATCH = 240, 2
 
 
 class Broken(Exception):
-    """What the user's code raises here."""
+    """The error raised by the user's code."""
 
 
 def mse(model: nn.Module, batch: Any) -> Tensor:
@@ -56,7 +56,7 @@ def start(policy: str = "cadence", devices: int = 2, loss: Callable[..., Any] = 
 
 
 def failure_of(run: Run) -> FlowdpError:
-    """The failure, raised in time, by all who ask, and with nobody left."""
+    """The failure, raised in time to every caller, with no thread left."""
     began = perf_counter()
     with pytest.raises(FlowdpError) as caught:
         run.join(60)
@@ -79,7 +79,7 @@ def is_at(rank: int, step: int) -> bool:
     return worker.rank == rank and worker.local_step == step
 
 
-# ---------------------------------------------------------------- the user's code in a step
+# ---------------------------------------------------------------- user code in a step
 def raising(rank: int) -> dict[str, Any]:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         if is_at(rank, 4):
@@ -113,7 +113,7 @@ def raising_in_backward(rank: int) -> dict[str, Any]:
 
 
 class RefusingSGD(torch.optim.SGD):
-    """Refuses a step of one rank."""
+    """Raises in a step of one rank."""
 
     def __init__(self, params: Any, rank: int) -> None:
         super().__init__(params, lr=1e-6)
@@ -282,11 +282,11 @@ def test_a_dataset_that_raises(dataset: Any, devices: int, policy: str) -> None:
 def test_a_dataset_that_raises_in_another_process(policy: str) -> None:
     error = failure_of(start(policy, 2, dataset=DataLoader(Cracked(), BATCH, num_workers=2)))
     assert isinstance(error, DataError)
-    assert isinstance(error.__cause__, Broken)  # torch raises it anew, with the process's traceback in words
+    assert isinstance(error.__cause__, Broken)  # torch raises a new one, with the process's traceback as text
     assert error.indices == (76, 77)
 
 
-# ---------------------------------------------------------------- what a step may ask
+# ---------------------------------------------------------------- queries in a step
 def test_the_worker_of_a_step() -> None:
     seen: list[tuple[int, int, int, int, int, bool]] = []
 
@@ -309,12 +309,12 @@ def test_the_worker_of_a_step() -> None:
     assert rounds == sorted(rounds)
 
 
-# ---------------------------------------------------------------- where the host waits
+# ---------------------------------------------------------------- waits of the host
 class Drains:
-    """Counts the waits of workers behind which their devices have nothing to do.
+    """Counts the waits of workers that leave their devices idle.
 
     Attributes:
-        count: In rounds; a rank that waits for orders has nothing to do anyway.
+        count: Waits in rounds; a rank without orders is idle anyway.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,6 +367,6 @@ def test_the_host_does_not_wait_for_a_device_that_has_nothing_else_to_do(
     steps = 100 if policy == "exact" else 200
     run = start(policy, epochs=None, max_steps=steps, **options)
     run.join(60)
-    # A rank that came to the end of an epoch without a step stands in the gate with nothing to do.
+    # A rank that reaches the end of an epoch without a step is idle in the gate.
     spare = 0 if rounds else 20
     assert drains <= counted.count <= drains + spare

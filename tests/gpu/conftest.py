@@ -1,4 +1,4 @@
-"""Where the GPU tests run: on CUDA devices, and the same bodies on the CPU, so that they cannot rot."""
+"""Devices of the GPU tests: CUDA, and the CPU with the same tests, so that they stay correct."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Ranks = Callable[[int], Sequence[torch.device]]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """One OpenMP thread for each worker: a pool spins where the machine has other things to do."""
+    """One OpenMP thread per worker: a pool spins when the machine is busy."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -26,7 +26,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(params=[pytest.param("cuda:0", marks=pytest.mark.gpu(1)), "streams", "cpu"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """A card; the CPU with the fake streams of one; the CPU."""
+    """A card; the CPU with fake streams; the CPU."""
     if request.param == "streams":
         fake_streams(monkeypatch)
     return torch.device("cpu" if request.param == "streams" else request.param)
@@ -34,7 +34,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 
 @pytest.fixture
 def has_streams(request: pytest.FixtureRequest, device: torch.device) -> bool:
-    """Whether `device` works as a card does: prefetches, keeps data, runs behind its host."""
+    """Whether `device` works like a card: prefetches, keeps data resident, runs behind its host."""
     return request.node.callspec.params["device"] != "cpu"
 
 
@@ -49,7 +49,7 @@ def has_streams(request: pytest.FixtureRequest, device: torch.device) -> bool:
     ids=["card", "cards", "card-and-cpu", "streams", "cpu"],
 )
 def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    """`ranks(n)` are n devices, those of a machine in turn."""
+    """`ranks(n)`: n devices, the machine's in turn."""
     there = request.param
     if there == "streams":
         fake_streams(monkeypatch)
@@ -58,7 +58,7 @@ def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ra
 
 
 def fake_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let runs on the CPU do what they do on a card."""
+    """Make runs on the CPU behave as on a card."""
     from tests.data.cards import Card
 
     card = Card()

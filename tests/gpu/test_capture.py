@@ -1,4 +1,4 @@
-"""Captured steps on a card, against eager ones; on the CPU the same bodies with its own graphs."""
+"""Tests of captured steps on a card, against eager ones; on the CPU the same tests with its own graphs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def same(one: flowdp.TrainedState, other: flowdp.TrainedState) -> bool:
 
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> Any:
-    """What flowdp says of captures."""
+    """flowdp's messages about captures."""
     caplog.set_level(logging.WARNING, "flowdp")
     return lambda: [text for text in caplog.messages if text.startswith("capture")]
 

@@ -1,4 +1,4 @@
-"""A loop of the user's own on several replicas of a card: the numbers of one device."""
+"""Tests of a user's loop on several replicas of a card: the results of one device."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def late_gradient(_module: nn.Module, _inputs: object, outputs: tuple[torch.Tens
 
 
 def test_replicas_averaged_by_hand_are_those_of_one_device(ranks: Ranks) -> None:
-    """Over NCCL where each replica has a card of its own and NCCL is there."""
+    """With NCCL if each replica has its own card and NCCL is installed."""
     devices = ranks(2)
     twin = small_model().to(devices[0])
     models = [small_model().to(device) for device in devices]

@@ -1,4 +1,4 @@
-"""Means of unequal weights against float64, on every backend."""
+"""Tests of weighted means against float64, on every backend."""
 
 from __future__ import annotations
 

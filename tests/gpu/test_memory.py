@@ -1,4 +1,4 @@
-"""Memory: what the gauge says, what happens when there is too little, what a run leaves behind."""
+"""Tests of memory: the gauge, too little memory, leftovers of a run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_gauge_reads_what_nvidia_says():
     assert after is not None
     assert abs(before.total - torch.cuda.get_device_properties(0).total_memory) < 1024 * MIB
     assert abs((before.free - after.free) - (theirs - theirs_after)) < 64 * MIB
-    assert abs(after.free - theirs_after) < 1024 * MIB  # what the driver keeps for itself
+    assert abs(after.free - theirs_after) < 1024 * MIB  # memory reserved by the driver
     assert after.active - before.active == taken.nbytes
     assert after.peak >= after.active
 
@@ -88,9 +88,9 @@ def test_data_there_and_streamed_data_train_the_same(device, has_streams):
         assert type(lying_feeds[0]) is ResidentFeed
 
 
-# ---------------------------------------------------------------- too little of it
+# ---------------------------------------------------------------- too little memory
 class Wide:
-    """Batches of `row_bytes` a sample."""
+    """Batches of `row_bytes` per sample."""
 
     def __init__(self, length: int, row_bytes: int) -> None:
         self._length = length
@@ -104,14 +104,14 @@ class Wide:
 
 
 def train_wide(device: torch.device, dataset: Any) -> tuple[list[int], Any]:
-    """Train an epoch; the samples that were seen, and the feed."""
+    """Train an epoch; returns the samples seen, and the feed."""
     seen: list[Tensor] = []
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         rows = batch if isinstance(batch, Tensor) else batch[0]
         seen.append(rows[:, -1].clone())
         if device.type == "cuda":
-            torch.cuda._sleep(40_000_000)  # some 20 ms: slower than the batches are made
+            torch.cuda._sleep(40_000_000)  # some 20 ms: longer than a batch takes to make
         return model(rows[:, :8].float()).square().mean()
 
     run = flowdp.Trainer(
@@ -131,7 +131,7 @@ def train_wide(device: torch.device, dataset: Any) -> tuple[list[int], Any]:
 
 @pytest.fixture
 def limited() -> Iterator[Any]:
-    """`limited(bytes)`: the allocator gets so much more than it holds, and the gauge does not know it."""
+    """`limited(bytes)`: the allocator gets this much more than it holds, unknown to the gauge."""
 
     def limit(more: int) -> None:
         gc.collect()
@@ -182,13 +182,13 @@ def test_on_a_full_card_one_batch_is_ahead_and_no_dataset_is_brought():
         torch.cuda.empty_cache()
 
 
-# ---------------------------------------------------------------- what is left behind
+# ---------------------------------------------------------------- leftovers
 def left(device: torch.device) -> tuple[int, int, int]:
     """Bytes on the device, lanes of the process, threads."""
     gc.collect()
     allocated = 0
     if device.type == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()  # one for each thread's handle and stream that ever met
+        torch._C._cuda_clearCublasWorkspaces()  # one for each pair of a thread's handle and a stream
         allocated = torch.cuda.memory_allocated(device)
     return allocated, len(streams._made), threading.active_count()
 

@@ -1,4 +1,4 @@
-"""Nothing on the path of a step waits for the device; nothing that was freed is read."""
+"""Tests that no step waits for the device, and that freed memory is not read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.gpu.checks import BATCH_SIZE, Single, faults_of, model, samples
 from flowdp.data import open_feeds
 from tests.data.poisoned import PoisonedFeed
 
-# torch says once in a process that this mode is a prototype.
+# torch warns once per process that this mode is a prototype.
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 
 STEPS = 160
@@ -24,16 +24,16 @@ STEPS = 160
 
 @pytest.fixture
 def poisonings(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> type[PoisonedFeed]:
-    """Prefetched batches are written over once their step is done; counts them."""
+    """Overwrite prefetched batches after their step; counts them."""
     monkeypatch.setattr(open_feeds, "PrefetchFeed", PoisonedFeed)
     monkeypatch.setattr(PoisonedFeed, "count", 0)
     return PoisonedFeed
 
 
 class Watch:
-    """A loss that switches torch's check for implicit waits on behind the first rounds and off near the end.
+    """A loss that switches torch's check for implicit waits on after the first rounds and off near the end.
 
-    The check is one for the process, and an error in whichever thread waits.
+    The check is per process, and raises in whichever thread waits.
     """
 
     def __init__(self, device: torch.device) -> None:

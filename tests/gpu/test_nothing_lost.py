@@ -1,4 +1,4 @@
-"""What happens in a long run, on cards: a resume, too little memory, no numbers, ranks that leave."""
+"""Tests of long runs on cards: resuming, too little memory, NaN or inf parameters, ranks that leave."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def trainer(devices: Sequence[torch.device], loss: Any = error, **options: Any) 
 
 # ---------------------------------------------------------------- checkpoints
 def with_dropout(device: torch.device) -> nn.Module:
-    """On a card alone: the CPU's generator belongs to the process, and is not saved."""
+    """Only on a card: the CPU's generator belongs to the process, and is not saved."""
     rate = 0.5 if device.type == "cuda" else 0.0
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(rate), nn.Linear(16, 1)).to(device)
 
 
 def test_a_resumed_run_has_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
-    """Each card's generator is saved and put back; ranks that share one would draw in any order."""
+    """Each card's generator is saved and restored; ranks that share one would draw in any order."""
     devices = ranks(2)
     if devices[0] == devices[1] and devices[0].type == "cuda":
         devices = devices[:1]
@@ -76,8 +76,8 @@ def test_a_resumed_run_has_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
     options = {"model": with_dropout, "policy": "sync", "epochs": 2}
     whole = trainer(devices, checkpoint=saves, **options).fit()
     found = sorted(tmp_path.glob("*.pt"))
-    assert len(found) >= 2  # while one is written, others are left out
-    if devices[0].type == "cuda":  # what resuming must not rely on
+    assert len(found) >= 2  # while one is written, others are skipped
+    if devices[0].type == "cuda":  # resuming must not depend on it
         torch.cuda.manual_seed_all(99)
     for path in (found[0], found[len(found) // 2]):
         resumed = trainer(devices, resume=path, **options).fit()
@@ -88,7 +88,7 @@ def test_a_resumed_run_has_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def replica_on(lane: Lane) -> Replica:
-    """One that has taken a step."""
+    """A replica that has taken a step."""
     with lane.on(lane.compute):
         module = perceptron().to(lane.device)
         flat = FlatReplica(module)
@@ -104,7 +104,9 @@ def replica_on(lane: Lane) -> Replica:
 
 @pytest.fixture
 def held_back(device: torch.device, has_streams: bool, monkeypatch: pytest.MonkeyPatch) -> Hold:
-    """`held_back(lane)` makes the device late; what it returns says whether it still is, and lets it go."""
+    """`held_back(lane)` delays the device; returns a function that releases it, and says whether it still
+    waited.
+    """
 
     def hold(lane: Lane) -> Callable[[], bool]:
         if device.type == "cuda":
@@ -113,7 +115,7 @@ def held_back(device: torch.device, has_streams: bool, monkeypatch: pytest.Monke
             mark.record(lane.compute)
             return lambda: not mark.query()
         gone_on = threading.Event()
-        if has_streams:  # nobody who waits for an event comes past it
+        if has_streams:  # a thread that waits for an event does not get past it
             monkeypatch.setattr(FakeEvent, "passed", gone_on)
 
         def is_late() -> bool:
@@ -130,14 +132,14 @@ def test_a_capture_leaves_the_host_to_go_on(device: torch.device, has_streams: b
     lane = CudaLane(device, FakeCuda()) if is_fake else open_lanes([device])[0]
     replica = replica_on(lane)
     with lane.on(lane.compute):
-        capture(replica, shared=True)()  # makes the host's memory
+        capture(replica, shared=True)()  # allocates the host memory
         wanted = {name: tensor.clone() for name, tensor in replica.module.state_dict().items()}
         moments = [state["exp_avg"].clone() for state in replica.optimizers[0].state.values()]
         is_late = held_back(lane)
         taken = capture(replica, shared=True)
         assert is_late()
         for parameter in replica.module.parameters():
-            parameter.data.add_(1)  # training goes on
+            parameter.data.add_(1)  # training continues
         state = taken()
     lane.drain()
     for name, tensor in wanted.items():
@@ -149,7 +151,7 @@ def test_a_capture_leaves_the_host_to_go_on(device: torch.device, has_streams: b
 
 # ---------------------------------------------------------------- too little memory
 def test_a_batch_for_which_there_is_no_room_is_taken_in_pieces(device: torch.device, limited: Any) -> None:
-    """On a card for real: a sample's step needs 64 MiB, and there is room for 24 of the 64 samples."""
+    """Real on a card: a sample's step needs 64 MiB, and there is room for 24 of the 64 samples."""
     seen: list[Tensor] = []
     unit = 64 * MIB
 
@@ -175,7 +177,7 @@ def test_a_batch_for_which_there_is_no_room_is_taken_in_pieces(device: torch.dev
         torch.testing.assert_close(state.state_dict[name], tensor, rtol=1e-4, atol=1e-5)
 
 
-# ---------------------------------------------------------------- no numbers
+# ---------------------------------------------------------------- NaN or inf parameters
 @pytest.mark.parametrize(
     ("policy", "backend"), [("sync", "auto"), ("cadence", "cpu"), ("async", "auto"), ("exact", "auto")]
 )
@@ -228,7 +230,7 @@ def test_the_others_go_on(ranks: Ranks, policy: str, backend: str) -> None:
 
 @pytest.fixture(params=[pytest.param("cards", marks=pytest.mark.gpu(2)), "streams"])
 def over_nccl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Ranks that average by NCCL: one on each card, of three at most; or three on a fake of it."""
+    """Ranks averaged by NCCL: one per card, three at most; or three on a fake NCCL."""
     if request.param == "cards":
         return {
             "devices": [f"cuda:{n}" for n in range(min(3, torch.cuda.device_count()))],

@@ -1,4 +1,4 @@
-"""On a machine with CUDA: what is said about it."""
+"""Tests of the reported topology on a machine with CUDA."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every way to train: data trained once, losses that fall, replicas that agree."""
+"""Tests of every policy on cards: data trained once, falling losses, equal replicas."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_precisions(device, count, precision):
     assert faults_of([device] * count, precision=precision, max_grad_norm=10.0) == []
 
 
-# ---------------------------------------------------------------- what the user sees
+# ---------------------------------------------------------------- effects for the user
 def trainer(device: torch.device, loss: Any, **options: Any) -> flowdp.Trainer:
     options = {"epochs": 2, "batch_size": BATCH_SIZE, "dataset": samples(), **options}
     return flowdp.Trainer(
@@ -121,7 +121,7 @@ def test_a_failing_step_says_where(device):
 
 
 def test_a_model_that_the_user_has_trained_on_the_device(device):
-    """Autograd warns where a parameter's gradient is accumulated on another stream than it was noted on."""
+    """Autograd warns if a parameter's gradient is accumulated on another stream than its recorded one."""
     mine = model().to(device)
     x, y = (tensor.to(device) for tensor in samples())
     error(mine, (x, y)).backward()
@@ -143,7 +143,7 @@ def test_a_model_that_the_user_has_trained_on_the_device(device):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_recurrent_layers_keep_their_chunk(ranks, count):
-    """A forward of cuDNN with weights outside one chunk warns, and a warning is an error here."""
+    """A cuDNN forward with weights outside one chunk warns, and warnings are errors here."""
 
     class Recurrent(nn.Module):
         def __init__(self) -> None:
@@ -171,7 +171,7 @@ def test_recurrent_layers_keep_their_chunk(ranks, count):
 @pytest.mark.gpu(1)
 def test_what_a_dataset_makes_on_the_card_is_waited_for():
     class OnTheCard:
-        """Batches that are still being made when they are handed over."""
+        """Batches that are still being computed when they are returned."""
 
         def __len__(self) -> int:
             return 256

@@ -1,4 +1,4 @@
-"""A loss that is recorded as a graph: what of its surroundings it may read, and where its numbers go."""
+"""Tests of a loss recorded as a graph: objects it may read, and destinations of its values."""
 
 from __future__ import annotations
 

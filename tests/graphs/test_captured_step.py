@@ -1,4 +1,4 @@
-"""What stands between a rank and its step: when a graph runs, and what is compared with the eager step."""
+"""Tests of the switch between eager and captured steps: when a graph runs, and its comparison with eager."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HALF = Factors(0.5, 0)
 
 
 class Rank:
-    """The least that can be captured: a mean of squares, and what it is given to return beside."""
+    """A minimal captured step: a mean of squares, and further outputs."""
 
     has_stepped = True
     shares_generator = False
@@ -63,7 +63,7 @@ class Rank:
         return self.compute(batch, None, HALF) if computed is None else computed
 
     def until_captured(self) -> None:
-        """Two eager steps, comparisons at the first, second and fourth captured one: the next is none."""
+        """Two eager steps, then comparisons at captured steps 1, 2 and 4; the next one has none."""
         for _ in range(7):
             self.clear()
             self.run()

@@ -1,4 +1,4 @@
-"""A step as a graph of operations: the same bits as eagerly, or a reason why there is none."""
+"""Tests of steps as graphs of operations: the same bits as eager steps, or a reason why not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def mean(model: nn.Module, batch: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _bound_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread belongs to no worker before the test, nor behind it."""
+    """No worker is bound to the thread before or after the test."""
     monkeypatch.setattr(worker_context._local, "worker", None, raising=False)
 
 
@@ -122,7 +122,7 @@ class Doubled(torch.autograd.Function):
 
 
 class Own(nn.Linear):
-    """A function with a backward of its own, and a hook on what it returns."""
+    """A function with its own backward, and a hook on its result."""
 
     def __init__(self) -> None:
         super().__init__(6, 3)

@@ -1,4 +1,4 @@
-"""Captured steps on CUDA, with streams and graphs faked."""
+"""Tests of captured steps on CUDA, with fake streams and graphs."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ class Rank:
         self.replica.count(self.replica.compute(batch, self.worker, factors), factors)
 
     def is_clean(self) -> bool:
-        """Nothing is left of a capture: no stream in it, no diverted allocator, no pool, no lock."""
+        """Whether nothing of a capture is left: no stream in it, no diverted allocator, no pool, no lock."""
         captures = self.cuda.captures
         return not (captures.current or captures.diverted or captures.pools or QUIET.locked())
 
 
 def twins(dropout: float = 0.0, loss: Loss = classify) -> tuple[Rank, Rank]:
-    """The same replica twice; the first one has taken a step, as the second one has."""
+    """The same replica twice; both have taken a step."""
     module = model(dropout)
     eager, captured = Rank(copy.deepcopy(module), loss), Rank(module, loss)
     for rank in (eager, captured):
@@ -215,7 +215,7 @@ def test_a_parameter_without_a_part_in_the_loss_keeps_no_gradient() -> None:
         rank.run(graph, batches(1)[0])
         assert not rank.module.unused.weight.grad.any()
         rank.replica.step()
-    assert torch.equal(rank.module.unused.weight, before)  # weight decay would have moved it
+    assert torch.equal(rank.module.unused.weight, before)  # weight decay would have changed it
 
 
 def test_recorded_scalars_and_losses_are_no_memory_of_the_graph() -> None:
@@ -301,7 +301,7 @@ def test_ranks_that_share_a_generator_and_draw_stay_eager(monkeypatch: pytest.Mo
     rank.replica.shares_generator = True
     before = copy.deepcopy(rank.module.state_dict())
     with rank.lane.on(rank.lane.compute), monkeypatch.context() as patch:
-        # Not even tried: below torch 2.13 others of the card could not draw meanwhile.
+        # Not attempted: before torch 2.13 no other rank of the card could draw random numbers meanwhile.
         patch.setattr(rank.cuda, "CUDAGraph", None)
         with pytest.raises(NotCaptured, match="share the generator"):
             rank.record(batches(1)[0])
@@ -332,7 +332,9 @@ def test_sparse_gradients_stay_eager() -> None:
 
 
 class Teacher(nn.Module):
-    """Moves parameters in its forward: a bound on an embedding's rows, and a slow average of its weights."""
+    """Changes parameters in its forward: a bound on an embedding's rows, and a slow average of its
+    weights.
+    """
 
     def __init__(self) -> None:
         super().__init__()

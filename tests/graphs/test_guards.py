@@ -1,4 +1,4 @@
-"""The fingerprint of a step: what of Python a recorded graph depends on."""
+"""Tests of a step's fingerprint: Python state on which a recorded graph depends."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_what_cannot_be_compared_or_is_gone_counts_as_changed() -> None:
 
 
 class Loss:
-    """A loss as an object, with a module and a method that reads a global."""
+    """A loss object with a module and a method that reads a global."""
 
     def __init__(self) -> None:
         self.noise = nn.Dropout(0.1)
@@ -202,7 +202,7 @@ def test_a_dict_that_another_rank_writes_to_meanwhile_is_copied_all_the_same() -
     shared: dict[str, Any] = {}
 
     class Watching(dict[str, int]):
-        """When it is looked at, another rank has added to the dict that it is in."""
+        """When it is read, another rank has added to the dict that contains it."""
 
         def __len__(self) -> int:
             shared["added"] = 1

@@ -1,4 +1,4 @@
-"""Functions that are made of recorded graphs."""
+"""Tests of functions made of recorded graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_without_torchscript_a_reason_is_given(monkeypatch: pytest.MonkeyPatch) 
 
 
 def recorded() -> tuple[fx.Graph, list[fx.Node], list[fx.Node]]:
-    """Of a parameter w, a leaf x, and a share: results w * x * share and x itself, gradient x."""
+    """A recorded function of a parameter w, a leaf x and a share: results w * x * share and x, gradient x."""
     graph = fx.Graph()
     w, x, share, _ = (graph.placeholder(f"input_{k}") for k in range(4))
     product = graph.call_function(aten.mul.Tensor, (w, x))

@@ -1,4 +1,4 @@
-"""Rounds of one order: what was held of them, by ranks that acknowledged and by one that is gone."""
+"""Tests of rounds armed by one order: those that took place, by acknowledgments and a lost rank."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def test_what_a_rank_did_is_what_it_said() -> None:
 @pytest.mark.parametrize(
     ("count", "last", "steps"),
     [
-        (3, outcome(9), 3),  # it is in the last mean, and was lost before it said so
-        (3, outcome(8, (0,), (1, 0)), 1),  # it is in the mean of round 7 alone
+        (3, outcome(9), 3),  # it is in the last mean, and was lost before its acknowledgment
+        (3, outcome(8, (0,), (1, 0)), 1),  # it is only in the mean of round 7
         (3, outcome(7, (0,), (1, 0)), 0),
-        (1, outcome(7, (0, 1), (3, 2)), 2),  # it had been hurried into the last mean
+        (1, outcome(7, (0, 1), (3, 2)), 2),  # it was called early to the last mean
         (1, outcome(7, (0,), (3, 0)), 0),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the coordinator knows of a rank: orders and steps agree."""
+"""Tests of the coordinator's record of a rank: orders and steps agree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_what_was_not_trained_is_not_dealt_any_more() -> None:
     state.credit(state.orders.popleft(), Work(0, 2, 16, pace_ms=5.0))
     assert (state.dealt, state.trained, state.pace_ms) == (2, 2, 5.0)
     state.credit(order, Work(0, 3, 24))
-    assert state.pace_ms == 5.0  # nothing measured, nothing forgotten
+    assert state.pace_ms == 5.0  # nothing measured: the pace stays
     assert [work.steps for work in state.works] == [2, 3]
 
 
@@ -29,7 +29,7 @@ def test_the_end_of_an_epoch_shortens_its_orders_alone() -> None:
     assert not state.shorten(DataEnded(3, 10))
     assert state.shorten(DataEnded(3, 9))
     assert [order.batches for order in state.orders] == [(7,), (8,)]
-    # An order that is empty stays: it will be answered.
+    # An empty order stays, to be answered.
     assert state.shorten(DataEnded(4, 8))
     assert [order.batches for order in state.orders] == [(7,), ()]
     assert state.dealt == 1
@@ -40,7 +40,7 @@ def test_steps_of_several_batches_are_counted_as_steps() -> None:
     state = AsyncRank()
     state.give(StartEpoch(0, 0, (0, 1, 2, 3, 4), group=2))
     assert state.dealt == 3
-    # The last step has one batch less than it might, and is cut to nothing after that.
+    # The last step has one batch less than possible, and is then cut to nothing.
     assert state.shorten(DataEnded(0, 4))
     assert state.shorten(DataEnded(0, 3))
     assert state.dealt == 2
@@ -64,7 +64,7 @@ def test_a_report_is_about_the_oldest_batches() -> None:
     state.give(StartEpoch(0, 0, (0, 1, 2, 3, 4), group=2))
     part = state.reported(StepsDone(0, 0, Work(0, 1, 16), is_last=False))
     assert (part.batches, state.orders[0].batches) == ((0, 1), (2, 3, 4))
-    # The last report may be about fewer steps than are left: the order was cut short.
+    # The last report may have fewer steps than are left, if the order was cut short.
     assert state.reported(StepsDone(0, 0, Work(0, 1, 16))).batches == (2, 3, 4)
     assert not state.orders
     with pytest.raises(ProtocolError, match="the oldest order is None"):

@@ -1,4 +1,4 @@
-"""What is under way of an asynchronous round."""
+"""Tests of the state of an asynchronous round."""
 
 from __future__ import annotations
 

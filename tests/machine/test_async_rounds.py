@@ -1,4 +1,4 @@
-"""Asynchronous rounds: given facts, when snapshots are asked for, averaged and applied."""
+"""Tests of asynchronous rounds: when snapshots are requested, averaged and applied."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.planned import sync_now
 
 
 class Run:
-    """Two ranks and the machine between them."""
+    """Two ranks and the machine."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Run:
         self.now_ms = 0.0
 
     def decide(self, *, hold: bool = False, meet: bool = False) -> list[Command]:
-        """What the machine says besides its orders, which are kept in `out`."""
+        """The machine's commands except orders, which are kept in `out`."""
         commands = self.machine.decide(self.now_ms, Constraints(hold, meet))
         self.machine.check()
         for command in commands:
@@ -65,14 +65,14 @@ class Run:
         return commands
 
     def trains(self, rank: int, pace_ms: float = 10.0) -> None:
-        """The rank is done with its oldest order."""
+        """The rank completes its oldest order."""
         order = self.out[rank].pop(0)
         steps = order.steps
         work = Work(order.epoch, steps, 8 * steps, pace_ms * steps, 0.0, pace_ms, (8.0 * steps, 8 * steps))
         assert self.take(StepsDone(rank, order.plan, work)) == []
 
     def fills(self) -> list[Command]:
-        """Both ranks train until the machine asks for snapshots."""
+        """Both ranks train until the machine requests snapshots."""
         for _ in range(100):
             if said := self.decide():
                 return said
@@ -100,7 +100,7 @@ def test_batches_go_out_in_small_orders_two_for_each_rank() -> None:
     assert run.decide() == []
     assert [[order.batches for order in orders] for orders in run.out] == [[(0,), (1,)], [(2,), (3,)]]
     assert all(order.sync is None and order.pace is not None for orders in run.out for order in orders)
-    # One is done, one more goes out.
+    # One order is complete, one more is given.
     run.trains(1)
     run.decide()
     assert [order.batches for order in run.out[1]] == [(3,), (4,)]
@@ -118,16 +118,16 @@ def test_orders_and_counts_are_steps_of_several_batches() -> None:
 
 def test_a_round_passes_through_its_three_states() -> None:
     run = Run()
-    # Every rank has taken its count of the probe, three steps: snapshots are asked for.
+    # Every rank has taken its probe of three steps: snapshots are requested.
     assert run.fills() == requests(0)
     assert trained(run) == [3, 3]
-    # Both lie there: they are averaged, with their samples as weights.
+    # Both have arrived: they are averaged, with their samples as weights.
     assert run.snapshots(0, (3, 4)) == [Average(0, (24, 32))]
-    # The mean is there: all apply it, and the schedule stands behind its seven steps.
+    # The mean is there: all apply it, and the schedule is at position seven.
     run.now_ms = 50.0
     assert run.take(Averaged(0, 2.0, (0.1, 0.2))) == [Send(0, Update(0, 7)), Send(1, Update(0, 7))]
     assert run.machine.global_step == 7
-    # The round ends when the last one has.
+    # The round ends with the last one's answer.
     assert run.take(Updated(1, 0)) == []
     [record] = run.take(Updated(0, 0))
     assert isinstance(record, RoundEnded)
@@ -143,7 +143,7 @@ def test_ranks_train_on_while_a_round_is_under_way() -> None:
     for _ in range(5):
         run.trains(0)
         run.trains(1)
-        # They get more, and no second round is opened meanwhile.
+        # They get more orders, and no second round begins meanwhile.
         assert not any(isinstance(c, Send) and isinstance(c.order, RequestParams) for c in run.decide())
     assert trained(run) == [5, 5]
 
@@ -154,11 +154,11 @@ def test_who_is_too_far_ahead_gets_nothing_more() -> None:
     for _ in range(2):
         run.trains(0)
         said = run.decide()
-    # Rank 1 has done nothing: two steps are one more than it, and the lead may be one.
+    # Rank 1 has taken no step: rank 0 is two ahead, and the limit is one.
     assert said == [Send(0, Throttle(2, "at its lead limit"))]
-    # Told once.
+    # Sent once.
     assert run.decide() == []
-    # Rank 1 moves, and rank 0 with it.
+    # Rank 1 continues, and so does rank 0.
     run.trains(1)
     run.decide()
     assert len(run.out[0]) == 1
@@ -179,7 +179,7 @@ def test_the_automatic_limit_is_the_count_and_a_few_steps() -> None:
 def test_at_the_end_of_the_data_all_meet_at_the_gate() -> None:
     run = Run(batches=4)
     assert run.decide() == []
-    # All is dealt: behind the last orders stands a blocking round.
+    # All is dealt: the last orders end with a blocking round.
     assert [orders[-1].sync is not None for orders in run.out] == [True, True]
     for rank in (0, 1):
         run.trains(rank)
@@ -201,10 +201,10 @@ def test_a_wish_calls_a_hurried_meeting_and_deals_anew_what_it_cuts() -> None:
     run.decide()
     run.trains(0)
     run.decide()
-    # A pause: no new batches, a blocking round, at once.
+    # A pause: no new batches, but a blocking round at once.
     assert run.decide(hold=True) == sync_now(0)
     assert [orders[-1].sync is not None for orders in run.out] == [True, True]
-    # Nothing more is said while it is under way.
+    # No further commands while it is under way.
     assert run.decide(hold=True) == []
     # Rank 0 was cut in its second order, rank 1 in its first.
     outcome = Outcome(0, 1, (0, 1), (1, 0), (8, 0), pause=True, hurried=True)
@@ -213,7 +213,7 @@ def test_a_wish_calls_a_hurried_meeting_and_deals_anew_what_it_cuts() -> None:
     assert isinstance(record, RoundEnded)
     assert record.reason == "pause"
     assert run.machine.is_idle
-    # The ledger has everything but batch 0 back; what goes out is a new plan.
+    # The ledger has all but batch 0 back; the next orders are a new plan.
     ledger = run.machine.epochs.of(0)
     assert (ledger.position, ledger.left, ledger.trained) == (1, [[], []], 1)
     run.out = [[], []]
@@ -263,7 +263,7 @@ def test_a_round_without_its_snapshots_is_given_up_and_the_next_waits_longer() -
     run = Run(batches=1000)
     run.fills()
     assert run.machine.deadline_ms() == SNAPSHOT_TIMEOUT_MS
-    # One answer comes, the other does not.
+    # Only one of the two answers comes.
     run.take(SnapshotReady(0, 0, 3, 24))
     run.now_ms = SNAPSHOT_TIMEOUT_MS - 1
     assert run.decide() == []
@@ -271,12 +271,12 @@ def test_a_round_without_its_snapshots_is_given_up_and_the_next_waits_longer() -
     assert run.decide() == [RoundAbandoned(0, (1,)), *requests(1)]
     # Twice as long this time.
     assert run.machine.deadline_ms() == 3 * SNAPSHOT_TIMEOUT_MS
-    # The late answer belongs nowhere; the steps of the first round count in the second.
+    # The late answer is ignored; the first round's steps count in the second.
     run.take(SnapshotReady(1, 0, 3, 24))
     assert run.decide() == []
     assert run.snapshots(1, (3, 3)) == [Average(1, (24, 24))]
     assert run.machine.deadline_ms() is None
-    # It came in time, so the next one waits as long as the first did.
+    # It came in time, so the next timeout is that of the first.
     run.take(Averaged(1, 1.0))
     run.take(Updated(0, 1))
     run.take(Updated(1, 1))
@@ -357,7 +357,7 @@ def test_the_counts_are_checked() -> None:
 
 # ---------------------------------------------------------------- epochs of unknown length
 def ends(run: Run, batches: int, epoch: int = 0) -> list[Command]:
-    """The end of the epoch is read; ranks that are told drop what never existed."""
+    """The end of the epoch is read; the ranks drop batches that never existed."""
     end = DataEnded(epoch, batches)
     run.machine.epochs.end(epoch, batches)
     commands = run.machine.end(end)
@@ -374,11 +374,11 @@ def test_the_end_of_the_data_shortens_orders_that_are_out() -> None:
     run.decide()
     assert [[order.batches for order in orders] for orders in run.out] == [[(0,), (1,)], [(2,), (3,)]]
     assert ends(run, 3) == [Send(1, DataEnded(0, 3))]
-    # Everything is out, so all meet for the last time behind it.
+    # All is dealt, so all meet for the last time afterwards.
     assert run.decide() == []
     meeting = [orders.pop() for orders in run.out]
     assert all(order.sync is not None for order in meeting)
-    for rank in (0, 0, 1, 1):  # the empty order of rank 1 is answered, too
+    for rank in (0, 0, 1, 1):  # rank 1 answers its empty order, too
         run.trains(rank)
     assert run.machine.epochs.of(0).is_complete
 
@@ -390,7 +390,7 @@ def test_an_empty_order_may_be_answered_after_its_epoch() -> None:
     run.trains(0)
     run.trains(0)
     assert len(run.machine.epochs.ended(1.0, 1, 2)) == 1
-    run.decide()  # the next epoch goes out behind it
+    run.decide()  # the next epoch is dealt after it
     run.trains(1)
     run.trains(1)
     assert run.out[0][0].epoch == 1
@@ -403,7 +403,7 @@ def test_a_run_is_not_idle_while_an_empty_order_is_out() -> None:
     run.trains(0)
     run.trains(1)
     run.trains(1)
-    run.machine._met_dealt = 1  # as after a meeting: nothing was trained since
+    run.machine._met_dealt = 1  # as after a meeting: nothing trained since
     assert not run.machine.is_idle
     run.trains(0)
     assert run.machine.is_idle
@@ -414,12 +414,12 @@ def test_a_stop_hurries_the_last_meeting() -> None:
     run.decide()
     assert run.machine.epochs.is_exhausted
     assert run.decide() == []
-    # The meeting waits for what is dealt; a stop does not, and says so once.
+    # The meeting waits for the dealt batches; a stop does not, and is sent once.
     assert run.decide(hold=True) == sync_now(0)
     assert run.decide(hold=True) == []
 
 
-# ---------------------------------------------------------------- numbers gone bad, resume
+# ---------------------------------------------------------------- NaN or inf parameters, resume
 def test_a_bad_replica_asks_for_a_meeting() -> None:
     run = Run()
     run.decide()

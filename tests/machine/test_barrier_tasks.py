@@ -1,4 +1,4 @@
-"""Barriers: tasks that are due, their order, and their results."""
+"""Tests of barriers: due tasks, their order, and their results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def metrics(epoch: int, loss: float = 1.0) -> EpochMetrics:
 
 
 class Still:
-    """Two ranks that stand still, at a global step."""
+    """Two ranks at a barrier, at a global step."""
 
     def __init__(self, tasks: BarrierPlan, position: Position | None = None) -> None:
         self.barrier = Barrier(tasks, position)
@@ -43,14 +43,14 @@ class Still:
         )
 
     def answers(self, kind: Any, *fields: Any, leaves: bool = False) -> list[Command]:
-        """Both ranks answer; what comes of it."""
+        """Both ranks answer; returns the results."""
         self.barrier.take(kind(0, *fields))
-        assert self.decide(leaves=leaves) == []  # one more is waited for
+        assert self.decide(leaves=leaves) == []  # one more answer is awaited
         self.barrier.take(kind(1, *fields))
         return self.decide(leaves=leaves)
 
     def captures(self, commands: list[Command]) -> Save:
-        """A capture is asked for, and done."""
+        """A capture is requested and done."""
         asked = [command.order for command in commands if isinstance(command, Send)]
         assert [type(order) for order in asked] == [SaveState, SaveState]
         [save] = self.answers(StateSaved)
@@ -88,7 +88,7 @@ def test_an_epoch_is_reported_with_its_evaluation() -> None:
 def test_epochs_keep_their_order() -> None:
     still = Still(EVALUATES)
     assert still.ends(1) == []
-    assert still.ends(2) == []  # nothing follows it, but the one before is not reported
+    assert still.ends(2) == []  # nothing follows it, but the one before is not reported yet
     still.decide()
     commands = still.answers(Evaluated, ())
     assert [command.metrics.epoch for command in commands if isinstance(command, EpochEnded)] == [1, 2]
@@ -118,7 +118,7 @@ def test_a_checkpoint_after_every_second_epoch() -> None:
     reported, *rest = still.decide()
     assert reported == EpochEnded(metrics(1))
     assert still.captures(rest) == Save(0, Position(2, 2, (), 8, versions=1), 1, 0)
-    # It is the run's last one, too, if it ends here.
+    # It is also the run's last one, if the run ends here.
     assert not still.barrier.end(8)
     assert still.barrier.end(9)
 
@@ -149,7 +149,7 @@ def test_checkpoints_by_the_clock() -> None:
     assert not still.barrier.is_wanted
     still.barrier.look(0.6 * MINUTE_MS, 5)
     assert still.barrier.is_wanted
-    assert still.barrier.saves.deadline_ms is None  # it has passed, and nobody is to be woken by it again
+    assert still.barrier.saves.deadline_ms is None  # it has passed, and must not wake the coordinator again
     still.now_ms, still.global_step = 0.7 * MINUTE_MS, 8
     still.captures(still.decide())
     assert still.barrier.saves.deadline_ms == 1.2 * MINUTE_MS
@@ -165,7 +165,7 @@ def test_wishes_are_answered_by_what_is_captured_after_them() -> None:
     still.barrier.wish("snapshot")
     still.barrier.wish("snapshot")
     commands = still.decide()
-    still.barrier.wish("snapshot")  # it may have come too late for what was put down
+    still.barrier.wish("snapshot")  # it may be too late for the captured state
     still.barrier.take(StateSaved(0))
     still.barrier.take(StateSaved(1))
     save, *again = still.decide()
@@ -187,7 +187,7 @@ def test_the_ranks_that_are_there_capture_and_the_first_of_them_the_model() -> N
 
 
 def test_an_epoch_that_ends_meanwhile_comes_before_the_checkpoint() -> None:
-    """The end of a stream may be read while the ranks stand still."""
+    """The end of a stream may be read during the barrier."""
     still = Still(BarrierPlan(SavePlan(1, "epoch"), eval_every=1))
     still.barrier.wish("snapshot")
     still.decide()
@@ -200,7 +200,7 @@ def test_an_epoch_that_ends_meanwhile_comes_before_the_checkpoint() -> None:
     assert (save.capture, save.version, save.snapshots, save.position.done) == (1, 1, 1, 1)
 
 
-# ---------------------------------------------------------------- numbers
+# ---------------------------------------------------------------- NaN or inf parameters
 def test_a_replica_is_healed_before_anything_else() -> None:
     still = Still(EVALUATES)
     still.ends(1)
@@ -216,7 +216,7 @@ def test_who_is_gone_is_not_healed() -> None:
     assert still.decide() == [Send(0, CopyReplica(donor=1))]
 
 
-# ---------------------------------------------------------------- the best, and enough of it
+# ---------------------------------------------------------------- the best state, and early stopping
 WATCHES = BarrierPlan(monitor=Monitor("loss", "min", patience=2), keeps_best=True)
 
 
@@ -234,7 +234,7 @@ def test_the_best_epoch_is_captured() -> None:
     still.ends(3, 2.1)
     still.decide()
     assert still.barrier.is_enough
-    assert Barrier(WATCHES, still.stand()).is_enough  # nor does a run that goes on from there
+    assert Barrier(WATCHES, still.stand()).is_enough  # nor does a run resumed from there
 
 
 def test_a_checkpoint_in_the_epoch_behind_the_best_is_not_the_best() -> None:
@@ -253,7 +253,7 @@ def test_an_epoch_that_was_cut_short_is_judged_when_it_is_whole() -> None:
     still.decide()
     assert still.barrier.best(2) == Best(1.0, 0, 1)
     assert still.barrier.best(1) == Best(1.0, 0)
-    assert still.barrier.best(0) == Best()  # of several, the first one counts
+    assert still.barrier.best(0) == Best()  # of equal ones, the first counts
 
 
 def test_a_monitor_that_watches_nothing_ends_the_run_before_anything_else() -> None:

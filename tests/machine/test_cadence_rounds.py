@@ -1,4 +1,4 @@
-"""Rounds of the cadence: quotas, late rounds and drift."""
+"""Tests of cadence rounds: quotas, late rounds and drift."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tests.planned import acks, decide, orders, rounds, settle, sync, sync_now
 def test_the_first_round_measures_and_nothing_is_armed_behind_it() -> None:
     machine = rounds()
     [block] = orders(decide(machine))
-    # Three steps each, in the order in which the ranks will ask for them.
+    # Three steps each, in the order in which the ranks will request them.
     assert [block[rank].batches for rank in (0, 1)] == [(0, 2, 4), (1, 3, 5)]
     assert sync(block[0]) == SyncPoints(0, 3, 1, 0, 6, drift=True)
-    # Asked again, there is nothing to add.
+    # Nothing is added the second time.
     assert decide(machine) == []
 
 
@@ -28,15 +28,15 @@ def test_a_hint_makes_the_first_round_a_full_one() -> None:
 def test_a_late_round_is_hurried_at_its_deadline() -> None:
     machine = rounds()
     [probe] = orders(decide(machine))
-    # Nobody knows how long the first round takes.
+    # The length of the first round is unknown.
     assert machine.deadline_ms() is None
     settle(machine, acks(probe), 30.0)
     decide(machine, 30.0)
-    # Predicted 100 ms and 1 ms of averaging, 1.25 times that.
+    # Predicted 100 ms and 1 ms of averaging, times 1.25.
     assert machine.deadline_ms() == pytest.approx(30.0 + 1.0 + 125.0)
     assert decide(machine, 155.9) == []
     assert decide(machine, 156.1) == sync_now(1)
-    # Once is enough.
+    # Only once.
     assert machine.deadline_ms() is None
     assert decide(machine, 400.0) == []
 
@@ -59,7 +59,7 @@ def test_quotas_are_steps_of_several_batches() -> None:
     ]
     assert [sync(first[rank]).every for rank in (0, 1)] == [20, 10]
     assert sync(first[0]).steps == 30
-    # What a late round leaves comes back in whole steps.
+    # The rest of a late round is given back in whole steps.
     record = settle(machine, acks(first, steps=(5, 10), hurried=True))
     assert (record.global_step, record.reason) == (15, "hurried")
     assert machine.epochs.of(0).trained == 20

@@ -1,4 +1,4 @@
-"""The settings of a run, as the coordinator gets them."""
+"""Tests of the coordinator's record of a run's settings."""
 
 from __future__ import annotations
 

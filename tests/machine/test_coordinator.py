@@ -1,4 +1,4 @@
-"""The coordinator: given facts and wishes, what it tells its shell."""
+"""Tests of the coordinator: commands for given facts and requests."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def orders(commands: list[Command]) -> dict[int, StartEpoch]:
 
 
 def others(commands: list[Command]) -> list[Command]:
-    """Commands that are neither orders to train nor records."""
+    """Commands that are neither training orders nor records."""
     return [
         c
         for c in commands
@@ -98,7 +98,7 @@ def meet(
     late: tuple[int, ...] = (),
     **wishes: Any,
 ) -> list[Command]:
-    """All ranks acknowledge that the block ended so."""
+    """All ranks acknowledge that the block has ended so."""
     first = block[0].sync
     assert first is not None
     done = steps or tuple(len(order.batches) for order in block.values())
@@ -119,7 +119,7 @@ def meet(
 
 
 def end(commands: list[Command]) -> tuple[bool, int, int]:
-    """Of a run that ended without an error: whether it was stopped, its steps and complete epochs."""
+    """End of a run without an error: whether it was stopped, its steps and complete epochs."""
     [finish] = commands
     assert isinstance(finish, Finish)
     assert finish.error is None
@@ -137,12 +137,12 @@ def test_nothing_begins_before_all_ranks_stand() -> None:
 
 def test_a_run_ends_when_nothing_is_left() -> None:
     machine, commands = started(batches=6)
-    # The only round is trained: the epoch is reported, and everybody may leave.
+    # The only round is trained: the epoch is reported, and all ranks may leave.
     commands = meet(machine, orders(commands))
     assert [type(c) for c in commands] == [RoundEnded, EpochEnded, Send, Send]
     assert others(commands) == [Send(0, Shutdown()), Send(1, Shutdown())]
     assert machine.life is Life.LEAVING
-    # The run is over when the last one has.
+    # The run is over when the last rank has exited.
     assert machine.handle(Exiting(0), 101.0) == []
     assert end(machine.handle(Exiting(1), 102.0)) == (False, 6, 1)
     assert machine.life is Life.DONE
@@ -152,7 +152,7 @@ def test_a_run_ends_when_nothing_is_left() -> None:
 def test_a_stop_is_told_at_the_gate_and_ends_the_run() -> None:
     machine, commands = started()
     assert others(machine.handle(Requested("stop"), 5.0)) == [Direct(Directives(stop=True)), *sync_now(0)]
-    # Asked again, it is nothing new.
+    # The second request has no effect.
     assert machine.handle(Requested("stop"), 6.0) == []
     commands = meet(machine, orders(commands), (1, 0), stop=True, hurried=True)
     assert others(commands) == [Send(0, Shutdown()), Send(1, Shutdown())]
@@ -175,14 +175,14 @@ def test_a_pause_stands_still_after_the_round_and_goes_on_from_there() -> None:
     machine, commands = started()
     assert others(machine.handle(Requested("pause"), 5.0)) == [Direct(Directives(pause=True)), *sync_now(0)]
     commands = meet(machine, orders(commands), (2, 1), pause=True, hurried=True)
-    # All stand still, and the first round after the pause shall not pause again.
+    # All ranks are paused, and the first round after the pause must not pause again.
     assert others(commands) == [Paused(True), Direct(Directives())]
     assert orders(commands) == {}
     assert machine.deadline_ms() is None
-    # While it stands, nothing happens by itself.
+    # During the pause nothing happens by itself.
     assert machine.handle(Tick(), 200.0) == []
     assert machine.handle(Requested("pause"), 201.0) == []
-    # The batches that were left go out first.
+    # The remaining batches are dealt first.
     commands = machine.handle(Requested("unpause"), 300.0)
     assert others(commands) == [Paused(False)]
     assert sum(len(order.batches) for order in orders(commands).values()) > 0
@@ -192,7 +192,7 @@ def test_a_pause_taken_back_before_it_was_obeyed() -> None:
     machine, commands = started()
     machine.handle(Requested("pause"), 5.0)
     assert machine.handle(Requested("unpause"), 6.0) == [Direct(Directives())]
-    # All were called to the gate; the round ends early and the next ones follow.
+    # All were called to the gate; the round ends early, and the next ones follow.
     commands = meet(machine, orders(commands), (2, 1), hurried=True)
     assert others(commands) == []
     assert set(orders(commands)) == {0, 1}
@@ -209,10 +209,10 @@ def test_a_stop_while_paused() -> None:
 def test_a_learning_rate_is_told_once() -> None:
     machine, _ = started("sync", batches=100)
     assert machine.handle(Requested("set_lr", 0.1), 5.0) == [Direct(Directives(lr=0.1))]
-    # An outcome may have told it in the middle of a block, which no acknowledgment shows; the next wish must
-    # not tell it again.
+    # An outcome may have delivered it in the middle of a block, without an acknowledgment; the next request
+    # must not repeat it.
     assert machine.handle(Requested("pause"), 6.0) == [Direct(Directives(pause=True))]
-    # The same rate, wished again, is another wish.
+    # The same rate, requested again, is a new request.
     assert machine.handle(Requested("set_lr", 0.1), 7.0) == [Direct(Directives(pause=True, lr=0.1))]
 
 
@@ -221,7 +221,7 @@ def test_a_learning_rate_calls_one_meeting_under_async() -> None:
     commands = machine.handle(Requested("set_lr", 0.1), 5.0)
     assert others(commands) == [Direct(Directives(lr=0.1)), *sync_now(0)]
     order = StartEpoch
-    # The meeting is held; nobody wants another one.
+    # The meeting is over; none is due.
     outcome = Outcome(0, 0, (0, 1), (0, 0), (0, 0), lr=0.1, hurried=True)
     machine.handle(SyncAck(0, outcome, Work(0, 0, 0)), 6.0)
     commands = machine.handle(SyncAck(1, outcome, Work(0, 0, 0)), 6.0)
@@ -234,7 +234,7 @@ def test_a_learning_rate_before_the_first_order() -> None:
     machine.handle(Requested("set_lr", 0.1), 0.0)
     machine.handle(WorkerReady(0), 1.0)
     commands = machine.handle(WorkerReady(1), 1.0)
-    # There was nothing to meet for: first some batches, then the meeting.
+    # There was nothing to average: first some batches, then the meeting.
     assert others(commands) == [Direct(Directives(lr=0.1))]
     assert all(order.sync is None for order in orders(commands).values())
     work = Work(0, 1, 8, 1.0, 0.0, 1.0)
@@ -249,11 +249,11 @@ def test_a_failure_frees_everybody() -> None:
         Send(0, Abort("rank 1 failed")),
     ]
     assert machine.life is Life.FAILING
-    # What was said before rank 0 heard of it is dropped, and so is a wish.
+    # Messages sent before rank 0 knew of it are dropped, and so is a request.
     assert machine.handle(SnapshotReady(0, 0, 1, 8), 5.5) == []
     assert machine.handle(Requested("stop"), 5.6) == []
     assert machine.deadline_ms() is None
-    # The first failure is the one.
+    # The first failure counts.
     assert machine.handle(Exiting(0, "rank 0 failed"), 6.0) == [Finish("rank 1 failed", True, 0, 0)]
 
 
@@ -273,7 +273,7 @@ def test_replicas_that_differ_end_the_run() -> None:
     commands = machine.handle(SyncAck(1, outcome, work, checksum=2), 1.0)
     [failure] = [command for command in commands if isinstance(command, Fail)]
     assert "rank 1 " in failure.error
-    # The shell hears of it first; then everybody is freed as after any failure.
+    # The shell is told first; then all are released as after any failure.
     reason = failure.error
     assert commands[-3:] == [AbortGate(reason), Send(0, Abort(reason)), Send(1, Abort(reason))]
     assert commands.index(failure) < commands.index(AbortGate(reason))
@@ -330,7 +330,7 @@ def test_the_deadline_is_that_of_the_rounds() -> None:
 
 def test_an_epoch_waits_for_the_loss_of_the_one_before() -> None:
     machine, _ = started("async", batches=2, epochs=2, wait_for_metric=True)
-    # Both batches went to rank 0; it is done with the first, and the next epoch waits for the loss.
+    # Both batches went to rank 0; it has done the first, and the next epoch waits for the loss.
     one = Work(0, 1, 8, 1.0, 0.0, 1.0, losses=(4.0, 8))
     commands = machine.handle(StepsDone(0, 0, one), 2.0)
     assert commands == []
@@ -402,9 +402,9 @@ def test_the_end_of_the_data_changes_nothing_in_a_run_that_is_leaving(fact: Any)
     assert not machine.epochs.is_complete
 
 
-# ---------------------------------------------------------------- standstills
+# ---------------------------------------------------------------- barriers
 def saved(machine: Coordinator, commands: list[Command], now_ms: float = 200.0) -> tuple[Save, list[Command]]:
-    """All ranks capture; the save, and what follows it."""
+    """All ranks capture; returns the save, and the commands after it."""
     asked = [
         command for command in commands if isinstance(command, Send) and isinstance(command.order, SaveState)
     ]
@@ -520,7 +520,7 @@ def test_the_others_go_on_without_a_rank_that_failed_alone() -> None:
     outcome = Outcome(0, 1, (0,), (1, 0), (8, 0), left=(1,))
     commands = machine.handle(SyncAck(0, outcome, Work(0, 1, 8, pace_ms=1.0)), 2.0)
     assert orders(commands).keys() == {0}
-    assert orders(commands)[0].batches[0] == 1  # what the other one had been dealt
+    assert orders(commands)[0].batches[0] == 1  # batches dealt to the other one
     machine.handle(Requested("stop"), 3.0)
     first = orders(commands)[0].sync
     assert first is not None
@@ -560,7 +560,7 @@ def test_a_failure_in_a_duty_ends_the_run() -> None:
     assert machine.barrier.is_asked
     machine.handle(Exiting(1, "boom", is_alone=True), 2.0)
     assert machine.life is Life.FAILING
-    machine.handle(StateSaved(0), 3.0)  # said before it heard of the end
+    machine.handle(StateSaved(0), 3.0)  # sent before it knew of the end
     assert machine.life is Life.FAILING
 
 
@@ -571,7 +571,7 @@ def test_before_the_first_order_nobody_goes_on() -> None:
     assert machine.life is Life.FAILING
 
 
-# ---------------------------------------------------------------- numbers gone bad
+# ---------------------------------------------------------------- NaN or inf parameters
 def test_a_bad_replica_is_healed_by_a_sound_one() -> None:
     machine, out = started()
     commands = meet(machine, orders(out), bad=(0,))
@@ -590,7 +590,7 @@ def test_without_a_sound_replica_the_run_fails() -> None:
 
 
 def under_way(**given: Any) -> tuple[Coordinator, list[dict[int, StartEpoch]]]:
-    """A run with two blocks out."""
+    """A run with two blocks under way."""
     machine, out = started(batches=400, **given)
     commands = meet(machine, orders(out))
     sent = [c for c in commands if isinstance(c, Send) and isinstance(c.order, StartEpoch)]
@@ -660,7 +660,7 @@ def test_a_scheduler_sees_one_kind_of_loss() -> None:
     machine = Coordinator(
         CoordinatorConfig(world_size=1, batches=1, wait_for_metric=True, max_steps=9, tasks=tasks)
     )
-    # That of an epoch without an evaluation cannot be compared with those of the others.
+    # The metric of an epoch without an evaluation cannot be compared with the others.
     machine._watch_metric([own])
     assert machine.epochs.metric is None
     machine._watch_metric([evaluated])

@@ -1,4 +1,4 @@
-"""The epochs of a run: what can be dealt, and which one is complete."""
+"""Tests of a run's epochs: batches to deal, and complete epochs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_an_epoch_is_complete_when_all_of_it_was_trained() -> None:
     assert (metrics.anchor, metrics.global_step, metrics.epochs) == (5, 4, 1)
     assert epochs.is_complete
     assert epochs.done == 1
-    # It is told once.
+    # Reported once.
     assert epochs.ended(120.0, 5, 4) == []
 
 
@@ -69,7 +69,7 @@ def test_an_epoch_begins_when_the_one_before_has_ended() -> None:
         trained(epochs, epoch, 0, (0, 2))
         trained(epochs, epoch, 1, (1, 3))
         [metrics] = epochs.ended(now_ms, 1, 4)
-        # Its first batches went out at 90 ms, but its time does not overlap the epoch before.
+        # Its first batches were dealt at 90 ms, but its time does not overlap the epoch before.
         assert metrics.epoch_ms == (100.0, 150.0)[epoch]
 
 
@@ -145,7 +145,7 @@ def test_work_without_steps_after_an_epoch_counts_for_nothing() -> None:
     trained(epochs, 0, 0, (0, 2))
     trained(epochs, 0, 1, (1, 3))
     epochs.ended(1.0, 1, 4)
-    # The last meeting of a run comes when all is counted.
+    # The last meeting of a run comes after all is counted.
     epochs.record(0, Work(0, 0, 0), wait_ms=5.0)
     with pytest.raises(ProtocolError, match="epoch 0 is not under way"):
         epochs.record(0, Work(0, 1, 8))
@@ -162,7 +162,7 @@ def test_rounds_count_towards_their_epoch() -> None:
 
 
 def test_a_round_that_is_out_belongs_to_the_last_epoch() -> None:
-    """Snapshots are averaged when the epoch of their steps is complete; the last one waits for them."""
+    """Snapshots are averaged after the epoch of their steps is complete; the last epoch waits for them."""
     epochs = Epochs(2, 2, None, 2)
     for epoch in range(2):
         dealt(epochs, (1, 1))
@@ -170,7 +170,7 @@ def test_a_round_that_is_out_belongs_to_the_last_epoch() -> None:
         trained(epochs, epoch, 1, (1,))
         if epoch == 0:
             assert [one.epoch for one in epochs.ended(1.0, 1, 0, is_idle=False)] == [0]  # another one follows
-            assert epochs.close_round(0, 2.0, 0.5, 1) == 1  # before it has begun
+            assert epochs.close_round(0, 2.0, 0.5, 1) == 1  # before it began
     assert epochs.ended(3.0, 1, 2, is_idle=False) == []
     assert epochs.close_round(1, 3.0, None, 1) == 1
     [metrics] = epochs.ended(4.0, 1, 4, is_idle=True)
@@ -264,7 +264,7 @@ def test_max_steps_counts_through_epochs_of_any_length() -> None:
     epochs = Epochs(None, None, 5, 2)
     assert dealt(epochs).batches == 5
     epochs.end(0, 3)
-    # Two are left for the epoch behind it, however long that is.
+    # Two are left for the epoch after it, of any length.
     assert dealt(epochs).batches == 2
     epochs.end(1, 100)
     assert epochs.of(1).batches == 2
@@ -287,7 +287,7 @@ def test_what_never_existed_may_come_back_when_its_epoch_is_over() -> None:
         epochs.settle(0, 1, (1,), 0)
 
 
-# ---------------------------------------------------------------- standing still, and going on
+# ---------------------------------------------------------------- barriers, and resuming
 def test_an_epoch_that_halts_holds_the_next_one() -> None:
     epochs = Epochs(4, 3, None, 2, halts=lambda epoch: epoch == 0)
     dealt(epochs)
@@ -329,7 +329,7 @@ def test_a_position_can_be_gone_on_from_by_other_ranks() -> None:
     assert (metrics.epoch, metrics.rounds, metrics.sync_ms, metrics.divergence) == (0, 1, 2.0, 0.1)
     assert metrics.epoch_ms == 120.0
     assert [rank.samples for rank in metrics.per_rank] == [40, 24, 8]
-    # The sums of the first run are its own.
+    # The sums of the first run are separate.
     assert [sums.steps for sums in one.sums] == [3, 1]
 
 
@@ -361,7 +361,7 @@ def test_an_epoch_that_the_limit_cut_goes_on_in_a_longer_run() -> None:
     [metrics] = longer.ended(1.0, 1, 8)
     assert metrics.per_rank[0].steps == 4
 
-    # The same limit: it is reported again, and nothing is trained.
+    # The same limit: the epoch is reported again, and nothing is trained.
     again = Epochs(4, 2, 6, 1)
     again.resume(Position(1, done, open_, 6, planned=planned))
     assert again.dealing(0.0) is None
@@ -375,7 +375,7 @@ def test_a_limit_behind_the_position_deals_nothing_new() -> None:
     epochs.resume(Position(1, 1, (open_,), 6, planned=4))
     ledger = epochs.dealing(0.0)
     assert ledger is not None
-    assert ledger.deal((4,), (1.0,)) == ((1,),)  # what had been dealt then, and no more
+    assert ledger.deal((4,), (1.0,)) == ((1,),)  # only the batches dealt then
     assert epochs.dealing(0.0) is None
     fresh = OpenEpoch(1, 0, ((),), (RankSums(),))
     nothing = Epochs(4, 2, 3, 1)
@@ -385,7 +385,7 @@ def test_a_limit_behind_the_position_deals_nothing_new() -> None:
 
 
 def test_whatever_comes_behind_a_cut_epoch_stays_open() -> None:
-    """A run with a limit behind its beginning ends what had been dealt then of several epochs."""
+    """A run whose limit lies before its start ends the batches dealt then, of several epochs."""
     left = OpenEpoch(0, 3, ((2,),), (RankSums(steps=2),))
     whole = OpenEpoch(1, 4, ((3,),), (RankSums(steps=3),))
     epochs = Epochs(4, 2, 2, 1)

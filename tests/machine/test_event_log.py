@@ -1,4 +1,4 @@
-"""Stories: every message survives, what was kept replays, and the first difference is named."""
+"""Tests of the event log: messages round-trip, logs replay, and the first difference is reported."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MESSAGES = sorted(
 
 
 def example(kind: Any, name: str) -> Any:
-    """A value of an annotated type that is not its default."""
+    """A value of an annotated type other than its default."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
         return inner[-1]
@@ -61,7 +61,7 @@ def example(kind: Any, name: str) -> Any:
 
 
 def filled(record: Any) -> Any:
-    """A record with every field set to something that is not its default."""
+    """A record with every field different from its default."""
     hints = typing.get_type_hints(record)
     values = {part.name: example(hints[part.name], part.name) for part in fields(record)}
     return record(**values | {part.name: False for part in fields(record) if part.default is True})
@@ -86,7 +86,7 @@ def test_a_config_survives() -> None:
     cadence = CadenceOptions(anchor=3, speed_hint=(1, 2.5), max_anchor=None)
     config = CoordinatorConfig(world_size=2, batches=5, max_steps=9, cadence=cadence, ratios=(0.25, 0.75))
     assert decode(encode(config)) == config
-    # A list of ratios comes back as what the machine makes of it anyway.
+    # A list of ratios comes back as the tuple that the machine makes of it.
     assert decode(encode(replace(config, ratios=[0.25, 0.75]))) == config
 
 
@@ -143,7 +143,7 @@ CONFIG = CoordinatorConfig(world_size=1, batches=100, epochs=100)
 
 
 class Run:
-    """One device that trains, its coordinator and its event log."""
+    """One training device, its coordinator and its event log."""
 
     def __init__(self) -> None:
         self.coordinator = Coordinator(CONFIG)
@@ -188,7 +188,7 @@ def test_an_event_log_replays_to_the_same_machine() -> None:
     assert result.coordinator is not None
     assert result.coordinator.life is Life.RUNNING
     assert result.coordinator.global_step == made.coordinator.global_step > 0
-    # What is kept in memory replays as well, and again.
+    # The log in memory replays, too, and repeatedly.
     for _ in range(2):
         assert made.event_log.replay().error is None
         assert made.event_log.replay().events == 21
@@ -208,19 +208,19 @@ def test_nothing_is_encoded_without_a_sink(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_beginning_is_dropped_by_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HALF", 8)
     made = run(20)
-    # 21 facts: two halves of eight, the older one dropped when the third began.
+    # 21 facts: two halves of eight; the oldest was dropped when the third began.
     lines = made.event_log.lines()
     assert json.loads(lines[0])["dropped"] == 8
     assert len(lines) == 1 + 13
     assert [line + "\n" for line in lines[1:]] == made.written[-13:]
-    # A fresh machine cannot replay that; the one that was kept can.
+    # A new machine cannot replay that; the saved one can.
     assert replay(lines).error == "line 1: the first 8 facts are missing"
     assert replay(lines).coordinator is None
     kept = made.event_log.replay()
     assert (kept.events, kept.error) == (13, None)
     assert kept.coordinator is not None
     assert kept.coordinator.global_step == made.coordinator.global_step
-    # And the file has everything.
+    # The file has everything.
     assert replay(made.written).events == 21
 
 
@@ -248,17 +248,17 @@ def test_the_tail_is_text() -> None:
 @pytest.mark.parametrize(
     ("number", "change", "reason"),
     [
-        # A changed answer, a missing one, one too many.
+        # A changed command, a missing one, one too many.
         (1, lambda said: said["commands"][0]["Send"].update(rank=5), "gave command 0 .*rank.: 5.*gives"),
         (1, lambda said: said["commands"].pop(), "gave 0 commands, and gives 1 now"),
         (3, lambda said: said["commands"].append({"Tick": {}}), r"gave \d commands, and gives \d now"),
-        # A fact that cannot have come then.
+        # A fact that is impossible at that point.
         (
             3,
             lambda said: said["fact"]["SyncAck"].update(rank=9),
             r"rank=9, .* raises ProtocolError: unexpected",
         ),
-        # A line that is none.
+        # Not a line of a log.
         (2, lambda said: said.pop("fact"), "not a line of an event log: KeyError"),
         (2, lambda said: said.update(fact={"Gone": {}}), "an event log knows no 'Gone'"),
     ],

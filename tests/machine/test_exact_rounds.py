@@ -1,4 +1,4 @@
-"""Rounds of one big step: given acknowledgments, whose part of which window is armed next."""
+"""Tests of exact rounds: the parts of windows armed after given acknowledgments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rounds(
 
 
 def decide(machine: ExactRounds, now_ms: float = 0.0, *, hold: bool = False) -> list[Block]:
-    """The blocks that are armed; nothing else is ever said."""
+    """The armed blocks; there are no other commands."""
     commands = machine.decide(now_ms, Constraints(hold))
     machine.check()
     found: list[Block] = []
@@ -43,7 +43,7 @@ def decide(machine: ExactRounds, now_ms: float = 0.0, *, hold: bool = False) -> 
 
 
 def sync(block: Block) -> SyncPoints:
-    """The same for all ranks."""
+    """The sync points, equal for all ranks."""
     first = block[0].sync
     assert first is not None
     assert all(order.sync == first and order.batches == block[0].batches for order in block)
@@ -51,7 +51,7 @@ def sync(block: Block) -> SyncPoints:
 
 
 def sizes(block: Block, index: int = 0) -> list[int]:
-    """Samples of each rank in a window of the block, which they tile."""
+    """Samples of each rank in a window of the block; the parts must tile it."""
     stop, found = 0, []
     for order in block:
         assert order.parts is not None
@@ -71,7 +71,7 @@ def acks(
     checksums: Sequence[int | None] | None = None,
     **wishes: bool,
 ) -> list[SyncAck]:
-    """What all ranks say when so many rounds of the block were held."""
+    """Acknowledgments of all ranks for this number of rounds of the block."""
     first = sync(block)
     rounds_held = held or first.count
     last = sizes(block, rounds_held - 1)
@@ -115,7 +115,7 @@ def test_all_ranks_get_the_same_windows_and_each_its_part() -> None:
     [block] = decide(machine)
     assert [order.batches for order in block] == [(0,), (0,)]
     assert [order.parts for order in block] == [(SampleRange(0, 32),), (SampleRange(32, 64),)]
-    # One step of the run, whoever takes part in it.
+    # One step of the run, whichever ranks take part in it.
     assert sync(block) == SyncPoints(0, 1, 1, 0, 1)
 
 
@@ -133,7 +133,7 @@ def test_the_first_round_measures_and_then_one_lies_ready() -> None:
 def test_parts_follow_the_measured_speeds() -> None:
     armed = drained(rounds(), (1.0, 2.5))
     split = [sizes(block) for block in armed]
-    # The first round is not believed; three that are, and the two that were armed by then, are equal.
+    # The first round is ignored; the next three, and the two armed by then, have equal parts.
     assert split[: CALIBRATION + 2] == [[32, 32]] * (CALIBRATION + 2)
     assert all(both == [46, 18] for both in split[CALIBRATION + 2 :])
     # Until then single rounds measure; blocks of a fifth of a second follow.
@@ -144,7 +144,7 @@ def test_parts_follow_the_measured_speeds() -> None:
 def test_the_first_round_is_not_believed() -> None:
     machine = rounds()
     [block] = decide(machine)
-    settle(machine, acks(block, (50.0, 1.0)))  # rank 0 built what the later ones find there
+    settle(machine, acks(block, (50.0, 1.0)))  # rank 0 made caches that later rounds use
     armed = decide(machine)
     for block in armed:
         settle(machine, acks(block, (1.0, 1.0)))
@@ -198,7 +198,7 @@ def test_a_rank_may_have_no_sample() -> None:
     [record] = settle(machine, acks(last, (1.0,) * 3, checksums=(7, 7, 7)))
     assert isinstance(record, RoundEnded)
     assert record.steps == (1, 0, 0)
-    # All the same the window is trained, and it was one step.
+    # The window is trained all the same, as one step.
     assert machine.global_step == 2
     assert machine.epochs.of(0).is_complete
 
@@ -215,7 +215,7 @@ def test_an_epoch_ends_with_a_comparison() -> None:
         ((5, 5, 5), None),
         ((5, 5, 6), "rank 2 "),
         ((6, 5, 5), "rank 0 "),
-        ((5, 6, 7), "rank 1, 2 "),  # nobody has the most: rank 0's counts
+        ((5, 6, 7), "rank 1, 2 "),  # no majority: rank 0's value counts
     ],
 )
 def test_who_differs_is_named(checksums: tuple[int, ...], named: str | None) -> None:
@@ -234,7 +234,7 @@ def test_windows_of_void_rounds_are_planned_anew(wish: str) -> None:
     settle(machine, acks(first))
     running, ready = decide(machine)
     assert (running[0].batches, ready[0].batches) == ((1, 2, 3, 4, 5, 6), (7, 8, 9, 10, 11, 12))
-    # The block ends after its first round, and what lies behind it is void.
+    # The block ends after its first round, and the rest is void.
     [record] = settle(machine, acks(running, held=1, **{wish: True}))
     assert isinstance(record, RoundEnded)
     assert (record.rounds, machine.global_step, machine.is_idle) == (1, 2, True)

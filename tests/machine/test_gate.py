@@ -1,4 +1,4 @@
-"""The gate's decision: given arrivals and directives, the one outcome."""
+"""Tests of the gate's decision: the outcome of given arrivals and directives."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_replicas_are_compared_where_an_order_says_so_and_at_a_stop() -> None:
     assert not decide({0: together(0, 1), 1: together(1, 1)}, Directives(), 2).compare
     assert decide({0: together(0, 1), 1: together(1, 1, compare=True)}, Directives(), 2).compare
     assert decide({0: together(0, 1)}, Directives(stop=True), 1).compare
-    # Replicas that step on their own are not equal before the mean.
+    # Replicas that step on their own differ before the mean.
     assert not decide({0: arrival(0)}, Directives(stop=True), 1).compare
 
 
@@ -88,7 +88,7 @@ def test_the_last_arrival_completes_the_round() -> None:
     # The first two wait.
     assert gate.enter(arrival(2)) is None
     assert gate.enter(arrival(0)) is None
-    # The third brings the outcome, and the next round is open at once.
+    # The third one makes the outcome, and the next round opens at once.
     outcome = gate.enter(arrival(1))
     assert outcome is not None
     assert outcome.members == (0, 1, 2)
@@ -104,7 +104,7 @@ def test_a_leave_completes_the_round_of_the_others() -> None:
     outcome = gate.leave(1)
     assert outcome is not None
     assert (outcome.members, outcome.left) == ((0, 2), (1,))
-    # The leave was told; from now on two are enough, and tell of no leave.
+    # The leave was reported; from now on two are enough, without a report.
     gate.enter(arrival(0, round=1))
     outcome = gate.enter(arrival(2, round=1))
     assert outcome is not None
@@ -161,7 +161,7 @@ def test_a_wish_is_told_by_one_outcome_and_a_stop_by_all() -> None:
 def test_a_learning_rate_stays_until_it_is_told() -> None:
     gate = GateState(1)
     gate.direct(Directives(lr=0.1))
-    # Another wish comes before any outcome: the rate still waits, the pause is as said last.
+    # Another request comes before an outcome: the rate still waits, the pause has its last value.
     gate.direct(Directives(pause=True))
     gate.direct(Directives())
     assert gate.directives == Directives(lr=0.1)
@@ -170,7 +170,7 @@ def test_a_learning_rate_stays_until_it_is_told() -> None:
     outcome = gate.enter(arrival(0))
     assert outcome is not None
     assert (outcome.pause, outcome.lr) == (False, 0.2)
-    # Told: a later wish does not tell it again.
+    # It was delivered: a later request does not repeat it.
     gate.direct(Directives(pause=True))
     assert gate.directives == Directives(pause=True)
 

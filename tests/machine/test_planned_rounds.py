@@ -1,4 +1,4 @@
-"""Planned rounds: acknowledgments in, orders and records out."""
+"""Tests of planned rounds: orders and records for given acknowledgments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_from_then_on_one_round_runs_and_one_lies_ready() -> None:
     assert (sync(first[0]).round, sync(first[0]).global_step) == (1, 6)
     assert (sync(second[0]).round, sync(second[0]).global_step) == (2, 36)
     assert sync(first[1]).every == 10
-    # One is settled, one more is armed.
+    # One is acknowledged, one more is armed.
     settle(machine, acks(first, pace_ms=(10.0, 20.0)), 260.0)
     [third] = orders(decide(machine, 260.0))
     assert sync(third[0]).round == 3
@@ -35,7 +35,7 @@ def test_answers_to_the_next_order_may_come_first() -> None:
     settle(machine, acks(first))
     second, third = orders(decide(machine))
     (a2, b2), (a3, b3) = acks(second), acks(third)
-    # Rank 0 is done with both before rank 1 says anything.
+    # Rank 0 has done both before rank 1 reports.
     assert machine.take(a2, 1.0) == []
     assert machine.take(a3, 2.0) == []
     [record] = machine.take(b2, 3.0)
@@ -78,8 +78,8 @@ def test_a_hurried_round_is_planned_anew() -> None:
     # Rank 1 came with 4 of its 10 steps.
     record = settle(machine, acks(first, steps=(10, 4), hurried=True), 100.0)
     assert record.reason == "hurried"
-    # What lay armed behind it is void. Rank 1 begins with what it left, but for the very last batch dealt,
-    # which counts as never dealt.
+    # The round armed after it is void. Rank 1 begins with its remaining batches, except the very last batch
+    # dealt, which counts as never dealt.
     third, _fourth = orders(decide(machine, 100.0))
     left = first[1].batches[4:-1]
     assert third[1].batches[: len(left)] == left
@@ -93,7 +93,7 @@ def test_batches_of_void_rounds_are_dealt_again() -> None:
     settle(machine, acks(probe))
     first, second = orders(decide(machine))
     settle(machine, acks(first, pause=True))
-    # Nothing while the user holds.
+    # Nothing during a hold.
     assert decide(machine, hold=True) == []
     assert machine.is_idle
     [again] = orders(decide(machine))
@@ -161,10 +161,10 @@ def test_the_end_of_the_data_shortens_what_is_out() -> None:
     machine = stream(epochs=2)
     [first] = orders(decide(machine))
     assert [first[rank].batches for rank in (0, 1)] == [(0, 2, 4), (1, 3, 5)]
-    # Batch 3 is the last one: each rank holds one that never existed.
+    # Batch 3 is the last one: each rank has one that never existed.
     end = DataEnded(0, 4)
     assert ends(machine, 0, 4) == [Send(0, end), Send(1, end)]
-    # They come to the gate with what there is, which voids what is armed behind.
+    # They come to the gate with their batches so far, and the next armed round is void.
     record = settle(machine, acks(first, steps=(2, 2), hurried=True))
     assert record.steps == (2, 2)
     assert len(machine.epochs.ended(1.0, 1, 4)) == 1
@@ -189,7 +189,7 @@ def test_a_round_of_nothing_ends_after_its_epoch() -> None:
     settle(machine, acks(second))
     assert len(machine.epochs.ended(1.0, 1, 1)) == 1
     assert decide(machine) == []
-    # What was armed behind has become empty; its meeting is still held, and voids itself.
+    # The next armed round is empty now; its meeting is still held, and is void.
     record = settle(machine, acks(third, steps=(0, 0), hurried=True))
     assert record.steps == (0, 0)
     assert machine.is_idle
@@ -203,17 +203,17 @@ def test_what_a_lost_rank_did_since_the_last_mean_is_dealt_to_the_others() -> No
     block, *_ = orders(decide(machine))
     assert sync(block[0]).count > 3
     assert machine.leave(1, 0, 5.0) == []
-    # Rounds 1 and 2 were held with it, and the third of the block without it.
+    # Rounds 1 and 2 of the block were held with it, the third without it.
     record = settle(machine, lost(machine, block, 1, round=3, members=(0, 2)))
     assert (record.steps, record.global_step, record.reason) == ((3, 2, 3), 11, "rank 1 left")
     ledger = machine.epochs.of(0)
-    # Its third batch of the block, 3 + 2 * 3 + 1, and all that lay behind.
+    # Its third batch of the block, 3 + 2 * 3 + 1, and all after it.
     assert (ledger.left, ledger.position, ledger.trained) == ([[10], [], []], 12, 11)
     again, *_ = orders(decide(machine))
     assert again.keys() == {0, 2}
     assert again[0].batches[0] == 10
     done = tuple(len(again[rank].batches) if rank in again else 0 for rank in range(3))
-    # Nothing waits for the rank that is gone.
+    # No wait for the lost rank.
     assert settle(machine, acks(again, steps=done, pace_ms=(1.0, 1.0, 1.0))).steps == done
 
 
@@ -225,7 +225,7 @@ def test_a_lost_rank_whose_answer_came_first() -> None:
     assert machine.leave(2, 0, 1.0) == []
     record = settle(machine, answers[:2])
     assert record.steps == (1, 1, 1)
-    assert machine.pace_ms == (1.0, 1.0, 0.0)  # the others are not to wait for its like
+    assert machine.pace_ms == (1.0, 1.0, 0.0)  # the others must not wait as long for the next one
     with pytest.raises(ProtocolError, match="unexpected"):
         machine.take(answers[2], 2.0)
 
@@ -295,7 +295,7 @@ def test_no_round_is_armed_behind_a_bad_replica_that_overtakes_the_others() -> N
     settle(machine, acks(orders(decide(machine))[0]))
     first, second = orders(decide(machine))
     (a1, b1), (a2, b2) = acks(first), acks(second)
-    # Rank 0 has gone bad in the second round, and rank 1 has not yet reported the first.
+    # Rank 0 had NaN in the second round, and rank 1 has not yet reported the first.
     assert machine.take(a1, 1.0) == machine.take(replace(a2, bad=True), 2.0) == []
     settle(machine, [b1], 3.0)
     assert machine.pop_bad() == {}

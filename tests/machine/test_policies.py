@@ -1,4 +1,4 @@
-"""The rounds that a run gets for its policy."""
+"""Tests of the rounds chosen for a policy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def made(**given: Any) -> Rounds:
         ({"policy": "sync"}, SyncRounds, False),
         ({"policy": "cadence"}, CadenceRounds, True),
         ({"policy": "async"}, AsyncRounds, True),
-        # Nothing to wait for, or nothing to gain: rounds of single steps.
+        # No waits, or nothing to gain: rounds of single steps.
         ({"policy": "sync", "world_size": 1}, SingleRounds, False),
         ({"policy": "async", "world_size": 1}, SingleRounds, False),
         ({"policy": "cadence", "cadence": CadenceOptions(max_anchor=0)}, SyncRounds, False),

@@ -1,4 +1,4 @@
-"""Records of rounds: sums and means of what the ranks said."""
+"""Tests of records of rounds: sums and means of the ranks' reports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_reports_of_a_rank_are_added_up() -> None:
         drift=None,
         reason="",
     )
-    assert (record.steps, record.samples) == ((2, 0), (16, 0))  # of the mean, not of the reports
+    assert (record.steps, record.samples) == ((2, 0), (16, 0))  # from the mean, not from the reports
     assert (record.busy_ms, record.data_ms, record.wait_ms) == ((12.0, 0.0), (1.5, 0.0), (0.0, 4.0))
     assert record.loss == 56.0 / 24
 

@@ -1,4 +1,4 @@
-"""What all rounds have in common, whatever the policy."""
+"""Tests of the common parts of all rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounds of one step of each rank, and those of one device."""
+"""Tests of sync rounds: one step per rank, and those of one device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_sync_is_one_step_of_every_rank_and_never_hurried() -> None:
     assert decide(machine, 1e6, hold=True) == []
     assert machine.deadline_ms() is None
     settle(machine, acks(probe))
-    # Three rounds fit in a block, the last batch has no partner.
+    # Three rounds fit in a block; the last batch has no partner.
     block, tail = orders(decide(machine))
     assert [order.batches for order in block.values()] == [(2, 4, 6), (3, 5, 7)]
     assert sync(block[0]) == SyncPoints(1, 1, 3, 2, 2)
@@ -50,7 +50,7 @@ def test_a_block_that_is_voided_in_the_middle() -> None:
     [probe] = orders(decide(machine))
     settle(machine, acks(probe))
     first, _second = orders(decide(machine))
-    # A pause at its second round: two rounds were held, the rest comes back.
+    # A pause at its second round: two rounds were held, the rest is given back.
     record = settle(machine, acks(first, rounds_held=2, pause=True))
     assert (record.rounds, record.steps) == (2, (2, 2))
     assert machine.epochs.of(0).position == 6
@@ -65,7 +65,7 @@ def test_one_device_needs_no_rank_to_wait_for() -> None:
     assert probe[0].batches == (0,)
     settle(machine, acks(probe, pace_ms=(5.0,), sync_ms=0.0))
     first, second = orders(decide(machine))
-    # 40 steps are 200 ms; its blocks can be hurried.
+    # 40 steps are 200 ms; such blocks can be cut short.
     assert (sync(first[0]).every, sync(first[0]).count) == (40, 1)
     assert len(second[0].batches) == 39
     assert decide(machine, hold=True) == sync_now(sync(first[0]).round, ranks=1)
@@ -106,7 +106,7 @@ def test_nothing_is_armed_from_the_limit_on() -> None:
     machine = rounds(cadence=False)
     [first] = orders(decide(machine))
     settle(machine, acks(first, pace_ms=(1.0, 1.0)))
-    # Two are held: twelve are left, and the round that passes the limit is not cut.
+    # Two were held: twelve are left, and the round that crosses the limit is not cut.
     [block] = orders(decide(machine, limit=13))
     assert sync(block[0]).count == 6
     assert [len(order.batches) for order in block.values()] == [6, 6]

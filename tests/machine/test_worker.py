@@ -1,4 +1,4 @@
-"""The worker's machine: given orders, what the rank does next."""
+"""Tests of the worker's machine: actions for given orders."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ def test_without_orders_it_waits() -> None:
 def test_an_order_is_trained_and_then_met() -> None:
     machine = WorkerMachine(1)
     machine.handle(StartEpoch(0, 3, (5, 7), SyncPoints(2, 2, 1, 100, 10, drift=True), metric=0.5))
-    # Two steps, whose places in the schedule are spread over the 10 steps of all ranks.
+    # Two steps, at schedule positions spread over the 10 steps of all ranks.
     assert step(machine) == Step(3, (5,), 100, 0.5)
     assert step(machine) == Step(3, (7,), 105, 0.5)
-    # Then the gate, with all that was done.
+    # Then the gate, with all steps done.
     assert machine.next() == Enter(Arrival(1, 2, 100, 2, 16, drift=True))
-    # The mean ends the order and starts the count anew.
+    # The mean ends the order, and the count starts anew.
     assert machine.met(outcome(2, 110)) == Done(0, 3, 2)
     assert (machine.steps, machine.samples, machine.total_steps) == (0, 0, 2)
     assert machine.next() == Idle()
@@ -131,7 +131,7 @@ def test_sync_now_sends_it_to_the_gate_with_what_there_is() -> None:
     machine = WorkerMachine(0)
     machine.handle(planned((0, 1, 2, 3), round=7))
     step(machine, sync_now=6)
-    # Of this very round: three batches are left.
+    # For this round: three batches are left.
     assert enter(machine, sync_now=7) == Arrival(0, 7, 0, 1, 8, left=3)
     assert machine.met(outcome(7, hurried=True)) == Done(0, 0, 1)
 
@@ -143,10 +143,10 @@ def test_an_outcome_that_voids_drops_what_is_armed(wish: str) -> None:
     machine.handle(planned((2,), round=2))
     step(machine)
     enter(machine)
-    # The block ends after its first round, and the order behind it is void.
+    # The block ends after its first round, and the order after it is void.
     assert machine.met(outcome(**{wish: True})) == Done(0, 0, 1)
     assert machine.next() == Idle()
-    # So is one of that plan that was still on its way; one of the next plan is not.
+    # So is an order of that plan still in the queue; one of the next plan is not.
     machine.handle(planned((2,), round=2))
     assert machine.next() == Idle()
     machine.handle(planned((1,), round=1, plan=1))
@@ -197,7 +197,7 @@ def test_a_throttle_stops_a_rank_within_its_order_until_the_next_one() -> None:
     assert machine.throttled is None
     step(machine)
     assert machine.throttled == "at its lead limit"
-    # Its steps so far are reported, for the others wait for them; the rest of the order stays with it.
+    # Its steps so far are reported, as the others wait for them; it keeps the rest of the order.
     assert machine.next() == Report(Done(0, 0, 2, is_last=False))
     assert machine.next() == Idle()
     assert upcoming(machine) == [(0, 2)]
@@ -245,13 +245,13 @@ def test_an_order_without_a_meeting_is_reported() -> None:
     machine = WorkerMachine(0)
     machine.handle(free((0, 1)))
     machine.handle(free((2,)))
-    # This rank does a third of all steps, so each of its own counts for three.
+    # This rank takes a third of all steps, so each of its own counts for three.
     assert [step(machine).position, step(machine).position] == [0, 3]
     assert machine.next() == Report(Done(0, 0, 2))
     assert step(machine).position == 6
     assert machine.next() == Report(Done(0, 0, 1))
     assert machine.next() == Idle()
-    # Its own until a mean comes.
+    # Its own, until a mean comes.
     assert (machine.steps, machine.samples) == (3, 24)
 
 
@@ -263,12 +263,12 @@ def test_a_snapshot_says_what_it_holds_and_its_mean_leaves_the_rest() -> None:
     # A request is served between two steps.
     machine.handle(RequestParams(4))
     assert machine.next() == Snapshot(4, 2, 16)
-    # One more step, which the snapshot does not hold.
+    # One more step, not in the snapshot.
     step(machine)
     machine.handle(Update(4, global_step=50))
     assert machine.next() == Apply(4)
     assert (machine.steps, machine.samples) == (1, 8)
-    # The schedule goes on from the mean: 50, and one own step since.
+    # The schedule continues from the mean: 50, and one own step since.
     assert step(machine).position == 53
 
 
@@ -276,12 +276,12 @@ def test_an_abandoned_round_is_forgotten() -> None:
     machine = WorkerMachine(0)
     machine.handle(free((0,)))
     step(machine)
-    # Two requests lie there: nobody waits for the first any more.
+    # Two requests wait: no one needs the first any more.
     machine.handle(RequestParams(0))
     machine.handle(RequestParams(1))
     assert machine.next() == Snapshot(1, 1, 8)
     assert machine.next() == Report(Done(0, 0, 1))
-    # Asked again, it holds the same steps: none was credited.
+    # Requested again, it has the same steps: none was credited.
     machine.handle(RequestParams(2))
     assert machine.next() == Snapshot(2, 1, 8)
 
@@ -324,9 +324,9 @@ def test_a_hurried_blocking_round_cuts_the_orders_before_it() -> None:
     machine.handle(free((3, 4)))
     machine.handle(StartEpoch(0, 0, (), SyncPoints(3, 0, 1, 20, 0)))
     step(machine)
-    # Of the meeting in the queue: four batches will be dealt anew, and the gate says so.
+    # For the meeting in the queue: four batches will be dealt again, as the gate reports.
     assert enter(machine, sync_now=3) == Arrival(0, 3, 20, 1, 8, left=4)
-    # The acknowledgment speaks of the order that was cut, not of the empty one.
+    # The acknowledgment is for the order that was cut, not for the empty one.
     assert machine.met(outcome(3, 21, hurried=True)) == Done(0, 0, 1)
     assert machine.next() == Idle()
 
@@ -334,7 +334,7 @@ def test_a_hurried_blocking_round_cuts_the_orders_before_it() -> None:
 def test_sync_now_alone_cuts_nothing() -> None:
     machine = WorkerMachine(0)
     machine.handle(free((0, 1)))
-    # The meeting has not arrived yet: the next step is begun.
+    # The meeting has not arrived yet: the next step begins.
     assert step(machine, sync_now=0).batches == (0,)
 
 
@@ -401,7 +401,7 @@ def test_without_a_sample_there_is_the_meeting_alone() -> None:
     machine = WorkerMachine(0)
     machine.handle(windows(0, 3, 0))
     assert machine.upcoming() == [(1, 4, SampleRange(8, 11))]
-    # Nothing is left out by it, so nothing is void.
+    # It omits nothing, so nothing is void.
     assert enter(machine) == Arrival(0, 5, 20, 0, 0, together=True)
     machine.met(outcome(5, 21))
     assert step(machine).batches == (4,)
@@ -421,7 +421,7 @@ def test_replicas_are_compared_after_the_last_round_of_a_block() -> None:
     assert enter(machine).compare
 
 
-# ---------------------------------------------------------------- what comes next
+# ---------------------------------------------------------------- upcoming batches
 def test_upcoming_is_what_will_be_trained() -> None:
     machine = WorkerMachine(0)
     assert upcoming(machine) == []
@@ -444,7 +444,7 @@ def test_a_void_plan_is_not_upcoming() -> None:
     enter(machine, sync_now=0)
     machine.met(outcome(0, hurried=True))
     assert upcoming(machine) == []
-    machine.handle(planned((8,), round=2))  # of the plan that is void
+    machine.handle(planned((8,), round=2))  # of the void plan
     assert upcoming(machine) == []
     machine.handle(planned((4, 5), round=1, plan=1))
     assert upcoming(machine) == [(0, 4), (0, 5)]
@@ -461,7 +461,7 @@ def test_skipping_to_a_blocking_round_leaves_the_rest_to_others() -> None:
 
 
 def drawn_order(chance: random.Random, round: int, first: int, plan: int, has_parts: bool) -> StartEpoch:
-    """An order of a few batches: several of a step, or parts of which some are empty."""
+    """An order of a few batches: several per step, or parts, of which some are empty."""
     batches = tuple(range(first, first + chance.randrange(6)))
     if not has_parts:
         group = chance.choice((1, 2, 3))
@@ -474,7 +474,9 @@ def drawn_order(chance: random.Random, round: int, first: int, plan: int, has_pa
 
 @pytest.mark.parametrize("seed", range(30))
 def test_the_list_changes_only_when_plans_counts_up(seed: int) -> None:
-    """What a feed is told when `plans` counts up, and the steps since, is what `next` names at any moment."""
+    """The list that a feed gets when `plans` counts up, less the steps since, always equals `next`'s
+    batches.
+    """
     chance = random.Random(seed)
     machine, told, plans, held, fresh = WorkerMachine(0), list[tuple[int, int, SampleRange | None]](), 0, 0, 0
     armed, rounds, has_parts = 0, 0, seed % 2 == 1
@@ -516,7 +518,7 @@ def test_what_does_not_exist_is_left_at_the_gate_in_its_own_round_alone() -> Non
     assert machine.plans > plans
     assert upcoming(machine) == [(0, 2), (0, 4)]
     step(machine)
-    # The first round has all of its batches, whenever the end was known.
+    # The first round has all of its batches, whenever the end became known.
     assert machine.next() == Enter(Arrival(0, 0, 0, 2, 16, left=0))
     assert machine.met(outcome()) is None
     step(machine)
@@ -536,7 +538,7 @@ def test_an_order_of_nothing_is_answered() -> None:
     assert machine.next() == Idle()
 
 
-# ---------------------------------------------------------------- barrier tasks, bad numbers, resume
+# ---------------------------------------------------------------- barrier tasks, NaN parameters, resume
 def test_a_duty_comes_after_what_is_out() -> None:
     machine = WorkerMachine(0)
     machine.handle(planned((0,)))

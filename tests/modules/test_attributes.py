@@ -1,4 +1,4 @@
-"""Attributes that a loop sets are the same on all ranks at the next call; those that forwards set stay."""
+"""Tests of attributes: those set by the loop reach all ranks at the next call; those set by forwards stay."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Options:
 
 
 class Late(Options):
-    """Slots and a table; a slot is empty at first."""
+    """Slots and a table; one slot is empty at first."""
 
     __slots__ = ("__dict__", "__hidden")
 
@@ -84,7 +84,7 @@ class Ranks:
         self.attributes = Attributes([list(net.modules()) for net in self.nets])
 
     def call(self, *ran: int, do: Callable[[Any], object] = lambda net: None) -> None:
-        """A call in which `ran` take part, and what its forward does."""
+        """A call by the ranks `ran`, and its forward's writes."""
         self.attributes.look()
         self.attributes.send()
         for rank in ran:
@@ -190,7 +190,7 @@ def test_what_a_forward_counts_is_counted_by_ranks_without_a_part_too() -> None:
     assert [net.calls for net in ranks.nets] == [3, 3, 3]
     assert [len(net.names) for net in ranks.nets] == [4, 4, 4]
     assert ranks.attributes.is_live
-    ranks.nets[0].calls = 0  # and what the loop sets comes before
+    ranks.nets[0].calls = 0  # the loop's writes come first
     ranks.call(0, 1, 2, do=count)
     assert [net.calls for net in ranks.nets] == [1, 1, 1]
 
@@ -205,7 +205,7 @@ def test_what_a_forward_keeps_of_its_part_stays_where_it_is() -> None:
     for _ in range(2):
         ranks.call(0, 1, 2, do=keep)
         assert [net.state[0].item() for net in ranks.nets] == [0, 1, 2]
-        keep(ranks.nets[0])  # as a call of the user's own module, or a checkpoint's second forward, does
+        keep(ranks.nets[0])  # as in a call of the user's own module, or a checkpoint's second forward
     ranks.nets[0].state = None
     ranks.call(0, 1)
     assert ranks.nets[1].state is None
@@ -324,6 +324,6 @@ def test_layers_in_a_plain_list_are_refused_before() -> None:
     net.more = [{"layers": (nn.Linear(2, 2),)}]
     with pytest.raises(OptionError, match=r"'more' of Net holds a module that is not registered.*ModuleList"):
         Attributes([list(net.modules())])
-    net.more[0]["layers"][0].requires_grad_(False)  # a teacher, kept out of the state_dict
+    net.more[0]["layers"][0].requires_grad_(False)  # a teacher, not in the state_dict
     net.same = [*net.children()]
     Attributes([list(net.modules())])

@@ -1,4 +1,4 @@
-"""Outputs are the same but for rounding, or the difference is put into words."""
+"""Tests of comparing outputs: equal up to rounding, or a message with the difference."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ X, Y = torch.rand(32, 6, dtype=torch.float64), torch.rand(32, dtype=torch.float6
 
 
 class Features(nn.Module):
-    """Reads what hooks on its layers have kept, as a perceptual loss does."""
+    """Reads values that hooks on its layers have kept, as a perceptual loss does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def error(model: nn.Module, batch: Any) -> Tensor:
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_hooks_that_hold_the_model_hold_the_copy(devices: int) -> None:
-    """They wrote to the user's model, and the copies read what was not theirs."""
+    """The hooks wrote to the user's model, and the copies read its values."""
     model = Features()
     plain = Features()
     plain.load_state_dict(model.state_dict())

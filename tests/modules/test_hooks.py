@@ -1,4 +1,4 @@
-"""Functions of a module's copy hold the copy's objects, and the module's own stay as they are."""
+"""Tests of hooks: those of a module's copy use the copy's objects, and the module's own are unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.loops import assert_equal, gradients, numbers
 
 
 class Features(nn.Module):
-    """A loss of layers' outputs, which hooks put into an attribute: a perceptual loss."""
+    """A loss of layers' outputs, which hooks store in an attribute: a perceptual loss."""
 
     def __init__(self, save: Callable[[Any, int], Any]) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def test_a_replaced_forward_that_holds_its_layer() -> None:
 
 
 class Holder:
-    """An object of a module, with functions of its own."""
+    """An object of a module, with its own functions."""
 
     def __init__(self) -> None:
         self.call: Any = None
@@ -156,7 +156,7 @@ def test_functions_keep_their_form_and_hold_one_another() -> None:
     net: Any = nn.Linear(1, 1)
 
     def even(count: int, /, *, of: Any = net) -> Any:
-        """Whether."""
+        """Whether `number` is even."""
         return (net, of) if count == 0 else odd(count - 1)
 
     def odd(count: int) -> Any:

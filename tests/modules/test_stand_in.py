@@ -1,4 +1,4 @@
-"""A module that stands for another one shows that one's parts under their own names."""
+"""Tests of a stand-in module: it shows the original's parts under their own names."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_as_a_part_of_a_larger_module() -> None:
 
 
 class Counting(nn.Module):
-    """Saves a number that is no tensor."""
+    """Saves a number that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Modes of a module's parts: which of them a training sets, and which it leaves."""
+"""Tests of the modes of a module's parts: those that training sets, and those it keeps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Net(nn.Module):
 
 
 class Freezing(Net):
-    """Freezes its BatchNorm as many do."""
+    """Freezes its BatchNorm, as is common."""
 
     def train(self, mode: bool = True) -> Freezing:
         super().train(mode)

@@ -1,4 +1,4 @@
-"""A trial leaves no trace in a module, and draws no numbers."""
+"""Tests of trials: they leave no trace in a module, and draw no random numbers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Writing(nn.Module):
 
 
 def trace(module: Any) -> Any:
-    """All of a module that can be compared, as it is now."""
+    """All state of a module that can be compared."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     tensors |= {"state": module.state, "cache": module.cache[0]}
     of_tensors = {
@@ -129,7 +129,7 @@ def test_autocast_is_off_where_it_is_wide() -> None:
 
 
 class Random(nn.Module):
-    """Draws in every way."""
+    """Draws random numbers in every way."""
 
     def __init__(self) -> None:
         super().__init__()

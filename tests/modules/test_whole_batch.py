@@ -1,4 +1,4 @@
-"""Modules whose training forward needs the whole batch."""
+"""Tests of modules whose training forward needs the whole batch."""
 
 from __future__ import annotations
 
