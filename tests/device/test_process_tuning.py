@@ -56,7 +56,7 @@ def faults():
         activations = [torch.ones(2 << 20) for _ in range(8)]     # 8 x 8 MiB, freed at the step's end
         del activations
     return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / steps
-    # As in a new process. Later, glibc changes it depending on the addresses of blocks.
+# As in a new process. Later, glibc changes it depending on the addresses of blocks.
 ctypes.CDLL(None).mallopt(-3, 128 << 10)
 default = faults()
 with tuned_process(ProcessTuning(openmp=False, switch_interval=False)):

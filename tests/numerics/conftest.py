@@ -1,4 +1,4 @@
-"""Shared by the tests of numerics: a recorder inside the loss."""
+"""Shared parts of the tests of numerics: a recorder inside the loss."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
 class Step(NamedTuple):
-    """One step that was really taken."""
+    """A step that was taken."""
 
     rank: int
     epoch: int
-    round: int  # the last one held before it
+    round: int  # the last one before it
     indices: tuple[int, ...]
     lr: float
 
 
 class StepRecorder:
-    """Records which samples each rank trained, and when; the first part of a batch holds their indices."""
+    """Records the samples trained by each rank, and when; a batch's first part has their indices."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
-        self.before: Callable[[CurrentWorker, int], None] | None = None  # called with the steps so far
+        self.before: Callable[[CurrentWorker, int], None] | None = None  # gets the number of steps so far
         self._lock = threading.Lock()
 
     def watch(self, loss: Loss) -> Loss:
-        """The loss, watched."""
+        """The recorded loss."""
 
         def watched(model: nn.Module, batch: Any) -> torch.Tensor:
-            if not torch.is_grad_enabled():  # the check of the first loss
+            if not torch.is_grad_enabled():  # the check of the first loss is no step
                 return loss(model, batch)
             worker = flowdp.current_worker()
             indices = tuple(int(index) for index in batch[0].flatten())
@@ -63,15 +63,15 @@ class StepRecorder:
 
 @pytest.fixture(autouse=True)
 def on_both(lanes: str, kept_replicas: None) -> None:
-    """Every test of the numerics runs on the CPU and on streams, and may look at the replicas at the end."""
+    """Run every test of numerics on the CPU and on streams, and keep its replicas."""
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """One thread for each worker, where a run is told to leave that alone.
+    """One thread per worker, where a run is set not to change that.
 
-    Bits are those of a thread count, and a pool of several threads spins where the machine has other things
-    to do: a step of microseconds takes milliseconds then.
+    Bits depend on the number of threads, and a pool of several threads spins on a busy machine: a step of
+    microseconds then takes milliseconds.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -88,7 +88,7 @@ WAIT_S = 60.0
 
 
 class Door:
-    """Holds whoever comes to it until a test has done something."""
+    """Holds every thread that enters it until a test has done something."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()

@@ -1,4 +1,4 @@
-"""Averaging beside the training keeps every local step, and no variance becomes negative."""
+"""Tests of averaging in parallel with training: every local step counts, and no variance is negative."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 import flowdp
 from flowdp.device.worker_context import CurrentWorker
 
-# A mean is the same however a batch came to its rank.
+# A mean does not depend on how a batch reached its rank.
 pytestmark = pytest.mark.parametrize("lanes", ["cpu", "streams"], indirect=True)
 
 SAMPLES, BATCH_SIZE, LR = 302, 4, 0.125
 
 
 def slow_down(worker: CurrentWorker, _: int) -> None:
-    """Rank r has r times more to do."""
+    """Rank r takes r times longer."""
     sum(range(20_000 * worker.rank))
 
 
@@ -51,7 +51,7 @@ def train(recorder: Any, model: nn.Module, loss: Any, devices: int, **options: A
 )
 @pytest.mark.parametrize("devices", [2, 3])
 def test_no_local_step_is_lost(recorder, devices, cadence):
-    """With a loss linear in the parameters a step's gradient is the mean of its samples, wherever taken.
+    """With a loss linear in the parameters, a step's gradient is the mean of its samples, at any parameters.
 
     So the end is the start minus, for each round, the mean over the ranks (weighted by samples) of the sum of
     their steps. A step lost, doubled or counted in the wrong round shows.
@@ -70,12 +70,12 @@ def test_no_local_step_is_lost(recorder, devices, cadence):
     assert all(next(mine, None) is None for mine in left)
     assert sum(sum(record.samples) for record in records) == 4 * SAMPLES
     torch.testing.assert_close(run.join().state_dict["weight"][0], expected, rtol=0, atol=1e-12)
-    # The last round is a meeting; those before it were averaged beside the training.
+    # The last round is a meeting; those before were averaged in parallel with the training.
     assert len(records) > 1
 
 
 class Guarded(nn.BatchNorm1d):
-    """Fails at the first variance that is none."""
+    """Fails at the first negative variance."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert (self.running_var >= 0).all(), self.running_var
@@ -84,7 +84,7 @@ class Guarded(nn.BatchNorm1d):
 
 @pytest.mark.parametrize("devices", [2, 3])
 def test_variances_stay_positive(recorder, devices):
-    # Variances fall by half at every step: a difference of two of them, added, would be far below zero.
+    # Variances halve with every step: adding the difference of two would give values far below zero.
     model = nn.Sequential(Guarded(5, momentum=0.5), nn.Linear(5, 1)).double()
     model[0].running_var.fill_(1e6)
     cadence = flowdp.CadenceOptions(anchor=2, max_anchor=4)

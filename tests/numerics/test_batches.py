@@ -1,4 +1,4 @@
-"""Batches as people write them, through every door: what belongs together stays together."""
+"""Tests of batches as users write them, through every public entry: samples and their parts stay together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.loops import assert_equal, gradients, mlp, numbers
 
 # ---------------------------------------------------------------- a Trainer
 class Words(Dataset[Any]):
-    """A number, and the same number in words and in other forms."""
+    """A number, and the same number as words and in other forms."""
 
     def __len__(self) -> int:
         return 48
@@ -42,7 +42,7 @@ class Batch:
 
 
 class Encoding(UserDict[str, Any]):
-    """As transformers' BatchEncoding."""
+    """Like transformers' BatchEncoding."""
 
     def to(self, device: object) -> Encoding:
         raise AssertionError("its tensors are moved one by one")
@@ -71,7 +71,7 @@ def as_tuple(items: list[int]) -> Any:
 
 
 def seen_by(run: Callable[[Callable[..., Tensor]], Run]) -> Counter[int]:
-    """Runs a Trainer and returns how often each sample was trained; each batch is looked at."""
+    """Run a Trainer; returns how often each sample was trained, after checks of each batch."""
     seen: Counter[int] = Counter()
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -271,7 +271,7 @@ def test_records_mappings_and_lists_go_in_and_come_out(made: list[DataParallel],
 
 
 class Texts(nn.Module):
-    """Makes its tensors itself."""
+    """A model that makes its own tensors."""
 
     def __init__(self) -> None:
         super().__init__()

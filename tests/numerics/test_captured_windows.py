@@ -1,4 +1,4 @@
-"""Captured windows of a loop that the user owns are the eager ones: on CPUs, on faked streams and NCCL."""
+"""Tests of captured windows in a user's loop: equal to eager ones, on CPUs, fake streams and fake NCCL."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAMPLES = 64
 
 @pytest.fixture
 def lanes() -> None:
-    """Those of this module are its own."""
+    """Replaces the fixture of all numerics: this module has its own."""
 
 
 def mlp(dropout: float = 0.3) -> nn.Module:
@@ -66,7 +66,7 @@ def data(model: Callable[[], nn.Module]) -> tuple[Tensor, Tensor]:
 def train(
     model: Callable[[], nn.Module], steps: int, devices: int = 2, capture: bool = False, **options: Any
 ) -> list[Tensor]:
-    """Losses, and the state of the model."""
+    """Train; returns the losses, and the model's state."""
     torch.manual_seed(0)
     module, (x, y) = model(), data(model)
     optimizer = torch.optim.AdamW(module.parameters(), 0.01)
@@ -94,7 +94,7 @@ def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Graphs, in the order of their runs."""
+    """The graphs, in the order of their runs."""
     seen: list[object] = []
 
     def counted(kind: type) -> None:
@@ -120,12 +120,12 @@ def test_captured_steps_have_the_bits_of_eager_ones(
     eager = train(model, steps, devices)
     assert runs == []
     assert_same(eager, train(model, steps, devices, capture=True))
-    assert len(runs) == devices * (steps - 3 - 8)  # three come before, and eight are compared
+    assert len(runs) == devices * (steps - 3 - 8)  # three eager ones come first, and eight are compared
 
 
 @pytest.fixture(params=["streams", "nccl"])
 def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    """CPU devices as CUDA devices would run; in the end every access was ordered."""
+    """CPU devices as CUDA devices would run; at the end every access must have been ordered."""
     made = FakeCuda()
     monkeypatch.setattr(wrapper, "open_lanes", lambda devices: [CudaLane(d, made) for d in devices])
     reached: list[FakeNccl] = []
@@ -153,7 +153,7 @@ def test_replays_are_the_eager_steps(
 
 
 def test_gradients_that_a_replay_has_left_are_the_users(cuda: FakeCuda, runs: list[object]) -> None:
-    """He may keep them, and add to them."""
+    """The user may keep them, and add to them."""
     x, y = data(still_mlp)
     ends = []
     for capture in (False, True):

@@ -1,7 +1,7 @@
-"""Whole runs whose steps are replays of captured graphs, against eager ones; graphs and streams are faked.
+"""Tests of whole runs whose steps replay captured graphs, against eager ones; graphs and streams are fakes.
 
-The fakes run the recorded work where CUDA would: what is not ordered by an event is a race, and what a graph
-reads at the wrong time is another number.
+The fakes run the recorded work where CUDA would: without an event it is a race, and a graph that reads at the
+wrong time gets another value.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ Replays = dict[int, int]
 
 @pytest.fixture
 def replays(lanes: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replays]:
-    """Replays of each rank so far; in the end, what no thread may have done beside a capture."""
+    """Replays of each rank so far; checks at the end that no thread made a forbidden call during a
+    capture.
+    """
     if lanes == "cpu":
         pytest.skip("a CPU has no streams")
     count: Replays = defaultdict(int)
@@ -103,7 +105,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "exact, clipped, in pieces": {**EVEN, "max_grad_norm": 0.1, "batch_size": 3, "global_batch_size": 10},
     "accumulation": {"gradient_accumulation_steps": 3},
 }
-"""Runs that repeat to the bit."""
+"""Runs that repeat bit for bit."""
 
 
 @pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
@@ -146,4 +148,4 @@ def test_the_ring_is_sized_when_the_graphs_have_their_memory(
     train(policy="sync", max_steps=40)
     captured, eager = sized
     assert captured >= 2
-    assert eager == replays[0]  # of the run before
+    assert eager == replays[0]  # of the previous run

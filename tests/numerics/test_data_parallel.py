@@ -1,4 +1,4 @@
-"""A loop over several devices is the same loop on one device with the whole batch, in float64."""
+"""Tests of a loop on several devices: equal to one device with the whole batch, in float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.fakes import FakeCuda
 from tests.wired import fake_link
 
 STEPS = 20
-SIZES = (22, 9, 3, 2)  # of the batches, in turn; with four devices the last one leaves two without samples
+SIZES = (22, 9, 3, 2)  # of the batches, in turn; with four devices the last size leaves two of them empty
 TOLERANCE = 1e-11
 
 Batch = dict[str, Tensor]
@@ -29,7 +29,7 @@ Fold = Callable[[list[Batch]], None]
 
 
 class Network(nn.Module):
-    """A layer that is used twice, one that is frozen, and a norm over each sample."""
+    """A layer used twice, a frozen one, and a norm over each sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def network(kind: type[Network] = Network) -> Any:
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices decay, the rest does not and has a rate of its own."""
+    """Matrices have weight decay; the rest has none, and its own rate."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
@@ -75,7 +75,7 @@ def batches(count: int, sizes: tuple[int, ...] = SIZES) -> list[Batch]:
 
 
 class User:
-    """Where the loop runs: a thread whose work is recorded where streams are faked."""
+    """The thread of the loop, whose work is recorded if streams are fakes."""
 
     def __init__(self, cuda: FakeCuda | None) -> None:
         self.cuda = cuda
@@ -100,7 +100,7 @@ BOTH = pytest.mark.parametrize(
 
 @pytest.fixture
 def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda | None]:
-    """CPU devices as they are, and as CUDA devices would run: on fake streams, without NCCL and with one."""
+    """Plain CPU devices, and as CUDA devices would run: on fake streams, without and with NCCL."""
     if getattr(request, "param", "cpu") == "cpu":
         yield None
         return
@@ -125,7 +125,7 @@ def user(lanes: FakeCuda | None) -> Iterator[User]:
 
 
 def hinted(count: int, **options: Any) -> flowdp.CadenceOptions | None:
-    """The first device is taken to be 2.5 times slower."""
+    """With the hint that the first device is 2.5 times slower."""
     return flowdp.CadenceOptions(speed_hint=(0, 2.5), **options) if count > 1 else None
 
 
@@ -148,7 +148,7 @@ def plain_loop(call: Callable[[Tensor], Tensor], model: nn.Module, optimizer: Op
 
 
 def rich_loop(call: Callable[[Tensor], Tensor], model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-    """Accumulation over two batches of different size, clipping, a schedule by step."""
+    """Accumulation over two batches of different size, clipping, a schedule per step."""
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.05, 0.02], total_steps=STEPS)
     todo, seen = iter(batches(2 * STEPS)), []
     for _ in range(STEPS):
@@ -201,7 +201,7 @@ def test_one_sum_for_several_backwards(user, count, kind):
 
 
 class Critic(Network):
-    """With the penalty on the gradient that a critic of images has."""
+    """A critic of images with its gradient penalty."""
 
     def penalty(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
@@ -226,7 +226,7 @@ def test_a_penalty_inside_the_module(user, count):
 
 
 class Epochs:
-    """Data of which every sample is told by its number."""
+    """A dataset whose samples are their numbers."""
 
     def __init__(self) -> None:
         self.all = batches(1, (29 * 8 + 5,))[0]
@@ -250,7 +250,7 @@ def context_loss(context: flowdp.LossContext) -> Tensor:
     [
         *(("cpu", "adamw", cadence) for cadence in (True, False, "record")),
         ("cpu", "sgd", "record"),
-        # Not True: by measured times, which faked streams stretch, windows take hundreds of batches.
+        # Not True: with measured times, which fake streams distort, windows have hundreds of batches.
         *(("streams", "adamw", cadence) for cadence in (False, "record")),
     ],
     indirect=["lanes"],
@@ -298,7 +298,7 @@ def test_windows(user, count, kind, cadence, has_loss):
 
 
 def test_the_network_can_tell_a_batch_from_its_parts():
-    """A mean over devices that ignores their numbers of samples is another one."""
+    """A mean over devices that ignores their numbers of samples would differ."""
     model, (batch,) = network(), batches(1)
     gradients = []
     for shares in ((22,), (6, 16)):

@@ -1,4 +1,4 @@
-"""`setup` on two devices gives what torch's own DistributedDataParallel gives, in float64."""
+"""Tests of `setup` on two devices against torch's own DistributedDataParallel, in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIMIZERS = ["sgd", "adamw"]
 
 @pytest.fixture
 def lanes() -> None:
-    """On CPU devices as they are, as the other side."""
+    """Plain CPU devices, as on the other side."""
 
 
 def network() -> nn.Module:
@@ -41,7 +41,7 @@ def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
 def train(
     call: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int = 0, ranks: int = 1
 ) -> dict[str, Tensor]:
-    """A loop as both sides have it; each rank of several takes its part of every batch."""
+    """A loop as on both sides; with several ranks each takes its part of every batch."""
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     draw = torch.Generator().manual_seed(4)
     for _ in range(STEPS):
@@ -58,7 +58,7 @@ def train(
 
 
 def distributed(rank: int) -> list[dict[str, list[Any]]]:
-    """One process of two."""
+    """One of the two processes."""
     states = []
     for kind in OPTIMIZERS:
         model = network()

@@ -1,4 +1,6 @@
-"""Every sample of every epoch is trained exactly once, on any number of devices, whatever comes between."""
+"""Tests that every sample of every epoch is trained exactly once, on any number of devices, with any
+events.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,12 @@ from tests.numerics.conftest import WAIT_S, Door
 
 POLICIES = ("sync", "cadence", "async")
 
-# Full and ragged, fewer batches than devices, one sample, a batch larger than the dataset.
+# Full and short batches, fewer batches than devices, one sample, a batch larger than the dataset.
 SIZES = [(24, 4), (23, 4), (7, 3), (5, 2), (3, 8), (1, 1), (1, 4)]
 
 
 def content(index: int) -> float:
-    """What the sample of an index holds: no other sample of these tests does."""
+    """Values of the sample with this index, unlike those of any other sample here."""
     return float(index * index % 1009) + index / 1024
 
 
@@ -60,7 +62,9 @@ def trainer(recorder: Any, dataset: Any, policy: Any, devices: int, **options: A
 
 
 def check(recorder: Any, state: flowdp.TrainedState, expected: Counter[int], epochs: int = 3) -> None:
-    """Every epoch held what was expected, and the run's own books say the same as the recorder."""
+    """Assert that every epoch had the expected samples, and that the run's records agree with the
+    recorder.
+    """
     assert not state.interrupted
     assert state.epochs_done == epochs
     assert state.global_step == len(recorder.steps)
@@ -76,7 +80,7 @@ def check_books(recorder: Any, state: flowdp.TrainedState) -> None:
             assert (part.steps, part.samples) == (len(steps), sum(len(step.indices) for step in steps))
 
 
-# ---------------------------------------------------------------- what comes in
+# ---------------------------------------------------------------- kinds of datasets
 class Map(Dataset[Any]):
     """Single samples."""
 
@@ -91,7 +95,7 @@ class Map(Dataset[Any]):
 
 
 class SeekingFile(Dataset[Any]):
-    """One open file, one position: two readers at once would take samples of each other."""
+    """One open file with one position: two readers at once would take each other's samples."""
 
     def __init__(self, path: Path, count: int) -> None:
         self.count = count
@@ -164,7 +168,7 @@ def test_a_file_read_by_seek_and_read(tmp_path, recorder, policy, devices):
     check(recorder, state, Counter(range(301)))
 
 
-# ---------------------------------------------------------------- what comes between
+# ---------------------------------------------------------------- events during the run
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_stop_in_the_middle_trains_nothing_twice_and_counts_everything(recorder, policy, devices):
@@ -183,7 +187,7 @@ def test_a_stop_in_the_middle_trains_nothing_twice_and_counts_everything(recorde
         for epoch in range(max(step.epoch for step in recorder.steps) + 1):
             seen = recorder.samples(epoch)
             assert max(seen.values(), default=1) == 1
-            # Epochs end in their order; behind an open one async may have come to the end of a later one.
+            # Epochs end in order; with async a later epoch may already be complete after an open one.
             if epoch <= state.epochs_done:
                 assert (len(seen) == 23) == (epoch < state.epochs_done)
         check_books(recorder, state)
@@ -206,7 +210,7 @@ def test_pauses_lose_and_double_nothing(recorder, policy, devices):
         with run.paused():
             before = len(recorder.steps)
             assert run.status().life == "paused"
-            # Whoever stands still has taken the mean.
+            # Paused ranks have taken over the mean.
             first, *others = (replica.flat.memories for replica in run._engine.replicas)
             assert all(torch.equal(*pair) for theirs in others for pair in zip(first, theirs, strict=True))
             assert len(recorder.steps) == before
@@ -216,7 +220,7 @@ def test_pauses_lose_and_double_nothing(recorder, policy, devices):
 
 
 class Staller:
-    """Keeps a rank busy in three of its steps, each time until the others have noticed.
+    """Keeps a rank busy in three of its steps, each time until the others have reacted.
 
     `called` is the last round to which a `SyncNow` has called the ranks.
     """
@@ -237,7 +241,7 @@ class Staller:
         deadline = monotonic() + WAIT_S
         while not self.is_noticed(worker):
             busy = (busy @ busy).sigmoid()
-            assert monotonic() < deadline, "nobody noticed the stall"
+            assert monotonic() < deadline, "the stall was not noticed"
         self.stalls += 1
 
     def is_time(self, worker: CurrentWorker) -> bool:
@@ -248,15 +252,15 @@ class Staller:
 
 
 class UntilCalled(Staller):
-    """Planned rounds: until the coordinator has cut the round short."""
+    """Planned rounds: until the coordinator has ended the round early."""
 
-    round = 1  # from the next one on the speeds are known, so that somebody can be late
+    round = 1  # from the next one on the speeds are known, so that a rank can be late
 
     def is_time(self, worker: CurrentWorker) -> bool:
         # Not at the end of an epoch (of 50 batches), where a round may be one step.
         if worker.round <= self.round or worker.global_step % 50 > 25:
             return False
-        # The first step of a round, so that a part is left; then some rounds to forget the stall in.
+        # The first step of a round, so that a part is left; then some rounds in which the stall is forgotten.
         self.round = worker.round + 3
         return True
 
@@ -321,7 +325,7 @@ def test_max_steps_ends_inside_an_epoch_with_its_first_batches(recorder, policy,
 
 # ---------------------------------------------------------------- batches of any size, epochs of any length
 class Stream(IterableDataset[Any]):
-    """Samples in an order of their own, more of them in each epoch; processes share them."""
+    """An iterable dataset in its own order, longer in each epoch; processes share it."""
 
     def __init__(self, *counts: int) -> None:
         self.counts = counts
@@ -335,7 +339,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Uneven:
-    """A batch sampler: batches of 1, 2, 3, 1, ... samples, in another order in each epoch."""
+    """A batch sampler: batches of 1, 2, 3, 1, ... samples, in a new order in each epoch."""
 
     def __init__(self, count: int) -> None:
         self.count = count

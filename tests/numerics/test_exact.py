@@ -1,4 +1,4 @@
-"""policy="exact" is one device with the big batch: the same parameters as a plain loop, on any devices."""
+"""Tests of policy="exact": the parameters of one device with the big batch, on any devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import CudaLane
 from flowdp.replica.exact_replica import ExactReplica
 
-SAMPLES, WINDOW, EPOCHS = 203, 20, 3  # 11 windows an epoch, the last of 3 samples
+SAMPLES, WINDOW, EPOCHS = 203, 20, 3  # 11 windows per epoch, the last of 3 samples
 STEPS = 33
 RATIOS: dict[int, tuple[float, ...] | None] = {1: None, 2: (0.7, 0.3), 3: (0.5, 0.4, 0.1), 4: (1, 2, 3, 4)}
 draw = torch.Generator().manual_seed(0)
@@ -36,7 +36,7 @@ Make = Callable[[Any], Optimizer]
 
 @pytest.fixture(autouse=True)
 def watched_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the fake card look at the gradients, too: who averages and who steps must be ordered by events."""
+    """Watch the gradients on the fake card, too: averaging and stepping must be ordered by events."""
     make = ExactReplica.__init__
 
     def watched(replica: ExactReplica, *args: Any, **options: Any) -> None:
@@ -69,7 +69,7 @@ def cosine(optimizer: Optimizer) -> CosineAnnealingLR:
 
 
 def windows(epochs: int = EPOCHS, window: int = WINDOW, seed: int = 0) -> Iterator[Tensor]:
-    """The indices of each window of the run."""
+    """Sample indices of each window of the run."""
     for epoch in range(epochs):
         yield from epoch_order(SAMPLES, seed, epoch).split(window)
 
@@ -83,7 +83,7 @@ def plain(
     steps: int | None = None,
     window: int = WINDOW,
 ) -> nn.Module:
-    """One device with the big batch."""
+    """Train on one device with the big batch."""
     model = copy.deepcopy(model)
     optimizer = make(model.parameters())
     scheduler = None if schedule is None else schedule(optimizer)
@@ -121,14 +121,14 @@ def apart(one: nn.Module, other: nn.Module) -> float:
 
 
 def check_equal(run: flowdp.Run) -> None:
-    """All replicas hold the same bits."""
+    """Assert that all replicas have the same bits."""
     first, *others = run._engine.replicas
     for other in others:
         for mine, theirs in zip(other.flat.memories, first.flat.memories, strict=True):
             assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
 
 
-# ---------------------------------------------------------------- the mathematics of one device
+# ---------------------------------------------------------------- equal to one device
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize(("make", "clip", "schedule"), [(momentum, None, None), (adamw, 0.1, cosine)])
 def test_as_one_device(make: Make, devices: int, clip: float | None, schedule: Any) -> None:
@@ -142,7 +142,7 @@ def test_as_one_device(make: Make, devices: int, clip: float | None, schedule: A
 
 
 class Read(Dataset[Any]):
-    """Reads sample by sample."""
+    """A dataset read sample by sample."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -227,11 +227,11 @@ def float_loss(model: nn.Module, batch: Any) -> Tensor:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_narrow_precision(precision: str) -> None:
-    """The replicas hold the same bits, and learn what one device does, as far as the precision goes."""
+    """The replicas have the same bits, and train like one device, as far as the precision allows."""
     model = net().float()
 
     def small(model: nn.Module, batch: Any) -> Tensor:
-        return float_loss(model, batch) * 1e-2  # so that nothing overflows, and no step is left out
+        return float_loss(model, batch) * 1e-2  # so that nothing overflows and no step is skipped
 
     def fast(params: Any) -> Optimizer:
         return SGD(params, 2.0, momentum=0.9)
@@ -245,7 +245,7 @@ def test_narrow_precision(precision: str) -> None:
 
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_an_overflow_on_one_rank_is_one_on_all(clip: float | None) -> None:
-    """Its step is left out everywhere, the scale falls everywhere, and the run goes on."""
+    """Its step is skipped everywhere, the scale falls everywhere, and the run continues."""
     model = net().float()
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -261,7 +261,7 @@ def test_an_overflow_on_one_rank_is_one_on_all(clip: float | None) -> None:
 
 
 def test_a_rank_without_samples_takes_every_step() -> None:
-    """With its schedule, its optimizer state and, in fp16, its scale."""
+    """With its schedule, its optimizer state and, for fp16, its scale."""
     model = net()
     expected = plain(model, adamw, schedule=cosine, window=2, steps=STEPS)
     steps: Counter[int] = Counter()
@@ -290,9 +290,9 @@ def test_a_rank_without_samples_takes_every_step() -> None:
     check_equal(narrow)
 
 
-# ---------------------------------------------------------------- what a mean is over
+# ---------------------------------------------------------------- weighted losses
 def test_a_weight_that_is_not_the_samples() -> None:
-    """The mean over tokens: of every window those with a target, however they are split."""
+    """A mean over tokens: over those with a target in each window, however it is split."""
     targets = torch.randint(-3, 2, (SAMPLES, 6), generator=torch.Generator().manual_seed(2)).clamp(min=-1)
     torch.manual_seed(1)
     model = nn.Embedding(8, 2).double()
@@ -325,7 +325,7 @@ def test_a_weight_that_is_not_the_samples() -> None:
 
 
 def test_a_rate_that_follows_a_weighted_loss_is_that_of_one_device() -> None:
-    """However many devices there are, and with parts that have no weight at all."""
+    """On any number of devices, and with parts without any weight."""
     draws = torch.Generator().manual_seed(1)
     inputs = torch.randn(64, 6, generator=draws, dtype=torch.float64)
     labels = torch.randint(0, 4, (64,), generator=draws)
@@ -384,9 +384,9 @@ def test_metrics_are_of_all_samples() -> None:
         assert epoch.scalars["level"] == pytest.approx(values.mean().item(), rel=1e-9)
 
 
-# ---------------------------------------------------------------- parameters that are not always there
+# ---------------------------------------------------------------- parameters without gradients
 class Branches(nn.Module):
-    """Takes one of its layers by what the batch holds; and one never."""
+    """Uses one of its layers depending on the batch; and one never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -404,7 +404,7 @@ class Branches(nn.Module):
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_a_layer_that_no_sample_of_a_window_takes_is_left_alone(devices: int) -> None:
-    """Adam with decay moves a parameter whose gradient is zero, and not one whose gradient is None."""
+    """Adam with decay changes a parameter whose gradient is zero, but not one whose gradient is None."""
     which = torch.zeros(SAMPLES, dtype=torch.int64)
     which[::40] = 1
     which[1::97] = 2
@@ -451,7 +451,7 @@ def test_a_layer_that_only_a_masked_rank_has_taken_is_left_alone() -> None:
 
 # ---------------------------------------------------------------- steering
 def test_a_rate_that_is_set_takes_effect_for_all_at_once() -> None:
-    """Otherwise the replicas would stay apart; the checksum at the end of the epoch would tell."""
+    """Otherwise the replicas would diverge, which the checksum at the end of the epoch would show."""
     model = net()
     handles: list[flowdp.Run] = []
     started, is_set = threading.Event(), threading.Event()
@@ -508,9 +508,9 @@ def test_max_steps_counts_windows(steps: int) -> None:
     assert apart(model, expected) < 1e-12
 
 
-# ---------------------------------------------------------------- what goes wrong
+# ---------------------------------------------------------------- errors
 def test_replicas_that_differ_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here one flips a bit by itself, as broken memory does."""
+    """Here one flips a bit, as broken memory does."""
     meet = ExactReplica.meet
 
     def broken(replica: ExactReplica, outcome: Any) -> None:
@@ -574,7 +574,7 @@ def normed() -> nn.Module:
 @pytest.mark.usefixtures("kept_replicas")
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_batch_norm_over_all_devices(devices: int) -> None:
-    """The parts of the windows are of unequal sizes, and of the last one a rank has none."""
+    """The parts of the windows have unequal sizes, and one rank has no part of the last one."""
     model = nn.SyncBatchNorm.convert_sync_batchnorm(normed())
     run = exact(model, momentum, devices, batch_size=WINDOW, max_grad_norm=1.0)
     wanted = plain(normed(), momentum, clip=1.0)
@@ -641,7 +641,7 @@ def test_with_fixed_shares_dropout_repeats_and_follows_the_seed() -> None:
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(5, 16), nn.Dropout(0.5), nn.Linear(16, 2)).double()
         exact(model, momentum, 3, epochs=1, seed=seed)
-        torch.rand(7)  # the process's own generator is of no account
+        torch.rand(7)  # the process's own generator does not matter
         return model
 
     first, again, other = run(3), run(3), run(4)
@@ -650,7 +650,7 @@ def test_with_fixed_shares_dropout_repeats_and_follows_the_seed() -> None:
 
 
 class Lines(Dataset[Any]):
-    """Texts."""
+    """A dataset of texts."""
 
     def __len__(self) -> int:
         return 40

@@ -1,4 +1,4 @@
-"""The examples do with several devices what they do with one."""
+"""Tests of the examples: the results of one device on several."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ RESUMED = "06_checkpoint_resume.py"
 
 @pytest.fixture
 def lanes() -> None:
-    """On the devices that the examples name."""
+    """The devices named by the examples."""
 
 
 @pytest.fixture(autouse=True)
 def double() -> Iterator[None]:
-    """In float64 a sum in another order is no other result."""
+    """Use float64, in which the order of a sum does not change the results."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     yield
@@ -107,7 +107,7 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.Captu
     assert all(sum(rank.samples for rank in epoch.per_rank) == 1500 for epoch in second.history)
     assert len(second.history[-1].per_rank) == 3
 
-    # Early stopping: three epochs after the best one, and the best one is the answer.
+    # Early stopping: three epochs after the best one, whose state is the result.
     # An epoch that ends with a stop is not evaluated.
     accuracies = [epoch.eval["accuracy"] for epoch in second.history if epoch.eval]
     assert len(second.history) - len(accuracies) <= 1

@@ -1,4 +1,4 @@
-"""Runs whose optimizers step flat memory have the bits of those that step parameter by parameter."""
+"""Tests of runs with optimizers on flat memory: the bits of steps parameter by parameter."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor, nn
 import flowdp
 from flowdp.replica.replica import Replica
 
-# A step is the same however a batch came to its rank.
+# A step does not depend on how a batch reached its rank.
 pytestmark = pytest.mark.parametrize("lanes", ["cpu", "streams"], indirect=True)
 
 SAMPLES, BATCH_SIZE, EPOCHS = 128, 4, 2
 WIDTH = 16
-"""Fused kernels round the last elements of a tensor, which do not fill a vector, in another way."""
+"""Fused kernels round the last elements of a tensor, which do not fill a vector, differently."""
 
 LATE = 40
-"""The first sample, by its place, that the layer `late` has a part in."""
+"""Position of the first sample that uses the layer `late`."""
 
 
 class Parts(nn.Module):
-    """Layers for several groups: one of all samples, one of some, one of none, and one that is frozen."""
+    """Layers for several groups: used by all samples, by some, by none, and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()

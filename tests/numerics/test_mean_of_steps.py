@@ -1,4 +1,4 @@
-"""A round is what plain PyTorch makes of it: every model steps alone, then the mean weighted by samples."""
+"""Tests of rounds against plain PyTorch: every model steps alone, then the mean weighted by samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import flowdp
 
-# A mean is the same however a batch came to its rank.
+# A mean does not depend on how a batch reached its rank.
 pytestmark = pytest.mark.parametrize("lanes", ["cpu", "streams"], indirect=True)
 
 SAMPLES, BATCH_SIZE, EPOCHS = 60, 8, 3  # 8 batches, the last of 4 samples
@@ -47,7 +47,7 @@ class ByHand:
         self.data = data()
 
     def round(self, batches: Sequence[Sequence[Sequence[int]]]) -> float:
-        """Train `batches[rank]`, lists of indices, then take the mean; returns the largest drift."""
+        """Train on `batches[rank]`, lists of indices, then take the mean; returns the largest drift."""
         for rank, theirs in enumerate(batches):
             for indices in theirs:
                 loss(self.models[rank], tuple(part[list(indices)] for part in self.data)).backward()
@@ -66,7 +66,7 @@ class ByHand:
         for model in self.models:
             model.load_state_dict(mean)
         names = [name for name, _ in self.models[0].named_parameters()]
-        # A replica that a busy machine has kept from all of its steps has no drift.
+        # A replica without a step, on a busy machine, has no drift.
         trained = [state for state, n in zip(states, counts, strict=True) if n]
         away = [math.sqrt(sum(float((s[n] - mean[n]).square().sum()) for n in names)) for s in trained]
         return max(away) / math.sqrt(sum(float(mean[n].square().sum()) for n in names))
@@ -100,7 +100,7 @@ def check_equal(run: flowdp.Run, hand: ByHand, tolerance: float) -> None:
 
 
 def rounds_of(recorder: Any, devices: int) -> list[list[list[tuple[int, ...]]]]:
-    """What was trained: `[round][rank]`, lists of indices."""
+    """Batches trained: `[round][rank]`, lists of indices."""
     before = sorted({step.round for step in recorder.steps})
     return [
         [[step.indices for step in recorder.of(rank) if step.round == round] for rank in range(devices)]

@@ -1,4 +1,4 @@
-"""Dropout inside an activation checkpoint is refused through every door where ranks share a generator."""
+"""Tests of dropout inside an activation checkpoint: refused wherever ranks share a generator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MATCH = "draws random numbers in a forward that a backward computes again"
 
 
 class Net(nn.Module):
-    """Two layers; the first is computed again in the backward, with its dropout."""
+    """Two layers; the first, with its dropout, is computed again in the backward."""
 
     def __init__(self, rate: float = 0.5) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def test_which_ranks_share_a_generator() -> None:
 
 
 def test_a_loop_that_is_run_again_is_told_again() -> None:
-    """As in a notebook: the cell with the loop is run once more, on the same model."""
+    """As when a notebook cell with the loop is run again on the same model."""
     net = Net()
     with flowdp.setup(net, devices=["cpu"] * 2, progress=False) as dp:
         for _ in range(6):

@@ -1,4 +1,4 @@
-"""After every mean all replicas hold the same bits, whatever their tensors are."""
+"""Tests that all replicas have the same bits after every mean, for all kinds of tensors."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 import flowdp
 
-# A mean is the same however a batch came to its rank.
+# A mean does not depend on how a batch reached its rank.
 pytestmark = pytest.mark.parametrize("lanes", ["cpu", "streams"], indirect=True)
 
 SAMPLES, BATCH_SIZE, EPOCHS = 90, 4, 2  # the last batch has 2 samples
 
 
 class Zoo(nn.Module):
-    """A parameter of every kind that a model may have."""
+    """Parameters of every kind that a model may have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Zoo(nn.Module):
         h = self.norm(self.conv(images.to(memory_format=torch.channels_last))).mean((2, 3))
         h = self.wide(h.double()).float() + self.narrow(h.bfloat16()).float()
         h = self.decode(torch.tanh(self.encode(h))) * self.scale + self.frozen
-        self.level = 0.9 * self.level + h.detach().double().mean()  # another object after every call
+        self.level = 0.9 * self.level + h.detach().double().mean()  # a new object after every call
         return (h * self.turn).abs().sum(1)
 
 
@@ -56,7 +56,7 @@ def bits(module: nn.Module) -> str:
 
 
 class Meetings:
-    """The bits of every rank at its first step after each round."""
+    """Records the bits of every rank at its first step after each round."""
 
     def __init__(self) -> None:
         self.digests: dict[int, dict[int, str]] = defaultdict(dict)
@@ -146,7 +146,7 @@ def test_after_the_last_round_of_async(devices):
 
 
 def thawing(devices: int, policy: Any) -> nn.Sequential:
-    """Train a model that has its first layer frozen until the loss thaws it, as gradual unfreezing does."""
+    """Train a model whose first layer is frozen until the loss unfreezes it, as in gradual unfreezing."""
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
     model[0].requires_grad_(False)

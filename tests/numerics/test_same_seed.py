@@ -1,4 +1,4 @@
-"""One seed, one result to the bit where nothing depends on the clock; another seed, another order."""
+"""Tests of seeds: the same bits for one seed if the clock plays no part; another order for another seed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def train(recorder: Any, policy: Any, devices: int, seed: int) -> flowdp.Trained
 
 
 def slow_down(worker: CurrentWorker, _: int) -> None:
-    """Other times, other blocks of rounds: rank 1 has more to do, and everybody now and then."""
+    """Change times, and so blocks of rounds: rank 1 takes longer, and at times every rank."""
     sum(range(20_000 * (worker.rank == 1) + 20_000 * (worker.local_step % 7 == 0)))
 
 

@@ -1,4 +1,4 @@
-"""Steps of several batches, and devices with batch sizes of their own: against plain PyTorch."""
+"""Tests of steps of several batches, and of batch sizes per device, against plain PyTorch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def apart(one: nn.Module, other: nn.Module) -> float:
 
 
 def plain(model: nn.Module, size: int, epochs: int = 3, clip: float | None = None) -> nn.Module:
-    """One device with batches of this size."""
+    """Train on one device with batches of this size."""
     model = copy.deepcopy(model)
     optimizer = adamw(model.parameters())
     for epoch in range(epochs):
@@ -82,7 +82,7 @@ class Read(Dataset[Any]):
 
 
 class Unequal(Dataset[Any]):
-    """Its batches hold no tensor of their length: nothing could be cut or joined."""
+    """Its batches have no tensor of their length, so they cannot be cut or joined."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -117,7 +117,7 @@ class Unequal(Dataset[Any]):
     ids=["tensors", "read", "processes", "loader", "lists"],
 )
 def test_one_device_has_the_big_batch(options: dict[str, Any], clip: float | None) -> None:
-    """Also where an epoch's last step has fewer batches, and its last batch fewer samples."""
+    """Also if an epoch's last step has fewer batches, and its last batch fewer samples."""
     model = net()
     expected = plain(model, 12, clip=clip)
     run = train(model, 1, "cadence", gradient_accumulation_steps=3, max_grad_norm=clip, **options)
@@ -192,7 +192,7 @@ def test_narrow_precision(precision: str) -> None:
 
 
 class Gated(Read):
-    """Reads on from the second batch when it is told to."""
+    """Reads from the second batch on only when released."""
 
     def __init__(self) -> None:
         self.is_open = threading.Event()
@@ -204,7 +204,7 @@ class Gated(Read):
 
 
 def test_a_pause_waits_for_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step whose first batch was taken is finished: that batch could not be dealt anew."""
+    """A step whose first batch was taken is finished, as that batch could not be dealt again."""
     dataset, begun, hurried = Gated(), threading.Event(), threading.Event()
     obey = CoordinatorShell._obey
 
@@ -270,7 +270,7 @@ def test_each_device_has_its_size(policy: str, options: dict[str, Any]) -> None:
 
 
 def test_a_step_on_two_devices_is_the_mean_of_their_steps() -> None:
-    """With SGD, and one step, the mean weighted by samples is the step of one device with all of it."""
+    """With SGD and one step, the mean weighted by samples is one device's step with all samples."""
     model = net()
     expected = copy.deepcopy(model)
     sgd = SGD(expected.parameters(), 0.1)
@@ -293,7 +293,7 @@ def test_total_steps_in_lockstep(sizes: tuple[int, int], accumulation: int) -> N
 
 
 def test_accumulation_with_a_batch_size_per_device() -> None:
-    """Micro-batches are of the device's own size, and a step has so many of them."""
+    """Micro-batches have the device's size, and a step has a number of them."""
     sizes: dict[int, list[int]] = {0: [], 1: []}
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -306,7 +306,7 @@ def test_accumulation_with_a_batch_size_per_device() -> None:
     assert run.join().global_step == 7
 
 
-# ---------------------------------------------------------------- refused
+# ---------------------------------------------------------------- refusals
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(X)

@@ -1,4 +1,4 @@
-"""A converted model on several devices is the model with BatchNorm on one, in float64."""
+"""Tests of a converted model on several devices: equal to BatchNorm on one, in float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ convert = nn.SyncBatchNorm.convert_sync_batchnorm
 
 
 class Network(nn.Module):
-    """Images to three numbers; one norm is called twice, one has no momentum, one no parameters."""
+    """From images to three numbers; one norm is called twice, one has no momentum, one no parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def check_equal(model: nn.Module, twin: nn.Module) -> None:
 
 @pytest.fixture
 def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda | None]:
-    """CPU devices as they are, and as CUDA devices would run, on fake streams."""
+    """Plain CPU devices, and as CUDA devices would run, on fake streams."""
     if getattr(request, "param", "cpu") == "cpu":
         yield None
         return
@@ -115,7 +115,7 @@ def test_a_loop_of_ones_own(lanes: FakeCuda | None, buffers: Any, count: int, fa
         flowdp.setup(model, optimizer, devices=["cpu"] * count, cadence=cadence, buffers=buffers) as dp,
     ):
         assert_equal(train(dp, optimizer), train(twin, momentum(twin.parameters())))
-        with torch.no_grad():  # statistics follow without gradients, too
+        with torch.no_grad():  # statistics are updated without gradients, too
             assert_equal([dp(numbers(5, 2, 3, 3))], [twin(numbers(5, 2, 3, 3))])
         dp.eval()
         twin.eval()
@@ -181,7 +181,7 @@ def test_a_rank_that_fails_is_the_error_that_is_seen() -> None:
             with pytest.raises(KeyError, match="a thousand") as found:
                 dp(bad)
             assert any("rank 2" in note for note in found.value.__notes__)
-        F.cross_entropy(dp(x), y).backward()  # and the next call is as if nothing had been
+        F.cross_entropy(dp(x), y).backward()  # and the next call works as before
         F.cross_entropy(twin(x), y).backward()
     assert_equal(gradients(model), gradients(twin))
 
@@ -217,14 +217,14 @@ def test_what_cannot_be_synchronised_is_said_before_a_thread_starts() -> None:
         flowdp.setup(network(), momentum, replica=lambda _: copy.deepcopy(model), devices=["cpu"] * 2)
 
 
-# ---------------------------------------------------------------- by hand
+# ---------------------------------------------------------------- manual control
 def part(rank: int, step: int, size: int = 7) -> tuple[Tensor, Tensor]:
     x = numbers(size, 2, 3, 3, seed=10 * step + rank) + rank
     return x, (x.mean((1, 2, 3)) > 0.5).long()
 
 
 def by_hand(world_size: int) -> nn.Module:
-    """BatchNorm on one device, of the same samples."""
+    """BatchNorm on one device with the same samples."""
     twin = network()
     optimizer = momentum(twin.parameters())
     for step in range(STEPS):

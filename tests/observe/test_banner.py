@@ -1,4 +1,4 @@
-"""The line that names the devices: once in a process, and not at all where it is not wanted."""
+"""Tests of the line that names the devices: once per process, and only if wanted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The progress bar: drawn where somebody looks, and gone with the run."""
+"""Tests of the progress bar: drawn on a terminal or in a notebook, and closed with the run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Terminal(io.StringIO):
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """A terminal for what is drawn. No fixture: pytest takes stderr back between setup and test."""
+    """A terminal for the bar. Not a fixture: pytest takes stderr back between setup and test."""
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     return stream
@@ -179,7 +179,7 @@ def test_one_that_could_not_be_drawn_stays_away() -> None:
 
 # ---------------------------------------------------------------- on a terminal
 class Screen:
-    """A terminal's screen: what is left to see of all that was written."""
+    """A terminal's screen: the visible part of all output."""
 
     def __init__(self, columns: int) -> None:
         self.columns = columns
@@ -211,7 +211,7 @@ class Screen:
 
 @contextmanager
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A pseudo terminal for stdout and stderr; at the end the list has the lines that are to be seen."""
+    """A pseudo terminal for stdout and stderr; at the end the list has the visible lines."""
     import fcntl  # not on Windows, nor are the other two
     import pty
     import termios
@@ -221,7 +221,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     written: list[bytes] = []
 
     def drain() -> None:
-        with suppress(OSError):  # EIO, once nobody has the other end
+        with suppress(OSError):  # EIO, after the other end is closed
             while chunk := os.read(outside, 1 << 16):
                 written.append(chunk)
 
@@ -289,7 +289,7 @@ def test_what_a_callback_prints_comes_out_clean(monkeypatch: pytest.MonkeyPatch)
 
     with terminal(monkeypatch) as seen:
         small(callbacks=[Prints()]).fit()
-    # Writing a checkpoint takes its time: the next epoch's end may be told first.
+    # Writing a checkpoint takes time: the next epoch's end may be reported first.
     check(
         sorted(seen[1:]),
         *sorted(line for n in range(3) for line in (f"after epoch {n}", f"checkpoint {n + 1}")),

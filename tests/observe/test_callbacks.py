@@ -1,4 +1,4 @@
-"""What may stand among the callbacks of a run."""
+"""Tests of a run's callbacks: the kinds accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The observer: everybody hears everything, in order, and nobody can spoil it for the others."""
+"""Tests of the observer: every callback gets every record in order, whatever other callbacks do."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def epoch_record(number: int) -> EpochMetrics:
 
 
 class Writes(Callback):
-    """Writes down what it hears, and on which thread."""
+    """Records its calls and their threads."""
 
     def __init__(self, name: str, book: list[tuple[str, str, Any]]) -> None:
         self.name, self.book = name, book
@@ -70,7 +70,7 @@ class Writes(Callback):
 
 
 class Raises(Callback):
-    """Raises in the methods that it is told."""
+    """Raises in the given methods."""
 
     def __init__(self, *methods: str) -> None:
         for method in methods:
@@ -85,7 +85,7 @@ class EndsRun(Raises):
 
 
 class Stands(Callback):
-    """Stands in `on_epoch_end` until it is let go."""
+    """Waits in `on_epoch_end` until it is released."""
 
     def __init__(self) -> None:
         self.stands, self.go = threading.Event(), threading.Event()
@@ -96,7 +96,7 @@ class Stands(Callback):
 
 
 class Case:
-    """A run's records, with callbacks that observe them."""
+    """A run's records, and callbacks that observe them."""
 
     def __init__(self, *callbacks: Callback) -> None:
         self.records = Records()
@@ -118,7 +118,7 @@ class Case:
         self.records.end(FINISH, over=True)
 
     def whole(self) -> None:
-        """A run of one epoch, to its end."""
+        """A whole run of one epoch."""
         self.start()
         self.records.add(round_record(0))
         self.records.add(epoch_record(0))
@@ -317,13 +317,13 @@ def test_after_a_failure_one_that_does_not_return_is_left_behind(
         assert not case.observer.close()
         assert caplog.records[-1].getMessage().startswith("Stands.on_epoch_end does not return")
         assert "self.go.wait(60)" in caplog.text
-        monkeypatch.setattr(observer_module, "GRACE_S", 1e9)  # who asks again does not wait again
+        monkeypatch.setattr(observer_module, "GRACE_S", 1e9)  # a second close does not wait again
         assert not case.observer.close()
         stands.go.set()
         assert case.observer.thread is not None
         case.observer.thread.join(60)
     assert case.observer.close(0)
-    assert book[-1] == ("a", "on_train_end", None)  # it hears the end all the same
+    assert book[-1] == ("a", "on_train_end", None)  # it is called at the end all the same
     assert len([one for one in caplog.records if one.levelno == logging.WARNING]) == 1
 
 

@@ -1,4 +1,4 @@
-"""How deep the ring may be, on devices that are empty, half full and full."""
+"""Tests of the depth of the ring on empty, half full and full devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BATCH = 100 * 10**6
 
 
 def device(others: int = 0, active: int = 0, *, cached: int = 0, peak: int = 0, split: int = 0) -> Memory:
-    """A device with what other processes use, what ours uses, and what its allocator keeps unused."""
+    """A device with memory used by other processes, by ours, and cached unused by the allocator."""
     reserved = active + cached
     return Memory(TOTAL, TOTAL - others - reserved, reserved, active, max(peak, active), split)
 

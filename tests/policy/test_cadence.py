@@ -1,4 +1,4 @@
-"""The quotas of a run: probe, measurement, guard, hint and fixed shares."""
+"""Tests of a run's quotas: probe, measurement, guard, hint and fixed shares."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_first_round_is_a_short_probe() -> None:
     assert cadence.quotas == (3, 3, 3)
     assert cadence.anchor == 10
     assert cadence.round_ms == 0.0
-    # Nothing is known: all are alike.
+    # Nothing is known: all ranks are equal.
     assert len(set(cadence.ms_per_step)) == 1
     # A smaller anchor is a shorter probe.
     assert Cadence(2, CadenceOptions(anchor=2)).quotas == (2, 2)
@@ -53,7 +53,7 @@ def test_a_hint_stands_for_the_first_measurement() -> None:
     assert cadence.is_known
     assert cadence.quotas == (20, 10)
     assert cadence.ms_per_step[1] == pytest.approx(2 * cadence.ms_per_step[0])
-    # And is forgotten after it.
+    # And has no effect afterwards.
     measured(cadence, (10.0, 10.0))
     assert cadence.quotas == (10, 10)
 
@@ -69,14 +69,14 @@ def test_fixed_shares_are_kept_whatever_is_measured() -> None:
 
 def test_dear_averaging_makes_rounds_longer() -> None:
     cadence = Cadence(2, CadenceOptions())
-    # The probe's averaging is the first of all: it does not count.
+    # The probe's averaging is the first one ever: it does not count.
     measured(cadence, (10.0, 10.0), sync_ms=1000.0)
     assert cadence.anchor == 10
-    # 100 ms over a round of 100 ms are ten times the target.
+    # 100 ms in a round of 100 ms is ten times the target.
     measured(cadence, (10.0, 10.0), sync_ms=100.0)
     assert cadence.anchor == 100
     assert min(cadence.quotas) == 100
-    # One long averaging is an accident, two are a link that has become slow.
+    # One long averaging is an outlier, two mean a link that has become slow.
     measured(cadence, (10.0, 10.0), sync_ms=5000.0)
     assert cadence.anchor == 100
     measured(cadence, (10.0, 10.0), sync_ms=5000.0)
@@ -111,7 +111,7 @@ def test_rising_drifts_hold_the_anchor_and_halve_it() -> None:
     cadence = Cadence(2, CadenceOptions())
     assert measured(cadence, (10.0, 10.0), drifts=(0.01, 0.0)) == ""
     assert measured(cadence, (10.0, 10.0), drifts=(0.0, 0.02)) == ""
-    # Over the threshold: the averaging is dear, but the anchor does not grow.
+    # Over the threshold: averaging is expensive, but the anchor does not grow.
     reason = measured(cadence, (10.0, 10.0), sync_ms=50.0, drifts=(0.06, 0.0))
     assert "over the threshold" in reason
     assert (cadence.action, cadence.anchor) == (GuardAction.HOLD, 10)
@@ -120,7 +120,7 @@ def test_rising_drifts_hold_the_anchor_and_halve_it() -> None:
     assert "over twice the threshold" in reason
     assert (cadence.action, cadence.anchor) == (GuardAction.TIGHTEN, 5)
     assert cadence.quotas == (5, 5)
-    # Calm again.
+    # Below it again.
     assert measured(cadence, (10.0, 10.0), drifts=(0.1, 0.0)) == ""
     assert cadence.action is GuardAction.STABLE
 
@@ -179,7 +179,7 @@ def test_a_rank_that_is_gone_has_no_quota_and_holds_nobody_up() -> None:
     assert cadence.quotas[0] > cadence.quotas[1] > 0
 
 
-# ---------------------------------------------------------------- accidents
+# ---------------------------------------------------------------- outliers
 def test_one_long_step_changes_nothing() -> None:
     cadence = Cadence(2, CadenceOptions())
     measured(cadence, (20.0, 20.0))
@@ -187,7 +187,7 @@ def test_one_long_step_changes_nothing() -> None:
     measured(cadence, (20.0, 2000.0), steps=(10, 1))
     assert cadence.el_che.ms_per_batch == (20.0, 20.0)
     assert cadence.quotas == before
-    # The next measurement agrees with what was known: the long step is forgotten, and so is another one.
+    # The next measurement agrees with the earlier ones: the long step is forgotten, and so is another one.
     measured(cadence, (20.0, 20.0))
     measured(cadence, (20.0, 2000.0), steps=(10, 1))
     assert cadence.quotas == before
@@ -198,9 +198,9 @@ def test_a_rank_that_has_become_slow_is_believed_the_second_time() -> None:
     measured(cadence, (20.0, 20.0))
     measured(cadence, (20.0, 2000.0), steps=(10, 1))
     measured(cadence, (20.0, 200.0), steps=(10, 1))
-    assert cadence.el_che.ms_per_batch == (20.0, 200.0)  # at once, and the nearer of both
+    assert cadence.el_che.ms_per_batch == (20.0, 200.0)  # at once, and the closer of both
     assert cadence.quotas[0] == 10 * cadence.quotas[1]
-    # And when it is fast again over several steps, at once.
+    # When it is fast again over several steps, this counts at once, too.
     measured(cadence, (20.0, 20.0))
     assert cadence.el_che.ms_per_batch == (20.0, 20.0)
 

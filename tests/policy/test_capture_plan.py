@@ -1,4 +1,4 @@
-"""When a form of step is recorded, compared, recorded anew and given up."""
+"""Tests of the plan for a form of step: recorded, compared, recorded again, given up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cadence itself, beside what the vectors of flodl say (tests/vectors)."""
+"""Tests of El Che besides flodl's vectors (tests/vectors)."""
 
 import math
 import random
@@ -16,13 +16,13 @@ anchors = st.integers(1, 200)
 
 
 def calibrated(ms=(10.0, 20.0), anchor=10, **options):
-    """A cadence that has seen one round of `anchor` steps at these paces, with free averaging."""
+    """A cadence that was given one round of `anchor` steps at these paces, with free averaging."""
     che = ElChe(len(ms), anchor, **options)
     che.report_timing([anchor * pace for pace in ms], [anchor] * len(ms), 0.0)
     return che
 
 
-# ---------------------------------------------------------------- making one
+# ---------------------------------------------------------------- construction
 @pytest.mark.parametrize(
     ("arguments", "options", "says"),
     [
@@ -67,7 +67,7 @@ def test_what_is_given_can_be_read():
     assert [che.batches(rank) for rank in range(3)] == [12, 12, 4]
 
 
-# ---------------------------------------------------------------- measuring
+# ---------------------------------------------------------------- measurements
 def test_lengths_are_checked():
     with pytest.raises(OptionError, match="wall_ms has 3 values for 2 devices"):
         ElChe(2).report_timing([1.0, 1.0, 1.0], [1, 1], 0.0)
@@ -91,14 +91,14 @@ def test_a_rank_without_steps_takes_the_anchor_until_it_is_measured():
     che.report_timing([100.0, 0.0, 200.0], [10, 0, 10], 0.0)
     assert che.batch_counts == (20, 10, 10)
     che.report_timing([200.0, 40.0, 200.0], [20, 10, 10], 0.0)
-    assert che.ms_per_batch == (10.0, 4.0, 20.0)  # taken as it is: there was nothing to average it with
+    assert che.ms_per_batch == (10.0, 4.0, 20.0)  # taken as it is: no earlier value to smooth with
     assert che.batch_counts == (20, 50, 10)
 
 
 def test_a_real_change_of_speed_is_adopted_for_the_most_part_at_once():
     che = calibrated((10.0, 10.0))
     che.report_timing([100.0, 300.0], [10, 10], 0.0)
-    assert che.ms_per_batch == (10.0, pytest.approx(26.0))  # 0.8 of the way
+    assert che.ms_per_batch == (10.0, pytest.approx(26.0))  # a step of 0.8
     assert che.batch_counts == (26, 10)
 
 
@@ -115,7 +115,7 @@ def test_the_anchor_decays_by_one_and_never_below_the_first():
     che.report_timing([1000.0, 1000.0], [100, 50], 100.0)
     assert che.anchor == 50  # exactly at the target
     che.report_timing([1000.0, 1000.0], [100, 50], 55.0)
-    assert che.anchor == 50  # below it, but not by half
+    assert che.anchor == 50  # below it, but not below half of it
     seen = []
     for _ in range(45):
         che.report_timing([1000.0, 1000.0], [100, 50], 40.0)
@@ -192,14 +192,14 @@ def test_no_quota_leads_by_more_than_asked(ms, anchor, max_lead):
     assert all(1 <= quota <= max_lead + 1 for quota in quotas)
     free = fitted_quotas(ms, anchor)
     if max(free) <= max_lead + 1:
-        assert sum(quotas) >= sum(free) * 0.79  # a limit that does not bind costs no more than another anchor
+        assert sum(quotas) >= sum(free) * 0.79  # not more than with another anchor
 
 
 @pytest.mark.parametrize(
     ("ms", "max_lead", "quotas"),
     [
         ([1.0, 4.0], 0, (1, 1)),
-        ([1.0, 4.0], 2, (3, 1)),  # an anchor of 1 wants 4 steps: cut
+        ([1.0, 4.0], 2, (3, 1)),  # with an anchor of 1 this would be 4 steps: cut
         ([1.0, 4.0], 3, (4, 1)),
         ([1.0, 4.0], 8, (8, 2)),
         ([1.0, 1.0], 4, (5, 5)),

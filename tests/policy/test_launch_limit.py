@@ -1,4 +1,4 @@
-"""The limit of ranks that launch at once, on machines that are made up."""
+"""Tests of the limit of ranks that launch at once, on simulated machines."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from flowdp.policy.launch_limit import (
     Window,
 )
 
-Rate = Callable[[int | None], float]  # steps per second of all ranks under a limit
+Rate = Callable[[int | None], float]  # steps per second of all ranks with a limit
 
 
 def convoy(limit: int | None) -> float:
-    """Small kernels: ranks that launch at once fight for the lock."""
+    """Small kernels: ranks that launch at once compete for the lock."""
     return {1: 224.0, 2: 138.0, None: 70.0}[limit]
 
 
 def two_are_best(limit: int | None) -> float:
-    """A forward that is half Python: one rank at a time leaves the lock unused."""
+    """A forward half in Python: with one rank at a time the lock is often unused."""
     return {1: 150.0, 2: 230.0, None: 160.0}[limit]
 
 
@@ -39,12 +39,12 @@ def computing(limit: int | None) -> float:
 
 
 def waiting(limit: int | None) -> float:
-    """A loss that waits for its device, and has its turn meanwhile."""
+    """A loss that waits for its device while it has its turn."""
     return {1: 143.0, None: 350.0}[limit]
 
 
 def equal(limit: int | None) -> float:
-    """Backward is long: there is always time for a forward."""
+    """A long backward: there is always time for a forward."""
     return 100.0
 
 
@@ -53,12 +53,12 @@ class Machine:
     """Ranks that train for some time.
 
     Attributes:
-        rate: Of all of them.
-        ranks: How many.
-        noise: Standard deviation of a window's rate, relative.
+        rate: Steps per second of all ranks.
+        ranks: Number of ranks.
+        noise: Relative standard deviation of a window's rate.
         forward_ms: Time of a forward without a wait.
-        lost: Part of a forward in which its thread does not run, with all ranks at once.
-        waits: Part of it in which it waits for something else, under a limit.
+        lost: Fraction of a forward in which its thread does not run, with all ranks at once.
+        waits: Fraction of it spent on other waits, with a limit.
     """
 
     rate: Rate
@@ -79,13 +79,13 @@ class Machine:
         self.policy = LaunchLimit(self.ranks)
 
     def run(self, ms: float) -> None:
-        """Train so long."""
+        """Train for this time."""
         end_ms = self.spent_ms + ms
         while self.spent_ms < end_ms:
             self.window()
 
     def window(self, gap_ms: float = 0.0) -> None:
-        """Train for one window, with a standstill in it."""
+        """Train for one window, including a barrier."""
         policy = self.policy
         rate = self.rate(policy.limit) * max(0.2, self.chance.gauss(1.0, self.noise))
         ms, steps = 0.0, 0
@@ -158,7 +158,7 @@ def test_a_change_of_the_steps_calls_for_another_search() -> None:
     machine = Machine(convoy)
     machine.run(200_000)  # the next search is minutes away
     assert machine.policy.limit == 1
-    machine.rate = lambda limit: 8 * computing(limit)  # a compiled step, say
+    machine.rate = lambda limit: 8 * computing(limit)  # a compiled step, for instance
     machine.lost = 0.0
     machine.run(30_000)
     assert machine.policy.limit is None
@@ -213,7 +213,7 @@ def test_ranks_that_leave_are_counted_out() -> None:
     machine = Machine(convoy, ranks=3)
     machine.run(6_000)
     machine.policy.left()
-    assert machine.policy.is_trying  # other ranks, another answer
+    assert machine.policy.is_trying  # other ranks need another limit
     machine.run(6_000)
     assert machine.policy.limit == 1
     machine.policy.left()
@@ -246,7 +246,7 @@ def test_a_run_is_launch_bound_when_its_ranks_wait_for_a_while() -> None:
 
 
 def test_a_wait_for_something_else_is_no_wait_to_launch() -> None:
-    machine = Machine(equal, lost=0.8)  # a file, under every limit
+    machine = Machine(equal, lost=0.8)  # reading a file, with every limit
     machine.run(20_000)
     assert machine.policy.limit is None
     assert machine.policy.waiting == 0.0
@@ -254,7 +254,7 @@ def test_a_wait_for_something_else_is_no_wait_to_launch() -> None:
 
 
 def under_a_limit() -> LaunchLimit:
-    """Two ranks that take turns; a forward that has its turn waits 2 ms for something else."""
+    """Two ranks that take turns; a forward with its turn waits 2 ms for something else."""
     policy = LaunchLimit(2)
     while policy.limit is None or policy.is_trying:
         rate = 128 if policy.limit == 1 else 64
@@ -294,7 +294,7 @@ def test_a_limit_under_which_losses_wait_is_tried_once(noise: float) -> None:
         machine.window()
     assert under_it == 1
     assert machine.policy.limit is None
-    # But not where such a wait goes with a gain: other programs have the cores.
+    # Unless there is a gain in spite of such waits: other programs use the cores.
     crowded = Machine(convoy, noise=noise, waits=0.6)
     crowded.run(10_000)
     assert crowded.policy.limit == 1

@@ -1,4 +1,4 @@
-"""The ledger: each batch of an epoch is in exactly one place."""
+"""Tests of the ledger: each batch of an epoch is in exactly one place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def settle(ledger: Ledger, deal: Deal, trained: tuple[int, ...]) -> None:
     ledger.check()
 
 
-# ---------------------------------------------------------------- the order in which ranks ask
+# ---------------------------------------------------------------- the order of requests
 @pytest.mark.parametrize(
     ("counts", "ms_per_step", "ahead", "asked"),
     [
@@ -53,7 +53,7 @@ def test_a_round_of_one_step_goes_rank_by_rank() -> None:
 
 def test_the_tail_goes_to_those_that_finish_it_first() -> None:
     ledger = Ledger(0, 4, 2)
-    # Rank 0 is three times as fast: it is done with three while rank 1 does one.
+    # Rank 0 is three times as fast: it does three batches while rank 1 does one.
     assert ledger.deal((10, 10), (10.0, 30.0)) == ((0, 1, 2), (3,))
     assert ledger.remaining == 0
 
@@ -102,7 +102,7 @@ def test_whole_rounds_at_once() -> None:
         ledger.deal_rounds(1)
 
 
-# ---------------------------------------------------------------- counting back
+# ---------------------------------------------------------------- returned batches
 def test_complete_when_all_is_trained() -> None:
     ledger = Ledger(0, 4, 2)
     deal = ledger.deal((2, 2), EQUAL)
@@ -116,7 +116,7 @@ def test_left_overs_are_the_ranks_first_ones() -> None:
     deal = ledger.deal((4, 4), EQUAL)
     settle(ledger, deal, (4, 1))
     assert ledger.left == [[], list(deal[1][1:])]
-    # They count in its quota, and come before what is new.
+    # They count in its quota, and come before new ones.
     again = ledger.deal((4, 4), EQUAL)
     assert again[1][:3] == deal[1][1:]
     assert [len(hand) for hand in again] == [4, 4]
@@ -128,7 +128,7 @@ def test_left_overs_at_the_end_were_never_dealt() -> None:
     deal = ledger.deal((3, 3), EQUAL)
     settle(ledger, deal, (3, 0))
     ledger.fold()
-    # 1 and 3 lie before 4, which was trained; 5 is the last.
+    # 1 and 3 come before 4, which was trained; 5 is the last.
     assert (ledger.position, ledger.left) == (5, [[], [1, 3]])
     ledger.check()
 
@@ -137,7 +137,7 @@ def test_at_the_end_left_overs_change_hands() -> None:
     ledger = Ledger(0, 8, 2)
     deal = ledger.deal((4, 4), (1.0, 100.0))
     settle(ledger, deal, (4, 0))
-    # Rank 1 is slow: rank 0 gets most of what rank 1 left.
+    # Rank 1 is slow: rank 0 gets most of its returned batches.
     again = ledger.deal((4, 4), (1.0, 100.0))
     assert [len(hand) for hand in again] == [4, 0]
 
@@ -146,7 +146,7 @@ def test_left_overs_of_others_change_hands_when_nothing_new_is_left() -> None:
     ledger = Ledger(0, 6, 2)
     deal = ledger.deal((3, 3), EQUAL)
     settle(ledger, deal, (3, 0))
-    # Three remain, all left by rank 1, and both want one or two of them.
+    # Three remain, all returned by rank 1, and both ranks want one or two of them.
     again = ledger.deal((1, 2), EQUAL)
     assert sorted(again[0] + again[1]) == list(deal[1])
     assert [len(hand) for hand in again] == [1, 2]
@@ -170,7 +170,7 @@ def test_a_batch_in_two_places_is_noticed(field: str) -> None:
         ledger.check()
 
 
-# ---------------------------------------------------------------- whatever happens
+# ---------------------------------------------------------------- random histories
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_each_batch_is_in_exactly_one_place(data: st.DataObject) -> None:
@@ -206,7 +206,7 @@ def test_each_batch_is_in_exactly_one_place(data: st.DataObject) -> None:
         places += [batch for hand in ledger.left for batch in hand]
         places += range(ledger.position, batches)
         assert sorted(places) == list(range(batches))
-    # And however it went, the rest can be trained.
+    # The rest can always be trained.
     for rank, hand in out:
         ledger.settle(rank, hand, ledger.steps(rank, hand))
     while ledger.remaining:
@@ -218,7 +218,7 @@ def test_each_batch_is_in_exactly_one_place(data: st.DataObject) -> None:
 # ---------------------------------------------------------------- steps of several batches
 def test_a_step_gets_batches_that_follow_each_other() -> None:
     ledger = Ledger(0, 100, 2, groups=(2, 1))
-    # Rank 1 asks first for its second step: it is faster.
+    # Rank 1 requests its second step first: it is faster.
     assert ledger.deal((2, 3), (10.0, 4.0)) == ((0, 1, 5, 6), (2, 3, 4))
     assert ledger.deal_rounds(2) == ((7, 8, 10, 11), (9, 12))
     assert (ledger.position, ledger.dealt) == (13, 13)
@@ -235,23 +235,23 @@ def test_steps_that_were_not_taken_come_back_whole() -> None:
 
 def test_the_last_step_of_an_epoch_may_have_fewer() -> None:
     ledger = Ledger(0, 7, 2, groups=(3, 2))
-    # Whole steps, one by one to the rank that would finish first: five batches, and what is left to it.
+    # Whole steps, one by one to the rank that would finish first: five batches, then the rest.
     assert ledger.deal((4, 4), (1.0, 1.5)) == ((0, 1, 2, 5, 6), (3, 4))
     ledger.settle(0, (0, 1, 2, 5, 6), 2)
     ledger.settle(1, (3, 4), 1)
     assert ledger.is_complete
 
 
-# ---------------------------------------------------------------- an end that nobody knew
+# ---------------------------------------------------------------- epochs of unknown length
 def test_the_end_takes_back_what_was_dealt_beyond_it() -> None:
     ledger = Ledger(0, ENDLESS, 2)
     first = ledger.deal((3, 3), EQUAL)
-    settle(ledger, first, (3, 1))  # rank 1 leaves 3 and 5
+    settle(ledger, first, (3, 1))  # rank 1 returns 3 and 5
     second = ledger.deal((3, 1), EQUAL)
     assert second == ((6, 7, 8), (3,))
     ledger.end(7)
     ledger.check()
-    # 5 lies with rank 1; 6 and 3 are out; 7 and 8 never existed.
+    # Rank 1 has 5; 6 and 3 are dealt; 7 and 8 never existed.
     assert (ledger.left, ledger.dealt, ledger.remaining) == ([[], [5]], 2, 1)
     settle(ledger, ((6,), (3,)), (1, 1))
     assert ledger.deal((2, 2), EQUAL) == ((5,), ())
@@ -290,7 +290,8 @@ def test_every_batch_is_trained_once_whenever_the_end_is_known(
             out += enumerate(ledger.deal(quotas, [1.0] * ranks))
         elif out:
             rank, hand = out.pop(data.draw(st.integers(0, len(out) - 1)))
-            # A rank trains what exists; hurried, it gives back what does not, for nobody knows yet.
+            # A rank trains the batches that exist; called early, it returns the others, as their fate is
+            # unknown.
             exists = sum(batch < batches for batch in hand)
             done = data.draw(st.integers(min(1, exists), exists))
             trained += hand[:done]
@@ -301,7 +302,7 @@ def test_every_batch_is_trained_once_whenever_the_end_is_known(
     assert sorted(trained) == list(range(batches))
 
 
-# ---------------------------------------------------------------- lost ranks, and going on
+# ---------------------------------------------------------------- lost ranks, and resuming
 def test_whole_rounds_without_a_rank() -> None:
     ledger = Ledger(0, 10, 3, (1, 1, 2))
     assert ledger.deal_rounds(2, (0, 2)) == ((0, 3), (), (1, 2, 4, 5))

@@ -1,4 +1,4 @@
-"""What an epoch means to early stopping and to the best checkpoint."""
+"""Tests of early stopping and the best checkpoint: verdicts on epochs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_it_stops_after_as_many_epochs_without_a_better_one(mode, sign):
     assert bests(verdicts) == [0, 1, 3]
     assert stops(verdicts) == [6]
     assert best == Best(sign * 1.0, 3, 3)
-    # A run that goes on from there stops again if it stays as bad, and not if it becomes better.
+    # A run resumed from there stops again if it stays as bad, but not if it gets better.
     assert judge(best, Monitor("loss", mode, 3), epochs[6], evaluates=False)[1].stop
     assert judge(best, Monitor("loss", mode, 3), epochs[7], evaluates=False) == (
         Best(sign * 0.5, 7),
@@ -105,7 +105,7 @@ def test_an_unknown_name_is_an_error_that_lists_what_there_is():
     )
     silent = judge(Best(), Monitor("loss", "min"), epoch(0), evaluates=False)[1]
     assert silent.error == "nothing in epoch 0 is called 'loss', which is monitored; there are no numbers"
-    # With an evaluation to come it may still be one of its names.
+    # An evaluation still to come may have a value of that name.
     assert judge(best, monitor, metrics, evaluates=True) == (best, Verdict())
     evaluated = replace(metrics, eval={"f1": 0.3})
     assert "'loss', 'accuracy', 'f1'" in (judge(best, monitor, evaluated, evaluates=True)[1].error or "")

@@ -1,4 +1,4 @@
-"""The size of a worker's pool follows what its steps take."""
+"""Tests of the size of a worker's pool: it follows the step times."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import pytest
 
 from flowdp.policy.pool_size import BLOCK_MS, PAUSE_MS, PoolSize
 
-Cost = Callable[[int], float]  # milliseconds of a step with so many threads
+Cost = Callable[[int], float]  # milliseconds of a step with this number of threads
 
 
 def large(size: int) -> float:
-    """Twice the threads, nearly half the time."""
+    """Twice the threads take nearly half the time."""
     return 20.0 * (0.1 + 0.9 / size)
 
 
 def small(size: int) -> float:
-    """Handing out costs more than computing."""
+    """Distributing the work costs more than computing it."""
     return 0.4 + 0.3 * (size - 1)
 
 
 def crowded(size: int) -> float:
-    """Other programs hold the cores, and threads spin for those that are off them."""
+    """Other programs use the cores, and threads spin waiting for those without one."""
     return 20.0 if size == 1 else 400.0 * size
 
 
@@ -33,7 +33,7 @@ def shared(size: int) -> float:
 
 
 def work(pool: PoolSize, cost: Cost, ms: float) -> tuple[float, float]:
-    """Steps of 32 samples for so long; returns how long, and the part of it that the best size had needed."""
+    """Steps of 32 samples for this time; returns the time, and the fraction that the best size would need."""
     spent, steps = 0.0, 0
     while spent < ms:
         step = cost(pool.size)
@@ -136,7 +136,9 @@ def test_a_step_without_samples_counts_with_those_that_follow() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_preemption_does_not_hide_the_fastest(seed: int) -> None:
-    """Most steps of one thread are quick, some wait for a slice: the sum counts, not the quick ones."""
+    """Most steps with one thread are quick, some wait for a time slice: the sum counts, not the quick
+    ones.
+    """
     draw = random.Random(seed)
 
     def cost(size: int) -> float:

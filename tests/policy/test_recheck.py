@@ -1,4 +1,4 @@
-"""Checks come back at growing distances, and at once where they failed."""
+"""Tests of rechecks: at growing distances, and at once after a failure."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def test_what_fails_is_not_counted() -> None:
     for number in range(1, 12):
         if recheck.is_due:
             due.append(number)
-        if number not in (2, 3, 4):  # those fail
+        if number not in (2, 3, 4):  # these fail
             recheck.passed()
     assert due == [1, 2, 3, 4, 5, 7, 11]

@@ -1,4 +1,4 @@
-"""Odd measurements, and ranks without work."""
+"""Tests of outliers, and of ranks without work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_of_two_outliers_in_a_row_the_nearer_one_counts(first: float, second: fl
         outliers = OutlierFilter(1)
         assert outliers.confirmed(0, pair[0], 1, known_ms=20.0) == 0.0
         assert outliers.is_holding(0)
-        # A round without a measurement neither confirms nor clears it.
+        # A round without a measurement neither confirms nor rejects it.
         assert outliers.confirmed(0, 0.0, 0, known_ms=20.0) == 0.0
         assert outliers.confirmed(0, pair[1], 1, known_ms=20.0) == counts
         assert not outliers.is_holding(0)
@@ -54,7 +54,7 @@ def test_what_counts_at_once_lies_within_the_factor(ms: float, known: float) -> 
 
 # ---------------------------------------------------------------- probes
 def rounds_of_probes(rounds: int, *, answers: bool) -> list[int]:
-    """The rounds in which rank 1 is due, which has no other work; whether it takes the steps."""
+    """Rounds in which rank 1, without other work, is due; `answers`: whether it takes the steps."""
     probes = Probes(2)
     found = []
     steps = 1

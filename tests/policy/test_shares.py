@@ -78,7 +78,7 @@ def test_no_share_is_smaller_than_the_least(samples, given_weights, least):
         assert sum(sizes) == samples
         if samples >= least:
             assert all(size == 0 or size >= least for size in sizes)
-        else:  # too few for any: one rank has them, and what it says is what one device would say
+        else:  # too few: one rank has them all, and its output is that of one device
             assert sum(size > 0 for size in sizes) <= 1
         if samples >= least * len(sizes):
             assert min(sizes) >= least
@@ -102,7 +102,7 @@ def test_parts_fill_the_window_and_are_near_their_share(samples, given_weights):
     sizes = part_sizes(samples, given_weights)
     assert sum(sizes) == samples
     assert min(sizes) >= (samples >= len(sizes))
-    # Nobody pays for the rounding of others; one sample each may be lent to those too slow for any.
+    # No rank loses samples by the rounding of others; one sample each may go to ranks too slow for any.
     whole = sum(given_weights)
     assert all(
         abs(size - samples * weight / whole) <= len(sizes)
@@ -123,7 +123,9 @@ def test_a_very_slow_rank_keeps_one_sample():
 
 # ---------------------------------------------------------------- the balance of single batches
 def run(balance, throughput, steps):
-    """Steps whose samples per millisecond are `throughput`; the steps at which the ratios were recomputed."""
+    """Steps with this `throughput` in samples per millisecond; returns the steps that recomputed the
+    ratios.
+    """
     return [
         step
         for step in range(1, steps + 1)

@@ -1,4 +1,4 @@
-"""A standstill is seen in time, and what only looks like one is not."""
+"""Tests of stalls: detected in time, and only real ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flowdp.policy.stall import StallWatch, Verdict
 
 
 class Looker:
-    """Looks as often as it is asked to, at counters that a test moves."""
+    """Checks as often as it is asked to, by counters that a test moves."""
 
     def __init__(self, timeout_ms: float | None) -> None:
         self.watch = StallWatch(timeout_ms)
@@ -18,7 +18,7 @@ class Looker:
         self.said: list[tuple[float, Verdict]] = []
 
     def until(self, end_ms: float) -> list[tuple[float, Verdict]]:
-        """Look until then; what was said but "moves", and when."""
+        """Check until this time; returns the results other than "moves", with their times."""
         self.said = []
         while (due_ms := self.watch.deadline_ms()) is not None and due_ms <= end_ms:
             self.look(due_ms)
@@ -44,7 +44,7 @@ def test_a_standstill_is_a_stall_after_the_timeout_and_once() -> None:
     looker.progress[1] += 1
     [(when, verdict)] = looker.until(10**9)
     assert verdict == "stall"
-    assert 70_000 <= when <= 72_000  # never early, at most two looks late
+    assert 70_000 <= when <= 72_000  # never early, at most two checks late
     assert looker.watch.still_ms >= 60_000
     assert looker.watch.deadline_ms() is None
 
@@ -74,7 +74,7 @@ def test_a_standstill_with_a_reason_is_a_warning_once_per_timeout(why: str) -> N
     looker = Looker(1000)
     looker.all_started, looker.may_stand = why == "paused", why == "paused"
     assert looker.until(3500) == [(1000.0, "warn"), (2000.0, "warn"), (3000.0, "warn")]
-    looker.progress[0] += 1  # seen by the look at 3750
+    looker.progress[0] += 1  # seen by the check at 3750
     assert looker.until(5500) == [(4750.0, "warn")]
 
 

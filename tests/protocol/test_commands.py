@@ -1,4 +1,4 @@
-"""Commands are frozen values, and every one of them is in the union that shells match on."""
+"""Tests of commands: frozen values, all in the union that shells match on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said at the gate: frozen values, and what they mean."""
+"""Tests of the gate's records: frozen values, and their meaning."""
 
 from __future__ import annotations
 

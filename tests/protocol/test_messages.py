@@ -1,4 +1,4 @@
-"""Messages are frozen values without tensors."""
+"""Tests of messages: frozen values without tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A position that comes from a file is checked before anything is built on it."""
+"""Tests of positions read from files: checked before use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said while all ranks stand still."""
+"""Tests of the messages of barrier tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts are compared in float64: what differs then is no rounding."""
+"""Compares scripts in float64, where rounding explains no difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table in docs/moving.md counts the lines that the scripts of this folder have changed."""
+"""Tests of the table in docs/moving.md: it counts the changed lines of the scripts in this folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROW = re.compile(r"^\| `(\w+)` \| [^|]+ \| (\d+)(?: \+ (\d+))? \|", re.MULTILINE
 
 
 def changed_lines() -> dict[str, int]:
-    """For each function at the top level of a test file, its lines that end in `# changed`."""
+    """For each top-level function of a test file, its lines that end in `# changed`."""
     found: dict[str, int] = {}
     for file in HERE.glob("test_*.py"):
         source = file.read_text(encoding="utf-8")

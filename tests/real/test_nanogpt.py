@@ -1,4 +1,4 @@
-"""nanoGPT's training loop: the loss in the model, accumulation, clipping, a schedule by hand, evaluation."""
+"""Tests of nanoGPT's loop: loss in the model, accumulation, clipping, a manual schedule, evaluation."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_the_script_trains_the_same_weights(shares: Shares) -> None:
 
 
 def test_targets_that_are_left_out_need_reduce() -> None:
-    """cross_entropy takes the mean over the targets that count: samples with fewer weigh less."""
+    """cross_entropy averages over the targets that count: samples with fewer weigh less."""
     idx, targets = torch.randint(17, (8, 8)), torch.randint(17, (8, 8))
     targets[1, 2:] = -1
     with spreading((0.5, 0.5)) as spread, pytest.raises(flowdp.FlowdpError, match="reduce"):

@@ -1,7 +1,7 @@
-"""Training loops as pytorch/examples has them: mnist, mnist_rnn, vae, siamese_network, dcgan and others.
+"""Training loops like those of pytorch/examples: mnist, mnist_rnn, vae, siamese_network, dcgan and others.
 
-Written anew, small, on random data, and without dropout, of which each device draws its own. The lines that
-flowdp asks for end in `# changed`; docs/moving.md has their number.
+Rewritten, small, on random data, and without dropout, for which each device draws its own numbers. The lines
+that flowdp requires end in `# changed`; docs/moving.md has their number.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def mnist(spread: Spread) -> Weights:
 
 
 class Rows(nn.Module):
-    """An LSTM over the rows of an image, with BatchNorm behind it."""
+    """An LSTM over the rows of an image, followed by BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ def time_sequence_prediction(spread: Spread) -> Weights:
 
 
 class Language(nn.Module):
-    """Time-major, as torch's recurrent layers are; the output has a row for each time and sample."""
+    """Time-major, like torch's recurrent layers; the output has a row per time and sample."""
 
     def __init__(self, tokens: int = 11, layers: int = 2) -> None:
         super().__init__()
@@ -504,20 +504,20 @@ SCRIPTS: list[Script] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # by LBFGS of torch 2.8
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # by torch 2.8's LBFGS
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 @pytest.mark.parametrize("shares", SHARES, ids=len)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_the_script_trains_the_same_weights(
     script: Script, shares: Shares, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if script is vae:  # else each device would draw its own
+    if script is vae:  # otherwise each device would draw its own
         monkeypatch.setattr(torch, "randn_like", lambda like: like.new_full(like.shape, 0.3))
     check(script, shares)
 
 
 def test_a_graph_is_no_batch_of_nodes() -> None:
-    """gat and gcn give all nodes at once: the first call refuses to cut them."""
+    """gat and gcn pass all nodes at once: the first call refuses to split them."""
     nodes, edges = torch.randn(8, 5), torch.rand(8, 8)
     with spreading((0.5, 0.5)) as spread, pytest.raises(FlowdpError):
         spread(GraphNet())(nodes, edges)
@@ -531,7 +531,7 @@ def test_time_major_without_dim_is_refused() -> None:
 
 
 def test_layers_in_a_plain_list_are_no_parameters() -> None:
-    """mnist_forward_forward keeps its layers in a list: no optimizer of that model would find them."""
+    """mnist_forward_forward keeps its layers in a list, so an optimizer of that model would not find them."""
 
     class Net(nn.Module):
         def __init__(self) -> None:

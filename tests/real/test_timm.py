@@ -1,4 +1,4 @@
-"""A model of timm in the loop of its train.py: soft targets, an EMA of the weights, its schedulers."""
+"""A timm model in the loop of its train.py: soft targets, an EMA of the weights, its schedulers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_script_trains_the_same_weights(shares: Shares) -> None:
 
 
 def test_a_trainer_trains_the_same_weights() -> None:
-    """With GroupNorm in place of BatchNorm, as timm offers it."""
+    """With GroupNorm instead of BatchNorm, a timm option."""
 
     def model() -> nn.Module:
         torch.manual_seed(0)

@@ -23,7 +23,7 @@ with warnings.catch_warnings():
 
 TOKENS = 23
 IGNORED = -100
-FLOAT32 = 1e-6  # these models compute their loss in it
+FLOAT32 = 1e-6  # these models compute their own loss
 
 
 def gpt2() -> nn.Module:
@@ -72,7 +72,7 @@ def bert() -> nn.Module:
 
 
 def padded(samples: int, length: int = 10) -> Any:
-    """A batch as a tokenizer makes it, padded, with labels beside it."""
+    """A batch as a tokenizer makes it, padded, with labels."""
     ids = torch.randint(1, TOKENS, (samples, length))
     lengths = torch.randint(3, length + 1, (samples, 1))
     mask = (torch.arange(length) < lengths).long()
@@ -82,7 +82,7 @@ def padded(samples: int, length: int = 10) -> Any:
 
 
 def masked(samples: int) -> Any:
-    """A batch for masked language modelling: some tokens count, most do not."""
+    """A batch for masked language modelling: only some tokens count."""
     batch = padded(samples)
     chosen = (torch.rand(batch["labels"].shape) < 0.3) & (batch["attention_mask"] == 1)
     chosen[:, 0] = True
@@ -91,7 +91,7 @@ def masked(samples: int) -> Any:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], Callable[..., Tensor]]] = {
-    # The causal loss is that of the next token, so the first label of a row is of no token.
+    # The causal loss is that of the next token, so the first label of a row has none.
     "gpt2": (gpt2, padded, lambda labels, **_: (labels[:, 1:] != IGNORED).sum()),
     "t5": (t5, padded, lambda labels, **_: (labels != IGNORED).sum()),
     "bert": (bert, masked, lambda labels, **_: (labels != IGNORED).sum()),
@@ -139,7 +139,7 @@ def test_without_reduce_the_first_call_is_refused(name: str) -> None:
 
 
 def test_a_batch_encoding_as_one_argument() -> None:
-    """A module of one's own that takes the tokenizer's batch as it is."""
+    """A module of the user that takes the tokenizer's batch as it is."""
 
     class Classifier(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Both ways of a script: on one device, as it was written, and moved over to several."""
+"""Two ways to run a script: on one device, as written, and with flowdp on several."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import flowdp
 
 Weights = dict[str, Tensor]
 Script = Callable[[Callable[..., Any]], Weights]
-"""Trains a model, with `spread(model, optimizer, **options)` in the place of flowdp.setup."""
+"""Trains a model, with `spread(model, optimizer, **options)` in place of flowdp.setup."""
 
 Shares = tuple[float, ...]
 
@@ -29,7 +29,7 @@ def as_written(model: nn.Module, *_: Any, **__: Any) -> nn.Module:
 
 @contextmanager
 def spreading(shares: Shares) -> Iterator[Callable[..., Any]]:
-    """flowdp.setup on CPU devices, closed behind the script."""
+    """flowdp.setup on CPU devices, closed after the script."""
     opened: list[flowdp.DataParallel] = []
 
     def spread(model: nn.Module, optimizer: Any = None, **options: Any) -> flowdp.DataParallel:
@@ -58,12 +58,12 @@ def weights(*modules: nn.Module) -> Weights:
 
 
 def assert_same(found: Weights, expected: Weights, atol: float = 1e-9) -> None:
-    """Equal but for the order of summation.
+    """Assert equality up to the order of summation.
 
     Args:
-        found: By flowdp.
-        expected: By one device.
-        atol: In float64; a model that computes its loss in float32 needs more.
+        found: Values of flowdp.
+        expected: Values of one device.
+        atol: Tolerance in float64; a model that computes its loss in float32 needs more.
     """
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -76,7 +76,7 @@ def assert_same(found: Weights, expected: Weights, atol: float = 1e-9) -> None:
 
 
 def check(script: Script, shares: Shares, atol: float = 1e-9) -> None:
-    """Run a script both ways, from one seed, and compare what it has trained."""
+    """Run a script both ways from one seed, and compare the trained values."""
     _seed()
     expected = script(as_written)
     start = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""What the tests of reliability share: one thread per worker, a recorder, and small runs."""
+"""Shared parts of the tests of reliability: one thread per worker, a recorder, and small runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.numerics.conftest import StepRecorder
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Bits are those of a thread count, and steps of microseconds are slower in a pool of several."""
+    """Bits depend on the number of threads, and steps of microseconds are slower with several."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -23,7 +23,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def stop_runs() -> Iterator[None]:
-    """End what a failed test left going, so that the tests end, too."""
+    """End runs left by a failed test, so that the tests end, too."""
     yield
     for engine in list(active_runs._live):
         engine.request(Requested("stop"))

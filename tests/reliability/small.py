@@ -1,4 +1,4 @@
-"""Small runs whose parameters tell what was trained."""
+"""Small runs whose parameters show the samples trained."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENDLESS: dict[str, Any] = {"epochs": None, "max_steps": 10**9}
 
 
 class Counts(nn.Module):
-    """One parameter per sample, to which each step adds the share that the sample's rank has in the mean."""
+    """One parameter per sample; each step adds the weight of the sample's rank in the mean."""
 
     def __init__(self, samples: int = SAMPLES) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Counts(nn.Module):
 
 
 def count(model: nn.Module, batch: Any) -> Tensor:
-    """A loss by which SGD with a rate of 1 adds 1 for each sample of the batch."""
+    """A loss for which SGD with a rate of 1 adds 1 for each sample of the batch."""
     own = model.trained[batch[0].flatten()]
     assert isinstance(own, Tensor)
     return -own.sum()
@@ -39,7 +39,7 @@ def indices(samples: int = SAMPLES) -> tuple[Tensor]:
 
 
 def trainer(recorder: StepRecorder, policy: Any, devices: int, **options: Any) -> flowdp.Trainer:
-    """A run over `SAMPLES` samples whose loss is watched."""
+    """A run over `SAMPLES` samples with a recorded loss."""
     samples = options.pop("samples", SAMPLES)
     given: dict[str, Any] = {
         "model": Counts(samples),
@@ -49,14 +49,14 @@ def trainer(recorder: StepRecorder, policy: Any, devices: int, **options: Any) -
         "batch_size": BATCH,
         "epochs": 3,
         "policy": policy,
-        # Rounds of a third of an epoch, so that a run can be stopped inside of it.
+        # Rounds of a third of an epoch, so that a run can be stopped within it.
         "cadence": flowdp.CadenceOptions(anchor=1, max_anchor=1),
         "devices": ["cpu"] * devices,
         "progress": False,
         "runtime": flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False)),
     }
     if policy == "exact":
-        given["global_batch_size"] = 2 * BATCH  # of any number of devices
+        given["global_batch_size"] = 2 * BATCH  # for any number of devices
         given["failures"] = flowdp.FailureOptions(
             check_loss=False
         )  # `count` is a sum, so that each sample adds the same
@@ -65,7 +65,7 @@ def trainer(recorder: StepRecorder, policy: Any, devices: int, **options: Any) -
 
 @contextmanager
 def held_at(recorder: StepRecorder, step: int) -> Any:
-    """Inside the block all ranks stand in or before their step of this number, over all ranks from 1."""
+    """Within the block all ranks are in or before this step, counted over all ranks from 1."""
     door = Door()
 
     def hold(_: CurrentWorker, number: int) -> None:
@@ -90,7 +90,7 @@ def held_at(recorder: StepRecorder, step: int) -> Any:
 
 
 def stop(run: flowdp.Run) -> None:
-    """Ask for the end, and wait until all ranks hear of it at their next step, round or batch."""
+    """Request the end, and wait until all ranks hear of it at their next step, round or batch."""
     run.stop()
     engine, records = run._engine, run._engine.records
     with records._changed:
@@ -98,7 +98,7 @@ def stop(run: flowdp.Run) -> None:
 
 
 def stop_at(recorder: StepRecorder, step: int, job: flowdp.Trainer) -> flowdp.TrainedState:
-    """Run until a step, ask for the end in the middle of it, and give what the run has made."""
+    """Run until a step, request the end in the middle of it, and return the run's state."""
     with held_at(recorder, step) as inside:
         run = job.start()
         with inside():
@@ -107,7 +107,7 @@ def stop_at(recorder: StepRecorder, step: int, job: flowdp.Trainer) -> flowdp.Tr
 
 
 class Written:
-    """An `on_checkpoint` for whom a step can wait: so that each checkpoint is written, and none left out."""
+    """An `on_checkpoint` for which a step can wait, so that each checkpoint is written and none skipped."""
 
     def __init__(self) -> None:
         self.all: list[flowdp.Checkpoint] = []
@@ -127,7 +127,7 @@ class Written:
 
 
 def same(one: Any, other: Any, where: str = "") -> None:
-    """Check that two nests of dicts, sequences, tensors and plain values are equal to the last bit."""
+    """Assert that two nested structures of tensors and plain values are equal to the last bit."""
     if isinstance(one, dict):
         assert one.keys() == other.keys(), where
         pairs: Iterable[Any] = ((f"{where}.{key}", value, other[key]) for key, value in one.items())

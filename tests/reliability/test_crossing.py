@@ -1,4 +1,4 @@
-"""A run goes on under another policy than the one that its checkpoint was made under."""
+"""Tests of resuming under another policy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fit(policy: Any, folder: Path, epochs: int) -> flowdp.TrainedState:
     ).fit()
 
 
-# Under exact the replicas must be alike, optimizers included; elsewhere each rank has had its own.
+# With exact, replicas and optimizers must be equal; otherwise each rank had its own.
 @pytest.mark.parametrize(
     ("before", "after"), list(permutations(("sync", "cadence", "async", "exact"), 2)), ids="-".join
 )
@@ -115,7 +115,7 @@ def test_what_is_watched_may_change(tmp_path: Path) -> None:
         )
 
     assert trainer(9, "late", "max").fit().epochs_done == 3
-    # Not at once: what the other number has come to says nothing of this one.
+    # Not at once: the best value of another name does not count for this one.
     assert trainer(9, "late", "min").fit().epochs_done == 9
 
 

@@ -1,4 +1,4 @@
-"""Runs that are told to end, and what of them is kept; what they have made while they go on."""
+"""Tests of runs that are ended early: their state, and results while they continue."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def newest(folder: Path) -> dict[str, Any]:
 
 
 def interrupt(when: Callable[[], object]) -> threading.Thread:
-    """Send this process a Ctrl-C once a function has returned."""
+    """Send this process a Ctrl-C after a function has returned."""
 
     def send() -> None:
         when()
@@ -38,7 +38,7 @@ def interrupt(when: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-# ---------------------------------------------------------------- the end before the end
+# ---------------------------------------------------------------- early ends
 @pytest.mark.parametrize("policy", POLICIES)
 def test_stop_leaves_a_checkpoint_of_the_last_round(
     tmp_path: Path, recorder: StepRecorder, policy: str
@@ -97,7 +97,7 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, recorder: StepRecorder) -
                 run.join()
             first.join()
             second.join()
-            assert not run.done  # a rank stands in its step
+            assert not run.done  # a rank is in its step
     assert run.join(WAIT_S).interrupted
     assert newest(tmp_path)["global_step"] == run.join().global_step
 
@@ -135,7 +135,7 @@ def test_sigterm_is_put_back_after_a_failure_too(recorder: StepRecorder) -> None
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-# ---------------------------------------------------------------- while it goes on
+# ---------------------------------------------------------------- results during the run
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_snapshot_is_of_one_moment(recorder: StepRecorder, policy: str, devices: int) -> None:

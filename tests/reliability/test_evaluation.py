@@ -1,4 +1,4 @@
-"""Evaluation between epochs, and what hangs on it: early stopping, the best state, schedulers that watch."""
+"""Tests of evaluation between epochs, and its uses: early stopping, the best state, plateau schedulers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVALUATED = (torch.arange(37), NUMBERS, NUMBERS.sum(1))
 
 
 class Net(nn.Module):
-    """Batch norm and dropout: in training mode they give other numbers."""
+    """With batch norm and dropout: training mode gives other results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def loss(model: nn.Module, batch: Any) -> Any:
 
 
 def plain(model: nn.Module) -> dict[str, float]:
-    """What plain PyTorch says of a model."""
+    """Evaluation of a model by plain PyTorch."""
     model.eval()
     with torch.no_grad():
         predicted = model(EVALUATED[1])
@@ -117,9 +117,9 @@ class DropNothing(Net):
         self.inner[2] = nn.Identity()
 
 
-# ---------------------------------------------------------------- decided by it
+# ---------------------------------------------------------------- decisions by the evaluation
 class Climbs(nn.Module):
-    """Its one number is that of the epoch that was trained last, from 1."""
+    """Its one number is that of the last epoch trained, from 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Climbs(nn.Module):
 
 
 def climbs(policy: str, devices: int, scores: list[float], **options: Any) -> flowdp.Trainer:
-    """A run of 8 samples in batches of 2 that climbs by 1 in an epoch; an epoch's score is the list's."""
+    """A run of 8 samples in batches of 2 that climbs by 1 per epoch; the list has each epoch's score."""
     steps = 4 // devices
 
     def rise(model: nn.Module, batch: Any) -> Tensor:
@@ -174,7 +174,7 @@ def test_the_best_one_is_known_in_a_resumed_run(tmp_path: Path) -> None:
     climbs("sync", 2, SCORES, epochs=3, **options).fit()
     state = climbs("sync", 2, SCORES, resume=True, **options).fit()
     assert (state.epochs_done, state.state_dict["value"].item()) == (4, 2)
-    # It is decided already: a run that goes on from the end ends at once.
+    # Already decided: a run resumed from the end ends at once.
     again = climbs("sync", 2, SCORES, resume=True, **options).fit()
     assert (again.epochs_done, again.global_step, again.state_dict["value"].item()) == (4, 16, 2)
 
@@ -218,7 +218,7 @@ def test_a_scheduler_that_watches_sees_the_evaluated_loss(
     assert {record.lr for record in state.history} == {1.0}
 
 
-# ---------------------------------------------------------------- cut, and failing
+# ---------------------------------------------------------------- interrupted and failing evaluations
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_stop_cuts_an_evaluation(tmp_path: Path, recorder: StepRecorder, policy: str, devices: int) -> None:

@@ -1,4 +1,4 @@
-"""A run that was interrupted anywhere and resumed ends with the same bits as one that was not."""
+"""Tests of interrupted and resumed runs: the same bits as without the interruption."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def make(case: str, **options: Any) -> flowdp.Trainer:
 
 
 def everything(run: flowdp.Run) -> dict[str, Any]:
-    """The whole state of every replica of a run that is over, and the losses that it has told."""
+    """The whole state of every replica of a finished run, and its reported losses."""
     state = run.join(WAIT_S)
     return {
         "replicas": [
@@ -83,7 +83,7 @@ def everything(run: flowdp.Run) -> dict[str, Any]:
             }
             for replica in run._engine.replicas
         ],
-        # Reports, and with them the order in which losses are summed, depend on the clock.
+        # Reports, and so the order in which losses are summed, depend on the clock.
         "history": [(one.epoch, round(one.loss, 9), one.lr) for one in state.history],
         "steps": (state.global_step, state.epochs_done, state.interrupted),
     }

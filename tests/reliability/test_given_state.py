@@ -1,4 +1,4 @@
-"""Runs that go on from what another one has made: `resume=run.state`."""
+"""Tests of runs that resume another run's state: `resume=run.state`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.reliability.test_resume import ALL, POLICIES, Stream, check
 
 
 def losing(*losses: float) -> Any:
-    """A loss that counts the samples, and has this value in each epoch."""
+    """A loss that counts samples, and has this value in each epoch."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         worker, own = flowdp.current_worker(), count(model, batch)
@@ -94,7 +94,7 @@ def test_a_stream_begins_the_epoch_anew(recorder: StepRecorder) -> None:
     assert (recorder.samples(1), recorder.samples(2)) == (ALL, ALL)
 
 
-# ---------------------------------------------------------------- what a state does not hold
+# ---------------------------------------------------------------- missing from the state
 def test_a_plateau_is_not_told_an_old_loss_again(recorder: StepRecorder) -> None:
     options: dict[str, Any] = {
         "loss": losing(1.0, 0.5, 0.3, 0.2, 0.1),
@@ -154,7 +154,7 @@ def test_the_learning_rate_goes_on_with_other_batches_too(recorder: StepRecorder
     }
     state = trainer(recorder, "sync", 1, epochs=None, max_steps=steps, **options).fit()
     again = trainer(recorder, "sync", 1, resume=state, epochs=5, batch_size=2, **options).fit()
-    assert max(record.lr for record in again.history[3:]) < 0.11  # 1.0 in a new one's first epochs
+    assert max(record.lr for record in again.history[3:]) < 0.11  # 1.0 in the first epochs of a new one
 
 
 def test_the_best_model_stood_elsewhere(recorder: StepRecorder) -> None:
@@ -188,7 +188,7 @@ def test_an_epoch_that_was_only_opened_is_not_begun(recorder: StepRecorder) -> N
 
 
 class Drawing(Dataset[Any]):
-    """Samples with a number that their process draws."""
+    """Samples with a number drawn by their process."""
 
     def __len__(self) -> int:
         return SAMPLES

@@ -1,4 +1,4 @@
-"""Replicas that leave the numbers: masked and healed, or the end of the run."""
+"""Tests of NaN or inf parameters: the replica is left out and healed, or the run ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POLICIES = ("sync", "cadence", "async", "exact")
 
 
 class Trouble:
-    """A loss that is NaN, on one rank or on all, in their step of this number."""
+    """A loss that is NaN on one rank or on all, in their step of this number."""
 
     def __init__(self, step: int, rank: int | None) -> None:
         self.step, self.rank = step, rank
@@ -31,7 +31,7 @@ class Trouble:
         loss = count(model, batch)
         if worker.local_step != self.step or self.rank not in (None, worker.rank):
             return loss
-        if torch.is_grad_enabled():  # else it is the check of the first loss
+        if torch.is_grad_enabled():  # the check of the first loss does not count
             self.indices.append(batch[0].tolist())
         return loss * math.nan
 
@@ -64,7 +64,7 @@ def test_one_replica_is_healed_and_the_run_goes_on(
     [warning] = [one for one in caplog.messages if "NaN or infinite" in one]
     assert warning.startswith(f"rank {rank} on cpu had NaN or infinite numbers")
     [indices] = trouble.indices
-    if policy != "exact" or rank == 0:  # the samples of a window are all ranks', the first of them rank 0's
+    if policy != "exact" or rank == 0:  # the samples of a window are those of all ranks, rank 0's first
         assert f"(indices {', '.join(map(str, indices))}" in warning
     for record in state.history:
         assert math.isfinite(record.loss)
@@ -72,7 +72,7 @@ def test_one_replica_is_healed_and_the_run_goes_on(
 
 
 def ratios(policy: str, devices: int = 2) -> list[float] | None:
-    """All ranks have work in every round, however fast they are."""
+    """All ranks have work in every round, at any speed."""
     return None if policy == "sync" else [1.0] * devices
 
 

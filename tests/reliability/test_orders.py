@@ -1,4 +1,4 @@
-"""Runs that are resumed inside an epoch whose order the user's sampler draws."""
+"""Tests of runs resumed inside an epoch whose order is drawn by the user's sampler."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CHOSEN = range(1, SAMPLES, 2)
 
 
 def seeded() -> Any:
-    """A loader of single samples whose sampler draws on and on from one generator."""
+    """A loader of single samples whose sampler keeps drawing from one generator."""
     draw = torch.Generator().manual_seed(4)
     return DataLoader([(i,) for i in range(SAMPLES)], 2, sampler=SubsetRandomSampler(CHOSEN, generator=draw))
 
 
 def told(seed: int = 0) -> Any:
-    """A loader whose sampler shuffles by the epoch that it is told."""
+    """A loader whose sampler shuffles by its set_epoch."""
     dataset = [(i,) for i in range(SAMPLES)]
     return DataLoader(dataset, 2, sampler=DistributedSampler(dataset, num_replicas=1, rank=0, seed=seed))
 
@@ -35,7 +35,7 @@ def run(recorder: StepRecorder, policy: str, folder: Path, loader: Any, **option
 
 
 def check(recorder: StepRecorder, state: Any, chosen: range) -> None:
-    """Both runs together have trained every sample of every epoch once."""
+    """Assert that both runs together have trained every sample of every epoch once."""
     assert not state.interrupted
     assert [recorder.samples(epoch) for epoch in range(3)] == [Counter(chosen)] * 3
     records: tuple[EpochMetrics, ...] = state.history
@@ -57,7 +57,7 @@ def test_a_generator_that_has_moved_on_is_refused_and_a_fresh_one_goes_on(
         run(recorder, policy, tmp_path, loader, resume=newest).start()
     assert error.value.path == str(newest)
     assert error.value.version == read(newest)["version"]
-    assert len(recorder.steps) == before  # nothing was trained of it
+    assert len(recorder.steps) == before  # nothing was trained by it
     check(recorder, run(recorder, policy, tmp_path, seeded(), resume=True).fit(), CHOSEN)
 
 
@@ -72,7 +72,7 @@ def test_a_sampler_may_share_its_generator_with_its_loader(tmp_path: Path, recor
 
 
 def unseeded() -> Any:
-    """A loader that shuffles as most do."""
+    """A loader with the default shuffle."""
     return DataLoader([(i,) for i in range(SAMPLES)], 2, sampler=SubsetRandomSampler(CHOSEN))
 
 
@@ -151,7 +151,7 @@ def test_the_newest_file_that_can_be_taken_is_taken(
     stop_at(recorder, 10, run(recorder, "sync", tmp_path, loader))
     end, inside = sorted(tmp_path.glob("step-*.pt"))
     assert read(inside)["position"].open
-    again = run(recorder, "sync", tmp_path, loader, resume=True).start()  # its generator has moved on
+    again = run(recorder, "sync", tmp_path, loader, resume=True).start()  # its generator has advanced
     state = again.join()
     assert f"{str(inside)!r}: in epoch 1" in caplog.text
     assert f"checkpoint {str(end)!r} is taken" in caplog.text

@@ -1,4 +1,4 @@
-"""Runs that go on where another one stood: every sample of every epoch once, whatever has changed."""
+"""Tests of resumed runs: every sample of every epoch once, with other devices, datasets or options."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MANY = 400
 def check(
     recorder: StepRecorder, state: flowdp.TrainedState, epochs: int, expected: Counter[int] = ALL
 ) -> None:
-    """Both runs together have trained every sample of every epoch once, and the books say so."""
+    """Assert that both runs together have trained every sample once, and that the records agree."""
     assert not state.interrupted
     assert state.epochs_done == epochs
     assert [record.epoch for record in state.history] == list(range(epochs))
@@ -90,7 +90,7 @@ def test_batches_that_a_hurried_rank_left_are_not_forgotten(
     run.join(WAIT_S)
     recorder.before = None
     [stood] = read(newest(tmp_path))["position"].open
-    assert stood.missing == (3,)  # and 5, which was the last one dealt, is as if it had not been
+    assert stood.missing == (3,)  # 5, the last one dealt, counts as not dealt
     state = trainer(recorder, "cadence", devices, resume=True, **options).fit()
     check(recorder, state, 3, Counter(range(90)))
 
@@ -103,7 +103,7 @@ def test_more_epochs_than_before(tmp_path: Path, recorder: StepRecorder, policy:
     assert [record.epoch for record in run.metrics()] == [
         1,
         2,
-    ]  # its own; those from before are in the history
+    ]  # its own; those before are in the history
     state = run.join()
     assert [record.epoch for record in state.history] == [0, 1, 2]
     check(recorder, state, 3)
@@ -145,7 +145,7 @@ def test_what_failed_goes_on_from_its_last_checkpoint(
         trainer(recorder, policy, 2, loss=fails, callbacks=[flowdp.OnCheckpoint(written)], **options).fit()
     recorder.steps.clear()
     state = trainer(recorder, policy, devices, resume=True, **options).fit()
-    # Of a step that was lost with the failure the first run cannot say that it was; the model can.
+    # The first run cannot count a step lost with the failure; the model can.
     assert 0 < len(recorder.samples(0)) < MANY
     assert max(recorder.samples(0).values()) == 1
     assert (state.state_dict["trained"] > 0).all()
@@ -188,7 +188,7 @@ class Map(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """Samples in their own order; it hears of the epoch."""
+    """Samples in their own order, with set_epoch."""
 
     def __init__(self) -> None:
         self.epochs: list[int] = []
@@ -236,7 +236,7 @@ def test_a_stream_goes_on_between_two_epochs(tmp_path: Path, recorder: StepRecor
 def test_a_stream_cannot_be_entered_in_the_middle(
     tmp_path: Path, recorder: StepRecorder, policy: str
 ) -> None:
-    # So none is written there, which would only push out those that one can go on from.
+    # So none is written there: it would only displace those that can be resumed.
     stop_at(recorder, 2, trainer(recorder, policy, 2, dataset=Stream(), checkpoint=tmp_path))
     assert list(tmp_path.glob("step-*")) == []
     options = CheckpointOptions(tmp_path, every=2, unit="step")
@@ -244,7 +244,7 @@ def test_a_stream_cannot_be_entered_in_the_middle(
         trainer(recorder, policy, 2, dataset=Stream(), checkpoint=options).start()
 
 
-# ---------------------------------------------------------------- where from
+# ---------------------------------------------------------------- the source of the state
 def newest(folder: Path) -> Path:
     return max(folder.glob("step-*.pt"))
 
@@ -325,7 +325,7 @@ def test_another_optimizer_is_named(tmp_path: Path, recorder: StepRecorder) -> N
         job.start()
 
 
-# ---------------------------------------------------------------- what is broken
+# ---------------------------------------------------------------- broken files
 def spoil(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

@@ -1,4 +1,4 @@
-"""A start is all or nothing: whatever ends it, what it had begun is taken back."""
+"""Tests of the start: all or nothing; a failed one leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def test_a_ctrl_c_anywhere_in_start(tmp_path: Path) -> None:
     trainer = make(tmp_path, epochs=10**6)
     lines = places(trainer)
     assert len(lines) > 500
-    # Most lines build what nothing holds yet; `python -m bench.reliability.interrupts` takes them all.
+    # Most lines build objects that nothing holds yet; `python -m bench.reliability.interrupts` tests all.
     late = [place for place in lines if place.startswith(("engine/engine.py", "trainer.py"))][-14:]
     chosen = [*lines[:: len(lines) // SAMPLED], *late]
     faults = [interrupt(trainer, place) for place in chosen]
     assert [fault for fault in faults if fault] == []
-    assert faults.count([]) > len(chosen) / 2  # the others were not reached
+    assert faults.count([]) > len(chosen) / 2  # the other places were not reached
 
 
 class NoRoom:
-    """Lets so many threads start; from then on there is no room for another."""
+    """Lets this number of threads start; for another one there is no room."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
         self.left = room

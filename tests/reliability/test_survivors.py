@@ -1,4 +1,4 @@
-"""on_failure="continue": a rank is lost, and with it only what it had not brought to a mean."""
+"""Tests of on_failure="continue": a lost rank loses only its steps since its last mean."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POLICIES = ("sync", "cadence")
 
 
 class Fails:
-    """A loss that fails in the step of this number of each rank named."""
+    """A loss that fails in the step of this number, on each rank named."""
 
     def __init__(self, step: int, *ranks: int, error: type[Exception] = ValueError) -> None:
         self.step, self.ranks, self.error = step, ranks, error
@@ -41,19 +41,19 @@ class Fails:
 
 
 def lost(recorder: StepRecorder, rank: int) -> list[Step]:
-    """The steps of a rank that no mean has seen: those of its last round, of which the last one failed."""
+    """Steps of a rank that are in no mean: those of its last round, of which the last one failed."""
     steps = recorder.of(rank)
     return [step for step in steps if step.round == steps[-1].round]
 
 
 def kept(recorder: StepRecorder, epoch: int, *failed: int) -> Counter[int]:
-    """How often the samples of an epoch were trained, without what was lost."""
+    """How often the samples of an epoch were trained, without the lost steps."""
     gone = Counter(i for rank in failed for s in lost(recorder, rank) if s.epoch == epoch for i in s.indices)
     return recorder.samples(epoch) - gone
 
 
 def lent_at_most(recorder: StepRecorder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Batches that the next run's source has lent, before each step."""
+    """The most batches lent by the next run's source, before each step."""
     sources: list[Any] = []
     lent: list[int] = []
 
@@ -71,7 +71,7 @@ def lent_at_most(recorder: StepRecorder, monkeypatch: pytest.MonkeyPatch) -> lis
 
 
 def equal(policy: str, devices: int) -> list[float] | None:
-    """Equal parts, so that each rank comes to its step, however slow it is."""
+    """Equal parts, so that each rank reaches its step, however slow it is."""
     return None if policy == "sync" else [1.0] * devices
 
 
@@ -105,7 +105,7 @@ def test_the_others_train_what_was_lost(
     for record in state.history:
         assert sum(part.samples for part in record.per_rank) == SAMPLES
         assert sum(part.steps for part in record.per_rank) == 6
-    # The answer is the survivors', in which every sample has left its mark in each epoch.
+    # The result is the survivors', in which every sample counts in each epoch.
     assert torch.equal(model.trained, state.state_dict["trained"])
     assert state.state_dict["trained"].min() >= 8 / devices - 1e-3
 
@@ -199,7 +199,7 @@ def test_without_it_the_run_fails(recorder: StepRecorder) -> None:
 
 
 def test_many_rounds_are_cut_short_after_a_rank_has_left() -> None:
-    """Nobody reads the inbox of a rank that is gone: what goes to all must not fill it."""
+    """A lost rank's inbox is no longer read: messages to all ranks must not fill it."""
 
     def fail_once(model: nn.Module, batch: Any) -> torch.Tensor:
         worker = flowdp.current_worker()
@@ -220,14 +220,14 @@ def test_many_rounds_are_cut_short_after_a_rank_has_left() -> None:
     ).start()
     while not run.status().problems:
         run.snapshot()
-    for _ in range(80):  # an inbox of a worker holds 64
+    for _ in range(80):  # a worker's inbox holds 64
         run.snapshot()
     run.stop()
     assert run.join(60).interrupted
     assert run.error is None
 
 
-# ---------------------------------------------------------------- what was read, and not gathered
+# ---------------------------------------------------------------- batches read, not gathered
 class Rows(Dataset[Any]):
     def __len__(self) -> int:
         return SAMPLES
@@ -358,7 +358,7 @@ def test_what_was_read_is_trained_by_the_others(
     for record in state.history:
         assert sum(part.samples for part in record.per_rank) == SAMPLES
     assert torch.equal(model.trained, state.state_dict["trained"])
-    if lanes == "cpu":  # else it is prefetched, too
+    if lanes == "cpu":  # otherwise it is prefetched, too
         assert max(most) <= devices * (1 if policy == "sync" else 2)
 
 
@@ -417,5 +417,5 @@ def test_what_a_bad_replica_has_trained_is_not_kept(
     assert left.startswith("rank 1 left: ")
     assert bad.startswith("rank 1 on cpu had NaN or infinite numbers")
     for epoch in range(4):
-        assert kept(recorder, epoch, 1) == ALL  # it was trained, and left out of a mean
+        assert kept(recorder, epoch, 1) == ALL  # trained, but not averaged
     assert max(most) <= 2

@@ -1,4 +1,4 @@
-"""torchrun starts a script again whose process died, and the script resumes."""
+"""Tests of torchrun: it restarts a script whose process died, and the script resumes."""
 
 from __future__ import annotations
 
@@ -68,4 +68,4 @@ def test_a_killed_process_is_started_again_and_resumes(tmp_path: Path) -> None:
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("start")]
     resumed = [int(epoch) for _, restarts, _, epoch in lines if restarts == "1"]
     assert resumed == list(range(resumed[0], 5))
-    assert resumed[0] > 0  # the end of an epoch was written before the process died
+    assert resumed[0] > 0  # the end of an epoch was saved before the process died

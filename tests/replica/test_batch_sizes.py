@@ -1,4 +1,4 @@
-"""What the source is opened with, and how many of its batches make a step."""
+"""Tests of batch sizes: those of the source, and the batches per step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas of what the user gave: equal, one per device, and of the kind that the policy asks for."""
+"""Tests of building replicas: equal, one per device, of the kind that the policy needs."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_an_optimizer_factory_reads_the_marks_on_parameters(devices: int) -> Non
 
 
 class Alternating(nn.Module):
-    """Weights and biases by turns."""
+    """Weights and biases alternate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Alternating(nn.Module):
 
 
 def by_kind(model: nn.Module) -> torch.optim.Optimizer:
-    decay = {one for one in model.parameters() if one.dim() > 1}  # in another order in each process
+    decay = {one for one in model.parameters() if one.dim() > 1}  # in a different order in each process
     rest = [one for one in model.parameters() if one.dim() == 1]
     return torch.optim.AdamW([{"params": list(decay)}, {"params": rest, "weight_decay": 0.0}])
 

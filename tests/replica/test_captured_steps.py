@@ -1,4 +1,4 @@
-"""Runs with captured steps: the bits of eager ones, and changes that are noticed."""
+"""Tests of runs with captured steps: the bits of eager ones, and changes that are noticed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLANT = 20
 
 
 class Net(nn.Module):
-    """BatchNorm, dropout, and things that a user may change."""
+    """BatchNorm, dropout, and attributes that a user may change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def loss_of(model: nn.Module, batch: Any) -> Any:
 
 
 class Journal:
-    """A run, and the steps in which its capture began, was void and ended."""
+    """A run, and the steps at which its capture began, became void and ended."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.step = -1
@@ -80,7 +80,7 @@ class Journal:
         dataset: Any = (IMAGES, LABELS),
         **options: Any,
     ) -> dict[str, Tensor]:
-        """Train, and change something before step `PLANT`; returns the state of the model."""
+        """Train, with a change before step `PLANT`; returns the model's state."""
         torch.manual_seed(5)
         self.models.clear()
 
@@ -175,7 +175,7 @@ TICKS: Iterator[int] = iter(())
 
 
 class Counter:
-    """A step counter that no table of the step holds."""
+    """A step counter outside of all tables of the step."""
 
     steps = 0
 
@@ -246,12 +246,12 @@ def test_a_difference_that_comes_late_is_found_by_the_next_comparison(
         lambda _: monkeypatch.setenv("FLOWDP_TEST_SCALE", "2"),
         loss=loss,
     )
-    # Step 3 is the first captured one, so the 21st is step 23: the first multiple of 7 behind the change.
+    # Step 3 is the first captured one, so the 21st is step 23: the first multiple of 7 after the change.
     assert [(step, kind) for step, kind, _ in journal.events] == [(23, "_end")]
 
 
 class Branches(nn.Module):
-    """Has parameters that take part by the environment."""
+    """Which parameters take part depends on the environment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ def images(model: nn.Module, batch: Any) -> Any:
 def test_another_shape_gets_a_graph_of_its_own_and_too_many_run_eagerly(
     journal: Journal, caplog: pytest.LogCaptureFixture
 ) -> None:
-    data = (IMAGES[:62], LABELS[:62])  # each epoch ends by a batch of two
+    data = (IMAGES[:62], LABELS[:62])  # each epoch ends with a batch of two
     eager = journal.run(False, dataset=data, steps=120)
     assert equal(eager, journal.run(True, dataset=data, steps=120))
     assert equal(eager, journal.run(flowdp.CaptureOptions(graphs=1), dataset=data, steps=120))
@@ -292,7 +292,7 @@ def test_another_shape_gets_a_graph_of_its_own_and_too_many_run_eagerly(
 
 
 class Language(nn.Module):
-    """A transformer, with its weights tied."""
+    """A transformer with tied weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,7 +334,7 @@ def test_500_captured_steps_have_the_bits_of_eager_ones(journal: Journal, kind: 
     "options",
     [
         {"policy": "sync", "model": layers},
-        {"policy": "exact", "ratios": [0.5, 0.5]},  # with dropout, from each rank's own numbers
+        {"policy": "exact", "ratios": [0.5, 0.5]},  # with dropout, with each rank's own numbers
         {"policy": "exact", "ratios": [0.7, 0.3], "model": layers, "global_batch_size": 16},
         {"policy": "sync", "model": layers, "gradient_accumulation_steps": 3, "max_grad_norm": 0.1},
         {"policy": "sync", "model": layers, "precision": "bf16"},

@@ -1,4 +1,4 @@
-"""A step of the user's own, with as many optimizers as it likes."""
+"""Tests of a user's own step, with several optimizers."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_on_one_device_it_is_the_plain_loop(lanes: str, clip: float | None) -> N
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 @pytest.mark.parametrize("precision", ["32", "fp16"])
 def test_a_gan_on_two_devices(lanes: str, kept_replicas: None, policy: str, precision: str) -> None:
-    """Both optimizers step, the replicas are one at the end, and the scalars are told."""
+    """Both optimizers step, the replicas are equal at the end, and the scalars are reported."""
     model, before = Gan(), Gan()
     run = train(model, gan_step, policy=policy, precision=precision, epochs=8)
     first, second = run._engine.replicas
@@ -176,7 +176,7 @@ def test_rates_of_all_optimizers_are_scaled_together() -> None:
     assert [group["lr"] for group in both._groups] == pytest.approx([0.002, 0.01])
 
 
-# ---------------------------------------------------------------- what a step leaves
+# ---------------------------------------------------------------- the state after a step
 def replica(
     step: Any, precision: Any = "32", clip: float | None = None
 ) -> tuple[CustomStepReplica, CurrentWorker]:
@@ -185,13 +185,13 @@ def replica(
     rate = LearningRate(list(named.values()))
     own = CustomStepReplica(step, model, flat, named, rate, HostLane(CPU), precision, clip)
     if precision == "fp16":
-        own._scaler = torch.amp.GradScaler("cpu", init_scale=16.0)  # from which nothing here overflows
+        own._scaler = torch.amp.GradScaler("cpu", init_scale=16.0)  # so low that nothing overflows here
     worker = CurrentWorker(0, CPU, model, samples=6, sink=lambda *_: None, steps=own)
     return own, worker
 
 
 def test_no_gradient_is_left_for_the_next_call() -> None:
-    """The loss of one network leaves gradients at the other."""
+    """One network's loss leaves gradients at the other."""
 
     def step(worker: CurrentWorker, batch: Any) -> None:
         assert all(parameter.grad is None for parameter in worker.model.parameters())
@@ -237,7 +237,7 @@ def test_one_scaler_for_both_and_one_update_a_call() -> None:
     for _ in range(2):
         mine.add((REAL[:6], NOISE[:6]), worker)
         mine.step()
-    # The judge's update comes before the maker's backward, and the call's own at its end.
+    # The judge's update comes before the maker's backward, and the step's own update at its end.
     assert mine._scaler.get_scale() == 64.0
 
 
@@ -263,7 +263,7 @@ def test_an_overflow_leaves_that_optimizers_parameters_alone() -> None:
 
 
 def test_one_optimizer_may_step_several_times_a_call() -> None:
-    """As a critic does. The scale changes between, but never between a backward and its step."""
+    """As for a critic. The scale may change between steps, but never between a backward and its step."""
     scales: list[float] = []
 
     def step(worker: CurrentWorker, batch: Any) -> None:
@@ -289,7 +289,7 @@ def test_one_optimizer_may_step_several_times_a_call() -> None:
 
 
 def test_gradients_that_wait_for_their_step_keep_their_scale() -> None:
-    """Another optimizer's step has asked the scaler meanwhile; another scale would undo only half of them."""
+    """Another optimizer's step has updated the scaler meanwhile; a new scale would only fit half of them."""
 
     def step(worker: CurrentWorker, batch: Any) -> None:
         model: Any = worker.model
@@ -328,7 +328,7 @@ def test_forward_is_under_autocast_and_backward_is_not() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
-# ---------------------------------------------------------------- what goes wrong
+# ---------------------------------------------------------------- errors
 @pytest.mark.parametrize(
     ("answer", "error", "match"),
     [

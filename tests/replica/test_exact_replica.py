@@ -1,4 +1,4 @@
-"""The replica of policy="exact", alone; that it equals one device is shown in the numerics."""
+"""Tests of the replica of policy="exact" alone; tests/numerics compares it with one device."""
 
 from __future__ import annotations
 

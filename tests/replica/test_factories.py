@@ -1,4 +1,4 @@
-"""Models, replicas and optimizers out of what the user gave."""
+"""Tests of making models, replicas and optimizers from the user's."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def test_hooks_on_steps_that_a_rebuilt_optimizer_would_lose_are_refused(register
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with flowdp.setup(model, optimizer, devices=["cpu"] * 2):
         pass
-    build_optimizers(optimizer, twin, model)  # those that setup has left there are its own
+    build_optimizers(optimizer, twin, model)  # hooks that setup has left there do not count
     getattr(optimizer, register)(lambda *_: None)
     with pytest.raises(OptionError, match=r"SGD has hooks .*lambda params"):
         build_optimizers(optimizer, twin, model)
@@ -308,7 +308,7 @@ def test_an_optimizer_that_cannot_be_rebuilt() -> None:
         (lambda params: torch.optim.AdamW(params), True),
         (lambda params: torch.optim.AdamW(params, fused=True), False),
         (lambda params: torch.optim.SGD(params, 0.1), True),
-        (lambda params: torch.optim.LBFGS(params), False),  # knows no other way
+        (lambda params: torch.optim.LBFGS(params), False),  # has no such option
     ],
 )
 def test_an_optimizer_that_could_launch_less_is_named(make: Any, is_slow: bool) -> None:
@@ -352,7 +352,7 @@ def test_recurrent_layers_get_their_chunk_back(monkeypatch: pytest.MonkeyPatch) 
     assert flattened == [id(module[0]) for module in modules]
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 def test_a_train_without_a_result() -> None:
     class Silent(nn.Linear):
         def train(self, mode: bool = True) -> Any:

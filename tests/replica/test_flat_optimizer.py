@@ -1,4 +1,4 @@
-"""An optimizer that steps flat memory computes what torch computes parameter by parameter."""
+"""Tests of optimizers on flat memory: the values of torch's steps parameter by parameter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flowdp.replica.flat_optimizer import ELEMENTWISE, FUSED, LARGE, FlatOptimiz
 STEPS = 20
 
 EVEN = ((16, 12), (64,), (8, 4, 6), (128,), (2, 64))
-"""Shapes that fill torch's vectors: on the CPU the rest of a tensor may be computed to other bits."""
+"""Shapes that fill torch's vectors: on the CPU the rest of a tensor may get other bits."""
 
 RAGGED = ((7, 5), (3,), (1,), (), (65, 3), (0,), (17,))
 
@@ -26,7 +26,7 @@ Options = dict[str, Any]
 
 
 def options(kind: type[Optimizer]) -> Iterator[Options]:
-    """All that a user may set which changes the numbers."""
+    """All options that change the values."""
     more: dict[type[Optimizer], list[Options]] = {
         optim.SGD: [
             {"momentum": 0.9},
@@ -59,7 +59,7 @@ CASES = [
 
 
 class Bag(nn.Module):
-    """Parameters of given shapes, and of no forward."""
+    """Parameters of given shapes, without a forward."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]] = EVEN, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ Make = Callable[[list[nn.Parameter]], Optimizer]
 
 
 class Flat:
-    """A bag whose optimizer steps flat memory."""
+    """A bag with an optimizer on flat memory."""
 
     def __init__(self, bag: Bag, make: Make, schedule: Callable[[Optimizer], Any] | None = None) -> None:
         self.bag = bag
@@ -100,12 +100,12 @@ class Flat:
 
     @property
     def lengths(self) -> list[int]:
-        """How many tensors each group steps."""
+        """Number of tensors that each group steps."""
         return [len(group["params"]) for group in self.stepped.param_groups]
 
 
 class Plain:
-    """The same by torch alone."""
+    """The same with torch alone."""
 
     def __init__(self, bag: Bag, make: Make, schedule: Callable[[Optimizer], Any] | None = None) -> None:
         self.bag = bag
@@ -121,7 +121,7 @@ class Plain:
 
 
 def reference(kind: type[Optimizer], given: Options) -> Options:
-    """The options by which torch takes the kernel that is taken for flat memory."""
+    """The options for which torch uses the same kernel as for flat memory."""
     return given if kind not in FUSED["cpu"] or "foreach" in given else {"fused": True, **given}
 
 
@@ -141,7 +141,7 @@ def assert_same_state(mine: Optimizer, theirs: Optimizer) -> None:
             assert (own.shape, own.dtype, own.stride()) == (value.shape, value.dtype, value.stride())
             assert torch.equal(own, value)
             if own.numel():
-                assert own.data_ptr() not in seen  # a `step` that two share would be counted twice
+                assert own.data_ptr() not in seen  # a shared `step` would be counted twice
                 seen.add(own.data_ptr())
     for own, other in zip(ours["param_groups"], others["param_groups"], strict=True):
         assert own.keys() == other.keys()
@@ -224,7 +224,7 @@ def test_a_choice_left_to_torch_takes_the_fused_kernel_and_leaves_the_users_opti
 
 
 def groups(params: list[nn.Parameter]) -> list[Options]:
-    """Groups whose members do not lie next to each other in the module; the last parameter is in none."""
+    """Groups with members that are not neighbours in the module; the last parameter is in none."""
     return [
         {"params": [params[0], params[2]], "lr": 0.1},
         {"params": [params[3], params[1]], "weight_decay": 0.2},
@@ -284,7 +284,7 @@ def test_schedulers_steer_it_by_the_optimizer_that_the_user_has_made(kind: type[
         lambda params: kind(params, **reference(kind, {"lr": 0.1, **given})),  # type: ignore[arg-type]
         schedule,
     )
-    for step in range(STEPS):  # a warning of torch's that nothing was stepped would be an error
+    for step in range(STEPS):  # torch's warning that nothing was stepped would be an error
         mine.step(step, ALL)
         plain.step(step, ALL)
     assert_equal(mine.bag, plain.bag)
@@ -324,7 +324,7 @@ def test_parameters_that_are_left_out_at_random_are_stepped_when_they_are_used(
         mine.step(step, touched)
         plain.step(step, touched)
         assert_equal(mine.bag, plain.bag)
-        if step % 6 == 0:  # as a checkpoint, which must change nothing
+        if step % 6 == 0:  # as for a checkpoint, which must change nothing
             mine.own.state_dict()
     assert_same_state(mine.own, plain.own)
 
@@ -339,7 +339,7 @@ def test_a_parameter_that_is_frozen_for_some_steps_stands_still(
         for side in (mine, plain):
             side.bag.all[2].requires_grad_(is_free)
             side.step(step, [True, True, is_free, True, True])
-    assert mine.lengths == [3]  # what lay at its sides, and itself
+    assert mine.lengths == [3]  # its two neighbours, and itself
     assert_equal(mine.bag, plain.bag)
     assert_same_state(mine.own, plain.own)
 
@@ -351,7 +351,7 @@ def test_parameters_that_come_and_go_together_stay_together() -> None:
     assert mine.lengths == [3]
 
 
-# ---------------------------------------------------------------- what the user does with parameters
+# ---------------------------------------------------------------- changes by the user
 @pytest.mark.parametrize(("kind", "given"), STATEFUL)
 def test_a_parameter_whose_data_the_user_replaces_is_stepped_where_it_is(
     kind: type[Optimizer], given: Options
@@ -420,11 +420,11 @@ def test_torch_goes_on_from_its_state_and_it_from_torchs(kind: type[Optimizer], 
     mine, plain = both(kind, given)
     for step in range(STEPS):
         touched = [True, True, step > 3, True, step != 5]
-        if step in (8, 14):  # now each goes on from what the other has made
+        if step in (8, 14):  # now each continues with the other's state
             states = mine.own.state_dict(), plain.own.state_dict()
             plain.own.load_state_dict(copy.deepcopy(states[0]))
             mine.own.load_state_dict(copy.deepcopy(states[1]))
-            for group in plain.own.param_groups:  # they are those of the other one
+            for group in plain.own.param_groups:  # they are the other one's
                 group["fused"] = reference(kind, given).get("fused")
             for group in mine.own.param_groups:
                 group["fused"] = None
@@ -455,7 +455,7 @@ def test_one_state_dict_after_the_other_costs_no_copy_of_the_state() -> None:
     assert mine.own.state_dict()["state"][0]["exp_avg"].data_ptr() == first.data_ptr()
 
 
-# ---------------------------------------------------------------- where it has to step one by one
+# ---------------------------------------------------------------- steps one by one
 def test_hooks_that_are_registered_later_see_the_users_optimizer_and_its_parameters() -> None:
     mine, plain = both(optim.AdamW, {"lr": 0.1, "fused": True})
     seen: list[int] = []
@@ -504,7 +504,7 @@ def test_an_eps_that_becomes_zero_makes_no_nan_between_the_parameters() -> None:
 
 
 class Own(optim.SGD):
-    """A class of the user's."""
+    """A user's subclass."""
 
 
 def _own_step(optimizer: Optimizer) -> Optimizer:
@@ -567,7 +567,7 @@ def test_it_says_which_models_need_a_step_parameter_by_parameter(
 @pytest.mark.parametrize(
     ("make", "gains"),
     [
-        (lambda params: optim.AdamW(params), True),  # a fused kernel instead of ten that are not
+        (lambda params: optim.AdamW(params), True),  # a fused kernel instead of ten others
         (lambda params: optim.AdamW(params, fused=True), False),
         (lambda params: optim.SGD(params, lr=0.1), False),
     ],

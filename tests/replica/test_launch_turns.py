@@ -1,4 +1,4 @@
-"""Turns to launch in whole runs: who has one, that nothing hangs on them, and what a run says of them."""
+"""Tests of launch turns in whole runs: their use, no deadlock, and the run's reports."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_turns_to_launch_do_not_change_what_is_computed(policy: str, monkeypatch
     monkeypatch.setattr(launch_turn, "LaunchLimit", OneAtATime)
     most[0] = 0
     turned = weights()
-    assert most[0] == 1 or policy == "exact"  # which calls the loss to check it, too
+    assert most[0] == 1 or policy == "exact"  # exact also calls the loss to check it
     if policy in ("sync", "exact"):
         assert all(torch.equal(turned[name], value) for name, value in free.items())
 
@@ -121,7 +121,7 @@ def test_a_step_of_the_users_own_has_a_turn_but_for_its_backward(monkeypatch: py
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-            met.wait(WAIT_S)  # both ranks are in their backwards
+            met.wait(WAIT_S)  # both ranks are in backward
             return gradient
 
     def step(worker: CurrentWorker, batch: Tensor) -> None:
@@ -222,7 +222,7 @@ def test_where_steps_are_captured_the_advice_is_another_one() -> None:
 
 
 class Counted(nn.Module):
-    """A layer that notes how many ranks are in its forward at once."""
+    """A layer that records how many ranks are in its forward at once."""
 
     inside, most = 0, 0
     lock = threading.Lock()
@@ -255,7 +255,7 @@ def test_devices_of_a_loop_of_ones_own_take_turns_too(monkeypatch: pytest.Monkey
             for _ in range(5):
                 loss = module(x).square().mean()
                 loss.backward(retain_graph=True)
-                loss.backward()  # the graph is kept where the loop asks for it
+                loss.backward()  # the graph is kept, as requested
                 optimizer.step()
                 optimizer.zero_grad()
             with pytest.raises(RuntimeError, match="second time"):

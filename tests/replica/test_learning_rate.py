@@ -1,4 +1,4 @@
-"""The learning rate is a function of the position in the run, on any number of devices."""
+"""Tests of the learning rate: a function of the position in the run, on any number of devices."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from flowdp.checkpoint import file as checkpoint_file
 from flowdp.errors import CheckpointError, OptionError
 from flowdp.replica.learning_rate import LearningRate, check_scheduler
 
-# torch 2.8: its SequentialLR calls the schedulers within it in a way that it warns of.
+# torch 2.8: SequentialLR calls its schedulers in a way that raises its own warning.
 pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
 
 EPOCHS, BATCHES = 3, 14
@@ -53,7 +53,7 @@ def sgd(lr: float = 0.1) -> SGD:
 
 
 def plain(make: Callable[[Optimizer], LRScheduler], steps: int, lr: float = 0.1) -> list[float]:
-    """What a scheduler says before each of so many steps."""
+    """A scheduler's rates before each of these steps."""
     optimizer = sgd(lr)
     scheduler = make(optimizer)
     rates = []
@@ -64,7 +64,7 @@ def plain(make: Callable[[Optimizer], LRScheduler], steps: int, lr: float = 0.1)
     return rates
 
 
-# ---------------------------------------------------------------- of one replica
+# ---------------------------------------------------------------- one replica
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("is_instance", [True, False])
 def test_positions_may_be_skipped(name: str, is_instance: bool) -> None:
@@ -80,7 +80,7 @@ def test_positions_may_be_skipped(name: str, is_instance: bool) -> None:
     for position in (0, 0, 3, 7, 8, 20, TOTAL - 1):
         rate.advance(position, 0)
         assert rate.value == pytest.approx(expected[position], rel=1e-9), position
-    rate.advance(3, 0)  # the position of a step after a hurried round may lie behind: it never goes back
+    rate.advance(3, 0)  # the position after a round ended early may be lower: the schedule never goes back
     assert rate.value == pytest.approx(expected[-1], rel=1e-9)
 
 
@@ -104,7 +104,7 @@ MORE: dict[str, Callable[[Optimizer], LRScheduler]] = {
 
 
 def loaded(state: dict[str, Any], into: LearningRate, optimizer: Optimizer, saved: Optimizer) -> None:
-    """Restore as a checkpoint does: the optimizer's groups first."""
+    """Restore as from a checkpoint: the optimizer's groups first."""
     for group, theirs in zip(optimizer.param_groups, saved.state_dict()["param_groups"], strict=True):
         group.update({name: value for name, value in theirs.items() if name != "params"})
     into.load_state_dict(state)
@@ -118,7 +118,7 @@ def test_a_restored_rate_is_that_of_a_run_without_a_break(name: str, at: int) ->
     before.advance(at, 0)
     uninterrupted.advance(at, 0)
     state = checkpoint_file.plain(before.state_dict())
-    before.advance(at + 3, 0)  # what goes on is not what was saved
+    before.advance(at + 3, 0)  # the saved state does not change any more
     uninterrupted_then = whole.param_groups[0]["lr"]
     loaded(state, after, second, whole)
     assert after.value == uninterrupted_then == second.param_groups[0]["lr"]
@@ -138,7 +138,7 @@ def test_a_plateau_goes_on_waiting() -> None:
     for epoch, loss in enumerate((1.0, 0.5, 0.6), 1):
         before.advance(0, epoch, loss)
     loaded(checkpoint_file.plain(before.state_dict()), after, second, first)
-    after.advance(0, 4, 0.7)  # the second bad one
+    after.advance(0, 4, 0.7)  # the second bad epoch
     assert after.value == pytest.approx(0.01)
 
 
@@ -155,7 +155,7 @@ def test_a_restored_scheduler_is_not_stepped_to_catch_up(monkeypatch: pytest.Mon
 
 
 class Remembering(LRScheduler):
-    """A user's own, with a list that it changes."""
+    """A user's scheduler with a list that it changes."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.seen: list[int] = []
@@ -230,7 +230,7 @@ def test_a_rate_that_is_set_scales_all_groups_and_the_scheduler_goes_on_from_it(
     optimizer = SGD([{"params": parameters[0], "lr": 0.1}, {"params": parameters[1], "lr": 0.4}])
     rate = LearningRate([optimizer], lambda opt: StepLR(opt, 10, 0.1), "step")
     rate.advance(9, 0)
-    rate.set(0.02, 10, 0)  # at the position where the scheduler has taken its first step: 0.01, 0.04
+    rate.set(0.02, 10, 0)  # at the position after the scheduler's first step: 0.01, 0.04
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.02, 0.08])
     rate.advance(20, 0)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.002, 0.008])
@@ -265,7 +265,7 @@ def test_a_rate_in_a_tensor_stays_in_a_tensor() -> None:
     assert rate.value == pytest.approx(0.05)
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 OPTIMIZER = sgd()
 
 
@@ -313,9 +313,9 @@ def test_factories_of_something_else(factory: Any, match: str) -> None:
         LearningRate([sgd()], factory, "step")
 
 
-# ---------------------------------------------------------------- of a run
+# ---------------------------------------------------------------- whole runs
 def curve(devices: int, policy: str, is_instance: bool = False, **options: Any) -> Curve:
-    """The rate of every step of a run of `EPOCHS` epochs of `BATCHES` batches."""
+    """The rate at every step of a run of `EPOCHS` epochs of `BATCHES` batches."""
     lock = threading.Lock()
     steps: Curve = []
 
@@ -348,7 +348,7 @@ def curve(devices: int, policy: str, is_instance: bool = False, **options: Any) 
 
 
 def furthest(steps: Curve) -> list[tuple[int, int, float]]:
-    """(epoch, position, rate) of every step, with the furthest position that its rank had reached."""
+    """(epoch, position, rate) of every step, with the furthest position of its rank so far."""
     reached: dict[int, int] = {}
     found = []
     for rank, epoch, position, rate in steps:
@@ -378,7 +378,7 @@ def test_epochs_are_counted(devices: int) -> None:
 
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 def test_a_plateau_hears_of_every_epoch(policy: str) -> None:
-    # A threshold that nothing reaches makes every epoch a bad one.
+    # With a threshold out of reach every epoch is a bad one.
     def never_good(optimizer: Optimizer) -> LRScheduler:
         return ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=1.0)
 
@@ -404,9 +404,9 @@ def test_a_function_of_the_step_and_the_scale_of_the_world(devices: int) -> None
         assert rate == pytest.approx(0.1 * (1 + ratio * (devices - 1)) / (1 + position))
 
 
-# ---------------------------------------------------------------- schedulers that are not torch's
+# ---------------------------------------------------------------- other schedulers than torch's
 class Cosine:
-    """As those of timm: told the number of the epoch, or of the update, and silent about the other."""
+    """Like timm's: stepped with the number of the epoch, or of the update, and ignoring the other."""
 
     def __init__(self, optimizer: Optimizer, t_initial: int, *, t_in_epochs: bool = True) -> None:
         self.optimizer = optimizer
@@ -433,7 +433,7 @@ class Cosine:
 
 
 class Halving:
-    """The least that a scheduler is."""
+    """A minimal scheduler."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -488,7 +488,7 @@ def test_a_unit_that_a_scheduler_of_timm_would_pass_over_in_silence(unit: Any, r
 
 
 def test_an_optimizer_that_has_no_rate() -> None:
-    """As transformers' Adafactor with relative_step."""
+    """Like transformers' Adafactor with relative_step."""
     optimizer = SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
     optimizer.param_groups[0]["lr"] = None
     with pytest.raises(OptionError, match="SGD has no learning rate"):

@@ -1,4 +1,4 @@
-"""The loss under policy="exact" is a mean over samples, or over what it names."""
+"""Tests of the check of the loss under policy="exact": a mean over samples, or over its named weight."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_run_that_goes_on_is_not_checked_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("at", [5, 30, 63])
 def test_a_label_that_is_ignored_later_is_found(at: int, devices: int) -> None:
-    """In the windows 1, 2, 4, 8, ..., in whichever micro-batch of any device."""
+    """In windows 1, 2, 4, 8, ..., in any micro-batch on any device."""
     inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
     labels = torch.arange(64) % 3
     labels[at] = -100
@@ -162,10 +162,10 @@ def test_a_loss_is_looked_at_ever_more_rarely() -> None:
 
 
 def test_the_rounding_of_a_small_difference_of_large_numbers_is_no_error() -> None:
-    """As of a loss at the end of a run."""
+    """As with a loss at the end of a run."""
 
     def rounded(model: nn.Module, batch: Any) -> Tensor:
-        out = model(batch[0]) * (1 + 2.0**-23 * len(batch[0]))  # as products of another shape may be
+        out = model(batch[0]) * (1 + 2.0**-23 * len(batch[0]))  # as products of other shapes may be
         return F.mse_loss(out, batch[1])
 
     module = nn.Linear(1, 1)

@@ -1,4 +1,4 @@
-"""Optimizers for other parameters: what is copied of the user's, and what is refused."""
+"""Tests of optimizers rebuilt for other parameters: copied attributes, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An optimizer's state in another one's hands."""
+"""Tests of an optimizer's state loaded by another one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stepped(
     return module, optimizer
 
 
-@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # by LBFGS of torch 2.8
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # by torch 2.8's LBFGS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "make",
@@ -42,7 +42,7 @@ def stepped(
 def test_it_steps_on_as_the_other_would(make: Callable[..., Optimizer], dtype: torch.dtype) -> None:
     _, theirs = stepped(make, 1, 3, dtype)
     module, own = stepped(make, 2, 5, dtype)
-    for state in theirs.state.values():  # wider than its parameter, as master copies are
+    for state in theirs.state.values():  # wider than its parameter, like master copies
         if "exp_avg" in state:
             state["exp_avg"] = state["exp_avg"].double() + 1e-9
     copy_state(own, theirs)
@@ -75,7 +75,7 @@ def test_an_optimizer_that_never_stepped_has_nothing_to_give() -> None:
 
 
 def test_each_tensor_goes_where_the_one_before_it_lay() -> None:
-    """Adam counts its steps on the host, whatever device the parameters are on."""
+    """Adam counts its steps on the host, wherever the parameters are."""
     there = torch.device("meta")
     _, theirs = stepped(lambda p: Adam(p, 0.1), 1, 2, torch.float32)
     own = Adam([p.detach().to(there).requires_grad_() for g in theirs.param_groups for p in g["params"]], 0.1)

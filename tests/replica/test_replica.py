@@ -1,4 +1,4 @@
-"""What a step is."""
+"""Tests of one training step: loss, gradients, records, and retries."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Recorded = dict[str, tuple[float, float]]
 
 
 def step(replica: Replica, batch: Any = BATCH) -> tuple[float, Recorded]:
-    """The loss, and what was recorded."""
+    """Take a step; returns the loss, and its records."""
     recorded: Recorded = {}
 
     def sink(name: str, value: float | Tensor, weight: float) -> None:
@@ -176,7 +176,7 @@ def test_fp16_clips_the_gradient_and_not_its_scaled_form() -> None:
     assert moved.norm().item() == pytest.approx(0.1 * 0.05, rel=1e-3)
 
 
-# ---------------------------------------------------------------- a step that begins again
+# ---------------------------------------------------------------- retried steps
 def test_a_micro_batch_in_pieces_has_the_gradient_of_the_whole() -> None:
     seen: list[tuple[int, int]] = []
 
@@ -211,7 +211,7 @@ def test_without_buffers_there_is_nothing_to_note() -> None:
 
 # ---------------------------------------------------------------- one flat parameter
 class TwoHeads(nn.Module):
-    """A trunk and two heads, of which a batch may leave one out."""
+    """A trunk and two heads, of which a batch may leave one unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -339,7 +339,7 @@ def test_both_streams_are_in_order(side: str) -> None:
 
 
 class Freed(torch.autograd.Function):
-    """A step of a graph that tells when the graph is freed."""
+    """A step of a graph that reports when the graph is freed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, told: list[str]) -> Tensor:

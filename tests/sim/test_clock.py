@@ -1,4 +1,4 @@
-"""Virtual time."""
+"""Tests of virtual time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_things_happen_in_the_order_of_time_then_of_asking() -> None:
     clock.after(5.0, note, "late")
     clock.after(1.0, note, "first")
     clock.after(1.0, note, "second")
-    # What happens may ask for more.
+    # A callback may schedule others.
     clock.after(2.0, lambda: clock.after(1.5, note, "asked for at 2"))
     while clock.advance():
         pass

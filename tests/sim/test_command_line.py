@@ -1,4 +1,4 @@
-"""`python -m flowdp.sim`: replays and predictions."""
+"""Tests of `python -m flowdp.sim`: replays and predictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predictions: what a mix of devices does together."""
+"""Tests of predictions: the throughput of a mix of devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def mixes(count: int) -> list[list[float]]:
 
 @pytest.mark.parametrize(("policy", "mean"), [("cadence", 0.98), ("async", 0.99)])
 def test_unequal_devices_are_used(policy: Policy, mean: float) -> None:
-    """An averaging costs 2 % of a slow step; a run has 250 batches for each device."""
+    """An averaging costs 2 % of a slow step; a run has 250 batches per device."""
     count = 100 if policy == "cadence" else 25
     found = [
         simulate(speeds, sync_ms=0.02 * max(speeds), batches=250 * len(speeds), policy=policy).efficiency
@@ -41,7 +41,7 @@ def test_windows_are_split_by_speed(speeds: list[float], least: float) -> None:
     assert plan.efficiency >= least
     fair = [1 / ms / sum(1 / other for other in speeds) for ms in speeds]
     assert plan.shares == pytest.approx(fair, rel=0.05)
-    # One step of the run for each window, whatever the speeds.
+    # One step of the run per window, at any speeds.
     assert plan.rounds == 2000 / len(speeds)
     assert plan.steps_per_s == pytest.approx(1e3 * plan.rounds / plan.wall_ms)
     assert plan.samples_per_s == pytest.approx(1e3 * 2000 * 32 / plan.wall_ms)

@@ -1,4 +1,4 @@
-"""The virtual cluster without faults: time adds up, and the same seed gives the same run."""
+"""Tests of the virtual cluster without faults: times add up, and runs repeat with the same seed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def world(policy: Policy = "sync", coordinator: type[Coordinator] = Coordinator,
 def test_time_adds_up() -> None:
     made = world()
     made.run()
-    # 10 rounds: 20 ms of the slow rank, 2 ms of averaging; behind them the messages.
+    # 10 rounds: 20 ms of the slow rank, 2 ms of averaging, then the messages.
     assert 220.0 <= made.clock.now_ms < 223.0
     assert [rank.trained_ms for rank in made.ranks] == [100.0, 200.0]
     assert sum(record.rounds for record in made.records if isinstance(record, RoundEnded)) == 10

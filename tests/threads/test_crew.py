@@ -1,4 +1,4 @@
-"""A crew does its jobs at once, tells every error, survives a Ctrl-C, and leaves no thread."""
+"""Tests of crews: jobs run at once, every error is reported, a Ctrl-C is survived, no thread is left."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_first_error_in_order_of_places_is_raised_and_tells_the_others(crew:
     later = threading.Event()
 
     def first() -> None:
-        later.wait(WAIT_S)  # ends last, and is told all the same
+        later.wait(WAIT_S)  # ends last, and is reported all the same
         raise KeyError("first")
 
     def second() -> None:
@@ -107,7 +107,7 @@ def test_after_an_error_the_crew_goes_on(crew: Crew) -> None:
 
 # ---------------------------------------------------------------- Ctrl-C
 class Interrupted:
-    """A crew whose first job goes on after a Ctrl-C."""
+    """A crew whose first job continues after a Ctrl-C."""
 
     def __init__(self, crew: Crew) -> None:
         self.release = threading.Event()
@@ -146,7 +146,7 @@ def test_a_ctrl_c_while_jobs_are_handed_out_leaves_none_to_wait_for(crew: Crew) 
 def test_a_ctrl_c_just_behind_a_wait_leaves_nothing_to_wait_for() -> None:
     job = _Job(lambda: 3)
     job()
-    assert job._end.acquire(timeout=0)  # so far came whoever was interrupted
+    assert job._end.acquire(timeout=0)  # an interrupted caller got this far
     job.wait()
     assert job.result == 3
 
@@ -174,7 +174,7 @@ def test_a_ctrl_c_while_waiting_for_what_still_runs_is_heard(crew: Crew) -> None
     assert crew.run([name, name, None]) == ["zero", "one", None]
 
 
-# ---------------------------------------------------------------- its life
+# ---------------------------------------------------------------- life cycle
 def test_a_thread_of_the_crew_cannot_hand_it_work(crew: Crew) -> None:
     with pytest.raises(RuntimeError, match="zero cannot hand work to its own crew"):
         crew.run([partial(crew.run, [None, name, None]), None, None])
@@ -247,7 +247,7 @@ def test_nothing_of_a_job_is_kept(crew: Crew) -> None:
     gone = weakref.ref(payload)
     assert crew.run([payload.weigh, None, None])[0] is payload
     del payload
-    # The thread lets go of its job before it waits for the next.
+    # The thread drops its job before it waits for the next.
     crew.run([None, None, name])
     crew.run([name, None, None])
     assert gone() is None

@@ -1,4 +1,4 @@
-"""The gate with real threads: every member of a round hears the same, and nobody waits for ever."""
+"""Tests of the gate with real threads: one outcome for all members of a round, and no endless wait."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def arrival(rank: int, round: int = 0, global_step: int = 0, left: int = 0) -> A
 
 
 class Threads:
-    """Calls in threads of their own; what they return or raise, in the order of the calls."""
+    """Calls in their own threads; their results or errors, in the order of the calls."""
 
     def __init__(self) -> None:
         self.results: list[Any] = []
@@ -59,7 +59,7 @@ class Threads:
 
 
 def waits_in(gate: Gate, count: int) -> None:
-    """Return when `count` ranks stand in the open round."""
+    """Return when `count` ranks are waiting in the open round."""
     while True:
         with gate._lock:
             if len(gate._inside) == count:
@@ -92,7 +92,7 @@ def test_the_last_arrival_launches_for_all_before_anybody_is_released() -> None:
     for rank in range(3):
         threads.call(gate.enter, arrival(rank))
     outcome = threads.join()[0]
-    # Once, while the two others stood inside.
+    # Once, while the two others were inside.
     assert launched == [(outcome, 2)]
 
 
@@ -155,7 +155,7 @@ def test_a_rank_that_is_taken_out_while_it_waits_is_released() -> None:
 
 
 def decided(world_size: int) -> Gate:
-    """A gate whose first round is decided and not finished."""
+    """A gate whose first round is decided but not finished."""
     gate, threads = Gate(world_size), Threads()
     for rank in range(world_size):
         threads.call(gate.enter, arrival(rank))
@@ -212,7 +212,7 @@ def test_directives_are_told_by_the_next_outcome() -> None:
 # ---------------------------------------------------------------- stress
 @dataclass
 class Episode:
-    """Some rounds of some threads, with whatever trouble the seed brings."""
+    """Some rounds of some threads, with random trouble by seed."""
 
     seed: int
     got: list[list[Outcome]] = field(default_factory=list)
@@ -284,32 +284,32 @@ class Episode:
                 return
 
     def visitor(self) -> None:
-        """A thread that comes at some rounds, at any moment, and wants something."""
+        """A thread that visits some rounds at random moments, with a request."""
         left = dict(self.visits)
         while (round := self.ticks.get()) is not None:
             if (visit := left.pop(round, None)) is not None:
                 visit()
 
     def run(self) -> int:
-        """Run to the end; returns the number of rounds that had an outcome."""
+        """Run to the end; returns the number of rounds with an outcome."""
         members, visitor = Threads(), Threads()
         visitor.call(self.visitor)
         for rank in range(self.world_size):
             members.call(self.member, rank)
         self.ends = members.join()
         self.ticks.put(None)
-        # A launch may fail in the thread of a leave that completed the round, the visitor's included.
+        # A launch may fail in the thread of a leave that completed the round, including the visitor's.
         self.ends += visitor.join()
         return len({outcome.round for mine in self.got for outcome in mine})
 
     def judge(self) -> None:
         for place, end in enumerate(self.ends):
-            # A rank that was taken out from outside does not know it, and may come once more.
+            # A rank removed by another thread does not know it, and may enter once more.
             allowed = (CollectiveAborted, OSError) + ((ProtocolError,) if place == self.removed else ())
             assert end is None or isinstance(end, allowed), f"thread {place} ended with {end!r}"
         outcomes: dict[int, Outcome] = {}
         for rank, mine in enumerate(self.got):
-            # One outcome per round and rank, in order, the same object for all.
+            # One outcome per round and rank, in order, the same object for all ranks.
             assert [outcome.round for outcome in mine] == list(range(len(mine)))
             for outcome in mine:
                 assert outcomes.setdefault(outcome.round, outcome) is outcome
@@ -318,11 +318,11 @@ class Episode:
         gone |= set(range(self.world_size)) - self.gate._state.members
         for round, outcome in outcomes.items():
             stayed = [rank for rank in outcome.members if rank not in gone]
-            # Whoever stayed heard it, and finish came to an end for all of them or for none.
+            # All ranks that stayed got it, and finish succeeded for all of them or for none.
             assert all(len(self.got[rank]) > round for rank in stayed)
             ended = [round in self.finished[rank] for rank in stayed]
             assert all(ended) or not any(ended), f"round {round} was finished by {ended}"
-        # A learning rate is told once, if it was not replaced before.
+        # A learning rate is delivered once, unless it was replaced before.
         assert len(set(self.told)) == len(self.told)
         assert set(self.told) <= set(self.directed)
         if self.gate._state.error is None:
@@ -331,7 +331,7 @@ class Episode:
 
 @pytest.fixture
 def restless() -> Iterator[None]:
-    """Threads switch far more often than they would."""
+    """Make threads switch far more often than usual."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
@@ -381,7 +381,7 @@ def test_the_gate_tells_who_waits_for_whom() -> None:
 def test_a_retired_gate_keeps_nothing_of_what_it_launched() -> None:
     class Launcher:
         def launch(self, outcome: Outcome) -> None:
-            """Nothing to do."""
+            """A launch that does nothing."""
 
     launcher = Launcher()
     gate, gone = Gate(1, launcher.launch), weakref.ref(launcher)

@@ -1,4 +1,4 @@
-"""The inbox: order, waiting, its limit."""
+"""Tests of the inbox: order, waits, limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_messages_come_in_their_order() -> None:
 def test_nothing_comes_in_no_time() -> None:
     inbox: Inbox[int] = Inbox(1, "rank 0")
     assert inbox.get(0) is None
-    # A deadline that has passed is as good as none.
+    # A deadline in the past means no wait.
     assert inbox.get(-5.0) is None
     inbox.post(1)
     assert inbox.get(0) == 1
@@ -60,7 +60,7 @@ def test_one_message_too_many_is_a_bug_and_blocks_nobody() -> None:
     inbox.post(2)
     with pytest.raises(ProtocolError, match="the inbox of rank 1 holds 2 messages; one more: 3"):
         inbox.post(3)
-    # The two that were allowed are still there.
+    # The two messages within the limit are still there.
     assert [inbox.get(0), inbox.get(0), inbox.get(0)] == [1, 2, None]
     inbox.post(4)
     assert inbox.get(0) == 4

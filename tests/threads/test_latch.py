@@ -1,4 +1,4 @@
-"""Threads that stand ready begin together, or not at all."""
+"""Tests of the latch: waiting threads begin together, or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns to launch: how many threads are inside, and nobody waits for ever."""
+"""Tests of turns to launch: the number of threads inside, and no endless wait."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ WAIT_S = 60.0
 
 
 class Fixed(LaunchLimit):
-    """A limit that stays, and takes down what it is told."""
+    """A fixed limit, which records its calls."""
 
     def __init__(self, ranks: int, limit: int | None, *, covers_step: bool = False) -> None:
         super().__init__(ranks)
         self.limit = limit
         self.covers_step = covers_step
         self.windows: list[Window] = []
-        self.forwards = 2**62  # in a window, at least
+        self.forwards = 2**62  # at least in a window
 
     def is_enough(self, ms: float, forwards: int) -> bool:
         return forwards >= self.forwards
@@ -34,7 +34,7 @@ class Fixed(LaunchLimit):
 
 
 class Room:
-    """Counts the threads that are inside at once."""
+    """Counts the threads inside at once."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -126,7 +126,7 @@ def test_without_a_limit_all_are_inside_and_steps_are_where_they_are_not_covered
 
 
 def step_of(rank: RankTurn, *call: Any) -> None:
-    """A step of which the optimizer makes a call."""
+    """A step whose optimizer makes a call."""
     rank.launch_forward(1, lambda: None)
     rank.launch_step(*call)
 
@@ -211,7 +211,7 @@ def test_ranks_that_wait_for_each_other_inside_go_on_without_a_turn(monkeypatch:
     turn, met = LaunchTurn(3, limit=policy), threading.Barrier(3)
     run_all(*(lambda rank=rank: rank.launch_forward(1, met.wait, WAIT_S) for rank in turn.ranks))
     assert turn.limit is None
-    assert policy._timeouts == 1  # one standstill, however many ranks were in it
+    assert policy._timeouts == 1  # one wait, for any number of ranks in it
     assert not turn._waiting
     assert turn._held == 0
 
@@ -268,7 +268,7 @@ def test_the_policy_gets_what_the_ranks_did() -> None:
         first.launch_forward(32, spin)
         first.launch_step(lambda: None)
         second.launch_forward(16, spin)
-    # The first two forwards begin the window, the eight behind them are in it.
+    # The first two forwards begin the window, the next eight are in it.
     (window,) = policy.windows
     assert window.samples == 4 * (32 + 16)
     assert window.forward.count == 8
@@ -308,7 +308,7 @@ def test_an_old_window_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         rank.launch_forward(1, lambda: None)
     policy.waiting = 0.4
     assert turn.waiting() == 0.4
-    monkeypatch.setattr(launch_turn, "OLD_S", -1.0)  # the steps are captured since
+    monkeypatch.setattr(launch_turn, "OLD_S", -1.0)  # the steps have been captured since
     assert turn.waiting() is None
 
 

@@ -1,4 +1,4 @@
-"""A Ctrl-C is heard at the block's end, and a second one at once."""
+"""Tests of the shield: a Ctrl-C is raised at the block's end, and a second one at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns: one at a time, first come first served, and no turn is lost with a thread that gave up or hangs."""
+"""Tests of turns: one at a time, in order, and none lost with a thread that gives up or hangs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.loops import WAIT_S
 
 
 class Asker:
-    """A thread that asks for the turn, and ends it when told."""
+    """A thread that asks for the turn, and ends it on command."""
 
     def __init__(self, turns: Turns, then: Callable[[], object] = bool) -> None:
         self.turns = turns
@@ -22,7 +22,7 @@ class Asker:
         self.thread = threading.Thread(target=self._run)
 
     def start(self) -> Asker:
-        """Start, and come back when it waits or has the turn."""
+        """Start, and return when it waits or has the turn."""
         waiting = len(self.turns._waiting)
         self.thread.start()
         while not self.has_it.is_set() and len(self.turns._waiting) == waiting:
@@ -109,7 +109,7 @@ def test_the_turn_of_a_thread_that_hangs_is_taken_away() -> None:
     assert not waiter.has_it.is_set()
     turns.take_away(hanging.thread)
     assert waiter.has_it.wait(WAIT_S)
-    hanging.end()  # and its own end ends nobody else's turn
+    hanging.end()  # its own end does not end another thread's turn
     late = Asker(turns).start()
     assert not late.has_it.is_set()
     waiter.end()

@@ -1,4 +1,4 @@
-"""flodl's vectors by area, who answers them, and the list of values that differ with a reason."""
+"""flodl's vectors by area, the checks that run them, and the list of values that differ with a reason."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Book:
     """The vectors of some areas.
 
     Attributes:
-        vectors: By their id.
-        checks: Id of a vector -> what runs it through the production code.
-        rows: The tables of the file of differences: vector, value, flowdp, why.
+        vectors: Vectors by id.
+        checks: Id of a vector -> function that runs it through the production code.
+        rows: Tables in the file of differences: vector, value, flowdp, reason.
         differences: (vector, value) of each row.
     """
 
@@ -45,7 +45,7 @@ class Book:
         return register
 
     def check_rows(self) -> None:
-        """Every difference names a value of a vector of this book, and a reason."""
+        """Assert that every difference names a value of one of these vectors, and a reason."""
         for row in self.rows:
             assert len(row) == 4, row
             assert all(row), row
@@ -53,7 +53,7 @@ class Book:
         assert len(self.rows) == len(self.differences), "a value has two rows"
 
     def check(self, name: str, agree: Callable[[Any, Any], bool]) -> None:
-        """Run a vector: every value agrees, or has a row and does not."""
+        """Run a vector: every value agrees, or has a row and differs."""
         expected = self.vectors[name]["expected"]
         given = self.checks[name](self.vectors[name])
         assert given.keys() == expected.keys(), (given, expected)

@@ -1,7 +1,7 @@
-"""flodl's vectors for averaging, each run through the flat replicas, their snapshots and the machine.
+"""flodl's vectors for averaging, run through flat replicas, their snapshots and the machine.
 
-A check returns what flowdp answers under the names that the vector expects. All of them must agree, but for
-the values that `differences_averaging.md` lists with a reason; those must really differ.
+A check returns flowdp's values under the names in the vector. All must agree, except the values that
+`differences_averaging.md` lists with a reason; those must really differ.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def value(flat: FlatReplica) -> float:
 
 
 class Cluster:
-    """Two ranks whose parameters are one value, their snapshots, and the machine that asks for them."""
+    """Two ranks with a single parameter each, their snapshots, and the machine that requests them."""
 
     def __init__(self, shape: Sequence[int] = (4,)) -> None:
         self.machine = Coordinator(CoordinatorConfig(world_size=2, batches=10_000, epochs=1, policy="async"))
@@ -83,8 +83,8 @@ class Cluster:
         self.snapshots = SnapshotMean(self.replicas, HOST)
         self.now_ms = 0.0
         self.orders: list[list[StartEpoch]] = [[], []]
-        self.asked: int | None = None  # the round whose snapshots are wanted
-        self.average: Average | None = None  # the mean that is wanted
+        self.asked: int | None = None  # the round whose snapshots are requested
+        self.average: Average | None = None  # the requested mean
         self.drifts: tuple[float, ...] = ()
         self.trained = [0, 0]  # steps, per rank
         self.loaded = [0, 0]  # means, per rank
@@ -120,7 +120,7 @@ class Cluster:
                 self.rounds += 1
 
     def train(self) -> None:
-        """Both ranks take steps, at the same pace, until a round is opened."""
+        """Both ranks take steps, at the same pace, until a round begins."""
         self.asked = None
         while self.asked is None:
             for rank in (0, 1):
@@ -130,7 +130,7 @@ class Cluster:
                 self.tell(StepsDone(rank, order.plan, Work(0, steps, 8 * steps, 10.0 * steps, pace_ms=10.0)))
 
     def take(self, rank: int, given: float, steps: int = 1) -> None:
-        """The snapshot that a rank was asked for, of parameters that are `given`."""
+        """The requested snapshot of a rank with parameters `given`."""
         fill(self.replicas[rank], given)
         self.snapshots.take(rank, self.asked)
         self.tell(SnapshotReady(rank, self.asked, steps, 8 * steps))
@@ -199,7 +199,7 @@ def _stale(vector: Vector) -> Answers:
     assert cluster.asked != stale
     for rank, given in enumerate(vector["input"]["round2"]):
         cluster.take(rank, given)
-    # The answer to the round that was given up comes at last, and changes nothing.
+    # The late answer for the round that was given up changes nothing.
     cluster.tell(SnapshotReady(1, stale, 1, 8))
     cluster.compute()
     assert value(cluster.replicas[0]) == value(cluster.replicas[1])
@@ -267,7 +267,7 @@ def _drift(vector: Vector) -> Answers:
 
 # ---------------------------------------------------------------- sums by NCCL, on a fake that really sums
 def summed(values: Sequence[float]) -> list[float]:
-    """The sum that each rank holds: its mean, times the ranks."""
+    """The sum at each rank: its mean, times the number of ranks."""
     cuda = FakeCuda()
     lanes = [FakeLane(torch.device("cuda", rank), cuda) for rank in range(len(values))]
     replicas = [replica(rank) for rank in range(len(values))]
@@ -297,7 +297,7 @@ def _one_device(_: Vector) -> Answers:
 
 @answers("NC-008")
 def _rank_out_of_range(vector: Vector) -> Answers:
-    """Ranks are the places of the lanes in their list, so one too many is one communicator too many."""
+    """Ranks are positions in the list of lanes, so a rank out of range is one communicator too many."""
     cuda = FakeCuda()
     lanes = [FakeLane(torch.device("cuda", rank), cuda) for rank in range(vector["setup"]["world"])]
     with pytest.raises(ValueError, match="argument"):
@@ -314,7 +314,7 @@ def _no_devices(_: Vector) -> Answers:
 
 @answers("NC-012")
 def _sum_of_gradients(vector: Vector) -> Answers:
-    """Each rank's gradient of its half of the rows, averaged as a replica's parameters are."""
+    """Each rank's gradient for its half of the rows, averaged like a replica's parameters."""
     weight = torch.tensor(vector["input"]["w"], dtype=torch.float32)
     rows = torch.randn(vector["input"]["x_rows"], len(weight), generator=torch.Generator().manual_seed(0))
 
@@ -336,7 +336,7 @@ def _sum_of_gradients(vector: Vector) -> Answers:
     return {"abs_diff": float((found - gradient(rows)).abs().max())}
 
 
-# ---------------------------------------------------------------- the rules of this file
+# ---------------------------------------------------------------- rules of this file
 def test_every_vector_is_run():
     assert CHECKS.keys() == VECTORS.keys()
 

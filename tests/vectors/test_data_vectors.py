@@ -1,7 +1,7 @@
-"""flodl's vectors for the depth of the prefetch ring, each run through the budget and the ring.
+"""flodl's vectors for the depth of the prefetch ring, run through the budget and the ring.
 
-A check returns what flowdp answers under the names that the vector expects. All of them must agree, but for
-the values that `differences_data.md` lists with a reason; those must really differ.
+A check returns flowdp's values under the names in the vector. All must agree, except the values that
+`differences_data.md` lists with a reason; those must really differ.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _an_almost_empty_device(vector: Vector) -> Answers:
     return {"depth": depth, "flodl_actual_due_to_used_free_swap": depth}
 
 
-# ---------------------------------------------------------------- the rules of this file
+# ---------------------------------------------------------------- rules of this file
 def agree(answer: object, expected: object) -> bool:
     if isinstance(expected, str) and expected.startswith(">= "):
         return isinstance(answer, int) and answer >= int(expected.split()[1])

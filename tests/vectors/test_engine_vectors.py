@@ -1,7 +1,7 @@
-"""flodl's vectors for what threads, losses and iterators do, each run through the engine.
+"""flodl's vectors for threads, losses and iterators, run through the engine.
 
-As in the tests of the decisions: a check answers under the names that the vector expects, and what does not
-agree stands in `differences_engine.md` with a reason.
+As in the other vector tests, a check returns flowdp's values under the names in the vector, and all that
+differ are in `differences_engine.md` with a reason.
 """
 
 from __future__ import annotations
@@ -157,15 +157,15 @@ def a_single_device(vector: dict[str, Any]) -> Answers:
     }
 
 
-# ---------------------------------------------------------------- numbers of the loss
+# ---------------------------------------------------------------- values of the loss
 @pytest.fixture(autouse=True)
 def _bound_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread belongs to no worker before the test, nor behind it."""
+    """No worker is bound to the thread before or after the test."""
     monkeypatch.setattr(worker_context._local, "worker", None, raising=False)
 
 
 def fresh_worker() -> HostMeter:
-    """Make the calling thread a worker's; returns what its numbers go to."""
+    """Make the calling thread a worker's; returns the destination of its values."""
     meter = HostMeter()
     bind(CurrentWorker(0, torch.device("cpu"), nn.Linear(1, 1), samples=1, sink=meter.scalar))
     return meter
@@ -217,7 +217,7 @@ def in_threads(*bodies: Callable[[], None]) -> None:
 
 # ---------------------------------------------------------------- orders to a worker
 class Rank:
-    """One worker thread, whose coordinator is the test."""
+    """One worker thread, with the test as its coordinator."""
 
     def __init__(self, samples: int = 8, batch_size: int = 4) -> None:
         module = nn.Linear(1, 1)
@@ -317,7 +317,7 @@ def meetings_after_the_end(vector: dict[str, Any]) -> Answers:
     return {"collective_calls": rank.mean.calls, "returns": True}
 
 
-# ---------------------------------------------------------------- all of them
+# ---------------------------------------------------------------- all vectors
 def agree(answer: object, expected: object) -> bool:
     if (
         isinstance(expected, list)

@@ -1,7 +1,7 @@
-"""flodl's vectors for the protocol, each run through `flowdp.machine` and the ledger.
+"""flodl's vectors for the protocol, run through `flowdp.machine` and the ledger.
 
-A check returns what flowdp answers under the names that the vector expects. All of them must agree, but for
-the values that `differences_machine.md` lists with a reason; those must really differ, or not be answered.
+A check returns flowdp's values under the names in the vector. All must agree, except the values that
+`differences_machine.md` lists with a reason; those must really differ, or be missing.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Free:
                     self.requested = True
 
     def trains(self, rank: int, steps: int, pace_ms: float = 10.0) -> int:
-        """The rank takes up to so many steps, order by order; returns how many it got."""
+        """The rank takes up to this many steps, order by order; returns their number."""
         done = 0
         self.decide()
         while done < steps and self.out[rank] and self.out[rank][0].batches:
@@ -141,7 +141,7 @@ def met(
 
 
 def all_at_the_gate(block: dict[int, StartEpoch], steps: Sequence[int]) -> bool:
-    """Whether the round is decided when the ranks have taken so many steps of it."""
+    """Whether the round is decided when the ranks have taken these steps of it."""
     gate = GateState(2)
     is_decided = False
     for rank, order in block.items():
@@ -156,7 +156,7 @@ def all_at_the_gate(block: dict[int, StartEpoch], steps: Sequence[int]) -> bool:
     return is_decided
 
 
-# ---------------------------------------------------------------- when a round is held
+# ---------------------------------------------------------------- times of rounds
 @answers("SA-002")
 def _sync(vector: Vector) -> Answers:
     _, block = started(policy="sync")
@@ -174,7 +174,7 @@ def _cadence(vector: Vector) -> Answers:
     machine, probe = started(policy="cadence", batches=1000)
     block = orders(met(machine, probe, pace))
     quotas = [len(block[rank].batches) for rank in (0, 1)]
-    # The slowest rank's ten steps fill the time that the vector aims at.
+    # The slowest rank's ten steps fill the time aimed at by the vector.
     assert [quota * ms for quota, ms in zip(quotas, pace, strict=True)] == [10 * max(pace)] * 2
     steps = given.get("batches") or [
         int(wall / ms) for wall, ms in zip(given["wall_ms_accum"], pace, strict=True)
@@ -188,14 +188,14 @@ def _async(vector: Vector) -> Answers:
     steps = vector["input"].get("steps_since_avg") or vector["input"].get("batches") or [9, 9]
     run = Free(ratios=[count / sum(counts) for count in counts])
     assert list(run.machine.cadence.quotas) == counts
-    # A quarter of the counts at a time: nine steps are three orders, ten begin a fourth.
+    # A quarter of the counts at a time: nine steps are three orders, the tenth begins a fourth.
     for rank, count in enumerate(steps):
         assert run.trains(rank, count) >= count
     return {"should_average": run.requested}
 
 
 def trained_epochs(count: int, of: int) -> tuple[Coordinator, list[Command]]:
-    """A sync run of so many epochs of one round each, of which some were trained."""
+    """A sync run of these epochs, one round each, of which some were trained."""
     machine, block = started(policy="sync", batches=2, epochs=of)
     said: list[Command] = []
     waiting = [block]
@@ -234,7 +234,7 @@ def _dead_rank(vector: Vector) -> Answers:
     return {"active_count": len(machine._present()), "should_average": gate._complete() is not None}
 
 
-# ---------------------------------------------------------------- what is counted
+# ---------------------------------------------------------------- counters
 @answers("TM-001")
 def _steps_done(vector: Vector) -> Answers:
     run = Free()
@@ -305,9 +305,9 @@ def _global_step(vector: Vector) -> Answers:
     return {"global_step": outcome.global_step, "broadcast": outcome}
 
 
-# ---------------------------------------------------------------- who gets what
+# ---------------------------------------------------------------- shares of the batches
 class Pool:
-    """A ledger of single samples, asked by one rank at a time."""
+    """A ledger of single samples, with one rank at a time asking."""
 
     def __init__(self, total: int) -> None:
         self.ledger = Ledger(0, total, 2)
@@ -386,7 +386,7 @@ def _runaway(vector: Vector) -> Answers:
     run.machine._overshoot = Overshoot(20, limit=vector["setup"]["max_overshoot"])
     planned = vector["setup"]["planned"]
     assert list(run.machine.cadence.quotas) == planned
-    # Rank 0 has done what was planned, rank 1 has not.
+    # Rank 0 has done its plan, rank 1 has not.
     assert run.trains(0, 100) == planned[0]
     return {"rank0_gets_epoch1_plan": any(order.epoch == 1 for order in run.out[0])}
 
@@ -465,7 +465,7 @@ def _plan(vector: Vector) -> Answers:
     while isinstance(worker.next(), Step):
         worker.trained(1)
         size += 1
-    # The report of the whole was its last word about it.
+    # The report of the whole order was its last one.
     return {"pending_plan.size": size, "consumed_once": worker.next() == Idle()}
 
 
@@ -513,7 +513,7 @@ def _abort_twice(vector: Vector) -> Answers:
     return {"panics": gate.error != "first"}
 
 
-# ---------------------------------------------------------------- the tests
+# ---------------------------------------------------------------- tests
 def test_every_vector_is_run_or_listed_with_a_reason() -> None:
     silent = [
         name

@@ -1,7 +1,7 @@
-"""flodl's vectors for the decisions, each run through `flowdp.policy`.
+"""flodl's vectors for decisions, run through `flowdp.policy`.
 
-A check returns what flowdp answers under the names that the vector expects. All of them must agree, but for
-the values that `differences.md` lists with a reason; those must really differ, or not be answered at all.
+A check returns flowdp's values under the names in the vector. All must agree, except the values that
+`differences.md` lists with a reason; those must really differ, or be missing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ AREAS = {
     "shard_sizes",
     "throttle",
 }
-# Remarks inside an expectation, and intermediate figures that no caller can see.
+# Remarks inside an expectation, and intermediate values that no caller can see.
 REMARKS = {"note", "test_asserts", "tol", "alpha_used_rank1", "min_anchor", "auto"}
 
 BOOK = Book(AREAS, "differences.md")
@@ -338,7 +338,7 @@ def _rising_drift(vector: Vector) -> Answers:
 @answers("TH-001", "TH-003", "TH-005")
 def _throttled(vector: Vector) -> Answers:
     steps, limit = vector["input"]["steps"], vector["setup"]["max_batch_diff"]
-    if limit is None:  # then nobody asks for room
+    if limit is None:  # without a limit, room is not asked for
         return {"throttle_sent": [False] * len(steps)}
     room = lead_room(steps, steps, [True] * len(steps), limit)
     return {"throttle_sent": [left is not None and left <= 0 for left in room]}
@@ -352,7 +352,7 @@ def _scaled(_: Vector) -> Answers:
 
 @answers("LR-004")
 def _same_curve(vector: Vector) -> Answers:
-    """One device alone, then two in rounds of 2 + 2 steps: the milestones stand at the same places."""
+    """One device alone, then two in rounds of 2 + 2 steps: the milestones are at the same positions."""
 
     def lr(step: int) -> float:
         return 0.1 * 0.1 ** sum(milestone <= step for milestone in (4, 8))
@@ -367,7 +367,7 @@ def _same_curve(vector: Vector) -> Answers:
 
 @answers("LR-006", "LR-008")
 def _counted(vector: Vector) -> Answers:
-    """In a loop of one's own all devices take one step together."""
+    """In a user's loop all devices take one step together."""
     after = [position(step, 0, 1, 1) + 1 for step in range(vector["input"]["steps"])]
     counts = {"training_step_after_each": after, "training_step": after[-1]}
     return asked(vector, counts)
@@ -431,7 +431,7 @@ def _metric(vector: Vector) -> Answers:
     return {"text": format_metric(vector["input"]["value"])}
 
 
-# ---------------------------------------------------------------- the rules of this file
+# ---------------------------------------------------------------- rules of this file
 def test_every_vector_is_run_or_listed_with_a_reason():
     silent = [
         name

@@ -1,4 +1,4 @@
-"""The vectors of shard sizes and of rebalancing, as a user of `setup` sees them."""
+"""The vectors of shard sizes and rebalancing, through `setup`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Setup = Callable[[Sequence[float]], flowdp.DataParallel]
 
 @pytest.fixture
 def spread() -> Iterator[Setup]:
-    """`spread(ratios)`: a model on as many devices, whose batches are cut by these ratios at first."""
+    """`spread(ratios)`: a model on as many devices, with batches split by these ratios at first."""
     made: list[flowdp.DataParallel] = []
 
     def make(ratios: Sequence[float]) -> flowdp.DataParallel:
@@ -36,7 +36,7 @@ def spread() -> Iterator[Setup]:
 def take_steps(
     dp: flowdp.DataParallel, throughput: Sequence[float], steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of devices that do so many samples in a millisecond; 0 is one that is not measured."""
+    """Steps of devices with this many samples per millisecond; 0 is a device that is not measured."""
     assert dp._replicas is not None
     for _ in range(steps):
         dp(torch.ones(1000, 1)).mean().backward()
