@@ -44,7 +44,7 @@ def check_int(name: str, value: object, *, least: int = 1, optional: bool = Fals
     if value is None and optional:
         return
     if not is_int(value) or value < least:
-        raise OptionError(f"{name} must be an int of at least {least}, not {value!r}")
+        raise OptionError(f"{name} must be an int of at least {least}{_or_none(optional)}, not {value!r}")
 
 
 def check_number(name: str, value: object, *, above: bool, optional: bool = False) -> None:
@@ -56,7 +56,8 @@ def check_number(name: str, value: object, *, above: bool, optional: bool = Fals
     if value is None and optional:
         return
     if not is_number(value) or value < 0 or (above and value == 0):
-        raise OptionError(f"{name} must be a number {'above' if above else 'of at least'} 0, not {value!r}")
+        bound = "above" if above else "of at least"
+        raise OptionError(f"{name} must be a number {bound} 0{_or_none(optional)}, not {value!r}")
 
 
 def check_flag(name: str, value: object, *, optional: bool = False) -> None:
@@ -66,7 +67,8 @@ def check_flag(name: str, value: object, *, optional: bool = False) -> None:
         OptionError: It is something else.
     """
     if not isinstance(value, bool) and not (value is None and optional):
-        raise OptionError(f"{name} must be True or False, not {value!r}")
+        words = "True, False or None" if optional else "True or False"
+        raise OptionError(f"{name} must be {words}, not {value!r}")
 
 
 def check_function(name: str, value: object, of: str) -> None:
@@ -82,3 +84,7 @@ def check_function(name: str, value: object, of: str) -> None:
     """
     if value is not None and not callable(value):
         raise OptionError(f"{name} must be a function of {of}, not {value!r}")
+
+
+def _or_none(optional: bool) -> str:
+    return " or None" if optional else ""

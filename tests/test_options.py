@@ -161,14 +161,18 @@ def test_checkpoint_options_are_named() -> None:
 @pytest.mark.parametrize(
     ("kind", "given", "match"),
     [
-        (ReadingOptions, {"shuffle": 1}, "reading.shuffle must be True or False, not 1"),
-        (ReadingOptions, {"drop_last": "no"}, "reading.drop_last must be True or False, not 'no'"),
+        (ReadingOptions, {"shuffle": 1}, "reading.shuffle must be True, False or None, not 1"),
+        (ReadingOptions, {"drop_last": "no"}, "reading.drop_last must be True, False or None, not 'no'"),
         (
             ReadingOptions,
             {"collate_fn": 3},
             "reading.collate_fn must be a function of a list of samples, not 3",
         ),
-        (ReadingOptions, {"num_workers": -1}, "reading.num_workers must be an int of at least 0, not -1"),
+        (
+            ReadingOptions,
+            {"num_workers": -1},
+            "num_workers must be an int of at least 0 or None, not -1",
+        ),
         (ReadingOptions, {"num_workers": True}, "not True"),
         (
             FailureOptions,
@@ -176,8 +180,12 @@ def test_checkpoint_options_are_named() -> None:
             "on_failure must be one of 'raise', 'continue', not 'ignore'",
         ),
         (FailureOptions, {"on_nan": True}, "on_nan must be one of 'quarantine', 'raise', not True"),
-        (FailureOptions, {"stall_timeout": 0}, "failures.stall_timeout must be a number above 0, not 0"),
-        (FailureOptions, {"stall_timeout": "a minute"}, "must be a number above 0, not 'a minute'"),
+        (
+            FailureOptions,
+            {"stall_timeout": 0},
+            "stall_timeout must be a number above 0 or None, not 0",
+        ),
+        (FailureOptions, {"stall_timeout": "a minute"}, "must be a number above 0 or None, not 'a minute'"),
         (FailureOptions, {"check_loss": None}, "failures.check_loss must be True or False, not None"),
         (RuntimeOptions, {"backend": "mpi"}, "runtime.backend must be one of .*'cpu', not 'mpi'"),
         (RuntimeOptions, {"capture": 1}, "runtime.capture must be True, False or CaptureOptions"),

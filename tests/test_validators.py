@@ -44,6 +44,12 @@ def test_other_values_are_named() -> None:
         check_flag("x", 1)
     with pytest.raises(OptionError, match="x must be True or False, not None"):
         check_flag("x", None)
+    with pytest.raises(OptionError, match="x must be True, False or None, not 1"):
+        check_flag("x", 1, optional=True)
+    with pytest.raises(OptionError, match="x must be an int of at least 2 or None, not 1"):
+        check_int("x", 1, least=2, optional=True)
+    with pytest.raises(OptionError, match="x must be a number above 0 or None, not 0"):
+        check_number("x", 0, above=True, optional=True)
     with pytest.raises(OptionError, match="x must be a function of the step, not 3"):
         check_function("x", 3, "the step")
     with pytest.raises(OptionError, match="x must be one of 'a', 'b', not 'c'"):

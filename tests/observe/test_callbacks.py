@@ -72,7 +72,7 @@ def test_early_stopping_is_a_monitor():
     ("fields", "message"),
     [
         ({"monitor": None}, "monitor must be the name of a metric"),
-        ({"patience": -1}, "patience must be an int of at least 1, not -1"),
+        ({"patience": -1}, "patience must be an int of at least 1 or None, not -1"),
         ({"mode": "auto"}, "mode must be 'min' or 'max'"),
         ({"min_delta": math.inf}, "min_delta must be a number"),
         ({"restore_best": "yes"}, "restore_best must be True or False, not 'yes'"),

@@ -146,7 +146,7 @@ def test_against_the_definition(values, patience, min_delta):
         ({"name": ""}, "monitor must be the name of a metric, such as 'loss', not ''"),
         ({"name": 3}, "monitor must be the name"),
         ({"mode": "least"}, "mode must be 'min' or 'max', not 'least'"),
-        ({"patience": 0}, "patience must be an int of at least 1, not 0"),
+        ({"patience": 0}, "patience must be an int of at least 1 or None, not 0"),
         ({"patience": 2.0}, "patience must be an int"),
         ({"patience": True}, "patience must be an int"),
         ({"min_delta": -0.1}, "min_delta must be a number of at least 0, not -0.1"),
