@@ -23,9 +23,6 @@ from flowdp.options import (
     FailureOptions,
     LoopBackend,
     Policy,
-    Precision,
-    ReadingOptions,
-    RuntimeOptions,
 )
 from flowdp.policy.shares import normalised_ratios
 from flowdp.replica.factories import check_closure, several_optimizers
@@ -42,27 +39,15 @@ __all__ = [
     "check_loop_backend",
     "check_model_and_optimizer",
     "check_ratios",
-    "check_reading",
+    "check_record",
     "check_resume",
-    "check_runtime",
     "check_step",
-    "check_words",
     "fixed_ratios",
 ]
 
 R = TypeVar("R")
 
 log = logging.getLogger("flowdp")
-
-
-def check_words(policy: object, precision: object) -> None:
-    """Check the policy and the precision.
-
-    Raises:
-        OptionError: One of them is no word of the list.
-    """
-    one_of("policy", policy, Policy)
-    one_of("precision", precision, Precision)
 
 
 def check_length(epochs: object, max_steps: object) -> None:
@@ -174,16 +159,13 @@ def check_cadence(cadence: object, world_size: int) -> CadenceOptions:
     Raises:
         OptionError: It is something else, or names a rank that is not there.
     """
-    if cadence is None:
-        return CadenceOptions()
-    if not isinstance(cadence, CadenceOptions):
-        raise OptionError(f"cadence must be a CadenceOptions, not {cadence!r}")
-    if cadence.speed_hint is not None and cadence.speed_hint[0] >= world_size:
+    options = check_record("cadence", cadence, CadenceOptions)
+    if options.speed_hint is not None and options.speed_hint[0] >= world_size:
         raise OptionError(
-            f"cadence.speed_hint names rank {cadence.speed_hint[0]} as the slow one; the ranks are "
+            f"cadence.speed_hint names rank {options.speed_hint[0]} as the slow one; the ranks are "
             f"0 to {world_size - 1}"
         )
-    return cadence
+    return options
 
 
 def check_capture(capture: object, train_step: object) -> CaptureOptions | None:
@@ -263,7 +245,7 @@ def check_failures(failures: object, policy: Policy, world_size: int) -> Failure
     Raises:
         OptionError: It is something else, or the policy cannot go on without a rank.
     """
-    options = _record("failures", failures, FailureOptions)
+    options = check_record("failures", failures, FailureOptions)
     if options.on_failure == "raise":
         return options
     why = {
@@ -277,25 +259,12 @@ def check_failures(failures: object, policy: Policy, world_size: int) -> Failure
     return options
 
 
-def check_reading(reading: object) -> ReadingOptions:
-    """Check the options of reading; None is the default.
+def check_record(name: str, given: object, kind: type[R]) -> R:
+    """Check a record of options; None is the default.
 
     Raises:
         OptionError: It is something else.
     """
-    return _record("reading", reading, ReadingOptions)
-
-
-def check_runtime(runtime: object) -> RuntimeOptions:
-    """Check the options of the runtime; None is the default.
-
-    Raises:
-        OptionError: It is something else.
-    """
-    return _record("runtime", runtime, RuntimeOptions)
-
-
-def _record(name: str, given: object, kind: type[R]) -> R:
     if given is not None and not isinstance(given, kind):
         raise OptionError(f"{name} must be {kind.__name__}(...), not {given!r}")
     return kind() if given is None else given

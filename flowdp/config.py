@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from flowdp.data.open_evaluation import open_evaluation
 from flowdp.data.open_source import open_source
 from flowdp.data.source import Source
-from flowdp.engine.evaluation import EvaluationOptions, Evaluator
+from flowdp.engine.evaluation import EvaluationOptions
 from flowdp.observe.callbacks import Callback
 from flowdp.options import (
     CadenceOptions,
@@ -36,25 +36,12 @@ DatasetOption = Dataset[Any] | DataLoader[Any] | Sequence[Tensor] | Mapping[str,
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Settings of a run.
+    """Settings of a run: arguments of a `Trainer`, checked, and what follows from them.
 
     Attributes:
-        devices: One per rank.
-        replica: Settings of a replica: model, optimizer, loss, policy, batch sizes, seed, precision.
-        dataset: As a Trainer's.
-        reading: How the dataset becomes batches.
-        epochs: Passes over the dataset; None: until `max_steps`.
-        max_steps: Steps of all ranks; None: until `epochs`.
-        cadence: Lengths of rounds.
         ratios: Fixed shares, summing to 1; None: by measured speed. Shape (world_size,).
-        evaluation: How the averaged model is evaluated; None: it is not.
-        checkpoint: Where checkpoints go, and when; None: nowhere.
-        resume: Where the run begins, as a Trainer's.
-        callbacks: Called beside the training, in this order.
         monitor: Metric that early stopping watches; None: there is no early stopping.
         restores_best: The run's result is the model of the best epoch.
-        failures: Errors and stalls that end the run.
-        runtime: Use of devices and process.
         has_bar: There is a progress bar.
         tells_devices: A line on stderr names the devices.
     """
@@ -120,7 +107,7 @@ class RunConfig:
             **vars(self.reading),
         )
 
-    def open_evaluator(self) -> Evaluator | None:
+    def open_evaluation(self) -> Source | None:
         """Open the dataset of the evaluation; None where there is no evaluation.
 
         Raises:
@@ -128,16 +115,13 @@ class RunConfig:
         """
         if self.evaluation is None:
             return None
-        return Evaluator(self.evaluation.dataset, self.evaluation.step, **self._evaluation_reading())
-
-    def check_evaluation(self) -> None:
-        """Open the dataset of the evaluation and close it.
-
-        Raises:
-            OptionError: The dataset is wrong.
-        """
-        if self.evaluation is not None:
-            open_evaluation(self.evaluation.dataset, **self._evaluation_reading()).close()
+        return open_evaluation(
+            self.evaluation.dataset,
+            batch_size=self.sizes.forward(self.dataset),
+            collate_fn=self.reading.collate_fn,
+            num_workers=self.reading.num_workers,
+            world_size=self.world_size,
+        )
 
     def total_steps(self, batches: int | None) -> int | None:
         """Steps of all ranks in the run; None: not known before its end.
@@ -148,11 +132,3 @@ class RunConfig:
         an_epoch = None if batches is None else self.sizes.steps(batches, self.replica.policy)
         by_epochs = None if self.epochs is None or an_epoch is None else self.epochs * an_epoch
         return min((n for n in (by_epochs, self.max_steps) if n is not None), default=None)
-
-    def _evaluation_reading(self) -> dict[str, Any]:
-        return {
-            "batch_size": self.sizes.forward(self.dataset),
-            "collate_fn": self.reading.collate_fn,
-            "num_workers": self.reading.num_workers,
-            "world_size": self.world_size,
-        }

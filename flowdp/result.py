@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from flowdp.checkpoint.resume import StopPosition
 from flowdp.policy.formats import format_metric
@@ -41,29 +41,6 @@ class TrainedState:
     epochs_done: int
     interrupted: bool
     stopped_at: StopPosition | None = field(default=None, repr=False)
-
-    @classmethod
-    def of(
-        cls,
-        model: Mapping[str, Any],
-        optimizers: Any,
-        *,
-        history: tuple[EpochMetrics, ...],
-        global_step: int,
-        epochs_done: int,
-        interrupted: bool,
-        stopped_at: StopPosition | None = None,
-    ) -> TrainedState:
-        """Copy a model's state_dict and the states of its optimizers to the CPU."""
-        return cls(
-            {name: on_cpu(value) for name, value in model.items()},
-            torch.utils._pytree.tree_map(on_cpu, optimizers),
-            history,
-            global_step,
-            epochs_done,
-            interrupted,
-            stopped_at,
-        )
 
     def __repr__(self) -> str:
         loss = self.history[-1].loss if self.history else None
@@ -130,7 +107,11 @@ def alone(states: Any) -> Any:
     return states[0] if isinstance(states, list) and len(states) == 1 else states
 
 
-def on_cpu(value: Any) -> Any:
-    """A tensor as one of its own on the CPU; anything else as it is."""
-    # A copy: a view would keep, and a file would hold, the whole flat memory.
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+def on_cpu(tree: Any) -> Any:
+    """A tree with its tensors copied to the CPU; anything else as it is."""
+
+    def copied(value: Any) -> Any:
+        # A copy: a view would keep, and a file would hold, the whole flat memory.
+        return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+    return tree_map(copied, tree)

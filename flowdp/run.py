@@ -18,14 +18,13 @@ from torch import nn
 from flowdp.engine import active_runs
 from flowdp.engine.engine import Engine
 from flowdp.engine.interrupts import hearing_interrupts
-from flowdp.engine.pauses import Pauses
 from flowdp.errors import FlowdpError, OptionError, StateError
 from flowdp.observe.observer import Observer
 from flowdp.policy.formats import format_error, format_text
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import RoundEnded
 from flowdp.protocol.messages import Requested
-from flowdp.result import Status, TrainedState, alone, optimizer_state
+from flowdp.result import Status, TrainedState, alone, on_cpu, optimizer_state
 from flowdp.validators import check_number, is_int
 
 __all__ = ["Run", "runs"]
@@ -60,7 +59,8 @@ class Run:
         self,
         engine: Engine,
         module: nn.Module | None,
-        observer: Observer | None = None,
+        observer: Observer,
+        *,
         restores_best: bool = False,
         aside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -69,7 +69,8 @@ class Run:
         self._observer = observer
         self._restores_best = restores_best
         self._aside = aside
-        self._pauses = Pauses(engine.request)
+        self._blocks = 0  # of `paused`, that are open
+        self._pausing = threading.Lock()  # serialises their count, and with it the requests
         self._ending = _Ending()
         self._inside = ExitStack()
         self._polled = engine.records.before
@@ -145,8 +146,14 @@ class Run:
         ]
         eager = dict.fromkeys(one.uncaptured for one in progress if one.uncaptured is not None)
         uncaptured = [f"steps are not captured: {reason}" for reason in eager]
-        raised = () if self._observer is None else self._observer.complaints
-        return (*left, *engine.records.problems, *smaller, *uncaptured, *engine.saver.problems, *raised)
+        return (
+            *left,
+            *engine.records.problems,
+            *smaller,
+            *uncaptured,
+            *engine.saver.problems,
+            *self._observer.complaints,
+        )
 
     def dump(self, events: int = 50) -> str:
         """Describe ranks, the stacks of all threads, and the last events: of a run that hangs, say.
@@ -155,7 +162,7 @@ class Run:
             events: Number of events.
         """
         report = self._engine.report(str(self.status()), events)
-        if self._observer is None or not self._observer.inside:
+        if not self._observer.inside:
             return report
         return f"{report}\n\n{self._observer.inside} is here:\n{self._observer.stack.rstrip()}"
 
@@ -218,7 +225,9 @@ class Run:
 
     def unpause(self) -> None:
         """Continue after a pause. Inside of `paused()` it does nothing: the last block's end does that."""
-        self._pauses.unpause()
+        with self._pausing:
+            if not self._blocks:
+                self._engine.request(Requested("unpause"))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -232,7 +241,9 @@ class Run:
             OptionError: The caller is a thread of the run.
         """
         self._check_caller("paused")
-        wish = self._pauses.enter()
+        with self._pausing:
+            self._blocks += 1
+            wish = self._engine.request(Requested("pause"))
         try:
             with self._engine.records.reader():
                 self._engine.records.wait_for_pause(wish)
@@ -242,7 +253,9 @@ class Run:
         finally:
             for replica in self._engine.replicas:
                 replica.lane.adopt()
-            self._pauses.leave()
+            with self._pausing:
+                self._blocks -= 1
+            self.unpause()
 
     def set_lr(self, lr: float) -> None:
         """Scale all parameter groups so that the first has this learning rate; a scheduler continues from it.
@@ -294,9 +307,9 @@ class Run:
             return self._fill()
         kept = captured.read()
         rates = kept["ranks"][0]["learning_rate"]
-        return TrainedState.of(
-            kept["model"],
-            alone(kept["ranks"][0]["optimizers"]),
+        return TrainedState(
+            on_cpu(dict(kept["model"])),
+            on_cpu(alone(kept["ranks"][0]["optimizers"])),
             history=captured.history,
             global_step=captured.position.global_step,
             epochs_done=captured.position.done,
@@ -342,7 +355,7 @@ class Run:
         return self._collect()
 
     def _unfinished(self, timeout: float | None) -> str:
-        inside = "" if self._observer is None else self._observer.inside
+        inside = self._observer.inside
         if self.done and inside:
             return f"the run is over, and {inside} has not returned after {timeout} s: {self.status()}"
         return f"the run continues after {timeout} s: {self.status()}"
@@ -447,9 +460,9 @@ class Run:
         if position is not None and best is None:  # the best one stood elsewhere
             rates, orders = replica.learning_rate.state_dict(), self._engine.saver.orders(position)
             stopped_at = self._engine.stopped_at(position, learning_rate=rates, orders=orders)
-        return TrainedState.of(
-            model,
-            optimizer_state(replica.optimizers),
+        return TrainedState(
+            on_cpu(dict(model)),
+            on_cpu(optimizer_state(replica.optimizers)),
             history=self.history,
             global_step=finish.global_step,
             epochs_done=finish.epochs_done,
@@ -475,7 +488,7 @@ class Run:
         self._collect()
 
     def _is_called_back(self) -> bool:
-        return self._observer is not None and self._observer.is_own_thread()
+        return self._observer.is_own_thread()
 
     def _check_caller(self, method: str) -> None:
         if self._engine.is_own_thread() or self._is_called_back():

@@ -21,6 +21,7 @@ from flowdp.data.open_source import dataset_length, loader_order
 from flowdp.data.source import Source
 from flowdp.engine.active_runs import check_free
 from flowdp.engine.engine import Engine
+from flowdp.engine.evaluation import Evaluator
 from flowdp.engine.event_file import EventFile
 from flowdp.engine.failures import Failures
 from flowdp.engine.records import Records
@@ -56,7 +57,9 @@ def check_run(config: RunConfig) -> int | None:
         OptionError: A dataset, or how it is to be read, is wrong; or the run could not be resumed from the
             checkpoints that it is to write.
     """
-    config.check_evaluation()
+    evaluation = config.open_evaluation()
+    if evaluation is not None:
+        evaluation.close()
     source = config.open_source()
     try:
         check_checkpoints(config.checkpoint, source)
@@ -79,7 +82,7 @@ def start_run(config: RunConfig, undo: ExitStack) -> Run:
     check_free(config.devices)
     folder = open_folder(config, undo)
     resumed = find_start(config, folder)
-    evaluator = config.open_evaluator()
+    evaluator = _open_evaluator(config)
     fresh = config.open_source() if resumed is None else None
     # A resumed run has been checked, and draws the numbers of a run that was never interrupted.
     checks_loss = config.replica.checks_loss and resumed is None
@@ -200,6 +203,13 @@ def barrier_plan(config: RunConfig, resumed: Resumed | None, *, inside: bool = T
         is_saved=resumed is not None and resumed.path is not None and isinstance(config.resume, bool),
         inside=inside,
     )
+
+
+def _open_evaluator(config: RunConfig) -> Evaluator | None:
+    source = config.open_evaluation()
+    if source is None or config.evaluation is None:
+        return None
+    return Evaluator(source, config.evaluation.step)
 
 
 def _bar(config: RunConfig, source: Source, resumed: Resumed | None) -> ProgressBar | None:

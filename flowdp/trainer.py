@@ -20,11 +20,9 @@ from flowdp.checks import (
     check_length,
     check_model_and_optimizer,
     check_ratios,
-    check_reading,
+    check_record,
     check_resume,
-    check_runtime,
     check_step,
-    check_words,
 )
 from flowdp.config import DatasetOption, RunConfig
 from flowdp.device.discovery import resolve_devices
@@ -50,7 +48,7 @@ from flowdp.replica.replica import LossOption
 from flowdp.result import TrainedState
 from flowdp.run import Run
 from flowdp.start import check_run, start_run
-from flowdp.validators import check_int, check_number
+from flowdp.validators import check_int, check_number, one_of
 
 __all__ = ["Trainer"]
 
@@ -154,13 +152,14 @@ class Trainer:
         failures: FailureOptions | None = None,
         runtime: RuntimeOptions | None = None,
     ) -> None:
-        check_words(policy, precision)
+        one_of("policy", policy, Policy)
+        one_of("precision", precision, Precision)
         check_length(epochs, max_steps)
         check_model_and_optimizer(model, optimizer)
         check_step(loss, train_step, policy, gradient_accumulation_steps, optimizer)
         check_number("max_grad_norm", max_grad_norm, above=True, optional=True)
         check_int("seed", seed, least=0)
-        runtime, chosen = check_runtime(runtime), resolve_devices(devices)
+        runtime, chosen = check_record("runtime", runtime, RuntimeOptions), resolve_devices(devices)
         check_backend(runtime.backend, policy, chosen)
         ratios = check_ratios(runtime.partition_ratios, policy, len(chosen))
         failures = check_failures(failures, policy, len(chosen))
@@ -191,7 +190,7 @@ class Trainer:
                 checks_loss=failures.check_loss,
             ),
             dataset=dataset,
-            reading=check_reading(reading),
+            reading=check_record("reading", reading, ReadingOptions),
             epochs=epochs,
             max_steps=max_steps,
             cadence=check_cadence(cadence, len(chosen)),

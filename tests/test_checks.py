@@ -16,7 +16,6 @@ from flowdp.checks import (
     check_model_and_optimizer,
     check_ratios,
     check_step,
-    check_words,
     several_optimizers,
 )
 from flowdp.errors import OptionError
@@ -54,7 +53,6 @@ def test_a_step_is_one_of_two() -> None:
 
 def test_the_rest_passes_on_what_is_right() -> None:
     check_length(1, None)
-    check_words("exact", "bf16")
     check_backend("nccl", "exact", [CUDA])
     check_loop_backend("nccl", [CUDA])
     check_loop_backend("local", [CPU])
@@ -66,7 +64,6 @@ def test_the_rest_passes_on_what_is_right() -> None:
 def test_and_refuses_what_is_not() -> None:
     for refused in (
         lambda: check_length(None, None),
-        lambda: check_words("exact", 16),
         lambda: check_backend("nccl", "async", [CUDA]),
         lambda: check_backend("nccl", "exact", [CPU]),
         lambda: check_loop_backend("nccl", [CPU, CUDA]),

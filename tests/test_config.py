@@ -46,7 +46,7 @@ def test_a_source_of_the_settings() -> None:
     source = trainer().config.open_source()
     assert source.batches == 5
     source.close()
-    assert trainer().config.open_evaluator() is None
-    evaluator = trainer(evaluation=torch.ones(3, 2)).config.open_evaluator()
-    assert evaluator is not None
-    evaluator.close()
+    assert trainer().config.open_evaluation() is None
+    evaluation = trainer(evaluation=torch.ones(3, 2)).config.open_evaluation()
+    assert evaluation is not None
+    evaluation.close()

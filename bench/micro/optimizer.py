@@ -18,7 +18,7 @@ from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import HostLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.replica.learning_rate import LearningRate
-from flowdp.replica.replica import Replica
+from flowdp.replica.replica import Replica, ReplicaParts
 
 CPU = torch.device("cpu")
 
@@ -49,8 +49,15 @@ def stepper(model: str, optimizer: str, *, is_flat: bool, max_grad_norm: float |
     module = make()
     own = OPTIMIZERS[optimizer](module.parameters())
     Replica.may_be_flat = is_flat
-    flat, rate, lane = FlatReplica(module), LearningRate([own]), HostLane(CPU)
-    replica = Replica(module, flat, [own], loss, rate, lane, "32", max_grad_norm)
+    parts = ReplicaParts(
+        module=module,
+        flat=FlatReplica(module),
+        optimizers=[own],
+        learning_rate=LearningRate([own]),
+        lane=HostLane(CPU),
+        max_grad_norm=max_grad_norm,
+    )
+    replica = Replica(parts, loss)
     worker = CurrentWorker(0, CPU, module, samples=len(batch[0]), sink=lambda *_: None)
 
     def step() -> None:

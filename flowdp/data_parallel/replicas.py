@@ -44,7 +44,7 @@ from flowdp.modules.copying import ReplicaFactory, make_replica
 from flowdp.modules.hooks import Outside
 from flowdp.policy.pool_size import PoolSize
 from flowdp.policy.recheck import Recheck
-from flowdp.replica.launch_turns import turns_of
+from flowdp.replica.launch_turns import open_turns
 from flowdp.threads.crew import Crew
 
 __all__ = ["Replicas"]
@@ -110,8 +110,7 @@ class Replicas:
         if repeats:
             warn_of_draws(self.devices, self._calls[0].are_compiled)
         self._norms = [SharedStatistics(replica) for replica in self.modules]
-        # Forwards that meet in SyncBatchNorm cannot come one after another.
-        self.turns = turns_of(len(lanes)) if len(lanes) > 1 and not self._norms[0] else None
+        self.turns = open_turns(len(lanes), meets=bool(self._norms[0]))
         for norm, device in zip(self._norms, self.devices, strict=True):
             if len(norm) != len(self._norms[0]):
                 raise OptionError(

@@ -272,7 +272,7 @@ class CoordinatorShell:
             self._helper.join(None if self._failures.first is None else GRACE_MS / 1e3)
         self._gate.retire()
         self._close_saver()
-        if self._evaluator is not None and not self._evaluator.close():
+        if self._evaluator is not None and not self._evaluator.source.close():
             log.warning(
                 "the evaluation's dataset is still inside its own code; its thread ends with that call"
             )

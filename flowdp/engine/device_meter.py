@@ -18,8 +18,8 @@ from torch import Tensor
 
 from flowdp.collective.base import Reading
 from flowdp.device.streams import QUIET, Event, Lane
-from flowdp.engine.meter import HostMeter, Meter, OrderReport, OrderSums
-from flowdp.machine.worker import Done, Step
+from flowdp.engine.meter import HostMeter, Meter, OrderSums
+from flowdp.machine.worker import Step
 
 __all__ = ["PAGE", "STEPS_AHEAD", "DeviceMeter", "open_meter"]
 
@@ -250,12 +250,12 @@ class DeviceMeter(Meter):
 
         self._flights.append(_Flight(land, end))
 
-    def close(self, done: Done, lr: float, post: Callable[[OrderReport], None]) -> None:
+    def close(self, post: Callable[[OrderSums], None]) -> None:
         """See `Meter.close`; the report follows when the device has passed the order's last step."""
         self._count_recorded()
         self._hand_over()
         sums, self._sums = self._sums, OrderSums()
-        self.then(lambda: post(sums.report(done, lr)))
+        self.then(lambda: post(sums))
 
     def then(self, post: Callable[[], None]) -> None:
         """See `Meter.then`."""
@@ -312,17 +312,18 @@ class DeviceMeter(Meter):
     def _page_with_room(self) -> _Page:
         """The page of this order, with a free cell."""
         if self._page.is_full:
-            self._see(self._page)
-            self._full.append(self._page)
-            self._page = self._pages.pop() if self._pages else self._new_page()
+            self._turn_page()
         return self._page
+
+    def _turn_page(self) -> None:
+        self._see(self._page)
+        self._full.append(self._page)
+        self._page = self._pages.pop() if self._pages else self._new_page()
 
     def _hand_over(self) -> None:
         """Send all pages to the host behind the work on the stream, and continue with a new page."""
         if self._page.losses or self._page.others:
-            self._see(self._page)
-            self._full.append(self._page)
-            self._page = self._pages.pop() if self._pages else self._new_page()
+            self._turn_page()
         self._hand_over_full()
 
     def _hand_over_full(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from flowdp.data.source import Source
-from flowdp.engine.stacks import describe_rank, describe_run, stacks, stall_error
+from flowdp.engine.stacks import describe_rank, describe_run, stacks
 from flowdp.engine.worker_thread import Worker
 from flowdp.errors import StallError
 from flowdp.policy.formats import format_indices
@@ -128,9 +128,13 @@ class Diagnostics:
 
     def stall_error(self, seconds: float) -> StallError:
         """The error of a run in which nothing has moved for so long."""
-        return stall_error(
-            seconds, self.ranks(), stacks(self._threads()), self._tail(EVENTS), self._readers()
+        headline = (
+            f"nothing has moved for {seconds:.1f} s; where a step or a read of the dataset may take that "
+            "long, give a larger stall_timeout, or None"
         )
+        ranks, found = self.ranks(), stacks(self._threads())
+        report = describe_run(headline, ranks, found, self._tail(EVENTS), self._readers())
+        return StallError(report, ranks=ranks, stacks=found)
 
     def quarantined(self, command: Quarantined) -> str:
         """A replica had NaN or infinite numbers: which, and since which batch."""

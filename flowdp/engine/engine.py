@@ -34,7 +34,6 @@ from flowdp.options import Backend, FailureOptions, RuntimeOptions
 from flowdp.policy.stall import StallWatch
 from flowdp.protocol.messages import Abort, BatchReady, DataEnded, Failed, Requested
 from flowdp.protocol.position import Position
-from flowdp.replica.launch_turns import open_turns
 from flowdp.replica.replica import Replica
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
@@ -133,7 +132,8 @@ class Engine:
         # Where the bits do not depend on measured speed, they shall not depend on the size of a pool either.
         adapts = ROUNDS[config.policy].shares == "steps"
         pools = open_pools([lane.device for lane in lanes], self._tuning, adapts=adapts)
-        self.turn = open_turns(self.replicas)
+        first = self.replicas[0].turn
+        self.turn = None if first is None else first.turns
         self.workers = [
             Worker(
                 rank,
@@ -245,7 +245,7 @@ class Engine:
                 undo.callback(self._settings.close)
                 undo.callback(self._source.close)
                 if self._evaluator is not None:
-                    undo.callback(self._evaluator.close)
+                    undo.callback(self._evaluator.source.close)
                 undo.callback(self.saver.close)
                 for thread in (*self._threads, self._coordinator):
                     if thread.ident is not None:
@@ -352,7 +352,7 @@ class Engine:
     def threads(self) -> list[threading.Thread]:
         """All threads of this run but the callbacks', those that read its datasets included."""
         evaluator = self._evaluator
-        readers = [*self._read_by(), *([] if evaluator is None else evaluator.threads())]
+        readers = [*self._read_by(), *([] if evaluator is None else evaluator.source.threads())]
         writer = [] if self.saver.thread is None else [self.saver.thread]
         return [*self._threads, self._coordinator, *readers, *writer]
 
@@ -390,7 +390,7 @@ def _last_report(event_log: EventLog, headline: str, events: int) -> str:
 def _waits_of(services: Services) -> list[str]:
     """Reasons for which the readers of the datasets wait."""
     evaluator = services.evaluator
-    waits = [services.source.waits_for(), "" if evaluator is None else evaluator.waits_for()]
+    waits = [services.source.waits_for(), "" if evaluator is None else evaluator.source.waits_for()]
     return [doing for doing in waits if doing]
 
 

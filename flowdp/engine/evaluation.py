@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowdp.data.open_evaluation import open_evaluation
-from flowdp.data.open_source import Collate
-from flowdp.data.source import Batch
+from flowdp.data.source import Batch, Source
 from flowdp.data.tensor_source import TensorSource
 from flowdp.data.trees import moves_itself, tree_map
 from flowdp.device.compiled import FirstCalls
@@ -98,40 +96,20 @@ class Evaluator:
     """The evaluations of a run: each reads its dataset once, and its ranks share it.
 
     Args:
-        dataset: As a Trainer's `dataset`; a DataLoader keeps its own settings.
+        source: Source of the evaluation's batches.
         eval_step: Function of (model, batch) that returns means over the batch; None: the loss is evaluated,
             with the scalars that it returns.
-        batch_size: Samples of a batch.
-        collate_fn: As of the training.
-        num_workers: As of the training.
-        world_size: Ranks of the run.
+
+    Attributes:
+        source: Source of the batches.
 
     Threads:
         The user's, unless a method says otherwise; it has made the dataset's tensors.
-
-    Raises:
-        OptionError: The dataset cannot be read.
     """
 
-    def __init__(
-        self,
-        dataset: object,
-        eval_step: EvalStep | None = None,
-        *,
-        batch_size: int,
-        collate_fn: Collate | None = None,
-        num_workers: int | None = None,
-        world_size: int = 1,
-    ) -> None:
-        source = open_evaluation(
-            dataset,
-            batch_size=batch_size,
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-            world_size=world_size,
-        )
+    def __init__(self, source: Source, eval_step: EvalStep | None = None) -> None:
         # A rank gathers for itself, and the tensors may lie on another one's device.
-        self._source = source.on_host() if isinstance(source, TensorSource) else source
+        self.source = source.on_host() if isinstance(source, TensorSource) else source
         self._eval_step = eval_step
         self._pool = MetricPool()
         self._wake: Callable[[int, int, int], None]
@@ -158,8 +136,8 @@ class Evaluator:
             DataError: The processes could not be started.
         """
         self._wake = wake
-        self._source.on_end(self._ended)
-        self._source.start(wake=wake, failed=failed)
+        self.source.on_end(self._ended)
+        self.source.start(wake=wake, failed=failed)
 
     def run(
         self, rank: int, replica: Replica, wait: Callable[[], bool], moved: Callable[[], None]
@@ -233,18 +211,6 @@ class Evaluator:
             self._is_cut = True
         self._wake_all()
 
-    def threads(self) -> list[threading.Thread]:
-        """The threads that read; see `Source.threads`."""
-        return self._source.threads()
-
-    def waits_for(self) -> str:
-        """The worker process for which the reader waits; see `Source.waits_for`."""
-        return self._source.waits_for()
-
-    def close(self) -> bool:
-        """Stop reading and end its processes; see `Source.close`."""
-        return self._source.close()
-
     # ------------------------------------------------------------ which batch comes next
     def _take(self, rank: int, number: int, wait: Callable[[], bool]) -> tuple[int, Batch] | None:
         """Claim a batch and wait until it is there; None where there is none left."""
@@ -252,7 +218,7 @@ class Evaluator:
             batch = self._dealt[number]
             self._dealt[number] += 1
         while not self._is_cut and not self._is_beyond(number, batch):
-            payload = self._source.take(rank, number, batch)
+            payload = self.source.take(rank, number, batch)
             if payload is not None:
                 return batch, payload
             if not wait():
@@ -264,7 +230,7 @@ class Evaluator:
         return end is not None and batch >= end
 
     def _end(self, number: int) -> int | None:
-        batches = self._source.batches
+        batches = self.source.batches
         return self._ends.get(number) if batches is None else batches
 
     def _ended(self, number: int, batches: int) -> None:
@@ -290,20 +256,20 @@ class Evaluator:
         own: _Metrics,
     ) -> None:
         is_first, own.batches = not own.batches, own.batches + 1
-        function = self._eval_step or replica._loss
+        function = self._eval_step or replica.function
 
         def sink(name: str, value: object, weight: float | Tensor) -> None:
             if is_first and (metric := source_of(value, replica.module, function)) is not None:
                 raise TypeError(_of_one_batch(name, metric))
             rows.append((batch, weight, name, _one(name, value)))
 
-        worker.samples = samples = self._source.samples_in(number, batch)
+        worker.samples = samples = self.source.samples_in(number, batch)
         worker.sink = sink
         is_new = is_first and number == 0
         turn = FirstCalls(replica.module, function).turn(samples) if is_new else nullcontext()
         try:
             own_batch = tree_map(lambda leaf: _on_device(leaf, replica.lane), payload)
-            with turn, _precision(replica):
+            with turn, replica.casting():
                 if self._eval_step is None:
                     self._record_loss(replica, own_batch, worker, sink)
                     return
@@ -319,7 +285,7 @@ class Evaluator:
                 else:
                     sink(name, mean, samples)
         except Exception as error:
-            indices = self._source.indices(number, batch)
+            indices = self.source.indices(number, batch)
             shown = format_indices(indices)
             error.add_note(f"in batch {batch} of the evaluation" + (f" (samples {shown})" if indices else ""))
             raise
@@ -331,7 +297,7 @@ class Evaluator:
         worker: CurrentWorker,
         sink: Callable[[str, object, float | Tensor], None],
     ) -> None:
-        result = replica._loss(replica.module, batch)
+        result = replica.function(replica.module, batch)
         weight: float | Tensor = worker.samples
         if isinstance(replica, ExactReplica) and isinstance(result, Mapping) and "weight" in result:
             weight = _one("weight", result["weight"])
@@ -437,12 +403,6 @@ def _on_device(leaf: Any, lane: Lane) -> Any:
         # The dataset works on the default stream, which our streams do not wait for by themselves.
         lane.await_default(lane.compute, leaf.device)
     return move(leaf, lane.device)
-
-
-def _precision(replica: Replica) -> AbstractContextManager[Any]:
-    if replica._autocast is None:
-        return nullcontext()
-    return replica.casting(replica._autocast)
 
 
 @contextmanager

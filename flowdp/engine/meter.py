@@ -16,22 +16,7 @@ from flowdp.machine.worker import Done, Step
 from flowdp.policy.tally import NO_NORMS, pace_ms
 from flowdp.protocol.messages import Work
 
-__all__ = ["HostMeter", "Meter", "OrderReport", "OrderSums"]
-
-
-@dataclass(frozen=True, slots=True)
-class OrderReport:
-    """Measurements of one order.
-
-    Attributes:
-        work: Sums over all its steps.
-        wait_ms: Time in the gate waiting for other ranks, all rounds together.
-        averaging: Timing of the last round's mean; None without one.
-    """
-
-    work: Work
-    wait_ms: float
-    averaging: Averaging | None
+__all__ = ["HostMeter", "Meter", "OrderSums"]
 
 
 @dataclass(slots=True)
@@ -39,8 +24,10 @@ class OrderSums:
     """Sums of an order so far.
 
     Attributes:
+        wait_ms: Time in the gate waiting for other ranks, all rounds together.
         losses: Samples, or weights that losses name, that `loss` is summed over: of losses that were finite.
         longest_ms: Longest step, with its wait for data.
+        averaging: Timing of the last round's mean; None without one.
         norms: See `Work.norms`.
     """
 
@@ -68,9 +55,14 @@ class OrderSums:
         sums[0] += total
         sums[1] += weight
 
-    def report(self, done: Done, lr: float) -> OrderReport:
-        """Measurements of the order."""
-        work = Work(
+    def work(self, done: Done, lr: float) -> Work:
+        """The order's work, for its report.
+
+        Args:
+            done: The order and its steps.
+            lr: Learning rate of its last step.
+        """
+        return Work(
             epoch=done.epoch,
             steps=done.steps,
             samples=self.samples,
@@ -82,7 +74,6 @@ class OrderSums:
             lr=lr,
             norms=self.norms,
         )
-        return OrderReport(work, self.wait_ms, self.averaging)
 
 
 class Meter(ABC):
@@ -188,13 +179,11 @@ class Meter(ABC):
         """
 
     @abstractmethod
-    def close(self, done: Done, lr: float, post: Callable[[OrderReport], None]) -> None:
+    def close(self, post: Callable[[OrderSums], None]) -> None:
         """An order has ended; the next step belongs to another.
 
         Args:
-            done: The order and its steps.
-            lr: Learning rate of its last step.
-            post: Called with the report, at once or in a later call of this meter.
+            post: Called with the order's sums, at once or in a later call of this meter.
         """
 
     def then(self, post: Callable[[], None]) -> None:
@@ -281,8 +270,8 @@ class HostMeter(Meter):
             self._sums.norm(norm.item())
         self._sums.busy_ms += (perf_counter() - self._start_s) * 1e3
 
-    def close(self, done: Done, lr: float, post: Callable[[OrderReport], None]) -> None:
+    def close(self, post: Callable[[OrderSums], None]) -> None:
         """See `Meter.close`."""
         self._count_recorded()
         sums, self._sums = self._sums, OrderSums()
-        post(sums.report(done, lr))
+        post(sums)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.modules.attributes import OWN, seal
+from flowdp.replica.optimizer_rebuild import leaves, variables
 
 __all__ = ["MetricPool", "States", "is_metric", "named_metrics", "reset", "source_of", "updates"]
 
@@ -86,31 +87,17 @@ def _is_result(metric: Any, value: object) -> bool:
 
 def _reached(function: Any) -> Iterator[object]:
     """The objects that a function's code can name: bound to it, of its closure, global."""
+    for _, value in variables(function):
+        yield from leaves(value)
     while isinstance(function, partial):
-        yield from (*function.args, *function.keywords.values())
         function = function.func
-    yield getattr(function, "__self__", None)
-    function = getattr(function, "__func__", function)
-    if (code := getattr(function, "__code__", None)) is None:
-        yield function
-        return
-    yield from function.__defaults__ or ()
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-    yield from (function.__globals__[name] for name in code.co_names if name in function.__globals__)
+    yield getattr(function, "__self__", function)
 
 
 def _within(found: Iterable[object]) -> Iterator[object]:
     for one in found:
         if isinstance(one, nn.Module):
             yield from one.modules()
-        elif isinstance(one, Mapping):
-            yield from one.values()
-        elif isinstance(one, (list, tuple)):
-            yield from one
         elif hasattr(one, "__dict__") and not isinstance(one, type):
             yield from list(vars(one).values())
 

@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
 
+from flowdp.checkpoint.writer import Checkpoint
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import Finish, RoundEnded
 from flowdp.threads.inbox import LISTEN_S
 
-__all__ = ["Numbered", "Record", "RecordStream", "Records"]
+__all__ = ["Record", "RecordStream", "Records"]
 
 KEPT_ROUNDS = 4096
 """Round records that are kept; epoch records are all kept."""
@@ -24,15 +24,7 @@ KEPT_CHECKPOINTS = 4
 """Checkpoints that may wait for callbacks; each holds the model and every optimizer."""
 
 
-class Numbered(Protocol):
-    """Interface of a checkpoint here: its number in the run."""
-
-    @property
-    def version(self) -> int:
-        """Number of the checkpoint, from 1."""
-
-
-Record = EpochMetrics | RoundEnded | Numbered
+Record = EpochMetrics | RoundEnded | Checkpoint
 
 
 class RecordStream:
@@ -149,8 +141,8 @@ class Records:
         if self._feed is not None:
             self._feed.put(record)
 
-    def complain(self, text: str, about: object = None) -> None:
-        """Note something that went wrong without ending the run.
+    def complain(self, text: str, about: object = None) -> bool:
+        """Note something that went wrong without ending the run; returns whether it is the first of its kind.
 
         Args:
             text: In words.
@@ -160,6 +152,7 @@ class Records:
         with self._changed:
             first, times = self._problems.get(about or text, (text, 0))
             self._problems[about or text] = first, times + 1
+            return not times
 
     @property
     def problems(self) -> tuple[str, ...]:

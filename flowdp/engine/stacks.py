@@ -7,10 +7,9 @@ import threading
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 
-from flowdp.errors import StallError
 from flowdp.threads.gate import Waiting
 
-__all__ = ["describe_rank", "describe_run", "stacks", "stall_error"]
+__all__ = ["describe_rank", "describe_run", "stacks"]
 
 
 def stacks(threads: Iterable[threading.Thread]) -> dict[str, str]:
@@ -90,29 +89,6 @@ def describe_run(
     if events:
         parts += ["\nThe last events:", *(f"  {event}" for event in events)]
     return "\n".join(parts)
-
-
-def stall_error(
-    still_s: float,
-    ranks: Sequence[str],
-    stacks: Mapping[str, str],
-    events: Sequence[str],
-    readers: Sequence[str] = (),
-) -> StallError:
-    """Error of a stalled run; arguments as of `describe_run`.
-
-    Args:
-        still_s: Seconds in which nothing has moved.
-        ranks: Activity of each rank. Shape (world_size,).
-        stacks: Python stack of each thread by its name.
-        events: The last events of the coordinator, oldest first.
-        readers: Waits of the dataset readers.
-    """
-    headline = (
-        f"nothing has moved for {still_s:.1f} s; where a step or a read of the dataset may take that long, "
-        "give a larger stall_timeout, or None"
-    )
-    return StallError(describe_run(headline, ranks, stacks, events, readers), ranks=ranks, stacks=stacks)
 
 
 def _at_gate(waiting: Waiting) -> str:

@@ -317,30 +317,32 @@ class Worker:
         """An order has ended, with a mean or without one."""
         self._tell_feed()
         numbers, checksum = self._numbers, None
-        bad, verdict = numbers.bad, numbers.verdict
+        bad, verdict, lr = numbers.bad, numbers.verdict, self.current.lr
         if outcome is not None:
             self._fit_feed()
             checksum = self.replica.checksum() if outcome.compare else None
 
-        def post(report: meter.OrderReport) -> None:
+        def post(sums: meter.OrderSums) -> None:
             # The last mean's, where no gate comes before this.
             if verdict is not None and not verdict.is_read:
                 numbers.read(is_reported=True)
             late = None if verdict is None else verdict.bad
-            work = replace(report.work, bad=bad or late) if bad or late else report.work
+            work = sums.work(done, lr)
+            if bad or late:
+                work = replace(work, bad=bad or late)
             longest_ms = work.busy_ms + work.data_ms - work.pace_ms * max(0, work.steps - 1)
             self.longest_ms = max(self.longest_ms, longest_ms)
             if outcome is None:
                 self._post(StepsDone(self.rank, done.plan, work, done.is_last))
                 return
-            mean = report.averaging or Averaging(0.0, None)
+            mean = sums.averaging or Averaging(0.0, None)
             self._post(
                 SyncAck(
                     self.rank,
                     outcome,
                     work,
                     mean.sync_ms,
-                    report.wait_ms,
+                    sums.wait_ms,
                     None if late or self.rank in outcome.bad else mean.drift,
                     None if checksum is None else checksum(),
                     mean.norm,
@@ -348,7 +350,7 @@ class Worker:
                 )
             )
 
-        self._meter.close(done, self.current.lr, post)
+        self._meter.close(post)
 
     def _fit_feed(self) -> None:
         """Once, with a mean in, when everything that training needs has been allocated."""

@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from flowdp.engine.records import Record, Records
@@ -26,14 +25,6 @@ log = logging.getLogger("flowdp")
 
 GRACE_S = 2.0
 """How long a callback may keep the end of a run that has failed."""
-
-
-@dataclass(slots=True)
-class _Complaint:
-    """An exception of a callback's method."""
-
-    text: str
-    times: int = 1
 
 
 class Observer:
@@ -60,6 +51,7 @@ class Observer:
         patience_s: float | None = None,
     ) -> None:
         self._fail = fail
+        self._records = records
         self._hooks = {name: [one for one in callbacks if _overrides(one, name)] for name in METHODS}
         self._feed = records.feed(rounds=bool(self._hooks["on_round"])) if any(self._hooks.values()) else None
         self._error: Callable[[], BaseException | None] = lambda: None
@@ -68,7 +60,6 @@ class Observer:
         self._inside = ""
         self._since_s = math.inf  # it is inside
         self._is_warned = False  # of the call that it is inside
-        self._complaints: dict[tuple[int, str], _Complaint] = {}
         self._is_left_behind = False
 
     def start(
@@ -152,12 +143,10 @@ class Observer:
 
     @property
     def complaints(self) -> tuple[str, ...]:
-        """Problems of the callbacks, a line each: methods that raised, lost records, a call that hangs."""
-        known = list(self._complaints.values())
-        raised = [one.text + (f" ({one.times} times)" if one.times > 1 else "") for one in known]
+        """Problems of the callbacks so far, but for exceptions: lost records, a call that hangs."""
         lost = 0 if self._feed is None else self._feed.dropped
         slow = [f"callbacks were slower than the run: {lost} records went by unseen"] if lost else []
-        return (*raised, *slow, *([late] if (late := self.late) else []))
+        return (*slow, *([late] if (late := self.late) else []))
 
     def _observe(self, run: object, state: Callable[[], object], begins: Callable[[], bool]) -> None:
         """The body of the thread."""
@@ -203,12 +192,9 @@ class Observer:
             return None
 
     def _complain(self, callback: Callback, method: str, error: BaseException) -> None:
-        known = self._complaints.get((id(callback), method))
-        if known is not None:
-            known.times += 1
-            return
         text = f"{self._inside} raised {format_error(error)}"
-        self._complaints[id(callback), method] = _Complaint(text)
+        if not self._records.complain(text, (id(callback), method)):
+            return
         if not callback.ends_run:
             log.error("%s; the run does not end by it", text, exc_info=error)
             return

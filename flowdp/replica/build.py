@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flowdp.collective.batch_norm import WindowGroups, check_sync_batch_norm, min_part_size, plain_layers
+from flowdp.collective.batch_norm import (
+    SharedStatistics,
+    WindowGroups,
+    check_sync_batch_norm,
+    min_part_size,
+    plain_layers,
+)
 from flowdp.device.compiled import uses_compile, warn_of_draws
 from flowdp.device.draws import share_generator
 from flowdp.device.flat_gradients import Touched
@@ -39,8 +46,9 @@ from flowdp.replica.factories import (
     slow_optimizer,
 )
 from flowdp.replica.flat_optimizer import group_keys, obstacle
+from flowdp.replica.launch_turns import open_turns
 from flowdp.replica.learning_rate import LearningRate, SchedulerOptions
-from flowdp.replica.replica import LossOption, Replica, loss_function
+from flowdp.replica.replica import Capture, LossOption, Replica, ReplicaParts, loss_function
 
 __all__ = ["ReplicaConfig", "build_replicas"]
 
@@ -49,19 +57,10 @@ log = logging.getLogger("flowdp")
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaConfig:
-    """Settings of the replicas; see `Trainer`.
+    """Settings of the replicas: arguments of a `Trainer`, checked, and what follows from others.
 
     Attributes:
-        model: Module or factory.
-        optimizer: Instance or factory.
-        loss: Loss of a step; None with a `train_step`.
-        train_step: The user's own step; None with a loss.
-        policy: How the replicas are kept one model.
         sizes: Sizes of batches and steps.
-        seed: Seed of the devices' generators.
-        precision: Precision of forward and loss.
-        max_grad_norm: Limit of the gradients' norm; None: not clipped.
-        scheduler: How the learning rate changes.
         capture: How steps are captured; None: they are not.
         repeats: CPU ranks draw by the seed, too: the shares are fixed, so all else repeats (exact).
         checks_loss: Ranks check their loss now and then (exact).
@@ -106,22 +105,37 @@ def build_replicas(config: ReplicaConfig, devices: Sequence[torch.device]) -> li
             config.sizes.window,
         )
     optimizers = [_optimizers(config, *one) for one in zip(modules, lanes, strict=True)]
+    functions = [_function(config, lane) for lane in lanes]
     if config.train_step is None:
         _arrange(modules[0], flats, lanes, all_of(optimizers[0])[0])
+    shares = [False for _ in lanes] if config.repeats else share_generator(devices)
+    captures: Sequence[Capture | None] = [None for _ in lanes]
+    if config.capture is not None:
+        captures = capture_steps(modules, functions, config.capture)
+    meets = averages == "gradients" and bool(SharedStatistics(modules[0]))
+    turns = open_turns(len(lanes), meets=meets, captures=config.capture is not None)
     touched, groups = Touched(len(lanes)), WindowGroups(lanes)
-    replicas = [
-        _replica(config, *one, touched, groups) for one in zip(modules, flats, lanes, optimizers, strict=True)
-    ]
-    for replica in replicas:
-        replica.caches_casts = len(replicas) == 1
+    replicas = []
+    for rank, lane in enumerate(lanes):
+        with lane.on(lane.compute):
+            parts = ReplicaParts(
+                module=modules[rank],
+                flat=flats[rank],
+                optimizers=optimizers[rank],
+                learning_rate=_learning_rate(config.scheduler, optimizers[rank], len(lanes)),
+                lane=lane,
+                precision=config.precision,
+                max_grad_norm=config.max_grad_norm,
+                width=config.sizes.widths[rank],
+                caches_casts=len(lanes) == 1,
+                shares_generator=shares[rank],
+                turn=None if turns is None else turns.ranks[rank],
+                capture=captures[rank],
+            )
+            replicas.append(_replica(config, parts, functions[rank], touched, groups))
     seed_devices(devices, config.seed)
     if config.repeats:
-        warn_of_draws(devices, uses_compile(modules[0], replicas[0].function))
-    else:
-        for replica, is_shared in zip(replicas, share_generator(devices), strict=True):
-            replica.shares_generator = is_shared
-    if config.capture is not None:
-        capture_steps(replicas, config.capture)
+        warn_of_draws(devices, uses_compile(modules[0], functions[0]))
     advice = None if replicas[0].steps_flat else slow_optimizer(all_of(replicas[0].optimizers)[0])
     if lanes[0].is_async and advice:
         log.info("%s", advice)
@@ -154,46 +168,38 @@ def _arrange(
             flat.arrange(keys)
 
 
+def _function(config: ReplicaConfig, lane: Lane) -> Callable[..., Any]:
+    """The user's function that a step on this lane calls."""
+    if config.train_step is not None:
+        return config.train_step
+    assert config.loss is not None
+    with lane.on(lane.compute):
+        return loss_function(config.loss, lane.device)
+
+
+def _learning_rate(schedule: SchedulerOptions, optimizers: Optimizers, world_size: int) -> LearningRate:
+    factor = lr_factor(schedule.lr_scale_ratio, world_size)
+    return LearningRate(all_of(optimizers), schedule.scheduler, schedule.unit, schedule.lr_lambda, factor)
+
+
 def _replica(
     config: ReplicaConfig,
-    module: nn.Module,
-    flat: FlatReplica,
-    lane: Lane,
-    optimizers: Optimizers,
+    parts: ReplicaParts,
+    function: Callable[..., Any],
     touched: Touched,
     groups: WindowGroups,
 ) -> Replica:
-    schedule, sizes = config.scheduler, config.sizes
-    with lane.on(lane.compute):
-        rate = LearningRate(
-            all_of(optimizers),
-            schedule.scheduler,
-            schedule.unit,
-            schedule.lr_lambda,
-            lr_factor(schedule.lr_scale_ratio, touched.world_size),
-        )
-        precision, norm, width = config.precision, config.max_grad_norm, sizes.widths[flat.rank]
-        if config.train_step is not None:
-            return CustomStepReplica(
-                config.train_step, module, flat, optimizers, rate, lane, precision, norm, width
-            )
-        assert config.loss is not None
-        loss = loss_function(config.loss, lane.device)
-        if ROUNDS[config.policy].averages != "gradients":
-            return Replica(module, flat, optimizers, loss, rate, lane, precision, norm, width)
-        check_dense(all_of(optimizers)[0])
-        return ExactReplica(
-            module,
-            flat,
-            optimizers,
-            loss,
-            rate,
-            lane,
-            precision,
-            norm,
-            size=sizes.parts[flat.rank],
-            touched=touched,
-            groups=groups,
-            seed=config.seed if config.repeats and lane.device.type == "cpu" else None,
-            checks=config.checks_loss,
-        )
+    if config.train_step is not None:
+        return CustomStepReplica(parts, config.train_step)
+    if ROUNDS[config.policy].averages != "gradients":
+        return Replica(parts, function)
+    check_dense(all_of(parts.optimizers)[0])
+    return ExactReplica(
+        parts,
+        function,
+        size=config.sizes.parts[parts.flat.rank],
+        touched=touched,
+        groups=groups,
+        seed=config.seed if config.repeats else None,
+        checks=config.checks_loss,
+    )

@@ -19,30 +19,32 @@ from flowdp.graphs.cuda_graph import CudaGraphs
 from flowdp.graphs.guards import Guards
 from flowdp.options import CaptureOptions
 from flowdp.replica.optimizer_rebuild import variables
-from flowdp.replica.replica import Replica
+from flowdp.replica.replica import Capture
 
 __all__ = ["Capturing", "capture_steps", "modules_of"]
 
 log = logging.getLogger("flowdp")
 
 
-def capture_steps(replicas: Sequence[Replica], options: CaptureOptions) -> None:
-    """Let replicas run captured steps.
+def capture_steps(
+    modules: Sequence[nn.Module], losses: Sequence[Callable[..., Any]], options: CaptureOptions
+) -> list[Capture]:
+    """Makers of the captured steps of each rank's replica.
 
     Args:
-        replicas: Replicas of all ranks, newly built.
+        modules: Model of each rank.
+        losses: Loss of each rank.
         options: Options of the run.
-
-    Threads:
-        The one that builds.
     """
     capturing = Capturing(options)
-    held = [modules_of(replica._loss, replica.module) for replica in replicas]
-    holders = Counter(id(module) for modules in held for module in {*modules.values()})
-    for replica, modules in zip(replicas, held, strict=True):
-        own = {name: module for name, module in modules.items() if holders[id(module)] == 1}
-        read = {"": replica.module, **modules}
-        replica.captured = capturing.of(replica, replica._loss, read, {"": replica.module, **own})
+    held = [modules_of(loss, module) for loss, module in zip(losses, modules, strict=True)]
+    holders = Counter(id(module) for found in held for module in {*found.values()})
+    makers: list[Capture] = []
+    for model, loss, found in zip(modules, losses, held, strict=True):
+        own = {name: module for name, module in found.items() if holders[id(module)] == 1}
+        read = {"": model, **found}
+        makers.append(partial(capturing.of, function=loss, modules=read, own={"": model, **own}))
+    return makers
 
 
 class Capturing:
@@ -58,7 +60,8 @@ class Capturing:
     def __init__(self, options: CaptureOptions) -> None:
         self._options = options
         self._shared = SharedGraphs()
-        self._once = _Once()
+        self._logging = threading.Lock()
+        self._logged: set[str] = set()
         self.lock = self._shared.lock
 
     def of(
@@ -79,7 +82,7 @@ class Capturing:
         """
         guard = partial(Guards, modules, function)
         make = partial(self._recorder, step, modules, own)
-        return Captured(step, self._options, guard, make, self._once.tell)
+        return Captured(step, self._options, guard, make, self._log_once)
 
     def _recorder(
         self,
@@ -92,22 +95,11 @@ class Capturing:
             return CudaGraphs(step, [module for module in modules.values() if module is not step.module])
         return CpuRecorder(step, own, guards, self._shared)
 
-
-class _Once:
-    """Logs each text once, whichever rank comes first.
-
-    Threads: any.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._told: set[str] = set()
-
-    def tell(self, text: str) -> None:
-        """Log a text, unless it was."""
-        with self._lock:
-            is_new = text not in self._told
-            self._told.add(text)
+    def _log_once(self, text: str) -> None:
+        """Log a text that no other rank has logged."""
+        with self._logging:
+            is_new = text not in self._logged
+            self._logged.add(text)
         if is_new:
             log.warning("%s", text)
 

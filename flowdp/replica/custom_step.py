@@ -9,13 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flowdp.device.flat_parameters import FlatReplica
-from flowdp.device.streams import Lane
 from flowdp.device.worker_context import CurrentWorker
-from flowdp.options import Precision
-from flowdp.replica.factories import Optimizers, all_of, needs_closure
-from flowdp.replica.learning_rate import LearningRate
-from flowdp.replica.replica import Replica
+from flowdp.replica.factories import all_of, needs_closure
+from flowdp.replica.replica import Replica, ReplicaParts
 
 __all__ = ["CustomStepReplica", "TrainStep"]
 
@@ -30,8 +26,8 @@ class CustomStepReplica(Replica):
     steps: before the next backward and at the end of the call.
 
     Args:
+        parts: Objects and settings of this rank.
         train_step: Function of (worker, batch), the user's.
-        module: As of `Replica`, with all that follow; there is no loss.
 
     Attributes:
         steps: This replica.
@@ -40,24 +36,10 @@ class CustomStepReplica(Replica):
     can_repeat = False
     may_be_flat = False
 
-    def __init__(
-        self,
-        train_step: TrainStep,
-        module: nn.Module,
-        flat: FlatReplica,
-        optimizers: Optimizers,
-        learning_rate: LearningRate,
-        lane: Lane,
-        precision: Precision = "32",
-        max_grad_norm: float | None = None,
-        width: int = 1,
-    ) -> None:
-        super().__init__(
-            module, flat, optimizers, _no_loss, learning_rate, lane, precision, max_grad_norm, width
-        )
+    def __init__(self, parts: ReplicaParts, train_step: TrainStep) -> None:
+        super().__init__(parts, train_step)
         self.steps = self
-        self._train_step = self.function = train_step
-        self._own = all_of(optimizers)
+        self._own = all_of(parts.optimizers)
         self._has_scaled = False  # an optimizer has asked the scaler since its last update
 
     def add(self, batch: Any, worker: CurrentWorker, _share: float = 1.0) -> None:  # the only one
@@ -87,9 +69,9 @@ class CustomStepReplica(Replica):
 
     def _call(self, batch: Any, worker: CurrentWorker) -> object:
         if self._autocast is None:
-            return self._train_step(worker, batch)
-        with self.casting(self._autocast):
-            return self._train_step(worker, batch)
+            return self.function(worker, batch)
+        with self.casting():
+            return self.function(worker, batch)
 
     def step(self, _factor: float = 1.0) -> Tensor | None:  # there is nothing to scale
         """Clear the gradients that the call has left; see `Replica.step`."""
@@ -152,7 +134,3 @@ class CustomStepReplica(Replica):
         if value.numel() != 1:
             raise ValueError(f"the loss must be a scalar, not a tensor of shape {tuple(value.shape)}")
         return value.reshape(())
-
-
-def _no_loss(*_: object) -> object:
-    raise AssertionError("the step is the user's own")

@@ -21,18 +21,14 @@ from flowdp.data.trees import tensors_of
 from flowdp.device.compiled import as_written
 from flowdp.device.draws import OwnDraws
 from flowdp.device.flat_gradients import SharedGradients, Touched
-from flowdp.device.flat_parameters import FlatReplica
-from flowdp.device.streams import QUIET, Lane
+from flowdp.device.streams import QUIET
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Computed, Factors
 from flowdp.modules.whole_batch import Written
-from flowdp.options import Precision
 from flowdp.policy.recheck import is_due_at
 from flowdp.protocol.messages import Outcome, SampleRange
-from flowdp.replica.factories import Optimizers
-from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.loss_check import check_mean
-from flowdp.replica.replica import NOT_OURS, Loss, Replica
+from flowdp.replica.replica import NOT_OURS, Loss, Replica, ReplicaParts
 
 __all__ = ["ExactReplica"]
 
@@ -50,7 +46,8 @@ class ExactReplica(Replica):
     """Replica whose optimizer steps by the mean gradient of all ranks.
 
     Args:
-        module: As of `Replica`, with all up to `max_grad_norm`.
+        parts: Objects and settings of this rank.
+        loss: Loss of (module, batch).
         size: Samples of a micro-batch, at most.
         touched: Table of parameters with gradients, shared by the ranks.
         groups: Groups of the ranks that have a part of a window, for SyncBatchNorm.
@@ -66,14 +63,8 @@ class ExactReplica(Replica):
 
     def __init__(
         self,
-        module: nn.Module,
-        flat: FlatReplica,
-        optimizers: Optimizers,
+        parts: ReplicaParts,
         loss: Loss,
-        learning_rate: LearningRate,
-        lane: Lane,
-        precision: Precision = "32",
-        max_grad_norm: float | None = None,
         *,
         size: int,
         touched: Touched,
@@ -82,7 +73,7 @@ class ExactReplica(Replica):
         checks: bool = False,
     ) -> None:
         self._touched = touched
-        super().__init__(module, flat, optimizers, loss, learning_rate, lane, precision, max_grad_norm)
+        super().__init__(parts, loss)
         self._seed = seed if self.device.type == "cpu" else None  # a card has a generator of its own
         self._checks = checks
         self._has_looked = False
@@ -207,13 +198,9 @@ class ExactReplica(Replica):
             worker.sink = sink
 
     def _under_autocast(self, module: nn.Module, batch: Any) -> Any:
-        loss = as_written(
-            self._loss
-        )  # in a trial, where dynamo would take it for one that cannot be compiled
-        if self._autocast is None:
-            return loss(module, batch)
-        with self.casting(self._autocast):
-            return loss(module, batch)
+        with self.casting():
+            # As written: in a trial dynamo would take it for one that cannot be compiled.
+            return as_written(self.function)(module, batch)
 
     def _open_gradients(self) -> SharedGradients:
         return SharedGradients(self.flat, self.module, self._touched)

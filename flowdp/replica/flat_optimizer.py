@@ -17,7 +17,6 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import chain, groupby
 from typing import Any
 
@@ -75,14 +74,6 @@ gradients that are added up in flat memory are zeroed and read once more, some 3
 
 CHOICES = {"fused": None, "foreach": None, "capturable": False}
 """Options by which a user chooses how a step is computed, and their defaults."""
-
-
-class _Truth(Enum):
-    """Optimizer whose state is up to date."""
-
-    OWN = "the replica's optimizer"
-    TWIN = "the twin"
-    BOTH = "both"
 
 
 @dataclass(slots=True, eq=False)
@@ -170,7 +161,7 @@ class FlatOptimizer:
         }
         self._names = ELEMENTWISE[type(own)]
         self._twin: Optimizer | None = None
-        self._truth = _Truth.OWN
+        self._is_ahead = False  # the twin has stepped since the replica's optimizer got its state
         self._is_apart = False  # the replica's optimizer steps for itself, for good
         self._seen: list[object] = []  # see `_look`
         self._runs: list[list[_Run]] = []  # of each group
@@ -230,7 +221,7 @@ class FlatOptimizer:
             return
         for at in self._moved:
             self._parameters[at].data.copy_(self._views[at])
-        self._truth = _Truth.TWIN
+        self._is_ahead = True
         # By its version autograd sees that a parameter has changed since a forward used it.
         torch.autograd.graph.increment_version(self._stepped)
         self._own._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it
@@ -247,7 +238,7 @@ class FlatOptimizer:
         once for each.
         """
         with self._lock:
-            if self._twin is None or self._truth is not _Truth.TWIN:
+            if self._twin is None or not self._is_ahead:
                 return
             state, own = self._twin.state, self._own.state
             for run in chain.from_iterable(self._runs):
@@ -263,13 +254,13 @@ class FlatOptimizer:
                         name: value if name in self._names else self._told(value)
                         for name, value in found.items()
                     }
-            self._truth = _Truth.BOTH
+            self._is_ahead = False
 
     def reload(self) -> None:
         """The state of the replica's optimizer is another one, and the next step begins with it."""
         self._twin = None
         self._runs = []
-        self._truth = _Truth.OWN
+        self._is_ahead = False
 
     # ---------------------------------------------------------------- the twin
     def _look(self) -> list[object]:

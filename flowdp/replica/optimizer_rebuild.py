@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from flowdp.errors import OptionError
 from flowdp.policy.formats import format_error
 
-__all__ = ["check_factory", "rebuild", "variables"]
+__all__ = ["check_factory", "leaves", "rebuild", "variables"]
 
 _NONE = object()
 _REBUILT = {"param_groups", "state", "defaults"}
@@ -112,7 +112,7 @@ def check_factory(factory: object, source: nn.Module) -> None:
     """
     own = {id(parameter) for parameter in source.parameters()}
     for name, value in variables(factory):
-        for leaf in _leaves(value):
+        for leaf in leaves(value):
             if id(leaf) in own or (type(leaf) is int and leaf in own):
                 raise OptionError(
                     f"optimizer: the factory reads {name!r}, which has parameters of the model that you gave "
@@ -153,21 +153,22 @@ def _check_data(value: object, known: frozenset[int]) -> None:
     Raises:
         TypeError: It would.
     """
-    for leaf in _leaves(value):
+    for leaf in leaves(value):
         if isinstance(leaf, FunctionType) and leaf.__closure__:
             raise TypeError(f"{leaf.__qualname__} is a function with variables of its own")
         if type(leaf) is int and leaf in known:
             raise TypeError("it has the id() of a parameter")
 
 
-def _leaves(value: object) -> Iterator[object]:
+def leaves(value: object) -> Iterator[object]:
+    """The values inside of plain containers and partials, keys included."""
     if isinstance(value, Mapping):
         value = [*value.keys(), *value.values()]
     elif isinstance(value, partial):
         value = [value.func, value.args, value.keywords]
     if isinstance(value, (list, tuple, set, frozenset)):
         for item in value:
-            yield from _leaves(item)
+            yield from leaves(item)
     else:
         yield value
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -21,7 +22,7 @@ from flowdp.device.flat_parameters import FlatReplica, FlatTensors
 from flowdp.device.streams import Lane
 from flowdp.device.worker_context import CurrentWorker, Steps
 from flowdp.errors import DataError
-from flowdp.graphs.base import Computed, Factors, Passed, shared
+from flowdp.graphs.base import Capturable, Computed, Factors, Passed, shared
 from flowdp.graphs.captured_step import Captured
 from flowdp.options import Precision
 from flowdp.policy.recheck import Recheck
@@ -32,10 +33,12 @@ from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.optimizer_state import copy_state
 from flowdp.threads.launch_turn import RankTurn
 
-__all__ = ["Loss", "LossOption", "Replica", "loss_function"]
+__all__ = ["Capture", "Loss", "LossOption", "Replica", "ReplicaParts", "loss_function"]
 
 LossOption = Callable[..., Any] | nn.Module
 Loss = Callable[[nn.Module, Any], Any]
+Capture = Callable[[Capturable], Captured]
+"""Makes the captured steps of a replica."""
 
 NOT_OURS = "the loss does not depend on a parameter of the replica: use the model that is passed in"
 
@@ -59,25 +62,52 @@ def loss_function(loss: LossOption, device: torch.device) -> Loss:
     return apply
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReplicaParts:
+    """Objects and settings that every kind of replica is made of.
+
+    Attributes:
+        module: Model on its device, flattened.
+        flat: Flat memory of the module.
+        optimizers: Optimizers of its parameters.
+        learning_rate: Sets the optimizers' rates.
+        lane: Lane of the device where all of it lies.
+        precision: "bf16" and "fp16" run forward and loss under autocast, "fp16" with a scaled loss.
+        max_grad_norm: Gradients are clipped to this 2-norm between backward and step; None: not.
+        width: Batches of the source in a micro-batch.
+        caches_casts: Whether autocast casts a weight that is used twice only once. Torch's cache of casts is
+            the process's, and each rank that leaves autocast empties it: of several ranks none has it, or
+            the rounding of their gradients would be a matter of chance.
+        shares_generator: Whether other ranks draw from the device's generator, too.
+        turn: Turn of this rank to launch; None where no other rank launches.
+        capture: Makes the captured steps of the replica; None: they run eagerly.
+    """
+
+    module: nn.Module
+    flat: FlatReplica
+    optimizers: Optimizers
+    learning_rate: LearningRate
+    lane: Lane
+    precision: Precision = "32"
+    max_grad_norm: float | None = None
+    width: int = 1
+    caches_casts: bool = True
+    shares_generator: bool = False
+    turn: RankTurn | None = None
+    capture: Capture | None = None
+
+
 class Replica:
     """Model and optimizers of one rank with their training step: here, a loss and its optimizer.
 
     A step is `add` for each of its micro-batches, then `step`; after each meeting of the ranks comes `meet`.
 
     Args:
-        module: On its device, flattened.
-        flat: Its memory.
-        optimizers: Optimizers of its parameters.
-        loss: Function of (module, batch).
-        learning_rate: Sets the optimizers' rates.
-        lane: Lane of the device where all of it lies.
-        precision: "bf16" and "fp16" run forward and loss under autocast, "fp16" with a scaled loss.
-        max_grad_norm: Gradients are clipped to this 2-norm between backward and step; None: not.
-        width: Batches of the source in a micro-batch.
+        parts: Objects and settings of this rank.
+        function: The user's, which a step calls: here, a loss of (module, batch).
 
     Attributes:
         averaged: Flat memory that the ranks average.
-        function: The user's, which a step calls.
         watched: Memory that must stay finite; None: none.
         pieces: Least number of pieces of a micro-batch, since the device has run out of memory.
         least: Samples that a forward must have.
@@ -85,8 +115,6 @@ class Replica:
         part: Part of the step, where all ranks share one (exact).
         trained: The parameters that the optimizer steps.
         has_stepped: Whether the first micro-batch has been checked.
-        captured: Runs forward and backward as recorded graphs; None: they run eagerly.
-        turn: Turn of this rank to launch; None where no other rank launches.
         draws: The rank's own random numbers; None: it draws from the device's generator.
         gradients: As flat memory; None where each parameter has its own, or none.
         gives_gradients: Never: they are the replica's own.
@@ -94,10 +122,6 @@ class Replica:
         steps_flat: Whether it does.
         has_state: Whether a forward changes what `mark` notes.
         can_repeat: Whether forward and backward of a step can be done once more.
-        shares_generator: Whether other ranks draw from the device's generator, too.
-        caches_casts: Whether autocast casts a weight that is used twice only once. Torch's cache of casts is
-            the process's, and each rank that leaves autocast empties it: of several ranks none has it, or
-            the rounding of their gradients would be a matter of chance.
         steps: Operations for a `train_step`; None with a loss.
         loss_weight: Weight of the last step's loss, per sample, where losses name one (exact). Shape [].
 
@@ -112,44 +136,32 @@ class Replica:
     loss_weight: Tensor | None = None
     meets = False
     part: SampleRange | None = None
-    captured: Captured | None = None
-    turn: RankTurn | None = None
     draws: OwnDraws | None = None
     gradients: FlatGradients | None = None
     gives_gradients = False
     may_be_flat = True
 
-    def __init__(
-        self,
-        module: nn.Module,
-        flat: FlatReplica,
-        optimizers: Optimizers,
-        loss: Loss,
-        learning_rate: LearningRate,
-        lane: Lane,
-        precision: Precision = "32",
-        max_grad_norm: float | None = None,
-        width: int = 1,
-    ) -> None:
-        self.module = module
-        self.flat = self.averaged = self.watched = flat
-        self.width = width
-        self.optimizers = optimizers
-        self.learning_rate = learning_rate
-        self.lane = lane
-        self.device = lane.device
+    def __init__(self, parts: ReplicaParts, function: Callable[..., Any]) -> None:
+        module, flat = self.module, self.flat = parts.module, parts.flat
+        self.function = function
+        self.averaged = self.watched = flat
+        self.width = parts.width
+        self.optimizers = parts.optimizers
+        self.learning_rate = parts.learning_rate
+        self.lane = parts.lane
+        self.device = parts.lane.device
+        self.turn = parts.turn
+        self.shares_generator = parts.shares_generator
+        self.captured = None if parts.capture is None else parts.capture(self)
         self.pieces = 1
         self.least = min_part_size(plain_layers(module))
-        self._optimizer = all_of(optimizers)[0]
-        self._loss = loss
-        self.function: Callable[..., Any] = loss
-        self._autocast = {"32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-        self._scaler = torch.amp.GradScaler(self.device.type) if precision == "fp16" else None
-        self._max_grad_norm = max_grad_norm
+        self._optimizer = all_of(parts.optimizers)[0]
+        self._autocast = {"32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[parts.precision]
+        self._caches_casts = parts.caches_casts
+        self._scaler = torch.amp.GradScaler(self.device.type) if parts.precision == "fp16" else None
+        self._max_grad_norm = parts.max_grad_norm
         self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._grad_norms: list[Tensor] = []  # of the gradients, before they were clipped
-        self.shares_generator = False
-        self.caches_casts = True
         self.has_stepped = False
         self._redraws = Recheck()  # where the generator is shared
         self._value: Tensor | None = None  # of the loss, over the micro-batches of the step so far
@@ -400,16 +412,18 @@ class Replica:
         value = computed.loss
         self._value = value if self._value is None else self._value + value
 
-    def casting(self, dtype: torch.dtype) -> AbstractContextManager[object]:
-        """Autocast to a dtype. It is a state of the thread: entered where the step runs, and per step."""
-        return torch.autocast(self.device.type, dtype=dtype, cache_enabled=self.caches_casts)
+    def casting(self) -> AbstractContextManager[object]:
+        """Autocast, if any. It is a state of the thread: entered where the step runs, and per step."""
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self._autocast, cache_enabled=self._caches_casts)
 
     def _forward(self, batch: Any, worker: CurrentWorker) -> Tensor:
         if self._autocast is None:
-            result = self._loss(self.module, batch)
+            result = self.function(self.module, batch)
         else:
-            with self.casting(self._autocast):
-                result = self._loss(self.module, batch)
+            with self.casting():
+                result = self.function(self.module, batch)
         loss = result if isinstance(result, Tensor) else self._unpack(result, worker)
         if loss.dim() != 0:
             if loss.numel() != 1:

@@ -265,6 +265,7 @@ class RankTurn:
         The rank's worker.
 
     Attributes:
+        turns: Turns of all ranks.
         samples: Samples of its forwards so far.
         forward: Its calls of the user's loss.
         step: Its optimizer's steps.
@@ -277,17 +278,17 @@ class RankTurn:
         "_has_launched",
         "_holds",
         "_outside",
-        "_turn",
         "ahead_s",
         "forward",
         "has_place",
         "samples",
         "step",
+        "turns",
         "wake",
     )
 
-    def __init__(self, turn: LaunchTurn) -> None:
-        self._turn = turn
+    def __init__(self, turns: LaunchTurn) -> None:
+        self.turns = turns
         self.samples = 0
         self.forward, self.step = _Tally(), _Tally()
         self.ahead_s: Callable[[], float] = float
@@ -302,7 +303,7 @@ class RankTurn:
     @property
     def is_limited(self) -> bool:
         """Whether ranks take turns now."""
-        return self._turn.limit is not None
+        return self.turns.limit is not None
 
     def launch_forward(self, samples: int, compute: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """Call the user's loss in turn.
@@ -313,13 +314,13 @@ class RankTurn:
             args: Its arguments.
             options: Its keyword arguments.
         """
-        turn, tally = self._turn, self.forward
+        turns, tally = self.turns, self.forward
         tally.count += 1
         self._has_launched = True
-        looks = not tally.count % turn.every
-        result = self._launch(tally, turn.limit is not None, looks, compute, *args, **options)
+        looks = not tally.count % turns.every
+        result = self._launch(tally, turns.limit is not None, looks, compute, *args, **options)
         self.samples += samples
-        turn.launched(perf_counter(), looks=looks)
+        turns.launched(perf_counter(), looks=looks)
         return result
 
     def launch_step(self, compute: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
@@ -327,21 +328,21 @@ class RankTurn:
         if not self._has_launched:
             return compute(*args, **options)
         self._has_launched = False
-        turn, tally = self._turn, self.step
+        turns, tally = self.turns, self.step
         tally.count += 1
-        has_turn = turn.covers_step and turn.limit is not None
-        return self._launch(tally, has_turn, not tally.count % turn.every, compute, *args, **options)
+        has_turn = turns.covers_step and turns.limit is not None
+        return self._launch(tally, has_turn, not tally.count % turns.every, compute, *args, **options)
 
     def run_outside(self, compute: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """Call something that needs no turn, as the backward of a loss, and have it given away meanwhile."""
         if not self._holds:
             return compute(*args, **options)
         self._holds = False
-        self._turn.give()
+        self.turns.give()
         begin_s, begin_cpu_s = perf_counter(), thread_time()
         result = compute(*args, **options)
         end_s, end_cpu_s = perf_counter(), thread_time()
-        self._holds = self._turn.take(self)
+        self._holds = self.turns.take(self)
         s, cpu_s, place_s = self._outside
         self._outside = (
             s + end_s - begin_s,
@@ -352,7 +353,7 @@ class RankTurn:
 
     def leave(self) -> None:
         """The rank launches no more."""
-        self._turn.leave()
+        self.turns.leave()
 
     def _launch(
         self,
@@ -368,7 +369,7 @@ class RankTurn:
         asked_s = perf_counter()
         self._outside = (0.0, 0.0, 0.0)
         try:
-            self._holds = in_turn and self._turn.take(self)
+            self._holds = in_turn and self.turns.take(self)
             if not is_measured or len(tally.measured) >= KEPT:
                 return compute(*args, **options)
             begin_s, begin_cpu_s = perf_counter(), thread_time()
@@ -381,4 +382,4 @@ class RankTurn:
         finally:
             if self._holds:
                 self._holds = False
-                self._turn.give()
+                self.turns.give()

@@ -17,8 +17,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from flowdp.checkpoint.file import plain, read, write
 from flowdp.checkpoint.rank_state import capture, of_rank, restore
-from flowdp.device.flat_parameters import FlatReplica
-from flowdp.device.streams import CudaLane, HostLane, Lane
+from flowdp.device.streams import CudaLane, Lane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.errors import CheckpointError
 from flowdp.protocol.position import Position
@@ -26,6 +25,7 @@ from flowdp.replica.factories import Optimizers, all_of
 from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.replica import Replica
 from tests.fakes import FakeCuda
+from tests.parts import parts_of
 
 CPU = torch.device("cpu")
 
@@ -88,11 +88,10 @@ def make(
 ) -> Replica:
     torch.manual_seed(seed)
     net = module()
-    flat = FlatReplica(net)
     made = optimizer([parameter for parameter in net.parameters() if parameter.requires_grad])
     optimizers = [made] if isinstance(made, Optimizer) else made
     rate = LearningRate(all_of(optimizers), scheduler, None if scheduler is None else "step")
-    return Replica(net, flat, optimizers, mse, rate, lane or HostLane(CPU), **options)
+    return Replica(parts_of(net, optimizers, lane, learning_rate=rate, **options), mse)
 
 
 def mse(model: nn.Module, batch: Tensor) -> Tensor:

@@ -20,14 +20,12 @@ from flowdp.checkpoint.folder import CheckpointFolder
 from flowdp.checkpoint.rank_state import capture
 from flowdp.checkpoint.resume import Resumed, find
 from flowdp.data.open_source import Source, open_source
-from flowdp.device.flat_parameters import FlatReplica
-from flowdp.device.streams import HostLane
 from flowdp.errors import CheckpointError, DataError, OptionError
 from flowdp.options import CheckpointOptions
 from flowdp.policy.tally import RankSums
 from flowdp.protocol.position import OpenEpoch, Position
-from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.replica import Replica
+from tests.parts import parts_of
 
 CPU = torch.device("cpu")
 PRINT = {
@@ -42,11 +40,10 @@ def replica(value: float = 0.0) -> Replica:
     """A replica that has taken a step, so that its optimizer has state."""
     module = nn.Linear(1, 1, bias=False)
     nn.init.constant_(module.weight, value)
-    flat = FlatReplica(module)
     optimizer = torch.optim.SGD(module.parameters(), 0.0, momentum=0.9)
     module.weight.grad = torch.full((1, 1), value)
     optimizer.step()
-    return Replica(module, flat, [optimizer], lambda *_: None, LearningRate([optimizer]), HostLane(CPU))
+    return Replica(parts_of(module, optimizer), lambda *_: None)
 
 
 def position(*, done: int = 1, open_: bool = False, step: int = 2) -> Position:

@@ -10,14 +10,13 @@ import torch
 from torch import nn
 
 from flowdp.checkpoint.writer import PendingState
-from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import CudaLane, HostLane, Lane
 from flowdp.engine.barrier_tasks import BarrierTasks
 from flowdp.errors import ProtocolError
 from flowdp.protocol.messages import CopyReplica, Evaluate, Evaluated, ReplicaCopied, SaveState, StateSaved
-from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.replica import Replica
 from tests.fakes import FakeCuda
+from tests.parts import parts_of
 
 CPU = torch.device("cpu")
 
@@ -26,8 +25,7 @@ def replica(value: float, lane: Lane | None = None) -> Replica:
     module = nn.Linear(1, 1, bias=False)
     nn.init.constant_(module.weight, value)
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    lane = HostLane(CPU) if lane is None else lane
-    return Replica(module, FlatReplica(module), [optimizer], lambda *_: None, LearningRate([optimizer]), lane)
+    return Replica(parts_of(module, optimizer, lane), lambda *_: None)
 
 
 class Taker:

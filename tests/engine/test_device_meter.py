@@ -11,8 +11,8 @@ from flowdp.collective.base import Averaging
 from flowdp.device.streams import CudaLane, HostLane
 from flowdp.engine import device_meter as module
 from flowdp.engine.device_meter import PAGE, STEPS_AHEAD, DeviceMeter, open_meter
-from flowdp.engine.meter import HostMeter, OrderReport
-from flowdp.machine.worker import Done, Step
+from flowdp.engine.meter import HostMeter, OrderSums
+from flowdp.machine.worker import Step
 from tests.engine.test_meter import closed, steps
 from tests.fakes import FakeCuda, FakeEvent
 
@@ -120,9 +120,9 @@ def test_the_host_stays_three_steps_ahead_and_no_more(
 
 def test_reports_come_without_waiting_when_later_steps_land(lane: CudaLane) -> None:
     meter = DeviceMeter(lane)
-    reports: list[OrderReport] = []
+    reports: list[OrderSums] = []
     steps(meter, 1.0)
-    meter.close(Done(0, 0, 1), 0.1, reports.append)
+    meter.close(reports.append)
     steps(meter, *[1.0] * STEPS_AHEAD)
     assert not reports  # its step is complete, the page after it may not be
     steps(meter, 1.0)
@@ -146,9 +146,9 @@ def test_rounds_without_steps_are_read_in_time(lane: CudaLane) -> None:
 
 def test_nobody_waits_at_the_gate_with_a_report_in_the_pocket(lane: CudaLane) -> None:
     meter = DeviceMeter(lane)
-    reports: list[OrderReport] = []
+    reports: list[OrderSums] = []
     steps(meter, 1.0)
-    meter.close(Done(0, 0, 1), 0.1, reports.append)
+    meter.close(reports.append)
     steps(meter, 1.0)
     meter.meet()
     assert len(reports) == 1
@@ -236,7 +236,7 @@ def test_pages_are_used_again(lane: CudaLane, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(DeviceMeter, "_new_page", lambda self: made.append(make(self)) or made[-1])
     for order in range(50):
         steps(meter, *[float(order)] * 4)
-        meter.close(Done(order, 0, 4), 0.1, lambda report: None)
+        meter.close(lambda report: None)
     assert not made
     meter.settle()
     assert len(meter._pages) == 1
@@ -267,7 +267,7 @@ def test_pages_are_free_of_races(cuda: FakeCuda, lane: CudaLane, monkeypatch: py
         meter = DeviceMeter(lane)
         for order in range(20):
             steps(meter, *[float(order)] * 3)
-            meter.close(Done(order, 0, 3), 0.1, lambda report: None)
+            meter.close(lambda report: None)
         meter.settle()
     assert not cuda.races
 
@@ -316,9 +316,9 @@ def test_a_report_in_the_pocket_is_fetched_while_the_device_goes_on(
 ) -> None:
     with lane.on(lane.compute):
         meter = DeviceMeter(lane)
-        reports: list[OrderReport] = []
+        reports: list[OrderSums] = []
         steps(meter, 1.0)
-        meter.close(Done(0, 0, 1), 0.1, reports.append)
+        meter.close(reports.append)
         steps(meter, 1.0)
         passed: list[int] = []
         synchronize = FakeEvent.synchronize

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from flowdp.collective.batch_norm import WindowGroups
+from flowdp.data.open_evaluation import open_evaluation
 from flowdp.device import worker_context
 from flowdp.device.flat_gradients import Touched
-from flowdp.device.flat_parameters import FlatReplica
-from flowdp.device.streams import CudaLane, HostLane, Lane
+from flowdp.device.streams import CudaLane, Lane
 from flowdp.device.worker_context import CurrentWorker, record_scalar
 from flowdp.engine.evaluation import (
     EvalSums,
@@ -32,9 +32,9 @@ from flowdp.engine.evaluation import (
 from flowdp.errors import DataError, OptionError
 from flowdp.policy.tally import evaluation_means
 from flowdp.replica.exact_replica import ExactReplica
-from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.replica import Replica, loss_function
 from tests.fakes import FakeCuda
+from tests.parts import parts_of
 
 CPU = torch.device("cpu")
 torch.manual_seed(3)
@@ -70,12 +70,11 @@ def replica(
     torch.manual_seed(0)
     module = module or nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    rest = [optimizer], loss_function(loss, CPU), LearningRate([optimizer]), HostLane(CPU)
+    function = loss_function(loss, CPU)
     if options.pop("exact", False):
-        return ExactReplica(
-            module, FlatReplica(module), *rest, size=3, touched=Touched(1), groups=WindowGroups([])
-        )
-    return Replica(module, FlatReplica(module), *rest, **options)
+        parts = parts_of(module, optimizer)
+        return ExactReplica(parts, function, size=3, touched=Touched(1), groups=WindowGroups([]))
+    return Replica(parts_of(module, optimizer, **options), function)
 
 
 def worker(own: Replica, rank: int = 0) -> CurrentWorker:
@@ -89,13 +88,14 @@ class Ranks:
     """Threads that evaluate, each with an inbox; and the copies of each."""
 
     def __init__(self, dataset: object, *given: Any, ranks: int = 1, **options: Any) -> None:
-        self.evaluator = Evaluator(dataset, *given, **{"batch_size": 5, "world_size": ranks, **options})
+        reading = {"batch_size": 5, "collate_fn": None, "num_workers": None, "world_size": ranks}
+        self.evaluator = Evaluator(open_evaluation(dataset, **{**reading, **options}), *given)
         self.inboxes: list[queue.SimpleQueue[bool]] = [queue.SimpleQueue() for _ in range(ranks)]
         self.failed: queue.SimpleQueue[DataError] = queue.SimpleQueue()
         self.moved = [0] * ranks
         self.waits: queue.SimpleQueue[int] = queue.SimpleQueue()  # copies so far
         self.evaluator.start(wake=lambda rank, *_: self.inboxes[rank].put(True), failed=self.failed.put)
-        assert not any(thread.is_alive() for thread in self.evaluator.threads())
+        assert not any(thread.is_alive() for thread in self.evaluator.source.threads())
 
     def rank(self, rank: int, own: Replica) -> EvalSums:
         def wait() -> bool:
@@ -131,7 +131,7 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
 
     yield make
     for one in made:
-        assert one.evaluator.close()
+        assert one.evaluator.source.close()
 
 
 def means(results: list[EvalSums]) -> dict[str, float]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from flowdp.collective.base import Averaging
 from flowdp.device.streams import CudaLane
 from flowdp.engine import meter as module
 from flowdp.engine.device_meter import PAGE, DeviceMeter
-from flowdp.engine.meter import HostMeter, Meter, OrderReport, OrderSums
+from flowdp.engine.meter import HostMeter, Meter, OrderSums
 from flowdp.machine.worker import Done, Step
 from tests.fakes import FakeCuda
 
@@ -40,12 +42,13 @@ def steps(meter: Meter, *losses: float, samples: int = 4) -> None:
         meter.end(torch.tensor(loss), samples, STEP)
 
 
-def closed(meter: Meter, count: int) -> OrderReport:
-    reports: list[OrderReport] = []
-    meter.close(Done(0, 3, count), 0.1, reports.append)
+def closed(meter: Meter, count: int) -> Any:
+    reports: list[OrderSums] = []
+    meter.close(reports.append)
     meter.settle()
-    (report,) = reports
-    return report
+    (sums,) = reports
+    work = sums.work(Done(0, 3, count), 0.1)
+    return SimpleNamespace(work=work, wait_ms=sums.wait_ms, averaging=sums.averaging)
 
 
 def test_losses_and_scalars_are_summed_by_samples_and_weights(meter: Meter) -> None:
@@ -79,12 +82,12 @@ def test_a_loss_that_names_a_weight_counts_for_that(meter: Meter) -> None:
 
 
 def test_orders_do_not_mix(meter: Meter) -> None:
-    reports: list[OrderReport] = []
+    reports: list[OrderSums] = []
     for order in range(5):
         steps(meter, *[float(order)] * 2)
-        meter.close(Done(order, 0, 2), 0.1, reports.append)
+        meter.close(reports.append)
     meter.settle()
-    assert [report.work.losses for report in reports] == [(8.0 * order, 8) for order in range(5)]
+    assert [(report.loss, report.losses) for report in reports] == [(8.0 * order, 8) for order in range(5)]
 
 
 def test_an_order_without_steps_reports_nothing_done(meter: Meter) -> None:
@@ -95,10 +98,10 @@ def test_an_order_without_steps_reports_nothing_done(meter: Meter) -> None:
 def test_facts_keep_their_order(meter: Meter) -> None:
     told: list[str] = []
     steps(meter, 1.0)
-    meter.close(Done(0, 0, 1), 0.1, lambda report: told.append("first order"))
+    meter.close(lambda report: told.append("first order"))
     meter.then(lambda: told.append("snapshot"))
     steps(meter, 1.0)
-    meter.close(Done(1, 0, 1), 0.1, lambda report: told.append("second order"))
+    meter.close(lambda report: told.append("second order"))
     meter.settle()
     assert told == ["first order", "snapshot", "second order"]
 

@@ -25,9 +25,9 @@ from flowdp.engine.error_context import ErrorContext
 from flowdp.engine.meter import HostMeter
 from flowdp.engine.nan_guard import NanGuard, is_finite, is_odd
 from flowdp.machine.worker import Step, WorkerMachine
-from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.replica import Replica
 from tests.loops import numbers
+from tests.parts import parts_of
 
 CPU = torch.device("cpu")
 BAD = [math.nan, math.inf, -math.inf]
@@ -111,7 +111,7 @@ def test_a_loss_counts_beside_finite_parameters(bad: float) -> None:
 def test_a_loss_that_is_seen_late_is_told_of_its_own_step(on_nan: Any) -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
     module, lane = nn.Linear(1, 1), HostLane(CPU)
-    replica = Replica(module, FlatReplica(module), [optimizer], mse, LearningRate([optimizer]), lane)
+    replica = Replica(parts_of(module, optimizer, lane), mse)
     source: Any = None
     current = CurrentWorker(1, CPU, module, sink=lambda *_: None)
     machine, meter, place = WorkerMachine(1), HostMeter(), ErrorContext(current, lane, source)

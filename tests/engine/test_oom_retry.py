@@ -16,17 +16,15 @@ from torch.utils.data import TensorDataset
 
 import flowdp
 from flowdp import record_scalar
-from flowdp.device.flat_parameters import FlatReplica
-from flowdp.device.streams import HostLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine.error_context import ErrorContext
 from flowdp.engine.meter import HostMeter
 from flowdp.engine.micro_batches import MicroBatch
 from flowdp.engine.oom_retry import OomRetry, without_frames
 from flowdp.errors import OutOfDeviceMemory
-from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.replica import Replica
 from tests.loops import numbers
+from tests.parts import parts_of
 
 CPU = torch.device("cpu")
 SAMPLES = 24
@@ -234,12 +232,11 @@ class Alone:
 
     def __init__(self, module: nn.Module, loss: Callable[..., Any]) -> None:
         optimizer = torch.optim.SGD(module.parameters(), 0.1)
-        rate, lane = LearningRate([optimizer]), HostLane(CPU)
-        self.replica = Replica(module, FlatReplica(module), [optimizer], loss, rate, lane)
+        self.replica = Replica(parts_of(module, optimizer), loss)
         self.meter, self.feed = HostMeter(), Shrinking()
         self.current = CurrentWorker(0, CPU, module, sink=self.meter.scalar)
         source: Any = None
-        place, feed = ErrorContext(self.current, lane, source), self.feed
+        place, feed = ErrorContext(self.current, self.replica.lane, source), self.feed
         self.retry = OomRetry(self.replica, self.current, self.meter, feed, place)  # type: ignore[arg-type]
 
     def step(self, *batches: Any) -> None:
@@ -386,5 +383,5 @@ def test_a_short_batch_that_cannot_be_cut_goes_whole() -> None:
 
 
 def current_sizes(mine: Alone) -> list[int]:
-    loss: Any = mine.replica._loss
+    loss: Any = mine.replica.function
     return list(loss.sizes)

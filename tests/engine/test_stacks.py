@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from flowdp.engine.stacks import describe_rank, describe_run, stacks, stall_error
+from flowdp.engine.stacks import describe_rank, describe_run, stacks
 from flowdp.threads.gate import Waiting
 
 
@@ -100,14 +100,14 @@ def test_what_a_rank_is_doing(facts: dict[str, object], words: str) -> None:
     assert describe_rank(**facts) == words  # type: ignore[arg-type]
 
 
-def test_the_error_of_a_stall_can_be_read() -> None:
+def test_the_report_of_a_run_can_be_read() -> None:
     ranks = ["in a step (epoch 0, batch 3)", "at the gate in round 12, waiting for rank 0"]
     with thread_inside("flowdp-worker-0") as first, thread_inside("flowdp-worker-1") as second:
-        taken = stacks([first, second])
-        error = stall_error(61.24, ranks, taken, ["1.0 ms Tick() => -", "2.0 ms Tick() => -"])
-    assert (error.ranks, error.stacks) == (tuple(ranks), taken)
-    lines = str(error).splitlines()
-    assert lines[0].startswith("nothing has moved for 61.2 s; ")
+        report = describe_run(
+            "it stands", ranks, stacks([first, second]), ["1.0 ms Tick() => -", "2.0 ms Tick() => -"]
+        )
+    lines = report.splitlines()
+    assert lines[0] == "it stands"
     assert lines[1:3] == [f"  rank 0: {ranks[0]}", f"  rank 1: {ranks[1]}"]
     assert lines[3:5] == ["", "flowdp-worker-0 is here:"]
     assert sum("in loss_of_the_user" in line for line in lines) == 2

@@ -20,17 +20,16 @@ from flowdp.checkpoint.rank_state import capture
 from flowdp.collective.host import HostMean
 from flowdp.collective.local import DeviceMean
 from flowdp.collective.nccl import NcclMean
-from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import CudaLane, Lane, open_lanes
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine import engine as engine_module
-from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.replica import Replica
 from tests.collective.fake_nccl import FakeNccl
 from tests.fakes import FakeCuda, FakeEvent
 from tests.gpu.conftest import Ranks, fake_streams
 from tests.gpu.test_memory import MIB
 from tests.gpu.test_memory import limited as limited  # a fixture
+from tests.parts import parts_of
 
 Hold = Callable[[Lane], Callable[[], bool]]
 
@@ -91,10 +90,8 @@ def replica_on(lane: Lane) -> Replica:
     """A replica that has taken a step."""
     with lane.on(lane.compute):
         module = perceptron().to(lane.device)
-        flat = FlatReplica(module)
         optimizer = torch.optim.Adam(module.parameters(), lr=1e-3, fused=True)
-        rate = LearningRate([optimizer], None, None)
-        replica = Replica(module, flat, [optimizer], lambda m, batch: m(batch).square().mean(), rate, lane)
+        replica = Replica(parts_of(module, optimizer, lane), lambda m, batch: m(batch).square().mean())
         worker = CurrentWorker(0, lane.device, module, samples=4, sink=lambda *_: None)
         replica.add(torch.randn(4, 8, device=lane.device), worker)
         replica.step()

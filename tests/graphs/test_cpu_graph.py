@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flowdp.device import worker_context
-from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import open_lanes
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Computed, Factors, NotCaptured
 from flowdp.graphs.cpu_graph import CpuGraph, CpuRecorder, SharedGraphs
 from flowdp.graphs.guards import Guards
-from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.replica import Replica
+from tests.parts import parts_of
 
 CPU = torch.device("cpu")
 X = torch.randn(4, 6)
@@ -48,8 +47,7 @@ class Rank:
     ) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         lane = open_lanes([CPU])[0]
-        flat = FlatReplica(model)
-        self.replica = Replica(model, flat, [optimizer], loss, LearningRate([optimizer]), lane, precision)
+        self.replica = Replica(parts_of(model, optimizer, lane, precision=precision), loss)
         self.worker = CurrentWorker(0, CPU, model, samples=4, sink=lambda *_: None)
         worker_context.bind(self.worker)
         self.guards = Guards({"": model}, loss)

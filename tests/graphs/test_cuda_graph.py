@@ -12,14 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flowdp.data.trees import tensors_of
-from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import QUIET, CudaLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Factors, NotCaptured
 from flowdp.graphs.cuda_graph import CudaGraphs, CudaStepGraph
-from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.replica import Replica
 from tests.fakes import FakeCuda
+from tests.parts import parts_of
 
 CPU = torch.device("cpu")
 ONE = Factors(1.0, 4)
@@ -55,9 +54,7 @@ class Rank:
         self.module = module
         self.recorded: list[tuple[str, Any, float]] = []
         optimizer = torch.optim.AdamW(module.parameters(), 0.01, fused=True)
-        self.replica = Replica(
-            module, FlatReplica(module), [optimizer], loss, LearningRate([optimizer]), self.lane
-        )
+        self.replica = Replica(parts_of(module, optimizer, self.lane), loss)
         self.worker = CurrentWorker(0, CPU, module, samples=4, sink=lambda *told: self.recorded.append(told))
         self.graphs = CudaGraphs(self.replica)
 
@@ -290,7 +287,7 @@ def test_a_step_that_cannot_be_captured_says_why_and_leaves_nothing(loss: Loss, 
         assert caught.value.__context__ is None  # which would keep the step's tensors
         assert rank.is_clean()
         assert rank.cuda.current_stream() is rank.lane.compute
-        rank.replica._loss = classify
+        rank.replica.function = classify
         rank.eager(batches(1)[0])
         rank.replica.step()
         assert all(parameter.isfinite().all() for parameter in rank.module.parameters())

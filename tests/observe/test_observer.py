@@ -215,7 +215,7 @@ def test_what_a_callback_raises_does_not_reach_the_others(
     case.whole()
     assert [said for _, said, _ in book] == [name for name in METHODS if name != "on_exception"]
     assert case.failed == []
-    assert case.observer.complaints == (f"Raises.{method} raised ValueError: boom",)
+    assert case.records.problems == (f"Raises.{method} raised ValueError: boom",)
     [message] = [one for one in caplog.records if one.levelno == logging.ERROR]
     assert message.getMessage() == f"Raises.{method} raised ValueError: boom; the run does not end by it"
     assert message.exc_info is not None
@@ -230,7 +230,7 @@ def test_it_is_logged_once_and_counted(caplog: pytest.LogCaptureFixture) -> None
     case.end()
     assert case.observer.close(10)
     boom = "raised ValueError: boom"
-    assert case.observer.complaints == (
+    assert case.records.problems == (
         *[f"Raises.on_round {boom} (3 times)"] * 2,
         f"Raises.on_epoch_end {boom}",
     )
@@ -261,7 +261,7 @@ def test_a_callback_that_leaves_by_system_exit_keeps_nobody_from_hearing() -> No
     case = Case(callback, Writes("a", book))
     case.whole()
     assert ("a", "on_train_end", "the state") in book
-    assert case.observer.complaints == ("Callback.on_epoch_end raised SystemExit: 3",)
+    assert case.records.problems == ("Callback.on_epoch_end raised SystemExit: 3",)
 
 
 def test_a_state_that_cannot_be_read_is_none(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,11 +15,10 @@ from torch.optim.lr_scheduler import StepLR
 
 import flowdp
 from flowdp import OptionError, StepError, current_worker
-from flowdp.device.flat_parameters import FlatReplica
-from flowdp.device.streams import HostLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.replica.custom_step import CustomStepReplica
 from flowdp.replica.learning_rate import LearningRate
+from tests.parts import parts_of
 
 CPU = torch.device("cpu")
 SAMPLES = 48
@@ -181,9 +180,7 @@ def replica(
     step: Any, precision: Any = "32", clip: float | None = None
 ) -> tuple[CustomStepReplica, CurrentWorker]:
     model = Gan()
-    flat, named = FlatReplica(model), optimizers(model)
-    rate = LearningRate(list(named.values()))
-    own = CustomStepReplica(step, model, flat, named, rate, HostLane(CPU), precision, clip)
+    own = CustomStepReplica(parts_of(model, optimizers(model), precision=precision, max_grad_norm=clip), step)
     if precision == "fp16":
         own._scaler = torch.amp.GradScaler("cpu", init_scale=16.0)  # so low that nothing overflows here
     worker = CurrentWorker(0, CPU, model, samples=6, sink=lambda *_: None, steps=own)

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from flowdp.collective.batch_norm import WindowGroups
 from flowdp.data.batches import Portion
 from flowdp.device.flat_gradients import Touched
-from flowdp.device.flat_parameters import FlatReplica
-from flowdp.device.streams import HostLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.protocol.messages import Outcome, SampleRange
 from flowdp.replica.exact_replica import CHECKSUMS, ExactReplica
-from flowdp.replica.learning_rate import LearningRate
+from tests.parts import parts_of
 
 CPU = torch.device("cpu")
 X, Y = torch.arange(14.0).reshape(7, 2), torch.ones(7, 1)
@@ -33,22 +31,10 @@ def replica(
     loss: Callable[..., Any] = mse, size: int = 3, **options: Any
 ) -> tuple[ExactReplica, CurrentWorker]:
     torch.manual_seed(0)
-    module = options.get("module") or nn.Linear(2, 1)
+    module = options.pop("module", None) or nn.Linear(2, 1)
     optimizer = torch.optim.SGD(module.parameters(), 0.01)
-    rate, lane = LearningRate([optimizer]), HostLane(CPU)
-    rest = options.get("precision", "32"), options.get("max_grad_norm")
-    own = ExactReplica(
-        module,
-        FlatReplica(module),
-        [optimizer],
-        loss,
-        rate,
-        lane,
-        *rest,
-        size=size,
-        touched=Touched(1),
-        groups=WindowGroups([]),
-    )
+    parts = parts_of(module, optimizer, **options)
+    own = ExactReplica(parts, loss, size=size, touched=Touched(1), groups=WindowGroups([]))
     return own, CurrentWorker(0, CPU, module, samples=7, sink=lambda *_: None)
 
 

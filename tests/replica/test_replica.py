@@ -11,13 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import CudaLane, HostLane
 from flowdp.device.worker_context import CurrentWorker
-from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.replica import Replica, loss_function
 from flowdp.threads.launch_turn import LaunchTurn
 from tests.fakes import FakeCuda
+from tests.parts import parts_of
 
 CPU = torch.device("cpu")
 BATCH = (torch.tensor([[1.0, 2.0], [3.0, -1.0]]), torch.tensor([[1.0], [0.0]]))
@@ -30,10 +29,7 @@ def mse(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def replica(loss: Callable[..., Any] = mse, module: nn.Module | None = None, **options: Any) -> Replica:
     module = module or nn.Linear(2, 1)
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], 0.1)
-    flat, lane = FlatReplica(module), HostLane(CPU)
-    return Replica(
-        module, flat, [optimizer], loss_function(loss, CPU), LearningRate([optimizer]), lane, **options
-    )
+    return Replica(parts_of(module, optimizer, **options), loss_function(loss, CPU))
 
 
 Recorded = dict[str, tuple[float, float]]
@@ -232,16 +228,7 @@ def test_a_head_that_a_batch_leaves_out_is_not_stepped(max_grad_norm: float | No
     module, twin = TwoHeads(), TwoHeads()
     twin.load_state_dict(module.state_dict())
     made, plain = (torch.optim.AdamW(one.parameters(), 0.1, fused=True) for one in (module, twin))
-    mine = Replica(
-        module,
-        FlatReplica(module),
-        [made],
-        heads,
-        LearningRate([made]),
-        HostLane(CPU),
-        precision,  # type: ignore[arg-type]
-        max_grad_norm,
-    )
+    mine = Replica(parts_of(module, made, precision=precision, max_grad_norm=max_grad_norm), heads)
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
     worker = CurrentWorker(0, CPU, module, samples=3, sink=lambda *_: None)
     for number in range(12):
@@ -267,7 +254,7 @@ def test_a_head_that_a_batch_leaves_out_is_not_stepped(max_grad_norm: float | No
 def test_what_is_undone_has_touched_nothing() -> None:
     module = TwoHeads()
     optimizer = torch.optim.SGD(module.parameters(), 0.1, weight_decay=0.5)
-    mine = Replica(module, FlatReplica(module), [optimizer], heads, LearningRate([optimizer]), HostLane(CPU))
+    mine = Replica(parts_of(module, optimizer), heads)
     worker = CurrentWorker(0, CPU, module, samples=3, sink=lambda *_: None)
     before = module.heads[1].weight.detach().clone()  # type: ignore[union-attr, operator]
     mine.add((torch.ones(3, 4), [0, 1]), worker)
@@ -284,7 +271,7 @@ def adam(seed: int, steps: int, lane: Any = None, **options: Any) -> Replica:
     module[1].bias.requires_grad_(False)
     optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], 0.1 * seed)
     lane = lane or HostLane(CPU)
-    mine = Replica(module, FlatReplica(module), [optimizer], mse, LearningRate([optimizer]), lane, **options)
+    mine = Replica(parts_of(module, optimizer, lane, **options), mse)
     with lane.on(lane.compute):
         for _ in range(steps):
             step(mine)

@@ -25,16 +25,14 @@ from flowdp.collective.local import LocalMean
 from flowdp.data.open_feeds import open_feeds
 from flowdp.data.open_source import open_source
 from flowdp.device import worker_context
-from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import HostLane
 from flowdp.device.worker_context import CurrentWorker, bind
 from flowdp.engine.failures import Failures
-from flowdp.engine.meter import HostMeter, OrderReport
+from flowdp.engine.meter import HostMeter, OrderSums
 from flowdp.engine.records import Records
 from flowdp.engine.requests import Requests
 from flowdp.engine.services import MeetingPoint, Services
 from flowdp.engine.worker_thread import Mail, Worker
-from flowdp.machine.worker import Done
 from flowdp.policy.pool_size import PoolSize
 from flowdp.protocol.messages import (
     Abort,
@@ -46,10 +44,10 @@ from flowdp.protocol.messages import (
     StepsDone,
     SyncPoints,
 )
-from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.replica import Replica
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
+from tests.parts import parts_of
 
 Answers = dict[str, Any]
 Check = Callable[[dict[str, Any]], Answers]
@@ -172,9 +170,9 @@ def fresh_worker() -> HostMeter:
 
 
 def drained(meter: HostMeter) -> dict[str, list[float]]:
-    reports: list[OrderReport] = []
-    meter.close(Done(0, 0, 0), 0.0, reports.append)
-    return {name: [total, int(weight)] for name, (total, weight) in reports[0].work.scalars.items()}
+    reports: list[OrderSums] = []
+    meter.close(reports.append)
+    return {name: [total, int(weight)] for name, (total, weight) in reports[0].scalars.items()}
 
 
 @answers("RS-002")
@@ -221,10 +219,10 @@ class Rank:
 
     def __init__(self, samples: int = 8, batch_size: int = 4) -> None:
         module = nn.Linear(1, 1)
-        self.flat = FlatReplica(module)
         optimizer = torch.optim.SGD(module.parameters(), 0.1)
         lane = HostLane(torch.device("cpu"))
-        replica = Replica(module, self.flat, [optimizer], mse, LearningRate([optimizer]), lane)
+        replica = Replica(parts_of(module, optimizer, lane), mse)
+        self.flat = replica.flat
         source = open_source(
             torch.ones(samples, 1), batch_size=batch_size, shuffle=None, seed=0, drop_last=None,
             collate_fn=None, num_workers=None, epochs=None,
