@@ -81,7 +81,7 @@ def thread_police() -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     # A GPU machine may lack the plugin of this option, and pytest refuses unknown ones.
     if not pluginmanager.hasplugin("timeout"):
-        parser.addini("timeout", "Seconds a test may take; without pytest-timeout nobody looks.")
+        parser.addini("timeout", "Time limit of a test in seconds; needs pytest-timeout.")
 
 
 def pytest_configure() -> None:
@@ -162,6 +162,6 @@ def fashion_mnist() -> Path:
         if (folder / "train-images-idx3-ubyte.gz").is_file():
             return folder
     pytest.skip(
-        "Fashion-MNIST is not there: install Debian's dataset-fashion-mnist, or name a folder with its "
+        "Fashion-MNIST is missing: install Debian's dataset-fashion-mnist, or name a folder with its "
         f"idx .gz files in FLOWDP_FASHION_MNIST (now {given!r})"
     )

@@ -132,7 +132,7 @@ class FakeEvent:
             with self.cuda.lock:
                 late = [s for s, time in event.clock.items() if self.cuda.host.get(s, -1) < time]
             if late:
-                raise RuntimeError(f"{event.name} may not have been passed: nobody waited for it")
+                raise RuntimeError(f"{event.name} may not have been passed: it was not waited for")
         assert self.at_s is not None
         assert end_event.at_s is not None
         return (end_event.at_s - self.at_s) * 1e3

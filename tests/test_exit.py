@@ -97,7 +97,7 @@ def test_a_script_that_ends_without_join_waits_for_its_runs() -> None:
         import gc
         run = trainer().start()
         run.pause()
-        trainer().start()  # kept by nobody
+        trainer().start()  # not kept
         gc.collect()
         said = ending
         def ending():

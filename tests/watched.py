@@ -31,7 +31,7 @@ class Watched:
         self._lock.release()
 
     def await_second(self) -> None:
-        assert self._is_second.wait(WAIT_S), "nobody else asks for the lock"
+        assert self._is_second.wait(WAIT_S), "no other thread asks for the lock"
 
 
 def both(work: object, *, times: int = 2) -> list[object]:

@@ -117,7 +117,7 @@ class Session:
         """Run a part and collect its findings, even if it does not finish."""
         limit_s = self.limited(part.limit_s)
         if limit_s < 5:
-            self.failed[name] = "no time was left"
+            self.failed[name] = "no time left"
             return
         found = self.folder / f"{name}.jsonl"
         arguments = ["-m", "bench.gpu.programme", name, str(found), "--limit", str(limit_s)]
@@ -214,7 +214,7 @@ def main() -> int:
         for name in order:
             session.run(name)
         session.close(folder)
-    print(f"{monotonic() - started_s:.0f} s in all; {'right' if session.is_right else 'NOT RIGHT'}")
+    print(f"{monotonic() - started_s:.0f} s in all; {'passed' if session.is_right else 'FAILED'}")
     return 0 if session.is_right else 1
 
 

@@ -132,7 +132,7 @@ class StepRecorder:
 
     def faults(self, count: int, epochs: int) -> list[str]:
         """Errors in the data trained. Call it after the run."""
-        found = [f"batch {number} held wrong values" for number, wrong in enumerate(self.wrong) if wrong]
+        found = [f"batch {number} had wrong values" for number, wrong in enumerate(self.wrong) if wrong]
         for epoch in range(epochs):
             seen = Counter(int(i) for index in self.trained[epoch] for i in index.nan_to_num(-1).tolist())
             twice = sum(times > 1 for times in seen.values())
@@ -265,7 +265,7 @@ def faults_of(
         found += _replica_faults(stayed, recorder, policy)
     has_streams = all(replica.lane.is_async for replica in replicas)
     if stall and not staller.stalls and (has_streams or stall in ("backward", "optimizer")):
-        found.append(f"nothing was late in {stall}")
+        found.append(f"no delay in {stall}")
     return found
 
 

@@ -58,17 +58,17 @@ def measure_several(ranks: int, place: Place) -> Iterator[Finding]:
     away = deviation(devices, NcclMean)
     yield Figure(f"NCCL, {ranks} ranks on one card: away from float64, millionths", away * 1e6)
     if not away < 1e-6:
-        raise RuntimeError(f"the means of {ranks} ranks are {away} away from float64")
+        raise RuntimeError(f"the means of {ranks} ranks differ from float64 by {away}")
     for policy, stall in (("sync", None), ("cadence", "backward"), ("cadence", "averaging")):
         if found := faults_of(devices, policy=policy, runtime=RuntimeOptions(backend="nccl"), stall=stall):
-            raise RuntimeError(f"{policy}, late in {stall}: {'; '.join(found[:5])}")
-        yield Note(f"NCCL, {ranks} ranks on one card: {policy}, late in {stall or 'nothing'}: right")
+            raise RuntimeError(f"{policy}, delays in {stall}: {'; '.join(found[:5])}")
+        yield Note(f"NCCL, {ranks} ranks on one card: {policy}, delays in {stall or 'nothing'}: passed")
     away = deviation(devices, NcclMean, leaves=True)
     if not away < 1e-6:
-        raise RuntimeError(f"the means of {ranks} ranks, of which one leaves, are {away} away from float64")
+        raise RuntimeError(f"the means of {ranks} ranks without one that left differ from float64 by {away}")
     if found := faults_of(
         devices, policy="cadence", runtime=RuntimeOptions(backend="nccl"), stall="averaging", leaver=1
     ):
         raise RuntimeError(f"one of {ranks} ranks leaves: {'; '.join(found[:5])}")
-    yield Note(f"NCCL, {ranks} ranks on one card: one leaves, and the others go on: right")
+    yield Note(f"NCCL, {ranks} ranks on one card: one leaves, the others continue: passed")
     yield from against_copies(place, "NCCL", NcclMean, ranks, place.pick(5, 1))

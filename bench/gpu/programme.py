@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("name", choices=PARTS)
     parser.add_argument("findings", type=Path)
     parser.add_argument("--rehearse", action="store_true", help="on a CPU device, with tiny sizes")
-    parser.add_argument("--limit", type=float, help="seconds; other than the part's own")
+    parser.add_argument("--limit", type=float, help="seconds; default: the part's own limit")
     arguments = parser.parse_args()
     limit_s = arguments.limit or PARTS[arguments.name].limit_s
     # A timer in C: it works even if every Python thread hangs.

@@ -127,7 +127,7 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
 
 def pytest_runtest_logstart(nodeid: str) -> None:
     """Record the start of a test."""
-    _note(Outcome(nodeid, "lost", why="it took the process down"))
+    _note(Outcome(nodeid, "lost", why="it crashed the process"))
 
 
 def pytest_runtest_logreport(report: Any) -> None:

@@ -136,9 +136,9 @@ def measure(
 
 def main() -> None:
     parser = options(__doc__, pairs=7)
-    parser.add_argument("--loops", type=int, action="append", help="so many busy loops (may repeat)")
+    parser.add_argument("--loops", type=int, action="append", help="number of busy loops (may repeat)")
     parser.add_argument("--model", action="append", choices=["mlp", "cnn"], help="only this one")
-    parser.add_argument("--workers", type=int, action="append", help="so many CPU devices (may repeat)")
+    parser.add_argument("--workers", type=int, action="append", help="number of CPU devices (may repeat)")
     arguments = parser.parse_args()
     draw = random.Random(0)
     results: list[Comparison] = []

@@ -63,7 +63,7 @@ def matrix(
         tell: Called with each failed case and its errors.
     """
     report, end_s = Report(), time.monotonic() + seconds
-    with listening() as said, ThreadPoolExecutor(SIDE_BY_SIDE, "side by side") as pool:
+    with listening() as logs, ThreadPoolExecutor(SIDE_BY_SIDE, "side by side") as pool:
 
         def take(case: Case, wrong: list[str], took_s: float) -> None:
             key = case.fault, case.site
@@ -75,13 +75,13 @@ def matrix(
 
         def take_side_by_side(some: Sequence[Case]) -> None:
             before = threading.enumerate()
-            tried = pool.map(partial(try_case, said=said), some)
+            tried = pool.map(partial(try_case, logs=logs), some)
             for case, (wrong, took_s) in zip(some, tried, strict=True):
                 take(case, wrong, took_s)
             if left := _left(before):
-                report.failures.append((some[0], f"or one tried beside it: threads are left: {left}"))
+                report.failures.append((some[0], f"or a case run with it: threads are left: {left}"))
                 tell(*report.failures[-1])
-            said.records.clear()
+            logs.records.clear()
 
         waiting: list[Case] = []
         for case in cases:
@@ -95,7 +95,7 @@ def matrix(
                 continue
             before, errors = threading.enumerate(), io.StringIO()
             with redirect_stderr(errors):
-                wrong, took_s = try_case(case, said)
+                wrong, took_s = try_case(case, logs)
             left = _left(before)
             wrong += [f"threads are left: {left}"] * bool(left)
             wrong += [f"printed: {errors.getvalue()}"] * bool(errors.getvalue())

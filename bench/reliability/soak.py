@@ -225,7 +225,7 @@ def _end(draw: random.Random, run: flowdp.Run, ending: str) -> None:
                 interrupter.start()
                 run.join()
                 interrupter.join()
-                raise AssertionError("a Ctrl-C was not heard")
+                raise AssertionError("a Ctrl-C was ignored")
             if not run.done:  # it came before join()
                 run.stop()
                 run.join()

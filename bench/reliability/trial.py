@@ -16,12 +16,12 @@ from typing import Any
 import flowdp
 from bench.reliability.faults import ALL, EPOCHS, SAMPLES, STALL_TIMEOUT_S, Case, Fault
 
-__all__ = ["Said", "expected", "listening", "try_case"]
+__all__ = ["LogCapture", "expected", "listening", "try_case"]
 
 WITHIN_S = 2.0
 HANG_S = 20.0
 TRIES = 5
-NOT_REACHED = "the fault never went off"
+NOT_REACHED = "the fault was not reached"
 
 
 # ---------------------------------------------------------------- the expected outcome
@@ -51,7 +51,7 @@ def expected(case: Case) -> type[Exception] | str:
 
 
 # ---------------------------------------------------------------- logs
-class Said(logging.Handler):
+class LogCapture(logging.Handler):
     """Warnings and errors of flowdp, by the thread that logged them."""
 
     def __init__(self) -> None:
@@ -77,22 +77,22 @@ class Said(logging.Handler):
 
 
 @contextmanager
-def listening() -> Iterator[Said]:
+def listening() -> Iterator[LogCapture]:
     """Collect flowdp's log and the tracebacks of threads, and keep them off the terminal."""
-    said, log, hook = Said(), logging.getLogger("flowdp"), threading.excepthook
+    logs, log, hook = LogCapture(), logging.getLogger("flowdp"), threading.excepthook
 
     def unhandled(args: Any) -> None:
-        with said.changed:
-            said.records.append((args.thread.ident, f"printed: {args.exc_value}"))
+        with logs.changed:
+            logs.records.append((args.thread.ident, f"printed: {args.exc_value}"))
 
     level, propagate = log.level, log.propagate
-    log.addHandler(said)
+    log.addHandler(logs)
     log.setLevel(logging.WARNING)
     log.propagate, threading.excepthook = False, unhandled
     try:
-        yield said
+        yield logs
     finally:
-        log.removeHandler(said)
+        log.removeHandler(logs)
         log.setLevel(level)
         log.propagate, threading.excepthook = propagate, hook
 
@@ -103,19 +103,19 @@ class Trial:
 
     Args:
         case: The case.
-        said: Collects the messages of the run's threads.
+        logs: Collects the messages of the run's threads.
 
     Attributes:
         wrong: Errors found.
         took_s: Time from the fault to the error; 0 if there was none.
     """
 
-    def __init__(self, case: Case, said: Said) -> None:
+    def __init__(self, case: Case, logs: LogCapture) -> None:
         self.case = case
         self.wrong: list[str] = []
         self.took_s = 0.0
-        self._said = said
-        self._since = len(said.records)
+        self._logs = logs
+        self._since = len(logs.records)
         self._threads: list[threading.Thread] = []
 
     def run(self) -> None:
@@ -146,7 +146,7 @@ class Trial:
             fault.gate.set()
         elif wanted == "warns":
             limit_s = HANG_S + STALL_TIMEOUT_S
-            is_heard = self._said.wait_for("nothing has moved", self._idents, self._since, limit_s)
+            is_heard = self._logs.wait_for("nothing has moved", self._idents, self._since, limit_s)
             self._check(is_heard or fault.struck_s is None, "no warning")
             fault.gate.set()
         if isinstance(wanted, str):
@@ -174,7 +174,7 @@ class Trial:
         samples = [sum(part.samples for part in epoch.per_rank) for epoch in state.history]
         self._check(samples == [SAMPLES] * EPOCHS, f"samples per epoch: {samples}")
         is_finite = all(bool(value.isfinite().all()) for value in state.state_dict.values())
-        self._check(is_finite, "the answer is not finite")
+        self._check(is_finite, "the final state is not finite")
         case, status = self.case, run.status()
         parts = self._problem
         self._check(
@@ -232,7 +232,7 @@ class Trial:
         alive = [thread.name for thread in self._workers if thread.is_alive() and thread not in held]
         self._check(not alive, f"{alive} had not left")
         fault.gate.set()
-        self._check(run._engine.records.wait(over=True, timeout_s=HANG_S), "the run is never over")
+        self._check(run._engine.records.wait(over=True, timeout_s=HANG_S), "the run does not end")
         try:
             run.join(HANG_S)
         except BaseException as again:
@@ -269,11 +269,11 @@ class Trial:
             if self.case.policy != "exact":  # with "exact" it is in the mean, so all see it
                 self._check(error.rank == self.fault.rank, f"rank {error.rank}, not {self.fault.rank}")
         else:
-            self._check("checkpoint" in str(error), f"it says nothing of a checkpoint: {error}")
+            self._check("checkpoint" in str(error), f"no mention of a checkpoint: {error}")
 
     # ------------------------------------------------------------ messages
     def _listen(self, wanted: object) -> None:
-        case, lines = self.case, self._said.of(self._idents, self._since)
+        case, lines = self.case, self._logs.of(self._idents, self._since)
         self._check(len(lines) == len(set(lines)), f"logged twice: {lines}")
         printed = [line for line in lines if line.startswith("printed: ")]
         self._check(not printed, f"printed although join() was called: {printed}")
@@ -282,21 +282,21 @@ class Trial:
         if case.fault in ("error", "exit"):
             self._check(times == is_logged, f"logged {times} times: {lines}")
         if wanted == "goes on" and case.fault in ("oom", "nan"):
-            self._check(len(lines) == 1 and f"rank {self.fault.rank} on cpu" in lines[0], f"said: {lines}")
+            self._check(len(lines) == 1 and f"rank {self.fault.rank} on cpu" in lines[0], f"logged: {lines}")
 
 
 def _in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:300]}"
 
 
-def try_case(case: Case, said: Said) -> tuple[list[str], float]:
+def try_case(case: Case, logs: LogCapture) -> tuple[list[str], float]:
     """Try a case, again if its rank took no step there; returns its errors and the delay of the error.
 
     Threads:
         Any; cases that stall may run side by side.
     """
     for _ in range(TRIES):
-        trial = Trial(case, said)
+        trial = Trial(case, logs)
         trial.run()
         if trial.wrong[:1] != [NOT_REACHED]:
             break

@@ -217,7 +217,7 @@ def test_one_window_is_read_ahead_and_no_more() -> None:
     next(windows)
     loader.until(lambda: loader.asked == 6)
     reader.close()
-    assert loader.asked == 6, "two windows: the one in use, and the one that lies ready"
+    assert loader.asked == 6, "two windows: the one in use, and the next one"
     assert loader.threads == {threading.main_thread().name}, "worker processes are started by the caller"
 
 

@@ -26,12 +26,12 @@ MIB = 1 << 20
 
 def free_by_nvidia_smi() -> int:
     if shutil.which("nvidia-smi") is None:
-        pytest.skip("nvidia-smi is not there")
+        pytest.skip("nvidia-smi is not installed")
     uuid = torch.cuda.get_device_properties(0).uuid
     asked = ["nvidia-smi", f"--id=GPU-{uuid}", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
     answer = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=False)
     if answer.returncode != 0 or not answer.stdout.strip().isdigit():
-        pytest.skip(f"nvidia-smi says nothing of this card: {answer.stdout}{answer.stderr}")
+        pytest.skip(f"nvidia-smi does not report this card: {answer.stdout}{answer.stderr}")
     return int(answer.stdout) * MIB
 
 

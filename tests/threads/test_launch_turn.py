@@ -182,7 +182,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         if condition():
             return
         event.wait(0.001)
-    raise AssertionError("it did not come to that")
+    raise AssertionError("the condition was not reached")
 
 
 def test_a_limit_that_is_lifted_frees_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -337,7 +337,7 @@ def test_vector(name: str) -> None:
     for value, expected in vector["expected"].items():
         agrees = value in given and agree(given[value], expected)
         if (name, value) in DIFFERENCES:
-            assert not agrees, f"{name} {value} agrees after all: strike the row out"
+            assert not agrees, f"{name} {value} agrees: delete its row"
         else:
             assert agrees, f"{name} {value}: {given.get(value)!r}, expected {expected!r}"
 

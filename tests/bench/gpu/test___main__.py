@@ -114,7 +114,7 @@ def test_a_failed_test_is_not_right(session: Session, outcome: str, is_right: bo
 def test_no_part_begins_when_the_time_is_over(session: Session) -> None:
     session.ends_s = time.monotonic() + 1
     session.run_part("facts", command.PARTS["facts"])
-    assert session.failed == {"facts": "no time was left"}
+    assert session.failed == {"facts": "no time left"}
 
 
 def test_the_record(session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,7 +53,7 @@ def test_samples_with_the_values_of_others(monkeypatch: pytest.MonkeyPatch) -> N
     x[17, 1] += 1
     monkeypatch.setattr(checks, "samples", lambda: (x, y))
     found = faults_of([CPU])
-    assert len([fault for fault in found if "held wrong values" in fault]) == checks.EPOCHS
+    assert len([fault for fault in found if "had wrong values" in fault]) == checks.EPOCHS
 
 
 def test_a_sample_that_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def test_numbers_gone_bad_that_nobody_looks_at(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(NanGuard, "judge", lambda numbers: None)
     monkeypatch.setattr(NanGuard, "left", lambda numbers, step, what: None)
     wrong = wrong_with(Case("nan", "forward", "sync", 2, "local", "middle", 0, "quarantine"))
-    assert "the answer is not finite" in wrong
+    assert "the final state is not finite" in wrong
 
 
 def test_a_run_that_waits_where_it_should_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
