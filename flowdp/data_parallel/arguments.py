@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from flowdp.modules.attributes import check_leaves
 from flowdp.modules.whole_batch import check_embeddings
 from flowdp.options import CadenceOptions, CaptureOptions
 from flowdp.replica.factories import check_plain
+from flowdp.validators import check_function
 
 __all__ = [
     "OptimizerOption",
@@ -72,12 +73,8 @@ def check_replica(replica: object) -> None:
 def check_loss(loss_fn: object, capture: CaptureOptions | None = None) -> LossFunction | None:
     """Check that `loss_fn` is a function, or None; returns it.
 
-    Args:
-        loss_fn: As the user gave it.
-        capture: How steps of it are captured; None: they are not.
-
     Raises:
-        OptionError: It is something else, or is missing where it is captured.
+        OptionError: It is something else, or is missing where its steps are to be captured.
     """
     if loss_fn is None and capture is not None:
         raise OptionError(
@@ -85,20 +82,14 @@ def check_loss(loss_fn: object, capture: CaptureOptions | None = None) -> LossFu
             "call dp.forward_batch for each batch of dp.epoch(loader); around a plain call dp(x) the loss is "
             "in your own code, which runs as it is written: leave capture out there"
         )
-    if loss_fn is not None and not callable(loss_fn):
-        raise OptionError(f"loss_fn must be a function of a LossContext, not {loss_fn!r}")
-    return loss_fn
+    check_function("loss_fn", loss_fn, "a LossContext")
+    return cast("LossFunction | None", loss_fn)
 
 
 def check_cadence(
     option: object, devices: Sequence[torch.device], ratios: Sequence[float] | None = None
 ) -> tuple[CadenceOptions, bool]:
-    """The options of a cadence, and whether there are windows.
-
-    Args:
-        option: As the user gave it.
-        devices: One per rank.
-        ratios: Fixed shares, which cut each batch; None: by measured speed.
+    """The options of a cadence, and whether there are windows; fixed `ratios` cut each batch.
 
     Raises:
         OptionError: It is no cadence, or does not go with fixed shares.
@@ -125,7 +116,7 @@ def check_layers(model: nn.Module, devices: Sequence[torch.device], *, windows: 
     """Check that SyncBatchNorm can be synchronised, and that embeddings do not need the whole batch.
 
     Raises:
-        OptionError: Of SyncBatchNorm, the devices are of several kinds, or work through batches of their
+        OptionError: With SyncBatchNorm, the devices are of several kinds or work through batches of their
             own; or see `check_embeddings`.
     """
     if windows and len(devices) > 1 and SharedStatistics(model):
@@ -140,7 +131,7 @@ def check_layers(model: nn.Module, devices: Sequence[torch.device], *, windows: 
 
 @contextmanager
 def kept_after_errors(model: nn.Module) -> Iterator[None]:
-    """Give a model back as it was, if an error ends this: devices, modes, gradients and flags."""
+    """Restore a model's devices, modes, gradients and flags if the context ends by an error."""
     parts = list(model.modules())
     modes = [part.training for part in parts]
     tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -167,10 +158,10 @@ def kept_after_errors(model: nn.Module) -> Iterator[None]:
 
 
 def check_optimizers(option: OptimizerOption, model: nn.Module) -> tuple[Optimizer, ...]:
-    """The optimizers that were given, or that a factory makes; none for None.
+    """The optimizers given, or made by a factory; () for None.
 
     Raises:
-        OptionError: They are no optimizers, or of another model.
+        OptionError: They are no optimizers, or belong to another model.
     """
     if option is None:
         return ()
@@ -192,7 +183,7 @@ def check_optimizers(option: OptimizerOption, model: nn.Module) -> tuple[Optimiz
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell a loader, and its samplers, which epoch begins, where they want to know."""
+    """Call `set_epoch` of a loader and its samplers, where they have it."""
     for owner in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
         if callable(tell := getattr(owner, "set_epoch", None)):
             tell(epoch)

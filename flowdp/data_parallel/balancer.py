@@ -1,4 +1,4 @@
-"""Shares of the devices in a loop that the user owns: balancer of single batches, and El Che's windows."""
+"""Shares of the devices in a loop that the user owns: of single batches, and of El Che's windows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMOOTHING = 0.3
 
 
 class SingleDevice:
-    """One device: everything is its own, and its throughput is that of the loop.
+    """Shares of one device: all of every batch. Its throughput is that of the loop.
 
     Attributes:
         ratios: All of it. Shape (1,).
@@ -53,15 +53,15 @@ class SingleDevice:
         self._samples += self._last
 
     def cut(self, samples: int) -> tuple[int, ...]:
-        """All of a batch."""
+        """The whole batch."""
         return (samples,)
 
     def quotas(self) -> tuple[int, ...]:
-        """A batch is a window."""
+        """One batch per window."""
         return (1,)
 
     def due(self) -> tuple[int, ...]:
-        """A device alone is never without work."""
+        """No rank: a device alone is never without work."""
         return ()
 
     def did(self, samples: Sequence[int], _batches: Sequence[int] | None = None) -> None:
@@ -75,7 +75,7 @@ class SingleDevice:
         return (self._samples,)
 
     def step(self) -> None:
-        """The optimizer has stepped."""
+        """Learn from the time since the last step of the optimizer."""
         now_s = perf_counter()
         if self._stepped_s is not None and now_s > self._stepped_s:
             seen = self._samples / (now_s - self._stepped_s) / 1e3
@@ -94,11 +94,11 @@ class Balancer:
         ratios: Fixed shares, summing to 1; None: by measured speed. Shape (world_size,).
 
     Attributes:
-        balance: Ratios for cutting a batch, and the throughput.
+        balance: Ratios by measured speed, and the throughput.
         cadence: Cadence of the windows; None without.
         shard_sizes: Samples per rank in the last call or window. Shape (world_size,).
 
-    Threads: the user's; `quotas`, `due` and `cut` by the thread that reads ahead, too: they read one value
+    Threads: the user's; `quotas`, `due` and `cut` also by the thread that reads ahead: they read one value
         each.
     """
 

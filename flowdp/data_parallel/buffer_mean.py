@@ -18,10 +18,7 @@ def average_buffers(replicas: Replicas, samples: Sequence[int]) -> None:
     """Replace the buffers of the user's module by those of all ranks together.
 
     Float and complex buffers: the mean weighted by samples, in float64; integers and flags: the maximum.
-
-    Args:
-        replicas: The modules.
-        samples: Weight per rank; one with 0 gives nothing. Shape (world_size,).
+    A rank with 0 samples gives nothing.
 
     Streams:
         The caller's current ones, which come after the ranks' work.

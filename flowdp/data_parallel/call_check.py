@@ -22,6 +22,7 @@ from flowdp.data.trees import column, flatten, tensors_of
 from flowdp.data_parallel.gather import Joining, Returned
 from flowdp.data_parallel.layout import RETURN, Callee, Layout, output_name
 from flowdp.data_parallel.scatter import Arguments, CallArguments
+from flowdp.data_parallel.sharded_call import cut
 from flowdp.engine.oom_retry import without_frames
 from flowdp.errors import FlowdpError
 from flowdp.modules.comparison import Difference, compare, is_close
@@ -58,16 +59,12 @@ Run = Callable[[nn.Module, CallArguments], Any]
 
 @dataclass(frozen=True)
 class Call:
-    """A call, and how it is cut.
+    """A call of a function with the whole batch, and how it is cut.
 
     Attributes:
-        callee: The function.
-        run: Calls it, of a module, with a part.
-        args: Arguments of the whole batch.
-        kwargs: By name.
+        run: Calls the function, of a module, with a part.
         sizes: Samples of each part; at least two, none empty.
-        layout: Layout of the batch.
-        device: Where it is tried.
+        device: Device of the trials.
         advice: Remedy for a difference; None: found by other trials.
     """
 
@@ -87,7 +84,7 @@ class Call:
 
     @property
     def named(self) -> list[tuple[str | int, Any]]:
-        """The arguments, with their names."""
+        """The names of the arguments, and their values."""
         names = self.callee.names(self.args, self.kwargs)
         return list(zip(names, (*self.args, *self.kwargs.values()), strict=True))
 
@@ -97,13 +94,10 @@ class Call:
 
     def parts(self) -> list[CallArguments]:
         """The parts of the batch."""
-        if self.layout.split is not None:
-            made = self.layout.apart(self.args, self.kwargs, self.sizes)
-            cuts = [(Arguments(*part, None), 0, size) for part, size in zip(made, self.sizes, strict=True)]
-        else:
-            arguments = self.arguments
-            cuts = [(arguments, sum(self.sizes[:p]), size) for p, size in enumerate(self.sizes)]
-        return [arguments.part(start, size, self.device) for arguments, start, size in cuts]
+        layout = self.layout
+        split = None if layout.split is None else partial(layout.apart, self.args, self.kwargs)
+        shards = cut(self.arguments, self.sizes, split)
+        return [shard.arguments.part(shard.start, shard.samples, self.device) for shard in shards]
 
     def fewer(self) -> Call | None:
         """The same call with half the samples; None where fewer than two are left."""

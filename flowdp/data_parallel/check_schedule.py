@@ -20,13 +20,7 @@ MOST_FORMS = 16
 
 @dataclass(slots=True)
 class _Form:
-    """A kind of calls.
-
-    Attributes:
-        modes: Modes of the submodules.
-        outputs: As `Outputs.form`.
-        calls: How often it was called.
-    """
+    """Calls with the same modes of the submodules and the same `Outputs.form`."""
 
     modes: Hashable
     outputs: Any
@@ -34,7 +28,7 @@ class _Form:
 
 
 class Schedule:
-    """Schedule of the checked calls of a function: the first, second, fourth, eighth of each form, and so on.
+    """Schedule of a function's checks: at the first, second, fourth, eighth call of each form, and so on.
 
     The form of a call is that of its outputs, and which submodules are in training mode. One check is not
     enough: a mean over tokens is one over samples until a batch is padded, and a branch that looks across
@@ -42,7 +36,7 @@ class Schedule:
 
     Attributes:
         callee: The function.
-        graphs: The look through a call's graph for gradients that would be lost.
+        graphs: Schedule of the look through a call's graph for gradients that would be lost.
     """
 
     def __init__(self, callee: Callee) -> None:
@@ -63,8 +57,7 @@ class Schedule:
     def is_due(self, modes: Hashable) -> bool:
         """Whether a call that is cut is to be checked, should its outputs have the form of the last.
 
-        Args:
-            modes: Modes of the submodules: where they are others, the function may do something else.
+        In other `modes` of the submodules the function may do something else.
         """
         self._modes = modes if modes in self._last or len(self._last) < MOST_FORMS else None
         last = self._last.get(self._modes)
@@ -94,11 +87,7 @@ class Schedule:
 
 
 class Schedules:
-    """The schedules of all functions that are called, each made at its first call.
-
-    Args:
-        module: Module whose methods are called by name.
-    """
+    """The schedules of all functions that are called with a module, each made at its first call."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

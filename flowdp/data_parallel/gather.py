@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from flowdp.data.trees import Form, column, concatenated, flatten, is_cut, is_same, unflatten
-from flowdp.data_parallel.layout import RETURN, Callee, Layout, Reduction, WeightFunction, output_name
+from flowdp.data_parallel.layout import PLAIN, RETURN, Callee, Layout, Reduction, WeightFunction, output_name
 from flowdp.data_parallel.scatter import CallArguments
 from flowdp.errors import FlowdpError
 
@@ -28,10 +28,10 @@ class Returned:
     """The outputs of a module for its part.
 
     Args:
-        tree: As it came.
+        tree: Return value of the module.
         samples: Samples of the part; 0 where nothing was cut.
         where: The device, for errors.
-        weights: Weights of the part, by the functions that `reduce` has, where the outputs are joined.
+        weights: Weights of the part by the functions in `reduce`, on the device of the join.
 
     Attributes:
         tensors: In order, with the device's graph.
@@ -65,8 +65,8 @@ class Outputs:
 
     Attributes:
         tensors: On the first device, without a graph, in order.
-        differentiable: Which of them ask for a gradient.
-        form: The tree, and which of the tensors are one number; equal for outputs of one kind.
+        differentiable: Flag per tensor: it asks for a gradient.
+        form: The tree, and a flag per tensor: it is one number. Equal for outputs of one kind.
     """
 
     def __init__(
@@ -97,12 +97,7 @@ class Outputs:
 
 
 class Apart(Outputs):
-    """The outputs of all parts, not joined: `tree` is a list of them.
-
-    Args:
-        parts: Return values of the modules, in order.
-        pieces: The tensors of each part, without a graph, on the first device.
-    """
+    """The outputs of all parts, not joined: `tree` is a list of them. The arguments are those of `join`."""
 
     def __init__(self, parts: Sequence[Returned], pieces: Sequence[Sequence[Tensor]]) -> None:
         self.tensors = [tensor for own in pieces for tensor in own]
@@ -131,21 +126,21 @@ class Joining:
         layout: Layout of its outputs.
         callee: Callable that names the arguments, for weights.
         dim: Batch dimension of the first argument that was cut.
-        is_apart: Whether they are left as they are, for a function of the user's.
+        is_apart: Whether the outputs stay apart, for a function of the user's.
 
     Attributes:
-        form: As `Outputs.form`, when they have been joined; None before.
+        form: `Outputs.form` of the joined outputs; None before.
     """
 
     def __init__(
         self,
-        layout: Layout | None = None,
+        layout: Layout = PLAIN,
         callee: Callee | None = None,
         dim: int = 0,
         *,
         is_apart: bool = False,
     ) -> None:
-        self._layout = layout or Layout()
+        self._layout = layout
         self._callee = callee
         self._dim = dim
         self._is_apart = is_apart
@@ -163,7 +158,7 @@ class Joining:
         return self._layout.weigh(self._callee, part.args, part.kwargs)
 
     def join(self, parts: Sequence[Returned], pieces: Sequence[Sequence[Tensor]]) -> Outputs:
-        """Join parts as the function `join` does."""
+        """Join the outputs as `join` does, or leave them apart."""
         made = Apart(parts, pieces) if self._is_apart else join(parts, pieces, self._layout, self._dim)
         self.form = made.form
         return made
@@ -188,7 +183,7 @@ class Joining:
 def join(
     parts: Sequence[Returned],
     pieces: Sequence[Sequence[Tensor]],
-    layout: Layout | None = None,
+    layout: Layout = PLAIN,
     dim: int = 0,
 ) -> Outputs:
     """Put the outputs of all parts together.
@@ -200,13 +195,12 @@ def join(
     Args:
         parts: Return values of the modules, in the order of the samples.
         pieces: The tensors of each part, without a graph, on the first device.
-        layout: Layout of the outputs; None: along dim 0, and means.
+        layout: Layout of the outputs.
         dim: Batch dimension of the first argument that was cut.
 
     Raises:
         FlowdpError: The outputs cannot be put together.
     """
-    layout = layout or _PLAIN
     first = parts[0]
     for part in parts[1:]:
         if part.form != first.form:
@@ -232,9 +226,6 @@ def join(
             seams.append(_seam(first, place, own, samples, layout.output_dim(path, dim)))
         tensors.append(seams[-1].join(own))
     return Outputs(parts, leaves, seams, tensors)
-
-
-_PLAIN = Layout()
 
 
 class _Seam(Protocol):
@@ -267,7 +258,7 @@ class _Rows(_Seam):
 
 @dataclass(frozen=True, slots=True)
 class _Sum(_Seam):
-    """One number from each part, of which the sum is meant."""
+    """The sum of one number from each part."""
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(pieces)).sum(0, dtype=pieces[0].dtype)
@@ -278,7 +269,7 @@ class _Sum(_Seam):
 
 @dataclass(frozen=True, slots=True)
 class _Mean(_Seam):
-    """One number from each part, of which the mean by samples is meant.
+    """The mean by samples of one number from each part.
 
     Attributes:
         shares: Fraction of the samples of each part.
@@ -295,7 +286,7 @@ class _Mean(_Seam):
 
 @dataclass(frozen=True, slots=True)
 class _WeightedMean(_Seam):
-    """One number from each part, of which the mean by weights is meant.
+    """The mean by weights of one number from each part.
 
     Attributes:
         shares: Fraction of the weight of each part. Shape (parts,), on the first device.
@@ -305,7 +296,7 @@ class _WeightedMean(_Seam):
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
         counted = torch.stack(list(pieces)) * self.shares
-        # A part without any of the things that are counted may have divided by their number.
+        # A part without anything to count may have divided by 0.
         return counted.masked_fill(self.shares == 0, 0.0).sum(0).to(pieces[0].dtype)
 
     def part(self, gradient: Tensor, place: int) -> Tensor | None:
@@ -338,7 +329,7 @@ def _number(
         )
     weights = torch.stack([part.weights[reduction] for part in parts])
     total = weights.sum()
-    # Nothing to count anywhere: whatever the module gives for that is the mean, as on one device.
+    # Nothing to count anywhere: the module's answer to that is the mean, as on one device.
     return _WeightedMean(torch.where(total == 0, weights.new_tensor(by_samples), weights / total))
 
 

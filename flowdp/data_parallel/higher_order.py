@@ -20,12 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowdp.collective.gradient_sum import Gradients
 from flowdp.data_parallel.replicas import Replicas
 from flowdp.device.copies import carry, move
 
 __all__ = ["RankGraph", "differentiate", "retains_graph"]
-
-Gradients = list[Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +33,9 @@ class RankGraph:
 
     Attributes:
         inputs: The caller's.
-        leaves: Their counterparts, at which the rank's graph begins. Shape (inputs,).
-        outputs: At which it ends.
-        asked: Which leaves are differentiated by; the others have no gradient. Shape (inputs,).
+        leaves: Their counterparts at the begin of the rank's graph. Shape (inputs,).
+        outputs: Tensors at its end.
+        asked: Flag per leaf: it has a gradient. Shape (inputs,).
         walking: Makes the context in which the rank's thread walks the graph.
     """
 
@@ -58,7 +57,7 @@ def differentiate(
     """The gradients of all ranks' graphs with regard to their inputs, as a node of the caller's graph.
 
     Args:
-        replicas: Run the ranks.
+        replicas: The ranks.
         graphs: One per rank; None: the rank has none.
         gradients: Those of each graph's outputs, in the caller's graph, on any device.
 
@@ -93,8 +92,8 @@ class _Differentiation:
     """One order: from the graphs of the order before to the graphs of their gradients.
 
     Attributes:
-        inputs: Inputs of the node: what the graphs begin at, and the gradients of their outputs.
-        has: For each rank, which inputs of its graph have a gradient; None without a graph.
+        inputs: Inputs of the node: those of the graphs, and the gradients of their outputs.
+        has: For each rank, flag per input of its graph: it has a gradient. None without a graph.
     """
 
     def __init__(

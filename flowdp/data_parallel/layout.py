@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from flowdp.data_parallel.scatter import Arguments, KeyPath
 from flowdp.errors import FlowdpError, OptionError
-from flowdp.validators import check_int
+from flowdp.validators import check_function, check_int
 
 __all__ = [
+    "PLAIN",
+    "RETURN",
     "Callee",
     "DimOption",
     "JoinFunction",
@@ -54,7 +56,7 @@ def output_name(path: KeyPath) -> str:
 
 
 class Callee:
-    """The parameters of a function that is called with parts of a batch.
+    """The parameters of a function that is called with parts of a batch, and a memory of its calls.
 
     Args:
         function: A module's `forward`, or another method or function.
@@ -63,8 +65,9 @@ class Callee:
     Attributes:
         name: For messages.
         positional: Names of the parameters that may be given by position, in order.
+        parameters: Names of all parameters; None: any name goes.
         told: Buffers and attributes that the log has named.
-        ways: How leaves of the arguments were given when they first had a length: see `Arguments.ways`.
+        ways: Treatment of leaves when they first had a length: see `Arguments.ways`.
         pattern: Pattern of the last call that was cut: see `Arguments.pattern`.
         has_entries: Whether lists among its arguments have been found to have an entry for each sample.
     """
@@ -76,7 +79,7 @@ class Callee:
         self.ways: dict[KeyPath, int | None] = {}
         self.pattern: tuple[Any, ...] = ()
         self.has_entries = False
-        self.parameters: tuple[str, ...] | None = None  # None: any name goes
+        self.parameters: tuple[str, ...] | None = None
         try:
             parameters = list(inspect.signature(function).parameters.values())[skip:]
         except (TypeError, ValueError):  # a builtin, or a scripted method
@@ -119,16 +122,18 @@ class Layout:
 
     def __post_init__(self) -> None:
         """Check the types."""
+        if self.dim is None:
+            raise OptionError("dim must be an int or a mapping from arguments to dims, not None")
         if isinstance(self.dim, Mapping):
             for name, dim in self.dim.items():
-                _check_dim(f"dim[{name!r}]", dim, is_return=name == RETURN)
+                if name == RETURN:
+                    _check_output_dims(f"dim[{name!r}]", dim)
+                else:
+                    check_int(f"dim[{name!r}]", dim, least=0, optional=True)
         else:
-            _check_dim("dim", self.dim, is_return=True)
-            if self.dim is None:
-                raise OptionError("dim must be an int or a mapping from arguments to dims, not None")
-        for name, function in (("split", self.split), ("join", self.join)):
-            if function is not None and not callable(function):
-                raise OptionError(f"{name} must be a function or None, not {function!r}")
+            check_int("dim", self.dim, least=0)
+        check_function("split", self.split, "(args, kwargs, sizes)")
+        check_function("join", self.join, "(outputs, sizes)")
         if isinstance(self.reduce, Mapping):
             for name, reduction in self.reduce.items():
                 _check_reduction(f"reduce[{name!r}]", reduction)
@@ -136,19 +141,19 @@ class Layout:
             _check_reduction("reduce", self.reduce)
 
     def check_plain(self) -> None:
-        """Check that nothing is said of it, for windows.
+        """Check that all options have their defaults, for windows.
 
         Raises:
-            OptionError: Something is.
+            OptionError: One has not.
         """
-        if not self.is_plain:
+        if self != PLAIN:
             raise OptionError(
                 "dim, split, join and reduce are for calls of the module, and epoch() cuts along dim 0: call "
                 "the module in a loop over the loader, or leave them out"
             )
 
     def checked(self, module: nn.Module) -> Layout:
-        """The layout itself; the arguments in `dim` must be some of the module's.
+        """This layout, after a check that the arguments in `dim` are some of the module's.
 
         Raises:
             OptionError: One is not.
@@ -166,14 +171,9 @@ class Layout:
                 )
         return self
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing but the samples of dim 0 counts."""
-        return self.dim == 0 and self.split is None and self.join is None and self.reduce == "mean"
-
     # ------------------------------------------------------------------ arguments
     def dims(self, callee: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | list[int | None]:
-        """The dim of all arguments, or of each: positional ones, then those by name."""
+        """The dim of all arguments, or of each: the positional ones, then those by name."""
         if not isinstance(self.dim, Mapping):
             return self.dim
         names = callee.names(args, kwargs)
@@ -199,10 +199,6 @@ class Layout:
 
     def check(self, callee: Callee, arguments: Arguments) -> None:
         """Check that a call can be cut, and that nothing is cut that went whole in an earlier one.
-
-        Args:
-            callee: Which remembers its calls.
-            arguments: Arguments of the call.
 
         Raises:
             FlowdpError: An argument holds samples, and cannot be cut; or it has gone whole so far, and is as
@@ -233,12 +229,7 @@ class Layout:
         callee.pattern = pattern
 
     def dims_with(self, names: Sequence[str | int], own: Mapping[str | int, int | None]) -> DimOption:
-        """The option `dim` that gives some arguments another dim, and leaves the rest as it is.
-
-        Args:
-            names: Names of all arguments.
-            own: The dims of some, by name.
-        """
+        """The option `dim` with other dims (`own`) of some arguments, of all those named."""
         known: Mapping[str | int, Any] = {}
         if isinstance(self.dim, Mapping):
             known = self.dim
@@ -283,19 +274,14 @@ class Layout:
 
     # ------------------------------------------------------------------ outputs
     def output_dim(self, path: KeyPath, dim: int) -> int:
-        """The dim of one output.
-
-        Args:
-            path: Where it is.
-            dim: That of the first argument that was cut.
-        """
+        """The dim of one output; `dim` is that of the first argument that was cut."""
         if not isinstance(self.dim, Mapping):
             return self.dim
         given = self.dim.get(RETURN, dim)
         return int(_by_name(given, path, 0) if isinstance(given, Mapping) else given)
 
     def reduction(self, path: KeyPath) -> Reduction:
-        """The reduction of one output that is one number from each part."""
+        """The reduction of an output that is one number from each part."""
         if isinstance(self.reduce, Mapping):
             found: Reduction = _by_name(self.reduce, path, "mean")
             return found
@@ -311,15 +297,10 @@ class Layout:
     def weigh(
         self, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[WeightFunction, Tensor]:
-        """The weights of a part; none of a function for which the call has no arguments.
-
-        Args:
-            callee: Callable that names the arguments.
-            args: Arguments of the part.
-            kwargs: By name.
+        """The weights of a part, but for functions for which the call has no arguments.
 
         Raises:
-            FlowdpError: One is not one number.
+            FlowdpError: A weight is not one number.
         """
         if not (functions := self.weights):
             return {}
@@ -362,16 +343,14 @@ def _by_name(given: Mapping[Any, Any], path: KeyPath, default: Any) -> Any:
     return default
 
 
-def _check_dim(name: str, dim: object, *, is_return: bool) -> None:
-    if isinstance(dim, Mapping) and is_return and name != "dim":
-        for output, own in dim.items():
-            if own is None:
-                raise OptionError(f"{name}[{output!r}] must be an int, not None")
-            _check_dim(f"{name}[{output!r}]", own, is_return=False)
-    elif dim is not None:
-        check_int(name, dim, least=0)
-    elif dim is None and is_return and name != "dim":
+def _check_output_dims(name: str, dims: object) -> None:
+    if dims is None:
         raise OptionError(f"{name} must be an int, or a mapping from an output's name, not None")
+    if isinstance(dims, Mapping):
+        for output, dim in dims.items():
+            check_int(f"{name}[{output!r}]", dim, least=0)
+    else:
+        check_int(name, dims, least=0)
 
 
 def _check_reduction(name: str, reduction: object) -> None:
@@ -387,3 +366,7 @@ def _check_reduction(name: str, reduction: object) -> None:
             raise OptionError(f"{name}: {reduction!r} has no signature: {error}") from error
         if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
             raise OptionError(f"{name}: the function is called by name, and has parameters without one")
+
+
+PLAIN = Layout()
+"""Samples along dim 0, numbers reduced to their mean."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import accumulate
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -13,21 +14,13 @@ from flowdp.data.batches import Portion
 from flowdp.data.memory import OwnMemory
 from flowdp.data.slots import own_memory
 from flowdp.data.trees import batch_length, tensors_of, tree_map
+from flowdp.data_parallel.balancer import Balancer, SingleDevice
 from flowdp.data_parallel.windows import Piece, Window
 from flowdp.device.streams import Lane
 from flowdp.errors import DataError
 from flowdp.threads.inbox import LISTEN_S
 
 __all__ = ["Epoch", "WindowLoader", "Windows", "interleaved", "may_read_ahead", "samples_of"]
-
-Deal = Callable[[], Sequence[int] | None]
-"""Asks how many whole batches each rank takes in the next window; None: one batch, cut by the ratios."""
-
-Cut = Callable[[int], Sequence[int]]
-"""Asks how many samples of a batch each rank takes."""
-
-Due = Callable[[], Collection[int]]
-"""Asks which ranks get a batch of the next window before any other does; see `Cadence.due`."""
 
 
 def interleaved(counts: Sequence[int], due: Collection[int] = ()) -> list[int]:
@@ -53,23 +46,19 @@ class Epoch:
     Args:
         loader: Any iterable of batches.
         lanes: One per rank.
-        deal: Whole batches per rank of the next window; None where batches are cut.
-        cut: Samples per rank of a batch.
-        due: Ranks that get a batch of the next window in any case.
+        balancer: Asked for each window's shares.
     """
 
     def __init__(
-        self, loader: Iterable[Any], lanes: Sequence[Lane], deal: Deal, cut: Cut, due: Due = tuple
+        self, loader: Iterable[Any], lanes: Sequence[Lane], balancer: Balancer | SingleDevice
     ) -> None:
         self._loader = loader
         self._lanes = lanes
-        self._deal = deal
-        self._cut = cut
-        self._due = due
+        self._balancer = balancer
 
     def __len__(self) -> int:
         """Number of windows; TypeError where a cadence sizes them, or the loader has no length."""
-        counts = self._deal()
+        counts = self._balancer.quotas()
         if counts is not None and len(counts) > 1:
             raise TypeError("a cadence sizes the windows as the epoch goes: their number is not known")
         return len(self._loader)  # type: ignore[arg-type]
@@ -81,7 +70,7 @@ class Epoch:
             for batch in self._loader:
                 yield Window([Piece(0, batch, samples_of(batch))], self._lanes[0].device)
             return
-        windows = Windows(self._loader, self._lanes, self._deal, self._cut, self._due)
+        windows = Windows(self._loader, self._lanes, self._balancer)
         if not may_read_ahead(self._loader):
             while (window := windows.read()) is not None:
                 yield window
@@ -113,23 +102,19 @@ class Windows:
         loader: Any iterable of batches. Its iterator is made here, by the calling thread, as worker processes
             want it.
         lanes: One per rank.
-        deal: Whole batches per rank of the next window.
-        cut: Samples per rank of a batch, where batches are cut.
-        due: Ranks that get a batch of the next window in any case.
+        balancer: Asked for each window's shares.
 
     Attributes:
-        is_left: Set it to have a window that is being read end with the batch under way.
+        is_left: Set it to end a window that is being read with the batch under way.
     """
 
     def __init__(
-        self, loader: Iterable[Any], lanes: Sequence[Lane], deal: Deal, cut: Cut, due: Due = tuple
+        self, loader: Iterable[Any], lanes: Sequence[Lane], balancer: Balancer | SingleDevice
     ) -> None:
         self._batches = iter(loader)
         self._memory = None if may_read_ahead(loader) else OwnMemory()
         self._lanes = lanes
-        self._deal = deal
-        self._cut = cut
-        self._due = due
+        self._balancer = balancer
         self.is_left = False
 
     def read(self) -> Window | None:
@@ -144,13 +129,13 @@ class Windows:
 
     def _pieces(self) -> tuple[list[Piece], Any]:
         """The pieces of a window, and the batch that was cut into them, if one was."""
-        counts = self._deal()
+        counts = self._balancer.quotas()
         if counts is None:
             batch = next(self._batches, _END)
             shards = [] if batch is _END else self._shards(batch)
             return shards, batch if len(shards) > 1 else None
         pieces = []
-        for rank in interleaved(counts, self._due()):
+        for rank in interleaved(counts, self._balancer.due()):
             batch = next(self._batches, _END)
             if batch is _END or self.is_left:
                 break
@@ -161,16 +146,15 @@ class Windows:
 
     def _shards(self, batch: Any) -> list[Piece]:
         samples = samples_of(batch)
-        sizes = self._cut(samples)
+        sizes = self._balancer.cut(samples)
         if max(sizes) == samples:  # whole: it need not be one that can be cut
             return [self._piece(rank, batch, size) for rank, size in enumerate(sizes) if size]
         portion = Portion.of(batch, samples)
-        pieces, start = [], 0
-        for rank, size in enumerate(sizes):
-            if size:
-                pieces.append(self._piece(rank, portion.rows(start, start + size), size))
-            start += size
-        return pieces
+        return [
+            self._piece(rank, portion.rows(stop - size, stop), size)
+            for rank, (size, stop) in enumerate(zip(sizes, accumulate(sizes), strict=True))
+            if size
+        ]
 
     def _piece(self, rank: int, batch: Any, samples: int) -> Piece:
         lane = self._lanes[rank]
@@ -209,12 +193,7 @@ class WindowLoader:
         self._thread.start()
 
     def __iter__(self) -> Iterator[Window]:
-        """The windows; each is the caller's until the next is requested.
-
-        Raises:
-            BaseException: Raised by the loader.
-            DataError: It gave a batch without samples.
-        """
+        """The windows; each is the caller's until the next is requested. Errors as of `Windows.read`."""
         while True:
             window = self._next()
             if window is None:

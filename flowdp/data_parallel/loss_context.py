@@ -49,36 +49,34 @@ class Inputs:
     Args:
         fields: Keys of a mapping, attributes of a dataclass or positions of a sequence, in the order of the
             module's arguments, or one of them; or a function of the batch that returns the arguments. None: a
-            tensor goes whole, of a sequence the first, of others by name what `forward` has parameters for.
+            tensor goes whole, the first field of a sequence, and of others the fields that are named like
+            parameters of `forward`.
         module: The model.
 
     Attributes:
-        function: Loss function of the batch, if one was given.
+        function: The function, if one was given.
 
     Raises:
         OptionError: They name nothing.
     """
 
     def __init__(self, fields: InputsOption, module: nn.Module) -> None:
-        named = (fields,) if isinstance(fields, (str, int)) else fields
-        if not callable(fields) and not isinstance(named, Sequence | None):
-            raise OptionError(
-                f"inputs must be keys or positions of a batch, or a function of it, not {fields!r}"
-            )
-        if isinstance(named, Sequence):
+        self.function = fields if callable(fields) else None
+        self._fields: tuple[str | int, ...] | None = None
+        if fields is not None and not callable(fields):
+            named = (fields,) if isinstance(fields, (str, int)) else fields
+            if not isinstance(named, Sequence):
+                raise OptionError(
+                    f"inputs must be keys or positions of a batch, or a function of it, not {fields!r}"
+                )
             for field in named:
                 if not isinstance(field, (str, int)) or isinstance(field, bool):
                     raise OptionError(
                         f"inputs must be keys (str) or positions (int) of a batch, not {field!r}"
                     )
-        self.function = fields if callable(fields) else None
-        self._fields: tuple[str | int, ...] | None = None
-        if isinstance(fields, (str, int)):
-            self._fields = (fields,)
-        elif fields is not None and not callable(fields):
-            self._fields = tuple(fields)
-            if not self._fields:
+            if not named:
                 raise OptionError("inputs must name at least one field of the batch, or be left out")
+            self._fields = tuple(named)
         self._parameters = list(inspect.signature(module.forward).parameters)
 
     def of(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -108,11 +106,7 @@ class Inputs:
 
 
 class TaggedModules:
-    """Captures outputs of submodules.
-
-    Args:
-        names: Names of submodules.
-        module: The model.
+    """Captures outputs of submodules, given by their names.
 
     Raises:
         OptionError: It has no such submodule; the message lists those it has.
@@ -129,7 +123,7 @@ class TaggedModules:
 
     @contextmanager
     def listening(self, module: nn.Module) -> Iterator[Traces]:
-        """Their outputs while this is open."""
+        """Context with the outputs of their calls inside."""
         heard: Traces = {name: [] for name in self.names}
         with ExitStack() as stack:
             for name in self.names:
@@ -161,6 +155,6 @@ class BatchPlan:
     scale: Callable[[Tensor], Tensor] | None = None
 
     def scaled(self, scaler: torch.amp.GradScaler, device: torch.device) -> BatchPlan:
-        """The same with losses that a scaler scales; its scale is made on the device, in this thread."""
+        """This plan with losses that a scaler scales; its scale is made on the device, in this thread."""
         scaler.scale(torch.zeros((), device=device))
         return replace(self, scale=scaler.scale)

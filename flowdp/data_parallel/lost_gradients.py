@@ -23,13 +23,13 @@ __all__ = ["check_leaves", "check_transforms"]
 def check_leaves(
     outputs: Sequence[Tensor], wanting: Sequence[Tensor], parameters: Sequence[Sequence[Tensor]], rank: int
 ) -> None:
-    """Look whether the graph of a rank's outputs ends at tensors that the rank knows.
+    """Check that the graph of a rank's outputs ends at tensors that the rank knows.
 
     Args:
         outputs: Outputs of the rank.
         wanting: Its arguments that ask for a gradient.
-        parameters: Of each rank; the first's are the user's, which no other may use.
-        rank: Its number.
+        parameters: Parameters of each rank; the first's are the user's, which no other may use.
+        rank: Index of the rank.
 
     Raises:
         FlowdpError: It ends at another tensor that requires grad.
@@ -52,7 +52,7 @@ def check_leaves(
 
 
 def _references_of_a_graph() -> int:
-    """References to a leaf that only a graph and one variable hold, as this version of torch counts them."""
+    """Count of references to a leaf that only a graph and one variable hold, in this version of torch."""
     node: Any = torch.zeros(1).requires_grad_().clone().grad_fn
     leaf = node.next_functions[0][0].variable
     return sys.getrefcount(leaf)
@@ -74,23 +74,20 @@ def _refuse(leaf: Tensor, *, is_users: bool) -> None:
 
 
 def check_transforms() -> None:
-    """Look whether a derivative is asked for that does not go through several graphs.
+    """Check that no derivative is asked for that does not go through several graphs.
 
     Raises:
         FlowdpError: Forward-mode differentiation, a transform of torch.func, or a trace is under way.
     """
-    what = None
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        what = "a transform of torch.func"
-    elif forward_ad._current_level >= 0:
-        what = "forward-mode differentiation"
-    elif torch._C._get_tracing_state() is not None:
+    is_transform = torch._C._functorch.peek_interpreter_stack() is not None
+    if is_transform or forward_ad._current_level >= 0:
+        kind = "a transform of torch.func" if is_transform else "forward-mode differentiation"
+        raise FlowdpError(
+            f"{kind} does not go through a call that several devices do: call the module itself, .module, or "
+            "take derivatives by torch.autograd.grad(create_graph=True)"
+        )
+    if torch._C._get_tracing_state() is not None:
         raise FlowdpError(
             "a trace (torch.jit, torch.onnx) does not go through a call that several devices do: trace the "
             "module itself, .module"
-        )
-    if what is not None:
-        raise FlowdpError(
-            f"{what} does not go through a call that several devices do: call the module itself, .module, or "
-            "take derivatives by torch.autograd.grad(create_graph=True)"
         )

@@ -20,10 +20,11 @@ class ModuleTensors:
     """The places of a module's tensors: a buffer may be another object after every forward.
 
     Args:
-        module: As it is now; its structure must stay.
+        module: Its structure must stay.
 
     Attributes:
-        modules: It and its submodules, in order.
+        modules: The module and its submodules, in order.
+        names: Names of its tensors, parameters first.
 
     Raises:
         OptionError: A parameter or buffer has no shape yet.
@@ -35,8 +36,8 @@ class ModuleTensors:
         self._parameters: list[_Location] = []
         self._buffers: list[_Location] = []
         self.names: list[str] = []
-        self._empty: list[_Location] = []  # of parameters, as the next
-        self._tied: list[tuple[_Location, int]] = []  # and the number of the first place
+        self._empty: list[_Location] = []  # parameters that are None
+        self._tied: list[tuple[_Location, int]] = []  # parameters with the number of their first place
         seen: dict[Tensor, int] = {}
         for kind, locations in (("_parameters", self._parameters), ("_buffers", self._buffers)):
             for prefix, owner in module.named_modules():
@@ -73,11 +74,9 @@ class ModuleTensors:
         return self.parameters + self.buffers
 
     def fit(self, index: int, like: Tensor) -> Tensor:
-        """The tensor of a place, with the shape and dtype of another module's.
+        """The tensor at an index of `tensors`, with the shape and dtype of another module's.
 
-        Args:
-            index: In `tensors`.
-            like: Tensor at the same place there. A buffer may have grown, and is made anew.
+        A buffer may have grown, and is made anew.
 
         Raises:
             FlowdpError: It is a parameter, and has another shape or dtype.
@@ -94,7 +93,7 @@ class ModuleTensors:
         return table[key]
 
     def check_as_it_was(self) -> None:
-        """Check that the module has the parts that it had; their values may have changed.
+        """Check that the module has the same parts as before; their values may have changed.
 
         Raises:
             FlowdpError: It has others.
@@ -113,8 +112,8 @@ class ModuleTensors:
                 changed = [f"no buffer {key!r}" for table, key in self._buffers if table.get(key) is None]
         if changed:
             raise FlowdpError(
-                f"the model has changed since setup(): {', '.join(changed)}; the replicas are "
-                f"as it was before: make all changes first, then call setup() again"
+                f"the model has changed since setup(): {', '.join(changed)}; the replicas are as it was "
+                "before: make all changes first, then call setup() again"
             )
 
     def check_like(self, first: ModuleTensors, device: torch.device) -> None:

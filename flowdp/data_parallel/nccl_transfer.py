@@ -21,7 +21,7 @@ from flowdp.data_parallel.module_tensors import ModuleTensors
 from flowdp.device.copies import carry
 from flowdp.device.streams import Lane
 
-__all__ = ["Copying", "Link", "NcclTransfer", "Packed", "Reducing", "State"]
+__all__ = ["Copying", "Link", "NcclTransfer", "Packed", "Reducing", "State", "is_elsewhere"]
 
 Link = Callable[[Sequence[Lane], Mapping[torch.dtype, int]], NcclLoop | None]
 """Opens NCCL for rows of these sizes; None: it is not used."""
@@ -46,11 +46,7 @@ class Packed:
 
 
 class Copying:
-    """Sums gradients on the first device, to which each rank copies its own.
-
-    Args:
-        home: The first device.
-    """
+    """Sums gradients on the first device (`home`), to which each rank copies its own."""
 
     def __init__(self, home: torch.device) -> None:
         self._home = home
@@ -60,7 +56,7 @@ class Copying:
         return Packed([], [], carry(gradients, self._home))
 
     def sum(self, ranks: Sequence[Packed]) -> Gradients:
-        """The sums, on the first device: rank after rank. None where no rank has a gradient."""
+        """The sums, on the first device, rank after rank; None where no rank has a gradient."""
         return add_up([one.rest for one in ranks])
 
 
@@ -80,25 +76,14 @@ class Reducing:
         self._home = home
 
     def pack(self, gradients: Gradients, device: torch.device) -> Packed:
-        """Put a rank's gradients into rows.
-
-        Args:
-            gradients: One for each parameter, on the device.
-            device: Device of the rank.
-
-        Streams:
-            The current one.
-        """
+        """Put a rank's gradients into rows, on its device's current stream."""
         places = zip(self._rows.places, gradients, strict=True)
         has = [place is not None and one is not None and place.fits(one) for place, one in places]
         rest = [None if is_in else one for is_in, one in zip(has, gradients, strict=True)]
         return Packed(self._rows.pack(gradients, device), has, carry(rest, self._home))
 
     def sum(self, ranks: Sequence[Packed]) -> Gradients:
-        """The sums, on the first device, in the order of NCCL; None where no rank has a gradient.
-
-        Args:
-            ranks: All of them.
+        """The sums over all ranks, on the first device, in the order of NCCL; None where none has a gradient.
 
         Raises:
             CollectiveError: NCCL fails.
@@ -173,10 +158,7 @@ class NcclTransfer:
         return index in self._places
 
     def send(self, now: Sequence[State]) -> None:
-        """Send the parameters that have been written to since the last time.
-
-        Args:
-            now: The user's tensors, parameters first.
+        """Send the parameters that have been written to since the last time, of the tensors as they are now.
 
         Raises:
             CollectiveError: NCCL fails.
@@ -245,8 +227,13 @@ class NcclTransfer:
         return runs
 
 
+def is_elsewhere(now: State, then: State) -> bool:
+    """Whether a tensor is another object, or lies at another address."""
+    return now[0] is not then[0] or now[2] != then[2]
+
+
 def _is_other(now: State, then: State | None) -> bool:
-    return then is None or now[0] is not then[0] or now[1] != then[1] or now[2] != then[2]
+    return then is None or now[1] != then[1] or is_elsewhere(now, then)
 
 
 def _memory(tensor: Tensor) -> tuple[torch.device, int] | int:

@@ -32,7 +32,7 @@ class OptimizerHooks:
         averages: Whether each step takes the mean of all ranks' buffers.
 
     Attributes:
-        optimizers: The user's own.
+        optimizers: The user's optimizers.
         count: Steps of the first optimizer so far.
 
     Threads: the user's.
@@ -58,23 +58,19 @@ class OptimizerHooks:
         """Replace the optimizers.
 
         Raises:
-            OptionError: They are none, or of another model. Those before remain then.
+            OptionError: They are none, or belong to another model. Those before remain then.
         """
         self.optimizers = check_optimizers(option, self._module)
         for hook in self._hooks:
             hook.remove()
         # An optimizer that outlives this must not keep it, and the replicas behind it.
-        this = weakref.ref(self)
-        self._hooks = [o.register_step_post_hook(partial(_after_step, this)) for o in self.optimizers]
+        before, after = (partial(_call, weakref.WeakMethod(one)) for one in (self._before, self._after))
+        self._hooks = [optimizer.register_step_post_hook(after) for optimizer in self.optimizers]
         if self._replicas is not None:
-            self._hooks += [o.register_step_pre_hook(partial(_before_step, this)) for o in self.optimizers]
+            self._hooks += [optimizer.register_step_pre_hook(before) for optimizer in self.optimizers]
 
     def step(self, scaler: torch.amp.GradScaler | None, max_norm: float | None) -> None:
-        """Clip, and step all optimizers.
-
-        Args:
-            scaler: Scaler of the losses' gradients; it decides whether the optimizers step.
-            max_norm: 2-norm to which the gradients are clipped.
+        """Clip to a 2-norm, and step all optimizers; see `DataParallel.step`.
 
         Raises:
             FlowdpError: There is no optimizer, one needs a closure, or no parameter has a gradient.
@@ -122,7 +118,7 @@ class OptimizerHooks:
         if self._replicas is not None:
             collect_gradients(self._replicas)
 
-    def _before(self) -> None:
+    def _before(self, _optimizer: Optimizer) -> None:
         assert self._replicas is not None
         if not any(map(self._replicas.has_left, range(len(self._replicas.modules)))):
             return
@@ -136,7 +132,7 @@ class OptimizerHooks:
     def _after(self, optimizer: Optimizer) -> None:
         if self._replicas is not None:
             written = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-            # Fused steps, and kernels of other libraries, do not count what they write.
+            # Fused steps, and kernels of other libraries, do not count their writes.
             torch.autograd.graph.increment_version(written)
         if optimizer is not self.optimizers[0]:
             return
@@ -146,9 +142,9 @@ class OptimizerHooks:
         self._balancer.step()
 
 
-def _before_step(this: weakref.ref[OptimizerHooks], *_: Any) -> None:
-    if (owner := this()) is not None:
-        owner._before()
+def _call(method: weakref.WeakMethod[Any], optimizer: Optimizer, *_: Any) -> None:
+    if (alive := method()) is not None:
+        alive(optimizer)
 
 
 def _is_in_a_scalers_step() -> bool:
@@ -160,8 +156,3 @@ def _is_in_a_scalers_step() -> bool:
         if isinstance(scaler, torch.amp.GradScaler):
             return scaler.is_enabled()
     return False
-
-
-def _after_step(this: weakref.ref[OptimizerHooks], optimizer: Optimizer, *_: Any) -> None:
-    if (owner := this()) is not None:
-        owner._after(optimizer)

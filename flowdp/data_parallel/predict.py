@@ -26,9 +26,9 @@ def batches_of(data: object, batch_size: int | None, dim: int = 0) -> Iterable[A
     """The batches of a loader, a dataset, a tensor or an array.
 
     Args:
-        data: A loader or another iterable of batches; or one of those that are cut into batches.
+        data: A loader or another iterable of batches; or a dataset, tensor or array to cut into batches.
         batch_size: Samples of a batch, for a dataset, tensor or array. None: a tensor or array is one batch.
-        dim: Where the samples of a tensor or array lie.
+        dim: Batch dimension of a tensor or array.
 
     Raises:
         OptionError: It is none of these, or the batch size is wrong, missing, or has no use.
@@ -61,10 +61,10 @@ def predict(
 
     Args:
         call: Calls the module.
-        batches: Each with at least one sample.
+        batches: Batches of at least one sample each.
         inputs: Fields of a batch that the module takes.
-        layout: How numbers are reduced, and where samples lie.
-        callee: Names the arguments.
+        layout: Layout of the samples, and reduction of numbers.
+        callee: Callable that names the arguments.
 
     Raises:
         DataError: There is no batch, or one without samples.

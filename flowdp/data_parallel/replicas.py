@@ -1,9 +1,9 @@
 """The user's module and its replicas on the other devices, a thread for each, for a loop the user owns.
 
-Rank 0 is the user's own module. The others are kept like it: before a replica computes, it is sent what has
-changed in the user's module since. So only the user's optimizer steps, and whatever else writes to the module
-(weight clipping, `load_state_dict`, an average of weights) reaches all devices. Replicas on the CPU use the
-memory of the user's parameters.
+Rank 0 is the user's own module. The others are kept like it: before a replica computes, it is sent the
+changes of the user's module since its last job. So only the user's optimizer steps, and other writes to the
+module (weight clipping, `load_state_dict`, an average of weights) reach all devices, too. Replicas on the CPU
+use the memory of the user's parameters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flowdp.data.slots import keep_for_compute
 from flowdp.data.trees import tensors_of
 from flowdp.data_parallel.lost_gradients import check_transforms
 from flowdp.data_parallel.module_tensors import ModuleTensors
-from flowdp.data_parallel.nccl_transfer import Copying, Link, NcclTransfer, Reducing, State
+from flowdp.data_parallel.nccl_transfer import Copying, Link, NcclTransfer, Reducing, State, is_elsewhere
 from flowdp.data_parallel.shared_memory import SharedMemory
 from flowdp.data_parallel.stopwatch import Stopwatch
 from flowdp.data_parallel.unseen_writes import UnseenWrites
@@ -72,11 +72,13 @@ class Replicas:
     Attributes:
         modules: One per rank.
         devices: One per rank.
-        watches: One per rank: how long its jobs took on the device.
-        summing: How long the sums of gradients took.
+        watches: One per rank: times of its jobs on the device.
+        summing: Times of the sums of gradients.
         pools: As given; updated where the watches are read.
         wire: NCCL between the ranks; None without it.
-        turns: To launch; None where forwards meet.
+        turns: Turns to launch; None where forwards meet.
+        shares_generator: Flag per rank: it draws from a generator from which others draw, too.
+        own_draws: Per rank, the generator of the job under way; None: the device's.
 
     Raises:
         OptionError: The module cannot be copied, or the replicas differ.
@@ -135,9 +137,9 @@ class Replicas:
         self._left: dict[int, tuple[TensorWeakRef, int]] = {}  # the user's own behind it, and its version
         self._is_spoilt = False
         self._is_first_backward = len(lanes) > 1
-        self._shares = [not repeats and is_shared for is_shared in share_generator(self.devices)]
+        self.shares_generator = [not repeats and is_shared for is_shared in share_generator(self.devices)]
         self._redraws = [Recheck() for _ in lanes]
-        self._lent: list[OwnDraws | None] = [None] * len(lanes)
+        self.own_draws: list[OwnDraws | None] = [None] * len(lanes)
         self._kinds = frozenset(device.type for device in self.devices)
         self._asked = [lane.event() for lane in lanes]
         self._done = [(lane.event(), lanes[0].event()) for lane in lanes]
@@ -273,7 +275,7 @@ class Replicas:
         """Leave ranks the buffers that their last call made: count the user's, as they are, as sent.
 
         Args:
-            samples: Per rank, in that call; one with 0 had no part in it. Shape (world_size,).
+            samples: Per rank; one with 0 had no part in that call. Shape (world_size,).
         """
         buffers = [_state(buffer) for buffer in self._tensors[0].buffers]
         for rank, count in enumerate(samples):
@@ -287,7 +289,7 @@ class Replicas:
         return rank > 0 and any(tensor.grad is not None for tensor in self.trained(rank))
 
     def carrier(self, parameters: Sequence[Tensor], *, is_whole: bool) -> Copying | Reducing:
-        """The way of gradients to the first device, where they are summed.
+        """The transfer of gradients to the first device, where they are summed.
 
         Args:
             parameters: Parameters of the first rank.
@@ -299,8 +301,8 @@ class Replicas:
     def backward(self, *, leaves: bool) -> Iterator[None]:
         """Context for a backward pass: drops stale replica gradients first.
 
-        There are none after an error, and where the user has dropped his own: `zero_grad()` knows nothing of
-        replicas.
+        They are stale after an error, and where the user has dropped those of the module: `zero_grad()` knows
+        nothing of replicas.
 
         Args:
             leaves: Whether the replicas' gradients stay with them, beside those of the user's module.
@@ -396,10 +398,10 @@ class Replicas:
 
         Args:
             jobs: One per rank; None: nothing to do there.
-            modes: In which they run; None: the caller's.
-            parts: Of each rank, in one batch: ranks that have one take the statistics of SyncBatchNorm
+            modes: Torch modes of the jobs; None: the caller's.
+            parts: Parts of one batch, per rank: ranks that have one take the statistics of SyncBatchNorm
                 together. Empty: none does.
-            enters_draws: Whether a job's draws repeat, where they shall. False: it sees to that by
+            enters_draws: Whether repeatable draws are set up for the jobs. False: each does so by
                 `own_draws`, for the mode holds the lock at each operation.
 
         Raises:
@@ -422,7 +424,7 @@ class Replicas:
         is_backward = torch._C._current_graph_task_id() != -1
         seed = draw_seed() if self._repeats and not is_backward else None
         draws = [self._draws(rank, seed, is_backward=is_backward) for rank in range(len(jobs))]
-        self._lent = [one if isinstance(one, OwnDraws) else None for one in draws]
+        self.own_draws = [one if isinstance(one, OwnDraws) else None for one in draws]
         if not enters_draws:
             draws = [nullcontext()] * len(jobs)
         try:
@@ -455,18 +457,14 @@ class Replicas:
     def launch(self, rank: int, samples: int, forward: Callable[..., T], *args: Any) -> T:
         """Call a forward of so many samples, part of a rank's job, in turn, where ranks take turns to launch.
 
-        Args:
-            rank: Index of the rank.
-            samples: In the call.
-            forward: Launches; the backward behind it needs no turn.
-            args: Its arguments.
+        The backward behind it needs no turn.
         """
         if self.turns is None:
             return forward(*args)
         return self.turns.ranks[rank].launch_forward(samples, forward, *args)
 
     def frees_at_once(self, rank: int) -> bool:
-        """Whether the backward of a rank keeps its graph, which is freed behind it."""
+        """Whether the backward of a rank keeps its graph, which is then freed as a whole."""
         is_limited = self.turns is not None and self.turns.limit is not None
         return is_limited and frees_at_once(self.devices[rank])
 
@@ -480,7 +478,7 @@ class Replicas:
         changed: list[int] = []
         for i in self._due[rank]:
             now = self._now[i]
-            if not before or _is_elsewhere(now, before[i]):
+            if not before or is_elsewhere(now, before[i]):
                 tensors[i] = mine.fit(i, now[0])
                 if sharing is not None and sharing.has(i):
                     sharing.attach(i)
@@ -525,17 +523,9 @@ class Replicas:
         lanes = [self._lanes[rank] for rank in ranks]
         return dict(zip(ranks, group_lanes(lanes, threading.TIMEOUT_MAX), strict=True))
 
-    def own_draws(self, rank: int) -> OwnDraws | None:
-        """The generator that a rank draws from in its job; None: from the device's generator."""
-        return self._lent[rank]
-
-    def shares_generator(self, rank: int) -> bool:
-        """Whether a rank draws from a generator from which others draw, too."""
-        return self._shares[rank]
-
     def watch(self, rank: int) -> AbstractContextManager[object]:
         """Occasional check of a rank's backward for repeated draws of the forward."""
-        return self._watched(rank) if self._shares[rank] else nullcontext()
+        return self._watched(rank) if self.shares_generator[rank] else nullcontext()
 
     @contextmanager
     def _watched(self, rank: int) -> Iterator[None]:
@@ -596,8 +586,4 @@ def _state(tensor: Tensor) -> State:
 
 
 def _differs(now: State, then: State) -> bool:
-    return now[1] != then[1] or now[3] is not then[3] or _is_elsewhere(now, then)
-
-
-def _is_elsewhere(now: State, then: State) -> bool:
-    return now[0] is not then[0] or now[2] != then[2]
+    return now[1] != then[1] or now[3] is not then[3] or is_elsewhere(now, then)

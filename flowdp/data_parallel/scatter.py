@@ -49,14 +49,14 @@ SHOWN = 6
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """A tensor that a module is called with, and the caller's of which it is the whole or a part.
+    """A tensor among the arguments of a module's call: the whole of a tensor of the caller's, or a part.
 
     Attributes:
-        whole: The caller's.
-        memory: Its part of the caller's memory.
+        whole: The caller's tensor.
+        memory: The part of it in the caller's memory.
         given: The module's: the same memory with a version counter of its own, or a copy on its device.
-        version: Version of `given`, before the module had it; None: it has no counter.
-        leaf: Where the device's graph begins; None where no gradient is asked for.
+        version: Version of `given` before the call; None: it has no counter.
+        leaf: Begin of the device's graph; None where no gradient is asked for.
         is_cut: Whether it is a part.
     """
 
@@ -80,13 +80,7 @@ class Handed:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The arguments with which one device calls a module.
-
-    Attributes:
-        args: Positional arguments.
-        kwargs: Those by name.
-        handed: The tensors among them, in order.
-    """
+    """The arguments of one device's call of a module, and the tensors among them, in order."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -99,7 +93,7 @@ class CallArguments:
 
 
 class _Begin(torch.autograd.Function):
-    """Passes a leaf on as a tensor that a module may write to, as to the output of another one."""
+    """Passes a leaf on as a tensor that a module may write to, like the output of another one."""
 
     @staticmethod
     def forward(_ctx: Any, leaf: Tensor) -> Tensor:
@@ -174,7 +168,7 @@ class Arguments:
         self._wanting_cuts = [dim for _, dim in asking]
 
     def warn_uncut(self, device: torch.device) -> None:
-        """Log that nothing of them can be cut, so that one device does the call."""
+        """Log that nothing can be cut, so that one device does the call."""
         log.warning(
             "nothing in a call can be cut (%s), so %s does such calls alone, and the other devices do "
             "nothing; give tensors or arrays whose first dimension is the batch, in tuples, dicts or "
@@ -196,13 +190,7 @@ class Arguments:
     def apart(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: tuple[int, ...]
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """The entries of the lists in `listed`, for each part, beside everything else.
-
-        Args:
-            args: Positional arguments.
-            kwargs: By name.
-            sizes: Samples of each part.
-        """
+        """(args, kwargs) of each part: its entries of the lists in `listed`, and all else whole."""
         parts = []
         for stop, size in zip(accumulate(sizes), sizes, strict=True):
             named = {
@@ -214,7 +202,7 @@ class Arguments:
 
     @property
     def pattern(self) -> tuple[Any, ...]:
-        """The names of the arguments, and how each leaf is given: equal where `ways` are."""
+        """The names of the arguments, and the treatment of each leaf: equal where `ways` are."""
         return (self._positional, *self._form.keys, *map(self._way, range(len(self._leaves))))  # type: ignore[misc]
 
     def ways(self) -> dict[KeyPath, int | None]:
@@ -239,11 +227,11 @@ class Arguments:
         return [path.removeprefix("[").replace("]", "", 1) for path in self._form.paths()]
 
     def in_words(self, start: int, samples: int, positional: Sequence[str] = ()) -> str:
-        """The part of each argument that a device is called with, for a note on an error.
+        """A device's part of each argument in words, for a note on an error.
 
         Args:
-            start: Its first sample.
-            samples: How many it has.
+            start: First sample of the part.
+            samples: Number of its samples.
             positional: Names of the parameters that may be given by position.
         """
         parts: list[str] = []
@@ -267,12 +255,12 @@ class Arguments:
         return ", ".join(f"{name}: {described(leaf)}" for name, leaf in named) or "no arguments"
 
     def part(self, start: int, samples: int, device: torch.device | None) -> CallArguments:
-        """The arguments of one device.
+        """The arguments of one device: so many samples from `start` on.
 
         Args:
-            start: Its first sample.
-            samples: How many it takes.
-            device: Where they are wanted; None: where they are.
+            start: First sample.
+            samples: Number of samples.
+            device: Device of the part; None: tensors stay where they are.
 
         Streams:
             Copies are on the current ones of both devices.
@@ -299,14 +287,7 @@ class Arguments:
         return CallArguments(args, named, handed)
 
     def piece(self, place: int, tensor: Tensor, start: int, samples: int) -> Tensor:
-        """The part of a tensor like one in `wanting`, in the caller's graph.
-
-        Args:
-            place: In `wanting`.
-            tensor: Itself, or its gradient.
-            start: First sample of the part.
-            samples: How many it has.
-        """
+        """The part of a tensor in `wanting`, or of its gradient, in the caller's graph."""
         piece: Tensor = cut(tensor, start, samples, self._wanting_cuts[place])
         return piece
 
@@ -317,7 +298,7 @@ class Arguments:
 
         Args:
             pieces: For each part in order, the gradients of its `wanting`.
-            samples: Of each part.
+            samples: Samples of each part.
         """
         joined: list[Tensor | None] = []
         for leaf, dim, *parts in zip(self.wanting, self._wanting_cuts, *pieces, strict=True):
@@ -359,7 +340,7 @@ class Arguments:
 
 
 def _length(named: Mapping[Any, Any], dims: Sequence[int | None]) -> tuple[int | None, int]:
-    """Samples of a batch, and along which dim the tensor lies that says so."""
+    """Samples of a batch, and the batch dimension of the tensor that they were read from."""
     given = [(value, dim) for value, dim in zip(named.values(), dims, strict=True) if dim is not None]
     for value, dim in given:
         for leaf in walk(value):
@@ -371,13 +352,8 @@ def _length(named: Mapping[Any, Any], dims: Sequence[int | None]) -> tuple[int |
 def _entries(named: Mapping[Any, Any], dims: Sequence[int | None], samples: int | None) -> int | None:
     """Samples of a batch that is in lists alone, with an entry for each; None: it is not.
 
-    Two lists of one length, one of them of records that hold tensors of other lengths than the first tensor:
-    those could not be cut.
-
-    Args:
-        named: The arguments.
-        dims: Theirs.
-        samples: Length of the first tensor; None: lists are known to have an entry for each sample.
+    Two lists of one length, one of them of records that hold tensors of other lengths than the first tensor
+    (`samples`): those could not be cut. Without `samples`, lists are known to have an entry for each sample.
     """
     lists: list[Sequence[Any]] = []
     for value, dim in zip(named.values(), dims, strict=True):

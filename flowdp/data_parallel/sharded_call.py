@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ __all__ = [
     "call_sharded",
     "collect_gradients",
     "cut",
-    "parts_of",
 ]
 
 Run = Callable[[nn.Module, CallArguments], Any]
@@ -42,14 +42,7 @@ Run = Callable[[nn.Module, CallArguments], Any]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A part of a call, and its rank.
-
-    Attributes:
-        rank: Rank index.
-        arguments: Arguments that it is a part of.
-        start: Its first sample there.
-        samples: How many it has.
-    """
+    """A rank's part of a call: consecutive samples of its arguments."""
 
     rank: int
     arguments: Arguments
@@ -57,25 +50,24 @@ class Shard:
     samples: int
 
 
-def cut(arguments: Arguments, sizes: Sequence[int]) -> list[Shard]:
+def cut(
+    arguments: Arguments,
+    sizes: Sequence[int],
+    split: Callable[[tuple[int, ...]], Sequence[tuple[tuple[Any, ...], dict[str, Any]]]] | None = None,
+) -> list[Shard]:
     """The shards of a call. Without samples there is nothing to divide: the first rank does it alone.
 
     Args:
         arguments: Arguments of the call.
         sizes: Samples per rank. Shape (ranks,).
+        split: Cuts instead: samples of each shard -> its own (args, kwargs), which go whole.
     """
     if not any(sizes):
         return [Shard(0, arguments, 0, 0)]
-    return [Shard(rank, arguments, sum(sizes[:rank]), size) for rank, size in enumerate(sizes) if size]
-
-
-def parts_of(calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], shards: Sequence[Shard]) -> list[Shard]:
-    """The shards of a call that the user has cut: each has arguments of its own, which go whole.
-
-    Args:
-        calls: (args, kwargs) of each.
-        shards: As flowdp would have cut it.
-    """
+    shards = [Shard(rank, arguments, sum(sizes[:rank]), size) for rank, size in enumerate(sizes) if size]
+    if split is None or len(shards) == 1:
+        return shards
+    calls = split(tuple(shard.samples for shard in shards))
     return [
         Shard(shard.rank, Arguments(args, kwargs, None), 0, shard.samples)
         for (args, kwargs), shard in zip(calls, shards, strict=True)
@@ -97,7 +89,7 @@ def call_sharded(
         replicas: The modules.
         shards: In the order in which outputs are joined. A rank does its own one after another.
         run: Calls a module.
-        joining: How the outputs are joined; None: along dim 0.
+        joining: Rules for joining the outputs; None: along dim 0.
         sync: Whether backward sums the gradients over the ranks; else those of the replicas stay with them,
             for the next backward that does.
         checks: Whether to look for gradients that would be lost.
@@ -150,10 +142,10 @@ class _Node(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Demand:
-    """The part of a node's gradients that a backward asks for.
+    """The gradients of a node that a backward asks for.
 
     Attributes:
-        parameters: Whether those of parameters are.
+        parameters: Whether it asks for those of parameters.
         accumulates: Whether they are added to the parameters' own, or only returned (`torch.autograd.grad`).
     """
 
@@ -166,7 +158,7 @@ def _demand(edges: Sequence[tuple[Any, int]]) -> _Demand:
         try:
             if torch._C._will_engine_execute_node(node):
                 return _Demand(parameters=True, accumulates=True)
-        except RuntimeError:  # it is a leaf that autograd.grad() was given, and torch says so by this
+        except RuntimeError:  # torch's answer for a leaf that autograd.grad() was given
             return _Demand(parameters=True, accumulates=False)
     return _Demand(parameters=False, accumulates=False)
 
@@ -175,8 +167,8 @@ class _Call:
     """One call, and the graphs of the devices.
 
     Attributes:
-        sources: The arguments.
-        count: Parameters that are trained.
+        sources: The arguments, each once.
+        count: Number of parameters that are trained.
         written: Places in `wanting()` of the tensors that the modules have written to.
     """
 
@@ -350,14 +342,14 @@ class _Call:
             if id(one.whole) in versions and one.whole._version != versions[id(one.whole)]
         ]
         torch.autograd.graph.increment_version(written)
-        with without_hooks(self._parameters[rank]), _writes_explained():
+        with without_hooks(self._parameters[rank]), _errors_explained():
             yield
 
     def _count_writes(self) -> None:
-        """Let the caller's tensors be as though one device had written to them.
+        """Give torch the caller's tensors as written where a device has written to them.
 
         Raises:
-            FlowdpError: Several devices have.
+            FlowdpError: Several devices have written to one.
         """
         columns: dict[int, list[Handed]] = {}
         for place in range(len(self._shards)):
@@ -406,8 +398,8 @@ class _Call:
                 given = shard.arguments.in_words(shard.start, shard.samples, self._joining.positional)
                 error.add_note(f"flowdp: called with {given}")
                 raise
-            returned = Returned(output, shard.samples, device)
-            returned.weights = {name: move(weight, replicas.devices[0]) for name, weight in weights.items()}
+            weights = {name: move(weight, replicas.devices[0]) for name, weight in weights.items()}
+            returned = Returned(output, shard.samples, device, weights)
             if self._checks:
                 check_leaves(returned.tensors, part.wanting, self._parameters, rank)
             self._parts[place], self._returned[place] = part, returned
@@ -428,21 +420,21 @@ class _Call:
         roots: list[tuple[Tensor, Tensor]] = []
         for place in places:
             of_outputs = joined.part(gradients[: len(joined.tensors)], place)
-            own = [*of_outputs, *self._part_of_written(gradients, place)]
-            ends = [*self._returned[place].tensors, *self._ends_of_written(place)]
+            pairs = [*zip(self._returned[place].tensors, of_outputs, strict=True)]
+            pairs += self._written_pairs(gradients[len(joined.tensors) :], place)
             roots += [
                 (tensor, move(gradient, tensor.device))
-                for tensor, gradient in zip(ends, own, strict=True)
+                for tensor, gradient in pairs
                 if gradient is not None and tensor.requires_grad
             ]
         wanting = [leaf for place in places for leaf in self._parts[place].wanting]
         asked = [*self._asked(rank, demand), *[True] * len(wanting)]
-        leaves = [leaf for leaf, one in zip([*parameters, *wanting], asked, strict=True) if one]
+        leaves = list(compress([*parameters, *wanting], asked))
         found: Gradients = [None] * len(asked)
-        outputs, seeds = _columns(roots)
+        outputs, seeds = [tensor for tensor, _ in roots], [seed for _, seed in roots]
         # Where turns are taken, to free the graph node by node would be against the rank that launches.
         keep = keep or self._is_shared or self._replicas.frees_at_once(rank)
-        with self._walking(rank), _reentrant_refused():
+        with self._walking(rank):
             if not roots or not leaves:
                 pass
             elif rank == 0 or not demand.accumulates:
@@ -458,31 +450,22 @@ class _Call:
         rest = iter(found[len(parameters) :])
         return own_gradients, {place: [next(rest) for _ in self._parts[place].wanting] for place in places}
 
-    def _ends_of_written(self, place: int) -> list[Tensor]:
-        """The tensors that the module wrote to, in the graph of its part, in the order of `written`."""
-        given = [one.given for one in self._parts[place].handed if one.leaf is not None]
-        first = self._first_wanting(place)
-        return [given[k - first] for k in self.written if 0 <= k - first < len(given)]
-
-    def _part_of_written(self, gradients: Sequence[Tensor | None], place: int) -> list[Tensor | None]:
-        assert self._joined is not None
+    def _written_pairs(
+        self, gradients: Sequence[Tensor | None], place: int
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """The tensors that the module wrote to, in the graph of its part, and their gradients."""
         shard, first = self._shards[place], self._first_wanting(place)
-        count = len(shard.arguments.wanting)
-        tail = gradients[len(self._joined.tensors) :]
+        given = [one.given for one in self._parts[place].handed if one.leaf is not None]
         return [
-            None if one is None else shard.arguments.piece(k - first, one, shard.start, shard.samples)
-            for k, one in zip(self.written, tail, strict=True)
-            if 0 <= k - first < count
+            (given[k], None if one is None else shard.arguments.piece(k, one, shard.start, shard.samples))
+            for k, one in zip((k - first for k in self.written), gradients, strict=True)
+            if 0 <= k < len(given)
         ]
 
     def _first_wanting(self, place: int) -> int:
         """The place in `wanting()` of the first of a part's."""
-        first = 0
-        for source in self.sources:
-            if source is self._shards[place].arguments:
-                break
-            first += len(source.wanting)
-        return first
+        before = self.sources[: self.sources.index(self._shards[place].arguments)]
+        return sum(len(source.wanting) for source in before)
 
 
 def bring_back(part: CallArguments, home: torch.device) -> None:
@@ -494,10 +477,16 @@ def bring_back(part: CallArguments, home: torch.device) -> None:
 
 
 @contextmanager
-def _writes_explained() -> Iterator[None]:
+def _errors_explained() -> Iterator[None]:
+    """Remedies for errors of a walk through a graph."""
     try:
         yield
     except RuntimeError as error:
+        if "use_reentrant=True" in str(error):
+            raise FlowdpError(
+                "torch.utils.checkpoint inside a model of setup() needs use_reentrant=False: with True it "
+                "starts a backward of its own, which cannot be told where to end"
+            ) from None
         if "modified by an inplace operation" in str(error):
             error.add_note(
                 "flowdp: a replica has one set of parameters at a time. Call backward before the optimizer "
@@ -505,19 +494,6 @@ def _writes_explained() -> Iterator[None]:
                 "needs several sets, as in MAML, call dp.module, on the first device alone"
             )
         raise
-
-
-@contextmanager
-def _reentrant_refused() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if "use_reentrant=True" not in str(error):
-            raise
-        raise FlowdpError(
-            "torch.utils.checkpoint inside a model of setup() needs use_reentrant=False: with True it starts "
-            "a backward of its own, which cannot be told where to end"
-        ) from None
 
 
 def collect_gradients(replicas: Replicas) -> None:
@@ -537,7 +513,3 @@ def _take_left(replicas: Replicas) -> list[Gradients]:
 
 def _bring_home(replicas: Replicas, rank: int) -> Gradients:
     return carry(take_gradients(replicas.trained(rank)), replicas.devices[0])
-
-
-def _columns(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    return [first for first, _ in pairs], [second for _, second in pairs]

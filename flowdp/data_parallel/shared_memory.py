@@ -1,9 +1,9 @@
 """Replicas on the CPU that use the memory of the user's parameters.
 
-Whatever writes to the user's parameters, in whatever way, has then written to the replica's, and nothing is
-sent. A parameter to which the module itself writes in its forward cannot be shared, for all ranks would write
-to it at once. So a replica begins with memory of its own; behind its first call in training mode each
-parameter that the forward has left alone moves to the user's memory.
+Every write to the user's parameters, of any kind, is then a write to the replica's, and nothing is sent. A
+parameter to which the module itself writes in its forward cannot be shared, for all ranks would write to it
+at once. So a replica begins with memory of its own; behind its first call in training mode each parameter
+that the forward has left alone moves to the user's memory.
 """
 
 from __future__ import annotations
@@ -25,10 +25,6 @@ class SharedMemory:
 
     A replica's parameter keeps a version counter of its own. It is raised with the user's, so that torch
     finds a write between forward and backward in the graphs of all ranks, as in one.
-
-    Args:
-        mine: Tensors of the replica.
-        users: Tensors of the user's module.
 
     Threads: the rank's in `begin` and `count_writes`, the user's otherwise; never both at once.
     """
@@ -56,7 +52,7 @@ class SharedMemory:
             self._shared[index] = False
 
     def begin(self, versions: Sequence[float], *, is_training: bool) -> None:
-        """Before a forward, when the replica has been sent everything.
+        """Begin a forward, when the replica has been sent everything.
 
         Args:
             versions: Versions of the user's parameters, before any rank's forward.
@@ -69,10 +65,10 @@ class SharedMemory:
         self._own_versions = _versions(mine)
 
     def settle(self) -> None:
-        """After a forward: decide which memory is shared, or check whether the forward wrote to it.
+        """Decide after a forward which memory is shared, or check that the forward has not written to it.
 
         Raises:
-            FlowdpError: It did; or its writes depend on its part of the batch.
+            FlowdpError: It has; or its writes depend on its part of the batch.
         """
         mine, users = self._mine.parameters, self._users.parameters
         own_now, users_now = _versions(mine), _versions(users)
@@ -106,7 +102,7 @@ class SharedMemory:
         """Raise the versions of the parameters that the user has written to since the last time.
 
         Args:
-            versions: Versions of the user's parameters; None: as they are now.
+            versions: Versions of the user's parameters; None: the present ones.
         """
         now = list(_versions(self._users.parameters) if versions is None else versions)
         if now == self._versions:

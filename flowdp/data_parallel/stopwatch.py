@@ -11,14 +11,11 @@ from flowdp.device.streams import Event, Lane
 __all__ = ["Stopwatch"]
 
 KEPT_LAPS = 64
-"""Laps that may wait for the device; one more, and the oldest is waited for."""
+"""Most laps that may wait for the device; with one more, the host waits for the oldest."""
 
 
 class Stopwatch:
-    """Sums up the pieces of work between two laps.
-
-    Args:
-        lane: Lane of the device.
+    """Time of the pieces of work between two laps.
 
     Threads: one at a time; `running` in the rank's own thread, the rest by its owner between.
     """
@@ -36,10 +33,11 @@ class Stopwatch:
         Streams:
             Marks are recorded on the current stream.
         """
-        start, stop = self._free.pop() if self._free else self._pair()
-        start.record(self._lane.current())
+        lane = self._lane
+        start, stop = self._free.pop() if self._free else (lane.event(timing=True), lane.event(timing=True))
+        start.record(lane.current())
         yield
-        stop.record(self._lane.current())
+        stop.record(lane.current())
         self._pieces.append((start, stop))
 
     def discard(self) -> None:
@@ -66,6 +64,3 @@ class Stopwatch:
             stop.synchronize()
         self._free += pieces
         return sum(start.elapsed_time(stop) for start, stop in pieces)
-
-    def _pair(self) -> tuple[Event, Event]:
-        return self._lane.event(timing=True), self._lane.event(timing=True)

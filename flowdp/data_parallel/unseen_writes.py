@@ -34,9 +34,6 @@ _Counted = tuple[Tensor, float]
 class UnseenWrites:
     """Finds writes past the version counters.
 
-    Args:
-        lane: Lane of the module.
-
     Attributes:
         is_found: Whether there was one in the first calls: everything is to be sent before every call.
 
@@ -59,9 +56,6 @@ class UnseenWrites:
 
     def look(self, tensors: Sequence[_Counted]) -> bool:
         """Whether everything is to be sent anew, before this call.
-
-        Args:
-            tensors: Tensors of the module, and their versions.
 
         Raises:
             FlowdpError: There was a write that earlier calls have not seen.
@@ -92,7 +86,7 @@ class UnseenWrites:
         return self.is_found
 
     def forget(self) -> None:
-        """Begin anew: the caller sends everything."""
+        """Forget all checksums: the caller sends everything."""
         self._known.clear()
         self._last.clear()
         self._flag = None

@@ -19,7 +19,6 @@ from flowdp.device.streams import Lane
 from flowdp.errors import FlowdpError
 from flowdp.graphs.base import Computed, Factors, Passed, shared
 from flowdp.graphs.captured_step import Captured
-from flowdp.options import CaptureOptions
 from flowdp.replica.captured_steps import Capturing, modules_of
 
 __all__ = ["Results", "WindowCapture", "WindowStep", "call", "differentiate", "last"]
@@ -79,12 +78,12 @@ def differentiate(
         module: Module of the rank.
         batch: On its device.
         plan: Has a loss.
-        factors: Its share, and its samples.
-        replicas: All ranks; None: it is the only one.
+        factors: The batch's share of the window, and its samples.
+        replicas: All ranks; None: there is one.
         rank: Index of the rank.
 
     Returns:
-        All of it detached.
+        The results, detached.
 
     Raises:
         FlowdpError: The loss is not one number, or depends on no parameter.
@@ -111,19 +110,6 @@ def _detached(leaf: Any) -> Any:
 class WindowStep:
     """Forward, loss and backward of the batches of one rank, captured where that can be; a `Capturable`.
 
-    Args:
-        module: Module of the rank.
-        plan: Inputs, loss and tags of each batch.
-        lane: Lane of the rank.
-        rank: Rank index.
-        replicas: All ranks; None: it is the only one.
-        capturing: State that all ranks share.
-
-    Attributes:
-        module: As given.
-        lane: As given.
-        shares_generator: See `Capturable`; so are all others.
-
     Threads: the rank's. `captured`: any.
     """
 
@@ -142,7 +128,7 @@ class WindowStep:
         assert plan.loss is not None
         self.module = module
         self.lane = lane
-        self.shares_generator = replicas is not None and replicas.shares_generator(rank)
+        self.shares_generator = replicas is not None and replicas.shares_generator[rank]
         self.has_stepped = False
         meets = replicas is not None and bool(SharedStatistics(module))
         self.obstacle = "its forwards meet those of the other ranks (SyncBatchNorm)" if meets else None
@@ -152,11 +138,7 @@ class WindowStep:
         user: Callable[..., Any] = plan.loss
         code = partial(user, plan.inputs.function)  # all that is the user's, as one function
         own = {"": module}
-        read = {
-            **own,
-            **modules_of(plan.loss, module),
-            **modules_of(plan.inputs.function, module),
-        }
+        read = own | modules_of(plan.loss, module) | modules_of(plan.inputs.function, module)
         if isinstance(plan.loss, nn.Module):
             read["the loss"] = plan.loss
         # All ranks compute with the tensors that the loss holds: a recording must leave them alone.
@@ -174,7 +156,7 @@ class WindowStep:
     @property
     def draws(self) -> OwnDraws | None:
         """The random numbers of this rank in the window under way."""
-        return None if self._replicas is None else self._replicas.own_draws(self._rank)
+        return None if self._replicas is None else self._replicas.own_draws[self._rank]
 
     @property
     def casts(self) -> object:
@@ -228,8 +210,7 @@ class WindowCapture:
 
     Args:
         modules: One per rank.
-        plan: Inputs, loss and tags; another loss needs another one of these.
-        options: How that is captured.
+        plan: Inputs, loss and tags, and how they are captured; another loss needs another one of these.
         lanes: One per rank.
         replicas: Runs the ranks; None: there is one.
 
@@ -242,38 +223,24 @@ class WindowCapture:
         self,
         modules: Sequence[nn.Module],
         plan: BatchPlan,
-        options: CaptureOptions,
         lanes: Sequence[Lane],
         replicas: Replicas | None,
     ) -> None:
-        capturing = Capturing(options)
+        assert plan.capture is not None
+        capturing = Capturing(plan.capture)
         self.lock = capturing.lock
         self.steps = [
             WindowStep(module, plan, lane, rank, replicas, capturing)
             for rank, (module, lane) in enumerate(zip(modules, lanes, strict=True))
         ]
-        self._rest = options, lanes, replicas
-
-    @classmethod
-    def of(
-        cls,
-        modules: Sequence[nn.Module],
-        plan: BatchPlan,
-        lanes: Sequence[Lane],
-        replicas: Replicas | None,
-    ) -> WindowCapture | None:
-        """Make a window's captures; None where the plan captures nothing."""
-        return None if plan.capture is None else cls(modules, plan, plan.capture, lanes, replicas)
 
     @property
     def ended(self) -> tuple[str, ...]:
         """Why steps run eagerly, each reason once; empty where none does, or not yet."""
-        return tuple(
-            dict.fromkeys(one.captured.ended for one in self.steps if one.captured.ended is not None)
-        )
+        reasons = (step.captured.ended for step in self.steps)
+        return tuple(dict.fromkeys(reason for reason in reasons if reason is not None))
 
-    def anew(self, plan: BatchPlan) -> WindowCapture:
-        """Those of another loss; the graphs of this one are let go, and their memory."""
+    def close(self) -> None:
+        """Let the graphs go, and their memory."""
         for step in self.steps:
             step.captured.close()
-        return WindowCapture([step.module for step in self.steps], plan, *self._rest)

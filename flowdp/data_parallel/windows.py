@@ -19,13 +19,13 @@ from flowdp.collective.gradient_sum import accumulate, has_hooks, take_gradients
 from flowdp.data.trees import field_of
 from flowdp.data_parallel.call_check import Call
 from flowdp.data_parallel.gather import Returned, join
-from flowdp.data_parallel.layout import Callee, Layout
+from flowdp.data_parallel.layout import PLAIN, Callee
 from flowdp.data_parallel.loss_context import BatchPlan, LossContext, Traces
 from flowdp.data_parallel.nccl_transfer import Copying, Packed, Reducing
 from flowdp.data_parallel.replicas import Replicas
 from flowdp.data_parallel.scatter import Arguments, CallArguments
 from flowdp.data_parallel.sharded_call import Shard, call_sharded
-from flowdp.data_parallel.window_step import WindowCapture, WindowStep, call, differentiate, last
+from flowdp.data_parallel.window_step import Results, WindowCapture, WindowStep, call, differentiate, last
 from flowdp.device.copies import move
 from flowdp.graphs.base import Factors
 
@@ -51,13 +51,10 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A batch, or a part of one, for one rank.
+    """A batch, or a part of one, on a rank's device.
 
     Attributes:
-        rank: Rank index.
-        batch: On its device.
-        samples: How many it has.
-        arrive: Call it before the batch is used, with the stream current that uses it.
+        arrive: To be called before the batch is used, on the stream that uses it.
     """
 
     rank: int
@@ -149,13 +146,7 @@ class WindowResult:
 
 
 def window_call(window: Window, plan: BatchPlan, home: torch.device) -> Call:
-    """The work on a batch that was cut for a window, as `check_call` takes it.
-
-    Args:
-        window: Has a `whole`.
-        plan: Its processing.
-        home: The first device.
-    """
+    """The processing of a window with a `whole`, as a call for `check_call`."""
 
     def run(module: nn.Module, part: CallArguments) -> Any:
         output, traces = call(module, part.args[0], plan)
@@ -166,7 +157,7 @@ def window_call(window: Window, plan: BatchPlan, home: torch.device) -> Call:
     sizes = tuple(piece.samples for piece in window.pieces)
     callee = Callee(run)
     callee.name = "the loss of a window" if plan.loss else "the module"
-    return Call(callee, run, (window.whole,), {}, sizes, Layout(), home, ADVICE)
+    return Call(callee, run, (window.whole,), {}, sizes, PLAIN, home, ADVICE)
 
 
 def run_window(
@@ -186,7 +177,7 @@ def run_window(
     Args:
         modules: One per rank.
         window: The batches.
-        plan: Processing of each.
+        plan: Processing of each batch.
         replicas: Runs the ranks; None for one device, whose work is done by the calling thread.
         sync: Whether the gradients are summed over the ranks.
         capture: Captured steps of this loss; None: it is run eagerly.
@@ -202,7 +193,7 @@ def run_window(
     of_rank = [[piece for piece in window.pieces if piece.rank == rank] for rank in range(len(modules))]
     if replicas is None:
         train = partial(_train, window.samples, plan, step=None if capture is None else capture.steps[0])
-        done: list[tuple[list[_Answer], Packed | None] | None] = [
+        done: list[tuple[list[Results], Packed | None] | None] = [
             ([train(modules[0], piece) for piece in of_rank[0]], None)
         ]
     else:
@@ -224,17 +215,7 @@ def run_window(
                 if packed:
                     accumulate(replicas.trained(0), carrier.sum(packed))
     answers = {rank: iter(answer[0]) for rank, answer in enumerate(done) if answer is not None}
-    return _result([next(answers[piece.rank]) for piece in window.pieces], window.samples)
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """Result of one batch, detached: the loss on the first device, the rest on its own."""
-
-    samples: int
-    loss: Tensor
-    output: Any
-    traces: Traces
+    return _result([next(answers[piece.rank]) for piece in window.pieces], window)
 
 
 def _train_all(
@@ -245,7 +226,7 @@ def _train_all(
     plan: BatchPlan,
     into: Copying | Reducing | None,
     capture: WindowCapture | None,
-) -> tuple[list[_Answer], Packed | None]:
+) -> tuple[list[Results], Packed | None]:
     """A rank's job; without `into` gradients stay at the rank."""
     with nullcontext() if capture is None else capture.lock:
         replicas.receive(rank)
@@ -254,7 +235,7 @@ def _train_all(
     step = None if capture is None else capture.steps[rank]
     run = partial(_train, samples, plan, replicas=replicas, step=step)
 
-    def train(piece: Piece) -> _Answer:
+    def train(piece: Piece) -> Results:
         return replicas.call(rank, piece.samples, run, piece)
 
     if rank == 0 and not (into and has_hooks(parameters)):
@@ -280,16 +261,15 @@ def _train(
     *,
     replicas: Replicas | None = None,
     step: WindowStep | None = None,
-) -> _Answer:
+) -> Results:
+    """The results of one batch, detached: the loss on the first device, the rest on its own."""
     piece.arrive()
     factors = Factors(piece.samples / samples, piece.samples)
     if step is None:
-        loss, output, traces = differentiate(module, piece.batch, plan, factors, replicas, piece.rank)
+        results = differentiate(module, piece.batch, plan, factors, replicas, piece.rank)
     else:
-        loss, output, traces = step.run(piece.batch, plan, factors)
-    return _Answer(
-        piece.samples, loss if replicas is None else move(loss, replicas.devices[0]), output, traces
-    )
+        results = step.run(piece.batch, plan, factors)
+    return results if replicas is None else results._replace(loss=move(results.loss, replicas.devices[0]))
 
 
 def _look(
@@ -319,9 +299,10 @@ def _look(
     return WindowResult(window.samples, None, lambda: both)
 
 
-def _result(answers: Sequence[_Answer], samples: int) -> WindowResult:
-    counts = [answer.samples for answer in answers]
-    loss = torch.stack([answer.loss * (answer.samples / samples) for answer in answers]).sum()
+def _result(answers: Sequence[Results], window: Window) -> WindowResult:
+    counts = [piece.samples for piece in window.pieces]
+    shares = [count / window.samples for count in counts]
+    loss = torch.stack([own.loss * share for own, share in zip(answers, shares, strict=True)]).sum()
 
     def joined() -> tuple[Any, Traces]:
         # The caller's streams on all devices come after their creation.
@@ -329,7 +310,7 @@ def _result(answers: Sequence[_Answer], samples: int) -> WindowResult:
         both: tuple[Any, Traces] = _join(trees, counts, loss.device)
         return both
 
-    return WindowResult(samples, loss, joined)
+    return WindowResult(window.samples, loss, joined)
 
 
 def _join(trees: Sequence[Any], samples: Sequence[int], home: torch.device) -> Any:

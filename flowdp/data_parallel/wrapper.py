@@ -38,7 +38,7 @@ from flowdp.data_parallel.optimizer_hooks import OptimizerHooks
 from flowdp.data_parallel.predict import batches_of, predict
 from flowdp.data_parallel.replicas import Replicas
 from flowdp.data_parallel.scatter import CallArguments, bound, call_module
-from flowdp.data_parallel.sharded_call import call_sharded, cut, parts_of
+from flowdp.data_parallel.sharded_call import call_sharded, cut
 from flowdp.data_parallel.window_step import WindowCapture
 from flowdp.data_parallel.windows import Window, WindowResult, run_window, window_call
 from flowdp.device.compiled import make_room
@@ -259,7 +259,7 @@ class DataParallel(StandInModule):
             module, self._replicas, self._balancer, averages=self._averages
         )
         self._optimizer_hooks.use(optimizers or None)
-        self._capture = WindowCapture.of((module, *self.replicas), plan, self._lanes, self._replicas)
+        self._capture = self._open_capture()
         self._seal(setup, ("devices", "world_size", "module"))
 
     def __repr__(self) -> str:
@@ -376,6 +376,11 @@ class DataParallel(StandInModule):
             self._balancer.discard()  # nothing of it is part of a step
         return outputs
 
+    def _open_capture(self) -> WindowCapture | None:
+        if self._plan.capture is None:
+            return None
+        return WindowCapture((self.module, *self.replicas), self._plan, self._lanes, self._replicas)
+
     def _call_alone(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self._is_on_host:
             args, kwargs = tree_map(self._bring_home, [args, kwargs])
@@ -405,9 +410,8 @@ class DataParallel(StandInModule):
         is_checked = is_cut and self._checks
         if is_checked and schedule.is_due(self._replicas.flags):
             self._check(schedule, Call(callee, run, args, kwargs, own, layout, self.devices[0]))
-        shards = cut(arguments, sizes)
-        if is_cut and layout.split is not None:
-            shards = parts_of(layout.apart(args, kwargs, own), shards)
+        split = None if layout.split is None else partial(layout.apart, args, kwargs)
+        shards = cut(arguments, sizes, split)
         is_apart = is_cut and layout.join is not None
         joining = Joining(layout, callee, arguments.dim, is_apart=is_apart)
         has_graph = self._checks and torch.is_grad_enabled()
@@ -463,7 +467,7 @@ class DataParallel(StandInModule):
         self._layout.check_plain()
         self._epochs = (self._epochs if epoch is None else epoch) + 1
         set_epoch(loader, self._epochs - 1)
-        return Epoch(loader, self._lanes, self._balancer.quotas, self._balancer.cut, self._balancer.due)
+        return Epoch(loader, self._lanes, self._balancer)
 
     def forward_batch(self, batch: Window, scaler: torch.amp.GradScaler | None = None) -> WindowResult:
         """Let every device work through its batches of a window.
@@ -534,10 +538,10 @@ class DataParallel(StandInModule):
 
     def set_loss_fn(self, loss_fn: LossFunction | None) -> None:
         """Replace the loss function of `forward_batch`; graphs of the old one are freed."""
-        capture = self._capture
         self._plan = replace(self._plan, loss=check_loss(loss_fn, self._plan.capture))
-        if capture is not None:
-            self._capture = capture.anew(self._plan)
+        if self._capture is not None:
+            self._capture.close()
+        self._capture = self._open_capture()
 
     def set_optimizer(self, optimizer: OptimizerOption) -> None:
         """Replace the optimizers: one, several, a factory of them, or None."""
@@ -551,11 +555,6 @@ class DataParallel(StandInModule):
         """
         if self._replicas is not None:
             self._replicas.forget()
-
-    def train(self, mode: bool = True) -> DataParallel:
-        """Set the training mode of the module, and with it of all replicas."""
-        super().train(mode)
-        return self
 
     def close(self) -> None:
         """End the threads; a second time does nothing. Collecting the object does the same."""

@@ -33,8 +33,8 @@ class GradientBucket:
     Args:
         capacity_bytes: Size in bytes. An empty bucket grows for one larger tensor, so that every tensor
             fits somewhere.
-        dtype: Of every tensor in it.
-        device: Of the memory.
+        dtype: Dtype of its tensors.
+        device: Device of the memory.
 
     Raises:
         OptionError: The capacity is not positive.
@@ -126,7 +126,7 @@ def broadcast_all(
     """Replace each tensor by that of rank `src`: one call for each bucket.
 
     Raises:
-        CollectiveError: As of `ProcessGroup.broadcast`.
+        CollectiveError: See `ProcessGroup.broadcast`.
     """
     for bucket in bucketed(tensors, bucket_bytes):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])

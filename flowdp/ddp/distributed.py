@@ -74,16 +74,14 @@ class DistributedDataParallel(StandInModule):
         self._bucket_bytes = bucket_bytes
         self._is_syncing = True  # outside of `no_sync`
         self._is_due = True  # the next forward takes rank 0's buffers: the gradients of the last are averaged
-        is_automatic = strategy != "none"
         self.sync_parameters()
         self._norms, self._norm_group = self._open_norms()
         self._synchronizer = GradientSynchronizer(
             module.named_parameters(),
             group,
-            strategy=strategy if is_automatic else "synchronous",
+            strategy=strategy,
             bucket_bytes=bucket_bytes,
             gradient_as_bucket_view=gradient_as_bucket_view,
-            automatic=is_automatic,
         )
         self._seal(type(self))
 
@@ -153,7 +151,7 @@ class DistributedDataParallel(StandInModule):
 
 
 def _structure(module: nn.Module, device: torch.device) -> dict[str, str] | str:
-    """The structure of a module, or the message of an error that all ranks shall raise."""
+    """The structure of a module, or the text of an error for all ranks to raise."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         is_there = tensor.device.type == device.type
         if device.type == "cuda" and device.index is not None:

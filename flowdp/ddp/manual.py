@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -111,7 +110,7 @@ class Ddp:
                 stack.callback(self._crew.close)
             self._close = weakref.finalize(self, stack.pop_all().close)
             self._close.atexit = False  # a call that hangs would delay the end of the process
-        self._give_back = weakref.finalize(self, _close_all, [self._nccl])
+        self._give_back = None if self._nccl is None else weakref.finalize(self, self._nccl.close)
 
     @classmethod
     def wrap(
@@ -145,15 +144,14 @@ class Ddp:
         check_separate_memory(models)
         if len(models) > 1:
             check_embeddings(models[0], "Ddp.wrap", is_shared=True)
-        places = [_device_of(rank, model) for rank, model in enumerate(models)]
-        wanted = places if devices is None else resolve_devices(devices)
+        present = [_device_of(rank, model) for rank, model in enumerate(models)]
+        wanted = present if devices is None else resolve_devices(devices)
         check_sync_batch_norm(models, "exact", wanted)
         check_loop_backend(backend, wanted)
         if devices is not None:
-            places = list(resolve_devices(devices))
-            for model, place in zip(models, places, strict=True):
-                model.to(place)
-        return cls(models, places, backend)
+            for model, device in zip(models, wanted, strict=True):
+                model.to(device)
+        return cls(models, wanted, backend)
 
     @property
     def world_size(self) -> int:
@@ -258,14 +256,13 @@ class Ddp:
     def close(self) -> None:
         """End the threads and release NCCL; further calls do nothing."""
         self._close()
-        self._give_back()
+        if self._give_back is not None:
+            self._give_back()
 
     def __enter__(self) -> Ddp:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _call(
@@ -403,12 +400,6 @@ def _fill(tensors: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:
     pairs = [(one, value) for one, value in zip(tensors, values, strict=True) if value is not None]
     if pairs:
         torch._foreach_copy_([one for one, _ in pairs], [value for _, value in pairs])
-
-
-def _close_all(opened: Sequence[NcclLoop | None]) -> None:
-    for one in opened:
-        if one is not None:
-            one.close()
 
 
 @contextmanager

@@ -48,11 +48,11 @@ class GradientSynchronizer:
             Frozen ones are left out until they are unfrozen, on every rank.
         group: Process group of this rank.
         strategy: "synchronous" averages at the end of the backward pass; "overlapped" starts each bucket as
-            soon as its gradients and all earlier buckets are complete; "none" does nothing.
+            soon as its gradients and all earlier buckets are complete; "none" averages by `sync_all` alone.
         bucket_bytes: Capacity of a bucket in bytes.
         gradient_as_bucket_view: Make `.grad` a view of the bucket, which saves a second copy of each
             gradient. It changes when the next backward pass is averaged: clone a gradient to keep it.
-        automatic: Average in every backward pass. It may be changed between two of them.
+        automatic: Average in every backward pass; False with "none". It may be changed between two of them.
 
     Raises:
         OptionError: Unknown strategy, or a capacity that is not positive.
@@ -76,7 +76,7 @@ class GradientSynchronizer:
         if bucket_bytes <= 0:
             raise OptionError(f"bucket_bytes must be positive, not {bucket_bytes!r}")
         self.strategy = strategy
-        self.automatic = automatic
+        self.automatic = automatic and strategy != "none"
         self._group = group
         self._bucket_bytes = bucket_bytes
         self._as_view = gradient_as_bucket_view
@@ -87,11 +87,9 @@ class GradientSynchronizer:
         self._next = 0  # index of the first bucket whose reduction has not started
         # The callback at the end of the backward pass. Autograd alone keeps it: a pass that failed drops it.
         self._end: Callable[[], Callable[[], None] | None] = _no_end
-        hooks: list[Any] = []
+        hook = partial(_has_grad, weakref.ref(self))
+        hooks = [_hooked(parameter, hook) for parameter in self._names if _can_learn(parameter)]
         weakref.finalize(self, _remove, hooks)
-        if strategy != "none":
-            hook = partial(_has_grad, weakref.ref(self))
-            hooks += [_hooked(parameter, hook) for parameter in self._names if _can_learn(parameter)]
         self.prepare()
 
     def prepare(self) -> None:
@@ -121,8 +119,6 @@ class GradientSynchronizer:
             OptionError: The parameter is not averaged, or its gradient is sparse.
             CollectiveError: The reduction of its bucket has started.
         """
-        if self.strategy == "none":
-            return
         if parameter not in self._places:
             raise OptionError(
                 "the parameter is not averaged: it was not given to this synchronizer, or was frozen when "
@@ -147,8 +143,6 @@ class GradientSynchronizer:
             CollectiveError: The group failed, and gradients may or may not be averaged; or parameters were
                 frozen or unfrozen after the reduction of some gradients had started.
         """
-        if self.strategy == "none":
-            return
         if self.is_stale:
             if self._next:
                 raise CollectiveError(
@@ -178,9 +172,7 @@ class GradientSynchronizer:
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         """Count a gradient that the backward pass has accumulated; at the first one, register the end."""
-        if not self.automatic:
-            return
-        if not parameter.requires_grad:  # frozen since the forward pass: nothing was accumulated
+        if not self.automatic or not parameter.requires_grad:  # one frozen since the forward has no gradient
             return
         if self._end() is None:
             if self._group.shares_device and torch._C._is_multithreading_enabled():
@@ -316,5 +308,5 @@ def _end_of_backward(owner: weakref.ref[GradientSynchronizer]) -> None:
 
 
 def _remove(hooks: list[Any]) -> None:
-    while hooks:
-        hooks.pop().remove()
+    for hook in hooks:
+        hook.remove()

@@ -1,8 +1,8 @@
 """Attributes of modules that are no parameters, buffers or submodules, on all ranks.
 
 A dropout rate, a temperature, a counter, a configuration: the replicas have copies. Before a call the user's
-module is compared with its state behind the last one; the difference was made by the loop, and is copied to
-the replicas. The ranks' own forwards make the rest of the changes, each for its own part of the batch.
+module is compared with its state after the last one; the differences come from the loop, and are copied to
+the replicas. The ranks' own forwards make the other changes, each for its own part of the batch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from flowdp.device.copies import move
 from flowdp.errors import FlowdpError, OptionError
-from flowdp.modules.hooks import FUNCTIONS, Twins, parts_of
+from flowdp.modules.hooks import FUNCTIONS, Twins, parts_of, twins_of
 from flowdp.policy.formats import format_error
 
 __all__ = ["ENTRIES", "OWN", "Attributes", "check_leaves", "seal"]
 
 ENTRIES = 1_000
-"""Entries of an attribute's containers that are compared; beyond, only their number is."""
+"""Most entries of an attribute's containers that are compared; of more, only the number is."""
 
 _HOOKS = (
     "_forward_hooks",
@@ -94,7 +94,7 @@ class Attributes:
                     yield place, key
 
     def look(self) -> None:
-        """Find the changes since the last look or note: the loop has made them."""
+        """Find the changes of the loop: those since the last look or note."""
         for place, is_strict in self._changes().items():
             value = vars(self._modules[place[0]]).get(place[1])
             # A call of the module itself, beside the ranks, changes its forward's containers, too.
@@ -120,7 +120,7 @@ class Attributes:
         """Remember the attributes as a forward has left them.
 
         Args:
-            ran: Ranks that had a part in it; the others are given the first one's changes.
+            ran: Ranks that took part; the others are given the first one's changes.
 
         Raises:
             FlowdpError: The loop had set a tensor with a graph, which cannot be copied.
@@ -140,10 +140,9 @@ class Attributes:
 
     # ------------------------------------------------------------------ compare
     def _changes(self) -> dict[_Location, bool]:
-        """Places that have changed since the last look, which is brought up to date.
+        """Places that have changed since the last look, and whether a copy must succeed.
 
-        With whether they must be copied: an object that keeps a state of its own, a logger for instance, may
-        not be copyable.
+        An object that keeps a state of its own, a logger for instance, may not be copyable.
         """
         changed: dict[_Location, bool] = {}
         for place, module in enumerate(self._modules):
@@ -237,7 +236,7 @@ class Attributes:
             return value
         if isinstance(value, list) and all(isinstance(entry, _PLAIN) for entry in value):
             return list(value)
-        memo = self._twins(rank)
+        memo = twins_of(self._modules, self._ranks[rank])
         has_functions = False
         for part in _walk(value):
             has_functions = has_functions or isinstance(part, FUNCTIONS)
@@ -291,17 +290,6 @@ class Attributes:
                 todo += zip(entries, others, strict=True)
         return found
 
-    def _twins(self, rank: int) -> dict[int, Any]:
-        """The replica's modules, parameters and buffers by the identity of the user's, for `deepcopy`."""
-        twins: dict[int, Any] = {}
-        for mine, theirs in zip(self._modules, self._ranks[rank], strict=True):
-            twins[id(mine)] = theirs
-            for tables in ((mine._parameters, theirs._parameters), (mine._buffers, theirs._buffers)):
-                for key, tensor in tables[0].items():
-                    if tensor is not None:
-                        twins[id(tensor)] = tables[1].get(key)
-        return twins
-
     def _device(self, rank: int, device: torch.device) -> torch.device:
         """The replica's device for a tensor of the user's module."""
         pairs = zip(_tensors(self._modules), _tensors(self._ranks[rank]), strict=False)
@@ -312,10 +300,7 @@ class Attributes:
 
 
 def check_leaves(modules: Sequence[nn.Module]) -> None:
-    """Check that all that is trained in a module is among its parameters.
-
-    Args:
-        modules: The module with all submodules.
+    """Check that all trained tensors of a module, given with its submodules, are among its parameters.
 
     Raises:
         OptionError: A plain tensor requires grad, or a parameter of a module that is not registered.
@@ -470,7 +455,7 @@ def _listed(value: Any) -> Iterator[nn.Module | Tensor]:
 
 
 def _refill(old: Any, new: Any) -> bool:
-    """Give a container the contents of another one: others may hold it, too. False where it is none."""
+    """Give a container the contents of another one, for others may hold it, too; False where it is none."""
     if type(old) is not type(new) or old is None:
         return False
     if isinstance(old, list):

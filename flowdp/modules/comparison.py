@@ -1,4 +1,4 @@
-"""Whether two outputs of a module are the same but for rounding."""
+"""Comparison of two outputs of a module, which may differ by rounding."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Difference:
 
     Attributes:
         path: The keys, names and positions that lead to it.
-        text: How, for a message.
+        text: The difference in words, for a message.
         mine: Value for the whole batch; None where it is no tensor, or the trees differ.
-        other: And for the parts.
+        other: Value for the parts.
     """
 
     path: tuple[Any, ...]
@@ -43,18 +43,15 @@ class Difference:
 
     @property
     def is_number(self) -> bool:
-        """Whether it is one float, of the whole batch and of its parts."""
+        """Whether it is between two floats of shape []."""
         both = (self.mine, self.other)
         return all(one is not None and one.dim() == 0 and one.is_floating_point() for one in both)
 
 
 def compare(whole: Any, joined: Any, epsilon: float) -> list[Difference]:
-    """The outputs of the whole batch that are others than those of its parts, joined.
+    """The differences between the outputs of the whole batch and those of its parts, joined: any pytrees.
 
-    Args:
-        whole: Any pytree.
-        joined: Another.
-        epsilon: Coarsest rounding in their computation.
+    `epsilon` is the coarsest rounding in their computation.
     """
     mine, form = flatten(whole)
     others, other_form = flatten(joined)

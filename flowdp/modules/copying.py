@@ -19,7 +19,7 @@ from flowdp.data.trees import tensors_of
 from flowdp.device.compiled import compile_alike
 from flowdp.device.streams import Lane
 from flowdp.errors import OptionError
-from flowdp.modules.hooks import Twins
+from flowdp.modules.hooks import Twins, twins_of
 from flowdp.policy.formats import format_error
 
 __all__ = ["CopyError", "ReplicaFactory", "copy_module", "make_replica"]
@@ -56,9 +56,7 @@ def copy_module(module: nn.Module, device: torch.device) -> nn.Module:
     except ValueError as error:
         raise CopyError(format_error(error)) from error
     memo.pop(id(memo), None)  # where deepcopy keeps the originals alive
-    twins = Twins(memo)
-    twins.pair(module, made)
-    twins.rebind(memo.values())
+    Twins(memo | twins_of(module.modules(), made.modules())).rebind(memo.values())
     return made
 
 
@@ -87,10 +85,7 @@ def _reason(module: nn.Module, error: Exception) -> str:
 def make_replica(module: nn.Module, factory: ReplicaFactory | None, lane: Lane) -> nn.Module:
     """The module of another device, by the user's factory, or as a copy.
 
-    Args:
-        module: The user's.
-        factory: Factory of the device; its draws leave no trace. None: a copy.
-        lane: Lane of the device.
+    The draws of a factory leave no trace.
 
     Raises:
         OptionError: The module cannot be copied, or the factory makes none.
@@ -119,7 +114,7 @@ def make_replica(module: nn.Module, factory: ReplicaFactory | None, lane: Lane) 
 
 @contextmanager
 def _draws_of_the_caller(lane: Lane) -> Iterator[None]:
-    """Put generators back: a factory draws the weights of its module, and a script without it does not."""
+    """Restore the generators: a factory draws the weights of its module, and a script without it does not."""
     cards = [lane.device] if lane.is_async and lane.device.type == "cuda" else []
     python, arrays = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(cards):

@@ -35,15 +35,15 @@ from flowdp.data.trees import tensors_of
 from flowdp.errors import FlowdpError
 from flowdp.modules.comparison import compare
 
-__all__ = ["FUNCTIONS", "Outside", "Twins", "check_hooks", "parts_of"]
+__all__ = ["FUNCTIONS", "Outside", "Twins", "check_hooks", "parts_of", "twins_of"]
 
 log = logging.getLogger("flowdp")
 
 MOST_ENTRIES = 1_000
-"""Entries of a container in a closure that is looked into."""
+"""Most entries of a container in a closure that is looked into."""
 
 MOST_OBJECTS = 500
-"""Objects outside the module that are looked at for one hook: closures may reach a whole program."""
+"""Most objects outside the module that are looked at for one hook: closures may reach a whole program."""
 
 DEEPEST = 5
 """Steps from a hook to an object: to the object of a closure, to its attribute, to a list in that one."""
@@ -58,28 +58,15 @@ class Twins:
     """The objects of a copy, by the originals, and the functions of the copy.
 
     Args:
-        known: The copies, by the identity of the originals, which must live as long as this.
+        known: The copies, by the identity of the originals, which must live as long as this object.
     """
 
     def __init__(self, known: Mapping[int, Any]) -> None:
         self._known = dict(known)
         self._cells: dict[int, CellType] = {}
 
-    def pair(self, module: nn.Module, copy: nn.Module) -> None:
-        """Know the submodules, parameters and buffers of a module and of its copy."""
-        for mine, theirs in zip(module.modules(), copy.modules(), strict=False):
-            self._known[id(mine)] = theirs
-            for kind in ("_parameters", "_buffers"):
-                for key, tensor in vars(mine)[kind].items():
-                    if tensor is not None:
-                        self._known[id(tensor)] = vars(theirs)[kind].get(key)
-
     def rebind(self, copies: Iterable[Any]) -> None:
-        """Put functions of the copy in the place of the originals'.
-
-        Args:
-            copies: Containers and objects of the copy, each of them; they are written to.
-        """
+        """Replace the originals' functions in containers and objects of the copy by functions of the copy."""
         for made in copies:
             if isinstance(made, partial):
                 words = {key: self.fit(one) for key, one in made.keywords.items()}
@@ -141,7 +128,9 @@ class Twins:
 
     def _function(self, value: FunctionType) -> FunctionType:
         cells = value.__closure__ or ()
-        new = [cell for cell in cells if id(cell) not in self._cells and self._reaches_cell(cell)]
+        new = [
+            cell for cell in cells if id(cell) not in self._cells and any(map(self._reaches, _contents(cell)))
+        ]
         self._cells.update((id(cell), CellType()) for cell in new)
         closure = tuple(self._cells.get(id(cell), cell) for cell in cells)
         made = FunctionType(value.__code__, value.__globals__, value.__name__, None, closure or None)
@@ -156,9 +145,6 @@ class Twins:
         vars(made).update((key, self.of(entry)) for key, entry in vars(value).items())
         return made
 
-    def _reaches_cell(self, cell: CellType) -> bool:
-        return any(self._reaches(content) for content in _contents(cell))
-
     def _reaches(self, value: Any) -> bool:
         """Whether something that has a twin is in a value, by closures and plain containers."""
         seen: set[int] = set()
@@ -171,6 +157,18 @@ class Twins:
                 seen.add(id(part))
                 todo += parts_of(part)
         return False
+
+
+def twins_of(modules: Iterable[nn.Module], copies: Iterable[nn.Module]) -> dict[int, Any]:
+    """The modules of a copy, their parameters and buffers, by the identity of the originals."""
+    twins: dict[int, Any] = {}
+    for mine, theirs in zip(modules, copies, strict=False):
+        twins[id(mine)] = theirs
+        for kind in ("_parameters", "_buffers"):
+            for key, tensor in vars(mine)[kind].items():
+                if tensor is not None:
+                    twins[id(tensor)] = vars(theirs)[kind].get(key)
+    return twins
 
 
 def parts_of(value: Any) -> list[Any]:
@@ -201,11 +199,7 @@ def _contents(cell: CellType) -> list[Any]:
 
 
 class Outside:
-    """The objects that hooks reach and that are no part of their module.
-
-    Args:
-        module: With its hooks.
-        backward: Whether those of backward are looked at; else those of forward.
+    """The objects that a module's hooks, of forward or of backward, reach and that are no part of it.
 
     Its length is the number of these objects.
 
@@ -236,7 +230,7 @@ class Outside:
         return len(self._held)
 
     def note(self) -> None:
-        """Remember all contents as they are."""
+        """Remember the present contents."""
         self._before = [_inside(held) for _, held in self._held]
 
     def changes(self) -> dict[str, list[Any]]:
@@ -254,11 +248,11 @@ class Outside:
 def check_hooks(
     module: nn.Module, runs: Sequence[Callable[[], object]], told: set[str], epsilon: float
 ) -> None:
-    """Look whether forward hooks keep results of the batch outside the module: the loop finds a part's.
+    """Check that forward hooks keep no results of the batch outside the module: the loop would find a part's.
 
     Args:
-        module: With its hooks.
-        runs: Call it with the whole batch, and with a part.
+        module: The module with its hooks.
+        runs: Two calls of it, with the whole batch and with a part.
         told: Names that the log has had; those of hooks are added.
         epsilon: Coarsest rounding of the module's computation.
 
@@ -369,4 +363,4 @@ _LIBRARIES = frozenset(("torch", "numpy", "flowdp", *sys.stdlib_module_names))
 """Packages whose functions keep nothing for a loop in their globals."""
 
 _CLOSED = (type(None), bool, int, float, complex, str, bytes, type, ModuleType, Tensor)
-"""Kinds of values that are not looked into."""
+"""Types of values that are not looked into."""

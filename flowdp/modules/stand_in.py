@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Container, Mapping
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -38,11 +38,10 @@ class StandInModule(nn.Module):
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
 
     def _seal(self, maker: Callable[..., Any], fixed: Container[str] = ()) -> None:
-        """End of construction: attributes that are not this object's own are set on the module from here on.
+        """Set other attributes than this object's own on the module, from here on.
 
         Args:
-            maker: The function that made it; its arguments have no effect on the stand-in, and setting them
-                raises.
+            maker: The function that made it; to set one of its arguments is an error.
             fixed: Attributes of this object's own that cannot be set, either.
         """
         self.__dict__["_fixed"] = fixed
@@ -90,13 +89,13 @@ class StandInModule(nn.Module):
     def training(self, mode: bool) -> None:
         self.module.training = mode
 
-    def train(self, mode: bool = True) -> StandInModule:
+    def train(self, mode: bool = True) -> Self:
         """Set the training mode of the module."""
         self.module.train(mode)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own."""
+        """State of the module."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Training and evaluation mode of a module's parts: set for a training, and put back."""
+"""Training and evaluation modes of a module's parts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["kept_in_eval", "put_modes", "start_training"]
 
 
 def start_training(module: nn.Module) -> None:
-    """Training mode, but for the parts of a module in training mode that are in eval mode.
+    """Set training mode, but keep the parts in eval mode of a module in training mode.
 
     `train()` is called in any case: models that override it freeze their BatchNorm there.
     """
@@ -22,14 +22,10 @@ def start_training(module: nn.Module) -> None:
 
 
 def put_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
-    """Give each part a mode of its own.
-
-    Args:
-        modes: Modes of all parts of a module, in the order of `modules()`.
-    """
+    """Give each part its mode; all parts of a module, in the order of `modules()`."""
     for part, mode in modes:
         if part.training != mode:
-            part.train(mode)  # some undo here what they did in `eval`
+            part.train(mode)  # some modules undo the work of their `eval` here
     for part, mode in modes:
         part.training = mode
 
@@ -37,7 +33,7 @@ def put_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
 def kept_in_eval(module: nn.Module) -> list[str]:
     """The names of the largest parts in eval mode that have parts of their own and parameters to train.
 
-    A frozen layer is meant so; such a part may have come from its library in eval mode.
+    A frozen layer is meant so; such a part may come from its library in eval mode.
     """
     names: list[str] = []
     for name, part in module.named_modules():

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from functools import partial
+from operator import is_not
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ NARROW = {
     torch.float32: (torch.float16, torch.bfloat16),
     torch.float64: (torch.float16, torch.bfloat16, torch.float32),
 }
-"""Floats that are widened, by the one that they become."""
+"""Floats that are widened, by the wide dtype."""
 
 DRAWS = frozenset(
     (
@@ -55,15 +56,15 @@ DROPS = frozenset(("dropout_p", "dropout", "p"))
 class Trials:
     """Runs a module and undoes the changes to its tensors, its attributes and random states.
 
-    Put back are parameters, buffers, other tensors among the attributes of all submodules, their plain
+    Restored are parameters, buffers, other tensors among the attributes of all submodules, their plain
     attributes with the lists, dicts and sets in them, and the states of torch's, numpy's and Python's
-    generators, those of attributes included. Other effects of hooks and of the module are not.
+    generators, those of attributes included; other effects of hooks and of the module are not.
 
     Args:
-        module: On one device.
-        device: That one.
-        is_eval: Whether everything is in eval mode; else submodules that drop or use the batch's
-            statistics alone.
+        module: All of it lies on the device.
+        device: The device.
+        is_eval: Whether everything is in eval mode; else only submodules that drop or use the batch's
+            statistics.
         is_wide: Whether parameters and buffers of 16 bits are float32 meanwhile, and autocast is off.
         is_still: Whether draws are constants.
         is_double: Whether all floats are float64 instead, where the module's operations take them.
@@ -105,9 +106,9 @@ class Trials:
         """Call the module, and put everything back.
 
         Args:
-            call: Call of the module with its arguments.
-            given: Any pytree; its tensors are copied, for the module may write to them.
-            seed: Seed of all generators, for this run; None: it begins with their states.
+            call: Calls the module with its arguments.
+            given: The arguments, any pytree; its tensors are copied, for the module may write to them.
+            seed: Seed of all generators for this run; None: it begins with their states.
         """
         if seed is not None:
             self._state.seed(seed)
@@ -269,7 +270,7 @@ class _Kept:
 
 
 class _Still(RankMode):
-    """Draws are constants, and writes are told before they are done."""
+    """Torch mode in which draws are constants, and the state hears of each write before it."""
 
     supports_higher_order_operators = True
 
@@ -286,7 +287,8 @@ class _Still(RankMode):
         schema = getattr(func, "_schema", None)
         if schema is None:  # an operator of a higher order
             return func(*args, **kwargs)
-        given = _named(schema, args, kwargs)
+        positional = zip(schema.arguments, args, strict=False)
+        given = {argument.name: value for argument, value in positional} | kwargs
         if schema.is_mutable:
             for argument in schema.arguments:
                 if argument.alias_info is not None and argument.alias_info.is_write:
@@ -305,18 +307,12 @@ class _Still(RankMode):
         return output
 
 
-def _named(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    positional = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)}
-    return positional | dict(kwargs)
-
-
 def _without_drops(
     schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    names = [argument.name for argument in schema.arguments]
     still = tuple(
-        0.0 if name in DROPS and isinstance(value, float) else value
-        for name, value in zip(names, args, strict=False)
+        0.0 if argument.name in DROPS and isinstance(value, float) else value
+        for argument, value in zip(schema.arguments, args, strict=False)
     )
     return still, {name: 0.0 if name in DROPS else value for name, value in kwargs.items()}
 
@@ -394,7 +390,7 @@ _WRITABLE = (list, dict, set, deque)
 
 
 def _attributes(parts: Sequence[nn.Module]) -> Iterator[Any]:
-    """The plain attributes of modules, with the items of their lists, dicts, sets and tuples; each once."""
+    """The plain attributes of modules and the items of their lists, dicts, sets and tuples, each once."""
     todo = [value for part in parts for name, value in vars(part).items() if name not in _TABLES]
     seen: set[int] = set()
     while todo:
@@ -413,7 +409,7 @@ def _content(value: Any) -> Callable[[], None]:
 
     def restore() -> None:
         now, then = _members(value), _members(before)
-        if len(now) != len(then) or any(mine is not other for mine, other in zip(now, then, strict=True)):
+        if len(now) != len(then) or any(map(is_not, now, then)):
             value.clear()
             (value.extend if isinstance(value, (list, deque)) else value.update)(before)
 
@@ -435,11 +431,9 @@ def _random_states(values: Sequence[Any], *, is_alone: bool) -> Iterator[Callabl
     """Functions that restore the states of generators that are not torch's."""
     if is_alone:
         yield partial(random.setstate, random.getstate())
+        yield partial(np.random.set_state, np.random.get_state())
     for own in values:
         if isinstance(own, random.Random):
             yield partial(own.setstate, own.getstate())
-    if is_alone:
-        yield partial(np.random.set_state, np.random.get_state())
-    for own in values:
-        if isinstance(own, np.random.Generator):
+        elif isinstance(own, np.random.Generator):
             yield partial(setattr, own.bit_generator, "state", own.bit_generator.state)

@@ -1,6 +1,6 @@
 """Modules whose training forward needs the whole batch: embeddings that count or shorten rows, and buffers.
 
-A forward of a part of the batch gives them something else than a forward of all of it, without an error.
+A forward of a part of the batch does something else than a forward of all of it, without an error.
 """
 
 from __future__ import annotations
@@ -63,18 +63,14 @@ def check_dense(optimizer: Optimizer) -> None:
 
 
 class Written:
-    """The buffers that training forwards write, found by torch's counts of writes; batch norms are left out.
-
-    Args:
-        module: The model, before a forward.
-    """
+    """The buffers written by training forwards from now on, by torch's counts; batch norms are left out."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._before = {name: _state(buffer) for name, _, buffer in _buffers(module)}
 
     def tell(self) -> None:
-        """Log the buffers that were written since, by name: they change once per micro-batch."""
+        """Log the names of the buffers that were written: they change once per micro-batch."""
         found = [
             f"{name!r} of {kind}"
             for name, kind, buffer in _buffers(self._module)

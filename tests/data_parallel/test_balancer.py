@@ -133,7 +133,7 @@ def test_a_device_that_was_slow_for_a_while_gets_batches_of_short_loaders_again(
     dealt = []
     for number in range(60):
         dealt.append(0)
-        for window in Epoch([torch.zeros(8)] * 10, lanes, made.quotas, made.cut, made.due):
+        for window in Epoch([torch.zeros(8)] * 10, lanes, made):
             samples, batches = window.per_rank(2)
             made.did(samples, batches)
             slow = 100.0 if 3 <= number < 12 else 1.0

@@ -22,16 +22,28 @@ from tests.loops import CPU, WAIT_S
 LANES = [HostLane(CPU), HostLane(CPU)]
 
 
-def halves(samples: int) -> Sequence[int]:
-    return shard_sizes(samples, (0.5, 0.5))
+class Halves:
+    """Batches are cut in two; the deals size the windows in turn, the last one all that follow."""
+
+    def __init__(self, *deals: Sequence[int] | None, due: Sequence[int] = ()) -> None:
+        self.deals, self.ranks_due = list(deals), due
+
+    def quotas(self) -> Sequence[int] | None:
+        return self.deals.pop(0) if len(self.deals) > 1 else self.deals[0]
+
+    def cut(self, samples: int) -> Sequence[int]:
+        return shard_sizes(samples, (0.5, 0.5))
+
+    def due(self) -> Sequence[int]:
+        return self.ranks_due
 
 
 def epoch(loader: Any, counts: Sequence[int] | None = None, lanes: Any = LANES) -> Epoch:
-    return Epoch(loader, lanes, lambda: counts, halves)
+    return Epoch(loader, lanes, Halves(counts))
 
 
 def read_ahead(loader: Any, counts: Sequence[int] | None = None, lanes: Any = LANES) -> WindowLoader:
-    return WindowLoader(Windows(loader, lanes, lambda: counts, halves))
+    return WindowLoader(Windows(loader, lanes, Halves(counts)))
 
 
 def data(*sizes: int) -> list[tuple[Tensor, Tensor]]:
@@ -66,7 +78,7 @@ def test_batches_of_a_window_lie_in_the_order_in_which_they_end(counts: Any, ran
 def test_a_rank_that_is_due_has_its_first_batch_before_the_others() -> None:
     assert interleaved((3, 1), (1,)) == [1, 0, 0, 0]
     assert interleaved((3, 2), (1,)) == [1, 0, 0, 0, 1]
-    windows = list(Epoch(data(*[2] * 4), LANES, lambda: (1000, 10), halves, lambda: (1,)))
+    windows = list(Epoch(data(*[2] * 4), LANES, Halves((1000, 10), due=(1,))))
     assert [[piece.rank for piece in window.pieces] for window in windows] == [[1, 0, 0, 0]]
 
 
@@ -95,8 +107,7 @@ def test_what_has_not_the_batchs_length_goes_whole_to_all() -> None:
 
 
 def test_the_deal_is_asked_for_each_window() -> None:
-    deals = iter([(1, 1), (1, 2), (1, 1), (1, 1)])
-    windows = Epoch(data(*[2] * 6), LANES, lambda: next(deals), halves)
+    windows = Epoch(data(*[2] * 6), LANES, Halves((1, 1), (1, 2), (1, 1)))
     assert [len(window.pieces) for window in windows] == [2, 3, 1]
 
 
@@ -204,7 +215,7 @@ def test_what_the_loader_raises_comes_after_the_windows_before_it() -> None:
 def test_a_batch_without_samples_is_an_error(lanes: Any) -> None:
     for bad in ((torch.ones(0),), ("text",), torch.tensor(1.0)):
         with pytest.raises(DataError, match="without samples"):
-            list(Epoch([bad], lanes, lambda: None, halves))
+            list(epoch([bad], lanes=lanes))
     assert samples_of([torch.ones(3)]) == 3
 
 

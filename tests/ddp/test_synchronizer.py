@@ -380,15 +380,15 @@ def test_by_hand(strategy):
     assert log == (["start 3", "wait 3"] if strategy == "overlapped" else [])
 
 
-def test_none_does_nothing():
+def test_none_averages_by_an_explicit_call_alone():
     log: list[str] = []
     module = model()
     synchronizer = GradientSynchronizer(module.parameters(), Spy(log), strategy="none")
     module(data(0)).sum().backward()
     synchronizer.add_gradient(module[0].weight)
-    synchronizer.sync_all()
-    synchronizer.clear()
     assert log == []
+    synchronizer.sync_all()
+    assert [line.split()[0] for line in log] == ["start", "wait"]
 
 
 def test_a_gradient_that_comes_again_while_it_is_averaged():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import flowdp
 from flowdp import FlowdpError
-from flowdp.modules.hooks import Twins
+from flowdp.modules.hooks import Twins, twins_of
 from tests.loops import assert_equal, gradients, numbers
 
 
@@ -136,9 +136,7 @@ def copied(module: nn.Module) -> Any:
     memo: dict[int, Any] = {}
     made = copy.deepcopy(module, memo)
     memo.pop(id(memo))
-    twins = Twins(memo)
-    twins.pair(module, made)
-    twins.rebind(memo.values())
+    Twins(memo | twins_of(module.modules(), made.modules())).rebind(memo.values())
     return made
 
 
