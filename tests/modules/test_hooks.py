@@ -171,7 +171,7 @@ def test_functions_keep_their_form_and_hold_one_another() -> None:
     assert made.calls[0] is made.calls[1][0] is made.by_name["odd"]
     assert made.calls[0](3) == (made, made)
     assert made.holder.call.mark == [made]
-    assert made.holder.call.__doc__ == "Whether."
+    assert made.holder.call.__doc__ == even.__doc__
     assert made.holder.call.__qualname__ == even.__qualname__
 
 
