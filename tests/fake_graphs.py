@@ -59,7 +59,7 @@ class _Step:
 
 @dataclass(eq=False)
 class Capture:
-    """A capture under way, or what came of it.
+    """A capture, under way or ended.
 
     Attributes:
         owner: All captures.

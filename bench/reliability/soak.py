@@ -336,9 +336,8 @@ def soak(
         number = 0
         while time.monotonic() < end_s and (runs is None or number < runs):
             try:
-                _one(
-                    draw, report, Path(folder) / str(number // every)
-                )  # those with checkpoints resume each other
+                # Runs with checkpoints resume each other.
+                _one(draw, report, Path(folder) / str(number // every))
             except BaseException as error:
                 report.faults.append(f"run {number}: {type(error).__name__}: {str(error)[:500]}")
             if left := _left(threads, children):

@@ -266,7 +266,6 @@ def test_what_a_part_needs() -> None:
     assert plain_layers(model) == [plain]
     assert min_part_size([plain]) == 2
     assert min_part_size([plain.eval()]) == 1
-    assert (
-        min_part_size([nn.BatchNorm1d(2, track_running_stats=False).eval()]) == 2
-    )  # torch requires it in eval mode, too
+    # Without running statistics torch requires it in eval mode, too.
+    assert min_part_size([nn.BatchNorm1d(2, track_running_stats=False).eval()]) == 2
     assert min_part_size([]) == 1

@@ -33,7 +33,7 @@ def taken(replicas: Any) -> list[tuple[str, list[int]]]:
     return found
 
 
-WEIGHTS = [48, 8, 24, 3]  # parameters of `mlp`, each in float64 and aligned to 8 elements
+WEIGHTS = [48, 8, 24, 3]  # elements per parameter of `mlp`; in float64 each is aligned to 8
 ROW = 48 + 8 + 24 + 8
 
 

@@ -101,9 +101,7 @@ def replica_on(lane: Lane) -> Replica:
 
 @pytest.fixture
 def held_back(device: torch.device, has_streams: bool, monkeypatch: pytest.MonkeyPatch) -> Hold:
-    """`held_back(lane)` delays the device; returns a function that releases it, and says whether it still
-    waited.
-    """
+    """`held_back(lane)` delays the device and returns a function that releases it: true if it was late."""
 
     def hold(lane: Lane) -> Callable[[], bool]:
         if device.type == "cuda":

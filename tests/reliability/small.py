@@ -57,9 +57,8 @@ def trainer(recorder: StepRecorder, policy: Any, devices: int, **options: Any) -
     }
     if policy == "exact":
         given["global_batch_size"] = 2 * BATCH  # for any number of devices
-        given["failures"] = flowdp.FailureOptions(
-            check_loss=False
-        )  # `count` is a sum, so that each sample adds the same
+        # `count` is a sum, so that each sample adds the same.
+        given["failures"] = flowdp.FailureOptions(check_loss=False)
     return flowdp.Trainer(**given | options)
 
 

@@ -100,10 +100,8 @@ def test_batches_that_a_hurried_rank_left_are_not_forgotten(
 def test_more_epochs_than_before(tmp_path: Path, recorder: StepRecorder, policy: str, devices: int) -> None:
     first = trainer(recorder, policy, 2, checkpoint=tmp_path, epochs=1).fit()
     run = trainer(recorder, policy, devices, checkpoint=tmp_path, resume=True, epochs=3).start()
-    assert [record.epoch for record in run.metrics()] == [
-        1,
-        2,
-    ]  # its own; those before are in the history
+    # Its own epochs; those before are in the history.
+    assert [record.epoch for record in run.metrics()] == [1, 2]
     state = run.join()
     assert [record.epoch for record in state.history] == [0, 1, 2]
     check(recorder, state, 3)

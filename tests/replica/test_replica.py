@@ -264,7 +264,7 @@ def test_what_is_undone_has_touched_nothing() -> None:
     assert torch.equal(module.heads[1].weight, before)  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------- adoption
+# ---------------------------------------------------------------- copies of another replica
 def adam(seed: int, steps: int, lane: Any = None, **options: Any) -> Replica:
     torch.manual_seed(seed)
     module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
