@@ -16,13 +16,13 @@ from flowdp.errors import ProtocolError
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.gate import GateState
 from flowdp.machine.worker import (
-    Action,
     Apply,
     Done,
     Enter,
     Idle,
     Leave,
     Report,
+    Serve,
     Snapshot,
     Step,
     WorkerMachine,
@@ -30,8 +30,8 @@ from flowdp.machine.worker import (
 from flowdp.policy.tally import Work, pace_ms
 from flowdp.protocol.commands import Average, Command, Direct, EpochEnded, Finish, RoundEnded, Send
 from flowdp.protocol.messages import (
-    Arrival,
     Averaged,
+    BarrierTask,
     Exiting,
     Fact,
     Order,
@@ -169,17 +169,17 @@ class World:
         """
         self.begin()
         while self.finish is None:
-            if not self.advance():
-                raise ProtocolError(f"nothing is left to happen: {[rank.state for rank in self.ranks]}")
+            self.advance()
 
     def begin(self) -> None:
         """Let the ranks start."""
         for rank in range(len(self.ranks)):
             self.clock.after(self.rng.random() * self.clock.latency_ms, self.start, rank)
 
-    def advance(self) -> bool:
-        """Let the next thing happen; False when nothing is left to happen."""
-        return self.clock.advance()
+    def advance(self) -> None:
+        """Let the next thing happen."""
+        if not self.clock.advance():
+            raise ProtocolError(f"nothing is left to happen: {[rank.state for rank in self.ranks]}")
 
     # ------------------------------------------------------------------ coordinator
     def tell(self, fact: Fact, *link: object) -> None:
@@ -249,39 +249,32 @@ class World:
         """Between two steps: read the inbox, then do as the machine says."""
         rank = self.ranks[number]
         rank.take_orders()
-        while self.act(number, rank.machine.next()):
-            pass
+        while True:
+            match action := rank.machine.next():
+                case Step():
+                    self.begin_step(number, action)
+                case Enter():
+                    self.enter(number, action)
+                case Report():
+                    self.report(number, action.done)
+                    continue
+                case Snapshot():
+                    self.snapshot(number, action)
+                case Apply():
+                    self.apply(number, action.round)
+                case Serve():
+                    self.serve(number, action.task)
+                case Idle():
+                    self.idle(number)
+                case Leave():
+                    self.leave(number)
+            return
 
-    def act(self, number: int, action: Action) -> bool:
-        """Do what a machine says; whether the rank asks for the next action at once."""
-        rank = self.ranks[number]
-        match action:
-            case Step():
-                rank.state = "step"
-                ms = self.step_ms(number, action)
-                self.clock.after(ms, self.end_step, number, action, ms)
-            case Enter():
-                rank.state, rank.entered_ms = "gate", self.clock.now_ms
-                self.enter(rank.machine.judged(action.arrival))
-            case Report():
-                done = action.done
-                self.tell(StepsDone(number, done.plan, rank.work(done), done.is_last), "up", number)
-                return True
-            case Snapshot():
-                rank.state = "busy"
-                self.snapshot(
-                    SnapshotReady(number, action.round, action.steps, action.samples, rank.machine.is_bad)
-                )
-                self.clock.after(self.sync_ms / 4, self.resume, number, "busy")
-            case Apply():
-                rank.state = "busy"
-                self.tell(Updated(number, action.round), "up", number)
-                self.clock.after(self.sync_ms / 4, self.resume, number, "busy")
-            case Idle():
-                rank.state = "idle"
-            case Leave():
-                self.leave(number)
-        return False
+    def begin_step(self, number: int, step: Step) -> None:
+        """A rank begins a step."""
+        self.ranks[number].state = "step"
+        ms = self.step_ms(number, step)
+        self.clock.after(ms, self.end_step, number, step, ms)
 
     def step_ms(self, number: int, step: Step) -> float:
         """Draw the time of a step."""
@@ -299,9 +292,35 @@ class World:
         self.ranks[number].stepped(self.samples_of(step), ms)
         self.proceed(number)
 
-    def snapshot(self, ready: SnapshotReady) -> None:
-        """A rank has taken its snapshot."""
+    def report(self, number: int, done: Done) -> None:
+        """A rank reports its work since the last report."""
+        self.tell(StepsDone(number, done.plan, self.ranks[number].work(done), done.is_last), "up", number)
+
+    def snapshot(self, number: int, action: Snapshot) -> None:
+        """A rank takes its snapshot."""
+        rank = self.ranks[number]
+        rank.state = "busy"
+        is_bad = rank.machine.is_bad
+        self.send_snapshot(SnapshotReady(number, action.round, action.steps, action.samples, is_bad))
+        self.clock.after(self.sync_ms / 4, self.resume, number, "busy")
+
+    def send_snapshot(self, ready: SnapshotReady) -> None:
+        """A snapshot lies ready."""
         self.tell(ready, "snapshot", ready.rank)
+
+    def apply(self, number: int, round: int) -> None:
+        """A rank applies the mean of a round to its replica."""
+        self.ranks[number].state = "busy"
+        self.tell(Updated(number, round), "up", number)
+        self.clock.after(self.sync_ms / 4, self.resume, number, "busy")
+
+    def serve(self, number: int, task: BarrierTask) -> None:
+        """A rank begins a barrier task."""
+        raise ProtocolError(f"rank {number} got {task} in a run without barrier tasks")
+
+    def idle(self, number: int) -> None:
+        """A rank has nothing to do."""
+        self.ranks[number].state = "idle"
 
     def leave(self, number: int) -> None:
         """The thread of a rank ends, as told."""
@@ -309,9 +328,11 @@ class World:
         self.tell(Exiting(number), "up", number)
 
     # ------------------------------------------------------------------ gate
-    def enter(self, arrival: Arrival) -> None:
+    def enter(self, number: int, action: Enter) -> None:
         """A rank enters the gate, and goes on when all have come and their mean is there."""
-        outcome = self.gate.enter(arrival)
+        rank = self.ranks[number]
+        rank.state, rank.entered_ms = "gate", self.clock.now_ms
+        outcome = self.gate.enter(rank.machine.judged(action.arrival))
         if outcome is not None:
             self.meet(outcome)
 

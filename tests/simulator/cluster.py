@@ -11,13 +11,8 @@ from flowdp.machine.event_log import brief
 from flowdp.machine.gate import GateState
 from flowdp.machine.policies import ROUNDS
 from flowdp.machine.worker import (
-    Action,
-    Apply,
     Done,
     Enter,
-    Idle,
-    Report,
-    Serve,
     Snapshot,
     Step,
     WorkerMachine,
@@ -36,7 +31,6 @@ from flowdp.protocol.commands import (
     Save,
 )
 from flowdp.protocol.messages import (
-    Arrival,
     BarrierTask,
     DataEnded,
     Evaluated,
@@ -60,9 +54,6 @@ from tests.simulator.serving import Serving
 from tests.simulator.violation import Violation
 
 __all__ = ["JudgedWorld", "Machines"]
-
-PLACES: dict[type[Action], str] = {Step: "step", Enter: "enter", Snapshot: "snapshot", Apply: "apply"}
-"""Actions at which a rank may crash, by the name that a `Crash` has for them."""
 
 
 @dataclass(frozen=True)
@@ -149,13 +140,12 @@ class JudgedWorld(World):
         for wish in self.scenario.wishes:
             self.clock.after(wish.at_ms, self._wish, wish.request)
 
-    def advance(self) -> bool:
+    def advance(self) -> None:
         """Let the next thing happen."""
-        if not super().advance():
+        if not self.clock.advance():
             self.rules.stands_still(f"{[rank.state for rank in self.ranks]}, {self.coordinator.life}")
         self.events += 1
         self.rules.passes(self.clock.now_ms)
-        return True
 
     def say(self, text: str, *about: object) -> None:
         """Tell the trace of an event."""
@@ -225,17 +215,6 @@ class JudgedWorld(World):
         self.say("batch {} of epoch {} is there for rank {}", key[1], key[0], number)
         self.clock.send(("data", number), self.resume, number, "waiting")
 
-    def _has_data(self, number: int, step: Step) -> bool:
-        """Whether the batches of a step are there; otherwise the rank waits for them."""
-        keys = [(step.epoch, batch) for batch in step.batches]
-        missing = None if self.reader is None else self.reader.take(number, *keys)
-        if missing is None:
-            return True
-        rank = self.ranks[number]
-        rank.state, rank.asked_ms = "waiting", self.clock.now_ms
-        self.rules.waits(number, missing, self.clock.now_ms)
-        return False
-
     # ------------------------------------------------------------------ ranks
     def crashes(self, number: int, where: str) -> bool:
         """Whether a rank fails now that it comes to such an act."""
@@ -263,35 +242,23 @@ class JudgedWorld(World):
 
     def proceed(self, number: int) -> None:
         """Between two steps: read the inbox, then do as the machine says."""
-        self.ranks[number].wake(self.clock.now_ms)
+        rank = self.ranks[number]
+        rank.wake(self.clock.now_ms)
         super().proceed(number)
+        if rank.state != "waiting":
+            self.rules.goes_on(number)
 
-    def act(self, number: int, action: Action) -> bool:
-        """Do what a machine says; whether the rank asks for the next action at once."""
-        if isinstance(action, Step) and not self._has_data(number, action):
-            return False
-        rank, where = self.ranks[number], PLACES.get(type(action))
-        self.rules.goes_on(number)
-        if where is not None and self.crashes(number, where):
-            return False
-        match action:
-            case Step():
-                self.rules.step_begins(number, (action.epoch, action.batches[0]), action.position)
-            case Enter():
-                self.rules.enters(number)
-                rank.read()
-            case Report():
-                self.rules.reports(number, action.done, rank.steps)
-            case Snapshot():
-                self.rules.snapped(number, action.round, action.steps, action.samples)
-            case Apply():
-                self.rules.applied(number, action.round)
-            case Serve():
-                rank.state = "serving"
-                self._serving.serve(number, action.task)
-            case Idle():
-                self.rules.idles(number)
-        return super().act(number, action)
+    def begin_step(self, number: int, step: Step) -> None:
+        """A rank begins a step, or waits for its batches."""
+        keys = [(step.epoch, batch) for batch in step.batches]
+        missing = None if self.reader is None else self.reader.take(number, *keys)
+        if missing is not None:
+            rank = self.ranks[number]
+            rank.state, rank.asked_ms = "waiting", self.clock.now_ms
+            self.rules.waits(number, missing, self.clock.now_ms)
+        elif not self.crashes(number, "step"):
+            self.rules.step_begins(number, keys[0], step.position)
+            super().begin_step(number, step)
 
     def step_ms(self, number: int, step: Step) -> float:
         """Draw the time of a step."""
@@ -331,13 +298,40 @@ class JudgedWorld(World):
         self.say("rank {} trained batch {} of epoch {}", number, batches, step.epoch)
         super().end_step(number, step, ms)
 
-    def snapshot(self, ready: SnapshotReady) -> None:
-        """A rank has taken its snapshot."""
+    def report(self, number: int, done: Done) -> None:
+        """A rank reports its work since the last report."""
+        self.rules.reports(number, done, self.ranks[number].steps)
+        super().report(number, done)
+
+    def snapshot(self, number: int, action: Snapshot) -> None:
+        """A rank takes its snapshot."""
+        if not self.crashes(number, "snapshot"):
+            self.rules.snapped(number, action.round, action.steps, action.samples)
+            super().snapshot(number, action)
+
+    def send_snapshot(self, ready: SnapshotReady) -> None:
+        """A snapshot lies ready; it may come late, or never."""
         if self.rng.random() < self.scenario.lost_snapshot:
             return
         is_late = self.rng.random() < self.scenario.late_snapshot
         late_ms = self.rng.random() * LATENCY_MS if is_late else 0.0
         self.clock.send(("snapshot", ready.rank), self.handle, ready, extra_ms=late_ms)
+
+    def apply(self, number: int, round: int) -> None:
+        """A rank applies the mean of a round to its replica."""
+        if not self.crashes(number, "apply"):
+            self.rules.applied(number, round)
+            super().apply(number, round)
+
+    def serve(self, number: int, task: BarrierTask) -> None:
+        """A rank begins a barrier task."""
+        self.ranks[number].state = "serving"
+        self._serving.serve(number, task)
+
+    def idle(self, number: int) -> None:
+        """A rank has nothing to do."""
+        self.rules.idles(number)
+        super().idle(number)
 
     def _served(self, number: int, fact: Evaluated | StateSaved | ReplicaCopied) -> None:
         self.say("rank {} has done its barrier task: {}", number, fact)
@@ -356,13 +350,18 @@ class JudgedWorld(World):
         self.tell(Exiting(number, error, is_alone, rank.machine.unreported_samples), "up", number)
 
     # ------------------------------------------------------------------ gate
-    def enter(self, arrival: Arrival) -> None:
+    def enter(self, number: int, action: Enter) -> None:
         """A rank enters the gate, and goes on when all have come and their mean is there."""
-        self.say("rank {} enters the gate: {}", arrival.rank, arrival)
+        if self.crashes(number, "enter"):
+            return
+        rank = self.ranks[number]
+        self.rules.enters(number)
+        rank.read()
+        self.say("rank {} enters the gate: {}", number, rank.machine.judged(action.arrival))
         try:
-            super().enter(arrival)
+            super().enter(number, action)
         except CollectiveAborted:
-            self._release(arrival.rank)
+            self._release(number)
 
     def leave_gate(self, number: int) -> None:
         """A rank takes no part in the gate any more."""

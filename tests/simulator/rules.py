@@ -176,10 +176,10 @@ class Rules:
         read_ms = s.read_ms * sum(s.config.groups or ())  # a step in progress may wait for its batches
         per_round = self.bounds.longest_step_ms + read_ms + 3 * s.sync_ms + 8 * s.latency_ms
         # An evaluation is cut short, and what is left is the batch that a rank is in.
-        duties_ms = (
+        tasks_ms = (
             1.5 * s.eval_ms + 2 * s.capture_ms + s.sync_ms + 12 * s.latency_ms if self.bounds.stands else 0.0
         )
-        self._end_by.append((now_ms + rounds * per_round + duties_ms + 1.0, rule))
+        self._end_by.append((now_ms + rounds * per_round + tasks_ms + 1.0, rule))
 
     def left(self, rank: int) -> None:
         """A rank has left."""

@@ -161,7 +161,7 @@ def later_kinds(scenario: Scenario) -> list[str]:
     return [kind for kind, there in special.items() if there]
 
 
-def test_every_kind_of_duty_and_life_comes_up() -> None:
+def test_every_kind_of_task_and_life_comes_up() -> None:
     seen = Counter(kind for scenario in LONG for kind in later_kinds(scenario))
     wanted = [f"saved by {unit}" for unit in (None, "epoch", "step", "minute")]
     wanted += [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flowdp.machine.config import CoordinatorConfig
+from flowdp.machine.worker import Enter
 from flowdp.protocol.commands import AbortGate
 from flowdp.protocol.messages import Arrival, Directives, StartEpoch, SyncPoints
 from tests.simulator.cluster import JudgedWorld
@@ -20,8 +21,7 @@ def world(**given: object) -> JudgedWorld:
 
 
 def enters(made: JudgedWorld, rank: int) -> None:
-    made.ranks[rank].state = "gate"
-    made.enter(Arrival(rank, 0, 0, 0, 0))
+    made.enter(rank, Enter(Arrival(rank, 0, 0, 0, 0)))
 
 
 def states(made: JudgedWorld) -> list[str]:

@@ -719,7 +719,7 @@ def orders_go_to_ranks_that_left(patch: Patch) -> Machines:
 
 # ---------------------------------------------------------------- standstills
 @mutant("S18", Lives(100))
-def a_duty_does_not_wait_for_the_ranks(patch: Patch) -> Machines:
+def a_barrier_task_does_not_wait_for_the_ranks(patch: Patch) -> Machines:
     class Hasty(Coordinator):
         def _run(self, now_ms: float) -> list[Command]:
             if self.barrier.is_wanted and not self.rounds.is_idle:
@@ -730,7 +730,7 @@ def a_duty_does_not_wait_for_the_ranks(patch: Patch) -> Machines:
 
 
 @mutant("S18", Lives(100))
-def training_goes_on_while_a_duty_is_out(patch: Patch) -> None:
+def training_goes_on_while_a_barrier_task_is_out(patch: Patch) -> None:
     is_wanted = Barrier.is_wanted.fget
     assert is_wanted is not None
     patch.setattr(Barrier, "is_wanted", property(lambda self: self._asked is None and is_wanted(self)))

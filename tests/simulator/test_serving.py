@@ -74,7 +74,7 @@ def test_one_that_is_cut_ends_with_the_batches_in_hand() -> None:
     assert sorted(served.batches()) == [0, 1, 2]
 
 
-def test_a_rank_may_fail_in_its_duty() -> None:
+def test_a_rank_may_fail_in_a_barrier_task() -> None:
     served = Served(crash=(1, "evaluate"))
     for rank in (0, 1):
         served.serving.serve(rank, Evaluate(0, 0))

@@ -63,17 +63,17 @@ def somebody_stirs(standing: Standing) -> None:
     standing.ordered(0, SaveState(0), "rank 1 is at step")
 
 
-def two_duties(standing: Standing) -> None:
+def two_tasks(standing: Standing) -> None:
     standing.ordered(0, SaveState(0), "")
     standing.ordered(1, SaveState(1), "")
 
 
-def a_step_in_a_duty(standing: Standing) -> None:
+def a_step_in_a_task(standing: Standing) -> None:
     standing.ordered(0, SaveState(0), "")
     standing.moves(1, "begins (0, 0)")
 
 
-def an_order_in_a_duty(standing: Standing) -> None:
+def an_order_in_a_task(standing: Standing) -> None:
     standing.ordered(0, SaveState(0), "")
     standing.told(1, "gets an order")
 
@@ -205,9 +205,9 @@ def a_snapshot_is_not_taken(standing: Standing) -> None:
 
 BROKEN: list[tuple[str, Callable[[Standing], None]]] = [
     ("S18", somebody_stirs),
-    ("S18", two_duties),
-    ("S18", a_step_in_a_duty),
-    ("S18", an_order_in_a_duty),
+    ("S18", two_tasks),
+    ("S18", a_step_in_a_task),
+    ("S18", an_order_in_a_task),
     ("S18", saved_too_early),
     ("S18", another_capture),
     ("S19", epochs_that_are_not_over),
