@@ -21,7 +21,7 @@ from flowdp.machine.round_record import ShareChanges, reason_of, round_ended
 from flowdp.machine.rounds import Averages, Constraints, Rounds, Shares
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.drift import largest_drift
-from flowdp.policy.lead import Overshoot, lead_room
+from flowdp.policy.lead import Overshoot, lead_limit
 from flowdp.policy.ledger import ENDLESS, Ledger
 from flowdp.protocol.commands import Average, Command, RoundAbandoned, RoundEnded, Send
 from flowdp.protocol.messages import (
@@ -257,17 +257,12 @@ class AsyncRounds(Rounds):
 
     def _limit(self, rank: int, counts: tuple[int, ...]) -> int:
         """Steps that a rank may take since the run began, by its last snapshot and those of the others."""
-        state, lead = self._ranks[rank], self.cadence.options.max_batch_diff
-        limit = state.snapshot + counts[rank] + self._overshoot.value
-        if lead is None:
-            return limit
-        room = lead_room(
-            [state.dealt - state.snapshot for state in self._ranks],
-            [state.trained - state.snapshot for state in self._ranks],
-            [self._may_move(state) for state in self._ranks],
-            lead,
-        )[rank]
-        return limit if room is None else state.dealt + room
+        own, lead = self._ranks[rank].snapshot, self.cadence.options.max_batch_diff
+        limit = None
+        if lead is not None:
+            done = [state.trained - state.snapshot for state in self._ranks]
+            limit = lead_limit(rank, done, [self._may_move(state) for state in self._ranks], lead)
+        return own + (counts[rank] + self._overshoot.value if limit is None else limit)
 
     def _may_move(self, state: AsyncRank) -> bool:
         """Whether a rank is not held back by the data: it has orders, or could get some."""

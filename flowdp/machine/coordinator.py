@@ -100,8 +100,8 @@ class Coordinator:
         self._new_lr: float | None = None  # not yet at the gate
         self._wants_meeting = False  # so that an outcome tells the learning rate soon
         self._directives = Directives()
-        # Ranks that are to be healed -> (epoch, batch) where that began, if known.
-        self._sick: dict[int, tuple[int, int] | None] = {}
+        # Ranks with NaN or inf parameters that are to be healed -> (epoch, batch) of the first, if known.
+        self._bad: dict[int, tuple[int, int] | None] = {}
         if config.start is not None:
             self.epochs.resume(config.start)
             self.rounds.resume(config.start)
@@ -160,7 +160,7 @@ class Coordinator:
             case Evaluated() | StateSaved() | ReplicaCopied() if self.life is Life.RUNNING:
                 self.barrier.take(fact)
                 if isinstance(fact, ReplicaCopied):
-                    self._sick.pop(fact.rank, None)
+                    self._bad.pop(fact.rank, None)
             case _ if self.life is Life.RUNNING:
                 return self._failing(self.rounds.take(fact, now_ms))
             case _ if self.life in (Life.FAILING, Life.DONE):
@@ -173,7 +173,7 @@ class Coordinator:
 
     def _take_exit(self, fact: Exiting, now_ms: float) -> list[Command]:
         self._gone.add(fact.rank)
-        self._sick.pop(fact.rank, None)
+        self._bad.pop(fact.rank, None)
         if fact.error is not None:
             if fact.is_alone and self._may_go_on():
                 return [LeaveGate(fact.rank), *self.rounds.take(fact, now_ms)]
@@ -295,18 +295,19 @@ class Coordinator:
 
         A replica that an acknowledgment reports is reported once more by the next outcome.
         """
-        found = self.rounds.pop_bad()
-        bad = self._sick | {rank: at for rank, at in found.items() if rank not in self._sick}
-        if bad and bad.keys() >= set(self._present()):
+        new = {rank: at for rank, at in self.rounds.pop_bad().items() if rank not in self._bad}
+        bad = self._bad | new
+        if not bad:
+            return []
+        if bad.keys() >= set(self._present()):
             where = [f"rank {rank}: {_named(batch)}" for rank, batch in bad.items()]
             what = "NaN or infinite numbers in every replica, there is none left to go on from"
             return self._failing([Fail(f"{what} ({'; '.join(where)})", kind="numbers")])
-        quarantined = [Quarantined(rank, batch) for rank, batch in bad.items() if rank not in self._sick]
         # Where gradients are averaged all take the same step, by those of the others.
-        if quarantined and self.rounds.averages != "gradients":
-            self._sick = bad
+        if new and self.rounds.averages != "gradients":
+            self._bad = bad
             self.barrier.heal(tuple(bad))
-        return list[Command](quarantined)
+        return [Quarantined(rank, batch) for rank, batch in new.items()]
 
     def _position(self, now_ms: float) -> Position:
         done, planned, open_ = self.epochs.position(now_ms)

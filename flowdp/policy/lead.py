@@ -10,31 +10,26 @@ from collections.abc import Sequence
 
 from flowdp.policy.drift import GuardAction
 
-__all__ = ["Overshoot", "lead_room"]
+__all__ = ["Overshoot", "lead_limit"]
 
 
-def lead_room(
-    dealt: Sequence[int], done: Sequence[int], movable: Sequence[bool], max_batch_diff: int
-) -> tuple[int | None, ...]:
-    """Number of further steps that each rank may be given now.
+def lead_limit(rank: int, done: Sequence[int], movable: Sequence[bool], max_batch_diff: int) -> int | None:
+    """Number of steps since the last mean at which a rank is to be held.
 
     A rank may start a step while its lead is at most `max_batch_diff`, so 0 is lockstep and the lead is never
     more than one above it.
 
     Args:
-        dealt: Steps since the last mean that each rank has been given. Shape (ranks,).
-        done: Steps of these that it has taken. Shape (ranks,).
-        movable: Whether the rank has batches to train, or may get some. Shape (ranks,).
-        max_batch_diff: The limit.
+        rank: Rank index.
+        done: Steps since the last mean that each rank has taken. Shape (ranks,).
+        movable: Whether each rank has batches to train, or may get some. Shape (ranks,).
+        max_batch_diff: Limit of the lead.
 
     Returns:
-        0 or less for a rank that is to be held, None for one with no rank to wait for. Shape (ranks,).
+        The number; None where the rank has no other to wait for.
     """
-    room: list[int | None] = []
-    for rank, given in enumerate(dealt):
-        others = [steps for other, steps in enumerate(done) if other != rank and movable[other]]
-        room.append(min(others) + max_batch_diff + 1 - given if others else None)
-    return tuple(room)
+    others = [steps for other, steps in enumerate(done) if other != rank and movable[other]]
+    return min(others) + max_batch_diff + 1 if others else None
 
 
 class Overshoot:

@@ -115,7 +115,7 @@ class Rules:
         self._waits: dict[int, tuple[tuple[int, int], float]] = {}
         self._windows = Windows(scenario) if config.policy == "exact" else None
         self._lead = config.cadence.max_batch_diff if config.policy == "cadence" else None
-        self._leads = Leads(scenario)
+        self._leads = Leads(scenario) if config.policy == "async" else None
 
     def wishes(self, request: Requested, coordinator: Coordinator, now_ms: float) -> None:
         """The user asks for something."""
@@ -137,7 +137,8 @@ class Rules:
     # ------------------------------------------------------------------ facts
     def hears(self, fact: Fact, coordinator: Coordinator) -> None:
         """The coordinator is about to take a fact."""
-        self._leads.hears(fact)
+        if self._leads is not None:
+            self._leads.hears(fact)
         if isinstance(fact, DataEnded):
             self.knows_end(fact)
         if isinstance(fact, Evaluated | StateSaved | ReplicaCopied):
@@ -152,7 +153,7 @@ class Rules:
     ) -> None:
         """The coordinator has answered a fact."""
         coordinator.check()
-        if isinstance(coordinator.rounds, AsyncRounds):
+        if self._leads is not None and isinstance(coordinator.rounds, AsyncRounds):
             self._leads.decides(commands, coordinator.rounds)
         if isinstance(fact, Exiting) and fact.error is not None:
             goes_on = any(isinstance(command, LeaveGate) for command in commands)
@@ -269,7 +270,8 @@ class Rules:
             raise Violation(
                 "S13", f"rank {rank} stands at {position} with {key}, the mean at {self._base[rank]}"
             )
-        self._leads.step_begins(rank, self.steps[rank])
+        if self._leads is not None:
+            self._leads.step_begins(rank, self.steps[rank])
         if self._lead is not None:
             own = self._uncredited(rank)
             for other, is_moving in enumerate(self.is_moving):
@@ -362,7 +364,8 @@ class Rules:
 
     def delivered(self, rank: int, order: Order) -> None:
         """An order has come into the inbox of a rank."""
-        self._leads.delivered(rank, order)
+        if self._leads is not None:
+            self._leads.delivered(rank, order)
 
     def reported(self, record: RoundEnded, quotas: tuple[int, ...], now_ms: float = 0.0) -> None:
         """A round is over; the next one has these quotas."""
