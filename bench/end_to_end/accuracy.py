@@ -4,8 +4,8 @@
     python -m bench.end_to_end.accuracy --quick    # a look: 1 seed, 1 epoch of 12,000 images
 
 A small CNN with BatchNorm, Adam at 1e-3 with a cosine over the run. Device 1 waits 1.5 times the processor
-time of each of its steps, so that it is 2.5 times slower whatever else runs. Time is not measured:
-only the steps of each device between two averagings, and the learning rate, matter here.
+time of each of its steps, so that it is 2.5 times slower whatever else runs. Time is not measured: only the
+steps of each device between two averagings, and the learning rate, matter here.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python -m bench.gpu --only averaging     one part alone
     python -m bench.gpu --rehearse           the same code on CPU devices, tiny, to see that it runs
 
-Each part is a process of its own with a time limit, so a hang or a crash costs that part. The record and the
+Each part is its own process with a time limit, so a hang or a crash costs that part. The record and the
 log go to $OUT where that is set, else to bench/results and build/gpu.log. The exit code is 0 if the tests
 passed and all parts finished; experiments (several NCCL ranks on one card) do not count.
 """
@@ -67,7 +67,7 @@ class Session:
     """One call of the programme.
 
     Attributes:
-        is_rehearsal: Runs on CPU devices.
+        is_rehearsal: Whether it runs on CPU devices.
         log: Output of all parts.
         folder: Folder for the files of the parts.
         ends_s: Deadline of the session, by `monotonic`.

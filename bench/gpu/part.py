@@ -46,7 +46,7 @@ class Place:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether it is CUDA: False in a rehearsal."""
+        """Whether the device is CUDA; it is not in a rehearsal."""
         return self.device.type == "cuda"
 
     def pick(self, full: T, tiny: T) -> T:
@@ -110,8 +110,8 @@ class Findings:
 
     Attributes:
         figures: Figures by name.
-        comparisons: In order.
-        notes: In order.
+        comparisons: Comparisons in order.
+        notes: Notes in order.
     """
 
     figures: dict[str, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The parts in their order, and how one of them runs: in a process of its own, which may hang or crash.
+"""The parts in order, and the command that runs one in its own process, which may hang or crash.
 
 python -m bench.gpu.programme NAME FINDINGS [--rehearse] [--limit SECONDS]
 """

@@ -1,7 +1,7 @@
 """Part of the devices' time that a policy keeps: throughput over the sum of the solo throughputs.
 
 A device's step is a timed wait, which releases the interpreter as a GPU's step does, inside a tiny real
-model; "pure" leaves the model out, so that the loss is flowdp's own and not due to two threads sharing the
+model; "pure" leaves the model out, so that lost time is flowdp's and not due to two threads sharing the
 interpreter. Solo and together are measured in turn, in one run. Under exact a wait is proportional to its
 samples, and a window is eight batches per device.
 """

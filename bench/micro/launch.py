@@ -41,9 +41,7 @@ from flowdp.threads.crew import Crew
 TOKENS = 64
 SAMPLES = 4096
 STEPS_AHEAD = 3
-"""Steps between two waits of the host in a hand loop on CUDA; flowdp, too, keeps at most so many in
-flight.
-"""
+"""Steps between two waits of the host in a hand loop on CUDA; flowdp has at most as many in flight."""
 WARM_STEPS = 20
 WARM_S = 2.0
 SEARCH_S = 20.0

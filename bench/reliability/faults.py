@@ -49,9 +49,8 @@ class Case:
         backend: Backend of the run.
         when: At the first, a middle or the last step, call or device.
         rank: Rank of the fault; ANY: the first to reach it; ALL: each, from there on.
-        asked: Options of the run: "continue", "quarantine" and "raise" are flowdp's; with "ends" the
-            callback's
-            error ends the run; with "held" a callback does not return meanwhile.
+        asked: "continue", "quarantine" or "raise", options of flowdp; "ends": the callback's error ends the
+            run; "held": a callback does not return meanwhile.
     """
 
     fault: str
@@ -154,8 +153,8 @@ class Fault:
             callbacks.append((Ending if case.asked == "ends" else Watching)(self))
         torch.manual_seed(0)
         x = torch.randn(SAMPLES, 2)
-        # If the run continues without a rank, its batches are gathered anew, or were kept when they were
-        # read.
+        # If the run continues without a rank, its batches are gathered again, or were kept when
+        # they were read.
         is_read = case.site in ("getitem", "collate") or (case.asked, case.backend) == ("continue", "cpu")
         if case.site == "on_checkpoint":
             callbacks.append(flowdp.OnCheckpoint(self._on_checkpoint))

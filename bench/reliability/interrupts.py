@@ -42,7 +42,7 @@ class _Ones(Dataset[torch.Tensor]):
 
 class _Listener(flowdp.Callback):
     def on_epoch_end(self, metrics: flowdp.EpochMetrics) -> None:
-        """A callback, so that the run starts the thread of its callbacks."""
+        """A callback, so that the run starts the observer's thread."""
 
 
 def make(folder: Path, **options: Any) -> flowdp.Trainer:

@@ -1,4 +1,4 @@
-"""Many runs in one process, steered, stopped, hurt and dropped at random: what is left of them.
+"""Many runs in one process, steered, stopped, failed and dropped at random: nothing may be left of them.
 
 ::
 

@@ -26,10 +26,10 @@ NOT_REACHED = "the fault was not reached"
 
 # ---------------------------------------------------------------- the expected outcome
 def expected(case: Case) -> type[Exception] | str:
-    """The error that `join()` raises; or "start raises", "goes on", "goes on while held", "warns"."""
+    """The error that `join()` raises; or "start raises", "continues", "continues while held", "warns"."""
     match case.fault, case.site:
         case "stall", "callback" | "on_checkpoint":
-            return "goes on while held"
+            return "continues while held"
         case "stall", "getitem" | "collate" | "forward" | "backward" | "step" if case.when == "first":
             return "warns"
         case "stall", _:
@@ -38,16 +38,16 @@ def expected(case: Case) -> type[Exception] | str:
             if case.asked == "raise":
                 return flowdp.StepError
             is_alone = case.devices == 1 or case.rank == ALL
-            return flowdp.FlowdpError if is_alone else "goes on"
+            return flowdp.FlowdpError if is_alone else "continues"
         case "oom", site:
-            return flowdp.OutOfDeviceMemory if site == "step" else "goes on"
+            return flowdp.OutOfDeviceMemory if site == "step" else "continues"
         case _, "factory":
             return "start raises"
         case _, "getitem" | "collate":
             return flowdp.DataError
         case _, "callback" | "on_checkpoint":
-            return flowdp.FlowdpError if case.asked == "ends" else "goes on"
-    return "goes on" if case.asked == "continue" else flowdp.StepError
+            return flowdp.FlowdpError if case.asked == "ends" else "continues"
+    return "continues" if case.asked == "continue" else flowdp.StepError
 
 
 # ---------------------------------------------------------------- logs
@@ -138,7 +138,7 @@ class Trial:
         observer = [] if run._observer is None or run._observer.thread is None else [run._observer.thread]
         self._threads = [*run._engine.threads(), *observer]
         self._workers = run._engine._threads
-        if wanted == "goes on while held":
+        if wanted == "continues while held":
             self._check(run._engine.records.wait(timeout_s=HANG_S), "the run waits for the held callback")
             with suppress(TimeoutError):
                 run.join(0.01)
@@ -281,7 +281,7 @@ class Trial:
         times = sum(f"injected by {self.case.name}" in line for line in lines)
         if case.fault in ("error", "exit"):
             self._check(times == is_logged, f"logged {times} times: {lines}")
-        if wanted == "goes on" and case.fault in ("oom", "nan"):
+        if wanted == "continues" and case.fault in ("oom", "nan"):
             self._check(len(lines) == 1 and f"rank {self.fault.rank} on cpu" in lines[0], f"logged: {lines}")
 
 

@@ -87,7 +87,7 @@ def test_numbers_gone_bad_that_nobody_looks_at(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_run_that_waits_where_it_should_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "HANG_S", 0.2)
-    monkeypatch.setattr(trial, "expected", lambda case: "goes on")
+    monkeypatch.setattr(trial, "expected", lambda case: "continues")
     wrong = wrong_with(Case("stall", "backward", "exact", 2, "cpu", "middle", 1))
     assert "join() raised TimeoutError" in wrong
 
@@ -112,6 +112,6 @@ def test_the_table_and_how_to_try_one_alone(
     name = "error-factory-sync-2-local-last-any"
     assert main(["--case", name]) == 0
     assert "1 of 1 cases" in capsys.readouterr().out
-    monkeypatch.setattr(trial, "expected", lambda case: "goes on")
+    monkeypatch.setattr(trial, "expected", lambda case: "continues")
     assert main(["--case", name]) == 1
     assert f"--case {name}" in capsys.readouterr().out
