@@ -252,7 +252,7 @@ class Run:
             yield
         finally:
             for replica in self._engine.replicas:
-                replica.lane.adopt()
+                replica.lane.await_caller()
             with self._pausing:
                 self._blocks -= 1
             self.unpause()

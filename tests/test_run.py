@@ -242,12 +242,14 @@ def test_stop_after_the_end() -> None:
 def test_what_was_enqueued_inside_the_block_comes_before_the_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    adopted: list[bool] = []
+    awaited: list[bool] = []
     steps = Steps()
     run = trainer(steps, devices=3, **ENDLESS).start()
     with run.paused():
-        monkeypatch.setattr(HostLane, "adopt", lambda lane: adopted.append(run.status().life == "paused"))
-    assert adopted == [True] * 3
+        monkeypatch.setattr(
+            HostLane, "await_caller", lambda lane: awaited.append(run.status().life == "paused")
+        )
+    assert awaited == [True] * 3
     run.stop()
     run.join(WAIT_S)
 

@@ -98,7 +98,7 @@ class ResidentFeed(Feed):
         self._tensors = data.tensors
         self._lane = lane
         self._orders: list[_OrderOnDevice | None] = [None] * ORDERS_KEPT
-        lane.adopt()  # tensors that the user made there
+        lane.await_caller()  # tensors that the user made there
         lane.compute.wait_event(data.copied)
         keep_for_compute(data.tensors, lane)
 

@@ -109,7 +109,7 @@ class Lane(ABC):
         """The calling thread's current stream on the device."""
 
     @abstractmethod
-    def adopt(self) -> None:
+    def await_caller(self) -> None:
         """Let `compute` wait for the calling thread's work so far: the user's tensors."""
 
     @abstractmethod
@@ -189,9 +189,9 @@ class CudaLane(Lane):
         stream: Stream = self.cuda.current_stream(self.device)
         return stream
 
-    def adopt(self) -> None:
-        """See `Lane.adopt`."""
-        self._await(self.compute, self.current(), "adopted")
+    def await_caller(self) -> None:
+        """See `Lane.await_caller`."""
+        self._await(self.compute, self.current(), "caller")
 
     def await_default(self, stream: Stream, device: torch.device) -> None:
         """See `Lane.await_default`."""
@@ -236,8 +236,8 @@ class HostLane(Lane):
         """See `Lane.current`."""
         return self.compute
 
-    def adopt(self) -> None:
-        """See `Lane.adopt`."""
+    def await_caller(self) -> None:
+        """See `Lane.await_caller`."""
 
     def await_default(self, stream: Stream, device: torch.device) -> None:
         """See `Lane.await_default`."""

@@ -80,7 +80,7 @@ class BarrierTasks:
                 self._saver.put(self._rank, capture(self._replica, shared=task.model == self._rank))
                 return StateSaved(self._rank)
             case CopyReplica():
-                self._replica.adopt(self._replicas[task.donor])
+                self._replica.copy_from(self._replicas[task.donor])
                 self._replica.lane.drain()  # the donor may train on as soon as the coordinator hears
                 return ReplicaCopied(self._rank)
         raise ProtocolError(f"rank {self._rank} cannot do {task}")

@@ -196,7 +196,7 @@ class DeviceMeter(Meter):
 
     def scalar(self, name: str, value: float | Tensor, weight: float) -> None:
         """See `Meter.scalar`; a tensor of the device stays there."""
-        if not isinstance(value, Tensor) or value.device != self._lane.device:
+        if not weight or not isinstance(value, Tensor) or value.device != self._lane.device:
             super().scalar(name, value, weight)
             return
         page, value = self._page, value.detach().reshape(())

@@ -138,6 +138,8 @@ class Meter(ABC):
 
     def scalar(self, name: str, value: float | Tensor, weight: float) -> None:
         """Count a number towards a mean."""
+        if not weight:
+            value = 0.0  # a mean over nothing, NaN as a rule: times 0 it would stay so
         number = value.item() if isinstance(value, Tensor) else value
         self._open.append((name, number * weight, weight))
 

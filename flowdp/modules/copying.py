@@ -90,7 +90,7 @@ def make_replica(module: nn.Module, factory: ReplicaFactory | None, lane: Lane) 
     Raises:
         OptionError: The module cannot be copied, or the factory makes none.
     """
-    lane.adopt()
+    lane.await_caller()
     with lane.on(lane.compute):
         if factory is not None:
             with _draws_of_the_caller(lane):

@@ -120,11 +120,6 @@ class Observer:
         return threading.current_thread() is self._thread
 
     @property
-    def thread(self) -> threading.Thread | None:
-        """The thread, for reports; None without one."""
-        return self._thread
-
-    @property
     def inside(self) -> str:
         """The method that is being called, as "Class.method"; "" between two."""
         return self._inside

@@ -381,7 +381,8 @@ def evaluation_means(
     parts: dict[str, list[tuple[float, float]]] = {}
     for _, weight, values in sorted(results, key=lambda result: result[0]):
         for name, value in values:
-            parts.setdefault(name, []).append((value * weight, weight))
+            # A mean over nothing is NaN, as a rule, and would stay so times 0.
+            parts.setdefault(name, []).append((value * weight if weight else 0.0, weight))
     means = {}
     for name, terms in sorted(parts.items()):
         weight = _sum([weight for _, weight in terms])

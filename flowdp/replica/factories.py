@@ -67,7 +67,7 @@ def build_models(model: ModelOption, lanes: Sequence[Lane]) -> list[nn.Module]:
     """
     modules: list[nn.Module] = []
     for rank, lane in enumerate(lanes):
-        lane.adopt()
+        lane.await_caller()
         with lane.on(lane.compute):
             modules.append(_build_model(model, lane.device, rank, modules))
         lane.drain()

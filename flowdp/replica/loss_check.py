@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from flowdp.modules.comparison import is_close
 from flowdp.modules.trial_run import Trials
 from flowdp.policy.formats import format_error
+from flowdp.replica.replica import Loss
 
 __all__ = ["check_mean"]
 
 log = logging.getLogger("flowdp")
-
-Loss = Callable[[nn.Module, Any], Any]
 
 
 @torch.no_grad()

@@ -318,7 +318,7 @@ class Replica:
         """See `ExactReplica.leave`."""
 
     @torch.no_grad()
-    def adopt(self, donor: Replica) -> None:
+    def copy_from(self, donor: Replica) -> None:
         """Copy another replica: parameters, buffers, state of the optimizers, scale of the loss.
 
         The learning rate is left alone, and gradients are cleared.

@@ -66,7 +66,7 @@ def test_what_the_user_enqueued_comes_before_the_run(cuda: FakeCuda) -> None:
     cuda.watch("the user's tensor", memory)
     with cuda.stream(cuda.default):
         memory.add_(1)
-        lane.adopt()
+        lane.await_caller()
     with lane.on(lane.compute):
         memory.clone()
     assert not cuda.races
@@ -113,7 +113,7 @@ def test_a_cpu_rank_has_the_same_names() -> None:
         torch.ones(1000).sum()
     second.record(lane.comm)
     lane.comm.wait_event(second)
-    lane.adopt()
+    lane.await_caller()
     lane.drain()
     second.synchronize()
     assert first.elapsed_time(second) > 0
@@ -164,7 +164,7 @@ def test_two_threads_that_ask_for_a_stream_aside_get_the_same(
     assert first is second
 
 
-def test_two_threads_that_adopt_at_once_wait_each_for_its_own_work(cuda: FakeCuda) -> None:
+def test_lanes_await_each_of_two_callers_at_once(cuda: FakeCuda) -> None:
     lane, watched, log = CudaLane(CPU, cuda), Watched(), []
 
     class Mark:
@@ -175,9 +175,9 @@ def test_two_threads_that_adopt_at_once_wait_each_for_its_own_work(cuda: FakeCud
     def wait(mark: Any) -> None:
         log.append(("wait", threading.get_ident()))
 
-    lane._marks["adopted"] = Mark()  # type: ignore[assignment]
+    lane._marks["caller"] = Mark()  # type: ignore[assignment]
     lane._asking = watched  # type: ignore[assignment]
     lane.compute.wait_event = wait  # type: ignore[method-assign]
-    both(lane.adopt)
+    both(lane.await_caller)
     assert [what for what, _ in log] == ["record", "wait"] * 2
     assert log[0][1] == log[1][1] != log[2][1]

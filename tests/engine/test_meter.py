@@ -66,6 +66,17 @@ def test_losses_and_scalars_are_summed_by_samples_and_weights(meter: Meter) -> N
     assert (work.epoch, work.steps, work.samples, work.lr) == (3, 2, 5, 0.1)
 
 
+def test_a_value_without_weight_spoils_no_mean(meter: Meter) -> None:
+    """A mean over nothing is NaN: a step without positives, recorded with their number as weight."""
+    for value, weight in ((2.0, 3.0), (math.nan, 0.0), (4.0, 1.0)):
+        meter.begin(0.0)
+        meter.scalar("tensor", torch.tensor(value), weight)
+        meter.scalar("number", value, weight)
+        meter.end(torch.tensor(1.0), 4, STEP)
+    work = closed(meter, 3).work
+    assert work.scalars == {"tensor": (10.0, 4.0), "number": (10.0, 4.0)}
+
+
 def test_a_loss_that_names_a_weight_counts_for_that(meter: Meter) -> None:
     """Its value is the mean of loss x weight over its samples; a part without weights counts for nothing."""
     for number in range(PAGE + 1):  # an odd number of cells before them: a pair is split over two pages

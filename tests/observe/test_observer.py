@@ -175,7 +175,7 @@ def test_a_failure_is_heard_before_the_end() -> None:
 def test_without_anything_to_call_there_is_no_thread(callbacks: tuple[Callback, ...]) -> None:
     case = Case(*callbacks)
     case.start()
-    assert case.observer.thread is None
+    assert case.observer._thread is None
     assert case.observer.close(0)
     assert not case.observer.is_own_thread()
     assert case.observer.stack == ""
@@ -320,8 +320,8 @@ def test_after_a_failure_one_that_does_not_return_is_left_behind(
         monkeypatch.setattr(observer_module, "GRACE_S", 1e9)  # a second close does not wait again
         assert not case.observer.close()
         stands.go.set()
-        assert case.observer.thread is not None
-        case.observer.thread.join(60)
+        assert case.observer._thread is not None
+        case.observer._thread.join(60)
     assert case.observer.close(0)
     assert book[-1] == ("a", "on_train_end", None)  # it is called at the end all the same
     assert len([one for one in caplog.records if one.levelno == logging.WARNING]) == 1

@@ -166,6 +166,10 @@ def test_a_name_that_some_batches_lack_is_the_mean_over_the_others():
     assert means == {"a": 1.75, "b": 3.0}
 
 
+def test_a_batch_without_weight_spoils_no_mean_of_an_evaluation():
+    assert evaluation_means([(0, 0.0, (("loss", math.nan),)), (1, 2.0, (("loss", 3.0),))]) == {"loss": 3.0}
+
+
 def test_numbers_of_an_evaluation_that_are_none():
     inf = math.inf
     assert evaluation_means([(0, 1, (("a", inf),)), (1, 1, (("a", 1.0),))]) == {"a": inf}

@@ -264,7 +264,7 @@ def test_what_is_undone_has_touched_nothing() -> None:
     assert torch.equal(module.heads[1].weight, before)  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------- copies of another replica
+# ---------------------------------------------------------------- copies of a replica
 def adam(seed: int, steps: int, lane: Any = None, **options: Any) -> Replica:
     torch.manual_seed(seed)
     module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
@@ -278,12 +278,12 @@ def adam(seed: int, steps: int, lane: Any = None, **options: Any) -> Replica:
     return mine
 
 
-def test_one_that_adopts_steps_as_its_donor() -> None:
+def test_a_copy_steps_as_its_donor() -> None:
     donor, mine = adam(1, 3), adam(2, 1)
     mine.module[1].weight.data.fill_(float("nan"))  # type: ignore[index, union-attr]
     step(mine)
     mine.add(BATCH, CurrentWorker(0, CPU, mine.module, samples=2, sink=lambda *_: None))
-    mine.adopt(donor)
+    mine.copy_from(donor)
     assert mine.gradients is not None
     assert not mine.gradients.is_touched
     assert mine.gradients.norm() == 0
@@ -297,16 +297,16 @@ def test_one_that_adopts_steps_as_its_donor() -> None:
         step(donor)
 
 
-def test_the_scale_of_the_loss_is_adopted() -> None:
+def test_the_scale_of_the_loss_is_copied() -> None:
     donor, mine = adam(1, 1, precision="fp16"), adam(2, 1, precision="fp16")
     assert donor._scaler is not None
     assert mine._scaler is not None
     donor._scaler.update(32.0)
-    mine.adopt(donor)
+    mine.copy_from(donor)
     assert mine._scaler.get_scale() == 32.0
 
 
-@pytest.mark.parametrize("side", ["donor", "adopting"])
+@pytest.mark.parametrize("side", ["donor", "copying"])
 def test_both_streams_are_in_order(side: str) -> None:
     cuda = FakeCuda()
     lanes = [CudaLane(CPU, cuda), CudaLane(CPU, cuda)]
@@ -314,11 +314,11 @@ def test_both_streams_are_in_order(side: str) -> None:
     if side == "donor":
         cuda.watch("the donor", *donor.flat.memories)
     else:
-        cuda.watch("the one that adopts", *mine.flat.memories)
+        cuda.watch("the copy", *mine.flat.memories)
     for one, lane in ((donor, lanes[0]), (mine, lanes[1])):
         with lane.on(lane.compute):
             one.module[1].weight.data.mul_(2)  # type: ignore[index, union-attr]
-    mine.adopt(donor)
+    mine.copy_from(donor)
     for one, lane in ((donor, lanes[0]), (mine, lanes[1])):
         with lane.on(lane.compute):
             one.module[1].weight.data.mul_(2)  # type: ignore[index, union-attr]
