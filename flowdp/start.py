@@ -114,13 +114,6 @@ def start_run(config: RunConfig, undo: ExitStack) -> Run:
     )
     observer = Observer(records, callbacks, requests.fail, config.failures.stall_timeout)
     with interrupts_held() as held:
-        event_log, sigterm = config.runtime.event_log, None
-        file = None if event_log is None else EventFile(Path(event_log), records.complain)
-        if file is not None:
-            undo.callback(file.close)
-        if config.runtime.handle_sigterm:
-            sigterm = SigtermStop(partial(requests.request, Requested("stop")))
-            undo.callback(sigterm.close)
         services = Services(
             source=source,
             records=records,
@@ -129,8 +122,8 @@ def start_run(config: RunConfig, undo: ExitStack) -> Run:
             saver=saver,
             evaluator=evaluator,
             fingerprint=described,
-            sigterm=sigterm,
-            event_file=file,
+            event_file=_open_event_file(config, records, undo),
+            sigterm=_open_sigterm(config, requests, undo),
             close_observer=observer.close,
         )
         plan = _plan(config, source, replicas, resumed)
@@ -216,6 +209,22 @@ def _bar(config: RunConfig, source: Source, resumed: Resumed | None) -> Progress
     begun = 0 if resumed is None else resumed.position.global_step
     total = config.total_steps(source.batches)
     return ProgressBar(total, source.batches, begun) if config.has_bar else None
+
+
+def _open_event_file(config: RunConfig, records: Records, undo: ExitStack) -> EventFile | None:
+    if config.runtime.event_log is None:
+        return None
+    file = EventFile(Path(config.runtime.event_log), records.complain)
+    undo.callback(file.close)
+    return file
+
+
+def _open_sigterm(config: RunConfig, requests: Requests, undo: ExitStack) -> SigtermStop | None:
+    if not config.runtime.handle_sigterm:
+        return None
+    sigterm = SigtermStop(partial(requests.request, Requested("stop")))
+    undo.callback(sigterm.close)
+    return sigterm
 
 
 def _fingerprint(config: RunConfig, replica: Replica) -> dict[str, object]:

@@ -37,7 +37,7 @@ from flowdp.checkpoint.file import read, write
 from flowdp.errors import CheckpointError
 from flowdp.policy.tally import EpochMetrics, RankMetrics, RankSums
 from flowdp.protocol.position import OpenEpoch, Position
-from flowdp.replica.learning_rate import LearningRate
+from flowdp.replica.learning_rate import LearningRate, SchedulerOptions
 
 __all__ = ["Report", "files", "fuzz", "mutated"]
 
@@ -88,7 +88,9 @@ def files(folder: Path) -> list[bytes]:
     for world_size in (1, 2):
         module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
         optimizer = torch.optim.AdamW(module.parameters(), 0.1)
-        rate = LearningRate([optimizer], lambda one: OneCycleLR(one, 0.1, total_steps=9), "step")
+        rate = LearningRate(
+            [optimizer], SchedulerOptions(lambda one: OneCycleLR(one, 0.1, total_steps=9), unit="step")
+        )
         module(torch.randn(4, 2)).sum().backward()
         optimizer.step()
         rate.advance(1, 0)

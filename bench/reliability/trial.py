@@ -135,7 +135,7 @@ class Trial:
         except BaseException as error:
             self._check(wanted == "start raises" and error is fault.raised, f"start() raised {error!r}")
             return
-        observer = [] if run._observer is None or run._observer._thread is None else [run._observer.thread]
+        observer = [] if run._observer._thread is None else [run._observer._thread]
         self._threads = [*run._engine.threads(), *observer]
         self._workers = run._engine._threads
         if wanted == "continues while held":

@@ -23,14 +23,7 @@ __all__ = ["BarrierTasks"]
 
 
 class BarrierTasks:
-    """Executor of one rank's barrier tasks.
-
-    Args:
-        replica: Replica of this rank.
-        replicas: Replicas of all ranks.
-        saver: Receives the saved states; None without checkpoints.
-        evaluator: Evaluates; None where nothing is evaluated.
-        rank: Rank index.
+    """Executor of one rank's barrier tasks: those for which it has a saver and an evaluator.
 
     Threads:
         The worker of the rank.

@@ -57,17 +57,8 @@ UNHEARD_MS = 500.0
 class CoordinatorShell:
     """The body of the coordinator thread.
 
-    Args:
-        machine: Decides.
-        services: Objects that the threads of the run share.
-        meeting: Gate, collective and snapshots; the collective is aborted when ranks do not leave after a
-            failure, for one may hang in a kernel of it.
-        event_log: Log of the machine's events.
-        workers: Inboxes of the workers.
-        threads: The workers' threads.
-        watch: Finds stalls.
-        diagnostics: Reports on ranks and threads.
-        closing: Called last, when every thread has ended.
+    After a failure the collective is aborted when ranks do not leave: one may hang in a kernel of it.
+    `closing` is called last, when every thread has ended.
     """
 
     def __init__(

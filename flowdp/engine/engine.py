@@ -20,12 +20,13 @@ from flowdp.device.compiled import make_room
 from flowdp.device.cores import open_pools
 from flowdp.device.dispatch import prepared_torch
 from flowdp.device.process_tuning import as_tuning, tuned_process
+from flowdp.device.streams import Lane
 from flowdp.engine import active_runs
 from flowdp.engine.coordinator_thread import CoordinatorShell
 from flowdp.engine.diagnostics import Diagnostics, Progress
 from flowdp.engine.services import MeetingPoint, Services
 from flowdp.engine.worker_thread import Mail, Worker
-from flowdp.errors import CollectiveError, DataError
+from flowdp.errors import FlowdpError
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.event_log import EventLog
@@ -51,22 +52,10 @@ FAILURE_S = 1.8
 
 
 class Engine:
-    """The threads of one run.
-
-    Args:
-        config: Settings of the coordinator.
-        replicas: One per rank, equal.
-        services: Objects that are there before the threads, closed at their end.
-        failures: Errors and stalls that end the run.
-        runtime: How the run uses devices and process.
+    """The threads of one run, with the services that they use and close at its end.
 
     Attributes:
-        config: As given.
-        replicas: As given; the run's own until it is over, and none once it has let go of them.
-        records: Records of the run.
-        failures: Failures of the run.
-        saver: Writer of checkpoints.
-        event_log: Log of the coordinator's events.
+        replicas: One per rank, equal; the run's own until it is over, and none once it has let go of them.
         handle: The user's `Run`, while it lives.
         begun_s: When it began, by `time.monotonic`.
         latch: Where all that a start has made waits for `begin`.
@@ -113,16 +102,7 @@ class Engine:
     def _build(self, services: Services, failures: FailureOptions, backend: Backend) -> None:
         config = self.config
         lanes = [replica.lane for replica in self.replicas]
-        averaged = [replica.averaged for replica in self.replicas]
-        collective = open_collective(
-            backend, config.policy, averaged, lanes, lambda rank: gate.finish(rank), self._collective_hung
-        )
-        self._settings.callback(collective.close)
-        self._settings.callback(self.close)
-        gate = Gate(config.world_size, collective.launch)
-        is_async = ROUNDS[config.policy].averages == "snapshots" and config.world_size > 1
-        snapshots = SnapshotMean([replica.flat for replica in self.replicas], lanes) if is_async else None
-        meeting = MeetingPoint(gate=gate, collective=collective, snapshots=snapshots)
+        meeting = self._open_meeting(backend, lanes)
         self._feeds = open_feeds(
             self._source, lanes, held=list(config.groups or (1,) * config.world_size), rows=_rows(config)
         )
@@ -162,7 +142,7 @@ class Engine:
         self.event_log = EventLog(machine, None if file is None else file.write)
         diagnostics = Diagnostics(
             self.workers,
-            gate,
+            meeting.gate,
             self._source,
             self.threads,
             self.event_log.tail,
@@ -188,6 +168,18 @@ class Engine:
             target=partial(self._run, shell), name="flowdp-coordinator", daemon=True
         )
 
+    def _open_meeting(self, backend: Backend, lanes: Sequence[Lane]) -> MeetingPoint:
+        config, averaged = self.config, [replica.averaged for replica in self.replicas]
+        collective = open_collective(
+            backend, config.policy, averaged, lanes, lambda rank: gate.finish(rank), self._failed
+        )
+        self._settings.callback(collective.close)
+        self._settings.callback(self.close)
+        gate = Gate(config.world_size, collective.launch)
+        is_async = ROUNDS[config.policy].averages == "snapshots" and config.world_size > 1
+        snapshots = SnapshotMean([replica.flat for replica in self.replicas], lanes) if is_async else None
+        return MeetingPoint(gate=gate, collective=collective, snapshots=snapshots)
+
     def start(self) -> None:
         """Start all threads; they wait for `begin`. After an error, or without that, `take_back` ends them.
 
@@ -203,9 +195,10 @@ class Engine:
             self._settings.enter_context(prepared_torch())
         self._settings.enter_context(tuned_process(self._tuning))
         if self._evaluator is not None:
-            self._evaluator.start(wake=self._wake_evaluation, failed=self._data_failed)
-        self._source.on_end(self._data_ended)
-        self._source.start(wake=self._wake, failed=self._data_failed)
+            self._evaluator.start(wake=self._wake_evaluation, failed=self._failed)
+        post = self._requests.inbox.post
+        self._source.on_end(lambda epoch, batches: post(DataEnded(epoch, batches)))
+        self._source.start(wake=self._wake, failed=self._failed)
         for feed, inbox in zip(self._feeds, self._inboxes, strict=True):
             feed.start(partial(_notify, inbox))
         self.saver.start()
@@ -213,11 +206,7 @@ class Engine:
             thread.start()
 
     def begin(self, handle: object) -> None:
-        """Let the run begin: its coordinator plans the first round.
-
-        Args:
-            handle: The user's way to it, kept while it lives.
-        """
+        """Let the run begin, and keep its handle, the user's `Run`: its coordinator plans the first round."""
         self.handle = handle
         self.begun_s = time.monotonic()
         active_runs.add(self)
@@ -373,13 +362,7 @@ class Engine:
     def _wake_evaluation(self, rank: int, epoch: int, batch: int) -> None:
         _notify(self._inboxes[rank], epoch, batch)
 
-    def _data_ended(self, epoch: int, batches: int) -> None:
-        self._requests.inbox.post(DataEnded(epoch, batches))
-
-    def _data_failed(self, error: DataError) -> None:
-        self._requests.inbox.post(Failed(self.failures.add(error)))
-
-    def _collective_hung(self, error: CollectiveError) -> None:
+    def _failed(self, error: FlowdpError) -> None:
         self._requests.inbox.post(Failed(self.failures.add(error)))
 
 

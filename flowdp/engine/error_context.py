@@ -21,13 +21,8 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 class ErrorContext:
     """Current or last step of a rank.
 
-    Args:
-        current: The rank's record for the user's loss.
-        lane: Lane of the rank.
-        source: Knows the samples of a batch.
-
     Attributes:
-        step: None before the first.
+        step: Step of the rank; None before the first.
     """
 
     def __init__(self, current: CurrentWorker, lane: Lane, source: Source) -> None:

@@ -56,12 +56,7 @@ class OrderSums:
         sums[1] += weight
 
     def work(self, done: Done, lr: float) -> Work:
-        """The order's work, for its report.
-
-        Args:
-            done: The order and its steps.
-            lr: Learning rate of its last step.
-        """
+        """The order's work, for its report, with the learning rate of its last step."""
         return Work(
             epoch=done.epoch,
             steps=done.steps,

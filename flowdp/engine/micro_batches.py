@@ -33,12 +33,7 @@ class MicroBatch:
 
 
 class MicroBatcher:
-    """Groups the batches of a step into micro-batches, one step after another.
-
-    Args:
-        feed: Feed of the rank.
-        source: Knows how many samples a batch has.
-        width: Batches of a micro-batch.
+    """Groups the batches of a step into micro-batches of `width` batches, one step after another.
 
     Attributes:
         taken: Batches of the step under way so far.
@@ -130,11 +125,7 @@ class MicroBatcher:
             self._trained = []
 
     def lose(self, rank: int) -> None:
-        """Return the batches of a lost rank that no mean holds, so that others train them.
-
-        Args:
-            rank: Rank index.
-        """
+        """Return the batches of a lost rank that no mean holds, so that others train them."""
         with suppress(Exception):  # of a device that is dead; its feed asks for nothing more all the same
             self._feed.follow(())
         self._source.reclaim(rank)

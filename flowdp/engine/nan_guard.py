@@ -81,13 +81,6 @@ class FiniteVerdict:
 class NanGuard:
     """Keeps replicas with NaN or inf parameters out of the means, or ends the run.
 
-    Args:
-        replica: Replica of the rank.
-        machine: Says at the gate whether it is bad.
-        meter: Sees the losses.
-        place: The step under way.
-        on_nan: Action on NaN or inf.
-
     Threads:
         The rank's worker.
 
@@ -200,11 +193,7 @@ class NanGuard:
             self.left(step, _LOSS)
 
     def left(self, step: Step, what: str) -> None:
-        """Note that the replica has NaN or inf values in this step.
-
-        Args:
-            step: The step.
-            what: Name of the value that is not finite.
+        """Note that the replica has NaN or inf values in this step; `what` names the value.
 
         Raises:
             FloatingPointError: on_nan is "raise".

@@ -121,11 +121,7 @@ class Records:
         self._changed = threading.Condition()  # guards everything here
 
     def feed(self, *, rounds: bool) -> RecordStream:
-        """All records in one order, for the observer; to be called once, before the run begins.
-
-        Args:
-            rounds: Whether rounds are among them.
-        """
+        """All records in one order, `rounds` or not, for the observer; called once, before the run begins."""
         self._feed = RecordStream(rounds=rounds)
         return self._feed
 

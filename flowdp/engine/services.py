@@ -26,10 +26,6 @@ class Services:
     """Objects that are there before an engine, which uses them and closes them at its end.
 
     Attributes:
-        source: Source of all batches.
-        records: Records of the run.
-        failures: Failures of the run.
-        requests: Way to the coordinator.
         saver: Writer of checkpoints, and keeper of the best model.
         evaluator: Evaluates the averaged model; None: there are no evaluations.
         fingerprint: Data that must be equal where the run is resumed.

@@ -114,6 +114,7 @@ def build_replicas(config: ReplicaConfig, devices: Sequence[torch.device]) -> li
         captures = capture_steps(modules, functions, config.capture)
     meets = averages == "gradients" and bool(SharedStatistics(modules[0]))
     turns = open_turns(len(lanes), meets=meets, captures=config.capture is not None)
+    factor = lr_factor(config.scheduler.lr_scale_ratio, len(lanes))
     touched, groups = Touched(len(lanes)), WindowGroups(lanes)
     replicas = []
     for rank, lane in enumerate(lanes):
@@ -122,7 +123,7 @@ def build_replicas(config: ReplicaConfig, devices: Sequence[torch.device]) -> li
                 module=modules[rank],
                 flat=flats[rank],
                 optimizers=optimizers[rank],
-                learning_rate=_learning_rate(config.scheduler, optimizers[rank], len(lanes)),
+                learning_rate=LearningRate(all_of(optimizers[rank]), config.scheduler, factor),
                 lane=lane,
                 precision=config.precision,
                 max_grad_norm=config.max_grad_norm,
@@ -175,11 +176,6 @@ def _function(config: ReplicaConfig, lane: Lane) -> Callable[..., Any]:
     assert config.loss is not None
     with lane.on(lane.compute):
         return loss_function(config.loss, lane.device)
-
-
-def _learning_rate(schedule: SchedulerOptions, optimizers: Optimizers, world_size: int) -> LearningRate:
-    factor = lr_factor(schedule.lr_scale_ratio, world_size)
-    return LearningRate(all_of(optimizers), schedule.scheduler, schedule.unit, schedule.lr_lambda, factor)
 
 
 def _replica(

@@ -29,13 +29,7 @@ log = logging.getLogger("flowdp")
 def capture_steps(
     modules: Sequence[nn.Module], losses: Sequence[Callable[..., Any]], options: CaptureOptions
 ) -> list[Capture]:
-    """Makers of the captured steps of each rank's replica.
-
-    Args:
-        modules: Model of each rank.
-        losses: Loss of each rank.
-        options: Options of the run.
-    """
+    """Makers of the captured steps of each rank's replica, of its model and its loss."""
     capturing = Capturing(options)
     held = [modules_of(loss, module) for loss, module in zip(losses, modules, strict=True)]
     holders = Counter(id(module) for found in held for module in {*found.values()})

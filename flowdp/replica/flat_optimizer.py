@@ -98,13 +98,7 @@ class _Run:
 
 
 def obstacle(optimizer: Optimizer, module: nn.Module, replica: FlatReplica) -> str | None:
-    """Why an optimizer has to step its parameters one by one; None: it can step flat memory.
-
-    Args:
-        optimizer: The replica's.
-        module: The replica's.
-        replica: The flat memory.
-    """
+    """Why an optimizer has to step its parameters one by one; None: it can step flat memory."""
     if type(optimizer) not in ELEMENTWISE:
         return f"{type(optimizer).__name__} is none of the optimizers that work element by element"
     if _has_hooks(optimizer) or _has_own_step(optimizer):

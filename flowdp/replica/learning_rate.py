@@ -121,9 +121,7 @@ class LearningRate:
 
     Args:
         optimizers: The replica's own.
-        scheduler: The user's; a twin is made for each optimizer.
-        unit: Unit that the scheduler counts.
-        lr_lambda: Factor as a function of the global step.
+        options: The user's; a twin of the scheduler is made for each optimizer.
         factor: Factor of the user's rates, from the world size.
 
     Raises:
@@ -139,9 +137,7 @@ class LearningRate:
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
-        scheduler: SchedulerOption | None = None,
-        unit: SchedulerUnit | None = None,
-        lr_lambda: LrLambda | None = None,
+        options: SchedulerOptions | None = None,
         factor: float = 1.0,
     ) -> None:
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -152,13 +148,15 @@ class LearningRate:
                         f"{type(optimizer).__name__} has no learning rate (lr=None): give it one, and switch "
                         "off that it computes its own (transformers' Adafactor: relative_step=False)"
                     )
-        self._unit = unit
-        self._lambda = lr_lambda
+        options = options or SchedulerOptions()
+        scheduler = options.scheduler
+        self._unit = options.unit
+        self._lambda = options.lr_lambda
         self._factor = factor
         self._is_set = False  # the factor is the user's wish, and no more the world size's
         self._schedulers = [] if scheduler is None else [_twin(scheduler, one) for one in optimizers]
         for twin in self._schedulers:
-            _check_unit(twin, unit)
+            _check_unit(twin, options.unit)
         self._count = 0
         self._plain = [float(group["lr"]) for group in self._groups]  # rates of the scheduler
         self._base = list(self._plain)

@@ -20,16 +20,11 @@ __all__ = ["check_factory", "leaves", "rebuild", "variables"]
 
 _NONE = object()
 _REBUILT = {"param_groups", "state", "defaults"}
-_HOOKS = "_optimizer_"  # begins the names of torch's tables of them
+_HOOKS = "_optimizer_"  # begins the names of torch's dicts of hooks
 
 
 def rebuild(optimizer: Optimizer, module: nn.Module, source: nn.Module) -> Optimizer:
-    """Rebuild an optimizer with a replica's parameters in place of those of its model.
-
-    Args:
-        optimizer: Optimizer of the source's parameters.
-        module: The replica.
-        source: The module that it was copied from.
+    """Rebuild an optimizer with a replica's parameters in place of those of `source`, its model.
 
     Raises:
         OptionError: The optimizer holds other parameters, or something that cannot be copied.
@@ -201,7 +196,7 @@ def _is_counted(value: object, method: object) -> bool:
 
 def _own_hooks(optimizer: Optimizer) -> list[Any]:
     """The user's hooks on an optimizer, without those that `setup` has left there."""
-    tables = [table for name, table in vars(optimizer).items() if name.startswith(_HOOKS)]
-    hooks = [hook for table in tables for hook in table.values()]
+    dicts = [value for name, value in vars(optimizer).items() if name.startswith(_HOOKS)]
+    hooks = [hook for held in dicts for hook in held.values()]
     modules = (getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks)
     return [hook for hook, name in zip(hooks, modules, strict=True) if not name.startswith("flowdp.")]

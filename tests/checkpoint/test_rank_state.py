@@ -22,7 +22,7 @@ from flowdp.device.worker_context import CurrentWorker
 from flowdp.errors import CheckpointError
 from flowdp.protocol.position import Position
 from flowdp.replica.factories import Optimizers, all_of
-from flowdp.replica.learning_rate import LearningRate
+from flowdp.replica.learning_rate import LearningRate, SchedulerOptions
 from flowdp.replica.replica import Replica
 from tests.fakes import FakeCuda
 from tests.parts import parts_of
@@ -90,7 +90,9 @@ def make(
     net = module()
     made = optimizer([parameter for parameter in net.parameters() if parameter.requires_grad])
     optimizers = [made] if isinstance(made, Optimizer) else made
-    rate = LearningRate(all_of(optimizers), scheduler, None if scheduler is None else "step")
+    rate = LearningRate(
+        all_of(optimizers), SchedulerOptions(scheduler, unit=None if scheduler is None else "step")
+    )
     return Replica(parts_of(net, optimizers, lane, learning_rate=rate, **options), mse)
 
 

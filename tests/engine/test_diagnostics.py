@@ -180,7 +180,7 @@ def test_the_stack_of_a_run_that_hangs_is_that_of_the_users_line() -> None:
     finally:
         opened.set()
         run.join(WAIT_S)
-    assert "# the line that hangs" in text
+    assert "# the hanging line" in text
     assert "in a step (epoch 0, batch" in text
     assert "flowdp-coordinator is here:" in text
     assert "StartEpoch" in text

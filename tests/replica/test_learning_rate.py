@@ -48,6 +48,12 @@ SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
 Curve = list[tuple[int, int, int, float]]  # rank, epoch, position, rate: in the order of the steps of a rank
 
 
+def rate_of(
+    optimizers: Any, scheduler: Any = None, unit: Any = None, lr_lambda: Any = None, factor: float = 1.0
+) -> LearningRate:
+    return LearningRate(optimizers, SchedulerOptions(scheduler, unit=unit, lr_lambda=lr_lambda), factor)
+
+
 def sgd(lr: float = 0.1) -> SGD:
     return SGD([nn.Parameter(torch.ones(1))], lr, momentum=0.9)
 
@@ -76,7 +82,7 @@ def test_positions_may_be_skipped(name: str, is_instance: bool) -> None:
         mine.param_groups[0].update(
             {k: v for k, v in scheduler.optimizer.param_groups[0].items() if k != "params"}
         )
-    rate = LearningRate([mine], scheduler, "step")
+    rate = rate_of([mine], scheduler, "step")
     for position in (0, 0, 3, 7, 8, 20, TOTAL - 1):
         rate.advance(position, 0)
         assert rate.value == pytest.approx(expected[position], rel=1e-9), position
@@ -87,7 +93,7 @@ def test_positions_may_be_skipped(name: str, is_instance: bool) -> None:
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_factor_multiplies_what_the_scheduler_says(name: str) -> None:
     expected = plain(SCHEDULERS[name], TOTAL)
-    rate = LearningRate([sgd()], SCHEDULERS[name], "step", factor=2.0)
+    rate = rate_of([sgd()], SCHEDULERS[name], "step", factor=2.0)
     for position in range(TOTAL):
         rate.advance(position, 0)
         assert rate.value == pytest.approx(2.0 * expected[position], rel=1e-9)
@@ -114,7 +120,7 @@ def loaded(state: dict[str, Any], into: LearningRate, optimizer: Optimizer, save
 @pytest.mark.parametrize("at", [0, 5, 9])
 def test_a_restored_rate_is_that_of_a_run_without_a_break(name: str, at: int) -> None:
     whole, first, second = sgd(), sgd(), sgd(0.7)
-    uninterrupted, before, after = (LearningRate([one], MORE[name], "step") for one in (whole, first, second))
+    uninterrupted, before, after = (rate_of([one], MORE[name], "step") for one in (whole, first, second))
     before.advance(at, 0)
     uninterrupted.advance(at, 0)
     state = checkpoint_file.plain(before.state_dict())
@@ -132,8 +138,7 @@ def test_a_restored_rate_is_that_of_a_run_without_a_break(name: str, at: int) ->
 def test_a_plateau_goes_on_waiting() -> None:
     first, second = sgd(), sgd()
     before, after = (
-        LearningRate([one], lambda opt: ReduceLROnPlateau(opt, patience=1), "epoch")
-        for one in (first, second)
+        rate_of([one], lambda opt: ReduceLROnPlateau(opt, patience=1), "epoch") for one in (first, second)
     )
     for epoch, loss in enumerate((1.0, 0.5, 0.6), 1):
         before.advance(0, epoch, loss)
@@ -145,9 +150,9 @@ def test_a_plateau_goes_on_waiting() -> None:
 def test_a_restored_scheduler_is_not_stepped_to_catch_up(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
     whole = StepLR.step
-    before = LearningRate([sgd()], lambda opt: StepLR(opt, 2, 0.5), "step")
+    before = rate_of([sgd()], lambda opt: StepLR(opt, 2, 0.5), "step")
     before.advance(20, 0)
-    after = LearningRate([sgd()], lambda opt: StepLR(opt, 2, 0.5), "step")
+    after = rate_of([sgd()], lambda opt: StepLR(opt, 2, 0.5), "step")
     monkeypatch.setattr(StepLR, "step", lambda self, *args: (steps.append(1), whole(self, *args)))
     after.load_state_dict(before.state_dict())
     after.advance(21, 0)
@@ -167,7 +172,7 @@ class Remembering(LRScheduler):
 
 
 def test_what_is_saved_is_nobodys() -> None:
-    first, second, third = (LearningRate([sgd()], Remembering, "step") for _ in range(3))
+    first, second, third = (rate_of([sgd()], Remembering, "step") for _ in range(3))
     first.advance(2, 0)
     state = first.state_dict()
     first.advance(3, 0)
@@ -179,8 +184,8 @@ def test_what_is_saved_is_nobodys() -> None:
 
 
 def test_a_rate_that_was_set_stays_and_the_factor_of_the_world_does_not() -> None:
-    two = LearningRate([sgd()], lr_lambda=lambda step: 1.0, factor=2.0)
-    three = LearningRate([sgd()], lr_lambda=lambda step: 1.0, factor=3.0)
+    two = rate_of([sgd()], lr_lambda=lambda step: 1.0, factor=2.0)
+    three = rate_of([sgd()], lr_lambda=lambda step: 1.0, factor=3.0)
     three.load_state_dict(checkpoint_file.plain(two.state_dict()))
     assert three.value == pytest.approx(0.3)
     two.set(0.05, 4, 0)
@@ -188,17 +193,17 @@ def test_a_rate_that_was_set_stays_and_the_factor_of_the_world_does_not() -> Non
     for position in (4, 9):
         three.advance(position, 0)
         assert three.value == pytest.approx(0.05)
-    again = LearningRate([sgd()], lr_lambda=lambda step: 1.0)
+    again = rate_of([sgd()], lr_lambda=lambda step: 1.0)
     again.load_state_dict(checkpoint_file.plain(three.state_dict()))
     assert again.value == pytest.approx(0.05)
 
 
 def test_another_schedule_is_refused() -> None:
-    state = LearningRate([sgd()], lambda opt: StepLR(opt, 2), "step").state_dict()
+    state = rate_of([sgd()], lambda opt: StepLR(opt, 2), "step").state_dict()
     others = {
-        "no scheduler": LearningRate([sgd()]),
-        "CosineAnnealingLR": LearningRate([sgd()], SCHEDULERS["cosine"], "step"),
-        "StepLR, StepLR": LearningRate([sgd(), sgd()], lambda opt: StepLR(opt, 2), "step"),
+        "no scheduler": rate_of([sgd()]),
+        "CosineAnnealingLR": rate_of([sgd()], SCHEDULERS["cosine"], "step"),
+        "StepLR, StepLR": rate_of([sgd(), sgd()], lambda opt: StepLR(opt, 2), "step"),
     }
     for said, other in others.items():
         with pytest.raises(CheckpointError, match=f"the schedulers StepLR and 1 .*{said}"):
@@ -206,8 +211,8 @@ def test_another_schedule_is_refused() -> None:
 
 
 def test_epochs_and_a_function() -> None:
-    by_epoch = LearningRate([sgd()], lambda opt: StepLR(opt, 1, 0.5), "epoch")
-    by_function = LearningRate([sgd()], lr_lambda=lambda step: 1 + step)
+    by_epoch = rate_of([sgd()], lambda opt: StepLR(opt, 1, 0.5), "epoch")
+    by_function = rate_of([sgd()], lr_lambda=lambda step: 1 + step)
     for position, epoch in ((0, 0), (5, 0), (7, 1), (9, 3)):
         by_epoch.advance(position, epoch)
         by_function.advance(position, epoch)
@@ -216,7 +221,7 @@ def test_epochs_and_a_function() -> None:
 
 
 def test_a_plateau_is_stepped_with_the_loss_of_each_epoch() -> None:
-    rate = LearningRate([sgd()], lambda opt: ReduceLROnPlateau(opt, factor=0.1, patience=0), "epoch")
+    rate = rate_of([sgd()], lambda opt: ReduceLROnPlateau(opt, factor=0.1, patience=0), "epoch")
     assert rate.waits_for_metric
     seen = []
     for epoch, metric in enumerate((None, 1.0, 0.5, 0.6, 0.4)):
@@ -228,7 +233,7 @@ def test_a_plateau_is_stepped_with_the_loss_of_each_epoch() -> None:
 def test_a_rate_that_is_set_scales_all_groups_and_the_scheduler_goes_on_from_it() -> None:
     parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
     optimizer = SGD([{"params": parameters[0], "lr": 0.1}, {"params": parameters[1], "lr": 0.4}])
-    rate = LearningRate([optimizer], lambda opt: StepLR(opt, 10, 0.1), "step")
+    rate = rate_of([optimizer], lambda opt: StepLR(opt, 10, 0.1), "step")
     rate.advance(9, 0)
     rate.set(0.02, 10, 0)  # at the position after the scheduler's first step: 0.01, 0.04
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.02, 0.08])
@@ -237,7 +242,7 @@ def test_a_rate_that_is_set_scales_all_groups_and_the_scheduler_goes_on_from_it(
 
 
 def test_a_rate_may_be_set_to_zero_and_back() -> None:
-    rate = LearningRate([sgd()], lr_lambda=lambda step: 1.0)
+    rate = rate_of([sgd()], lr_lambda=lambda step: 1.0)
     rate.set(0.0, 1, 0)
     assert rate.value == 0.0
     rate.set(0.3, 2, 0)
@@ -245,13 +250,13 @@ def test_a_rate_may_be_set_to_zero_and_back() -> None:
 
 
 def test_a_rate_may_be_set_where_all_is_zero() -> None:
-    rate = LearningRate([sgd(0.0)], lr_lambda=lambda step: 1.0 if step < 5 else 0.5)
+    rate = rate_of([sgd(0.0)], lr_lambda=lambda step: 1.0 if step < 5 else 0.5)
     rate.set(0.2, 1, 0)
     rate.advance(2, 0)
     assert rate.value == pytest.approx(0.2)
     rate.advance(6, 0)
     assert rate.value == pytest.approx(0.1)
-    warm_up = LearningRate([sgd()], lambda opt: LambdaLR(opt, lambda i: float(i == 1)), "step")
+    warm_up = rate_of([sgd()], lambda opt: LambdaLR(opt, lambda i: float(i == 1)), "step")
     warm_up.set(0.0, 1, 0)
     warm_up.set(0.3, 2, 0)
     assert warm_up.value == pytest.approx(0.3)
@@ -259,7 +264,7 @@ def test_a_rate_may_be_set_where_all_is_zero() -> None:
 
 def test_a_rate_in_a_tensor_stays_in_a_tensor() -> None:
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1), capturable=False)
-    rate = LearningRate([optimizer], lr_lambda=lambda step: 0.5)
+    rate = rate_of([optimizer], lr_lambda=lambda step: 0.5)
     rate.advance(1, 0)
     assert isinstance(optimizer.param_groups[0]["lr"], Tensor)
     assert rate.value == pytest.approx(0.05)
@@ -310,7 +315,7 @@ def test_options_belong_to_the_optimizer() -> None:
 )
 def test_factories_of_something_else(factory: Any, match: str) -> None:
     with pytest.raises(OptionError, match=match):
-        LearningRate([sgd()], factory, "step")
+        rate_of([sgd()], factory, "step")
 
 
 # ---------------------------------------------------------------- whole runs
@@ -451,12 +456,12 @@ class Halving:
 
 
 def rates_of(scheduler: Any, unit: Any, positions: list[tuple[int, int]]) -> list[float]:
-    rate = LearningRate([sgd()], scheduler, unit)
+    rate = rate_of([sgd()], scheduler, unit)
     found = []
     for position, epoch in positions:
         rate.advance(position, epoch)
         found.append(rate.value)
-    again = LearningRate([sgd()], scheduler, unit)
+    again = rate_of([sgd()], scheduler, unit)
     again.load_state_dict(rate.state_dict())
     assert again.value == rate.value
     return found
@@ -475,7 +480,7 @@ def test_an_instance_is_copied_for_each_optimizer() -> None:
     optimizer = sgd()
     scheduler = Cosine(optimizer, 4)
     check_scheduler(SchedulerOptions(scheduler, unit="epoch"), optimizer)
-    rate = LearningRate([sgd()], scheduler, "epoch")
+    rate = rate_of([sgd()], scheduler, "epoch")
     rate.advance(3, 2)
     assert rate.value == pytest.approx(0.05)
     assert optimizer.param_groups[0]["lr"] == 0.1
@@ -484,7 +489,7 @@ def test_an_instance_is_copied_for_each_optimizer() -> None:
 @pytest.mark.parametrize(("unit", "right"), [("step", "epoch"), ("epoch", "step")])
 def test_a_unit_that_a_scheduler_of_timm_would_pass_over_in_silence(unit: Any, right: str) -> None:
     with pytest.raises(OptionError, match=f"t_in_epochs={right == 'epoch'}: say unit='{right}'"):
-        LearningRate([sgd()], lambda opt: Cosine(opt, 4, t_in_epochs=right == "epoch"), unit)
+        rate_of([sgd()], lambda opt: Cosine(opt, 4, t_in_epochs=right == "epoch"), unit)
 
 
 def test_an_optimizer_that_has_no_rate() -> None:
@@ -492,4 +497,4 @@ def test_an_optimizer_that_has_no_rate() -> None:
     optimizer = SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
     optimizer.param_groups[0]["lr"] = None
     with pytest.raises(OptionError, match="SGD has no learning rate"):
-        LearningRate([optimizer])
+        rate_of([optimizer])
