@@ -16,7 +16,7 @@ from flowdp.collective.batch_norm import SharedStatistics, check_sync_batch_norm
 from flowdp.data_parallel.loss_context import LossFunction
 from flowdp.device.discovery import devices as find_devices
 from flowdp.errors import OptionError
-from flowdp.modules.attributes import check_leaves
+from flowdp.modules.attributes import check_registered
 from flowdp.modules.whole_batch import check_embeddings
 from flowdp.options import CadenceOptions, CaptureOptions
 from flowdp.replica.factories import check_plain
@@ -53,7 +53,7 @@ def check_model(model: object, optimizer: object) -> None:
                 "it once on a batch before setup()"
             )
     if optimizer is not None and not any(parameter.requires_grad for parameter in model.parameters()):
-        check_leaves(list(model.modules()))  # layers in a plain list are why there are none
+        check_registered(list(model.modules()))  # layers in a plain list are why there are none
         raise OptionError(
             "the model has no parameter that requires grad: there is nothing to train; give optimizer=None "
             "to use it as it is"

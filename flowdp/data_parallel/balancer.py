@@ -45,7 +45,7 @@ class SingleDevice:
         """Samples in the last call or window. Shape (1,)."""
         return (self._last,)
 
-    def saw(self, args: tuple[Any, ...]) -> None:
+    def note_call(self, args: tuple[Any, ...]) -> None:
         """Note the arguments of a call; a fraction of a microsecond of the loop's time."""
         first = args[0] if args else None
         shape = first.shape if type(first) is Tensor or isinstance(first, Tensor) else ()
@@ -64,7 +64,7 @@ class SingleDevice:
         """No rank: a device alone is never without work."""
         return ()
 
-    def did(self, samples: Sequence[int], _batches: Sequence[int] | None = None) -> None:
+    def note_work(self, samples: Sequence[int], _batches: Sequence[int] | None = None) -> None:
         """Note the work done."""
         self._last = samples[0]
         self._samples += self._last
@@ -94,7 +94,6 @@ class Balancer:
         ratios: Fixed shares, summing to 1; None: by measured speed. Shape (world_size,).
 
     Attributes:
-        balance: Ratios by measured speed, and the throughput.
         cadence: Cadence of the windows; None without.
         shard_sizes: Samples per rank in the last call or window. Shape (world_size,).
 
@@ -111,7 +110,7 @@ class Balancer:
         ratios: tuple[float, ...] | None = None,
     ) -> None:
         world_size = len(replicas.modules)
-        self.balance = ThroughputBalance(weights_from([0.0] * world_size, options.speed_hint))
+        self._balance = ThroughputBalance(weights_from([0.0] * world_size, options.speed_hint))
         self._ratios = ratios
         self.cadence = Cadence(world_size, options) if windows else None
         self.shard_sizes: tuple[int, ...] = (0,) * world_size
@@ -128,12 +127,12 @@ class Balancer:
     @property
     def ratios(self) -> tuple[float, ...]:
         """Fraction of a batch per rank. Shape (world_size,)."""
-        return self.balance.ratios if self._ratios is None else self._ratios
+        return self._balance.ratios if self._ratios is None else self._ratios
 
     @property
     def throughput(self) -> tuple[float, ...]:
         """Samples per millisecond of each rank, smoothed. Shape (world_size,)."""
-        return self.balance.throughput
+        return self._balance.throughput
 
     def cut(self, samples: int) -> tuple[int, ...]:
         """Samples per rank of a batch. Shape (world_size,)."""
@@ -147,7 +146,7 @@ class Balancer:
         """Ranks that get a batch of the next window in any case; see `Cadence.due`."""
         return () if self.cadence is None else self.cadence.due
 
-    def did(self, samples: Sequence[int], batches: Sequence[int] | None = None) -> None:
+    def note_work(self, samples: Sequence[int], batches: Sequence[int] | None = None) -> None:
         """Note the ranks' batches.
 
         Args:
@@ -200,7 +199,7 @@ class Balancer:
     def _learn(self, samples: Sequence[int], batches: Sequence[int]) -> None:
         took_ms = [watch.take_ms() for watch in self._watches]
         sync_ms = self._summing.take_ms()
-        self.balance.update(samples, took_ms)
+        self._balance.update(samples, took_ms)
         for pool, ms, count in zip(self._pools, took_ms, samples, strict=True):
             if not pool.is_fixed:
                 pool.worked(ms, count)

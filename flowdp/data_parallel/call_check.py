@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.data.trees import column, flatten, tensors_of
-from flowdp.data_parallel.gather import Joining, Returned
+from flowdp.data_parallel.gather import Joining, PartOutputs
 from flowdp.data_parallel.layout import RETURN, Callee, Layout, output_name
 from flowdp.data_parallel.scatter import Arguments, CallArguments
 from flowdp.data_parallel.sharded_call import cut
@@ -149,19 +149,19 @@ def check_call(module: nn.Module, call: Call) -> bool:
                 without_frames(no_room)
             fewer = call.fewer()
             if fewer is None:
-                _unchecked(call, "the first device has no memory for two samples beside what it holds")
+                _warn_unchecked(call, "the first device has no memory for two samples beside what it holds")
                 return False
             call = fewer
 
 
 @dataclass
-class _Trouble:
+class _Mismatch:
     """A difference or failure of the parts."""
 
     text: str
     differences: Sequence[Difference] = ()
     cause: Exception | None = None
-    returned: Sequence[Returned] = ()
+    returned: Sequence[PartOutputs] = ()
     has_advice: bool = False
 
 
@@ -184,7 +184,7 @@ def _can_check(module: nn.Module, call: Call) -> bool:
             failure = failure or error
             continue
         written, noted = trials.written, trials.noted
-        found = _trouble(trials, call, whole)
+        found = _mismatch(trials, call, whole)
         if found is None or _is_rounding(module, call, found, is_eval=is_eval, is_still=is_still):
             _tell(call, WRITTEN, written, trials.written, trials.epsilon)
             _tell(call, NOTED, noted, trials.noted, trials.epsilon)
@@ -196,13 +196,13 @@ def _can_check(module: nn.Module, call: Call) -> bool:
             raise _error(trials, call, whole, found) from found.cause
         is_random = True
     if is_random:
-        _unchecked(call, "its outputs differ from call to call, by random numbers that cannot be fixed")
+        _warn_unchecked(call, "its outputs differ from call to call, by random numbers that cannot be fixed")
     elif failure is not None:
-        _unchecked(call, f"with the whole batch it raises {type(failure).__name__}: {failure}")
+        _warn_unchecked(call, f"with the whole batch it raises {type(failure).__name__}: {failure}")
     return False
 
 
-def _is_rounding(module: nn.Module, call: Call, found: _Trouble, *, is_eval: bool, is_still: bool) -> bool:
+def _is_rounding(module: nn.Module, call: Call, found: _Mismatch, *, is_eval: bool, is_still: bool) -> bool:
     """Whether values that differ are the same in double precision.
 
     A step between discrete choices, as between the entries of a codebook, makes much of a rounding; there are
@@ -213,7 +213,7 @@ def _is_rounding(module: nn.Module, call: Call, found: _Trouble, *, is_eval: boo
         return False
     trials = Trials(module, call.device, is_eval=is_eval, is_wide=True, is_still=is_still, is_double=True)
     try:
-        return _trouble(trials, call, _run(trials, call, call.whole())) is None
+        return _mismatch(trials, call, _run(trials, call, call.whole())) is None
     except Exception:  # it does not take float64, or there is no room
         return False
 
@@ -241,7 +241,7 @@ def _tell(
         log.warning(text, call.callee.name, ", ".join(map(repr, names)))
 
 
-def _unchecked(call: Call, why: str) -> None:
+def _warn_unchecked(call: Call, why: str) -> None:
     log.warning(
         "it could not be checked that %s gives the same when the batch is cut: %s",
         call.callee.name,
@@ -249,9 +249,9 @@ def _unchecked(call: Call, why: str) -> None:
     )
 
 
-def _trouble(trials: Trials, call: Call, whole: Any) -> _Trouble | None:
+def _mismatch(trials: Trials, call: Call, whole: Any) -> _Mismatch | None:
     """The difference or failure of the parts of a call; None without one."""
-    returned: list[Returned] = []
+    returned: list[PartOutputs] = []
     joining = Joining(call.layout, call.callee, call.arguments.dim, is_apart=call.layout.join is not None)
     for place, (part, size) in enumerate(zip(call.parts(), call.sizes, strict=True)):
         weights = joining.weigh(part)
@@ -261,8 +261,8 @@ def _trouble(trials: Trials, call: Call, whole: Any) -> _Trouble | None:
             raise
         except Exception as error:
             text = f"part {place + 1} raises {type(error).__name__}: {error}"
-            return _Trouble(text, cause=error)
-        returned.append(Returned(tree, size, call.device, weights))
+            return _Mismatch(text, cause=error)
+        returned.append(PartOutputs(tree, size, call.device, weights))
     try:
         outputs = joining.join(returned, [part.tensors for part in returned])
         joined = outputs.tree(outputs.tensors)
@@ -270,14 +270,14 @@ def _trouble(trials: Trials, call: Call, whole: Any) -> _Trouble | None:
             joined = call.layout.join(joined, call.sizes)
     except FlowdpError as error:
         # For anything but the rows of an output the error itself says it.
-        return _Trouble(str(error), returned=returned, has_advice=not joining.has_other_rows(returned))
+        return _Mismatch(str(error), returned=returned, has_advice=not joining.has_other_rows(returned))
     found = compare(whole, joined, trials.epsilon)
     if not found:
         return None
-    return _Trouble("; ".join(one.text for one in found[:3]), found, returned=returned)
+    return _Mismatch("; ".join(one.text for one in found[:3]), found, returned=returned)
 
 
-def _error(trials: Trials, call: Call, whole: Any, found: _Trouble) -> FlowdpError:
+def _error(trials: Trials, call: Call, whole: Any, found: _Mismatch) -> FlowdpError:
     advice = (
         call.advice
         or _other_dims(trials, call, whole)
@@ -292,7 +292,7 @@ def _error(trials: Trials, call: Call, whole: Any, found: _Trouble) -> FlowdpErr
     )
 
 
-def _general_advice(call: Call, whole: Any, found: _Trouble) -> str:
+def _general_advice(call: Call, whole: Any, found: _Mismatch) -> str:
     lists = [name for name, value in call.named if column(value) and any(map(torch.is_tensor, value))]
     if found.cause is not None and lists and call.layout.split is None:
         return (
@@ -340,7 +340,9 @@ def _general_advice(call: Call, whole: Any, found: _Trouble) -> str:
         )
     where = "dim= in setup() says where the samples are, and None that an argument goes whole"
     tensors = [leaf for _, value in call.named for leaf in tensors_of(value) if leaf.dim() > 0]
-    if tensors and tensors[0].dim() > (1 if _is_of_tokens(tensors[0]) else 2):
+    # Of tokens, two dims are a batch of sequences; of floats, a batch of feature vectors.
+    is_float = bool(tensors) and (tensors[0].is_floating_point() or tensors[0].is_complex())
+    if tensors and tensors[0].dim() > (2 if is_float else 1):
         return (
             "Is dim 0 the batch? Recurrent and attention layers take time first unless batch_first=True; "
             f"{where}. {across}"
@@ -348,10 +350,6 @@ def _general_advice(call: Call, whole: Any, found: _Trouble) -> str:
     if len(tensors) > 1:
         return f"Is each of the arguments a part of the batch? {where}; split= cuts in another way. {across}"
     return across
-
-
-def _is_of_tokens(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() and not tensor.is_complex()
 
 
 # ---------------------------------------------------------------------- remedies
@@ -372,7 +370,7 @@ def _other_dims(trials: Trials, call: Call, whole: Any) -> str | None:
             continue
         half = samples // 2
         other = replace(call, sizes=(samples - half, half), layout=replace(layout, dim=option))
-        if other.arguments.samples == samples and _trouble(trials, other, whole) is None:
+        if other.arguments.samples == samples and _mismatch(trials, other, whole) is None:
             if dim == 0:
                 return f"With dim={_without_zeros(option)!r} in setup() it gives the same."
             shown = dim if _is_one(option, dim) else option
@@ -397,7 +395,7 @@ def _less_cut(trials: Trials, call: Call, whole: Any) -> str | None:
     for chosen in chain(combinations(places, 1), combinations(places, 2)):
         option = layout.dims_with(names, dict.fromkeys(chosen))
         other = replace(call, layout=replace(layout, dim=option))
-        if other.arguments.samples == arguments.samples and _trouble(trials, other, whole) is None:
+        if other.arguments.samples == arguments.samples and _mismatch(trials, other, whole) is None:
             own = " and ".join(map(repr, chosen))
             return (
                 f"With the whole of {own} on each device it gives the same: if that is no part of the batch "
@@ -438,7 +436,7 @@ def _common_dim(shapes: Sequence[Sequence[int]], dim: int, samples: int) -> int 
     return next(fits, None)
 
 
-def _other_reduction(trials: Trials, call: Call, whole: Any, found: _Trouble) -> str | None:
+def _other_reduction(trials: Trials, call: Call, whole: Any, found: _Mismatch) -> str | None:
     """A `reduce` with which the numbers of the parts give that of the whole batch, as advice."""
     if not found.differences or not all(one.is_number for one in found.differences):
         return None

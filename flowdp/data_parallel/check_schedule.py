@@ -47,7 +47,6 @@ class Schedule:
         self._others = _Form(None, None)  # of all forms beyond those
         self._last: dict[Hashable, _Form] = {}  # by modes
         self._untried: set[Hashable] = set()
-        self._this = self._others
         self._is_checked = False
 
     def give_up(self) -> None:
@@ -69,12 +68,11 @@ class Schedule:
         form = self._last.get(self._modes)
         if form is None or form.outputs != outputs:
             form = self._last[self._modes] = self._form(outputs)
-        self._this = form
         return not self._is_checked and self._modes not in self._untried and form.calls.is_due
 
     def passed(self) -> None:
         """Count the call: it went well, checked or not."""
-        self._this.calls.passed()
+        self._last[self._modes].calls.passed()
 
     def _form(self, outputs: Any) -> _Form:
         for known in self._forms:

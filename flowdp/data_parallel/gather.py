@@ -21,10 +21,10 @@ from flowdp.data_parallel.layout import PLAIN, RETURN, Callee, Layout, Reduction
 from flowdp.data_parallel.scatter import CallArguments
 from flowdp.errors import FlowdpError
 
-__all__ = ["Joining", "Outputs", "Returned", "join"]
+__all__ = ["Joining", "Outputs", "PartOutputs", "join"]
 
 
-class Returned:
+class PartOutputs:
     """The outputs of a module for its part.
 
     Args:
@@ -70,7 +70,7 @@ class Outputs:
     """
 
     def __init__(
-        self, parts: Sequence[Returned], leaves: list[Any], seams: Sequence[_Seam], tensors: list[Tensor]
+        self, parts: Sequence[PartOutputs], leaves: list[Any], seams: Sequence[_Seam], tensors: list[Tensor]
     ) -> None:
         self.tensors = tensors
         self.form = (parts[0].form, tuple(tensor.dim() == 0 for tensor in tensors))
@@ -96,10 +96,10 @@ class Outputs:
         ]
 
 
-class Apart(Outputs):
+class SeparateOutputs(Outputs):
     """The outputs of all parts, not joined: `tree` is a list of them. The arguments are those of `join`."""
 
-    def __init__(self, parts: Sequence[Returned], pieces: Sequence[Sequence[Tensor]]) -> None:
+    def __init__(self, parts: Sequence[PartOutputs], pieces: Sequence[Sequence[Tensor]]) -> None:
         self.tensors = [tensor for own in pieces for tensor in own]
         self.differentiable = [tensor.requires_grad for part in parts for tensor in part.tensors]
         self.form = (parts[0].form, tuple(tensor.dim() == 0 for tensor in pieces[0]))
@@ -157,13 +157,15 @@ class Joining:
             return {}
         return self._layout.weigh(self._callee, part.args, part.kwargs)
 
-    def join(self, parts: Sequence[Returned], pieces: Sequence[Sequence[Tensor]]) -> Outputs:
+    def join(self, parts: Sequence[PartOutputs], pieces: Sequence[Sequence[Tensor]]) -> Outputs:
         """Join the outputs as `join` does, or leave them apart."""
-        made = Apart(parts, pieces) if self._is_apart else join(parts, pieces, self._layout, self._dim)
+        made = (
+            SeparateOutputs(parts, pieces) if self._is_apart else join(parts, pieces, self._layout, self._dim)
+        )
         self.form = made.form
         return made
 
-    def has_other_rows(self, parts: Sequence[Returned]) -> bool:
+    def has_other_rows(self, parts: Sequence[PartOutputs]) -> bool:
         """Whether parts have unlike trees, or an output with rows that are not those of the samples."""
         samples = [part.samples for part in parts]
         first = parts[0]
@@ -181,7 +183,7 @@ class Joining:
 
 
 def join(
-    parts: Sequence[Returned],
+    parts: Sequence[PartOutputs],
     pieces: Sequence[Sequence[Tensor]],
     layout: Layout = PLAIN,
     dim: int = 0,
@@ -307,7 +309,7 @@ class _WeightedMean(_Seam):
 
 
 def _number(
-    output: Returned, place: int, reduction: Reduction, like: Tensor, parts: Sequence[Returned]
+    output: PartOutputs, place: int, reduction: Reduction, like: Tensor, parts: Sequence[PartOutputs]
 ) -> _Seam:
     is_float = like.is_floating_point() or like.is_complex()
     if reduction == "sum" and like.dtype != torch.bool:
@@ -337,7 +339,9 @@ def _signature(function: WeightFunction) -> str:
     return f"a function of {', '.join(inspect.signature(function).parameters)}"
 
 
-def _seam(output: Returned, place: int, pieces: Sequence[Tensor], samples: Sequence[int], dim: int) -> _Seam:
+def _seam(
+    output: PartOutputs, place: int, pieces: Sequence[Tensor], samples: Sequence[int], dim: int
+) -> _Seam:
     if len(pieces) == 1:
         return _Rows((samples[0],), 0)
     lengths = _lengths(pieces, samples, dim)
@@ -376,7 +380,7 @@ def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
     return (*shape[:dim], *shape[dim + 1 :])
 
 
-def _merged(output: Returned, place: int, leaves: Sequence[Any], samples: Sequence[int]) -> Any:
+def _merged(output: PartOutputs, place: int, leaves: Sequence[Any], samples: Sequence[int]) -> Any:
     """One leaf made of several that are not tensors."""
     first = leaves[0]
     if len(leaves) == 1 or isinstance(first, torch.device):  # that of a cache, for instance

@@ -287,12 +287,6 @@ class Layout:
             return found
         return self.reduce
 
-    @property
-    def weights(self) -> tuple[WeightFunction, ...]:
-        """The functions in `reduce`."""
-        given = self.reduce.values() if isinstance(self.reduce, Mapping) else (self.reduce,)
-        return tuple(reduction for reduction in given if callable(reduction))
-
     @torch.no_grad()
     def weigh(
         self, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -302,7 +296,9 @@ class Layout:
         Raises:
             FlowdpError: A weight is not one number.
         """
-        if not (functions := self.weights):
+        reductions = self.reduce.values() if isinstance(self.reduce, Mapping) else (self.reduce,)
+        functions = [reduction for reduction in reductions if callable(reduction)]
+        if not functions:
             return {}
         values = zip(callee.names(args, kwargs), (*args, *kwargs.values()), strict=True)
         given = {name: value for name, value in values if isinstance(name, str) and value is not None}

@@ -124,16 +124,13 @@ class Windows:
             BaseException: Raised by the loader.
             DataError: It gave a batch without samples.
         """
-        pieces, whole = self._pieces()
-        return Window(pieces, self._lanes[0].device, whole) if pieces else None
-
-    def _pieces(self) -> tuple[list[Piece], Any]:
-        """The pieces of a window, and the batch that was cut into them, if one was."""
-        counts = self._balancer.quotas()
+        home, counts = self._lanes[0].device, self._balancer.quotas()
         if counts is None:
             batch = next(self._batches, _END)
-            shards = [] if batch is _END else self._shards(batch)
-            return shards, batch if len(shards) > 1 else None
+            if batch is _END:
+                return None
+            pieces = self._shards(batch)
+            return Window(pieces, home, batch if len(pieces) > 1 else None)
         pieces = []
         for rank in interleaved(counts, self._balancer.due()):
             batch = next(self._batches, _END)
@@ -142,7 +139,7 @@ class Windows:
             if self._memory is not None:  # the whole window is read before any of it is used
                 batch = self._memory.own(batch, "a batch of the loader")
             pieces.append(self._piece(rank, batch, samples_of(batch)))
-        return pieces, None
+        return Window(pieces, home) if pieces else None
 
     def _shards(self, batch: Any) -> list[Piece]:
         samples = samples_of(batch)
@@ -188,7 +185,6 @@ class WindowLoader:
         self._windows = windows
         self._ready: SimpleQueue[Window | BaseException | None] = SimpleQueue()
         self._wanted = threading.Semaphore(2)  # windows: one in use, one that lies ready
-        self._closing = False
         self._thread = threading.Thread(target=self._read, name="flowdp-loader", daemon=True)
         self._thread.start()
 
@@ -205,7 +201,7 @@ class WindowLoader:
 
     def close(self) -> None:
         """Stop reading, and wait for the batch that is being read."""
-        self._closing = self._windows.is_left = True
+        self._windows.is_left = True
         self._wanted.release()
         self._thread.join()
 
@@ -220,7 +216,7 @@ class WindowLoader:
         try:
             while True:
                 self._wanted.acquire()
-                if self._closing:
+                if self._windows.is_left:
                     return
                 window = self._windows.read()
                 self._ready.put(window)

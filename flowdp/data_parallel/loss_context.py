@@ -138,13 +138,13 @@ def _note(heard: list[Any], _module: nn.Module, _inputs: Any, output: Any) -> No
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Processing of each batch.
+    """Processing of each batch of a window.
 
     Attributes:
         inputs: Fields of the batch that the module takes.
         tagged: Submodules whose outputs are captured.
         loss: The loss function; None: the caller computes a loss on the joined output.
-        capture: How forward, loss and backward are captured; None: they are not.
+        capture: Options of captured steps; None: steps run eagerly.
         scale: Scaling of a loss by a gradient scaler.
     """
 

@@ -17,10 +17,10 @@ from torch.autograd import forward_ad
 
 from flowdp.errors import FlowdpError
 
-__all__ = ["check_leaves", "check_transforms"]
+__all__ = ["check_graph_ends", "check_transforms"]
 
 
-def check_leaves(
+def check_graph_ends(
     outputs: Sequence[Tensor], wanting: Sequence[Tensor], parameters: Sequence[Sequence[Tensor]], rank: int
 ) -> None:
     """Check that the graph of a rank's outputs ends at tensors that the rank knows.

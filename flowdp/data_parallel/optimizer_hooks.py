@@ -120,7 +120,7 @@ class OptimizerHooks:
 
     def _before(self, _optimizer: Optimizer) -> None:
         assert self._replicas is not None
-        if not any(map(self._replicas.has_left, range(len(self._replicas.modules)))):
+        if not any(map(self._replicas.has_unsummed, range(len(self._replicas.modules)))):
             return
         if _is_in_a_scalers_step():
             raise FlowdpError(

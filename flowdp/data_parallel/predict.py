@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from flowdp.data.trees import cut, tree_map
-from flowdp.data_parallel.gather import Returned, join
+from flowdp.data_parallel.gather import PartOutputs, join
 from flowdp.data_parallel.layout import Callee, Layout
 from flowdp.data_parallel.loss_context import Inputs
 from flowdp.errors import DataError, FlowdpError, OptionError
@@ -59,18 +59,11 @@ def predict(
 ) -> Any:
     """The outputs for all batches, joined in their order, on the CPU.
 
-    Args:
-        call: Calls the module.
-        batches: Batches of at least one sample each.
-        inputs: Fields of a batch that the module takes.
-        layout: Layout of the samples, and reduction of numbers.
-        callee: Callable that names the arguments.
-
     Raises:
         DataError: There is no batch, or one without samples.
         FlowdpError: The outputs cannot be put together.
     """
-    parts: list[Returned] = []
+    parts: list[PartOutputs] = []
     dim = 0
     for batch in batches:
         args, kwargs = inputs.of(batch)
@@ -79,7 +72,7 @@ def predict(
             raise DataError(f"a batch has no samples ({arguments})")
         weights, dim = layout.weigh(callee, args, kwargs), arguments.dim
         output = tree_map(_on_host, call(*args, **kwargs))
-        parts.append(Returned(output, arguments.samples, HOST, weights))
+        parts.append(PartOutputs(output, arguments.samples, HOST, weights))
     if not parts:
         raise DataError("there is no batch to predict from")
     try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import compress
 from math import nan
@@ -75,7 +75,7 @@ class Replicas:
         watches: One per rank: times of its jobs on the device.
         summing: Times of the sums of gradients.
         pools: As given; updated where the watches are read.
-        wire: NCCL between the ranks; None without it.
+        nccl: NCCL between the ranks; None without it.
         turns: Turns to launch; None where forwards meet.
         shares_generator: Flag per rank: it draws from a generator from which others draw, too.
         own_draws: Per rank, the generator of the job under way; None: the device's.
@@ -133,8 +133,8 @@ class Replicas:
         self._due: list[list[int]] = []  # per rank, the tensors that it has to be sent
         self._sources: dict[int, Tensor] = {}
         self._sent: list[list[State]] = [[] for _ in lanes]
-        self._left_in: int | None = None  # the backward that left gradients at all ranks
-        self._left: dict[int, tuple[TensorWeakRef, int]] = {}  # the user's own behind it, and its version
+        self._unsummed_in: int | None = None  # the backward that left gradients at all ranks
+        self._unsummed: dict[int, tuple[TensorWeakRef, int]] = {}  # the user's own behind it, and its version
         self._is_spoilt = False
         self._is_first_backward = len(lanes) > 1
         self.shares_generator = [not repeats and is_shared for is_shared in share_generator(self.devices)]
@@ -144,12 +144,12 @@ class Replicas:
         self._asked = [lane.event() for lane in lanes]
         self._done = [(lane.event(), lanes[0].event()) for lane in lanes]
         self._copying = Copying(self.devices[0])
-        self.wire = None if link is None else NcclTransfer.open(link, self._tensors, lanes)
+        self.nccl = None if link is None else NcclTransfer.open(link, self._tensors, lanes)
         own_thread = not lanes[0].is_async
         names = [f"flowdp-replica-{rank}" if rank or own_thread else None for rank in range(len(lanes))]
         self._crew = Crew(names, partial(_around, self._lanes, self.pools))
 
-    def at_home(self, job: Callable[[], T]) -> T:
+    def on_first_rank(self, job: Callable[[], T]) -> T:
         """Run a job where the first rank's work is done, outside its stopwatch, in the caller's modes.
 
         Raises:
@@ -186,7 +186,7 @@ class Replicas:
         """
         check_transforms()
         self._crew.settle()
-        if self._left:
+        if self._unsummed:
             self._drop_zeroed()
         self._tensors[0].check_as_it_was()
         self._attributes.look()
@@ -200,8 +200,8 @@ class Replicas:
         self._now = [_state(tensor) for tensor in self._tensors[0].tensors]
         if self._unseen is not None and self._unseen.look([now[:2] for now in self._now]):
             self._forget_sent()
-        if self.wire is not None:
-            self.wire.send(self._now)
+        if self.nccl is not None:
+            self.nccl.send(self._now)
         self._due = self._find_due()
         self._sources = {}
         copies: set[int] = set()
@@ -212,7 +212,7 @@ class Replicas:
                 # before.
                 if i >= first or (sharing is not None and not sharing.has(i)):
                     copies.add(i)
-                elif sharing is None and i not in self._sources and not self._is_wired(i):
+                elif sharing is None and i not in self._sources and not self._goes_by_nccl(i):
                     self._sources[i] = self._now[i][0].detach()
         if copies:
             with torch.no_grad():
@@ -228,7 +228,7 @@ class Replicas:
         self._attributes.note(self._ran)
         for rank in self._ran:
             if (sharing := self._sharings[rank]) is not None:
-                sharing.settle()
+                sharing.decide()
 
     def count_writes(self, rank: int) -> None:
         """Let torch find in a rank's graph the user's writes to parameters since the forward."""
@@ -257,8 +257,8 @@ class Replicas:
                 found.append([i for i, (is_spared, *pair) in columns if not is_spared or _differs(*pair)])
         return found
 
-    def _is_wired(self, index: int) -> bool:
-        return self.wire is not None and self.wire.carries(index)
+    def _goes_by_nccl(self, index: int) -> bool:
+        return self.nccl is not None and self.nccl.carries(index)
 
     def forget(self) -> None:
         """Send everything anew: something may have written to the user's module and left no trace."""
@@ -268,8 +268,8 @@ class Replicas:
 
     def _forget_sent(self) -> None:
         self._sent = [[] for _ in self._lanes]
-        if self.wire is not None:
-            self.wire.forget()
+        if self.nccl is not None:
+            self.nccl.forget()
 
     def keep_buffers(self, samples: Sequence[int]) -> None:
         """Leave ranks the buffers that their last call made: count the user's, as they are, as sent.
@@ -284,7 +284,7 @@ class Replicas:
                 self._sent[rank] = [*sent[: len(sent) - len(buffers)], *buffers]
                 self._kept[rank] = True
 
-    def has_left(self, rank: int) -> bool:
+    def has_unsummed(self, rank: int) -> bool:
         """Whether a replica has gradients of backwards without a sum."""
         return rank > 0 and any(tensor.grad is not None for tensor in self.trained(rank))
 
@@ -295,29 +295,29 @@ class Replicas:
             parameters: Parameters of the first rank.
             is_whole: Whether all ranks give gradients, which NCCL needs.
         """
-        return self._copying if self.wire is None or not is_whole else self.wire.reducing(parameters)
+        return self._copying if self.nccl is None or not is_whole else self.nccl.reducing(parameters)
 
     @contextmanager
-    def backward(self, *, leaves: bool) -> Iterator[None]:
+    def backward(self, *, keeps: bool) -> Iterator[None]:
         """Context for a backward pass: drops stale replica gradients first.
 
         They are stale after an error, and where the user has dropped those of the module: `zero_grad()` knows
         nothing of replicas.
 
         Args:
-            leaves: Whether the replicas' gradients stay with them, beside those of the user's module.
+            keeps: Whether the replicas keep their gradients, beside those of the user's module.
         """
         task = torch._C._current_graph_task_id()  # -1: not inside a backward of the caller's
         # Two calls in one graph: the user's own gradients come when both have been through.
-        is_other = self._left_in is not None and (task == -1 or task != self._left_in)
+        is_other = self._unsummed_in is not None and (task == -1 or task != self._unsummed_in)
         if self._is_spoilt or (is_other and all(tensor.grad is None for tensor in self.trained(0))):
             self.drop_gradients()
         elif is_other:
             self._drop_zeroed()
-        if leaves:
-            self._left_in = task
+        if keeps:
+            self._unsummed_in = task
             if task != -1:  # the user's own gradients come at its end
-                torch.autograd.Variable._execution_engine.queue_callback(self._note_left)
+                torch.autograd.Variable._execution_engine.queue_callback(self._note_unsummed)
         try:
             if self._attributes.is_live:  # a checkpoint in the module calls its parts again
                 self._attributes.look()
@@ -334,13 +334,13 @@ class Replicas:
                 )
             if self._attributes.is_live:
                 self._attributes.note(set(range(len(self.modules))))
-            if leaves and task == -1:
-                self._note_left()
+            if keeps and task == -1:
+                self._note_unsummed()
         except BaseException:
             self._is_spoilt = True
             raise
 
-    def check_left(self) -> None:
+    def check_unsummed(self) -> None:
         """Look whether the user's gradients have been written to while those of the replicas were left there.
 
         Raises:
@@ -354,13 +354,15 @@ class Replicas:
                 "no_sync(), or clip by clip_grad_norm_() of what setup() returned"
             )
 
-    def _note_left(self) -> None:
+    def _note_unsummed(self) -> None:
         own = ((index, tensor.grad) for index, tensor in enumerate(self._tensors[0].parameters))
-        self._left = {index: (TensorWeakRef(grad), grad._version) for index, grad in own if grad is not None}
+        self._unsummed = {
+            index: (TensorWeakRef(grad), grad._version) for index, grad in own if grad is not None
+        }
 
     def _written(self) -> Iterator[tuple[int, Tensor | None]]:
         """The user's gradients that are not as left beside those of the replicas, with their index."""
-        for index, (left, version) in self._left.items():
+        for index, (left, version) in self._unsummed.items():
             grad = self._tensors[0].parameters[index].grad
             is_other = grad is None or grad is not left() or grad._version != version
             if is_other and any(table.parameters[index].grad is not None for table in self._tensors[1:]):
@@ -379,8 +381,8 @@ class Replicas:
         for table in self._tensors[1:]:
             for parameter in table.parameters:
                 parameter.grad = None
-        self._left_in, self._is_spoilt = None, False
-        self._left = {}
+        self._unsummed_in, self._is_spoilt = None, False
+        self._unsummed = {}
 
     def modes(self) -> Modes:
         """The calling thread's grad, autocast and inference modes, for `each`."""
@@ -484,7 +486,7 @@ class Replicas:
                     sharing.attach(i)
             if tensors[i].requires_grad is not now[3]:
                 tensors[i].requires_grad_(now[3])
-            if not ((sharing is not None and sharing.has(i)) or self._is_wired(i)):
+            if not ((sharing is not None and sharing.has(i)) or self._goes_by_nccl(i)):
                 changed.append(i)
         if changed:
             targets = [tensors[i] for i in changed]
@@ -512,8 +514,8 @@ class Replicas:
     def close(self) -> None:
         """End the threads, and give NCCL back."""
         self._crew.close()
-        if self.wire is not None:
-            self.wire.close()
+        if self.nccl is not None:
+            self.nccl.close()
 
     def _groups(self, parts: Sequence[Sequence[object]]) -> dict[int, ProcessGroup]:
         """A group of the ranks that have a part, by rank, for one forward or backward."""
@@ -566,15 +568,12 @@ class Replicas:
 @contextmanager
 def _around(lanes: Sequence[Lane], pools: Sequence[PoolSize], rank: int) -> Iterator[None]:
     """Context of a rank's thread."""
-    with ExitStack() as stack:
-        if lanes[rank].device.type == "cpu":
-            set_own_threads(pools[rank].size)
-        if rank:
-            # Copies between the first device and this one are put on streams of both.
-            stack.enter_context(lanes[0].on(lanes[0].aside(rank)))
-        stack.enter_context(lanes[rank].on(lanes[rank].compute))
-        # Backward runs in this thread, not in autograd's one per device.
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+    if lanes[rank].device.type == "cpu":
+        set_own_threads(pools[rank].size)
+    # Copies between the first device and this one are put on streams of both.
+    aside = lanes[0].on(lanes[0].aside(rank)) if rank else nullcontext()
+    # Backward runs in this thread, not in autograd's one per device.
+    with aside, lanes[rank].on(lanes[rank].compute), torch.autograd.set_multithreading_enabled(False):
         yield
 
 

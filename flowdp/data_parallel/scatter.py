@@ -33,7 +33,7 @@ from flowdp.data.trees import (
 from flowdp.device.copies import move
 from flowdp.errors import FlowdpError
 
-__all__ = ["Arguments", "CallArguments", "Handed", "KeyPath", "bound", "call_module"]
+__all__ = ["ArgumentTensor", "Arguments", "CallArguments", "KeyPath", "bound", "call_module"]
 
 log = logging.getLogger("flowdp")
 
@@ -48,7 +48,7 @@ SHOWN = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Handed:
+class ArgumentTensor:
     """A tensor among the arguments of a module's call: the whole of a tensor of the caller's, or a part.
 
     Attributes:
@@ -84,12 +84,12 @@ class CallArguments:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    handed: list[Handed]
+    tensors: list[ArgumentTensor]
 
     @property
     def wanting(self) -> list[Tensor]:
         """Leaves of the device's graph for the caller's tensors that require grad."""
-        return [one.leaf for one in self.handed if one.leaf is not None]
+        return [one.leaf for one in self.tensors if one.leaf is not None]
 
 
 class _Begin(torch.autograd.Function):
@@ -266,7 +266,7 @@ class Arguments:
             Copies are on the current ones of both devices.
         """
         own: list[Any] = []
-        handed: list[Handed] = []
+        tensors: list[ArgumentTensor] = []
         for leaf, dim in zip(self._leaves, self._cuts, strict=True):
             if not isinstance(leaf, Tensor):
                 own.append(cut(leaf, start, samples, dim))
@@ -280,11 +280,11 @@ class Arguments:
                 begin = given.requires_grad_()
                 given = _Begin.apply(begin)  # type: ignore[no-untyped-call]
             version = None if given.is_inference() else given._version
-            handed.append(Handed(leaf, memory, given, version, begin, dim is not None))
+            tensors.append(ArgumentTensor(leaf, memory, given, version, begin, dim is not None))
             own.append(given)
         named = unflatten(own, self._form)
         args = tuple(named.pop(place) for place in range(self._positional))
-        return CallArguments(args, named, handed)
+        return CallArguments(args, named, tensors)
 
     def piece(self, place: int, tensor: Tensor, start: int, samples: int) -> Tensor:
         """The part of a tensor in `wanting`, or of its gradient, in the caller's graph."""

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.collective.gradient_sum import Gradients, accumulate, add_up, added, take_gradients, without_hooks
-from flowdp.data_parallel.gather import Joining, Outputs, Returned
+from flowdp.data_parallel.gather import Joining, Outputs, PartOutputs
 from flowdp.data_parallel.higher_order import RankGraph, differentiate, retains_graph
-from flowdp.data_parallel.lost_gradients import check_leaves
+from flowdp.data_parallel.lost_gradients import check_graph_ends
 from flowdp.data_parallel.nccl_transfer import Copying, Packed, Reducing
 from flowdp.data_parallel.replicas import Replicas
-from flowdp.data_parallel.scatter import Arguments, CallArguments, Handed
+from flowdp.data_parallel.scatter import Arguments, ArgumentTensor, CallArguments
 from flowdp.device.copies import carry, move
 from flowdp.errors import FlowdpError
 
@@ -195,7 +195,7 @@ class _Call:
         self.count = len(self._parameters[0])
         self._parts: dict[int, CallArguments] = {}
         self._versions: dict[int, int] = {}  # of the caller's tensors, by identity
-        self._returned: dict[int, Returned] = {}
+        self._returned: dict[int, PartOutputs] = {}
         self._joined: Outputs | None = None
         self._is_shared = False  # with graphs of its gradients
 
@@ -220,8 +220,8 @@ class _Call:
         joined = self._check_alive()
         sync = self._sync or not demand.accumulates
         is_summed = self._sync and demand.accumulates
-        with self._replicas.backward(leaves=not sync and bool(self._places[0])):
-            busy = self._busy(with_left=is_summed)
+        with self._replicas.backward(keeps=not sync and bool(self._places[0])):
+            busy = self._busy(with_unsummed=is_summed)
             is_whole = is_summed and demand.parameters and all(busy)
             carrier = self._replicas.carrier(self._parameters[0], is_whole=is_whole)
             do = partial(self._backward, joined, gradients, demand, keep, carrier)
@@ -255,10 +255,10 @@ class _Call:
         for rank, places in enumerate(self._places):
             graphs.append(self._graph(rank, wanting, demand) if places else None)
             seeds.append([one for place in places for one in joined.part(gradients, place)])
-        with self._replicas.backward(leaves=False):
+        with self._replicas.backward(keeps=False):
             found = differentiate(self._replicas, graphs, seeds)
             takes = self._sync and demand.accumulates
-            left = _take_left(self._replicas) if takes else []
+            left = _take_unsummed(self._replicas) if takes else []
         of_parts: dict[int, Gradients] = {}
         of_parameters: list[Gradients] = list(left)
         for rank, answer in enumerate(found):
@@ -277,7 +277,7 @@ class _Call:
         self._versions = {
             id(one.whole): one.whole._version
             for part in self._parts.values()
-            for one in part.handed
+            for one in part.tensors
             if not one.is_copy and one.version is not None and not one.whole.is_inference()
         }
 
@@ -338,7 +338,7 @@ class _Call:
             one.given
             for place in self._places[rank]
             if place in self._parts  # else it is freed
-            for one in self._parts[place].handed
+            for one in self._parts[place].tensors
             if id(one.whole) in versions and one.whole._version != versions[id(one.whole)]
         ]
         torch.autograd.graph.increment_version(written)
@@ -351,9 +351,9 @@ class _Call:
         Raises:
             FlowdpError: Several devices have written to one.
         """
-        columns: dict[int, list[Handed]] = {}
+        columns: dict[int, list[ArgumentTensor]] = {}
         for place in range(len(self._shards)):
-            for one in self._parts[place].handed:
+            for one in self._parts[place].tensors:
                 columns.setdefault(id(one.whole), []).append(one)
         wanting = {id(leaf): place for place, leaf in enumerate(self.wanting())}
         for key, column in columns.items():
@@ -370,10 +370,10 @@ class _Call:
             elif not whole.is_inference():
                 torch.autograd.graph.increment_version([whole])
 
-    def _busy(self, *, with_left: bool) -> list[bool]:
+    def _busy(self, *, with_unsummed: bool) -> list[bool]:
         """Whether each rank has a part of the call, or gradients of earlier ones."""
         return [
-            bool(places) or (with_left and self._replicas.has_left(rank))
+            bool(places) or (with_unsummed and self._replicas.has_unsummed(rank))
             for rank, places in enumerate(self._places)
         ]
 
@@ -399,9 +399,9 @@ class _Call:
                 error.add_note(f"flowdp: called with {given}")
                 raise
             weights = {name: move(weight, replicas.devices[0]) for name, weight in weights.items()}
-            returned = Returned(output, shard.samples, device, weights)
+            returned = PartOutputs(output, shard.samples, device, weights)
             if self._checks:
-                check_leaves(returned.tensors, part.wanting, self._parameters, rank)
+                check_graph_ends(returned.tensors, part.wanting, self._parameters, rank)
             self._parts[place], self._returned[place] = part, returned
             bring_back(part, replicas.devices[0])
             pieces[place] = carry([tensor.detach() for tensor in returned.tensors], replicas.devices[0])
@@ -455,7 +455,7 @@ class _Call:
     ) -> list[tuple[Tensor, Tensor | None]]:
         """The tensors that the module wrote to, in the graph of its part, and their gradients."""
         shard, first = self._shards[place], self._first_wanting(place)
-        given = [one.given for one in self._parts[place].handed if one.leaf is not None]
+        given = [one.given for one in self._parts[place].tensors if one.leaf is not None]
         return [
             (given[k], None if one is None else shard.arguments.piece(k, one, shard.start, shard.samples))
             for k, one in zip((k - first for k in self.written), gradients, strict=True)
@@ -470,7 +470,7 @@ class _Call:
 
 def bring_back(part: CallArguments, home: torch.device) -> None:
     """Copy a module's writes to its part on another device to the caller's memory."""
-    for one in part.handed:
+    for one in part.tensors:
         if one.is_written and one.is_copy and one.whole.device == home:
             with torch.no_grad():
                 one.memory.copy_(one.given.detach(), non_blocking=True)
@@ -498,16 +498,16 @@ def _errors_explained() -> Iterator[None]:
 
 def collect_gradients(replicas: Replicas) -> None:
     """Add gradients that backwards without a sum have left at the replicas to the user's module."""
-    replicas.check_left()
-    with replicas.backward(leaves=False):
-        if found := _take_left(replicas):
+    replicas.check_unsummed()
+    with replicas.backward(keeps=False):
+        if found := _take_unsummed(replicas):
             accumulate(replicas.trained(0), add_up(found))
 
 
-def _take_left(replicas: Replicas) -> list[Gradients]:
+def _take_unsummed(replicas: Replicas) -> list[Gradients]:
     """Gradients that backwards without a sum have left at the replicas, removed from there."""
     ranks = range(len(replicas.modules))
-    jobs = [partial(_bring_home, replicas, rank) if replicas.has_left(rank) else None for rank in ranks]
+    jobs = [partial(_bring_home, replicas, rank) if replicas.has_unsummed(rank) else None for rank in ranks]
     return [found for found in replicas.each(jobs) if found is not None] if any(jobs) else []
 
 

@@ -64,7 +64,7 @@ class SharedMemory:
         self.count_writes(versions)
         self._own_versions = _versions(mine)
 
-    def settle(self) -> None:
+    def decide(self) -> None:
         """Decide after a forward which memory is shared, or check that the forward has not written to it.
 
         Raises:

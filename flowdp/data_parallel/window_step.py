@@ -21,7 +21,7 @@ from flowdp.graphs.base import Computed, Factors, Passed, shared
 from flowdp.graphs.captured_step import Captured
 from flowdp.replica.captured_steps import Capturing, modules_of
 
-__all__ = ["Results", "WindowCapture", "WindowStep", "call", "differentiate", "last"]
+__all__ = ["Results", "WindowCapture", "WindowStep", "call", "differentiate", "last_outputs"]
 
 
 class Results(NamedTuple):
@@ -45,7 +45,7 @@ def call(module: nn.Module, batch: Any, plan: BatchPlan) -> tuple[Any, Traces]:
         return module(*args, **kwargs), traces
 
 
-def last(traces: Traces) -> dict[str, Any]:
+def last_outputs(traces: Traces) -> dict[str, Any]:
     """The return values of the tagged submodules in their last calls."""
     return {name: calls[-1] for name, calls in traces.items() if calls}
 
@@ -54,7 +54,7 @@ def _results(module: nn.Module, batch: Any, plan: BatchPlan) -> Results:
     """Forward and loss, with their graph."""
     assert plan.loss is not None
     output, traces = call(module, batch, plan)
-    loss = plan.loss(LossContext(output, batch, last(traces), traces))
+    loss = plan.loss(LossContext(output, batch, last_outputs(traces), traces))
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         form = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise FlowdpError(f"the loss function must return one number, the mean over the batch, not {form}")
@@ -72,18 +72,7 @@ def differentiate(
     replicas: Replicas | None,
     rank: int,
 ) -> Results:
-    """Forward, loss and, where gradients are enabled, backward of a batch.
-
-    Args:
-        module: Module of the rank.
-        batch: On its device.
-        plan: Has a loss.
-        factors: The batch's share of the window, and its samples.
-        replicas: All ranks; None: there is one.
-        rank: Index of the rank.
-
-    Returns:
-        The results, detached.
+    """Forward, loss and, where gradients are enabled, backward of a rank's batch; the results are detached.
 
     Raises:
         FlowdpError: The loss is not one number, or depends on no parameter.
@@ -210,7 +199,7 @@ class WindowCapture:
 
     Args:
         modules: One per rank.
-        plan: Inputs, loss and tags, and how they are captured; another loss needs another one of these.
+        plan: Inputs, loss, tags and capture; another loss needs another `WindowCapture`.
         lanes: One per rank.
         replicas: Runs the ranks; None: there is one.
 

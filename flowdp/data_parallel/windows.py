@@ -18,14 +18,21 @@ from torch import Tensor, nn
 from flowdp.collective.gradient_sum import accumulate, has_hooks, take_gradients, without_hooks
 from flowdp.data.trees import field_of
 from flowdp.data_parallel.call_check import Call
-from flowdp.data_parallel.gather import Returned, join
+from flowdp.data_parallel.gather import PartOutputs, join
 from flowdp.data_parallel.layout import PLAIN, Callee
 from flowdp.data_parallel.loss_context import BatchPlan, LossContext, Traces
 from flowdp.data_parallel.nccl_transfer import Copying, Packed, Reducing
 from flowdp.data_parallel.replicas import Replicas
 from flowdp.data_parallel.scatter import Arguments, CallArguments
 from flowdp.data_parallel.sharded_call import Shard, call_sharded
-from flowdp.data_parallel.window_step import Results, WindowCapture, WindowStep, call, differentiate, last
+from flowdp.data_parallel.window_step import (
+    Results,
+    WindowCapture,
+    WindowStep,
+    call,
+    differentiate,
+    last_outputs,
+)
 from flowdp.device.copies import move
 from flowdp.graphs.base import Factors
 
@@ -45,10 +52,6 @@ ADVICE = (
 )
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A batch, or a part of one, on a rank's device.
@@ -60,7 +63,7 @@ class Piece:
     rank: int
     batch: Any
     samples: int
-    arrive: Callable[[], None] = _nothing
+    arrive: Callable[[], None] = lambda: None
 
 
 class Window:
@@ -142,7 +145,7 @@ class WindowResult:
     @property
     def tags(self) -> dict[str, Any]:
         """Output of each of the tagged submodules in its last call."""
-        return last(self.traces)
+        return last_outputs(self.traces)
 
 
 def window_call(window: Window, plan: BatchPlan, home: torch.device) -> Call:
@@ -152,7 +155,7 @@ def window_call(window: Window, plan: BatchPlan, home: torch.device) -> Call:
         output, traces = call(module, part.args[0], plan)
         if plan.loss is None:
             return output
-        return {"loss": plan.loss(LossContext(output, part.args[0], last(traces), traces)).squeeze()}
+        return {"loss": plan.loss(LossContext(output, part.args[0], last_outputs(traces), traces)).squeeze()}
 
     sizes = tuple(piece.samples for piece in window.pieces)
     callee = Callee(run)
@@ -174,13 +177,8 @@ def run_window(
     With a loss function the summed gradients are at the user's module when this returns; where gradients
     are switched off, only the losses are computed.
 
-    Args:
-        modules: One per rank.
-        window: The batches.
-        plan: Processing of each batch.
-        replicas: Runs the ranks; None for one device, whose work is done by the calling thread.
-        sync: Whether the gradients are summed over the ranks.
-        capture: Captured steps of this loss; None: it is run eagerly.
+    Without replicas there is one device, whose work is done by the calling thread; without `sync`, gradients
+    stay at the ranks.
 
     Raises:
         FlowdpError: The loss is not a scalar, or depends on nothing that is trained.
@@ -199,14 +197,14 @@ def run_window(
     else:
         replicas.follow()
         is_summed = sync and torch.is_grad_enabled()
-        busy = [bool(own) or (sync and replicas.has_left(rank)) for rank, own in enumerate(of_rank)]
+        busy = [bool(own) or (sync and replicas.has_unsummed(rank)) for rank, own in enumerate(of_rank)]
         carrier = replicas.carrier(replicas.trained(0), is_whole=is_summed and all(busy))
         into = carrier if is_summed else None
         jobs = [
             partial(_train_all, replicas, rank, own, window.samples, plan, into, capture) if is_busy else None
             for rank, (own, is_busy) in enumerate(zip(of_rank, busy, strict=True))
         ]
-        with replicas.backward(leaves=not sync and bool(of_rank[0])):
+        with replicas.backward(keeps=not sync and bool(of_rank[0])):
             done = replicas.each(jobs, parts=of_rank, enters_draws=capture is None)
             replicas.note()
         if is_summed:
@@ -314,6 +312,6 @@ def _result(answers: Sequence[Results], window: Window) -> WindowResult:
 
 
 def _join(trees: Sequence[Any], samples: Sequence[int], home: torch.device) -> Any:
-    parts = [Returned(tree, count, home) for tree, count in zip(trees, samples, strict=True)]
+    parts = [PartOutputs(tree, count, home) for tree, count in zip(trees, samples, strict=True)]
     joined = join(parts, [[move(tensor.detach(), home) for tensor in part.tensors] for part in parts])
     return joined.tree(joined.tensors)

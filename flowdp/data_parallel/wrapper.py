@@ -384,7 +384,7 @@ class DataParallel(StandInModule):
     def _call_alone(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self._is_on_host:
             args, kwargs = tree_map(self._bring_home, [args, kwargs])
-        self._alone.saw(args)
+        self._alone.note_call(args)
         return function(*args, **kwargs)
 
     def _call(
@@ -431,14 +431,14 @@ class DataParallel(StandInModule):
 
     def _check(self, schedule: Schedule, call: Call) -> None:
         assert self._replicas is not None
-        if not self._replicas.at_home(partial(check_call, self.module, call)):
+        if not self._replicas.on_first_rank(partial(check_call, self.module, call)):
             schedule.give_up()
 
     def _bring_home(self, leaf: Any) -> Any:
         return move(leaf, self.devices[0]) if isinstance(leaf, Tensor) else leaf
 
     def _did(self, samples: Sequence[int], batches: Sequence[int] | None = None) -> None:
-        self._balancer.did(samples, batches)
+        self._balancer.note_work(samples, batches)
         if not self.optimizers:
             self._balancer.step()  # no other moment tells when to look at the speed
         if self._replicas is not None and self._averages:

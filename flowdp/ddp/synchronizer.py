@@ -86,7 +86,7 @@ class GradientSynchronizer:
         self._buckets: list[_Bucket] = []
         self._next = 0  # index of the first bucket whose reduction has not started
         # The callback at the end of the backward pass. Autograd alone keeps it: a pass that failed drops it.
-        self._end: Callable[[], Callable[[], None] | None] = _no_end
+        self._end: weakref.ref[Callable[[], None]] | None = None
         hook = partial(_has_grad, weakref.ref(self))
         hooks = [_hooked(parameter, hook) for parameter in self._names if _can_learn(parameter)]
         weakref.finalize(self, _remove, hooks)
@@ -174,7 +174,7 @@ class GradientSynchronizer:
         """Count a gradient that the backward pass has accumulated; at the first one, register the end."""
         if not self.automatic or not parameter.requires_grad:  # one frozen since the forward has no gradient
             return
-        if self._end() is None:
+        if self._end is None or self._end() is None:
             if self._group.shares_device and torch._C._is_multithreading_enabled():
                 raise OptionError(
                     "ranks that share a CUDA device also share autograd's thread for it, where they cannot "
@@ -232,7 +232,7 @@ class GradientSynchronizer:
 
     def _reset(self) -> None:
         self._next = 0
-        self._end = _no_end
+        self._end = None
         for bucket in self._buckets:
             bucket.work = None
             bucket.missing = set(range(len(bucket.parameters)))
@@ -274,10 +274,6 @@ class _Bucket:
             return []
         flags: list[Any] = self._flags.tolist()
         return [place for place in self.missing if flags[place]]
-
-
-def _no_end() -> None:
-    return None
 
 
 def _can_learn(parameter: nn.Parameter) -> bool:

@@ -25,7 +25,7 @@ from flowdp.errors import FlowdpError, OptionError
 from flowdp.modules.hooks import FUNCTIONS, Twins, parts_of, twins_of
 from flowdp.policy.formats import format_error
 
-__all__ = ["ENTRIES", "OWN", "Attributes", "check_leaves", "seal"]
+__all__ = ["ENTRIES", "OWN", "Attributes", "check_registered", "seal"]
 
 ENTRIES = 1_000
 """Most entries of an attribute's containers that are compared; of more, only the number is."""
@@ -73,7 +73,7 @@ class Attributes:
         self._due: list[dict[_Location, bool]] = [{} for _ in ranks]  # whether a copy must succeed
         self._by_forward: set[_Location] = set()
         self._doubts: set[_Location] = set()
-        check_leaves(self._modules)
+        check_registered(self._modules)
         self._seen: list[tuple[list[str], list[Any]]] = [([], [])] * len(self._modules)
         self._contents: dict[int, tuple[_Location, Any, Any]] = {}  # by identity: location, itself, its seal
         self._flat: dict[int, tuple[_Location, Any, Any]] = {}  # those that a copy is compared with: the most
@@ -299,7 +299,7 @@ class Attributes:
         return _named(self._modules[place], key)
 
 
-def check_leaves(modules: Sequence[nn.Module]) -> None:
+def check_registered(modules: Sequence[nn.Module]) -> None:
     """Check that all trained tensors of a module, given with its submodules, are among its parameters.
 
     Raises:
@@ -327,11 +327,7 @@ def _named(module: nn.Module, key: str) -> str:
     return f"the attribute {key!r} of {type(module).__name__}"
 
 
-class _Gone:
-    pass
-
-
-_GONE = _Gone()
+_GONE = object()
 """Stands for an attribute that is not there."""
 
 

@@ -113,7 +113,7 @@ class Trials:
         if seed is not None:
             self._state.seed(seed)
         given = tree_map(self._own, given)
-        still = _Still(self._state) if self._is_still else None
+        still = _ConstantDraws(self._state) if self._is_still else None
         try:
             self._set_modes()
             with ExitStack() as stack:
@@ -269,7 +269,7 @@ class _Kept:
             torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self._version,))
 
 
-class _Still(RankMode):
+class _ConstantDraws(RankMode):
     """Torch mode in which draws are constants, and the state hears of each write before it."""
 
     supports_higher_order_operators = True
@@ -353,7 +353,7 @@ def _precision() -> str | None:
         return None
 
 
-def _is_coarse(is_wide: bool, still: _Still | None) -> bool:
+def _is_coarse(is_wide: bool, still: _ConstantDraws | None) -> bool:
     """Whether TF32 may have been used: in convolutions it is on by default."""
     precision = _precision()
     is_exact = precision == "highest" or (is_wide and precision is not None)

@@ -64,7 +64,7 @@ def test_equal_until_measured_and_then_by_throughput() -> None:
     assert made.ratios == (0.5, 0.5)
     for step in range(10):
         assert made.cut(10) == (5, 5)
-        made.did((5, 5))
+        made.note_work((5, 5))
         passed(watches, summing, (2.5, 1.0))
         made.step()
         assert made.throughput == pytest.approx((2.0, 5.0)), step
@@ -79,8 +79,8 @@ def test_a_hint_counts_until_something_is_measured() -> None:
 
 def test_several_calls_of_a_step_are_one_measurement() -> None:
     made, watches, summing = paced()
-    made.did((6, 2))
-    made.did((2, 0))
+    made.note_work((6, 2))
+    made.note_work((2, 0))
     assert made.samples == (8, 2)
     assert made.shard_sizes == (2, 0)
     passed(watches, summing, (4.0, 1.0))
@@ -91,22 +91,22 @@ def test_several_calls_of_a_step_are_one_measurement() -> None:
 
 def test_steps_that_the_devices_have_not_passed_are_learned_later_with_their_own_samples() -> None:
     made, watches, summing = paced()
-    made.did((4, 4))
+    made.note_work((4, 4))
     made.step()
-    made.did((8, 8))
+    made.note_work((8, 8))
     made.step()
     assert made.throughput == (0.0, 0.0)
     passed(watches, summing, (2.0, 1.0))
     passed(watches, summing, (2.0, 2.0))
     made.step()  # no part of it was computed
-    made.did((1, 1))
+    made.note_work((1, 1))
     made.step()
     assert made.throughput == pytest.approx((0.7 * 2 + 0.3 * 4, 4.0))
 
 
 def test_a_step_without_samples_teaches_nothing() -> None:
     made, watches, summing = paced()
-    made.did((0, 0))
+    made.note_work((0, 0))
     made.step()
     assert [watch.laps for watch in (*watches, summing)] == [0, 0, 0]
     assert [watch.discarded for watch in (*watches, summing)] == [1, 1, 1]
@@ -119,7 +119,7 @@ def test_whole_batches_by_speed() -> None:
     for _ in range(30):
         counts = made.quotas()
         assert counts is not None
-        made.did([8 * count for count in counts], counts)
+        made.note_work([8 * count for count in counts], counts)
         passed(watches, summing, (3.0 * counts[0], 1.0 * counts[1]))
         made.step()
     assert counts[1] == pytest.approx(3 * counts[0], abs=1)
@@ -135,7 +135,7 @@ def test_a_device_that_was_slow_for_a_while_gets_batches_of_short_loaders_again(
         dealt.append(0)
         for window in Epoch([torch.zeros(8)] * 10, lanes, made):
             samples, batches = window.per_rank(2)
-            made.did(samples, batches)
+            made.note_work(samples, batches)
             slow = 100.0 if 3 <= number < 12 else 1.0
             passed(watches, summing, (20.0 * batches[0], slow * 20.0 * batches[1]))
             made.step()
@@ -146,8 +146,8 @@ def test_a_device_that_was_slow_for_a_while_gets_batches_of_short_loaders_again(
 
 def test_calls_beside_a_window_teach_nothing() -> None:
     made, watches, summing = paced(windows=True)
-    made.did((8, 8), (1, 1))
-    made.did((4, 4))
+    made.note_work((8, 8), (1, 1))
+    made.note_work((4, 4))
     passed(watches, summing, (100.0, 1.0))
     made.step()
     assert made.throughput == (0.0, 0.0)
@@ -155,7 +155,7 @@ def test_calls_beside_a_window_teach_nothing() -> None:
     watches[0].ms.clear()
     for watch in (watches[1], summing):
         watch.ms.clear()
-    made.did((8, 8), (1, 1))
+    made.note_work((8, 8), (1, 1))
     passed(watches, summing, (4.0, 2.0))
     made.step()
     assert made.throughput == pytest.approx((2.0, 4.0))
@@ -164,7 +164,7 @@ def test_calls_beside_a_window_teach_nothing() -> None:
 def test_calls_alone_do_not_move_the_windows() -> None:
     made, watches, summing = paced(windows=True)
     before = made.quotas()
-    made.did((4, 4))
+    made.note_work((4, 4))
     passed(watches, summing, (100.0, 1.0))
     made.step()
     assert made.quotas() == before
@@ -179,15 +179,15 @@ def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (alone.cut(7), alone.quotas(), alone.ratios) == ((7,), (1,), (1.0,))
     assert alone.cadence is None
     assert alone.throughput == (0.0,)
-    alone.did((10,))
+    alone.note_work((10,))
     alone.step()  # the first step has no start
-    alone.did((10,))
-    alone.did((20,))
+    alone.note_work((10,))
+    alone.note_work((20,))
     assert alone.samples == (30,)
     assert alone.shard_sizes == (20,)
     alone.step()
     assert alone.throughput == pytest.approx((0.06,))
-    alone.did((160,))
+    alone.note_work((160,))
     alone.step()
     assert alone.throughput == pytest.approx((0.7 * 0.06 + 0.3 * 0.16,))
     assert torch.tensor(alone.throughput).isfinite().all()
@@ -215,12 +215,12 @@ def test_what_normalises_otherwise_needs_no_more_than_one_sample(norm: Any) -> N
 def test_batch_norm_is_told_of_once_and_where_it_matters(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.BatchNorm1d(2)
     made, _, _ = paced(model=model)
-    made.did((3, 0))  # all on one device
+    made.note_work((3, 0))  # all on one device
     model.eval()
-    made.did((2, 2))
+    made.note_work((2, 2))
     assert not caplog.records
     model.train()
-    made.did((2, 2))
-    made.did((2, 2))
+    made.note_work((2, 2))
+    made.note_work((2, 2))
     assert "convert_sync_batchnorm" in caplog.text
     assert len(caplog.records) == 1

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import register_dataclass
 
-from flowdp.data_parallel.gather import Outputs, Returned, join
+from flowdp.data_parallel.gather import Outputs, PartOutputs, join
 from flowdp.errors import FlowdpError
 from tests.loops import CPU
 
@@ -47,8 +47,8 @@ class Named(NamedTuple):
     note: Any
 
 
-def returned(*trees: Any, samples: tuple[int, ...]) -> list[Returned]:
-    return [Returned(tree, count, CPU) for tree, count in zip(trees, samples, strict=True)]
+def returned(*trees: Any, samples: tuple[int, ...]) -> list[PartOutputs]:
+    return [PartOutputs(tree, count, CPU) for tree, count in zip(trees, samples, strict=True)]
 
 
 def joined(*trees: Any, samples: tuple[int, ...]) -> Outputs:

@@ -163,7 +163,7 @@ def test_beside_gradients_that_wait_at_the_replicas(world: World) -> None:
         out = call(x)
         (out.sum() + penalty(out, x)).backward(create_graph=True)
         if call is world:
-            assert not any(map(world.replicas.has_left, range(len(world.sizes))))
+            assert not any(map(world.replicas.has_unsummed, range(len(world.sizes))))
 
     world.both(step)
 

@@ -70,7 +70,7 @@ def test_what_replicas_hold_is_added_before_any_step(replicas: Replicas) -> None
         grad(module)
         grad(replicas.modules[1], 2.0)
         step()
-        assert not replicas.has_left(1)
+        assert not replicas.has_unsummed(1)
     assert_equal(values(module), [value - 2 * 0.5 * 3 for value in before])
     assert (hooks.count, balancer.count) == (2, 2)
 

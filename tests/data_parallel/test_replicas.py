@@ -274,31 +274,31 @@ def leave(replicas: Replicas, *ranks: int) -> None:
 def test_gradients_are_dropped_once_the_user_has_zeroed_his_own() -> None:
     module = mlp()
     with replicas_of(module) as replicas:
-        with replicas.backward(leaves=True):
+        with replicas.backward(keeps=True):
             leave(replicas, 0, 1)
-        with replicas.backward(leaves=False):
-            assert replicas.has_left(1)
-            assert not replicas.has_left(0)
+        with replicas.backward(keeps=False):
+            assert replicas.has_unsummed(1)
+            assert not replicas.has_unsummed(0)
         module.zero_grad()
-        with replicas.backward(leaves=False):
-            assert not replicas.has_left(1)
+        with replicas.backward(keeps=False):
+            assert not replicas.has_unsummed(1)
 
 
 def test_gradients_stay_where_the_users_module_never_had_any() -> None:
     with replicas_of(mlp()) as replicas:
-        with replicas.backward(leaves=False):
+        with replicas.backward(keeps=False):
             leave(replicas, 1)
-        with replicas.backward(leaves=False):
-            assert replicas.has_left(1)
+        with replicas.backward(keeps=False):
+            assert replicas.has_unsummed(1)
 
 
 def test_gradients_of_what_failed_are_dropped() -> None:
     with replicas_of(mlp()) as replicas:
         leave(replicas, 0, 1)
-        with pytest.raises(KeyError), replicas.backward(leaves=False):
+        with pytest.raises(KeyError), replicas.backward(keeps=False):
             raise KeyError
-        with replicas.backward(leaves=False):
-            assert not replicas.has_left(1)
+        with replicas.backward(keeps=False):
+            assert not replicas.has_unsummed(1)
 
 
 # ---------------------------------------------------------------- jobs
@@ -650,9 +650,9 @@ def test_a_job_at_home_is_done_where_rank_0_works_and_is_not_timed() -> None:
         (worker, _) = replicas.each([threading.current_thread, None])
         for watch in replicas.watches:
             watch.discard()
-        done = replicas.at_home(lambda: (threading.current_thread(), torch.is_grad_enabled()))
+        done = replicas.on_first_rank(lambda: (threading.current_thread(), torch.is_grad_enabled()))
         assert done == (worker, False)
         replicas.watches[0].lap()
         assert replicas.watches[0].take_ms() == 0.0
         with pytest.raises(ValueError, match="no"):
-            replicas.at_home(lambda: int("no"))
+            replicas.on_first_rank(lambda: int("no"))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flowdp.data_parallel.replicas import Replicas
-from flowdp.data_parallel.scatter import Arguments, CallArguments, Handed
+from flowdp.data_parallel.scatter import Arguments, ArgumentTensor, CallArguments
 from flowdp.data_parallel.sharded_call import bring_back, call_sharded, collect_gradients, cut
 from flowdp.device.streams import CudaLane
 from flowdp.errors import FlowdpError
@@ -40,7 +40,7 @@ class World:
     def check(self) -> None:
         """Assert that the gradients are those of the copy, and that no replica has any."""
         assert_equal(gradients(self.module), gradients(self.twin))
-        assert not any(self.replicas.has_left(rank) for rank in range(len(self.sizes)))
+        assert not any(self.replicas.has_unsummed(rank) for rank in range(len(self.sizes)))
 
 
 def _run(module: nn.Module, part: CallArguments) -> Any:
@@ -319,9 +319,9 @@ def test_a_write_that_all_devices_would_do_is_refused() -> None:
 
 def test_what_was_written_on_another_device_comes_back() -> None:
     x = numbers(5, 6)
-    (one,) = Arguments((x,)).part(1, 3, CPU).handed
+    (one,) = Arguments((x,)).part(1, 3, CPU).tensors
     given = one.given.clone()
-    there = Handed(x, one.memory, given, given._version, None, is_cut=True)
+    there = ArgumentTensor(x, one.memory, given, given._version, None, is_cut=True)
     part = CallArguments((given,), {}, [there])
     bring_back(part, CPU)
     given.zero_()
@@ -329,7 +329,7 @@ def test_what_was_written_on_another_device_comes_back() -> None:
     wanted[1:4] = 0
     for is_copy in (False, True):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Handed, "is_copy", is_copy)
+            patch.setattr(ArgumentTensor, "is_copy", is_copy)
             bring_back(part, CPU)
         assert torch.equal(x, wanted) == is_copy
 
@@ -520,7 +520,7 @@ def test_after_an_error_in_backward_nothing_of_it_is_left(rank: int, sync: bool)
 def test_gradients_wait_for_the_backward_that_sums(world: World) -> None:
     world.sync = False
     loss_of(world(numbers(5, 6))).backward()
-    assert all(world.replicas.has_left(rank) for rank in range(1, len(world.sizes)))
+    assert all(world.replicas.has_unsummed(rank) for rank in range(1, len(world.sizes)))
     world.sync = True
     loss_of(world(numbers(5, 6, seed=6))).backward()
     for seed in (5, 6):

@@ -92,7 +92,7 @@ def test_gradients_loss_and_outputs_are_those_of_one_big_batch(world: World) -> 
     assert result.samples == window.samples == len(x)
     assert not any(t.requires_grad for t in (result.loss, result.output, result.tags["0"]))
     if world.replicas is not None:
-        assert not any(world.replicas.has_left(rank) for rank in range(len(world.replicas.modules)))
+        assert not any(world.replicas.has_unsummed(rank) for rank in range(len(world.replicas.modules)))
 
 
 def test_without_a_loss_function_the_output_has_its_graph(world: World) -> None:
