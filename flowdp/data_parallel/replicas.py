@@ -75,7 +75,7 @@ class Replicas:
         watches: One per rank: times of its jobs on the device.
         summing: Times of the sums of gradients.
         pools: As given; updated where the watches are read.
-        nccl: NCCL between the ranks; None without it.
+        transfer: NCCL between the ranks; None without it.
         turns: Turns to launch; None where forwards meet.
         shares_generator: Flag per rank: it draws from a generator from which others draw, too.
         own_draws: Per rank, the generator of the job under way; None: the device's.
@@ -144,7 +144,7 @@ class Replicas:
         self._asked = [lane.event() for lane in lanes]
         self._done = [(lane.event(), lanes[0].event()) for lane in lanes]
         self._copying = Copying(self.devices[0])
-        self.nccl = None if link is None else NcclTransfer.open(link, self._tensors, lanes)
+        self.transfer = None if link is None else NcclTransfer.open(link, self._tensors, lanes)
         own_thread = not lanes[0].is_async
         names = [f"flowdp-replica-{rank}" if rank or own_thread else None for rank in range(len(lanes))]
         self._crew = Crew(names, partial(_around, self._lanes, self.pools))
@@ -200,8 +200,8 @@ class Replicas:
         self._now = [_state(tensor) for tensor in self._tensors[0].tensors]
         if self._unseen is not None and self._unseen.look([now[:2] for now in self._now]):
             self._forget_sent()
-        if self.nccl is not None:
-            self.nccl.send(self._now)
+        if self.transfer is not None:
+            self.transfer.send(self._now)
         self._due = self._find_due()
         self._sources = {}
         copies: set[int] = set()
@@ -258,7 +258,7 @@ class Replicas:
         return found
 
     def _goes_by_nccl(self, index: int) -> bool:
-        return self.nccl is not None and self.nccl.carries(index)
+        return self.transfer is not None and self.transfer.carries(index)
 
     def forget(self) -> None:
         """Send everything anew: something may have written to the user's module and left no trace."""
@@ -268,8 +268,8 @@ class Replicas:
 
     def _forget_sent(self) -> None:
         self._sent = [[] for _ in self._lanes]
-        if self.nccl is not None:
-            self.nccl.forget()
+        if self.transfer is not None:
+            self.transfer.forget()
 
     def keep_buffers(self, samples: Sequence[int]) -> None:
         """Leave ranks the buffers that their last call made: count the user's, as they are, as sent.
@@ -295,7 +295,7 @@ class Replicas:
             parameters: Parameters of the first rank.
             is_whole: Whether all ranks give gradients, which NCCL needs.
         """
-        return self._copying if self.nccl is None or not is_whole else self.nccl.reducing(parameters)
+        return self._copying if self.transfer is None or not is_whole else self.transfer.reducing(parameters)
 
     @contextmanager
     def backward(self, *, keeps: bool) -> Iterator[None]:
@@ -514,8 +514,8 @@ class Replicas:
     def close(self) -> None:
         """End the threads, and give NCCL back."""
         self._crew.close()
-        if self.nccl is not None:
-            self.nccl.close()
+        if self.transfer is not None:
+            self.transfer.close()
 
     def _groups(self, parts: Sequence[Sequence[object]]) -> dict[int, ProcessGroup]:
         """A group of the ranks that have a part, by rank, for one forward or backward."""

@@ -122,17 +122,17 @@ def test_parameters_of_one_memory_stay_together() -> None:
     module: Any = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 4)).double()
     module[0].weight.data, module[1].weight.data = memory[:4].view(1, 4), memory[4:].view(4, 1)
     with wired(module) as replicas:
-        assert isinstance(replicas.nccl, NcclTransfer)
-        assert [replicas.nccl.carries(index) for index in range(4)] == [False, True, False, True]
+        assert isinstance(replicas.transfer, NcclTransfer)
+        assert [replicas.transfer.carries(index) for index in range(4)] == [False, True, False, True]
         call(replicas, numbers(4, 4)).backward()  # gradients still go over NCCL
         assert [kind for kind, _ in taken(replicas)] == ["broadcast", "reduce"]
 
 
 def test_without_anything_to_train_there_is_no_nccl() -> None:
     with replicas_of(mlp().requires_grad_(False), link=lambda *_: pytest.fail("opened")) as replicas:
-        assert replicas.nccl is None
+        assert replicas.transfer is None
     with replicas_of(mlp(), link=lambda *_: None) as replicas:
-        assert replicas.nccl is None
+        assert replicas.transfer is None
 
 
 # ---------------------------------------------------------------- gradients
