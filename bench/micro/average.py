@@ -30,9 +30,10 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.harness import Comparison, compare, options, report
-from flowdp.collective.local import LocalMean
+from flowdp.collective.host import HostMean
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.process_tuning import tuned_process
+from flowdp.device.streams import open_lanes
 from flowdp.options import ProcessTuning
 from flowdp.protocol.messages import Arrival, Outcome
 from flowdp.threads.gate import Gate
@@ -82,7 +83,7 @@ def arrive(gate: Gate, rank: int, number: int, drift: bool = False) -> Outcome:
 
 
 def mean(parameters: int, replicas: list[FlatReplica], drift: bool) -> float:
-    local = LocalMean(replicas, lambda rank: gate.finish(rank))
+    local = HostMean(replicas, open_lanes([torch.device("cpu")] * 2), lambda rank: gate.finish(rank))
     gate = Gate(2, local.launch)
 
     def one_round(rank: int, number: int) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from flowdp.collective.base import Collective
 from flowdp.collective.host import HostMean
-from flowdp.collective.local import DeviceMean, LocalMean
+from flowdp.collective.local import DeviceMean
 from flowdp.collective.nccl import NcclMean
 from flowdp.collective.nccl_loop import NcclLoop
 from flowdp.device.discovery import reach_each_other
@@ -63,7 +63,7 @@ def open_collective(
                 log.warning("averaging without NCCL: %s", error)
         if backend == "cpu" or (backend == "auto" and not reach_each_other(chosen)):
             return HostMean(replicas, lanes, meet)
-    return DeviceMean(replicas, lanes) if lanes[0].is_async else LocalMean(replicas, meet)
+    return DeviceMean(replicas, lanes) if lanes[0].is_async else HostMean(replicas, lanes, meet)
 
 
 def open_loop(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flowdp.collective.base import Averaging, BlockMean, Collective, Reading
 from flowdp.collective.host import HostMean
-from flowdp.collective.local import DeviceMean, LocalMean
+from flowdp.collective.local import DeviceMean
 from flowdp.collective.nccl import NcclMean
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import CudaLane, HostLane, Lane
@@ -185,10 +185,6 @@ def device_mean(world: FakeWorld) -> DeviceMean:
 
 def host_mean(world: FakeWorld) -> HostMean:
     return HostMean(world.replicas, world.lanes, lambda rank: world.gate.finish(rank))
-
-
-def local_mean(world: FakeWorld) -> LocalMean:
-    return LocalMean(world.replicas, lambda rank: world.gate.finish(rank))
 
 
 def nccl_mean(world: FakeWorld) -> NcclMean:

@@ -13,8 +13,8 @@ from flowdp.device.streams import QUIET, HostLane
 from flowdp.errors import OptionError, ProtocolError
 from tests.collective.fake_world import (
     FakeWorld,
+    host_mean,
     in_threads,
-    local_mean,
     without_synchronize,
     without_waits,
 )
@@ -234,7 +234,7 @@ class Async(FakeWorld):
     """Ranks that continue to train while a helper averages their snapshots."""
 
     def __init__(self, cards: Sequence[int]) -> None:
-        super().__init__(local_mean, cards)
+        super().__init__(host_mean, cards)
         self.snapshots = SnapshotMean(self.replicas, self.lanes)
 
     def take(self, round: int, ranks: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Tests of the mean by NCCL: requirements, launches, end. Values and edges are in test_on_streams.py."""
+"""The mean by NCCL: what it needs, its launches, its end. Numbers and edges are in test_on_streams.py."""
 
 import gc
 import sys

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowdp.collective import base, local
+from flowdp.collective import base, host
 from flowdp.collective.base import NOTHING
 from flowdp.collective.nccl import NcclMean
 from flowdp.collective.on_streams import ROUNDS
@@ -20,7 +20,6 @@ from tests.collective.fake_world import (
     book_on_host,
     device_mean,
     host_mean,
-    local_mean,
     without_waits,
 )
 from tests.threads.test_gate import waits_in
@@ -42,7 +41,7 @@ def device_sums(monkeypatch):
 def world(request, monkeypatch) -> FakeWorld:
     make, cards = WAYS[request.param]
     if request.param == "host, all members":
-        monkeypatch.setattr(local, "SMALL", 0)
+        monkeypatch.setattr(host, "SMALL", 0)
     world = FakeWorld(make, cards)
     world.way = WAYS[request.param]
     if make is host_mean:
@@ -332,7 +331,7 @@ def test_a_row_is_read_only_when_it_has_arrived(monkeypatch):
 
 # ---------------------------------------------------------------- the rest
 def test_local_and_streamed_means_give_the_same_bits():
-    plain, streamed = FakeWorld(local_mean, (-1, -1, -1)), FakeWorld(device_mean, (0, 0, 0))
+    plain, streamed = FakeWorld(host_mean, (-1, -1, -1)), FakeWorld(device_mean, (0, 0, 0))
     for drift in (False, True):
         for world in (plain, streamed):
             world.hold([5, 0, 9], drift=drift, steps=1)

@@ -11,7 +11,7 @@ from torch import nn
 
 from flowdp.collective import select
 from flowdp.collective.host import HostMean
-from flowdp.collective.local import DeviceMean, LocalMean
+from flowdp.collective.local import DeviceMean
 from flowdp.collective.select import open_collective, open_loop
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import CudaLane, HostLane, Lane
@@ -67,13 +67,13 @@ def chosen(devices: list[torch.device], backend: Any = "auto", policy: Any = "ca
 @pytest.mark.parametrize(
     ("devices", "backend", "policy", "collective"),
     [
-        ([CPU], "auto", "cadence", LocalMean),
-        ([CPU, CPU], "auto", "sync", LocalMean),
-        ([CPU, CPU], "local", "async", LocalMean),
+        ([CPU], "auto", "cadence", HostMean),
+        ([CPU, CPU], "auto", "sync", HostMean),
+        ([CPU, CPU], "local", "async", HostMean),
         ([CPU, CPU], "cpu", "cadence", HostMean),
         ([CUDA[0]], "auto", "cadence", DeviceMean),
         ([CUDA[0]], "cpu", "cadence", DeviceMean),  # one rank needs no host memory
-        ([CPU], "cpu", "cadence", LocalMean),
+        ([CPU], "cpu", "cadence", HostMean),
         (CUDA, "auto", "cadence", Nccl),
         (CUDA, "nccl", "sync", Nccl),
         (CUDA, "local", "cadence", DeviceMean),

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flowdp.collective.local import LocalMean
+from flowdp.collective.host import HostMean
 from flowdp.device.flat_gradients import SharedGradients, Touched
 from flowdp.device.flat_parameters import FlatReplica
+from flowdp.device.streams import open_lanes
 from flowdp.errors import OptionError
 from flowdp.protocol.messages import Outcome
 
@@ -56,7 +57,7 @@ def data(seed: int) -> Tensor:
 
 def meet(all_of: Sequence[SharedGradients], samples: Sequence[int]) -> None:
     members = tuple(range(len(all_of)))
-    mean = LocalMean(all_of, lambda rank: None)
+    mean = HostMean(all_of, open_lanes([torch.device("cpu")] * len(all_of)), lambda rank: None)
     for rank in members:
         mean.prepare(rank)
     outcome = Outcome(0, 1, members, (1,) * len(members), tuple(samples))

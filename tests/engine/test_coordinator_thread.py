@@ -25,7 +25,7 @@ from flowdp import (
     Trainer,
     current_worker,
 )
-from flowdp.collective.local import LocalMean
+from flowdp.collective.host import HostMean
 from flowdp.device.streams import HostLane
 from flowdp.machine.coordinator import Coordinator
 from flowdp.protocol.messages import SyncAck
@@ -344,7 +344,7 @@ def test_a_device_that_never_comes_to_rest_does_not_hold_the_failure(
             done.append("drained")
 
     monkeypatch.setattr(HostLane, "drain", drain)
-    monkeypatch.setattr(LocalMean, "abort", lambda self: done.append("aborted"))
+    monkeypatch.setattr(HostMean, "abort", lambda self: done.append("aborted"))
     run = start(loss=broken)
     began = perf_counter()
     with caplog.at_level("WARNING", "flowdp"), pytest.raises(StepError):
@@ -359,10 +359,10 @@ def test_a_device_that_never_comes_to_rest_does_not_hold_the_failure(
 
 
 def test_what_fails_while_giving_back_is_a_note_on_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def close(mean: LocalMean) -> None:
+    def close(mean: HostMean) -> None:
         raise RuntimeError("the driver is gone")
 
-    monkeypatch.setattr(LocalMean, "close", close)
+    monkeypatch.setattr(HostMean, "close", close)
     with pytest.raises(StepError) as caught:
         start(loss=broken).join()
     assert any("the driver is gone" in note for note in caught.value.__notes__)
@@ -370,7 +370,7 @@ def test_what_fails_while_giving_back_is_a_note_on_the_failure(monkeypatch: pyte
 
 def test_a_run_that_ends_well_aborts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(LocalMean, "abort", lambda self: told.append("aborted"))
-    monkeypatch.setattr(LocalMean, "close", lambda self: told.append("closed"))
+    monkeypatch.setattr(HostMean, "abort", lambda self: told.append("aborted"))
+    monkeypatch.setattr(HostMean, "close", lambda self: told.append("closed"))
     start().join()
     assert told == ["closed"]

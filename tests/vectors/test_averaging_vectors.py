@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from flowdp.collective.async_mean import SnapshotMean
-from flowdp.collective.local import DeviceMean, LocalMean
+from flowdp.collective.host import HostMean
+from flowdp.collective.local import DeviceMean
 from flowdp.collective.nccl import NcclMean
 from flowdp.device.discovery import resolve_devices
 from flowdp.device.flat_parameters import FlatReplica
-from flowdp.device.streams import HostLane
+from flowdp.device.streams import HostLane, open_lanes
 from flowdp.errors import OptionError, ProtocolError
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
@@ -215,7 +216,7 @@ def _survivor(vector: Vector) -> Answers:
     gate = GateState(2)
     assert gate.enter(Arrival(0, 0, 0, given["batch_count"], 8 * given["batch_count"])) is None
     outcome = gate.leave(1)
-    mean = LocalMean(replicas, lambda rank: None)
+    mean = HostMean(replicas, open_lanes([torch.device("cpu")] * 2), lambda rank: None)
     mean.prepare(0)
     mean.launch(outcome)
     mean.average(0, outcome)

@@ -21,11 +21,11 @@ from torch.optim.lr_scheduler import MultiStepLR
 from flowdp import OptionError, SchedulerOptions, Trainer, current_worker, record_scalar
 from flowdp.checkpoint.writer import Saver
 from flowdp.collective.async_mean import SnapshotMean
-from flowdp.collective.local import LocalMean
+from flowdp.collective.host import HostMean
 from flowdp.data.open_feeds import open_feeds
 from flowdp.data.open_source import open_source
 from flowdp.device import worker_context
-from flowdp.device.streams import HostLane
+from flowdp.device.streams import HostLane, open_lanes
 from flowdp.device.worker_context import CurrentWorker, bind
 from flowdp.engine.failures import Failures
 from flowdp.engine.meter import HostMeter, OrderSums
@@ -229,7 +229,7 @@ class Rank:
         )  # fmt: skip
         self.inbox: Inbox[Mail] = Inbox(64, "rank 0")
         gate = Gate(1)
-        self.mean = Watched([self.flat], gate.finish)
+        self.mean = Watched([self.flat], open_lanes([torch.device("cpu")]), gate.finish)
         self.snapshots = SnapshotMean([self.flat], [lane])
         [feed] = open_feeds(source, [lane])
         records, failures = Records(), Failures()
@@ -262,7 +262,7 @@ class Rank:
         assert not self.thread.is_alive()
 
 
-class Watched(LocalMean):
+class Watched(HostMean):
     calls = 0
 
     def average(self, *args: Any, **options: Any) -> Any:

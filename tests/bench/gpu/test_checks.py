@@ -12,7 +12,7 @@ from bench.gpu import checks
 from bench.gpu.checks import Single, deviation, faults_of
 from flowdp.collective import host
 from flowdp.collective.host import HostMean
-from flowdp.collective.local import DeviceMean, LocalMean
+from flowdp.collective.local import DeviceMean
 from flowdp.options import RuntimeOptions
 from flowdp.replica.learning_rate import SchedulerOptions
 
@@ -30,13 +30,13 @@ def test_a_right_run_has_no_faults() -> None:
 
 
 def test_a_mean_that_leaves_a_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fault(own: Any, mean: LocalMean, rank: int, outcome: Any) -> Any:
+    def fault(own: Any, mean: HostMean, rank: int, outcome: Any) -> Any:
         reading = own(mean, rank, outcome)
         if rank == 1:
             mean._replicas[1].memories[0].add_(1e-3)
         return reading
 
-    plant(LocalMean, "average", monkeypatch, fault)
+    plant(HostMean, "average", monkeypatch, fault)
     found = faults_of([CPU] * 2, policy="sync")
     assert "replicas differed after round 3" in found
     assert "replicas differed at the end" in found
