@@ -38,12 +38,13 @@ class Feed(ABC):
             The one that starts the run.
         """
 
-    @abstractmethod
-    def follow(self, upcoming: Sequence[tuple[int, int, SampleRange | None]]) -> None:
+    def follow(  # noqa: B027 - most fetch nothing ahead
+        self, upcoming: Sequence[tuple[int, int, SampleRange | None]]
+    ) -> None:
         """Announce the batches that this rank will train if nothing changes.
 
-        Level-triggered: the whole list, whenever it is another one than the steps since have left of the
-        last. A batch that was fetched and is not in it is back at the source when this returns.
+        Level-triggered: pass the full list whenever it differs from the last one minus the steps already
+        taken. A batch that was fetched and is not in it is back at the source when this returns.
 
         Args:
             upcoming: (epoch, batch, part) of each, in order.
@@ -68,24 +69,21 @@ class Feed(ABC):
             RuntimeError: The device failed.
         """
 
-    @abstractmethod
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027 - most write no memory twice
         """All that uses the batches taken so far is enqueued; their memory may be written again.
 
         Streams:
             A mark is recorded on `compute`.
         """
 
-    @abstractmethod
-    def wake(self, epoch: int, batch: int) -> None:
+    def wake(self, epoch: int, batch: int) -> None:  # noqa: B027 - tensors are there at once
         """Hear from the source that a batch is there which it did not have.
 
         Threads:
             The source's own. Does not block.
         """
 
-    @abstractmethod
-    def fit(self) -> None:
+    def fit(self) -> None:  # noqa: B027 - as `shrink`
         """Look how much memory is left, and use it. Call it once, when the first mean is in."""
 
     def shrink(self) -> None:  # noqa: B027 - most hold nothing ahead
@@ -95,7 +93,7 @@ class Feed(ABC):
     def close(self) -> bool:
         """End its threads and free its memory; takes 1 s at most, and may be called twice.
 
-        Call it at any moment after which no batch is taken.
+        No batch is taken afterwards.
 
         Returns:
             False where a thread still waits for the device; it ends with that wait.
@@ -122,22 +120,13 @@ class DirectFeed(Feed):
         """See `Feed.start`."""
         self._notify = notify
 
-    def follow(self, upcoming: Sequence[tuple[int, int, SampleRange | None]]) -> None:
-        """Nothing is fetched ahead; see `Feed.follow`."""
-
     def take(self, epoch: int, batch: int, part: SampleRange | None = None) -> Batch | None:
         """Ask the source; see `Feed.take`."""
         return self._source.take(self._rank, epoch, batch, part)
 
-    def release(self) -> None:
-        """Nothing is written twice; see `Feed.release`."""
-
     def wake(self, epoch: int, batch: int) -> None:
         """Pass it on; see `Feed.wake`."""
         self._notify(epoch, batch)
-
-    def fit(self) -> None:
-        """Nothing to size; see `Feed.fit`."""
 
     def close(self) -> bool:
         """Nothing to end; see `Feed.close`."""

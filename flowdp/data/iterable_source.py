@@ -14,13 +14,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from flowdp.data.epoch_order import NOTHING_TRAINED
-from flowdp.data.loader_source import NOTHING, LoaderSource
+from flowdp.data.loader_source import NOTHING, LoaderSource, ReadPlan
 from flowdp.data.processes import begin
 from flowdp.data.source import Batch
 from flowdp.data.trees import batch_length
 from flowdp.errors import CheckpointError, DataError
-from flowdp.protocol.position import Position
 
 __all__ = ["Counted", "Measured", "StreamReader"]
 
@@ -39,11 +37,7 @@ class StreamReader(LoaderSource):
     Args:
         dataset: Dataset to iterate.
         batch_size: Samples of a batch; None: each item is a batch.
-        epochs: Epochs to read; None: without end.
-        ahead: See `LoaderSource`.
-        start: See `LoaderSource`.
-        on_demand: See `LoaderSource`.
-        keeps: See `LoaderSource`.
+        plan: Epochs to read.
         collate_fn: Makes a batch of the list of its samples, or of the item.
         num_workers: Processes that read.
         worker_init_fn: Called with its number in each worker process before it reads.
@@ -59,18 +53,14 @@ class StreamReader(LoaderSource):
         self,
         dataset: IterableDataset[Any],
         batch_size: int | None,
+        plan: ReadPlan,
         *,
-        epochs: int | None,
-        ahead: int,
-        start: Position = NOTHING_TRAINED,
-        on_demand: bool = False,
-        keeps: bool = False,
         collate_fn: Collate,
         num_workers: int,
         worker_init_fn: Callable[[int], None] | None = None,
         **loader: Any,
     ) -> None:
-        for epoch in start.open:
+        for epoch in plan.start.open:
             if len(epoch.missing) < epoch.position:
                 raise CheckpointError(
                     f"the checkpoint lies inside epoch {epoch.epoch}, and {type(dataset).__name__} is an "
@@ -86,16 +76,7 @@ class StreamReader(LoaderSource):
             worker_init_fn=partial(begin, worker_init_fn),
             **loader,
         )
-        super().__init__(
-            None,
-            made,
-            epochs=epochs,
-            ahead=ahead,
-            is_counted=True,
-            start=start,
-            on_demand=on_demand,
-            keeps=keeps,
-        )
+        super().__init__(None, made, plan, is_counted=True)
         self.batch_size = batch_size
         self._lengths: dict[int, int] = {}  # of the epochs that have been read to their end; under the lock
 
@@ -111,7 +92,7 @@ class StreamReader(LoaderSource):
 
     def _begin(self) -> Iterator[Batch] | None:
         # Without processes the reader thread alone touches the dataset.
-        return self._iterate(self._start.done) if self._loader.num_workers else None
+        return self._iterate(self.plan.start.done) if self._loader.num_workers else None
 
     def _iterate(self, epoch: int) -> Iterator[Batch]:
         set_epoch = getattr(self._loader.dataset, "set_epoch", None)
@@ -120,8 +101,8 @@ class StreamReader(LoaderSource):
         return iter(self._loader)
 
     def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[tuple[int, int], Any]]:
-        first = self._start.done
-        for epoch in itertools.count(first) if self.epochs is None else range(first, self.epochs):
+        first, epochs = self.plan.start.done, self.plan.epochs
+        for epoch in itertools.count(first) if epochs is None else range(first, epochs):
             if not self._may_read(epoch):
                 return
             self._reading = (epoch, 0)

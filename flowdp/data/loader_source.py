@@ -2,7 +2,7 @@
 
 `Reader` is the source of map-style datasets. Sources of this process whose datasets could share an object,
 the parts of a split for instance, read in turns (`ReadingTurns`), batch by batch. Batches that worker
-processes read needs no turn.
+processes read need no turn.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ from flowdp.policy.reader_load import ReaderLoad
 from flowdp.protocol.messages import SampleRange
 from flowdp.protocol.position import Position
 
-__all__ = ["NOTHING", "LoaderSource", "Reader"]
+__all__ = ["NOTHING", "LoaderSource", "ReadPlan", "Reader"]
 
 log = logging.getLogger("flowdp")
 
@@ -40,6 +41,26 @@ _Key = tuple[int, int]  # (epoch, batch): its order is the order of reading
 
 NOTHING = object()
 """An iterator's answer at its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """Epochs to read, and how far ahead of the ranks.
+
+    Attributes:
+        epochs: Epochs to read; None: without end.
+        ahead: Batches read and not taken above which the reader waits, unless a rank waits for it.
+        start: Trained part of the run, which is not read again.
+        on_demand: An epoch is read when a rank waits for it; processes hold some batches of the next epochs,
+            and no more.
+        keeps: See `Source`; for batches that are taken whole.
+    """
+
+    epochs: int | None
+    ahead: int
+    start: Position = NOTHING_TRAINED
+    on_demand: bool = False
+    keeps: bool = False
 
 
 class LoaderSource(Source):
@@ -58,12 +79,8 @@ class LoaderSource(Source):
     Args:
         order: Which samples each batch holds; None: the dataset's own.
         loader: Loader to read.
-        epochs: Epochs to read; None: without end.
-        ahead: Batches read and not taken above which the reader waits, unless a rank waits for it.
+        plan: Epochs to read.
         is_counted: The loader yields (samples, batch), because nothing else tells the number of samples.
-        start: Trained part of the run, which is not read again.
-        on_demand: An epoch is read when a rank waits for it.
-        keeps: See `Source`; for batches that are taken whole.
     """
 
     _advice = ""  # for a user whose reading takes much of the time
@@ -72,25 +89,18 @@ class LoaderSource(Source):
         self,
         order: BatchOrder | None,
         loader: DataLoader[Any],
+        plan: ReadPlan,
         *,
-        epochs: int | None,
-        ahead: int,
         is_counted: bool,
-        start: Position = NOTHING_TRAINED,
-        on_demand: bool = False,
-        keeps: bool = False,
     ) -> None:
         super().__init__(order)
-        self.keeps = keeps
-        self.epochs = epochs
-        self.ahead = ahead
+        self.plan = plan
+        self.keeps = plan.keeps
         self._loader = loader
         is_here = loader.num_workers == 0
         self._turns = ReadingTurns(loader.dataset, loader.collate_fn) if is_here else None
         self._is_counted = is_counted
-        self._start = start
-        self._on_demand = on_demand
-        self._reading: _Key = (start.done, 0)  # position of the reader
+        self._reading: _Key = (plan.start.done, 0)  # position of the reader
         self._begun = -1  # the last epoch that was waited for, on demand; the reader's own
         self._thread: threading.Thread | None = None
         self._processes: Processes | None = None
@@ -103,7 +113,7 @@ class LoaderSource(Source):
         self._samples: dict[_Key, int] = {}  # of those, and of the last that were taken
         self._left: dict[_Key, int] = {}  # of those that were taken in part: samples that were not
         self._waiting: dict[_Key, list[int]] = {}  # asked for and not read -> the ranks that asked
-        self._last: _Key = (start.done, -1)  # everything up to it has been read, or was before
+        self._last: _Key = (plan.start.done, -1)  # everything up to it has been read, or was before
         self._error: DataError | None = None
         self._closing = False
 
@@ -118,7 +128,7 @@ class LoaderSource(Source):
         self._thread = threading.Thread(
             target=self._run, args=(self._feed(iterator), wake, failed), name="flowdp-reader", daemon=True
         )
-        if not self._on_demand:
+        if not self.plan.on_demand:
             self._thread.start()
 
     def threads(self) -> list[threading.Thread]:
@@ -231,12 +241,11 @@ class LoaderSource(Source):
     def _comes(self, key: _Key) -> bool:
         """Whether a batch that is not here will be read; raises if there is none, or it was taken."""
         epoch, batch = key
+        epochs = self.plan.epochs
         most = batch + 1 if self.batches is None else self.batches
-        if not 0 <= batch < most or epoch < 0 or (self.epochs is not None and epoch >= self.epochs):
-            raise IndexError(
-                f"batch {batch} of epoch {epoch}: {self.epochs} epochs of {self.batches} batches"
-            )
-        left = self._start.remaining(epoch)
+        if not 0 <= batch < most or epoch < 0 or (epochs is not None and epoch >= epochs):
+            raise IndexError(f"batch {batch} of epoch {epoch}: {epochs} epochs of {self.batches} batches")
+        left = self.plan.start.remaining(epoch)
         if left is None or (batch < left[0] and batch not in left[1]):
             raise ProtocolError(f"batch {batch} of epoch {epoch} was trained before the run was resumed")
         if key <= self._last:
@@ -295,12 +304,14 @@ class LoaderSource(Source):
 
     def _has_room(self) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._waiting or len(self._read) < self.ahead)
+            self._changed.wait_for(
+                lambda: self._closing or self._waiting or len(self._read) < self.plan.ahead
+            )
             return not self._closing
 
     def _may_read(self, epoch: int) -> bool:
         """Wait until an epoch may be read; False at the end. For `_feed`, on the reader thread."""
-        if not self._on_demand or epoch <= self._begun:
+        if not self.plan.on_demand or epoch <= self._begun:
             return True
         with self._changed:
             self._changed.wait_for(lambda: self._closing or any(key[0] >= epoch for key in self._waiting))
@@ -384,12 +395,8 @@ class Reader(LoaderSource):
     Args:
         dataset: Map-style.
         order: Which samples each batch holds.
-        epochs: Epochs to read; None: without end.
-        ahead: See `LoaderSource`.
+        plan: Epochs to read.
         is_counted: See `LoaderSource`.
-        start: See `LoaderSource`.
-        on_demand: See `LoaderSource`; processes hold some batches of the next epochs, and no more.
-        keeps: See `LoaderSource`.
         worker_init_fn: Called with its number in each worker process before it reads.
         loader: Further arguments of `torch.utils.data.DataLoader`.
     """
@@ -398,30 +405,17 @@ class Reader(LoaderSource):
         self,
         dataset: Dataset[Any],
         order: BatchOrder,
+        plan: ReadPlan,
         *,
-        epochs: int | None,
-        ahead: int,
         is_counted: bool = False,
-        start: Position = NOTHING_TRAINED,
-        on_demand: bool = False,
-        keeps: bool = False,
         worker_init_fn: Callable[[int], None] | None = None,
         **loader: Any,
     ) -> None:
-        self._plan = AllEpochs(order, epochs, start)
+        self._batches = AllEpochs(order, plan.epochs, plan.start)
         made: DataLoader[Any] = DataLoader(
-            dataset, batch_sampler=self._plan, worker_init_fn=partial(begin, worker_init_fn), **loader
+            dataset, batch_sampler=self._batches, worker_init_fn=partial(begin, worker_init_fn), **loader
         )
-        super().__init__(
-            order,
-            made,
-            epochs=epochs,
-            ahead=ahead,
-            is_counted=is_counted,
-            start=start,
-            on_demand=on_demand,
-            keeps=keeps,
-        )
+        super().__init__(order, made, plan, is_counted=is_counted)
         if made.num_workers == 0:
             self._advice = (
                 "in a thread of this process, beside the devices' launches, which need the interpreter lock, "
@@ -431,12 +425,12 @@ class Reader(LoaderSource):
 
     def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[_Key, Any]]:
         assert iterator is not None
-        for key in self._plan.walk():
+        for key in self._batches.walk():
             if not self._may_read(key[0]):
                 return
             self._reading = key
             try:
                 payload = self._in_turn(partial(next, iterator))
             except StopIteration as stop:  # behind a sampler that failed, or the dataset's own
-                raise self._plan.error or self._describe(key, stop)  # noqa: B904 - both have their cause
+                raise self._batches.error or self._describe(key, stop)  # noqa: B904 - both have their cause
             yield key, payload

@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from flowdp.data.epoch_order import NOTHING_TRAINED, BatchOrder, BatchSamplerOrder, EpochOrder, SamplerOrder
 from flowdp.data.iterable_source import Measured, StreamReader
-from flowdp.data.loader_source import Reader
+from flowdp.data.loader_source import Reader, ReadPlan
 from flowdp.data.source import Batch, Source
 from flowdp.data.tensor_source import TensorSource
 from flowdp.errors import OptionError
@@ -120,14 +120,19 @@ def open_source(
     options: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
     options |= {"collate_fn": collate_fn, "num_workers": num_workers}
     check_int("seed", seed, least=0)
-    if window is not None:
-        world_size = 1  # as far as reading ahead goes: they all take the same
-    reading = {"epochs": epochs, "start": start or NOTHING_TRAINED, "on_demand": on_demand, "keeps": keeps}
+    if isinstance(dataset, DataLoader):
+        in_work = dataset.num_workers * (dataset.prefetch_factor or 2)
+    else:
+        _check_options(**options)
+        in_work = 2 * (num_workers or 0)
+    # Two batches for each rank (a window is one batch for all), and two for the road; with processes at least
+    # their batches in work, so that none of them waits for a rank that is late.
+    ahead = max(2 * (world_size if window is None else 1) + 2, in_work)
+    plan = ReadPlan(epochs, ahead, start or NOTHING_TRAINED, on_demand, keeps)
     if isinstance(dataset, DataLoader):
         given = options if window is None else {**options, "batch_size": None}
-        return _from_loader(dataset, given, seed, reading, world_size, window)
-    _check_options(**options)
-    return _from_dataset(dataset, options, seed, reading, world_size)
+        return _from_loader(dataset, given, seed, plan, window)
+    return _from_dataset(dataset, options, seed, plan)
 
 
 # ---------------------------------------------------------------- the user's dataset
@@ -181,8 +186,11 @@ def _check_tensors(named: Mapping[str, object]) -> list[Tensor]:
     return tensors
 
 
-def _subset_of_tensors(dataset: Any) -> tuple[TensorDataset, Tensor] | None:
-    """A `TensorDataset` and the rows that a `Subset` has of it, or a subset of that; None for any other."""
+def _rows_of_tensors(dataset: Any) -> tuple[TensorDataset, Tensor | None] | None:
+    """A `TensorDataset` and the rows that a `Subset` has of it, or a subset of that; None for any other.
+
+    The rows of the `TensorDataset` itself are None: all.
+    """
     rows: Tensor | None = None
     while type(dataset) is Subset:
         indices = dataset.indices
@@ -198,9 +206,7 @@ def _subset_of_tensors(dataset: Any) -> tuple[TensorDataset, Tensor] | None:
             return None  # counted from the end, or an error: read item by item
         rows = own if rows is None else own[rows]
         dataset = dataset.dataset
-    if rows is None or type(dataset) is not TensorDataset:
-        return None
-    return dataset, rows
+    return (dataset, rows) if type(dataset) is TensorDataset else None
 
 
 def _length(dataset: object) -> int:
@@ -213,9 +219,7 @@ def _length(dataset: object) -> int:
     return len(dataset)
 
 
-def _from_dataset(
-    dataset: Any, options: Mapping[str, Any], seed: int, reading: Mapping[str, Any], world_size: int
-) -> Source:
+def _from_dataset(dataset: Any, options: Mapping[str, Any], seed: int, plan: ReadPlan) -> Source:
     tensors = as_tensors(dataset)
     collate, num_workers = options["collate_fn"], options["num_workers"] or 0
     batch_size, drop_last = options["batch_size"], bool(options["drop_last"])
@@ -228,17 +232,16 @@ def _from_dataset(
         return StreamReader(
             dataset,
             batch_size,
-            ahead=_ahead(world_size, num_workers),
+            plan,
             collate_fn=collate or default_collate,
             num_workers=num_workers,
             drop_last=drop_last,
-            generator=_generator(seed, reading["start"]),
-            **reading,
+            generator=_generator(seed, plan.start),
         )
     length = len(tensors[0][0]) if tensors is not None else _length(dataset)
     _check_batches(length, batch_size, drop_last)
     order = EpochOrder(length, batch_size, seed, options["shuffle"] is not False, drop_last)
-    if collate is None and num_workers == 0 and (found := _subset_of_tensors(dataset)) is not None:
+    if collate is None and num_workers == 0 and (found := _rows_of_tensors(dataset)) is not None:
         return TensorSource(found[0].tensors, _as_it_is, order, found[1])
     if tensors is not None:
         if collate is None and num_workers == 0:
@@ -259,11 +262,10 @@ def _from_dataset(
     return Reader(
         dataset,
         order,
-        ahead=_ahead(world_size, num_workers),
+        plan,
         collate_fn=collate,
         num_workers=num_workers,
-        generator=_generator(seed, reading["start"]),
-        **reading,
+        generator=_generator(seed, plan.start),
     )
 
 
@@ -271,8 +273,7 @@ def _from_loader(
     loader: DataLoader[Any],
     options: Mapping[str, Any],
     seed: int,
-    reading: Mapping[str, Any],
-    world_size: int,
+    plan: ReadPlan,
     window: int | None,
 ) -> Source:
     for name, value in options.items():
@@ -287,12 +288,10 @@ def _from_loader(
         )
     own = loader.generator
     options = {
-        **reading,
         "num_workers": loader.num_workers,
-        "ahead": _ahead(world_size, loader.num_workers, loader.prefetch_factor),
         "worker_init_fn": loader.worker_init_fn,
         # A sampler may draw from it, too, and must not meet torch's own draws from it for the processes.
-        "generator": _generator(seed if own is None else own.initial_seed(), reading["start"]),
+        "generator": _generator(seed if own is None else own.initial_seed(), plan.start),
         "prefetch_factor": loader.prefetch_factor,
         "timeout": loader.timeout,
         "multiprocessing_context": loader.multiprocessing_context,
@@ -300,25 +299,19 @@ def _from_loader(
     dataset, collate = loader.dataset, loader.collate_fn
     if isinstance(dataset, IterableDataset):
         return StreamReader(
-            dataset, loader.batch_size, collate_fn=collate, drop_last=loader.drop_last, **options
+            dataset, loader.batch_size, plan, collate_fn=collate, drop_last=loader.drop_last, **options
         )
     order = _order_of(loader, _length(dataset), seed, window)
-    order.begin_at(reading["start"].done)
-    if isinstance(order, SamplerOrder) and any(
-        one.position > len(one.missing) for one in reading["start"].open
-    ):
+    order.begin_at(plan.start.done)
+    if isinstance(order, SamplerOrder) and any(one.position > len(one.missing) for one in plan.start.open):
         order.check_repeats()
     if loader.batch_sampler is None:
-        return Reader(dataset, order, collate_fn=_Single(collate), is_counted=True, **options)
-    if loader.num_workers == 0 and collate is default_collate and type(dataset) is TensorDataset:
-        tensors = as_tensors(dataset)
-        if tensors is not None and not isinstance(order, BatchSamplerOrder):
-            return TensorSource(*tensors, order)
+        return Reader(dataset, order, plan, collate_fn=_Single(collate), is_counted=True, **options)
     if loader.num_workers == 0 and collate is default_collate and not isinstance(order, BatchSamplerOrder):
-        found = _subset_of_tensors(dataset)
+        found = _rows_of_tensors(dataset)
         if found is not None:
             return TensorSource(found[0].tensors, _as_it_is, order, found[1])
-    return Reader(dataset, order, collate_fn=collate, **options)
+    return Reader(dataset, order, plan, collate_fn=collate, **options)
 
 
 def _order_of(loader: DataLoader[Any], length: int, seed: int, window: int | None) -> BatchOrder:
@@ -356,12 +349,6 @@ def _generator(seed: int, start: Position) -> torch.Generator:
     if start.global_step:
         seed = int(np.random.SeedSequence(seed, spawn_key=(start.global_step,)).generate_state(1)[0])
     return torch.Generator().manual_seed(seed)
-
-
-def _ahead(world_size: int, num_workers: int, prefetch_factor: int | None = None) -> int:
-    # Two batches for each rank, and two for the road; with processes at least their batches in work, so
-    # that none of them waits for a rank that is late.
-    return max(2 * world_size + 2, num_workers * (prefetch_factor or 2))
 
 
 # ---------------------------------------------------------------- checks of single options

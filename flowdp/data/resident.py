@@ -5,7 +5,7 @@ Of each epoch the order alone goes to the device, once, through pinned memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -105,9 +105,6 @@ class ResidentFeed(Feed):
     def start(self, notify: Callable[[int, int], None]) -> None:
         """Every batch is there; see `Feed.start`."""
 
-    def follow(self, upcoming: Sequence[tuple[int, int, SampleRange | None]]) -> None:
-        """Nothing is fetched ahead; see `Feed.follow`."""
-
     def take(self, epoch: int, batch: int, part: SampleRange | None = None) -> Batch:
         """Gather a batch; always there. See `Feed.take`."""
         order = self._orders[epoch % ORDERS_KEPT]
@@ -121,15 +118,6 @@ class ResidentFeed(Feed):
         index = order.index[start:stop]
         rows = [tensor.index_select(0, index) for tensor in self._tensors]
         return self._source.pack(rows) if part is None else Portion.gathered(rows, self._source.pack)
-
-    def release(self) -> None:
-        """Each batch has memory of its own; see `Feed.release`."""
-
-    def wake(self, epoch: int, batch: int) -> None:
-        """Never needed here; see `Feed.wake`."""
-
-    def fit(self) -> None:
-        """Nothing to size; see `Feed.fit`."""
 
     def close(self) -> bool:
         """Free the memory: a reference to an ended run must not keep it. See `Feed.close`."""

@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, default_convert, get_worker_info
 
 from flowdp.data.iterable_source import Counted, Measured, StreamReader
+from flowdp.data.loader_source import ReadPlan
 from flowdp.errors import CheckpointError, DataError, ProtocolError
 from flowdp.protocol.position import OpenEpoch, Position
 from tests.data.test_loader_source import Watched
@@ -48,8 +50,11 @@ class Run:
 
     def __init__(self, dataset: Any, batch_size: int | None = 4, **options: Any) -> None:
         collate = default_convert if batch_size is None else default_collate
-        given = {"epochs": 2, "ahead": 4, "collate_fn": collate, "num_workers": 0, **options}
-        self.reader = StreamReader(dataset, batch_size, **given)
+        plan = {field.name: options.pop(field.name) for field in fields(ReadPlan) if field.name in options}
+        given = {"collate_fn": collate, "num_workers": 0, **options}
+        self.reader = StreamReader(
+            dataset, batch_size, ReadPlan(**{"epochs": 2, "ahead": 4, **plan}), **given
+        )
         self.woken: queue.SimpleQueue[tuple[int, int, int]] = queue.SimpleQueue()
         self.failed: queue.SimpleQueue[DataError] = queue.SimpleQueue()
         self.ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()

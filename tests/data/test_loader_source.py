@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from flowdp.data.batches import Portion
 from flowdp.data.epoch_order import EpochOrder
-from flowdp.data.loader_source import Reader
+from flowdp.data.loader_source import Reader, ReadPlan
 from flowdp.data.open_evaluation import open_evaluation
 from flowdp.data.open_source import open_source
 from flowdp.data.source import Source
@@ -66,7 +66,8 @@ class Run:
             shuffle=options.pop("shuffle", True),
             drop_last=options.pop("drop_last", False),
         )
-        self.reader = Reader(dataset, order, epochs=epochs, ahead=ahead, **options)
+        plan = {name: options.pop(name) for name in ("start", "on_demand", "keeps") if name in options}
+        self.reader = Reader(dataset, order, ReadPlan(epochs, ahead, **plan), **options)
         self.woken: list[queue.SimpleQueue[tuple[int, int]]] = [queue.SimpleQueue() for _ in range(4)]
         self.failed: queue.SimpleQueue[DataError] = queue.SimpleQueue()
 

@@ -274,7 +274,7 @@ def test_what_a_loader_says_is_used():
     )
     source = opened(loader)
     assert isinstance(source, Reader)
-    assert source.ahead == 14  # num_workers * prefetch_factor
+    assert source.plan.ahead == 14  # num_workers * prefetch_factor
     inner = source._loader
     assert (inner.prefetch_factor, inner.timeout) == (7, 30)
     assert inner.multiprocessing_context is loader.multiprocessing_context
@@ -283,7 +283,7 @@ def test_what_a_loader_says_is_used():
 
 
 def test_reading_runs_further_ahead_of_more_ranks():
-    assert [opened(Pairs(), world_size=n).ahead for n in (1, 2, 8)] == [4, 6, 18]
+    assert [opened(Pairs(), world_size=n).plan.ahead for n in (1, 2, 8)] == [4, 6, 18]
 
 
 def test_a_tensor_dataset_with_processes_is_taken_by_them():
@@ -421,7 +421,7 @@ def test_what_a_loader_of_an_iterable_dataset_says_is_used():
     )
     source = opened(loader)
     assert isinstance(source, StreamReader)
-    assert source.ahead == 14
+    assert source.plan.ahead == 14
     inner = source._loader
     assert (inner.prefetch_factor, inner.timeout, inner.drop_last) == (7, 30, True)
     assert inner.multiprocessing_context is loader.multiprocessing_context
