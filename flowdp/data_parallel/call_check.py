@@ -186,8 +186,8 @@ def _can_check(module: nn.Module, call: Call) -> bool:
         written, noted = trials.written, trials.noted
         found = _mismatch(trials, call, whole)
         if found is None or _is_rounding(module, call, found, is_eval=is_eval, is_still=is_still):
-            _tell(call, WRITTEN, written, trials.written, trials.epsilon)
-            _tell(call, NOTED, noted, trials.noted, trials.epsilon)
+            _warn_of_differing(call, WRITTEN, written, trials.written, trials.epsilon)
+            _warn_of_differing(call, NOTED, noted, trials.noted, trials.epsilon)
             runs = [partial(_run, trials, call, part) for part in (call.whole(), call.parts()[-1])]
             check_hooks(module, runs, call.callee.told, trials.epsilon)
             return True
@@ -226,7 +226,7 @@ def _run(trials: Trials, call: Call, part: CallArguments, seed: int | None = Non
     return trials.run(run, (part.args, part.kwargs), seed=seed)
 
 
-def _tell(
+def _warn_of_differing(
     call: Call, text: str, of_whole: Mapping[str, Any], of_part: Mapping[str, Any], epsilon: float
 ) -> None:
     """Log the names of values that differ between the whole batch and its last part; each is told once."""
@@ -252,7 +252,7 @@ def _warn_unchecked(call: Call, why: str) -> None:
 def _mismatch(trials: Trials, call: Call, whole: Any) -> _Mismatch | None:
     """The difference or failure of the parts of a call; None without one."""
     returned: list[PartOutputs] = []
-    joining = Joining(call.layout, call.callee, call.arguments.dim, is_apart=call.layout.join is not None)
+    joining = Joining(call.layout, call.callee, call.arguments.dim)
     for place, (part, size) in enumerate(zip(call.parts(), call.sizes, strict=True)):
         weights = joining.weigh(part)
         try:

@@ -126,24 +126,15 @@ class Joining:
         layout: Layout of its outputs.
         callee: Callable that names the arguments, for weights.
         dim: Batch dimension of the first argument that was cut.
-        is_apart: Whether the outputs stay apart, for a function of the user's.
 
     Attributes:
         form: `Outputs.form` of the joined outputs; None before.
     """
 
-    def __init__(
-        self,
-        layout: Layout = PLAIN,
-        callee: Callee | None = None,
-        dim: int = 0,
-        *,
-        is_apart: bool = False,
-    ) -> None:
+    def __init__(self, layout: Layout = PLAIN, callee: Callee | None = None, dim: int = 0) -> None:
         self._layout = layout
         self._callee = callee
         self._dim = dim
-        self._is_apart = is_apart
         self.form: tuple[Any, ...] | None = None
 
     @property
@@ -159,9 +150,8 @@ class Joining:
 
     def join(self, parts: Sequence[PartOutputs], pieces: Sequence[Sequence[Tensor]]) -> Outputs:
         """Join the outputs as `join` does, or leave them apart."""
-        made = (
-            SeparateOutputs(parts, pieces) if self._is_apart else join(parts, pieces, self._layout, self._dim)
-        )
+        is_users = len(parts) > 1 and self._layout.join is not None
+        made = SeparateOutputs(parts, pieces) if is_users else join(parts, pieces, self._layout, self._dim)
         self.form = made.form
         return made
 

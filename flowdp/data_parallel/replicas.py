@@ -179,10 +179,10 @@ class Replicas:
         return self._tensors[rank].buffers
 
     def follow(self) -> None:
-        """Look at the user's module as it is now: before a call, for it may have changed.
+        """Find the changes of the user's module before a call, for the replicas to receive.
 
         Raises:
-            FlowdpError: It has other parts than it had, or a derivative is asked for that would be lost.
+            FlowdpError: It has other parts than before, or a derivative is asked for that would be lost.
         """
         check_transforms()
         self._crew.settle()
@@ -341,10 +341,10 @@ class Replicas:
             raise
 
     def check_unsummed(self) -> None:
-        """Look whether the user's gradients have been written to while those of the replicas were left there.
+        """Check that the user's gradients are as they were when those of the replicas were left there.
 
         Raises:
-            FlowdpError: They have, by clipping or scaling for instance.
+            FlowdpError: They have been written to, by clipping or scaling for instance.
         """
         self._drop_zeroed()
         for index, _ in self._written():

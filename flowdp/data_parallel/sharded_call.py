@@ -327,7 +327,7 @@ class _Call:
 
     @contextmanager
     def _walking(self, rank: int) -> Iterator[None]:
-        """Around a walk through a rank's graph.
+        """Context of a walk through a rank's graph.
 
         Hooks on the user's parameters are held back: the caller's graph runs them on the sums. And torch is
         told of writes since the call to memory on which the graph may depend.
@@ -346,7 +346,7 @@ class _Call:
             yield
 
     def _count_writes(self) -> None:
-        """Give torch the caller's tensors as written where a device has written to them.
+        """Count the devices' writes to the caller's tensors, as if one device had made them.
 
         Raises:
             FlowdpError: Several devices have written to one.
@@ -463,7 +463,7 @@ class _Call:
         ]
 
     def _first_wanting(self, place: int) -> int:
-        """The place in `wanting()` of the first of a part's."""
+        """Index in `wanting()` of the first tensor of a part."""
         before = self.sources[: self.sources.index(self._shards[place].arguments)]
         return sum(len(source.wanting) for source in before)
 

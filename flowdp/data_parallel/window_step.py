@@ -225,7 +225,7 @@ class WindowCapture:
 
     @property
     def ended(self) -> tuple[str, ...]:
-        """Why steps run eagerly, each reason once; empty where none does, or not yet."""
+        """Reasons for which steps run eagerly, each once; empty where none does, or not yet."""
         reasons = (step.captured.ended for step in self.steps)
         return tuple(dict.fromkeys(reason for reason in reasons if reason is not None))
 

@@ -187,7 +187,7 @@ def run_window(
         As `Replicas.each`.
     """
     if plan.loss is None:
-        return _look(modules, window, plan, replicas, sync)
+        return _forward_all(modules, window, plan, replicas, sync)
     of_rank = [[piece for piece in window.pieces if piece.rank == rank] for rank in range(len(modules))]
     if replicas is None:
         train = partial(_train, window.samples, plan, step=None if capture is None else capture.steps[0])
@@ -270,7 +270,7 @@ def _train(
     return results if replicas is None else results._replace(loss=move(results.loss, replicas.devices[0]))
 
 
-def _look(
+def _forward_all(
     modules: Sequence[nn.Module],
     window: Window,
     plan: BatchPlan,

@@ -105,10 +105,10 @@ def setup(
             grad. None: the model is used as it is, for inference or as a frozen part.
         replica: Makes the model for another device, `replica(device)`; its tensors and numbers are replaced.
             None: the model is copied.
-        devices: "auto", how many, or a list of devices; a device may repeat. One device: no threads.
+        devices: "auto", a number, or a list of devices; a device may repeat. One device: no threads.
         cadence: Whether `epoch` yields windows of whole batches, by each device's speed, instead of single
-            batches to cut. None: where the devices have different names. A record says how, and may carry a
-            `speed_hint` (with max_anchor=0: without windows).
+            batches to cut. None: where the devices have different names. A record has options of the windows
+            (max_anchor=0: there are none) and may carry a `speed_hint`.
         loss_fn: Loss of one batch, for `forward_batch`, which then runs backward, too.
         inputs: Fields of a batch that the model takes, in order: keys of a mapping or positions of a
             sequence; or a function of the batch. None: a tensor goes whole, the first field of a sequence,
@@ -119,7 +119,7 @@ def setup(
         max_grad_norm: `step()` clips the summed gradients to this 2-norm.
         partition_ratios: Fixed shares of each batch, one per device; None: by measured speed. With them CPU
             devices repeat a run bit for bit from the same `torch.manual_seed`, dropout included.
-        dim: Where the samples lie in the arguments and outputs of a call: one dim for all tensors, or a
+        dim: Batch dimension of the arguments and outputs of a call: one dim for all tensors, or a
             mapping from `forward`'s parameters (or positions) to dims, with None for arguments that go whole,
             0 for those it does not name, and under "return" the outputs', by name or position where they
             differ.
@@ -131,11 +131,11 @@ def setup(
             mean weighted by a function of the part's arguments, which it takes by name:
             `lambda labels: (labels[:, 1:] != -100).sum()`. Or a mapping from an output's name to these.
         check: Whether the first call that is cut, and some later ones, are compared with the module on the
-            whole batch, on the first device, without gradients; nothing of that stays. A difference is an
-            error with a remedy.
-        backend: How parameters and gradients travel between CUDA devices: "nccl"; "local", by copies between
+            whole batch, on the first device, without gradients or a trace. A difference is an error with a
+            remedy.
+        backend: Transfer of parameters and gradients between CUDA devices: "nccl"; "local", by copies between
             each device and the first; "auto", by NCCL where each replica has a CUDA device of its own and
-            NCCL works, else by copies. Without an optimizer nothing but "nccl" takes NCCL.
+            NCCL works, else by copies. Without an optimizer only "nccl" uses NCCL.
         capture: Record forward, loss and backward of `forward_batch` with a `loss_fn` as a graph, which runs
             without the interpreter lock. Steps that cannot be captured run eagerly; `uncaptured` says why.
         tune_process: Process-wide settings while this lives (see `ProcessTuning`); False leaves all alone.
@@ -313,7 +313,7 @@ class DataParallel(StandInModule):
 
     @property
     def uncaptured(self) -> tuple[str, ...]:
-        """Why windows run eagerly where they were to be captured; empty where none does."""
+        """Reasons for which windows run eagerly instead of captured; empty where none does."""
         return () if self._capture is None else self._capture.ended
 
     # ------------------------------------------------------------------ forward
@@ -412,8 +412,7 @@ class DataParallel(StandInModule):
             self._check(schedule, Call(callee, run, args, kwargs, own, layout, self.devices[0]))
         split = None if layout.split is None else partial(layout.apart, args, kwargs)
         shards = cut(arguments, sizes, split)
-        is_apart = is_cut and layout.join is not None
-        joining = Joining(layout, callee, arguments.dim, is_apart=is_apart)
+        joining = Joining(layout, callee, arguments.dim)
         has_graph = self._checks and torch.is_grad_enabled()
         looks = has_graph and schedule.graphs.is_due
         outputs = call_sharded(self._replicas, shards, run, joining, sync=self._is_syncing, checks=looks)
@@ -424,10 +423,7 @@ class DataParallel(StandInModule):
                 self._check(schedule, Call(callee, run, args, kwargs, own, layout, self.devices[0]))
             schedule.passed()
         self._did(sizes)
-        if is_apart:
-            assert layout.join is not None
-            return layout.join(outputs, own)
-        return outputs
+        return layout.join(outputs, own) if is_cut and layout.join is not None else outputs
 
     def _check(self, schedule: Schedule, call: Call) -> None:
         assert self._replicas is not None
