@@ -39,7 +39,7 @@ def test_a_rehearsal_of_one_part(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "a kernel, host, us" in done.stdout
     assert "nccl2: skipped, NCCL needs a CUDA device" in done.stdout
-    assert done.stdout.rstrip().endswith("s in all; right")
+    assert done.stdout.rstrip().endswith("s in all; passed")
     assert [path.name for path in tmp_path.iterdir()] == ["gpu.log"]  # a rehearsal leaves no record
 
 
