@@ -153,9 +153,9 @@ def open_folder(config: RunConfig, undo: ExitStack) -> CheckpointFolder | None:
     if config.checkpoint is None:
         return None
     folder = CheckpointFolder(config.checkpoint)
-    undo.callback(folder.give_back)
+    undo.callback(folder.lock.give_back)
     with interrupts_held():
-        folder.take()
+        folder.lock.take()
     return folder
 
 

@@ -1,10 +1,10 @@
 """Checksums and bounds of a checkpoint's archive, checked before torch unpickles it.
 
 Right checksums say that a file is whole, not that it means well. torch's restricted unpickler runs no code
-of a file, and still takes what memory it is told to: a compressed record, a tensor of four bytes and a shape
-of gigabytes, a storage declared larger than its record, a `bytearray(2**31)`, or tuples in tuples until the
-interpreter's stack is full. So the opcodes are walked first, by a machine that knows those alone of which
-flowdp's own files consist, and makes nothing of them but sizes and depths.
+of a file, and still takes as much memory as the file asks for: a compressed record, a tensor of four bytes
+and a shape of gigabytes, a storage declared larger than its record, a `bytearray(2**31)`, or tuples in tuples
+until the interpreter's stack is full. So the opcodes are walked first, by a machine that knows only the
+opcodes of flowdp's own files, and computes nothing but sizes and depths.
 
 flowdp writes a tree: no list, dict, tuple or tensor occurs twice in it. So depth and memory are
 bounded by the file's contents.

@@ -5,7 +5,7 @@ each record: flipped bits come back as other numbers. So `read` compares it firs
 
 A file is written beside its place, read back, and renamed: a process that is killed leaves the file from
 before, and perhaps a file whose name says that it is not finished. No symbolic link is followed to a file, so
-nobody who may write into the folder has another file read or overwritten.
+a user who may write into the folder cannot have another file read or overwritten.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def write(path: str | Path, state: Mapping[str, Any], *, also: Path | None = Non
     unfinished = path.with_name(path.name + UNFINISHED)
     try:
         told = plain({**state, **_versions(), **_encoded(state)})
-        remove(unfinished)  # of a process that was killed; a link is removed, not what it points to
+        remove(unfinished)  # of a process that was killed; of a link, not the file that it points to
         checksums = serialization.patch("save.compute_crc32", True)  # type: ignore[attr-defined]
         with _created(unfinished) as file, checksums:
             torch.save(told, file)

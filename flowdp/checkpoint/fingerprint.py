@@ -83,11 +83,8 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, inside_epoc
 def orders(source: Source, position: Position) -> dict[int, int]:
     """Checksums of a sampler's draws, by epoch, for epochs that are partly trained.
 
-    Empty where the order is flowdp's own, which the fingerprint tells.
-
-    Args:
-        source: Source of the run. It has dealt the trained batches, or was asked for them.
-        position: Where the run stands.
+    Empty where the order is flowdp's own, which the fingerprint tells. The source has dealt the trained
+    batches, or was asked for them.
 
     Threads:
         Any.

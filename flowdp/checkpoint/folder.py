@@ -32,15 +32,16 @@ class CheckpointFolder:
 
     Args:
         options: The folder, which is made, and which files stay in it. Unfinished files of a killed process
-            there is removed at the first `save`.
+            there are removed at the first `save`.
 
     Attributes:
+        lock: A run that writes into the folder takes it first.
         best: Best value of the metric that `keep_best` names; None before the first.
 
     Raises:
         CheckpointError: The folder cannot be made or read.
 
-    Threads: one at a time. A run that writes into the folder takes it first.
+    Threads: one at a time; those of the lock are its own.
     """
 
     def __init__(self, options: CheckpointOptions) -> None:
@@ -51,29 +52,9 @@ class CheckpointFolder:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise self._lost(error) from error
-        self._lock = FolderLock(self._folder)
+        self.lock = FolderLock(self._folder)
         self._is_swept = False
         self._refused: set[Path] = set()  # none to go on from, so none of those that stay
-
-    def take(self) -> None:
-        """Take the folder for a run.
-
-        Raises:
-            OptionError: Another live run writes there.
-        """
-        self._lock.take()
-
-    def end(self) -> None:
-        """Note that the run has ended: it releases the folder once its last file is written."""
-        self._lock.end()
-
-    def give_back(self) -> None:
-        """Let another run have the folder; a second time does nothing.
-
-        Threads:
-            Any.
-        """
-        self._lock.give_back()
 
     def paths(self) -> list[Path]:
         """The checkpoints that are there, newest first; `best.pt` is not among them."""

@@ -37,10 +37,7 @@ log = logging.getLogger("flowdp")
 
 
 class FolderLock:
-    """Taken when a run starts, given back when it has written its last file.
-
-    Args:
-        folder: It is there.
+    """Lock on an existing folder: taken when a run starts, given back when it has written its last file.
 
     Threads:
         `take`: the one that starts the run. `end`, `give_back`: any.

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from flowdp.checkpoint.fingerprint import SHOWN
+from flowdp.device.flat_parameters import memory_key
 from flowdp.device.streams import QUIET, Lane
 from flowdp.device.structure import difference, tensor_form
 from flowdp.errors import CheckpointError
@@ -127,14 +128,14 @@ def _to_host(leaves: Sequence[Any], lane: Lane) -> tuple[list[Any], Callable[[],
     copies: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            key = _memory(leaf)
+            key = memory_key(leaf)
             if key not in made:
                 made[key] = _copied(leaf.detach(), lane)
             copies.append(made[key])
         else:
             copies.append(_copied_object(leaf))
     if not lane.is_async:
-        return copies, _nothing
+        return copies, lambda: None
     mark = lane.event()
     mark.record(lane.compute)
     return copies, mark.synchronize
@@ -155,15 +156,6 @@ def _copied_object(leaf: Any) -> Any:
         return copy.deepcopy(leaf)
     except Exception:  # an object that cannot be copied is not plain: the writer names its place
         return leaf
-
-
-def _memory(tensor: Tensor) -> object:
-    if tensor.layout is not torch.strided or tensor.numel() == 0:
-        return id(tensor)
-    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _nothing() -> None: ...
 
 
 def _generator_state(device: torch.device) -> Tensor | None:

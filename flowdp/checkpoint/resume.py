@@ -54,7 +54,7 @@ class Resumed:
     """State that a run resumes from.
 
     Attributes:
-        position: Where it stood.
+        position: Position of the run.
         model: The module's state_dict.
         buffers: Buffers that are not in that.
         ranks: State of each rank; at least one.
@@ -63,8 +63,8 @@ class Resumed:
         fingerprint: Fingerprint of the run; None: unknown.
         orders: Checksums of a sampler's draws for the open epochs; None: unknown.
         path: The file; None where there is none.
-        older: Files before it in the folder, to go on from where its order of samples cannot be had again.
-        stopped_at: Where in its epochs it stood, if `position` is but the first one's beginning.
+        older: Files before it in the folder, to resume from if its order of samples cannot be repeated.
+        stopped_at: Position inside its epochs, if `position` is merely the beginning of the first open one.
     """
 
     position: Position
@@ -117,19 +117,19 @@ class Resumed:
         learning_rate: LearningRate,
         open_source: Callable[[Position], Source],
     ) -> tuple[Resumed, Source]:
-        """Open the dataset where the run goes on, and say where that is.
+        """Open the dataset at the position where the run goes on; returns that state, too.
 
         Where a sampler draws another order than that of an open epoch, the files before are tried, those of
         the ends of epochs among them; the log says which was left out, and why.
 
         A TrainedState may be used for anything: where the epoch in which it stood has other batches in this
-        run, that begins anew, and the log says so; where the run begins with another learning rate or other
-        schedulers, these are its own. Of a file the same batches and schedulers are demanded.
+        run, that begins anew, and the log says so; a run with another learning rate or other schedulers
+        begins with its own. A file demands the same batches and schedulers.
 
         Args:
             fingerprint: Fingerprint of the run.
-            epochs: How many it has.
-            max_steps: After how many it ends.
+            epochs: Number of its epochs; None: no limit.
+            max_steps: Steps of all ranks after which it ends; None: no limit.
             learning_rate: Learning rate of a newly built replica.
             open_source: Opens the dataset at a position.
 
@@ -183,12 +183,7 @@ class Resumed:
         return replace(self, position=position, fingerprint=stopped_at.fingerprint, orders=stopped_at.orders)
 
     def check(self, fingerprint: Mapping[str, Any], epochs: int | None, max_steps: int | None) -> None:
-        """Check that a run can go on from here.
-
-        Args:
-            fingerprint: Fingerprint of the run.
-            epochs: How many it has.
-            max_steps: After how many it ends.
+        """Check that a run can go on from here; see `enter`.
 
         Raises:
             CheckpointError: Its model or its data are others.
@@ -210,12 +205,9 @@ class Resumed:
             raise OptionError(f"max_steps={max_steps} is less than the {position.global_step} of {self}")
 
     def check_orders(self, source: Source) -> None:
-        """Check that the epochs of which a part is trained have the batches that they had.
+        """Check that partly trained epochs have the batches that they had, in a source that has not started.
 
         Where a sampler makes them it draws these epochs here, and no other.
-
-        Args:
-            source: Source of the resumed run, before it starts.
 
         Raises:
             CheckpointError: A sampler draws another order.
@@ -230,8 +222,8 @@ class Resumed:
         for one in self.position.open:
             if self.orders is not None and self.orders.get(one.epoch) != now.get(one.epoch):
                 raise self._refused(
-                    f"in epoch {one.epoch}, of which a part is trained, the sampler draws another order than "
-                    "that of the run it comes from; samples would be trained twice or left out. Give it a "
+                    f"epoch {one.epoch} is partly trained, and the sampler draws another order than it did "
+                    "then; samples would be trained twice or left out. Give the sampler a "
                     "`set_epoch` that seeds by the epoch, or a fresh sampler with the same seed, or go on "
                     "from a checkpoint at an epoch's end"
                 )
@@ -314,13 +306,9 @@ def _older(path: Path, folder: CheckpointFolder | None, searched: CheckpointFold
 def _resumed(
     path: Path, state: Mapping[str, Any], folder: CheckpointFolder | None, searched: CheckpointFolder | None
 ) -> Resumed:
-    """The contents of a file.
+    """The contents of a file; `folder` is the run's own.
 
-    Args:
-        path: Path of the file.
-        state: As it was read.
-        folder: The folder of the run; it continues the found one.
-        searched: Where the files before it lie; None: this one was asked for.
+    The files before it lie in `searched`; None: this one was asked for.
     """
     if folder is not None:
         folder.follow(state)

@@ -38,9 +38,9 @@ class CapturedState:
     """States saved at one barrier.
 
     Args:
-        parts: States of the ranks that were there.
-        model: The rank whose part holds the model.
-        position: Where the run stood.
+        states: States of the ranks that were there.
+        model: The rank whose state holds the model.
+        position: Position of the run.
         history: Records of the epochs that were complete.
         orders: Checksums of a sampler's draws for the open epochs; None: unknown.
 
@@ -50,7 +50,7 @@ class CapturedState:
 
     def __init__(
         self,
-        parts: Mapping[int, PendingState],
+        states: Mapping[int, PendingState],
         model: int,
         position: Position,
         history: Sequence[EpochMetrics],
@@ -59,7 +59,7 @@ class CapturedState:
         self.position = position
         self.history = tuple(history)
         self.orders = orders
-        self._parts = dict(parts)
+        self._states = dict(states)
         self._first = model
         self._lock = threading.Lock()  # serialises the first reading
         self._read: dict[str, Any] | None = None
@@ -68,10 +68,10 @@ class CapturedState:
         """Arguments of `file.write`, but for the descriptions of the run."""
         with self._lock:
             if self._read is None:
-                ranks = {rank: part() for rank, part in sorted(self._parts.items())}
+                ranks = {rank: state() for rank, state in sorted(self._states.items())}
                 shared = {name: ranks[self._first].pop(name) for name in ("model", "buffers")}
                 self._read = {**shared, "ranks": list(ranks.values())}
-                self._parts = {}
+                self._states = {}
             return self._read
 
     @property
@@ -149,7 +149,7 @@ class _Job:
 class _SaverState:
     """State between the threads; guarded by the saver's condition."""
 
-    parts: dict[int, PendingState] = field(default_factory=dict)
+    states: dict[int, PendingState] = field(default_factory=dict)
     pending: list[_Job] = field(default_factory=list)
     is_writing: bool = False
     is_closed: bool = False
@@ -173,6 +173,7 @@ class Saver:
 
     Attributes:
         problems: Failed writes, as text.
+        thread: Thread of the writer; None without one.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class Saver:
         self._is_warned = False  # of a metric that is not there
         self._state = _SaverState()
         self._changed = threading.Condition()  # guards the state
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start the writer's thread, where there is anything to write or to tell.
@@ -206,18 +207,13 @@ class Saver:
             The one that starts the run.
         """
         if self.writes:
-            self._thread = threading.Thread(target=self._run, name="flowdp-checkpoint", daemon=True)
-            self._thread.start()
+            self.thread = threading.Thread(target=self._run, name="flowdp-checkpoint", daemon=True)
+            self.thread.start()
 
     @property
     def writes(self) -> bool:
         """Whether a checkpoint goes anywhere."""
         return self._folder is not None or self._saved is not None
-
-    @property
-    def thread(self) -> threading.Thread | None:
-        """The writer's; None without one."""
-        return self._thread
 
     @property
     def is_busy(self) -> bool:
@@ -236,14 +232,14 @@ class Saver:
         """The model of the best epoch, where the run keeps it and there was one."""
         return self._old_best if self._best is None else self._best.model
 
-    def put(self, rank: int, part: PendingState) -> None:
+    def put(self, rank: int, state: PendingState) -> None:
         """Take a rank's saved state.
 
         Threads:
             The worker of the rank, at a barrier.
         """
         with self._changed:
-            self._state.parts[rank] = part
+            self._state.states[rank] = state
 
     def save(self, command: Save, history: Sequence[EpochMetrics]) -> None:
         """Make the checkpoint or snapshot of a command, once all ranks have saved. Does not wait.
@@ -253,16 +249,16 @@ class Saver:
         """
         with self._changed:
             state = self._state
-            parts, state.parts = state.parts, {}
+            states, state.states = state.states, {}
             position = command.position
             # Now, for a writer that comes late may find that the sampler has long gone on.
             orders = self.orders(position)
-            captured = CapturedState(parts, command.model, position, history[: position.done], orders)
+            captured = CapturedState(states, command.model, position, history[: position.done], orders)
             if command.is_best:
                 self._best = captured
             if command.snapshots > state.answered:
                 state.snapshot, state.answered = captured, command.snapshots
-            if command.version is not None and self._thread is not None:
+            if command.version is not None and self.thread is not None:
                 self._queue(_Job(command.version, captured, self._best, self._value(captured)))
             self._changed.notify_all()
 
@@ -286,7 +282,7 @@ class Saver:
             The coordinator.
         """
         if self._folder is not None:
-            self._folder.end()
+            self._folder.lock.end()
         with self._changed:
             self._state.is_over = True
             self._changed.notify_all()
@@ -295,21 +291,21 @@ class Saver:
         """Write pending checkpoints, and end the thread; False where it is not done in time.
 
         Threads:
-            The coordinator, when no rank puts anything down any more.
+            The coordinator, when no rank saves its state any more.
         """
         with self._changed:
             self._state.is_closed = True
-            self._state.parts.clear()
+            self._state.states.clear()
             self._changed.notify_all()
-        if self._thread is None or self._thread.ident is None:
+        if self.thread is None or self.thread.ident is None:
             return True
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        self.thread.join(timeout_s)
+        return not self.thread.is_alive()
 
     def give_back(self) -> None:
         """Let another run have the folder: this one writes no more."""
         if self._folder is not None:
-            self._folder.give_back()
+            self._folder.lock.give_back()
 
     def let_go(self) -> None:
         """Drop the saved states of a run that is over, but for the best model and the answers given."""

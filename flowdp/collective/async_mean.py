@@ -33,10 +33,6 @@ class SnapshotMean:
     one for the mean on each device (bfloat16 and float16 parameters in float32), made at the first use and
     kept.
 
-    Args:
-        replicas: One per rank.
-        lanes: One per rank.
-
     Raises:
         OptionError: The replicas differ in structure.
 
@@ -102,7 +98,7 @@ class SnapshotMean:
                 )
         members = [rank for rank, taken in enumerate(self._taken) if taken == round]
         if not members:
-            raise ProtocolError(f"a mean of round {round} was asked for, of which there is no snapshot")
+            raise ProtocolError(f"no rank has a snapshot of round {round} to average")
         self._averaged = None
         # On a device if there is one: work of the host is done when the call returns, so no event is needed.
         home = next((member for member in members if self._lanes[member].is_async), members[0])

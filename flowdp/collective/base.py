@@ -37,7 +37,7 @@ __all__ = [
 
 BLOCK = 1 << 17
 """Elements of a block per torch thread. Half a megabyte of float32: the blocks of two replicas and a scratch
-stay in the cache, and a call is long enough that two threads do not quarrel about the interpreter lock."""
+stay in the cache, and a call is long enough that two threads seldom wait for the interpreter lock."""
 
 CUDA_BLOCK = 1 << 23
 """Elements of a block on a CUDA device: few launches, and a scratch of 32 MB of float32 that its cache can
@@ -65,20 +65,20 @@ class Averaging:
 
 
 NOTHING = Averaging(0.0, None)
-"""Of a round that averages nothing."""
+"""The result of a round that averages nothing."""
 
 Reading = Callable[[], Averaging]
-"""Deferred timing and drift of a mean: call it when the device has passed the averaging, or it waits."""
+"""Deferred timing and drift of a mean; a call waits until the device has passed the averaging."""
 
 
 Judge = Callable[[], Tensor | None]
 """Check of a rank's memory, enqueued behind its last step. Returns, on the device, whether it holds
-anything that is not finite: then it is left out of the mean there. Bool, shape []. None: it counts for its
-samples, for the host knows all that there is to know."""
+anything that is not finite: then it is left out of the mean there. Bool, shape []. None: it is not checked on
+the device, and counts for its samples."""
 
 
 def unjudged() -> None:
-    """No look: everything counts for its samples."""
+    """A judge that rejects nothing: every replica counts for its samples."""
 
 
 def is_held(outcome: Outcome) -> bool:
@@ -99,11 +99,7 @@ class Collective(Protocol):
     masks: bool
 
     def prepare(self, rank: int, judge: Judge = unjudged) -> None:
-        """Copy replaced tensors into flat memory, and mark on `compute` that the replica is ready.
-
-        Args:
-            rank: Index of the replica.
-            judge: Called between the two.
+        """Copy replaced tensors into flat memory, judge it, and mark on `compute` that the replica is ready.
 
         Raises:
             CollectiveError: The module lost a tensor or changed its shape.
@@ -359,13 +355,7 @@ class BlockMean:
 
 
 def shift(flat: Flat, mean: Tensor, snapshot: Tensor) -> None:
-    """Add `mean - snapshot` to the parameters of a flat, in their arithmetic.
-
-    Args:
-        flat: Memory to change; its buffers stay.
-        mean: Mean, in the dtype of `arithmetic`.
-        snapshot: The flat as it was.
-    """
+    """Add `mean - snapshot` to the parameters of a flat, in the dtype of `arithmetic`; its buffers stay."""
     blocks = _cut((flat.memory, mean, snapshot), 0, flat.split)
     narrow = flat.memory.dtype != mean.dtype
     room = torch.empty(2, len(blocks[0][0]) if blocks else 0, dtype=mean.dtype, device=mean.device)
@@ -379,11 +369,7 @@ def shift(flat: Flat, mean: Tensor, snapshot: Tensor) -> None:
 
 
 class _Shares:
-    """The weight of each giver in a mean.
-
-    Args:
-        weights: Weights of the sources, summing to 1.
-    """
+    """The weight of each giver in a mean; they sum to 1."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.weights = weights
@@ -400,13 +386,7 @@ class _Shares:
 
 
 class _DeviceShares(_Shares):
-    """The same where the device alone knows which givers count.
-
-    Args:
-        weights: Weights of the sources, summing to 1 if all count.
-        bad: Whether a giver does not.
-        device: Where the shares are made; nothing is copied from the host.
-    """
+    """The same where the device alone knows which givers are bad; nothing is copied from the host."""
 
     def __init__(self, weights: Sequence[float], bad: Sequence[Tensor | None], device: torch.device) -> None:
         super().__init__(weights)
@@ -422,11 +402,9 @@ class _DeviceShares(_Shares):
         self._cast: dict[tuple[torch.dtype, bool], Sequence[Tensor]] = {}
 
     def of_all(self, dtype: torch.dtype) -> Sequence[float | Tensor]:
-        """See `_Shares.of_all`."""
         return self._in(dtype, is_step=False)
 
     def steps(self, dtype: torch.dtype) -> Sequence[float | Tensor]:
-        """See `_Shares.steps`."""
         return self._in(dtype, is_step=True)
 
     def _in(self, dtype: torch.dtype, *, is_step: bool) -> Sequence[Tensor]:

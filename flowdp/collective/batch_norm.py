@@ -51,8 +51,7 @@ def plain_layers(module: nn.Module) -> list[_BatchNorm]:
 def min_part_size(layers: Sequence[_BatchNorm]) -> int:
     """Smallest number of samples in a rank's part of a batch: 2 where a variance is computed, else 1.
 
-    Args:
-        layers: The result of `plain_layers`. Layers that use their running statistics compute none.
+    Of `plain_layers`, those that use their running statistics compute none.
     """
     return 2 if any(_takes_statistics(layer) for layer in layers) else 1
 
@@ -60,12 +59,7 @@ def min_part_size(layers: Sequence[_BatchNorm]) -> int:
 def check_sync_batch_norm(
     models: Sequence[nn.Module], policy: Policy, devices: Sequence[torch.device]
 ) -> None:
-    """Check that the SyncBatchNorm layers of a model can be synchronised over the ranks.
-
-    Args:
-        models: One per rank.
-        policy: Policy of the run; only under "exact" do all ranks train parts of one batch.
-        devices: One per rank.
+    """Check that the SyncBatchNorm layers of the ranks' models can be synchronised over the ranks.
 
     Raises:
         OptionError: They cannot be synchronised.
@@ -93,9 +87,6 @@ class SharedStatistics:
     """The SyncBatchNorm layers of one rank's module.
 
     The module is changed only within `among`.
-
-    Args:
-        module: Module of the rank.
 
     Attributes:
         group: Process group of the ranks that have a part of the current batch; None outside of `among`.
@@ -180,9 +171,6 @@ def taking_part(shared: SharedStatistics, group: ProcessGroup | None) -> Iterato
 class WindowGroups:
     """Process groups of the ranks that have a part of the same window, made by the first rank that asks.
 
-    Args:
-        lanes: One per rank.
-
     Threads:
         `taking_part` and `leave`: the thread of the rank.
     """
@@ -190,9 +178,8 @@ class WindowGroups:
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self._lanes = tuple(lanes)
         self._lock = threading.Lock()
-        self._open: dict[
-            int, dict[int, ProcessGroup]
-        ] = {}  # by window: groups that their ranks have not taken yet
+        # By window and rank: groups that their ranks have not taken yet.
+        self._open: dict[int, dict[int, ProcessGroup]] = {}
         self._taken: dict[int, ProcessGroup] = {}  # by rank
         self._gone: set[int] = set()
 
@@ -261,9 +248,8 @@ def _statistics(values: Tensor, group: ProcessGroup, what: str) -> tuple[Tensor,
     _add_up(group, rows, what)
     counts, means, variances = rows.split([1, channels, channels], dim=1)
     count = counts.sum()
-    if (
-        not count.is_cuda and count <= 1
-    ):  # not read from a CUDA device: with a value on each rank there are two
+    # Not read from a CUDA device: with a value on each rank there are two.
+    if not count.is_cuda and count <= 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got {int(count)}")
     mean = (means * counts).sum(0) / count
     # The variance within the parts plus that of their means.

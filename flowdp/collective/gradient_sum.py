@@ -82,12 +82,7 @@ def added(ranks: Sequence[Gradients]) -> Gradients:
 
 
 def accumulate(parameters: Sequence[Tensor], gradients: Gradients) -> None:
-    """Add gradients to parameters, as a backward would: hooks see them.
-
-    Args:
-        parameters: Leaves.
-        gradients: One for each, on the same device.
-    """
+    """Add gradients to leaves on the same device, as a backward would: hooks see them."""
     given = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
     if given:
         # `torch.autograd.backward` without its look at each shape, which takes longer than the rest.

@@ -60,7 +60,7 @@ class MemoryMean:
         self.is_small = sum(flat.memory.numel() for flat in flats) <= SMALL
         # The range that each rank reduces, cut anew when the members change.
         self._parts: list[tuple[Sequence[int], BlockMean] | None] = [None] * len(memories)
-        # Squares of each member's part. A row is written before the meeting and read behind it; nobody
+        # Squares of each member's part. A row is written before the meeting and read behind it; no rank
         # writes again before all readers have entered the gate of the next round.
         self._squares: list[Tensor | None] = [None] * len(memories)
         self._launch_ms = 0.0
@@ -108,7 +108,7 @@ class MemoryMean:
 
 
 class _Copies:
-    """The four marks of one rank's two copies in one round: used again `ROUNDS` rounds later."""
+    """Marks around one rank's copies of a round, down and up; reused `ROUNDS` rounds later."""
 
     def __init__(self, lane: Lane) -> None:
         self.round = -1
@@ -120,12 +120,7 @@ class HostMean:
     """Averages replicas on any devices on the host; see `Collective`.
 
     Memory: one pinned copy of the replica per CUDA rank, made before its first round and kept. Replicas on
-    the CPU are averaged in place.
-
-    Args:
-        replicas: One per rank.
-        lanes: One per rank.
-        meet: As in `MemoryMean`.
+    the CPU are averaged in place. `meet` is as in `MemoryMean`.
 
     Raises:
         OptionError: The replicas differ in structure.

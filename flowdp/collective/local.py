@@ -27,11 +27,8 @@ __all__ = ["DeviceMean"]
 class DeviceMean(StreamedMean):
     """Averages replicas on CUDA devices in place, by ordinary kernels and copies; see `Collective`.
 
-    All members get the same bits: each block is averaged once, on the card of one of them.
-
-    Args:
-        replicas: One per rank.
-        lanes: One per rank; several may be of one device.
+    All members get the same bits: each block is averaged once, on the card of one of them. Several lanes may
+    be of one device.
 
     Raises:
         OptionError: The replicas differ in structure, or a rank trains on the CPU.

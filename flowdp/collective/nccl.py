@@ -30,11 +30,11 @@ from torch import Tensor
 
 from flowdp.collective.base import relative_drift
 from flowdp.collective.nccl_setup import (
-    ABORT_S,
     REMAKING_S,
     CommunicatorSetup,
     Side,
     abort_all,
+    abort_quietly,
     nccl_errors,
     sum_replicas,
 )
@@ -53,10 +53,7 @@ log = logging.getLogger("flowdp")
 
 
 def load(devices: Sequence[torch.device]) -> Any:
-    """The module `cupy.cuda.nccl`, after checks for known failures.
-
-    Args:
-        devices: One per rank.
+    """The module `cupy.cuda.nccl`, after checks for known failures with these devices of the ranks.
 
     Raises:
         CollectiveError: NCCL cannot be used here; the message names the package or setting.
@@ -158,7 +155,7 @@ class NcclMean(StreamedMean):
         self._lock = threading.Lock()  # guards the two below, which an abort and a close change
         self._comms: list[Any] = []
         self._is_over = False
-        self._members = tuple(range(len(lanes)))  # whom the communicators are made for
+        self._members = tuple(range(len(lanes)))  # ranks of the communicators
         flats = [replica.flats for replica in replicas]
         try:
             with QUIET:
@@ -166,7 +163,7 @@ class NcclMean(StreamedMean):
             self._comms = CommunicatorSetup(self._nccl, lanes, flats).wait()
         except torch.OutOfMemoryError as error:
             raise CollectiveError(
-                f"no room for what NCCL needs beside the replicas; backend='local' does without: {error}"
+                f"no room for NCCL beside the replicas; backend='local' does without: {error}"
             ) from error
         self._watchdog = Watchdog([lane.device for lane in lanes], LIMIT_S, self._give_up)
 
@@ -193,15 +190,9 @@ class NcclMean(StreamedMean):
 
     def abort(self) -> None:
         """See `Collective.abort`. It returns after a few seconds at most."""
-        comms = self._take()
-        # NCCL wants no thread inside a call on a communicator that is aborted. A launch that itself hangs
-        # is no reason to wait for ever.
-        is_quiet = QUIET.acquire(timeout=ABORT_S / 2) if comms else False
         try:
-            abort_all(comms)
+            abort_quietly(self._take())
         finally:
-            if is_quiet:
-                QUIET.release()
             self._watchdog.close()
 
     def close(self) -> None:
@@ -218,7 +209,7 @@ class NcclMean(StreamedMean):
             raise
 
     def _give_up(self, error: CollectiveError) -> None:
-        """Tell of a hang first: the workers, once released, go on with a mean that is none."""
+        """Report a hang first: the workers, once released, go on with a mean that is none."""
         try:
             self._hung(error)
         finally:

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from flowdp.collective.nccl import load
-from flowdp.collective.nccl_setup import ABORT_S, CHECKED, CommunicatorSetup, abort_all, nccl_errors
+from flowdp.collective.nccl_setup import (
+    ABORT_S,
+    CHECKED,
+    CommunicatorSetup,
+    abort_all,
+    abort_quietly,
+    nccl_dtype,
+    nccl_errors,
+)
 from flowdp.collective.on_streams import ROUNDS
 from flowdp.collective.watchdog import LIMIT_S, Watchdog
 from flowdp.device.flat_parameters import Flat
@@ -28,13 +36,8 @@ __all__ = ["SUMMED", "NcclLoop"]
 
 log = logging.getLogger("flowdp")
 
-SUMMED = {
-    torch.float16: "NCCL_FLOAT16",
-    torch.bfloat16: "NCCL_BFLOAT16",
-    torch.float32: "NCCL_FLOAT32",
-    torch.float64: "NCCL_FLOAT64",
-}
-"""The dtypes that NCCL sums, and its names for them."""
+SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""The dtypes that NCCL sums."""
 
 Rows = Sequence[Sequence[Tensor]]
 """Contiguous tensors of each rank, on its device: equally many on all, of equal sizes and dtypes."""
@@ -168,8 +171,7 @@ class NcclLoop:
 
     def _summed(self, rows: Rows) -> list[list[_Call]]:
         return [
-            [(row.data_ptr(), row.numel(), int(getattr(self._nccl, SUMMED[row.dtype]))) for row in own]
-            for own in rows
+            [(row.data_ptr(), row.numel(), nccl_dtype(self._nccl, row.dtype)) for row in own] for own in rows
         ]
 
     def _launch(
@@ -258,14 +260,7 @@ class NcclLoop:
     def _give_up(self, error: CollectiveError) -> None:
         """Release devices that hang: their results since are not to be trusted."""
         log.error("%s. The gradients and parameters since then are not right", error)
-        comms = self._take(error)
-        # NCCL wants no thread inside a call on a communicator that is aborted; but a call may hang, too.
-        is_quiet = QUIET.acquire(timeout=ABORT_S / 2)
-        try:
-            abort_all(comms)
-        finally:
-            if is_quiet:
-                QUIET.release()
+        abort_quietly(self._take(error))
 
     def _take(self, error: CollectiveError) -> list[Any]:
         with self._lock:

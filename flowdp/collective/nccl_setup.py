@@ -21,7 +21,17 @@ from flowdp.device.streams import QUIET, Lane
 from flowdp.errors import CollectiveError
 from flowdp.policy.formats import format_error
 
-__all__ = ["ABORT_S", "REMAKING_S", "CommunicatorSetup", "Side", "abort_all", "nccl_errors", "sum_replicas"]
+__all__ = [
+    "ABORT_S",
+    "REMAKING_S",
+    "CommunicatorSetup",
+    "Side",
+    "abort_all",
+    "abort_quietly",
+    "nccl_dtype",
+    "nccl_errors",
+    "sum_replicas",
+]
 
 MAKING_S = 120.0
 """For making the communicators: one or two seconds as a rule, but eight big cards have taken 55, nearly all
@@ -44,14 +54,10 @@ _MAKING = threading.Lock()
 """Communicators are made by one thread of the process at a time: two that wait for their devices in turns
 would wait for each other."""
 
-_NAMES = {
-    torch.int8: "NCCL_INT8",
-    torch.uint8: "NCCL_UINT8",
-    torch.int32: "NCCL_INT32",
-    torch.int64: "NCCL_INT64",
-    torch.float32: "NCCL_FLOAT32",
-    torch.float64: "NCCL_FLOAT64",
-}
+
+def nccl_dtype(nccl: Any, dtype: torch.dtype) -> int:
+    """NCCL's number of a dtype: `NCCL_BFLOAT16` for torch.bfloat16."""
+    return int(getattr(nccl, "NCCL_" + str(dtype).removeprefix("torch.").upper()))
 
 
 class _Carried:
@@ -97,7 +103,7 @@ class Side:
             (
                 tensor.data_ptr(),
                 tensor.numel(),
-                int(getattr(nccl, _NAMES[tensor.dtype])),
+                nccl_dtype(nccl, tensor.dtype),
                 int(nccl.NCCL_MAX if counts else nccl.NCCL_SUM),
                 stream,
             )
@@ -107,13 +113,9 @@ class Side:
     def scale(self, weight: float, *, drift: bool, equal: bool = False, bad: Tensor | None = None) -> None:
         """Multiply by the weight, before the sum.
 
-        A weight of 0 leaves the replica out: 0 times NaN would be NaN.
-
-        Args:
-            weight: Weight of the replica.
-            drift: Whether the square is wanted.
-            equal: All weights that are not 0 are this one: it is left out of the parameters' sum.
-            bad: Whether the replica weighs nothing all the same, and holds zeros; None: it does not.
+        A weight of 0 leaves the replica out: 0 times NaN would be NaN. With `equal` all weights that are not
+        0 are this one, and it is left out of the parameters' sum. A replica that is `bad` weighs nothing all
+        the same, and holds zeros.
         """
         self.tail.zero_()
         self._weight.fill_(weight)
@@ -133,13 +135,7 @@ class Side:
                 carried.work.mul_(weight)
 
     def divide(self, weight: float, *, drift: bool, equal: bool = False) -> None:
-        """Divide by the sum of the weights, after the sum.
-
-        Args:
-            weight: As for `scale`; of any rank where all are equal.
-            drift: Whether the square is wanted.
-            equal: As for `scale`.
-        """
+        """Divide by the sum of the weights, after the sum; `weight` is any rank's where all are equal."""
         for carried in self._carried:
             if not carried.counts:
                 carried.weight.copy_(self._weight)
@@ -230,11 +226,7 @@ class CommunicatorSetup:
     The thread that takes the communicators hands them out or aborts them, so that each is aborted once. While
     the thread may be inside NCCL, no other aborts them: NCCL would free memory that the thread uses.
 
-    Args:
-        nccl: See above.
-        lanes: One per rank.
-        flats: One list per rank; nothing is changed in them.
-        quiet: `QUIET`, or nothing where the caller of `wait` holds it.
+    The replicas' flats are not changed. `quiet` is `QUIET`, or nothing where the caller of `wait` holds it.
     """
 
     def __init__(
@@ -258,10 +250,6 @@ class CommunicatorSetup:
 
     def wait(self, making_s: float = MAKING_S, sums_s: float = SUMS_S) -> list[Any]:
         """The communicators, one per rank, whose sums were right.
-
-        Args:
-            making_s: For making them.
-            sums_s: For the first sums, from then on.
 
         Raises:
             CollectiveError: They could not be made, or are late or wrong. None is left, or one that hangs
@@ -387,6 +375,19 @@ def abort_all(comms: Sequence[Any]) -> None:
     end_s = monotonic() + ABORT_S
     for thread in threads:
         thread.join(max(0.0, end_s - monotonic()))
+
+
+def abort_quietly(comms: Sequence[Any]) -> None:
+    """Abort communicators while no thread of the process is inside a call on one, as NCCL wants it.
+
+    A call that hangs is no reason to wait for ever.
+    """
+    is_quiet = QUIET.acquire(timeout=ABORT_S / 2) if comms else False
+    try:
+        abort_all(comms)
+    finally:
+        if is_quiet:
+            QUIET.release()
 
 
 @contextmanager

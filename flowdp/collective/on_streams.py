@@ -30,8 +30,8 @@ ROUNDS = 8
 at one round a step a reading comes a few rounds late."""
 
 
-class _Slot:
-    """The marks of one round, and where its drift arrives. Used again `ROUNDS` rounds later."""
+class _RoundMarks:
+    """Marks of one round, and memory where its drift arrives; reused `ROUNDS` rounds later."""
 
     def __init__(self, lanes: Sequence[Lane], rows: Sequence[Tensor]) -> None:
         self.start = [lane.event(timing=True) for lane in lanes]
@@ -46,10 +46,7 @@ class _Slot:
 class StreamedMean(ABC):
     """A collective whose arithmetic runs on the comm streams; see `Collective`.
 
-    Args:
-        replicas: One per rank.
-        lanes: One per rank.
-        width: Numbers that a worker reports, at most.
+    A worker reports `width` numbers at most.
 
     Raises:
         OptionError: The replicas differ in structure, or a rank trains on the CPU.
@@ -71,10 +68,10 @@ class StreamedMean(ABC):
         self._bad: list[Tensor | None] = [None] * len(lanes)  # verdict of each rank
         with QUIET:
             pinned = [lane.pinned((ROUNDS, width), float64).unbind() for lane in lanes]
-        self._slots = [_Slot(lanes, rows) for rows in zip(*pinned, strict=True)]
+        self._marks = [_RoundMarks(lanes, rows) for rows in zip(*pinned, strict=True)]
         self._held = 0
         # Of the last launch. Every member reads it between two gates, and none launches meanwhile.
-        self._slot = self._slots[0]
+        self._latest = self._marks[0]
 
     def prepare(self, rank: int, judge: Judge = unjudged) -> None:
         """See `Collective.prepare`.
@@ -93,38 +90,38 @@ class StreamedMean(ABC):
         """See `Collective.launch`."""
         if not is_held(outcome):
             return
-        slot = self._slots[self._held % ROUNDS]
+        marks = self._marks[self._held % ROUNDS]
         self._held += 1
-        slot.outcome, slot.workers = outcome, self._workers(outcome)
+        marks.outcome, marks.workers = outcome, self._workers(outcome)
         with QUIET:  # for the kernels of a group, and for scratch that is made at the first use
-            for worker in slot.workers:
+            for worker in marks.workers:
                 comm = self._lanes[worker].comm
                 for member in outcome.members:
                     comm.wait_event(self._ready[member])
-                slot.start[worker].record(comm)
-            reports = self._enqueue(outcome, slot.workers)
-            for worker in slot.workers:
-                slot.done[worker].record(self._lanes[worker].comm)
+                marks.start[worker].record(comm)
+            reports = self._enqueue(outcome, marks.workers)
+            for worker in marks.workers:
+                marks.done[worker].record(self._lanes[worker].comm)
             for reporter, report in reports.items():
                 lane = self._lanes[reporter]
                 with lane.on(lane.comm):
-                    slot.rows[reporter][: len(report)].copy_(report, non_blocking=True)
-                slot.told[reporter].record(lane.comm)
-        slot.reporters = tuple(reports)
-        self._slot = slot
-        start, done = ([marks[worker] for worker in slot.workers] for marks in (slot.start, slot.done))
+                    marks.rows[reporter][: len(report)].copy_(report, non_blocking=True)
+                marks.told[reporter].record(lane.comm)
+        marks.reporters = tuple(reports)
+        self._latest = marks
+        start, done = ([row[worker] for worker in marks.workers] for row in (marks.start, marks.done))
         self._launched(outcome, start, done)
 
     def average(self, rank: int, outcome: Outcome) -> Reading:
         """See `Collective.average`."""
         if not is_held(outcome):
             return lambda: NOTHING
-        slot = self._slot
-        writers = self._writers(rank, slot.workers)
+        marks = self._latest
+        writers = self._writers(rank, marks.workers)
         for writer in writers:
-            self._lanes[rank].compute.wait_event(slot.done[writer])
+            self._lanes[rank].compute.wait_event(marks.done[writer])
         self._replicas[rank].scatter()
-        return lambda: self._read(rank, outcome, slot, writers)
+        return lambda: self._read(rank, outcome, marks, writers)
 
     def abort(self) -> None:  # noqa: B027 - no method of the subclasses that have nothing to do here
         """Ordinary kernels do not wait for other devices, so none hangs."""
@@ -164,16 +161,16 @@ class StreamedMean(ABC):
         NaN where no member counted.
         """
 
-    def _read(self, rank: int, outcome: Outcome, slot: _Slot, writers: Sequence[int]) -> Averaging:
-        if slot.outcome is not outcome:
+    def _read(self, rank: int, outcome: Outcome, marks: _RoundMarks, writers: Sequence[int]) -> Averaging:
+        if marks.outcome is not outcome:
             raise ProtocolError(f"rank {rank} read round {outcome.round} more than {ROUNDS} rounds late")
         for writer in writers:
-            slot.done[writer].synchronize()
-        sync_ms = max(slot.start[writer].elapsed_time(slot.done[writer]) for writer in writers)
+            marks.done[writer].synchronize()
+        sync_ms = max(marks.start[writer].elapsed_time(marks.done[writer]) for writer in writers)
         drift = norm = None
         if outcome.drift and outcome.samples[rank]:
-            for reporter in slot.reporters:
-                slot.told[reporter].synchronize()
-            rows = [slot.rows[reporter].tolist() for reporter in slot.reporters]
+            for reporter in marks.reporters:
+                marks.told[reporter].synchronize()
+            rows = [marks.rows[reporter].tolist() for reporter in marks.reporters]
             drift, norm = self._drift(rank, outcome, rows)
         return Averaging(sync_ms, drift, norm)

@@ -102,11 +102,7 @@ class PackedRows:
             self.sizes[real] = start + length + gap
 
     def pack(self, tensors: Sequence[Tensor | None], device: torch.device) -> list[Tensor]:
-        """Rows with copies of tensors.
-
-        Args:
-            tensors: One for each place; where it is None, or does not fit, the row is zero.
-            device: Where they are.
+        """Rows with copies of tensors on a device; zero where a tensor is None or does not fit its place.
 
         Threads: any, one for each device.
         """
@@ -123,15 +119,7 @@ class PackedRows:
 
     @torch.no_grad()
     def strip(self, pairs: Sequence[tuple[RowPlace, Tensor | None]], device: torch.device) -> Tensor:
-        """A part of a row, made by one operation.
-
-        Args:
-            pairs: Adjacent places, and the tensors for them.
-            device: Where that is.
-
-        Returns:
-            Shape (elements,).
-        """
+        """A part of a row: adjacent places and their tensors, by one operation. Shape (elements,)."""
         pieces: list[Tensor] = []
         for place, tensor in pairs:
             missing = place.length + place.gap

@@ -1,4 +1,4 @@
-"""Cutting of batches: consecutive samples of one; and joining of several to one."""
+"""Consecutive samples of a batch, and several batches joined to one."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Portion:
     not copied. All other leaves go whole to every rank: on the CPU it is one object for all of them.
 
     Attributes:
-        leaves: Leaves of the batch, those that are cut already so.
-        is_cut: Which are. Shape (leaves,).
+        leaves: Leaves of the batch, after the cut.
+        is_cut: Whether each leaf is cut. Shape (leaves,).
         build: Makes a batch of leaves.
-        samples: How many.
-        tree: The form of the batch; None where it is gathered from tensors.
-        whole: The batch; None where it is gathered.
-        uncut: Its leaves; None where it is gathered, or elsewhere.
+        samples: Number of samples.
+        tree: Form of the batch; None where it is gathered from tensors.
+        whole: The batch; None where it is gathered, or was moved.
+        uncut: Its leaves before the cut; None where it is gathered, or was moved.
     """
 
     leaves: Sequence[Any]
@@ -86,7 +86,7 @@ class Portion:
         return [leaf[:samples] if own else leaf for leaf, own in zip(leaves, self.is_cut, strict=True)]
 
     def on(self, leaves: Sequence[Any]) -> Portion:
-        """The same portion elsewhere."""
+        """The same portion with its leaves on another device."""
         return replace(self, leaves=leaves, whole=None, uncut=None)
 
     def rows(self, start: int, stop: int) -> Any:
@@ -115,14 +115,10 @@ def _is_own(leaf: Any, samples: int) -> bool:
 
 
 def joined(batches: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """One batch of several, on their device.
+    """One batch of several of these sizes, on their device.
 
     Tensors, arrays and lists as long as their batch are concatenated. All other leaves come
     from the first; where it is no tensor, it must be the same in all of them.
-
-    Args:
-        batches: Alike.
-        sizes: Samples of each.
 
     Raises:
         TypeError: They differ in structure, or hold samples in an object that cannot be cut.

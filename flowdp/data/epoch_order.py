@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 NOTHING_TRAINED = Position(world_size=1)
-"""Where a run stands that has just begun, as far as its data go."""
+"""Data position of a run that has just begun."""
 
 # Ranks stand in at most two epochs at once, and an error may still name a batch of the one before. More
 # epochs are alive only where they are short, and a short one is quickly drawn again.
@@ -81,7 +81,7 @@ class BatchOrder(ABC):
     def __init__(self, drawn: int, batch_size: int, drop_last: bool, kept: int) -> None:
         self.batches = batches_per_epoch(drawn, batch_size, drop_last)
         self._size, self._stop = batch_size, min(drawn, self.batches * batch_size)
-        self._full = self._stop // batch_size  # batches that are
+        self._full = self._stop // batch_size  # full batches
         self.batch_size: int | None = self._size
         self.samples: int | None = self._stop
         self._kept = kept
@@ -154,15 +154,7 @@ class BatchOrder(ABC):
 
 
 class EpochOrder(BatchOrder):
-    """flowdp's own order: shuffled from (seed, epoch), or the dataset's own.
-
-    Args:
-        samples: Samples of the dataset.
-        batch_size: Samples of a batch.
-        seed: Seed of the shuffling.
-        shuffle: False: 0, 1, 2, ... in every epoch.
-        drop_last: Leave out a last batch that is not full.
-    """
+    """flowdp's own order: shuffled from (seed, epoch), or 0, 1, 2, ... in every epoch."""
 
     def __init__(self, samples: int, batch_size: int, seed: int, shuffle: bool, drop_last: bool) -> None:
         super().__init__(samples, batch_size, drop_last, kept=KEPT_EPOCHS)
@@ -188,15 +180,9 @@ class SamplerOrder(BatchOrder):
     """The order of a torch sampler, which is iterated once per epoch, in the order of the epochs.
 
     It is iterated when an epoch is first asked for; epochs that were skipped are drawn on the way, so that
-    epoch e is always the sampler's e-th. Where the sampler has `set_epoch`, that is called first, and says
-    all: of a run that is resumed no earlier epoch is drawn. Any other sampler must then draw again what it
-    drew in the first process, so it needs a generator of its own with a fixed seed; checksums tell whether
-    it did.
-
-    Args:
-        sampler: Anything with a length that yields dataset indices.
-        batch_size: Samples of a batch.
-        drop_last: Leave out a last batch that is not full.
+    epoch e is always the sampler's e-th. Where the sampler has `set_epoch`, that is called first and decides
+    alone, so a resumed run draws no earlier epoch. Any other sampler must then repeat its draws of the first
+    process, so it needs a generator of its own with a fixed seed; checksums tell whether it did.
     """
 
     _what = "indices"
@@ -334,16 +320,12 @@ class BatchSamplerOrder(SamplerOrder):
 class AllEpochs:
     """The batches of all epochs one after another, as torch's DataLoader asks for them: a batch sampler.
 
-    Of a run that is resumed, those that are not trained yet; the open epochs' in ascending order.
+    A resumed run has those that are not trained yet, the open epochs' in ascending order. With `epochs` None
+    there is no end.
 
     torch asks for indices long before it hands their batch over, and for the first ones from the thread that
     starts it. So a sampler that fails ends the iteration, and its error waits in `error` until the batches
     before it have come.
-
-    Args:
-        order: Which samples each batch holds.
-        epochs: How many epochs; None: without end.
-        start: Trained part of the run.
     """
 
     def __init__(self, order: BatchOrder, epochs: int | None, start: Position = NOTHING_TRAINED) -> None:

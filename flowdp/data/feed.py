@@ -19,7 +19,7 @@ __all__ = ["DirectFeed", "Feed"]
 class Feed(ABC):
     """The batches of one rank.
 
-    In a round the worker calls `take`, once or more, enqueues what uses the batches, and calls `release`,
+    In a round the worker calls `take`, once or more, enqueues the work on the batches, and calls `release`,
     again and again; `follow` whenever the list of its batches has changed.
 
     Threads:
@@ -54,10 +54,7 @@ class Feed(ABC):
     def take(self, epoch: int, batch: int, part: SampleRange | None = None) -> Batch | None:
         """Hand a batch over, on the device; None where it is not there yet, and `notify` follows.
 
-        Args:
-            epoch: Its epoch.
-            batch: Its number in the epoch.
-            part: The samples of it that are this rank's, as a `Portion`. None: all, as a batch.
+        With a `part` it is a `Portion` of these samples, else the whole batch.
 
         Streams:
             `compute` waits for the batch's copy.
@@ -104,12 +101,7 @@ class Feed(ABC):
 
 
 class DirectFeed(Feed):
-    """Batches as the source has them, for a CPU device: they lie in its memory already.
-
-    Args:
-        source: Source of all ranks' batches.
-        rank: Rank index.
-    """
+    """Batches as the source has them, for a CPU device: they lie in its memory already."""
 
     def __init__(self, source: Source, rank: int) -> None:
         self._source = source

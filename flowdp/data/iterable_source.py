@@ -131,7 +131,7 @@ class StreamReader(LoaderSource):
 
 
 class Counted:
-    """A collate function that also says how many samples it was given."""
+    """A collate function that also counts its samples."""
 
     def __init__(self, collate: Collate) -> None:
         self._collate = collate
@@ -142,11 +142,7 @@ class Counted:
 
 
 class Measured:
-    """A function of an item that is a batch already, and says how many samples there are in it.
-
-    Args:
-        convert: Conversion of an item.
-    """
+    """A conversion of items that are batches already; it also counts the samples in each."""
 
     def __init__(self, convert: Collate) -> None:
         self._convert = convert

@@ -66,12 +66,12 @@ class ReadPlan:
 class LoaderSource(Source):
     """One thread that reads one DataLoader, ahead of the ranks that will take its batches.
 
-    Deadlock: the reader stands still only while `ahead` batches lie here and no rank waits for a later one.
-    So a rank that holds up a round by waiting for its batch is served, whatever others have left lying. That
-    stays bounded: batches are dealt in the order of reading, so everything read on the way to a batch that is
-    waited for belongs to this plan or an earlier one. The batches here are at most `ahead` batches or those
+    Deadlock: the reader pauses only while `ahead` batches are stored and no rank waits for a later one. So a
+    rank that holds up a round by waiting for its batch is served, however many batches others have not taken.
+    Memory stays bounded: batches are dealt in the order of reading, so everything read on the way to an
+    awaited batch belongs to this round's plan or an earlier one. At most `ahead` batches are stored, or those
     dealt and not taken, whichever is more; torch's processes hold num_workers * prefetch_factor besides, and
-    where it `keeps`, batches that no mean holds yet are here, too.
+    where the source `keeps`, batches that are in no mean yet are stored, too.
 
     On demand, an epoch begins when a batch of it is waited for, and the thread starts with the first one: so
     nothing but the processes exists until then, and another source may start processes of its own.
@@ -83,7 +83,7 @@ class LoaderSource(Source):
         is_counted: The loader yields (samples, batch), because nothing else tells the number of samples.
     """
 
-    _advice = ""  # for a user whose reading takes much of the time
+    _advice = ""  # appended to the warning that reading takes much of the time
 
     def __init__(
         self,

@@ -55,10 +55,7 @@ class OwnMemory:
     def own(self, batch: Any, name: str, epoch: int | None = None) -> Any:
         """The batch, in containers of its own; its arrays are copied where later batches would write them.
 
-        Args:
-            batch: As the dataset gave it.
-            name: Name of the batch, in an error.
-            epoch: The batch's, in an error.
+        `name` and `epoch` are for the error.
 
         Raises:
             DataError: A batch before it, which was handed out as it is and has the same memory, has been

@@ -23,10 +23,10 @@ def open_evaluation(
     """The source of an evaluation: each epoch of it is one, in the dataset's own order, begun on demand.
 
     Args:
-        dataset: As of `open_source`. A DataLoader has its own settings.
+        dataset: See `open_source`. A DataLoader has its own settings.
         batch_size: Samples of a batch.
-        collate_fn: As of the training; it and `num_workers` are left out where they have no use.
-        num_workers: As of the training.
+        collate_fn: That of the training; it and `num_workers` are left out where they have no use.
+        num_workers: That of the training.
         world_size: Ranks that evaluate.
 
     Raises:

@@ -30,14 +30,10 @@ ORDERS_KEPT = 2
 class ResidentData:
     """A dataset on one device, for all its ranks. Tensors that are there already are used as they are.
 
-    Args:
-        source: Source of the tensors.
-        lane: Lane of one of the ranks there; it copies.
-
     Attributes:
-        source: As given.
+        source: Source of the tensors.
         tensors: Its tensors, on the device.
-        copied: Recorded behind the copies.
+        copied: Recorded behind the copies, which the lane of one of the ranks there makes.
 
     Threads:
         The one that made the tensors, so that a copy from another device comes behind their creation.
@@ -72,7 +68,7 @@ class _OrderOnDevice:
 
     Attributes:
         epoch: Index of the epoch.
-        bounds: Where each batch starts and stops in it.
+        bounds: Start and stop of each batch in the order.
         staging: Pinned. Shape [samples].
         index: On the device. Shape [samples].
         copied: Recorded behind the copy from `staging`.
@@ -86,12 +82,7 @@ class _OrderOnDevice:
 
 
 class ResidentFeed(Feed):
-    """Gathers a rank's batches on its device, on `compute`, in the worker itself.
-
-    Args:
-        data: The dataset, on that device.
-        lane: Lane of the rank.
-    """
+    """Gathers a rank's batches on its device, on `compute`, in the worker itself."""
 
     def __init__(self, data: ResidentData, lane: Lane) -> None:
         self._source = data.source
@@ -144,7 +135,7 @@ class ResidentFeed(Feed):
         return _OrderOnDevice(epoch, bounds, old.staging, old.index, old.copied)
 
     def _check(self, epoch: int, index: Tensor) -> None:
-        # On the device a wrong index would end the process's use of CUDA, without a word of whose it was.
+        # On the device a wrong index would end the process's use of CUDA, and no error would name the index.
         low, high = (int(bound) for bound in torch.aminmax(index))
         samples = len(self._tensors[0])
         if low < 0 or high >= samples:

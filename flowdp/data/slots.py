@@ -180,11 +180,7 @@ class HostSlot:
 
 
 class HostSlots:
-    """Host slots in turn: the one whose copy is the oldest comes next.
-
-    Args:
-        lane: Lane whose `copy` stream reads them.
-    """
+    """Host slots in turn, which the `copy` stream reads: the one whose copy is the oldest comes next."""
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane

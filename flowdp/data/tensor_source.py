@@ -19,16 +19,10 @@ __all__ = ["TensorSource"]
 class TensorSource(Source):
     """Gathers batches from tensors in memory, in the thread that asks.
 
-    Args:
+    Attributes:
         tensors: Equal in length. Each of shape [samples, ...].
         pack: Makes the batch of the gathered parts.
-        order: Which samples each batch holds.
-        rows: Rows of the tensors, the samples' own, int64; None: all. Shape [samples].
-
-    Attributes:
-        tensors: As given.
-        pack: As given.
-        is_part: Most rows of the tensors are no samples.
+        is_part: Most rows of the tensors are no samples: those at `rows` are (int64), or all if that is None.
     """
 
     batch_size: int
@@ -87,13 +81,9 @@ class TensorSource(Source):
     def gather(
         self, epoch: int, batch: int, part: SampleRange | None = None, out: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        """The batch's part of each tensor. Each of shape [samples_in(epoch, batch) or part.samples, ...].
+        """The batch's part of each tensor, in `out` if given.
 
-        Args:
-            epoch: Its epoch.
-            batch: Its number in the epoch.
-            part: The samples that are wanted; None: all.
-            out: Memory for the parts, of their shapes and dtypes.
+        Each of shape [samples_in(epoch, batch) or part.samples, ...].
 
         Threads:
             Any.

@@ -317,13 +317,7 @@ def field_of(batch: Any, field: Any) -> Any:
 
 # ---------------------------------------------------------------- containers
 class _Walk:
-    """A walk over a tree, which notes its leaves.
-
-    Args:
-        leaves: Where they are noted.
-        samples: See `flatten`.
-        with_sizes: See `flatten`.
-    """
+    """A walk over a tree, which appends its leaves to a list; see `flatten`."""
 
     def __init__(self, leaves: list[Any], samples: int | None, with_sizes: bool) -> None:
         self._leaves = leaves
@@ -487,12 +481,7 @@ def _is_same_definition(one: type | None, other: type | None) -> bool:
 
 
 def walk(node: Any, above: tuple[int, ...] = ()) -> Iterator[Any]:
-    """All leaves of a tree, and its lists and tuples, the outer ones first.
-
-    Args:
-        node: The tree.
-        above: Objects that are open, by `id`.
-    """
+    """All leaves of a tree, and its lists and tuples, the outer ones first; `above` are open objects' ids."""
     cls = type(node)
     if cls is Tensor or cls in _ATOMS:
         yield node

@@ -1,12 +1,12 @@
 """torch.compile on several ranks of one process: room for all replicas, one compilation where one will do.
 
-Dynamo keeps what it has compiled with the code of a function: all instances and all threads share it, and
+Dynamo keeps compiled code with the code of the function: all instances and all threads share it, and
 with it the limit of 8 compilations. Threads that come to a function at once each find nothing compiled, and
 each compile it, one after another. So 12 ranks reach the limit in their first step, and from then on the
 function runs as it is written, for as long as the process lives.
 
-Replicas do not differ in what dynamo looks at but by their device, for parameters are arguments of what it
-compiles. So ranks of one device need one compilation, if the first one is done before the others come.
+For dynamo replicas differ by their device alone, because parameters are arguments of the compiled code. So
+ranks of one device need one compilation, if the first one is done before the others come.
 
 Since torch 2.12 the settings of torch.compile belong to the context (`contextvars`) of the thread that makes
 them, and another thread has the defaults. So the threads of ranks run in copies of their starter's context.
@@ -59,11 +59,8 @@ _raised: dict[tuple[str, int], int] = {}  # the limits as they were, by those th
 def make_room(ranks: int) -> None:
     """Raise dynamo's limits, which all replicas share, so that each has as much room as alone.
 
-    They stay so: what was compiled stays with the functions, too, and the user's thread may compile more of
-    them when the run is over. A number that the user sets is raised at the next start.
-
-    Args:
-        ranks: Replicas of one model.
+    They stay so: compiled code stays with the functions, too, and the user's thread may compile more of them
+    when the run is over. A number that the user sets is raised at the next start.
 
     Threads:
         The one that starts the ranks' threads, which inherit its settings.
@@ -121,7 +118,7 @@ def warn_of_draws(devices: Iterable[torch.device], are_compiled: bool) -> None:
     if are_compiled and any(device.type == "cpu" for device in devices):
         log.warning(
             "with partition_ratios, devices on the CPU draw by the seed, which compiled functions cannot: "
-            "what torch.compile has made runs uncompiled there; it is compiled without partition_ratios"
+            "the functions of torch.compile run uncompiled there; they are compiled without partition_ratios"
         )
 
 
@@ -158,11 +155,9 @@ class FirstCalls:
         with calls.turn(len(batch)):
             loss(model, batch).backward()
 
-    Args:
-        parts: The callables of the run: modules and functions.
-
     Attributes:
-        are_compiled: Whether something in them is compiled; else no call waits for a turn.
+        are_compiled: Whether the modules and functions of the run are compiled, in part; else no call waits
+            for a turn.
     """
 
     def __init__(self, *parts: object) -> None:
@@ -204,9 +199,6 @@ def frees_at_once(device: torch.device) -> bool:
     Tensors of a graph belong to Python as well, and the backward would ask for the interpreter lock to
     free each: some hundred times, against the rank that has the turn to launch. On CUDA memory is dearer,
     and compiled backwards give parts of their graph away.
-
-    Args:
-        device: Device of the rank.
     """
     return device.type == "cpu" and not has_compiled()
 

@@ -79,10 +79,6 @@ def threads_per_rank(devices: Sequence[torch.device], budget: int) -> list[int]:
     CPU ranks share the budget. More threads in all pools together than cores makes libgomp sleep and wake at
     every parallel region. The thread of any other rank only launches kernels.
 
-    Args:
-        devices: One per rank.
-        budget: Threads of all CPU ranks together.
-
     Returns:
         At least 1 each. Shape (world_size,).
     """
@@ -141,7 +137,7 @@ def _cpu_groups(groups: str, mounts: str) -> Iterator[tuple[bool, str, str]]:
         if is_v2 in own and (is_v2 or (name == "cgroup" and "cpu" in options.split(","))):
             inside, point = fields[3], fields[4].replace("\\040", " ")
             group = own[is_v2]
-            # In a container the path may be the host's, of which only the part below the mount is to be seen.
+            # In a container the path may be the host's, and only the part below the mount is visible.
             seen = group.relative_to(inside if group.is_relative_to(inside) else "/")
             yield is_v2, point, str(seen)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -238,8 +238,5 @@ def _one(entry: torch.device | str | int, there: DeviceSummary) -> torch.device:
 
 
 def _there(there: DeviceSummary) -> str:
-    return _listed(dict.fromkeys([*(info.device for info in there.usable), torch.device("cpu")]))
-
-
-def _listed(found: Iterable[torch.device]) -> str:
-    return ", ".join(str(device) for device in found)
+    found = dict.fromkeys([*(info.device for info in there.usable), torch.device("cpu")])
+    return ", ".join(map(str, found))

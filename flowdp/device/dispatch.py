@@ -10,12 +10,12 @@ In a forked process whose parent has differentiated, the first thread that comes
 parent's engine away and makes another. A second thread may be in it by then: a segmentation fault, too. See
 `prepared_torch`.
 
-Whether a mode is entered, torch notes in flags of the process, though modes belong to a thread; each mode
-puts back at its end what it found. Of two threads whose modes overlap, the second finds the first one's flag,
-and puts it back when both are out: the flag stays. For torch.compile of torch 2.8 that is a reason to leave a
+Torch notes entered modes in flags of the process, though modes belong to a thread; each mode restores at its
+end the flags that it found. Of two threads whose modes overlap, the second finds the first one's flag, and
+restores it when both are out: the flag stays set. For torch.compile of torch 2.8 that is a reason to leave a
 function uncompiled for as long as the process lives; that of 2.13 looks at the thread's own modes, unless
-`inline_torch_dispatch_torch_compile` is off. So modes of ranks leave the flags alone (`RankMode`), and what
-modes of torch and of the user leave behind is corrected (`correct_mode_flags`).
+`inline_torch_dispatch_torch_compile` is off. So modes of ranks leave the flags alone (`RankMode`), and flags
+that modes of torch and of the user leave set are corrected (`correct_mode_flags`).
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class RankMode(TorchDispatchMode):
 def correct_mode_flags() -> None:
     """Set torch's flags of entered modes to those of the calling thread.
 
-    Modes that are entered in other threads put back what they found all the same: call it again behind them.
+    Modes that other threads have entered restore the flags that they found all the same: call it again behind
+    them.
 
     Source:
         torch 2.13, `TorchDispatchMode.__enter__`.

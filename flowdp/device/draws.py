@@ -43,11 +43,7 @@ def device_generator(device: torch.device) -> torch.Generator:
 
 
 def share_generator(devices: Sequence[torch.device]) -> list[bool]:
-    """Whether a rank takes turns with others at its device's generator. Shape (world_size,).
-
-    Args:
-        devices: One per rank.
-    """
+    """Whether each rank shares its device's generator with others. Shape (world_size,)."""
     places = [torch.device("cpu") if device.type == "cpu" else device for device in devices]
     return [places.count(place) > 1 for place in places]
 
@@ -58,9 +54,6 @@ class NoRedraws(RankMode):
     `torch.utils.checkpoint` puts the generator back to where it was before the forward. Where ranks share the
     generator, others have drawn from it in between, and the numbers are not those of the forward: the
     gradients would be wrong.
-
-    Args:
-        device: Device of the rank.
 
     Threads: the one that enters it.
     """

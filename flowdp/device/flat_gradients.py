@@ -24,7 +24,7 @@ from flowdp.errors import OptionError
 __all__ = ["FlatGradients", "SharedGradients", "Touched"]
 
 BLOCK = 1 << 20
-"""Elements of which a norm is taken at a time: so many are cast, and so many rounding errors add up."""
+"""Elements of a block of a norm: so many are cast at a time, and so many rounding errors add up."""
 
 _grad = attrgetter("grad")
 _version = attrgetter("_version")
@@ -35,12 +35,6 @@ class Touched:
 
     Two rounds are kept: a rank may write the next one's while a slower one still reads this one's, and comes
     to the one after only when all have left this one.
-
-    Args:
-        world_size: Ranks.
-
-    Attributes:
-        world_size: Ranks.
 
     Threads:
         `put`: each rank's own, once a round, before the gate. `union`, `any_weighted`: any, behind it.
@@ -65,10 +59,7 @@ class Touched:
 
 
 class FlatGradients:
-    """One rank's gradients as flat memory.
-
-    Args:
-        replica: Replica whose parameters get their `grad` here.
+    """One rank's gradients as flat memory, in which the parameters of a replica get their `grad`.
 
     Attributes:
         parameters: Parameters of the replica, as `FlatReplica.parameters` has them.
@@ -168,13 +159,8 @@ class SharedGradients(FlatGradients, FlatTensors):
     The buffers follow the gradients, as copies. The ranks tell each other on the host which parameters their
     backward has touched, before they meet: one that no rank touched has no gradient at the step.
 
-    Args:
-        replica: Replica whose parameters get their `grad` here.
-        module: The replica's.
-        touched: Table of parameters with gradients, shared by the ranks.
-
     Attributes:
-        rank: The replica's.
+        rank: Rank of the replica.
         flats: As the replica's, gradients in place of parameters; and one for the weight.
         weight: Weight of the losses, per sample. Float64, shape [].
 
@@ -219,11 +205,7 @@ class SharedGradients(FlatGradients, FlatTensors):
         self._replica.scatter()
 
     def settle(self, members: Sequence[int]) -> list[bool]:
-        """Divide the mean by the weight, as one device would; returns which parameters any rank has touched.
-
-        Args:
-            members: Members of the round.
-        """
+        """Divide the mean by the weight, as one device would; returns which parameters any rank touched."""
         if self._touched.any_weighted(self._turn, members):
             for part in self._parts:
                 part.div_(self.weight)

@@ -8,7 +8,7 @@ one on each of some hundred tensors. Frozen parameters stay where they are.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from flowdp.device.structure import check_same, tensor_form
 from flowdp.errors import CollectiveError, OptionError
 
-__all__ = ["ALIGNMENT", "Flat", "FlatReplica", "FlatTensors"]
+__all__ = ["ALIGNMENT", "Flat", "FlatReplica", "FlatTensors", "memory_key"]
 
 ALIGNMENT = 64
 """Bytes on which every tensor starts: a cache line, and a vector of AVX-512."""
@@ -176,7 +176,7 @@ class FlatReplica(FlatTensors):
         first: dict[object, Tensor] = {}
         for location in _locations(module):
             # Tensors that are two objects over one memory must share one view, or they would come apart.
-            owner = first.setdefault(_memory_key(location.tensor), location.tensor)
+            owner = first.setdefault(memory_key(location.tensor), location.tensor)
             if owner is location.tensor:
                 groups.setdefault(_real(location.spec.dtype), []).append(location)
             else:
@@ -262,8 +262,8 @@ class FlatReplica(FlatTensors):
             tensor, spec = self._locations[index].tensor, self._specs[index]
             if tensor.shape != spec.shape:
                 raise CollectiveError(
-                    f"rank {self.rank}: {spec.kind} {spec.name!r} had shape {_text(spec.shape)} when the run "
-                    f"started and has {_text(tensor.shape)} now; what is averaged must keep its shape"
+                    f"rank {self.rank}: {spec.kind} {spec.name!r} had shape {spec.shape} when the run "
+                    f"started and has {tuple(tensor.shape)} now; averaged tensors must keep their shape"
                 )
             self._views[index].copy_(tensor.data)
 
@@ -350,7 +350,7 @@ class FlatReplica(FlatTensors):
                     f"{kind} {name!r} was registered in the first step, after optimizers and replicas were "
                     f"made: it would be neither trained nor averaged. Register it in __init__, or call the "
                     f"model once before the Trainer gets it"
-                    + ("" if kind == "parameter" else "; what is a mere cache, with persistent=False")
+                    + ("" if kind == "parameter" else "; or, if it is a cache, with persistent=False")
                 )
 
     def _thawed(self) -> str:
@@ -367,7 +367,7 @@ class FlatReplica(FlatTensors):
                 spec = location.spec
                 return (
                     f"rank {self.rank}: {spec.kind} {spec.name!r} was there at the start and is gone; "
-                    f"what is averaged must stay in the module"
+                    f"averaged tensors must stay in the module"
                 )
         raise AssertionError("every tensor is in its place")
 
@@ -392,8 +392,8 @@ def _locations(module: nn.Module) -> Iterator[_Location]:
                 dtype = tensor.dtype
                 if not (dtype.is_floating_point or dtype.is_complex or dtype in _COUNTS):
                     raise OptionError(
-                        f"{kind} {name!r} is {dtype}, of which torch can take neither mean nor maximum; "
-                        f"keep it in another dtype, or out of the module's buffers"
+                        f"{kind} {name!r} is {dtype}, for which torch has neither mean nor maximum; keep it "
+                        f"in another dtype, or out of the module's buffers"
                     )
                 # `empty_like` keeps dense strides and makes others (expanded, with gaps) dense.
                 strides = torch.empty_like(tensor, device="meta").stride()
@@ -415,8 +415,9 @@ def _registered(module: nn.Module) -> dict[str, str]:
     return found
 
 
-def _memory_key(tensor: Tensor) -> object:
-    if tensor.numel() == 0:
+def memory_key(tensor: Tensor) -> object:
+    """Equal for tensors that are the same elements in the same memory."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
@@ -433,7 +434,3 @@ def _check_devices(groups: dict[torch.dtype, list[_Location]], rank: int) -> Non
                 f"rank {rank}: {location.spec.name!r} lies on {location.tensor.device}, "
                 f"{locations[0].spec.name!r} on {locations[0].tensor.device}; a replica needs one device"
             )
-
-
-def _text(shape: Iterable[int]) -> str:
-    return "(" + ", ".join(str(size) for size in shape) + ")"

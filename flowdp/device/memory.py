@@ -14,9 +14,6 @@ def read_memory(lane: Lane) -> Memory | None:
     It takes some 100 us and, for the allocator's part, its lock with the interpreter's: once in a while,
     never per batch.
 
-    Args:
-        lane: Lane of the device.
-
     Threads:
         The rank's worker or, before the run, the one that starts it; never at the gate.
     """
@@ -35,10 +32,7 @@ def read_memory(lane: Lane) -> Memory | None:
 
 
 def reset_peak(lane: Lane) -> None:
-    """Reset the peak: the needs of an earlier run of the process say nothing about this one.
-
-    Args:
-        lane: Lane of the device; nothing is done for a CPU device.
+    """Reset a CUDA device's peak: the needs of an earlier run of the process say nothing about this one.
 
     Threads:
         The one that starts the run, before its workers.
@@ -48,10 +42,6 @@ def reset_peak(lane: Lane) -> None:
 
 
 def empty_cache(lane: Lane) -> None:
-    """Give memory that no tensor uses back to the device. Hold `QUIET`.
-
-    Args:
-        lane: Lane of the device; nothing is done for a CPU device.
-    """
+    """Give memory that no tensor uses back to a CUDA device. Hold `QUIET`."""
     if isinstance(lane, CudaLane):
         lane.cuda.empty_cache()

@@ -4,7 +4,7 @@ Each has an off switch in `ProcessTuning`, leaves a choice of the user's alone, 
 the platform lacks it. `python -m bench.micro.process` measures the gains; these are of 2 cores.
 
 ===============  ==============================================  ========================  ==================
-setting          what is done, and when                          way back                  gain
+setting          effect, and when                                way back                  gain
 ===============  ==============================================  ========================  ==================
 openmp           the starting thread's OpenMP pool ends, at      its next parallel region  small MLP 3.0 x,
                  every start                                     builds it again           machine quiet

@@ -1,10 +1,10 @@
 """Streams of one rank, and events between them.
 
 A CUDA rank has three: `compute` for everything the user's code does, `comm` (high priority) for averaging,
-`copy` for prefetch. No work goes to the default stream, which every other stream would wait for. What one
-stream makes and another reads is ordered by an event: it is recorded on the first and the second waits for
-it, on the device, without the host. A CPU rank has the same names with nothing behind them, because its work
-is done when the call returns; so the code that orders streams runs, and is tested, without a GPU.
+`copy` for prefetch. No work goes to the default stream, which every other stream would wait for. Where one
+stream reads the results of another, an event orders them: it is recorded on the first and the second waits
+for it, on the device, without the host. A CPU rank has the same names with nothing behind them, because its
+work is done when the call returns; so the code that orders streams runs, and is tested, without a GPU.
 
 All of `torch.cuda` that orders work is called here.
 """
@@ -249,9 +249,6 @@ def open_lanes(devices: Sequence[torch.device]) -> list[Lane]:
     CUDA streams are made once per process and used again by later runs: torch hands out 32 of each priority
     and then the first ones again, so a process that made new ones for each run would end up with two roles
     on one stream.
-
-    Args:
-        devices: One per rank.
     """
     seen: Counter[torch.device] = Counter()
     lanes: list[Lane] = []

@@ -73,17 +73,11 @@ def difference(
 def check_same(
     mine: Mapping[str, str], theirs: Mapping[str, str], here: str, there: str, remedy: str
 ) -> None:
-    """Check that two models have the same structure.
-
-    Args:
-        mine: See `difference`.
-        theirs: See `difference`.
-        here: See `difference`.
-        there: See `difference`.
-        remedy: Advice for the message.
+    """Check that two models have the same structure; see `difference`.
 
     Raises:
-        OptionError: They differ; the message names the first tensor that does, its places and both forms.
+        OptionError: They differ; the message names the first tensor that does, its places and both forms, and
+            the remedy.
     """
     if found := difference(mine, theirs, here, there):
         raise OptionError(f"the models differ: {found}; {remedy}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowdp.device.dispatch import RankMode
 
-__all__ = ["WritesNoted"]
+__all__ = ["WritesNoted", "storage_of"]
 
 
 class WritesNoted(RankMode):
@@ -33,7 +33,7 @@ class WritesNoted(RankMode):
         super().__init__()
         self.found: list[Tensor] = []
         self._kept: list[Tensor] = []
-        self._own = {_place(tensor) for tensor in known if tensor.layout is torch.strided}
+        self._own = {storage_of(tensor) for tensor in known if tensor.layout is torch.strided}
 
     def undo(self) -> None:
         """Give the tensors found the values that they had, outside of the mode."""
@@ -53,19 +53,20 @@ class WritesNoted(RankMode):
         made = func(*args, **given)
         for tensor in made if isinstance(made, (list, tuple)) else (made,):
             if isinstance(tensor, Tensor) and tensor.layout is torch.strided and not _is_view(func):
-                self._own.add(_place(tensor))
+                self._own.add(storage_of(tensor))
         return made
 
     def _note(self, tensor: Tensor) -> None:
-        if _place(tensor) not in self._own:
-            self._own.add(_place(tensor))
+        if storage_of(tensor) not in self._own:
+            self._own.add(storage_of(tensor))
             # Later writes may go to other parts of the same memory.
             whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
             self.found.append(whole)
             self._kept.append(whole.clone())
 
 
-def _place(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
+    """Address of a tensor's storage: that of a fake one, too."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -278,7 +278,7 @@ class Worker:
     def _await_batch(self, start_s: float) -> None:
         """A batch was not read yet. Orders are served meanwhile, and the loop asks the machine anew."""
         # Inside a step the device's time is the step's; what is due can wait for its end.
-        if not self.inbox.pending and not self._batcher.is_inside:
+        if self.inbox.is_empty() and not self._batcher.is_inside:
             self._meter.settle()
         if (step := self._place.step) is not None:
             self.awaited = step.epoch, step.batches[self._batcher.taken]

@@ -106,9 +106,9 @@ class Capturable(Protocol):
 
     Attributes:
         module: Module of the rank.
-        trained: The parameters of which gradients are asked.
+        trained: The parameters that get gradients.
         lane: Lane of the device where all of it lies.
-        draws: The rank's own random numbers; None: it draws from the device's generator.
+        draws: The mode of the rank's own random numbers; None: it draws from the device's generator.
         shares_generator: Whether other ranks draw from the device's generator, too.
         has_stepped: Whether the first micro-batch has been checked.
         casts: The autocast under which the forward runs, to be compared; None: none.

@@ -40,8 +40,8 @@ class Captured:
     Args:
         step: Forward and backward to capture.
         options: Options of the run.
-        guard: Makes the guards of all that the step reads.
-        make: Makes the recorder, of the guards.
+        guard: Makes the guards of the state that the step reads.
+        make: Makes the recorder from the guards.
         tell: Logs a text that no other rank has logged.
 
     Attributes:
@@ -276,7 +276,7 @@ class Captured:
         self._recorder.forget()
         self._guards.retake()
         if self._plan.changed():
-            self._end(f"what a step depends on changes too often, the last time: {change}")
+            self._end(f"the state that a step depends on changes too often, the last time: {change}")
         elif had_graphs:
             self._tell(f"capture: {change}; the step is captured anew")
 

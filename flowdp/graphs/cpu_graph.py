@@ -32,6 +32,7 @@ from flowdp.data.trees import tree_map
 from flowdp.device.dispatch import RankMode
 from flowdp.device.draws import is_random
 from flowdp.device.worker_context import CurrentWorker
+from flowdp.device.writes import storage_of
 from flowdp.graphs.base import Capturable, Computed, Factors, NotCaptured, Outputs, TrialStep, watching
 from flowdp.graphs.guards import Guards, is_alike
 from flowdp.graphs.lowering import Function, Inputs, lower
@@ -113,7 +114,7 @@ class CpuRecorder:
         self, step: Capturable, modules: Mapping[str, nn.Module], guards: Guards, shared: SharedGraphs
     ) -> None:
         self._step = step
-        self._tables = _Tables(modules)
+        self._own = _OwnTensors(modules)
         self._guards = guards
         self._shared = shared
 
@@ -126,9 +127,8 @@ class CpuRecorder:
     ) -> CpuGraph:
         """Record a step, or take another rank's recording; see `Recorder.record`."""
         self._check()
-        tables = self._tables
-        tables.read()
-        own = tables.tensors
+        self._own.read()
+        own = self._own.tensors
         form = [
             [(tuple(one.shape), one.stride(), one.dtype, one.requires_grad) for one in (*own, *leaves)],
             0 if worker is None else worker.samples,
@@ -173,7 +173,7 @@ class CpuRecorder:
     ) -> Traced:
         try:
             with watching(worker) as seen:
-                trace = _Trace(self._step, self._tables)
+                trace = _Trace(self._step, self._own)
                 trace.run(batch, leaves, worker, seen.values)
             function = lower(trace.graph)
         except (NotCaptured, torch.OutOfMemoryError):
@@ -212,7 +212,7 @@ class CpuGraph:
         traced: The function, which other ranks may use too.
         own: Tensors of the rank.
         buffers: Places of the buffers among them.
-        trained: The parameters of which gradients are asked.
+        trained: The parameters that get gradients.
         gives: Whether the function returns the gradients.
     """
 
@@ -319,8 +319,8 @@ def _numbers(factors: Factors) -> tuple[Tensor, Tensor]:
     return torch.tensor(factors.share, dtype=torch.float64), torch.tensor(factors.of, dtype=torch.float64)
 
 
-class _Tables:
-    """All tensors that the modules of a step hold, and others in their place for a while."""
+class _OwnTensors:
+    """The tensors of a step's modules, and others in their place for a while."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = list(modules.values())
@@ -404,9 +404,9 @@ class _Recording(RankMode):
 class _Trace:
     """One run of a step under torch's tracing modes, and the graph that it leaves."""
 
-    def __init__(self, step: Capturable, tables: _Tables) -> None:
+    def __init__(self, step: Capturable, own: _OwnTensors) -> None:
         self._step = step
-        self._tables = tables
+        self._own = own
         self._tracer = proxy_tensor.PythonKeyTracer()
         self._tracer.root = nn.Module()
         self.graph = fx.Graph(tracer_cls=proxy_tensor.PythonKeyTracer)
@@ -429,7 +429,7 @@ class _Trace:
         Raises:
             NotCaptured: See `CpuRecorder.record`.
         """
-        own = self._tables.tensors
+        own = self._own.tensors
         numbers = _numbers(Factors(1.0, 1))
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         inputs = [fake.from_tensor(one.detach()) for one in (*own, *leaves, *numbers)]
@@ -453,7 +453,7 @@ class _Trace:
         recorded: Sequence[Tensor],
     ) -> list[Tensor]:
         """The loss, its weight, recorded values, outputs, and the gradients of the touched parameters."""
-        step, own = self._step, self._tables.tensors
+        step, own = self._step, self._own.tensors
         *own_inputs, share, of = inputs
         twins = {id(leaf): twin for leaf, twin in zip(leaves, own_inputs[len(own) :], strict=True)}
         batch = tree_map(lambda leaf: twins.get(id(leaf), leaf), batch)
@@ -464,7 +464,7 @@ class _Trace:
                 twin = twin.detach().requires_grad_()
                 wanted.append((trained[id(one)], twin))
             stand_ins.append(twin)
-        with self._tables.replaced(stand_ins):
+        with self._own.replaced(stand_ins):
             passed = step.forward(batch, worker, share, of)
             loss, weight = passed.loss, passed.weight
             gradients = torch.autograd.grad(loss, [twin for _, twin in wanted], allow_unused=True)
@@ -483,7 +483,7 @@ class _Trace:
         made, self.outputs = Outputs.opened(passed.outputs)
         results = [loss.detach(), *(() if weight is None else (weight,)), *recorded, *made]
         if step.gives_gradients:
-            taken = {*map(_memory, (*inputs, *results))}
+            taken = {*map(storage_of, (*inputs, *results))}
             found = [_as_own(gradient, twin, taken) for gradient, twin in zip(found, given, strict=True)]
         return [*results, *found]
 
@@ -497,21 +497,14 @@ class _Trace:
 
 
 def _as_own(gradient: Tensor, parameter: Tensor, taken: set[int]) -> Tensor:
-    """A gradient in memory that is its own and lies as the parameter's: a copy where it does not.
+    """A gradient of a fake backward, in memory of its own with the parameter's strides: a copy if need be.
 
-    Args:
-        gradient: As a backward has made it, on fake memory.
-        parameter: Parameter of the gradient.
-        taken: The memory of all that is read or returned besides; the gradient's is added.
+    The memory of all other tensors that are read or returned is in `taken`; the gradient's is added.
     """
-    if _memory(gradient) in taken or gradient.stride() != parameter.stride():
+    if storage_of(gradient) in taken or gradient.stride() != parameter.stride():
         gradient = torch.empty_like(parameter).copy_(gradient)
-    taken.add(_memory(gradient))
+    taken.add(storage_of(gradient))
     return gradient
-
-
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _place(error: BaseException) -> str:

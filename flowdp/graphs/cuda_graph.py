@@ -162,9 +162,6 @@ class CudaStepGraph:
         leaves: The tensors of such a micro-batch.
         modules: All that the step reads: the rank's, and those that the loss holds.
 
-    Attributes:
-        records: See `StepGraph`.
-        draws: See `StepGraph`.
     """
 
     def __init__(self, step: Capturable, leaves: Sequence[Tensor], modules: nn.Module) -> None:

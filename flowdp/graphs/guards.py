@@ -37,7 +37,7 @@ NAMESPACES = (SimpleNamespace, Namespace)
 MOST = 1000
 """Items of a container whose contents are looked at; of longer ones, the length."""
 
-OBSCURE = "something that is watched cannot be compared with what it was"
+OBSCURE = "a watched value cannot be compared with its earlier one"
 
 DEPTH = 3
 """Functions that name functions that name functions are followed so far."""
@@ -114,11 +114,8 @@ class Guards:
                 and all(len(own) == length for _, own, length in self._long)
             ):
                 return None
-            return self._explain() or OBSCURE
         except Exception:  # tensors and arrays that are compared say so by an error
-            return self._explained()
-
-    def _explained(self) -> str:
+            pass
         try:
             return self._explain() or OBSCURE
         except Exception:  # an object that is gone, or changes meanwhile
@@ -384,11 +381,9 @@ def _names(function: FunctionType) -> Sequence[str]:
 
 
 def _is_library(module: str | None, *, inner: bool = False) -> bool:
-    """Whether code is no user's: it does not change while a run goes on.
+    """Whether a module is no user's: its code does not change while a run goes on.
 
-    Args:
-        module: Where it is defined.
-        inner: Closures of flowdp's own functions are looked at: a criterion lies in one.
+    With `inner` flowdp's own is looked at: a criterion lies in a closure of one of its functions.
     """
     space = (module or "").partition(".")[0]
     return space in _LIBRARIES and not (inner and space == "flowdp")

@@ -23,14 +23,15 @@ class Inbox(Generic[T]):
     message over the limit raises.
 
     Threads:
-        `post` and `pending`: any. `get`: the owner only.
+        `post` and `is_empty`: any. `get`: the owner only.
 
     Args:
         limit: Most messages that may wait.
         name: Owner of the inbox, for the error.
 
     Attributes:
-        is_empty: The opposite of `pending`, as a function of the queue itself: for a loop.
+        is_empty: Whether no message waits; a function of the queue itself, without a lock, for between any
+            two steps.
     """
 
     def __init__(self, limit: int, name: str) -> None:
@@ -61,8 +62,3 @@ class Inbox(Generic[T]):
             return self._queue.get(timeout=max(timeout_ms, 0.0) / 1e3)
         except Empty:
             return None
-
-    @property
-    def pending(self) -> bool:
-        """Whether a message waits; no lock, so it may be asked between any two steps."""
-        return not self.is_empty()

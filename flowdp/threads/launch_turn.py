@@ -77,10 +77,9 @@ class LaunchTurn:
     """The turns of the ranks of one run.
 
     Args:
-        ranks: That train; at least 2.
-        tell: Called once, with `waiting`, when launching has limited the ranks for a while; by a
-            rank.
-        limit: Decides; None: by `LaunchLimit`.
+        ranks: Number of ranks; at least 2.
+        tell: Called once, with `waiting`, by a rank, when launching has limited the ranks for a while.
+        limit: Policy; None: a new `LaunchLimit`.
 
     Attributes:
         ranks: One turn each. Shape (ranks,).
@@ -165,23 +164,14 @@ class LaunchTurn:
             self._hand_on()
 
     def leave(self) -> None:
-        """A rank launches no more.
-
-        Threads:
-            Its own.
-        """
+        """A rank launches no more; called by its own thread."""
         with self._judge:
             self._left += 1
             self._policy.left()
             self._obey()
 
     def launched(self, now_s: float, *, looks: bool) -> None:
-        """A forward has ended.
-
-        Args:
-            now_s: The time.
-            looks: Whether to see if the window is long enough.
-        """
+        """A forward has ended; with `looks`, see whether the window is long enough."""
         gap_s, self._last_s = now_s - self._last_s, now_s
         if gap_s > self._gap_s:
             self._gap_s = gap_s
@@ -267,11 +257,11 @@ class RankTurn:
     Attributes:
         turns: Turns of all ranks.
         samples: Samples of its forwards so far.
-        forward: Its calls of the user's loss.
-        step: Its optimizer's steps.
-        ahead_s: Gives the time that its host has waited for its device.
+        forward: Calls of the user's loss.
+        step: Steps of its optimizer.
+        ahead_s: Returns the time that its host has waited for its device.
         wake: Released when it need not wait any longer.
-        has_place: It was woken with a place.
+        has_place: Whether it was woken with a place.
     """
 
     __slots__ = (
@@ -306,14 +296,7 @@ class RankTurn:
         return self.turns.limit is not None
 
     def launch_forward(self, samples: int, compute: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """Call the user's loss in turn.
-
-        Args:
-            samples: In the call.
-            compute: The call.
-            args: Its arguments.
-            options: Its keyword arguments.
-        """
+        """Call the user's loss in turn, on so many samples."""
         turns, tally = self.turns, self.forward
         tally.count += 1
         self._has_launched = True
@@ -334,7 +317,7 @@ class RankTurn:
         return self._launch(tally, has_turn, not tally.count % turns.every, compute, *args, **options)
 
     def run_outside(self, compute: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """Call something that needs no turn, as the backward of a loss, and have it given away meanwhile."""
+        """Call something that needs no turn, as the backward of a loss; the turn is given away meanwhile."""
         if not self._holds:
             return compute(*args, **options)
         self._holds = False

@@ -204,7 +204,7 @@ def test_making_them_is_no_hang(monkeypatch):
 
     def outlast():
         looks = 0
-        world.mean._slots[0].done[1].passed = threading.Event()
+        world.mean._marks[0].done[1].passed = threading.Event()
         real = world.mean._watchdog._begun
 
         def begun():
@@ -336,14 +336,14 @@ def test_an_abort_waits_for_a_launch_but_not_for_ever(world, monkeypatch, is_qui
         def release(self):
             order.append(sorted(fake(world).aborted))
 
-    monkeypatch.setattr(nccl, "QUIET", Quiet())
+    monkeypatch.setattr(nccl_setup, "QUIET", Quiet())
     world.mean.abort()
     assert order == [(True, []), [0, 1, 2]][: 1 + is_quiet]
     assert sorted(fake(world).aborted) == [0, 1, 2]
 
 
 def test_an_abort_releases_a_launch_that_hangs(world, monkeypatch):
-    monkeypatch.setattr(nccl, "ABORT_S", 0.05)
+    monkeypatch.setattr(nccl_setup, "ABORT_S", 0.05)
     fake(world).hangs = "sum"
     hung = threading.Thread(target=world.hold, args=([1, 2, 3],))
     hung.start()
@@ -360,7 +360,7 @@ def test_a_round_that_hangs_is_told_and_then_aborted(monkeypatch):
     told = []
     world = FakeWorld(nccl_mean, (0, 1, 2), lambda error: told.append((error, fake(world).aborted[:])))
     world.read(world.hold([1, 2, 3]))
-    world.mean._slots[1].done[2].passed = fake(world).wake  # set by an abort
+    world.mean._marks[1].done[2].passed = fake(world).wake  # set by an abort
     (reading, *_) = world.hold([1, 2, 3])[2:]
     reading()  # waits for the event
     world.mean.close()  # waits for the watchdog
@@ -445,7 +445,7 @@ def test_a_full_device_is_an_error_of_the_collective(monkeypatch, where):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB")
 
     monkeypatch.setattr(where, "Side", side)
-    with pytest.raises(CollectiveError, match=r"no room for what NCCL needs .*3\.00 GiB") as caught:
+    with pytest.raises(CollectiveError, match=r"no room for NCCL .*3\.00 GiB") as caught:
         FakeWorld(nccl_mean, (0, 1))
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     wait_for_the_helper()

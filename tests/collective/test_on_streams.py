@@ -296,9 +296,9 @@ EDGES = {
 def removed(world: FakeWorld, edge: str) -> list[object]:
     if edge == "ready":
         return world.mean._ready
-    workers = world.mean._slot.workers or (0,)
+    workers = world.mean._latest.workers or (0,)
     chosen = {"done": workers, "own done": workers[:1], "another's done": workers[1:2]}[edge]
-    return [slot.done[worker] for slot in world.mean._slots for worker in chosen]
+    return [marks.done[worker] for marks in world.mean._marks for worker in chosen]
 
 
 @pytest.mark.parametrize(("way", "edge"), [(way, edge) for way, edges in EDGES.items() for edge in edges])
@@ -323,7 +323,7 @@ def test_a_row_is_read_only_when_it_has_arrived(monkeypatch):
     world = FakeWorld(device_mean, (0, 0, 0))
     readings = world.hold([1, 2, 3], drift=True)
     waited = []
-    for event in world.mean._slot.told:
+    for event in world.mean._latest.told:
         monkeypatch.setattr(event, "synchronize", lambda: waited.append(True))
     world.read(readings[:1])
     assert waited == [True]

@@ -45,13 +45,13 @@ def test_a_message_wakes_the_reader(timeout_ms: float | None) -> None:
     assert heard == ["wake up"]
 
 
-def test_pending_is_whether_something_waits() -> None:
+def test_is_empty_is_whether_nothing_waits() -> None:
     inbox: Inbox[int] = Inbox(2, "rank 0")
-    assert not inbox.pending
+    assert inbox.is_empty()
     inbox.post(1)
-    assert inbox.pending
+    assert not inbox.is_empty()
     inbox.get()
-    assert not inbox.pending
+    assert inbox.is_empty()
 
 
 def test_one_message_too_many_is_a_bug_and_blocks_nobody() -> None:
@@ -83,4 +83,4 @@ def test_many_writers_lose_nothing_and_keep_their_own_order() -> None:
         thread.join(60)
     for writer in range(4):
         assert [m[1] for m in heard if m is not None and m[0] == writer] == list(range(1000))
-    assert not inbox.pending
+    assert inbox.is_empty()
