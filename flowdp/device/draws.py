@@ -55,6 +55,9 @@ class NoRedraws(RankMode):
     generator, others have drawn from it in between, and the numbers are not those of the forward: the
     gradients would be wrong.
 
+    A compiled part in a checkpoint runs as written in this mode (torch 2.13), or compiled (2.8, whose guards
+    do not look at modes): then the mode sees the draw of its seeds, without a graph.
+
     Threads: the one that enters it.
     """
 
@@ -72,7 +75,8 @@ class NoRedraws(RankMode):
         """
         given = kwargs or {}
         # Noise that a hook adds to gradients is no second forward, and drawn without a graph.
-        if is_random(func, args, given) and _is_in_backward() and torch.is_grad_enabled():
+        is_again = is_random(func, args, given) and _is_in_backward()
+        if is_again and (torch.is_grad_enabled() or _is_seeding(func, args)):
             raise FlowdpError(
                 f"{func} draws random numbers in a forward that a backward computes again, as "
                 f"torch.utils.checkpoint does; the ranks on {self._device} share one generator, so they "
@@ -80,6 +84,12 @@ class NoRedraws(RankMode):
                 "each device one rank"
             )
         return func(*args, **given)
+
+
+def _is_seeding(func: Any, args: Sequence[Any]) -> bool:
+    """Whether inductor's code draws seeds for all its random numbers: any 64 bits, in a forward alone."""
+    bounds = torch.iinfo(torch.int64)
+    return func is torch.ops.aten.randint.low_out and tuple(args[:2]) == (bounds.min, bounds.max)
 
 
 class DrawsNoted(RankMode):

@@ -246,7 +246,7 @@ def test_a_changed_shape_is_an_error():
     replica = FlatReplica(module, rank=2)
     module[0].running_mean = torch.zeros(1)  # would broadcast
     with pytest.raises(
-        CollectiveError, match=r"rank 2: buffer '0.running_mean' had shape \(4\) .* \(1\) now"
+        CollectiveError, match=r"rank 2: buffer '0.running_mean' had shape \(4,\) .* \(1,\) now"
     ):
         replica.gather()
 

@@ -125,6 +125,29 @@ def test_both_kinds_of_checkpoints_are_seen(is_reentrant: bool) -> None:
         loss.sum().backward()
 
 
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_the_seeds_of_a_compiled_part_are_seen(is_reentrant: bool) -> None:
+    """As torch 2.8 runs it: compiled, in a function of its own without a graph, past the guards."""
+
+    class Compiled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            seeds = torch.empty(1, dtype=torch.int64)
+            torch.ops.aten.randint.low_out(-(2**63), 2**63 - 1, [1], out=seeds)
+            ctx.save_for_backward(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, given: Tensor) -> Tensor:
+            assert len(ctx.saved_tensors) == 1
+            return given
+
+    x = X.clone().requires_grad_()
+    loss: Any = checkpoint(Compiled.apply, x, use_reentrant=is_reentrant)
+    with NoRedraws(CPU), pytest.raises(FlowdpError, match=MATCH):
+        loss.sum().backward()
+
+
 def test_noise_on_gradients_is_none_of_its_business() -> None:
     net = Plain()
     net.head.weight.register_hook(lambda gradient: gradient + torch.randn_like(gradient))
