@@ -223,7 +223,7 @@ class Resumed:
             if self.orders is not None and self.orders.get(one.epoch) != now.get(one.epoch):
                 raise self._refused(
                     f"epoch {one.epoch} is partly trained, and the sampler draws another order than it did "
-                    "then; samples would be trained twice or left out. Give the sampler a "
+                    "then; samples would be trained twice or left out. Give it a "
                     "`set_epoch` that seeds by the epoch, or a fresh sampler with the same seed, or go on "
                     "from a checkpoint at an epoch's end"
                 )
