@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flowdp.checkpoint.file import UNFINISHED, plain, read, remove, write
+from flowdp.checkpoint.file import UNFINISHED, read, remove, write
 from flowdp.checkpoint.folder_lock import FolderLock
 from flowdp.errors import CheckpointError
 from flowdp.options import CheckpointOptions
 from flowdp.policy.monitor import Monitor
 
-__all__ = ["CheckpointFolder", "plain", "read", "write"]
+__all__ = ["CheckpointFolder"]
 
 BEST = "best.pt"
 NAME = re.compile(r"step-\d{12,}-(\d+)\.pt")
@@ -80,7 +80,7 @@ class CheckpointFolder:
         return None
 
     def follow(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint: its best value is the one to beat, if it is of the same metric."""
+        """Continue from a checkpoint: its best value is the one to beat, if it is of the same metric."""
         self.best = state["best"] if state.get("keep_best") == self.options.keep_best else None
 
     def save(

@@ -1,7 +1,7 @@
 """Checkpoints, snapshots and the best state of a run, from the states that ranks save at a barrier.
 
-The ranks copy to the host and train on; one thread writes. A disk that is slower than the run is asked for
-gets the newest checkpoint and the best one, not all of them.
+The ranks copy to the host and train on; one thread writes. Where the disk is slower than the run, only the
+newest checkpoint and the best one are written.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ class _Job:
     """A checkpoint to write.
 
     Attributes:
-        version: Its number.
-        captured: Its contents.
+        version: Number of the checkpoint.
+        captured: Contents of the checkpoint.
         best: The best model at that moment; None where there is none.
         value: Value of the metric that `keep_best` names; None without one.
     """
@@ -167,7 +167,7 @@ class Saver:
         saved: Called with each checkpoint, on the writer's thread; None: no listener.
         failed: Called where none can ever be written, as the run's state is not plain.
         best: The best model so far, where the run keeps it.
-        evaluates: The run has an evaluation.
+        evaluates: Whether the run has an evaluation.
         orders: Gives the checksums of the orders that a sampler drew for the epochs that are open at a
             position; None: they are not known.
 

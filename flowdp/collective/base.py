@@ -55,7 +55,7 @@ class Averaging:
     Attributes:
         sync_ms: Time spent averaging.
         drift: ||replica - mean|| / ||mean|| before the mean was taken; None where not measured, and for a
-            rank that gave nothing: it may hold no numbers at all.
+            rank that gave nothing: it may hold NaN.
         norm: ||mean||, the 2-norm of the averaged parameters; None where the drift is not measured.
     """
 
@@ -176,11 +176,11 @@ class BlockMean:
     Args:
         flats: The layout that all memories have.
         sources: The memories of each member: `sources[member][flat]`.
-        targets: Where the mean goes: `targets[target][flat]`. It may be the sources themselves; a target
+        targets: Memories for the mean: `targets[target][flat]`. It may be the sources themselves; a target
             may also be wider, of the dtype that `arithmetic` says.
         device: Where the arithmetic is done; that of the flats if None.
         part: Index of the part that this object reduces.
-        parts: How many parts there are.
+        parts: Number of parts.
         far: Sources on other devices, by index. They are brought over block by block.
 
     Threads: one. Distinct parts touch distinct memory, so each may have its own.
@@ -228,8 +228,8 @@ class BlockMean:
         Args:
             samples: Weight of each member. Shape (members,).
             drift: Whether to sum the squares.
-            bad: Flag per member: its weight is 0 all the same, on any device; it holds zeros then. If
-                all are, the mean is NaN. Empty: of none. Shape (members,).
+            bad: Flag per member, on any device: its weight is 0 all the same, and it holds zeros. If all are
+                bad, the mean is NaN. Empty: none is. Shape (members,).
 
         Returns:
             Over the parameters of this part: the sum of (source - mean)^2 for each member, 0 for one with
@@ -261,7 +261,7 @@ class BlockMean:
         return self._squares if drift else None
 
     def _sums(self) -> Sequence[_Sum]:
-        """Zero for each member, and for the mean."""
+        """Sums for each member and for the mean, at zero."""
         if _adds_on_host(self._device):
             return [_HostSum() for _ in self._rows]
         self._squares.zero_()

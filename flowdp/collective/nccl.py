@@ -139,7 +139,7 @@ class NcclMean(StreamedMean):
         CollectiveError: NCCL does not work here; the replicas are as they were.
 
     Threads:
-        Made by one thread, before the workers run; how long it may wait, `CommunicatorSetup.wait` says.
+        Made by one thread, before the workers run; `CommunicatorSetup.wait` bounds its wait.
     """
 
     def __init__(

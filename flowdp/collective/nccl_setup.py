@@ -34,17 +34,17 @@ __all__ = [
 ]
 
 MAKING_S = 120.0
-"""For making the communicators: one or two seconds as a rule, but eight big cards have taken 55, nearly all
-of it to load kernels (NVIDIA/nccl#1646)."""
+"""Limit on making the communicators: one or two seconds as a rule, but eight big cards have taken 55, nearly
+all of it to load kernels (NVIDIA/nccl#1646)."""
 
 REMAKING_S = 30.0
-"""For making them once more, when ranks have left: the kernels are loaded by then."""
+"""Limit on making them once more, when ranks have left: the kernels are loaded by then."""
 
 SUMS_S = 10.0
-"""For the first sums, from when the communicators are made."""
+"""Limit on the first sums, once the communicators are made."""
 
 ABORT_S = 2.0
-"""How long an abort may take before its threads are left alone."""
+"""Limit on an abort; then its threads are left alone."""
 
 CHECKED = 1 << 26
 """Elements of a part of a flat that the first sums have, at most. NCCL connects an algorithm when a size
@@ -284,7 +284,7 @@ class CommunicatorSetup:
         )
 
     def _leave(self) -> list[Any]:
-        """Wait no more; those communicators that may be used or aborted now."""
+        """Stop waiting; returns the communicators that may be used or aborted now."""
         with self._lock:
             self._is_given_up = not self._is_over.is_set()
             return self._take() if self._is_outside or not self._is_given_up else []

@@ -76,7 +76,7 @@ class StreamedMean(ABC):
     def prepare(self, rank: int, judge: Judge = unjudged) -> None:
         """See `Collective.prepare`.
 
-        A replica that does not count is written over with zeros, as NaN times 0 is NaN; the mean comes there.
+        A replica that does not count is written over with zeros, as NaN times 0 is NaN; the mean follows.
         """
         self._replicas[rank].gather()
         bad = self._bad[rank] = judge()

@@ -22,8 +22,8 @@ class RowPlace:
         start: Its first element there.
         length: Elements, two for a complex number.
         gap: Elements behind it, so that the next one is aligned.
-        dtype: Its own.
-        shape: Its own.
+        dtype: Dtype of the tensor.
+        shape: Shape of the tensor.
         strides: Those of a dense tensor in its memory format.
     """
 
@@ -37,7 +37,7 @@ class RowPlace:
 
     @property
     def stop(self) -> int:
-        """Begin of the next one."""
+        """Start of the next tensor."""
         return self.start + self.length + self.gap
 
     def fits(self, tensor: Tensor) -> bool:
@@ -71,7 +71,7 @@ class PackedRows:
     Args:
         tensors: Like those that will be put there.
         dtypes: Real dtypes that may have a row.
-        wanted: Flag per tensor: it may have a place; None: all.
+        wanted: Whether each tensor may have a place; None: all.
 
     Attributes:
         places: One for each tensor; None for one that is empty, sparse, or of another dtype.

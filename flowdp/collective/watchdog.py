@@ -37,7 +37,7 @@ class Watchdog:
 
     Args:
         devices: One per rank, for the message.
-        limit_s: How long a round that has begun may take. It is noticed up to a half later.
+        limit_s: Longest time of a round that has begun. A longer one is noticed up to a half later.
         hung: Called with the error, on the watchdog's own thread.
 
     Threads:

@@ -28,7 +28,7 @@ class Feed(ABC):
 
     @abstractmethod
     def start(self, notify: Callable[[int, int], None]) -> None:
-        """Begin. Call it once, after the source was started.
+        """Start fetching. Call it once, after the source was started.
 
         Args:
             notify: Called as `notify(epoch, batch)` once a batch is there that `take` did not have, or
@@ -74,7 +74,7 @@ class Feed(ABC):
         """
 
     def wake(self, epoch: int, batch: int) -> None:  # noqa: B027 - tensors are there at once
-        """Hear from the source that a batch is there which it did not have.
+        """Note that the source has read a batch that it did not have before.
 
         Threads:
             The source's own. Does not block.

@@ -162,7 +162,7 @@ class LoaderSource(Source):
         return Portion.of(payload, self.samples_in(epoch, batch), part)
 
     def _take(self, rank: int, key: _Key, part: SampleRange | None) -> Batch | None:
-        """A batch that lies here, which stays until all its samples are taken; under the lock."""
+        """A stored batch, which stays until all its samples are taken; under the lock."""
         if part is None or key not in self._read:
             payload = self._read.pop(key, None)
             if self.keeps and payload is not None:
@@ -239,7 +239,7 @@ class LoaderSource(Source):
         return not self._thread.is_alive()
 
     def _comes(self, key: _Key) -> bool:
-        """Whether a batch that is not here will be read; raises if there is none, or it was taken."""
+        """Whether a batch that is not stored will be read; raises if there is none, or it was taken."""
         epoch, batch = key
         epochs = self.plan.epochs
         most = batch + 1 if self.batches is None else self.batches

@@ -56,9 +56,9 @@ class _Fetched:
 
     Attributes:
         key: Its (epoch, batch, part).
-        payload: As the source gave it, to give back; None where it is gathered.
-        slot: Where it lies, once its copy is enqueued.
-        is_dropped: It was given back.
+        payload: The source's own batch, to give back; None where it is gathered.
+        slot: Slot of its copy, once that is enqueued.
+        is_dropped: Whether it was given back.
     """
 
     key: _Key
@@ -80,8 +80,8 @@ class PrefetchFeed(Feed):
         lane: Its device.
         gauge: Reads the device's memory; None for a CPU device.
         neighbours: The feeds of all ranks on this device; this one joins them.
-        held: Batches that are in use at a time, at most.
-        rows: Samples of a part for which a slot has room. None: batches are taken whole.
+        held: Most batches in use at a time.
+        rows: Most samples of a part, for which a slot has room. None: batches are taken whole.
     """
 
     def __init__(

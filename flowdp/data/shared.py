@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from itertools import chain, count
+from contextlib import suppress
+from itertools import count
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -60,30 +61,25 @@ def reachable(*roots: object) -> frozenset[int] | None:
 
 def _inside(value: Any) -> Iterator[Any]:
     if isinstance(value, (dict, list, tuple, set, frozenset)):
-        if len(value) > MOST_ENTRIES:
-            return iter(())
-        return chain(list(value), list(value.values()) if isinstance(value, dict) else ())
-    if isinstance(value, MethodType):
-        return iter((value.__self__, value.__func__))
-    if isinstance(value, FunctionType):
-        cells = (cell for cell in value.__closure__ or () if _is_filled(cell))
-        return chain(value.__defaults__ or (), (cell.cell_contents for cell in cells))
-    slots = (name for kind in type(value).__mro__ for name in _slots(kind))
-    own = (getattr(value, name) for name in slots if hasattr(value, name))
-    return chain(list(getattr(value, "__dict__", {}).values()), own)
+        if len(value) <= MOST_ENTRIES:
+            yield from list(value)
+            yield from list(value.values()) if isinstance(value, dict) else ()
+    elif isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, FunctionType):
+        yield from value.__defaults__ or ()
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # empty
+                yield cell.cell_contents
+    else:
+        yield from list(getattr(value, "__dict__", {}).values())
+        slots = (name for kind in type(value).__mro__ for name in _slots(kind))
+        yield from (getattr(value, name) for name in slots if hasattr(value, name))
 
 
 def _slots(kind: type) -> tuple[str, ...]:
     names = kind.__dict__.get("__slots__", ())
     return (names,) if isinstance(names, str) else tuple(names)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - raises where it is empty
-    except ValueError:
-        return False
-    return True
 
 
 _numbers = count()

@@ -213,9 +213,9 @@ class Pool:
     """Slots of a kind.
 
     Attributes:
-        limit: How many there may be.
-        least: How many there must be.
-        made: How many there are.
+        limit: Most slots that may exist.
+        least: Fewest slots that a limit leaves.
+        made: Slots that exist.
         unused: Those of them that are not in use.
     """
 
@@ -225,7 +225,7 @@ class Pool:
     unused: deque[Slot] = field(default_factory=deque)
 
     def give_back(self, slot: Slot) -> None:
-        """A slot is not in use any more; one too many goes, and its memory with it."""
+        """Take back a slot; one above the limit is dropped, with its memory."""
         if self.made > self.limit:
             self.made -= 1
         else:
@@ -243,7 +243,7 @@ class Slot:
     """Device memory of one batch.
 
     Attributes:
-        pool: Where it goes when it is not in use.
+        pool: Pool to which it is given back.
         memory: A tensor per leaf, None for a leaf that is no plain tensor. Empty where each batch has its
             own.
         ready: Recorded on `copy` behind the copy into it.

@@ -18,7 +18,7 @@ import logging
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import cache, partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -234,10 +234,8 @@ def _inside(value: Any) -> Iterator[Any]:
         named = (value.__globals__.get(name) for name in value.__code__.co_names)
         yield from (one for one in named if isinstance(one, FunctionType | nn.Module | partial))
         for cell in value.__closure__ or ():
-            try:
+            with suppress(ValueError):  # empty
                 yield cell.cell_contents
-            except ValueError:  # empty
-                continue
 
 
 @cache
@@ -246,7 +244,7 @@ def _watch() -> None:
 
 
 def _hear(record: logging.LogRecord) -> bool:
-    """Say in flowdp's words that a function is compiled no more; every record goes on."""
+    """Log in flowdp's words that a function is no longer compiled; every record passes."""
     head, _, rest = record.getMessage().partition("\n")
     if "hit config." in head and (record.threadName or "").startswith("flowdp-"):
         which = next(

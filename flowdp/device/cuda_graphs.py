@@ -50,7 +50,7 @@ class Graph(Protocol):
         ...
 
     def reset(self) -> None:
-        """Let it go; a launch under way is finished."""
+        """Free it; a launch under way is finished."""
         ...
 
 
@@ -110,7 +110,7 @@ class GraphPool:
         return graph
 
     def clear(self) -> None:
-        """Let all graphs go, and with them their memory, once their launches are done."""
+        """Free all graphs and their memory, once their launches are done."""
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()

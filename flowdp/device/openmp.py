@@ -1,4 +1,4 @@
-"""OpenMP pools: of how many threads, and how they end.
+"""OpenMP pools: their sizes, and their end.
 
 A pool belongs to the thread that computes with it. Between two parallel regions, and at the end of each, its
 threads wait for each other: libgomp lets them spin for about a millisecond, unless the pools of the process

@@ -299,7 +299,7 @@ class Recorder(Protocol):
         ...
 
     def forget(self) -> None:
-        """The graphs are of no use any more, for something has changed: let their memory go."""
+        """Free the graphs and their memory: something that they depend on has changed."""
         ...
 
 

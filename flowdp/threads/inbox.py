@@ -1,4 +1,4 @@
-"""The inbox: the one place where a thread is woken."""
+"""The inbox of a thread: the one place where it is woken."""
 
 from __future__ import annotations
 
