@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 from typing import Any, NoReturn
@@ -77,6 +78,7 @@ def group_lanes(lanes: Sequence[Lane], timeout: float = TIMEOUT_S) -> list[Proce
     return [_LocalGroup(rendezvous, rank) for rank in range(len(lanes))]
 
 
+@dataclass(slots=True, eq=False)
 class _Call:
     """One collective call: the values of the ranks, and the chunks that are left.
 
@@ -91,15 +93,14 @@ class _Call:
         left: Number of chunks that have not ended; -1 until all ranks have made the call.
     """
 
-    def __init__(self, number: int, name: str, rank: int) -> None:
-        self.number = number
-        self.name = name
-        self.first = rank
-        self.inputs: dict[int, Any] = {}
-        self.ready: list[Event] = []
-        self.done: list[Event] = []
-        self.chunks: list[Chunk] = []
-        self.left = -1
+    number: int
+    name: str
+    first: int
+    inputs: dict[int, Any] = field(default_factory=dict)
+    ready: list[Event] = field(default_factory=list)
+    done: list[Event] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    left: int = -1
 
 
 class _Rendezvous:

@@ -78,13 +78,13 @@ class BatchOrder(ABC):
         samples: Samples dealt in an epoch, without a dropped tail; None where epochs differ.
     """
 
-    def __init__(self, drawn: int, batch_size: int, drop_last: bool, kept: int) -> None:
+    def __init__(self, drawn: int, batch_size: int, drop_last: bool) -> None:
         self.batches = batches_per_epoch(drawn, batch_size, drop_last)
         self._size, self._stop = batch_size, min(drawn, self.batches * batch_size)
         self._full = self._stop // batch_size  # full batches
         self.batch_size: int | None = self._size
         self.samples: int | None = self._stop
-        self._kept = kept
+        self._kept = KEPT_EPOCHS
         self._epochs: dict[int, Tensor] = {}
         self._lock = threading.Lock()  # serialises drawing, so that no epoch is drawn twice
 
@@ -157,7 +157,7 @@ class EpochOrder(BatchOrder):
     """flowdp's own order: shuffled from (seed, epoch), or 0, 1, 2, ... in every epoch."""
 
     def __init__(self, samples: int, batch_size: int, seed: int, shuffle: bool, drop_last: bool) -> None:
-        super().__init__(samples, batch_size, drop_last, kept=KEPT_EPOCHS)
+        super().__init__(samples, batch_size, drop_last)
         self._seed = seed
         self._drawn = samples
         self._straight = None if shuffle else torch.arange(samples, device="cpu")
@@ -190,7 +190,7 @@ class SamplerOrder(BatchOrder):
     def __init__(self, sampler: SizedIterable, batch_size: int, drop_last: bool) -> None:
         self._sampler = sampler
         self._length = len(sampler)
-        super().__init__(self._length, batch_size, drop_last, kept=KEPT_EPOCHS)
+        super().__init__(self._length, batch_size, drop_last)
         self._kept += KEPT_BATCHES // max(self.batches, 1)
         self._checksums: dict[int, int] = {}
         self._next = 0

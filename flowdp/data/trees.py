@@ -391,7 +391,7 @@ def _opened(node: Any) -> _Opened | None:
     if not tree_is_leaf(node):
         children, spec = tree_flatten(node, is_leaf=lambda part: part is not node)
         is_mapping = isinstance(node, Mapping) and len(node) == len(children)
-        return tuple(node) if is_mapping else None, children, partial(_registered, spec), spec
+        return tuple(node) if is_mapping else None, children, partial(tree_unflatten, treespec=spec), spec
     if isinstance(node, dict):
         attached = getattr(node, "__dict__", {})
         mirrored = tuple(name for name in attached if name in node and node[name] is attached[name])
@@ -432,10 +432,6 @@ def _is_cache(cls: type) -> bool:
 
 def _dict(keys: Names, children: list[Any]) -> dict[Any, Any]:
     return dict(zip(keys, children, strict=True))
-
-
-def _registered(spec: TreeSpec, children: list[Any]) -> Any:
-    return tree_unflatten(children, spec)
 
 
 def _mapping(cls: Any, keys: Names, names: Names, mirrored: Names, children: list[Any]) -> Any:

@@ -109,7 +109,7 @@ class FlatGradients:
         for parameter, own, is_there in zip(self.parameters, self._gradients, touched, strict=True):
             parameter.grad = own if is_there else None
 
-    def scale(self, factor: float) -> None:
+    def scale(self, factor: float | Tensor) -> None:
         """Multiply all gradients."""
         for part in self._parts:
             part.mul_(factor)
@@ -121,9 +121,7 @@ class FlatGradients:
             On the current one; nothing is read back.
         """
         norm = self.norm()
-        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for part in self._parts:
-            part.mul_(coefficient)
+        self.scale((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     def norm(self) -> Tensor:
