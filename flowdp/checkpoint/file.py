@@ -39,10 +39,10 @@ from flowdp.protocol.position import Position, check_types
 __all__ = ["FORMAT", "UNFINISHED", "plain", "read", "remove", "write"]
 
 FORMAT = 1
-"""Raised when an older flowdp could not read the file."""
+"""Version of the format; it grows when an older flowdp cannot read the file."""
 
 UNFINISHED = ".tmp"
-"""Ends the name of a file that is being written."""
+"""Suffix of a file that is being written."""
 
 BINARY = getattr(os, "O_BINARY", 0)  # of Windows
 NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | BINARY
@@ -257,7 +257,7 @@ def write(path: str | Path, state: Mapping[str, Any], *, also: Path | None = Non
 
 
 def _created(path: Path) -> BufferedWriter:
-    """A new file, open for writing; nothing that stands there is written to."""
+    """A new file, open for writing; an existing one is never written to."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o666), "wb")
 
 
@@ -301,7 +301,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file; one that stays is no reason to fail, and is logged."""
+    """Remove a file; a failure is logged and not raised."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

@@ -99,6 +99,6 @@ def _count(length: object) -> str:
 
 
 def _table(saved: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A part of a fingerprint that came from a file, where nothing but its being a dict is known."""
+    """A table of a fingerprint from a file, which may hold anything; empty where it is no dict."""
     table = saved.get(name)
     return table if isinstance(table, dict) else {}

@@ -122,7 +122,7 @@ class CheckpointFolder:
         return path
 
     def _sweep(self) -> None:
-        """Once, and not before this run writes: until then the folder may be another one's, at work."""
+        """Remove unfinished files, once, when this run writes: before, another run may own the folder."""
         if not self._is_swept:
             self._is_swept = True
             for path in self._files():

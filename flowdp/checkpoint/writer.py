@@ -276,7 +276,7 @@ class Saver:
             return self._state.snapshot
 
     def end(self) -> None:
-        """The run has ended: no wish is answered any more.
+        """Note the end of the run: no snapshot is given any more.
 
         Threads:
             The coordinator.
@@ -338,7 +338,7 @@ class Saver:
             return state.pending.pop(0) if state.pending else None
 
     def _queue(self, job: _Job) -> None:
-        """Let a job wait; those that wait already give way, but for the best one."""
+        """Queue a job; it replaces those that wait, but for the best one."""
         kept: list[_Job] = []
         for one in self._state.pending:
             if self._is_better(one, job) and not (kept and self._is_better(kept[0], one)):

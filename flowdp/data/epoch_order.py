@@ -197,7 +197,7 @@ class SamplerOrder(BatchOrder):
 
     def begin_at(self, epoch: int) -> None:
         """See `BatchOrder.begin_at`."""
-        if self._told() is not None:
+        if self._set_epoch() is not None:
             self._next = epoch
 
     def checksum(self, epoch: int) -> int | None:
@@ -208,7 +208,7 @@ class SamplerOrder(BatchOrder):
     def unseeded(self) -> str | None:
         """See `BatchOrder.unseeded`; of samplers that have a `generator`, as torch's, and no `set_epoch`."""
         sampler = getattr(self._sampler, "sampler", self._sampler)
-        is_unseeded = self._told() is None and getattr(sampler, "generator", self) is None
+        is_unseeded = self._set_epoch() is None and getattr(sampler, "generator", self) is None
         return type(sampler).__name__ if is_unseeded else None
 
     def check_repeats(self) -> None:
@@ -243,7 +243,7 @@ class SamplerOrder(BatchOrder):
         name = type(self._sampler).__name__
         try:
             with _DRAWING:
-                set_epoch = self._told()
+                set_epoch = self._set_epoch()
                 if set_epoch is not None:
                     set_epoch(epoch)
                 # One item at a time: a sampler may fill the list that it yields anew for each batch.
@@ -261,8 +261,8 @@ class SamplerOrder(BatchOrder):
             )
         return order
 
-    def _told(self) -> Callable[[int], object] | None:
-        """The object that takes the epoch: the sampler, or the one that it draws from."""
+    def _set_epoch(self) -> Callable[[int], object] | None:
+        """`set_epoch` of the sampler, or of the one that it draws from; None without one."""
         for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
             set_epoch: Callable[[int], object] | None = getattr(sampler, "set_epoch", None)
             if set_epoch is not None:
@@ -270,7 +270,7 @@ class SamplerOrder(BatchOrder):
         return None
 
     def _indices_of(self, item: Any) -> Any:
-        """A copy of one thing that the sampler yields, as plain integers."""
+        """A copy of one item of the sampler, as plain integers."""
         return operator.index(item)
 
     def _joined(self, _epoch: int, drawn: list[Any]) -> Tensor:  # all epochs are cut alike

@@ -253,7 +253,7 @@ class LoaderSource(Source):
         return True
 
     def _begin(self) -> Iterator[Batch] | None:
-        """The loader's iterator, made on the thread that its worker processes are started by."""
+        """The loader's iterator, made by the thread that starts its worker processes."""
         return iter(self._loader)
 
     def _in_turn(self, read: Callable[[], Any]) -> Any:

@@ -114,7 +114,7 @@ class _Memory:
         self._checksum = _checksum(self._array)
 
     def is_written(self) -> bool:
-        """Whether its contents are others than those that were noted; False where none were."""
+        """Whether its contents differ from the noted ones; False where none were noted."""
         return self._checksum is not None and self._checksum != _checksum(self._array)
 
 

@@ -345,7 +345,7 @@ def _check_sampler(sampler: object, name: str) -> None:
 
 
 def _generator(seed: int, start: Position) -> torch.Generator:
-    """Seed of the worker processes: those of a resumed run must not draw the first ones' numbers again."""
+    """Generator of the worker processes' seeds: a resumed run must not draw the first run's numbers again."""
     if start.global_step:
         seed = int(np.random.SeedSequence(seed, spawn_key=(start.global_step,)).generate_state(1)[0])
     return torch.Generator().manual_seed(seed)

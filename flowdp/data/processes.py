@@ -13,7 +13,7 @@ import torch
 __all__ = ["GRACE_S", "Processes", "begin"]
 
 GRACE_S = 0.9
-"""How long a thread or process may take to leave by itself."""
+"""Longest wait until a thread or process has left by itself."""
 
 
 def begin(worker_init_fn: Callable[[int], None] | None, number: int) -> None:

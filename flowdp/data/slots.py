@@ -31,7 +31,7 @@ __all__ = [
 
 
 HOST_SLOTS = 3
-"""One that is filled, one that is copied, and one so that neither waits for the other."""
+"""Slots of pinned memory: one is filled, one is copied, and with a third neither waits for the other."""
 
 
 def is_plain(leaf: object) -> TypeGuard[Tensor]:
@@ -124,7 +124,7 @@ class Layout:
 
     @classmethod
     def of(cls, leaves: Sequence[object], tree: Form | None) -> Layout:
-        """The layout of a full batch that is there."""
+        """The layout of a full batch of these leaves."""
         return cls(tree, tuple(_Form.of(leaf) if is_plain(leaf) else None for leaf in leaves))
 
     @classmethod
@@ -134,7 +134,7 @@ class Layout:
         return cls(None, tuple(map(_Form.of, gathered)))
 
     def holds(self, leaves: Sequence[object], tree: Form | None) -> bool:
-        """Whether a batch is one of these, or a shorter one."""
+        """Whether a batch has this layout, or is a shorter one."""
         return tree == self.tree and all(
             form is None or form.holds(leaf) for form, leaf in zip(self.forms, leaves, strict=True)
         )

@@ -78,7 +78,7 @@ class Passed:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The results of one forward and backward, beside the gradients and buffers.
+    """The results of one forward and backward, besides gradients and buffers.
 
     They lie in memory that no later run of a graph writes to.
 
@@ -96,7 +96,7 @@ class Computed:
 
 
 def shared(loss: Tensor, share: Tensor) -> Tensor:
-    """A loss times its share, rounded as by a number of Python: in half precision, once."""
+    """A loss times its share, rounded as if that were a Python number: in half precision, once."""
     wide = torch.float32 if loss.dtype in (torch.bfloat16, torch.float16) else loss.dtype
     return (loss.to(wide) * share.to(wide)).to(loss.dtype)
 
@@ -151,7 +151,7 @@ class Capturable(Protocol):
         ...
 
     def scale(self, loss: Tensor) -> Tensor:
-        """A loss as its backward begins, where a gradient scaler has a part in it."""
+        """The loss to differentiate: scaled where there is a gradient scaler."""
         ...
 
     def compute(self, batch: Any, worker: Any, factors: Factors) -> Computed:
@@ -213,7 +213,7 @@ def _is_constant(leaf: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TrialStep:
-    """The results of a graph's run that has changed nothing.
+    """The results of a graph's trial run, which changes nothing.
 
     Attributes:
         computed: See there.
@@ -257,7 +257,7 @@ class StepGraph(Protocol):
     def trial(
         self, leaves: Sequence[Tensor], factors: Factors, generator: torch.Generator | None
     ) -> TrialStep:
-        """Run beside the step: gradients and buffers are as before when it returns. Arguments as of `run`.
+        """Run without effect: gradients and buffers are as before when it returns. Arguments as of `run`.
 
         The caller puts the generator back.
         """

@@ -125,12 +125,12 @@ class Captured:
         return self.ended is None and self._recorder is not None and self._recorder.step(factor)
 
     def give_up(self, reason: str) -> None:
-        """Steps run eagerly from now on, for a reason that is logged; a second time does nothing."""
+        """Run steps eagerly from now on, for a reason that is logged; a second time does nothing."""
         if self.ended is None:
             self._end(reason)
 
     def close(self) -> None:
-        """Let all graphs go, and their memory."""
+        """Free all graphs and their memory."""
         self._forms.clear()
         if self._recorder is not None:
             self._recorder.forget()
@@ -234,7 +234,7 @@ class Captured:
         told: Sequence[tuple[str, float | Tensor, float]],
         touched: Sequence[bool],
     ) -> str:
-        """The first value of a trial that is not that of the eager step, in words; "" where all are."""
+        """The first difference of a trial from the eager step, in words; "" where there is none."""
         assert self._recorder is not None
         if [(name, weight) for name, _, weight in told] != list(graph.records):
             return "it records other numbers"
@@ -289,7 +289,7 @@ class Captured:
 
 @dataclass(slots=True)
 class _Form:
-    """Micro-batches that one graph is for.
+    """A form of micro-batches, and the graph for it.
 
     Attributes:
         specs: Samples, autocast and modes; shape, strides and dtype of each tensor, and the values of other
@@ -332,12 +332,12 @@ def _listening(worker: Any, told: list[tuple[str, float | Tensor, float]]) -> It
 
 
 def _mark(parameter: Tensor) -> tuple[int, int]:
-    """Another one where a backward has added to the gradient since."""
+    """Mark of a gradient's state: a backward that adds to the gradient changes it."""
     return (0, 0) if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
 
 
 def _unlike(mine: Tensor | None, theirs: Tensor | None, bound: float) -> str:
-    """Difference of a value from the eager one, as text; "" where it does not, by more than the bound."""
+    """Difference of a value from the eager one, as text; "" within the bound."""
     if mine is None or theirs is None:
         return "" if mine is theirs else "is there in one of them alone"
     mine, theirs = mine.detach(), theirs.detach()

@@ -339,7 +339,7 @@ class _OwnTensors:
 
     @contextmanager
     def replaced(self, others: Sequence[Tensor]) -> Iterator[None]:
-        """Others in place of the tensors.
+        """Context with others in place of the tensors.
 
         Raises:
             NotCaptured: A forward has put a new tensor into the place of one.
@@ -378,7 +378,7 @@ def _swap(
 
 
 class _Recording(RankMode):
-    """Around torch's tracing modes: sees each operation."""
+    """Mode around torch's tracing modes, which sees each operation."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

@@ -105,7 +105,7 @@ class CudaGraphs:
         return False
 
     def forget(self) -> None:
-        """Let all graphs go, and the memory of their own; see `Recorder.forget`."""
+        """Free all graphs and their own memory; see `Recorder.forget`."""
         if self._pool is not None:
             self._pool.clear()
         self._pool = None
@@ -126,7 +126,7 @@ class CudaGraphs:
 
     @contextmanager
     def _rehearsing(self) -> Iterator[None]:
-        """Let gradients be added where they stay for good; in the end all is as it was.
+        """Context in which gradients are added where they stay for good; its end restores everything.
 
         But for a generator that other ranks draw from: they would draw the same numbers again.
         """
@@ -282,7 +282,7 @@ class CudaStepGraph:
                 tensor.data.copy_(value)
 
     def _attempt(self, work: Callable[[], None]) -> str | None:
-        """Do something that runs the user's code; returns the reason why a step with it is not captured."""
+        """Run work with the user's code; returns the reason why a step with it is not captured."""
         try:
             work()
         except NotCaptured as refusal:

@@ -1,4 +1,4 @@
-"""A fingerprint of all that a recorded step has taken from Python, looked at before each step.
+"""Guards of a recorded step: the state that it took from Python, compared before each step.
 
 A graph holds numbers, choices and tensors as they were when it was recorded. Watched are: the attributes of
 all modules, training flags and hooks among them; their parameters, buffers and hooks; lists, dicts and sets
@@ -122,7 +122,7 @@ class Guards:
             return OBSCURE
 
     def snapshot(self) -> list[tuple[str, object]]:
-        """All that is watched, by name, as it was when it was last taken."""
+        """All watched values by name, as last taken."""
         return list(self._named())
 
     def _has_same_hooks(self) -> bool:
@@ -368,7 +368,7 @@ def _hooks_of(parameter: Tensor) -> tuple[tuple[int, ...], ...]:
 
 
 def _picker(keys: tuple[Any, ...]) -> Callable[[dict[Any, Any]], tuple[Any, ...]]:
-    """Takes the values of these keys, as a tuple; a key that is gone is an error."""
+    """A function that takes the values of these keys, as a tuple; a missing key is an error."""
     return itemgetter(*keys) if len(keys) > 1 else lambda table: (table[keys[0]],)
 
 
@@ -381,9 +381,9 @@ def _names(function: FunctionType) -> Sequence[str]:
 
 
 def _is_library(module: str | None, *, inner: bool = False) -> bool:
-    """Whether a module is no user's: its code does not change while a run goes on.
+    """Whether a module is a library's: its code does not change during a run.
 
-    With `inner` flowdp's own is looked at: a criterion lies in a closure of one of its functions.
+    With `inner` flowdp is none: a criterion lies in a closure of one of its functions.
     """
     space = (module or "").partition(".")[0]
     return space in _LIBRARIES and not (inner and space == "flowdp")

@@ -23,7 +23,7 @@ Function = Callable[..., list[Tensor]]
 
 
 class Inputs:
-    """Makes of a recorded graph one whose inputs are lists: a call hands over a few objects.
+    """Rewrites a recorded graph as one whose inputs are lists: a call hands over a few objects.
 
     Args:
         graph: Its inputs are the rank's tensors, those of the batch, and two numbers.

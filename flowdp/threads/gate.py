@@ -109,7 +109,7 @@ class Gate:
             raise CollectiveAborted(self._state.error or f"rank {rank} left the gate")
 
     def retire(self) -> None:
-        """No round will be held any more: let go of the launch, and of all that it would launch."""
+        """Drop the launch, and the objects that it refers to: no round follows."""
         self._launch = None
 
     def direct(self, directives: Directives) -> None:

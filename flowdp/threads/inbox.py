@@ -10,8 +10,8 @@ from flowdp.errors import ProtocolError
 __all__ = ["LISTEN_S", "Inbox"]
 
 LISTEN_S = 0.5
-"""Seconds after which a wait of the user's thread looks up: Python misses a signal that comes just before a
-wait on a lock begins."""
+"""Longest wait of the user's thread in one piece: Python misses a signal that comes just before a wait on a
+lock begins."""
 
 T = TypeVar("T")
 

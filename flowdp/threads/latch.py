@@ -1,4 +1,4 @@
-"""A latch: threads that stand ready wait at it, until all of them are to begin or none."""
+"""A latch: ready threads wait at it until all of them begin, or none."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ EVERY = 8
 """One of so many calls of a rank is measured; while limits are tried, each is."""
 
 OLD_S = 30.0
-"""Age of a window that tells nothing of now: steps that are captured launch nothing that is measured."""
+"""Age at which a window is out of date: captured steps launch nothing that is measured."""
 
 KEPT = 64
 """Measured calls of a window that are kept, per rank and part of a step."""
@@ -123,7 +123,7 @@ class LaunchTurn:
         return None if is_old and not self._policy.is_trying else self._policy.waiting
 
     def take(self, rank: RankTurn) -> bool:
-        """Wait for a place; False where none is needed, any more, and none is to be given back."""
+        """Wait for a place; False where none is needed: then none is to be given back."""
         with self._lock:
             if self.limit is None:
                 return False

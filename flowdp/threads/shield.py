@@ -1,4 +1,4 @@
-"""Ctrl-C held back where it would tear something in two.
+"""Ctrl-C held back where it would leave an operation half done.
 
 Python raises KeyboardInterrupt in the main thread between any two bytecodes: also between the start of a
 thread and the note that it was started.
@@ -17,7 +17,7 @@ __all__ = ["Held", "interrupts_held"]
 
 
 class Held:
-    """The handler of SIGINT meanwhile: the first one waits, the second one is let through.
+    """Handler of SIGINT while it is held back: the first one waits, the second one passes.
 
     Args:
         earlier: The handler from before; None where there is nothing to hold back.
@@ -28,7 +28,7 @@ class Held:
         self._waiting: list[FrameType | None] = []
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Keep the first one; hear the second one at once."""
+        """Hold the first signal; pass the second one on at once."""
         assert number == signal.SIGINT
         is_second = bool(self._waiting)
         self._waiting.append(frame)
@@ -36,7 +36,7 @@ class Held:
             self.release()
 
     def release(self) -> None:
-        """Let the one that waits be heard now, if there is one."""
+        """Pass on the signal that waits, if there is one."""
         frames, self._waiting = self._waiting, []
         if frames and self._earlier is not None:
             self._earlier(signal.SIGINT, frames[0])
