@@ -375,11 +375,11 @@ class _Shares:
         self.weights = weights
 
     def of_all(self, _dtype: torch.dtype) -> Sequence[float | Tensor]:  # a number is of any
-        """Each one's share of all."""
+        """Share of each giver in the whole."""
         return self.weights
 
     def steps(self, _dtype: torch.dtype) -> Sequence[float | Tensor]:
-        """Each one's share of those up to it."""
+        """Share of each giver in the sum up to it."""
         return [
             weight / so_far for weight, so_far in zip(self.weights, accumulate(self.weights), strict=True)
         ]

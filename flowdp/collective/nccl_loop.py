@@ -117,7 +117,7 @@ class NcclLoop:
         )
 
     def reduce(self, rows: Rows) -> None:
-        """Replace the first rank's rows by the sums over all ranks; those of the others are spent.
+        """Replace the first rank's rows by the sums over all ranks; the others' are undefined then.
 
         Raises:
             CollectiveError: As `broadcast`.
@@ -210,7 +210,7 @@ class NcclLoop:
         self._watchdog.launched(self._launches, marks.start, marks.done)
 
     def _next_marks(self) -> _Marks:
-        """Marks that no device has before it any more; the host runs half of them ahead, at most.
+        """Marks that every device has passed; the host runs half of them ahead, at most.
 
         The watchdog looks at the other half: `ROUNDS // 2` launches.
         """

@@ -359,7 +359,7 @@ class CommunicatorSetup:
 
 
 def _stand_in(lane: Lane, flat: Flat) -> Flat:
-    """A flat that may be written over. Its memory is training's, and so is not lost to it afterwards."""
+    """A flat that may be written over, in memory of `compute`, which training uses again afterwards."""
     split = min(flat.split, CHECKED)
     length = split + min(flat.memory.numel() - flat.split, CHECKED)
     with lane.on(lane.compute):

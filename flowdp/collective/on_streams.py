@@ -127,7 +127,7 @@ class StreamedMean(ABC):
         """Ordinary kernels do not wait for other devices, so none hangs."""
 
     def close(self) -> None:
-        """Wait for the last round's work, which writes to memory that goes now."""
+        """Wait for the last round's work, which writes to memory that is freed next."""
         with ExitStack() as draining:  # of every lane, also where the device of one is dead
             for lane in self._lanes:
                 draining.callback(lane.drain)

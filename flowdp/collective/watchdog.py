@@ -22,7 +22,7 @@ from flowdp.errors import CollectiveError, CollectiveTimeout
 __all__ = ["LIMIT_S", "Watchdog"]
 
 LIMIT_S = 60.0
-"""How long an averaging that has begun may take: one of many gigabytes over a slow bus is done in seconds."""
+"""Limit of an averaging that has begun: one of many gigabytes over a slow bus is done in seconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,7 +24,7 @@ __all__ = ["cpu_quota", "open_pools", "thread_budget", "threads_per_rank", "usab
 log = logging.getLogger("flowdp")
 
 CROWDED_MS = 1.0
-"""A parallel operation that takes longer waits for threads that have no core."""
+"""Limit of a small parallel operation: a longer one waits for threads that have no core."""
 
 
 def open_pools(

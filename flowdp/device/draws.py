@@ -49,7 +49,7 @@ def share_generator(devices: Sequence[torch.device]) -> list[bool]:
 
 
 class NoRedraws(RankMode):
-    """While entered, a forward that a backward computes again may draw no random numbers.
+    """Mode in which a forward that a backward computes again may draw no random numbers.
 
     `torch.utils.checkpoint` puts the generator back to where it was before the forward. Where ranks share the
     generator, others have drawn from it in between, and the numbers are not those of the forward: the
@@ -93,7 +93,7 @@ def _is_seeding(func: Any, args: Sequence[Any]) -> bool:
 
 
 class DrawsNoted(RankMode):
-    """While entered, notes whether an operation draws from a device's generator.
+    """Mode that notes whether an operation draws from a device's generator.
 
     Attributes:
         has_drawn: Whether one has.
@@ -115,7 +115,7 @@ class DrawsNoted(RankMode):
 
 
 class OwnDraws(RankMode):
-    """While entered, random operations on the CPU draw from a generator seeded for one job of one rank.
+    """Mode in which random operations on the CPU draw from a generator seeded for one job of one rank.
 
     Args:
         seed: From `draw_seed`, the same for all ranks of a call; None: nothing may be drawn, for it is a
@@ -180,7 +180,7 @@ def is_random(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
 
 @cache
 def _dropout(func: Any) -> int | None:
-    """The place of an attention's share of dropout among its arguments."""
+    """Position of attention's `dropout_p` among the arguments; None without one."""
     names = list(_arguments(func))
     return names.index("dropout_p") if "dropout_p" in names else None
 

@@ -230,7 +230,7 @@ class SharedGradients(FlatGradients, FlatTensors):
 
 
 def _replace(own: Tensor, gradient: Tensor | None) -> bool:
-    """Replace a gradient by the memory at its place; whether there is any."""
+    """Copy a gradient into its place, zeros for None; returns whether there is one."""
     if gradient is None:
         own.zero_()
     else:

@@ -278,7 +278,7 @@ class FlatReplica(FlatTensors):
 
     @property
     def has_buffers(self) -> bool:
-        """Whether the module has any."""
+        """Whether the module has buffers."""
         return any(flat.split < len(flat.memory) for flat in self.flats)
 
     def keep_buffers(self) -> None:

@@ -15,7 +15,7 @@ __all__ = ["WritesNoted", "storage_of"]
 
 
 class WritesNoted(RankMode):
-    """While entered, notes the first write to each tensor that was there before, and can undo it.
+    """Mode that notes the first write to each tensor that was there before, and can undo it.
 
     Only operations whose schema says that they write are seen: `native_batch_norm` and its like do not say
     that they update buffers.
