@@ -129,7 +129,7 @@ class AsyncRounds(Rounds):
         """Take a fact that concerns rounds."""
         match fact:
             case StepsDone():
-                self._take_work(fact)
+                self._credit(fact.rank, self._ranks[fact.rank].reported(fact), fact.work)
             case SnapshotReady():
                 # An answer to an abandoned round comes late and belongs nowhere; its rank may be sound again.
                 if self._round is not None and self._round.number == fact.round:
@@ -152,9 +152,6 @@ class AsyncRounds(Rounds):
             case _:
                 raise ProtocolError(f"asynchronous rounds know no {fact}")
         return []
-
-    def _take_work(self, fact: StepsDone) -> None:
-        self._credit(fact.rank, self._ranks[fact.rank].reported(fact), fact.work)
 
     def _credit(self, rank: int, order: StartEpoch, work: Work, wait_ms: float = 0.0) -> None:
         self._is_bad |= work.bad is not None

@@ -176,7 +176,7 @@ class Barrier:
     def is_enough(self) -> bool:
         """Whether the run shall end: the monitored number has not improved for `patience` epochs."""
         monitor = self._tasks.monitor
-        return monitor is not None and monitor.patience is not None and self._best.bad >= monitor.patience
+        return monitor is not None and monitor.is_enough(self._best)
 
     @property
     def is_wanted(self) -> bool:
@@ -298,10 +298,10 @@ class Barrier:
         monitor = self._tasks.monitor
         if monitor is not None:
             evaluates = self._tasks.eval_every is not None
-            self._best, verdict = judge(self._best, monitor, metrics, evaluates=evaluates)
-            self._is_best = verdict.is_best and self._tasks.keeps_best
-            if verdict.error is not None:
-                commands.append(Fail(verdict.error, kind="option"))
+            self._best, error = judge(self._best, monitor, metrics, evaluates=evaluates)
+            self._is_best = self._best.epoch == metrics.epoch and self._tasks.keeps_best
+            if error is not None:
+                commands.append(Fail(error, kind="option"))
         self._wants_save |= self._tasks.saves(metrics.epoch)
         return commands
 

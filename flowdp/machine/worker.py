@@ -249,7 +249,10 @@ class WorkerMachine:
         order = self._order
         if order is None:
             if self._tasks:
-                return self._stand(self._tasks.popleft())
+                task = self._tasks.popleft()
+                if isinstance(task, CopyReplica):
+                    self.was_bad = False
+                return Serve(task)
             if not self._orders:
                 return _IDLE
             order = self._order = self._orders.popleft()
@@ -339,11 +342,6 @@ class WorkerMachine:
         self.samples -= self._snapshot.samples
         self._base = global_step
         self._snapshot = None
-
-    def _stand(self, task: BarrierTask) -> Serve:
-        if isinstance(task, CopyReplica):
-            self.was_bad = False
-        return Serve(task)
 
     def _shorten(self, end: DataEnded) -> None:
         """Drop what the epoch does not have; at the gate it counts as left, which voids what is behind."""

@@ -13,7 +13,7 @@ from flowdp.errors import OptionError
 from flowdp.policy.tally import EpochMetrics
 from flowdp.validators import check_int, check_number
 
-__all__ = ["Best", "Monitor", "Verdict", "judge", "number_of"]
+__all__ = ["Best", "Monitor", "judge", "number_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Monitor:
     """Number to watch, and the direction that is better.
 
     Attributes:
-        name: Of a mean of the evaluation, else "loss" or the name of a scalar of the training.
+        name: Name of a mean of the evaluation, else "loss" or the name of a scalar of the training.
         mode: Whether the least or the greatest is best.
         patience: Judged epochs in a row without a better one after which the run stops; None: never.
         min_delta: By how much a value must be better than the best one to count.
@@ -66,20 +66,9 @@ class Monitor:
             return math.isfinite(value)
         return value < best - self.min_delta if self.mode == "min" else value > best + self.min_delta
 
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Verdict on an epoch's value.
-
-    Attributes:
-        is_best: It is the best one so far.
-        stop: Patience is at its end.
-        error: Why it cannot be judged, in words; None where it can, or where a later one will be.
-    """
-
-    is_best: bool = False
-    stop: bool = False
-    error: str | None = None
+    def is_enough(self, best: Best) -> bool:
+        """Whether the run shall end: the number has not improved for `patience` judged epochs."""
+        return self.patience is not None and best.bad >= self.patience
 
 
 def number_of(name: str, metrics: EpochMetrics, *, evaluates: bool = False) -> float | None:
@@ -89,34 +78,33 @@ def number_of(name: str, metrics: EpochMetrics, *, evaluates: bool = False) -> f
     evaluation's number, and the training's of the same name cannot be compared with it.
 
     Args:
-        name: Of the number.
-        metrics: Of the epoch.
+        name: Name of the number.
+        metrics: Record of the epoch.
         evaluates: The run has an evaluation, at the end of some epochs.
     """
     return None if evaluates and not metrics.eval else _numbers(metrics).get(name)
 
 
-def judge(best: Best, monitor: Monitor, metrics: EpochMetrics, *, evaluates: bool) -> tuple[Best, Verdict]:
-    """Judge an epoch; returns the monitor's memory behind it, and the verdict.
+def judge(best: Best, monitor: Monitor, metrics: EpochMetrics, *, evaluates: bool) -> tuple[Best, str | None]:
+    """Judge an epoch; returns the best value behind it, of this epoch where it is the best one so far.
 
+    The error in words is returned, too, where the epoch cannot be judged and a later one will not be either.
     Where the run has an evaluation, epochs without one are not judged; see `number_of`.
 
     Args:
-        best: What it has come to before.
-        monitor: What is watched.
-        metrics: Of the epoch.
+        best: Best value before it.
+        monitor: Number to watch.
+        metrics: Record of the epoch.
         evaluates: The run has an evaluation, at the end of some epochs.
     """
     value = number_of(monitor.name, metrics, evaluates=evaluates)
     if value is None:
-        # A scalar that was there once may be recorded now and then; only what never was is a wrong name.
+        # A scalar that was there once may be recorded now and then; only one that never was is a wrong name.
         is_known = best.epoch >= 0 or best.bad > 0 or (evaluates and not metrics.eval)
-        return best, Verdict(error=None if is_known else _unknown(monitor.name, metrics))
+        return best, None if is_known else _unknown(monitor.name, metrics)
     if monitor.is_better(value, best.value):
-        return Best(value, metrics.epoch), Verdict(is_best=True)
-    bad = best.bad + 1
-    stop = monitor.patience is not None and bad >= monitor.patience
-    return Best(best.value, best.epoch, bad), Verdict(stop=stop)
+        return Best(value, metrics.epoch), None
+    return Best(best.value, best.epoch, best.bad + 1), None
 
 
 def _numbers(metrics: EpochMetrics) -> dict[str, float]:
