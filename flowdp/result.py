@@ -62,7 +62,7 @@ class Status:
     """Status of a run; prints as one line.
 
     Attributes:
-        life: "running", "paused", "done", "stopped" or "failed".
+        phase: "running", "paused", "done", "stopped" or "failed".
         epochs_done: Complete epochs.
         global_step: Steps of all ranks in the rounds held so far.
         round: The last round, or None.
@@ -77,7 +77,7 @@ class Status:
             that could not be written, a standstill at the start or while paused.
     """
 
-    life: str
+    phase: str
     epochs_done: int
     global_step: int
     round: int | None
@@ -89,7 +89,9 @@ class Status:
 
     def __str__(self) -> str:
         steps = " ".join(map(str, self.local_steps))
-        line = f"{self.life} | {self.epochs_done} epochs | step {self.global_step:,} | steps per rank {steps}"
+        line = (
+            f"{self.phase} | {self.epochs_done} epochs | step {self.global_step:,} | steps per rank {steps}"
+        )
         if self.launch_bound is not None and self.launch_bound >= BOUND:
             line += f" | waits to launch {100 * self.launch_bound:.0f} %"
         return line + (f" | problems: {len(self.problems)}" if self.problems else "")

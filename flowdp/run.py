@@ -118,13 +118,13 @@ class Run:
         records, last = self._engine.records, self._engine.records.last_round
         if records.is_ended:
             stopped = records.finish is not None and records.finish.stopped
-            life = "failed" if self.error is not None else "stopped" if stopped else "done"
+            phase = "failed" if self.error is not None else "stopped" if stopped else "done"
         else:
-            life = "paused" if records.is_paused else "running"
+            phase = "paused" if records.is_paused else "running"
         progress = self._engine.progress()
         start = self._engine.config.start
         return Status(
-            life=life,
+            phase=phase,
             epochs_done=sum(one.is_complete for one in records.epochs.copy()),
             global_step=last.global_step if last else start.global_step if start else 0,
             round=last.round if last else None,

@@ -26,7 +26,7 @@ def at_end():
     print("at exit:", ending(), flush=True)
 
 def ending():
-    return f"{run.status().life} {run.state and (run.state.interrupted, run.state.global_step)}"
+    return f"{run.status().phase} {run.state and (run.state.interrupted, run.state.global_step)}"
 
 import torch
 import flowdp

@@ -124,7 +124,7 @@ def test_a_run_to_its_end(policy: str, devices: int) -> None:
         assert epoch.rounds == sum(record.rounds for record in told)
         assert epoch.sync_ms == pytest.approx(sum(record.rounds * record.sync_ms for record in told))
     status = run.status()
-    assert (status.life, status.global_step, status.epochs_done) == ("done", 90, 3)
+    assert (status.phase, status.global_step, status.epochs_done) == ("done", 90, 3)
     assert sum(status.local_steps) == 90
     assert str(status).startswith("done | 3 epochs | step 90 | steps per rank ")
     assert "Finish(" in run.dump()
@@ -194,7 +194,7 @@ def test_a_run_under_way() -> None:
     assert not run.done
     assert run.state is None
     status = run.status()
-    assert status.life == "running"
+    assert status.phase == "running"
     assert "StartEpoch" in run.dump()
     with pytest.raises(TimeoutError, match=r"continues after 0.01 s: running \| "):
         run.join(0.01)
@@ -202,7 +202,7 @@ def test_a_run_under_way() -> None:
     assert run.status().global_step >= status.global_step
     run.stop()
     assert run.join().global_step == len(steps.seen)
-    assert run.status().life == "stopped"
+    assert run.status().phase == "stopped"
 
 
 @pytest.mark.usefixtures("kept_replicas")
@@ -235,7 +235,7 @@ def test_stop_after_the_end() -> None:
     run.stop()
     assert run.join() is state
     assert not state.interrupted
-    assert run.status().life == "done"
+    assert run.status().phase == "done"
 
 
 # ---------------------------------------------------------------- pauses
@@ -247,7 +247,7 @@ def test_what_was_enqueued_inside_the_block_comes_before_the_next_step(
     run = trainer(steps, devices=3, **ENDLESS).start()
     with run.paused():
         monkeypatch.setattr(
-            HostLane, "await_caller", lambda lane: awaited.append(run.status().life == "paused")
+            HostLane, "await_caller", lambda lane: awaited.append(run.status().phase == "paused")
         )
     assert awaited == [True] * 3
     run.stop()
@@ -264,7 +264,7 @@ def test_no_rank_steps_inside_the_block(policy: str, devices: int) -> None:
             steps.wait_for_more(20)
         with run.paused():
             steps.is_forbidden = True
-            assert run.status().life == "paused"
+            assert run.status().phase == "paused"
             weights = [replica.module.weight.clone() for replica in run._engine.replicas]
             assert all(torch.equal(weight, weights[0]) for weight in weights)
             assert not steps.violated.wait(0.02)
@@ -477,7 +477,7 @@ def test_a_pause_of_a_run_that_is_over_is_entered() -> None:
     run = trainer().start()
     run.join()
     with run.paused():
-        assert run.status().life == "done"
+        assert run.status().phase == "done"
 
 
 def test_replicas_that_were_left_out_of_a_mean_are_among_the_problems() -> None:
@@ -857,7 +857,7 @@ def test_a_finished_run_is_not_lost_with_a_model_that_does_not_take_it(model: nn
     assert state.epochs_done == 3
     assert isinstance(raised.value.__cause__, (RuntimeError, KeyError))
     assert run.state is run.snapshot() is state
-    assert run.status().life == "done"
+    assert run.status().phase == "done"
     assert run.error is None
     for ask in (run.join, lambda: list(run.metrics())):
         with pytest.raises(StateError) as again:

@@ -19,7 +19,7 @@ from flowdp.engine.diagnostics import Diagnostics
 from flowdp.engine.services import MeetingPoint, Services
 from flowdp.engine.worker_thread import Mail
 from flowdp.errors import CollectiveError, FlowdpError, OptionError, ProtocolError
-from flowdp.machine.coordinator import Coordinator, Life
+from flowdp.machine.coordinator import Coordinator, Phase
 from flowdp.machine.event_log import EventLog
 from flowdp.policy.formats import format_error
 from flowdp.policy.stall import StallWatch
@@ -106,7 +106,7 @@ class CoordinatorShell:
                 average = partial(self._average, self._snapshots)
                 self._helper = threading.Thread(target=average, name="flowdp-average", daemon=True)
                 self._helper.start()
-            while self.machine.life is not Life.DONE:
+            while self.machine.phase is not Phase.DONE:
                 self._turn()
         except BaseException as error:
             self._give_up(error)
@@ -145,13 +145,13 @@ class CoordinatorShell:
 
     def _look(self, now_ms: float) -> None:
         """See whether anything has moved since the last look."""
-        life = self.machine.life
+        phase = self.machine.phase
         verdict = self._watch.look(
             now_ms,
             (*self._diagnostics.progress(), self.machine.global_step),
             all_started=self._diagnostics.have_all_started(),
             # A run that starts, fails or leaves has deadlines of its own, and a disk may be slow.
-            may_stand=self._records.is_paused or life is not Life.RUNNING or self._failing_ms is not None,
+            may_idle=self._records.is_paused or phase is not Phase.RUNNING or self._failing_ms is not None,
             longest_ms=self._diagnostics.longest_ms(),
         )
         if verdict == "moves":
@@ -255,7 +255,7 @@ class CoordinatorShell:
         deadline_s = perf_counter() + GRACE_MS / 1e3
         for thread in self._threads:
             # Each has posted Exiting, except after a failure of this thread, when none is read.
-            is_leaving = self.machine.life is Life.DONE
+            is_leaving = self.machine.phase is Phase.DONE
             thread.join(None if is_leaving else max(0.0, deadline_s - perf_counter()))
         if self._helper is not None:
             self._jobs.post(None)

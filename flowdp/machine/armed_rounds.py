@@ -1,4 +1,4 @@
-"""Rounds that one order to every rank has armed, and what came of them."""
+"""Rounds that one order to every rank has armed, and their results."""
 
 from __future__ import annotations
 

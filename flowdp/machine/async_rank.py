@@ -41,7 +41,7 @@ class AsyncRank:
 
     @property
     def reach(self) -> int:
-        """Steps that it takes with what it was told."""
+        """Steps that it can take with its orders and its last `Throttle`."""
         return self.dealt if self.limit is None else min(self.limit, self.dealt)
 
     @property

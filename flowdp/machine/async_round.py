@@ -46,7 +46,7 @@ class Meeting:
     Attributes:
         number: Its number among the rounds.
         is_hurried: Ranks are to come with the steps they have.
-        acks: What they have answered.
+        acks: Acknowledgments so far, by rank.
     """
 
     number: int

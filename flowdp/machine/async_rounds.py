@@ -2,8 +2,8 @@
 
 Batches go out in orders, two per rank, so that a rank always has the next one; `Throttle` stops a rank that
 is ahead within its order. A round is opened when every rank has taken its count of steps or cannot move; it
-passes through three states, each left by facts alone: snapshots are collected, averaged, applied. What has to
-happen to all ranks at once (a pause, a stop, a new learning rate, the end) is a blocking round at the gate.
+passes through three states, each left by facts alone: snapshots are collected, averaged, applied. A change
+of all ranks at once (a pause, a stop, a new learning rate, the end) is a blocking round at the gate.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class AsyncRounds(Rounds):
 
     def _credit(self, rank: int, order: StartEpoch, work: Work, wait_ms: float = 0.0) -> None:
         self._is_bad |= work.bad is not None
-        self.epochs.settle(order.epoch, rank, order.batches, work.steps)
+        self.epochs.count_back(order.epoch, rank, order.batches, work.steps)
         self.epochs.record(rank, work, wait_ms=wait_ms)
         self._ranks[rank].credit(order, work)
 
@@ -340,11 +340,11 @@ class AsyncRounds(Rounds):
             if state.orders:
                 self._credit(rank, state.orders.popleft(), theirs.work, theirs.wait_ms)
             for order in state.orders:
-                self.epochs.settle(order.epoch, rank, order.batches, 0)
+                self.epochs.count_back(order.epoch, rank, order.batches, 0)
                 state.dealt -= order.steps
             state.orders.clear()
             state.mean = state.snapshot = state.trained
-        self.epochs.fold()
+        self.epochs.rewind()
         self.global_step = outcome.global_step
         self._meeting = None
         self._bad = {rank: self._ranks[rank].bad for rank in outcome.bad}

@@ -54,9 +54,9 @@ class BarrierPlan:
     Attributes:
         save: When a checkpoint is due; None: only when it is asked for.
         eval_every: Epochs between two evaluations; None: there are none.
-        monitor: What ends the run when it does not get better; None: nothing.
-        keeps_best: What the ranks have at the best epoch is kept.
-        is_saved: What the run begins from is a checkpoint in its own folder.
+        monitor: Number that ends the run when it does not improve; None: none does.
+        keeps_best: The state at the best epoch is saved.
+        is_saved: The run resumes from a checkpoint in its own folder.
         inside: A run can go on inside an epoch, too: its last checkpoint may lie there.
     """
 
@@ -222,7 +222,7 @@ class Barrier:
         """Take an answer.
 
         Raises:
-            ProtocolError: Nobody asked.
+            ProtocolError: No such task of this rank is out.
         """
         kinds = {Evaluated: Evaluate, StateSaved: SaveState, ReplicaCopied: CopyReplica}
         asked = self._asked

@@ -4,7 +4,7 @@
 that comes between two rounds, a rank that dies while another is asked for its snapshot, a pause taken back
 before it was obeyed. It knows no thread, no clock and no torch; the simulator runs it by the ten thousand.
 
-The life of a run::
+The phases of a run::
 
     starting --all ranks ready--> running --nothing left, or stop--> leaving --all ranks gone--> done
         |                            |                                                            ^
@@ -55,10 +55,10 @@ from flowdp.protocol.messages import (
 )
 from flowdp.protocol.position import Position
 
-__all__ = ["Coordinator", "Life"]
+__all__ = ["Coordinator", "Phase"]
 
 
-class Life(Enum):
+class Phase(Enum):
     """Phases of a run."""
 
     STARTING = "starting"
@@ -79,7 +79,7 @@ class Coordinator:
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
-        self.life = Life.STARTING
+        self.phase = Phase.STARTING
         self.epochs = Epochs(
             config.batches,
             config.epochs,
@@ -123,7 +123,7 @@ class Coordinator:
 
     def deadline_ms(self) -> float | None:
         """Time to call `handle(Tick(), ...)` if nothing happens before; None: never."""
-        if self.life is not Life.RUNNING:
+        if self.phase is not Phase.RUNNING:
             return None
         due = [self.rounds.deadline_ms(), self.barrier.saves.deadline_ms]
         return min((ms for ms in due if ms is not None), default=None)
@@ -136,7 +136,7 @@ class Coordinator:
         """
         self.epochs.check()
         self.rounds.check()
-        if self.life is Life.DONE and len(self._gone) != self.config.world_size:
+        if self.phase is Phase.DONE and len(self._gone) != self.config.world_size:
             raise ProtocolError(f"done while only {sorted(self._gone)} have left")
 
     # ------------------------------------------------------------------ facts
@@ -154,21 +154,21 @@ class Coordinator:
                 pass
             case DataEnded():
                 # As soon as it is read, before the first order too; a run that is leaving has no use for it.
-                if self.life in (Life.STARTING, Life.RUNNING):
+                if self.phase in (Phase.STARTING, Phase.RUNNING):
                     self.epochs.end(fact.epoch, fact.batches)
                     return self.rounds.end(fact)
-            case Evaluated() | StateSaved() | ReplicaCopied() if self.life is Life.RUNNING:
+            case Evaluated() | StateSaved() | ReplicaCopied() if self.phase is Phase.RUNNING:
                 self.barrier.take(fact)
                 if isinstance(fact, ReplicaCopied):
                     self._bad.pop(fact.rank, None)
-            case _ if self.life is Life.RUNNING:
+            case _ if self.phase is Phase.RUNNING:
                 return self._failing(self.rounds.take(fact, now_ms))
-            case _ if self.life in (Life.FAILING, Life.DONE):
+            case _ if self.phase in (Phase.FAILING, Phase.DONE):
                 pass  # said before its sender heard of the end
-            case SnapshotReady() if self.life is Life.LEAVING:
+            case SnapshotReady() if self.phase is Phase.LEAVING:
                 pass  # answers an abandoned round
             case _:
-                raise ProtocolError(f"unexpected {fact} while the run is {self.life.value}")
+                raise ProtocolError(f"unexpected {fact} while the run is {self.phase.value}")
         return []
 
     def _take_exit(self, fact: Exiting, now_ms: float) -> list[Command]:
@@ -178,14 +178,14 @@ class Coordinator:
             if fact.is_alone and self._may_go_on():
                 return [LeaveGate(fact.rank), *self.rounds.take(fact, now_ms)]
             self.error = self.error or fact.error
-        elif self.life not in (Life.LEAVING, Life.FAILING):
+        elif self.phase not in (Phase.LEAVING, Phase.FAILING):
             self.error = self.error or f"rank {fact.rank} left without being told to"
         return []
 
     def _may_go_on(self) -> bool:
         """Whether the other ranks go on without one that has failed."""
         is_wanted = self.config.on_failure == "continue" and self.rounds.averages == "parameters"
-        is_running = self.life is Life.RUNNING and self.error is None and not self.barrier.is_asked
+        is_running = self.phase is Phase.RUNNING and self.error is None and not self.barrier.is_asked
         return is_wanted and is_running and bool(self._present())
 
     def _failing(self, commands: list[Command]) -> list[Command]:
@@ -209,19 +209,19 @@ class Coordinator:
     # ------------------------------------------------------------------ decisions
     def _decide(self, now_ms: float) -> list[Command]:
         commands: list[Command] = []
-        if self.life is Life.STARTING and len(self._ready) == self.config.world_size and self.error is None:
-            self.life = Life.RUNNING
+        if self.phase is Phase.STARTING and len(self._ready) == self.config.world_size and self.error is None:
+            self.phase = Phase.RUNNING
             self.epochs.start(now_ms)
             self.barrier.saves.begin(now_ms, self.global_step)
-        if self.life is Life.RUNNING and self.error is None:
+        if self.phase is Phase.RUNNING and self.error is None:
             commands += self._run(now_ms)
-        if self.life in (Life.STARTING, Life.RUNNING, Life.LEAVING) and self.error is not None:
-            self.life = Life.FAILING
+        if self.phase in (Phase.STARTING, Phase.RUNNING, Phase.LEAVING) and self.error is not None:
+            self.phase = Phase.FAILING
             commands.append(AbortGate(self.error))
             commands += [Send(rank, Abort(self.error)) for rank in self._present()]
-        if self.life in (Life.LEAVING, Life.FAILING) and len(self._gone) == self.config.world_size:
+        if self.phase in (Phase.LEAVING, Phase.FAILING) and len(self._gone) == self.config.world_size:
             stopped = not self.epochs.is_complete
-            self.life = Life.DONE
+            self.phase = Phase.DONE
             stands = self._position(now_ms) if self.error is None else None
             commands.append(Finish(self.error, stopped, self.global_step, self.epochs.complete, stands))
         return commands
@@ -250,7 +250,7 @@ class Coordinator:
         if not self.rounds.is_idle or self.barrier.is_wanted:
             return commands
         if self._ends or self.epochs.is_complete:
-            self.life = Life.LEAVING
+            self.phase = Phase.LEAVING
             commands += [Send(rank, Shutdown()) for rank in self._present()]
         elif self._wants_pause and not self.is_paused:
             commands += self._stand_still()

@@ -47,7 +47,7 @@ class Epochs:
             before.
 
     Attributes:
-        done: Epochs of which all was trained that the run's limit leaves of them.
+        done: Epochs that are over: complete, or as far as the run's limit goes.
         metric: Loss of the last complete epoch, where a scheduler waits for it; else None.
     """
 
@@ -89,7 +89,7 @@ class Epochs:
         return self.done - len(self._cut)
 
     def dealing(self, now_ms: float) -> Ledger | None:
-        """The earliest epoch of which something can be dealt; None: nothing now, or nothing ever."""
+        """The earliest epoch with batches to deal; None where there are none now, or none will come."""
         for epoch in self._open:
             if epoch.ledger.remaining:
                 return epoch.ledger
@@ -152,10 +152,10 @@ class Epochs:
         for one in self._open:
             one.start_ms += now_ms
 
-    def disown(self, rank: int, heirs: Sequence[int]) -> None:
+    def reassign(self, rank: int, ranks: Sequence[int]) -> None:
         """Give the left-overs of a rank that is gone to other ranks."""
         for one in self._open:
-            one.ledger.disown(rank, heirs)
+            one.ledger.reassign(rank, ranks)
 
     def of(self, epoch: int) -> Ledger:
         """The ledger of an epoch under way."""
@@ -172,10 +172,10 @@ class Epochs:
                 self._planned -= -(-one.ledger.batches // self._group) + (-batches // self._group)
                 one.ledger.end(batches)
 
-    def settle(self, epoch: int, rank: int, batches: Sequence[int], steps: int) -> None:
+    def count_back(self, epoch: int, rank: int, batches: Sequence[int], steps: int) -> None:
         """Count back dealt batches of an epoch; none where it ended before them."""
         if batches:
-            self.of(epoch).settle(rank, batches, steps)
+            self.of(epoch).count_back(rank, batches, steps)
 
     def record(self, rank: int, work: Work, wait_ms: float = 0.0, sync_ms: float = 0.0) -> None:
         """Count a rank's work towards its epoch."""
@@ -221,10 +221,10 @@ class Epochs:
                 self._open[0].start_ms = now_ms
         return records
 
-    def fold(self) -> None:
-        """Shorten the lists of left-overs."""
+    def rewind(self) -> None:
+        """Take back left-overs from the positions; see `Ledger.rewind`."""
         for epoch in self._open:
-            epoch.ledger.fold()
+            epoch.ledger.rewind()
 
     def check(self) -> None:
         """Check the ledgers.

@@ -103,10 +103,10 @@ class ExactRounds(PlannedRounds):
 
     def _count_back(self, held: HeldRounds) -> None:
         # A rank without a sample has taken the step, too.
-        self.epochs.settle(held.armed.epoch, 0, held.armed.deal[0], held.rounds)
+        self.epochs.count_back(held.armed.epoch, 0, held.armed.deal[0], held.rounds)
 
     def _measure(self, held: HeldRounds) -> str:
-        # The first round builds what all later ones find there: it says nothing about the speeds.
+        # The first round fills caches that all later ones use: its times say nothing about the speeds.
         if self._orders_held > 0:
             works = held.works
             self._balance.update([work.samples for work in works], [work.busy_ms for work in works])

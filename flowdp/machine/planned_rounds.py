@@ -2,7 +2,7 @@
 
 No wake-up of the coordinator is on the critical path: workers find the next order in their inbox. An order is
 settled when all members have acknowledged it; an outcome that voids the orders behind brings their batches
-back to the ledger, to be planned anew. Subclasses say what a round deals.
+back to the ledger, to be planned anew. Subclasses choose the batches of a round.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class PlannedRounds(Rounds):
         self.times.pace_ms[rank] = 0.0
         records = self._settle_all(now_ms)
         if not self._armed:
-            self.epochs.disown(rank, self._present)
+            self.epochs.reassign(rank, self._present)
         return records
 
     def take(self, fact: Fact, now_ms: float) -> list[Command]:
@@ -211,7 +211,7 @@ class PlannedRounds(Rounds):
         if len(self._armed) > AHEAD:
             raise ProtocolError(f"{len(self._armed)} orders are out, {AHEAD} may be")
 
-    # ------------------------------------------------------------------ what a round is, by policy
+    # ------------------------------------------------------------------ differences between the policies
     @abstractmethod
     def _deal(self, ledger: Ledger) -> tuple[int, Deal]:
         """Deal the batches of the next order; returns the number of rounds to arm, and the batches."""
@@ -242,9 +242,9 @@ class PlannedRounds(Rounds):
         return ()
 
     def _count_back(self, held: HeldRounds) -> None:
-        """Give the ledger back what was dealt, trained or not."""
+        """Count the dealt batches back, trained or not."""
         for rank, work in enumerate(held.works):
-            self.epochs.settle(held.armed.epoch, rank, held.armed.deal[rank], work.steps)
+            self.epochs.count_back(held.armed.epoch, rank, held.armed.deal[rank], work.steps)
 
     def _measure(self, held: HeldRounds) -> str:
         """Take the measurements; returns the reason of the divergence guard, or ""."""
@@ -260,7 +260,7 @@ class PlannedRounds(Rounds):
         # A replica that one rank reports as bad while others are still a round behind is healed first.
         if any(armed.has_bad for armed in self._armed):
             return False
-        # The first order measures: what follows it waits for the measurement.
+        # The first order measures: those behind it wait for the measurement.
         return len(self._armed) < (AHEAD if self._is_paced else 1)
 
     @property
@@ -365,9 +365,9 @@ class PlannedRounds(Rounds):
         """Take back the orders behind an outcome that voids them."""
         for armed in reversed(self._armed):
             for rank, hand in enumerate(armed.deal):
-                self.epochs.settle(armed.epoch, rank, hand, 0)
+                self.epochs.count_back(armed.epoch, rank, hand, 0)
         for rank in set(range(self.world_size)).difference(self._present):
-            self.epochs.disown(rank, self._present)
-        self.epochs.fold()
+            self.epochs.reassign(rank, self._present)
+        self.epochs.rewind()
         self._armed.clear()
         self._plan += 1

@@ -24,7 +24,7 @@ ROUNDS: Mapping[Policy, type[Rounds]] = {
     "async": AsyncRounds,
     "exact": ExactRounds,
 }
-"""Its class says what a policy deals by speed (`shares`), and what it takes the mean of (`averages`)."""
+"""Each class names the unit that is dealt by speed (`shares`), and the averaged values (`averages`)."""
 
 
 def make_rounds(config: CoordinatorConfig, epochs: Epochs) -> Rounds:

@@ -40,8 +40,8 @@ class Rounds(Protocol):
     """The rounds of a run under one policy. A class for each; `machine.policies` chooses.
 
     Attributes:
-        shares: What is dealt by speed.
-        averages: What the mean is taken of.
+        shares: Unit of the work that is dealt by speed.
+        averages: Values that the mean is taken of.
         cadence: Quotas of rounds of several steps; None where every round is one step.
         global_step: Steps of all ranks in the means so far.
     """

@@ -1,7 +1,7 @@
 """The worker's machine: a queue of plans and one rule (next step, enter the gate, idle, leave).
 
-The shell asks `next()` between any two steps, does what it says, and reports back with `trained()` or
-`met()`. Nothing here waits, and nothing here knows what a step is.
+The shell asks `next()` between any two steps, takes that action, and reports back with `trained()` or
+`met()`. Nothing here waits, and nothing here computes.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Do what the order says, while all ranks stand still."""
+    """Do a barrier task."""
 
     task: BarrierTask
 
@@ -344,7 +344,7 @@ class WorkerMachine:
         self._snapshot = None
 
     def _shorten(self, end: DataEnded) -> None:
-        """Drop what the epoch does not have; at the gate it counts as left, which voids what is behind."""
+        """Drop batches beyond the end of an epoch; at the gate they count as left: later orders are void."""
         self._orders = deque(order.until(end) for order in self._orders)
         if self._order is not None:
             self._order = self._order.until(end)
@@ -377,7 +377,7 @@ class WorkerMachine:
         return Report(Done(order.plan, order.epoch, fresh))
 
     def _skip_to_gate(self, order: StartEpoch) -> Action:
-        """Go to the blocking round in the queue; what lies before it is dealt anew (async)."""
+        """Go to the blocking round in the queue; the orders before it are dealt anew (async)."""
         self._cut = Done(order.plan, order.epoch, self._done - self._reported)
         self._cut_steps = order.steps - self._done
         while self._orders[0].sync is None:

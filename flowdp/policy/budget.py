@@ -24,7 +24,7 @@ PAYLOAD_LIMIT = 64
 """... and how many of them: from a reading process each tensor comes with a file descriptor."""
 
 USAGE = 0.90
-"""Part of a device that may be in use; the rest is for what no count sees, as the workspaces of libraries."""
+"""Part of a device that may be in use; the rest is for memory that is not counted: libraries' workspaces."""
 
 RESIDENT_PART = 0.5
 """Part of the spare memory that a dataset may take before the first step: gradients, optimizer state and
@@ -37,8 +37,8 @@ class Memory:
 
     Attributes:
         total: All of it.
-        free: What the driver would still hand out, to any process.
-        reserved: What this process's allocator holds.
+        free: Memory that the driver would still hand out, to any process.
+        reserved: Memory that this process's allocator holds.
         active: Of that, the memory of tensors.
         peak: The most that `active` has been.
         split: Reserved and unused memory in pieces between used ones.
@@ -61,7 +61,7 @@ def spare_bytes(memory: Memory, usage: float = USAGE) -> int:
     """Memory left for data when training needs as much as at its peak; may be negative.
 
     Args:
-        memory: The gauge's.
+        memory: Memory of the device.
         usage: Part of the device that may be in use.
     """
     others = max(0, memory.total - memory.free - memory.reserved)
@@ -74,10 +74,10 @@ def prefetch_depth(
     """Batches that a rank may hold on its device ahead of the one in use, 1 to `DEPTH_LIMIT`.
 
     Args:
-        memory: The gauge's, after a whole step; None for a CPU device.
-        batch_bytes: Of one batch on the device.
+        memory: Memory of the device, after a whole step; None for a CPU device.
+        batch_bytes: Size of one batch on the device.
         ranks: Ranks that share the device.
-        ahead_bytes: Of the batches that all of them hold ahead already; a part of the peak.
+        ahead_bytes: Size of the batches that all of them hold ahead already; a part of the peak.
         usage: Part of the device that may be in use.
     """
     if memory is None or batch_bytes == 0:
@@ -90,7 +90,7 @@ def payload_depth(batch_bytes: int) -> int:
     """Batches ahead whose host memory is kept until they are trained, so that they can be dealt anew.
 
     Args:
-        batch_bytes: Of one batch.
+        batch_bytes: Size of one batch.
     """
     return min(max(PAYLOAD_BYTES // max(batch_bytes, 1), 1), PAYLOAD_LIMIT)
 
@@ -99,8 +99,8 @@ def fits(memory: Memory, needed_bytes: int, *, usage: float = USAGE) -> bool:
     """Whether a dataset may lie on the device as a whole, asked before the first step.
 
     Args:
-        memory: The gauge's.
-        needed_bytes: What would have to be allocated.
+        memory: Memory of the device.
+        needed_bytes: Size of the allocation.
         usage: Part of the device that may be in use.
     """
     return needed_bytes <= spare_bytes(memory, usage) * RESIDENT_PART

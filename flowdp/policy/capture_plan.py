@@ -14,7 +14,7 @@ WARM_UP = 2
 """Eager steps of a form before it is recorded: they allocate memory at first use."""
 
 UNSTEADY = 4
-"""Eager steps that changed what is watched, in a row, after which no step is recorded."""
+"""Eager steps in a row that changed a watched value, after which no step is recorded."""
 
 PAYS = 100
 """Steps that a graph must have run for its recording to have been worth it."""
@@ -89,7 +89,7 @@ class CapturePlan:
         return self._unsteady == 0
 
     def stepped(self, *, has_changed: bool) -> bool:
-        """An eager step has ended; returns whether steps change what is watched, so that none is recorded."""
+        """An eager step has ended; returns whether steps change watched values, so that none is recorded."""
         self._unsteady = self._unsteady + 1 if has_changed else 0
         return self._unsteady >= UNSTEADY
 

@@ -183,7 +183,7 @@ class LaunchLimit:
         covers_step: Whether the optimizer's step belongs to that part.
         waiting: Part of the ranks' time that they waited to launch, lately; 0 where no limit gains much, and
             where devices are behind. None: not known.
-        is_bound: Launching has been what limits the ranks for a while.
+        is_bound: Launching has limited the ranks for a while.
 
     Threads: no locks; one caller at a time.
     """

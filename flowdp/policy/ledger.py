@@ -1,6 +1,6 @@
 """The ledger of an epoch: its batches are dealt once and counted back once.
 
-Batches are dealt in the order of the epoch, so what has been trained is a prefix of it and a few batches that
+Batches are dealt in the order of the epoch, so the trained ones are a prefix of it, less a few batches that
 a shortened round left behind: the position is one integer and that short list.
 """
 
@@ -97,7 +97,7 @@ class Ledger:
         Args:
             quotas: Most steps per rank. Shape (ranks,).
             ms_per_step: Time of one step per rank, only compared with each other. Shape (ranks,).
-            due: Ranks that get a step of what remains before any other does.
+            due: Ranks that get a step of a short round before any other does.
         """
         wanted = [quota * group for quota, group in zip(quotas, self.groups, strict=True)]
         if self.remaining < sum(wanted):
@@ -105,7 +105,7 @@ class Ledger:
         hands = [self._take_left(rank, batches) for rank, batches in enumerate(wanted)]
         ahead = [self.steps(rank, hand) for rank, hand in enumerate(hands)]
         if self.batches - self.position < sum(wanted) - sum(map(len, hands)):
-            # What remains lies in other ranks' left-overs: it changes hands.
+            # The rest lies in other ranks' left-overs: it changes hands.
             for rank, hand in enumerate(hands):
                 self.left[rank] = hand + self.left[rank]
             return self._deal_tail(quotas, ms_per_step, due)
@@ -145,7 +145,7 @@ class Ledger:
         self.dealt += count * whole
         return tuple(deal)
 
-    def settle(self, rank: int, batches: Sequence[int], steps: int) -> None:
+    def count_back(self, rank: int, batches: Sequence[int], steps: int) -> None:
         """Count back dealt batches: those of the first `steps` steps are trained, the others remain."""
         if not 0 <= steps <= self.steps(rank, batches) or len(batches) > self.dealt:
             raise ProtocolError(
@@ -170,11 +170,11 @@ class Ledger:
             self.left[rank % len(self.left)] += hand
         self.left = [sorted(hand) for hand in self.left]
 
-    def disown(self, rank: int, heirs: Sequence[int]) -> None:
+    def reassign(self, rank: int, ranks: Sequence[int]) -> None:
         """Give the left-overs of a rank that is gone to other ranks."""
         gone, self.left[rank] = self.left[rank], []
-        for at, heir in enumerate(heirs):
-            self.left[heir] = sorted(self.left[heir] + gone[at :: len(heirs)])
+        for at, other in enumerate(ranks):
+            self.left[other] = sorted(self.left[other] + gone[at :: len(ranks)])
 
     def end(self, batches: int) -> None:
         """Set the length of the epoch, once its end is read; batches dealt beyond it never existed."""
@@ -185,8 +185,8 @@ class Ledger:
         self.position -= beyond
         self.batches = batches
 
-    def fold(self) -> None:
-        """Shorten the list of left-overs: those at the end of what was dealt were never dealt."""
+    def rewind(self) -> None:
+        """Take back left-overs from the position: those right before it count as never dealt."""
         left = {batch for hand in self.left for batch in hand}
         while self.position - 1 in left:
             self.position -= 1

@@ -16,7 +16,7 @@ __all__ = ["PoolSize"]
 
 BLOCK_MS = 60.0
 """Steps are timed in blocks that last so long at least. A scheduler gives slices of 3 to 10 ms: shorter ones
-would tell who was interrupted, not who is fast."""
+would tell which thread was interrupted, not which size is fast."""
 
 BLOCKS = 4
 """Blocks of a size that is tried; the first builds the pool and does not count ..."""
@@ -40,13 +40,13 @@ PAUSE_MS = 10_000.0
 """The sizes are tried again after so much work at least, for the machine may have become quiet ..."""
 
 PRICE = 50.0
-"""... and after so many times what the last search has cost: it costs 2 % at most."""
+"""... and after so many times the cost of the last search: it costs 2 % at most."""
 
 
 class PoolSize:
     """Chooses by trying: 1, 2, 4, ... threads, until two sizes in a row are no faster.
 
-    It begins with one thread, whose speed depends least on what else the machine does.
+    It begins with one thread, whose speed depends least on other work of the machine.
 
     Args:
         budget: Threads at most.

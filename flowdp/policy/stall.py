@@ -1,7 +1,7 @@
 """Detection of a stalled run.
 
-Nothing tells that a lock is never released, or that a read of the dataset never returns: only that nothing
-moves any more. What a long time is, the steps themselves say; a step of a minute is no stall.
+A lock that is never released, or a read of the dataset that never returns, shows only in counters that stay
+the same. How long is too long depends on the steps: a step of a minute is no stall.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["StallWatch", "Verdict"]
 Verdict = Literal["moves", "warn", "stall"]
 
 LONGEST_STEPS = 10
-"""A run may stand still for as long as so many of its longest steps."""
+"""The counters may stay the same for as long as so many of the longest steps."""
 
 LOOKS = 4
 """Looks in the time that is allowed, at least ..."""
@@ -43,7 +43,7 @@ class StallWatch:
         self.still_ms = 0.0
         self._due_ms: float | None = None if timeout_ms is None else 0.0
         self._looked_ms: float | None = None
-        self._warned_ms = 0.0  # of the standstill
+        self._warned_ms = 0.0  # `still_ms` at the last warning
         self._seen: tuple[object, ...] = ()
 
     def deadline_ms(self) -> float | None:
@@ -56,7 +56,7 @@ class StallWatch:
         progress: Sequence[int],
         *,
         all_started: bool,
-        may_stand: bool,
+        may_idle: bool,
         longest_ms: float,
     ) -> Verdict:
         """Look at the run's counters.
@@ -66,7 +66,7 @@ class StallWatch:
             progress: Counters of all that moves; how many they are does not change.
             all_started: Whether every rank has ended its first step: before, a device or a dataset may take
                 as long as it likes to get going.
-            may_stand: Whether the user asked for a standstill.
+            may_idle: Whether the ranks may be idle, as in a pause.
             longest_ms: The longest step so far.
 
         Returns:
@@ -79,15 +79,15 @@ class StallWatch:
         interval_ms = min(self.limit_ms / LOOKS, INTERVAL_MS)
         passed_ms = 0.0 if self._looked_ms is None else now_ms - self._looked_ms
         self._looked_ms, self._due_ms = now_ms, now_ms + interval_ms
-        # A pause that ends begins a new standstill: the ranks need their time to move again.
-        seen = (all_started, may_stand, *progress)
+        # The end of a pause starts the clock anew: the ranks need their time to move again.
+        seen = (all_started, may_idle, *progress)
         if seen != self._seen:
             self._seen, self.still_ms, self._warned_ms = seen, 0.0, 0.0
             return "moves"
         self.still_ms += min(max(passed_ms, 0.0), 2 * interval_ms)
         if self.still_ms - self._warned_ms < self.limit_ms:
             return "moves"
-        if all_started and not may_stand:
+        if all_started and not may_idle:
             self._due_ms = None
             return "stall"
         self._warned_ms = self.still_ms

@@ -59,7 +59,7 @@ class Work:
             place of samples.
         scalars: Name -> (weighted sum, sum of weights), from `record_scalar`.
         lr: Learning rate of the first group at the last step.
-        bad: (epoch, batch) of the first step with NaN or inf values, NaN or infinite; None while none has.
+        bad: (epoch, batch) of the first step with NaN or inf values; None without one.
         norms: Sum, largest and number of the 2-norms of its steps' gradients, where they were clipped.
     """
 
@@ -104,7 +104,7 @@ class RankMetrics:
         wait_ms: Time waiting for other ranks.
         sync_ms: Time in averaging.
         loss: Mean over its samples, or by the weights that its losses name; None without any.
-        scalars: Weighted means of what it recorded.
+        scalars: Weighted means of its recorded scalars.
         lr: Learning rate of the first group at its last step; 0 if it took none.
     """
 
@@ -128,7 +128,7 @@ class EpochMetrics:
         epochs: Epochs of the run, or None where it ends by steps.
         loss: Mean over the samples of all ranks, or by the weights that the losses name; None without
             any.
-        scalars: Means of what the loss recorded, by its weights, over all ranks.
+        scalars: Means of the recorded scalars, by their weights, over all ranks.
         per_rank: The parts of the ranks. Shape (world_size,).
         epoch_ms: Wall time of the epoch.
         throughput: Samples per second of the epoch's wall time, waiting included; they sum to the
@@ -375,8 +375,8 @@ def evaluation_means(
     """Means over an evaluation, independent of which rank evaluated which batch.
 
     Args:
-        results: Of its batches: the number, the samples (or what else the means count for), and (name, mean)
-            pairs. A name that some batches lack is the mean over the others.
+        results: Results of its batches: number, samples or another weight, and (name, mean) pairs. A name
+            that some batches lack is the mean over the others.
     """
     parts: dict[str, list[tuple[float, float]]] = {}
     for _, weight, values in sorted(results, key=lambda result: result[0]):

@@ -100,7 +100,7 @@ class RoundEnded:
         sync_ms: Averaging time of one round.
         anchor: Steps of the slowest rank that the cadence aimed at.
         drift: Largest over the ranks; None where not measured.
-        reason: What the guard or the gate had to say; "" for an ordinary round.
+        reason: Reason of the guard or the gate; "" for an ordinary round.
         grad_norm: Mean over the steps of the 2-norm of the gradients before they were clipped; None without
             `max_grad_norm`.
         grad_norm_max: The largest of them.
@@ -164,7 +164,7 @@ class Save:
         version: Number of the checkpoint to write; None: none is due.
         snapshots: Wishes for a snapshot that this answers, since the run began.
         model: The rank that has put down the model, too.
-        is_best: What early stopping watches was never better than in the epoch that has ended.
+        is_best: The monitored number was never better than in the epoch that has ended.
     """
 
     capture: int
@@ -188,7 +188,7 @@ class Fail:
 
     Attributes:
         error: The failure in words; no thread has an exception of it, so the shell makes one.
-        kind: What kind of failure: of the averaging, of an option, or of numbers that are none any more.
+        kind: Kind of the failure: of the averaging, of an option, or of NaN and infinite numbers.
     """
 
     error: str

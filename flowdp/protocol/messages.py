@@ -1,6 +1,6 @@
 """Messages between the threads of a run: frozen records, no tensors, no torch.
 
-Orders go down (imperative), facts go up (past tense), commands are what the coordinator machine asks of its
+Orders go down (imperative), facts go up (past tense), commands go from the coordinator machine to its
 shell. An action of all ranks in the same round is in none of them: it is decided once, at the gate, and
 comes back as an `Outcome`. Durations are milliseconds.
 """
@@ -124,7 +124,7 @@ class SyncPoints:
 
 @dataclass(frozen=True, slots=True)
 class StartEpoch:
-    """Train these batches, then do what `sync` says.
+    """Train these batches, and meet the other ranks as `sync` says.
 
     Attributes:
         plan: Number of the plan; an order of a void plan is dropped by its reader.
@@ -162,7 +162,7 @@ class StartEpoch:
 
 @dataclass(frozen=True, slots=True)
 class DataEnded:
-    """An epoch of unknown length has so many batches: what was dealt beyond them never existed.
+    """An epoch of unknown length has so many batches: those dealt beyond them never existed.
 
     A fact of the reader's, and an order to the ranks that hold some of that: the coordinator passes it on.
     """
@@ -382,7 +382,7 @@ class Requested:
     """The user asked for something.
 
     Attributes:
-        what: The wish.
+        what: Action that is asked for.
         value: The learning rate of "set_lr"; None otherwise.
     """
 

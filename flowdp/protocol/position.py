@@ -127,7 +127,7 @@ class Position:
 
 
 def check_types(value: object, kind: Any, where: str) -> None:
-    """Check that a record read from a file holds what its annotations say, to its last field.
+    """Check that each field of a record read from a file has the type of its annotation.
 
     Args:
         value: The record, or a part of it.

@@ -3,7 +3,7 @@
 ::
 
     python -m flowdp.sim --replay run.jsonl           # a real run's event log through the same machine
-    python -m flowdp.sim --plan 12,28 --sync 9        # what these devices would do together
+    python -m flowdp.sim --plan 12,28 --sync 9        # a prediction for these devices
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def _replay(path: str) -> int:
     if result.coordinator is not None:
         machine = result.coordinator
         print(
-            f"{result.events:,} facts give the same commands; then the run is {machine.life.value} at global "
-            f"step {machine.global_step}, {machine.epochs.done} epochs done"
+            f"{result.events:,} facts give the same commands; then the run is {machine.phase.value} "
+            f"at global step {machine.global_step}, {machine.epochs.done} epochs done"
         )
     if result.error is not None:
         print(f"{path}: {result.error}")
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says; the answer is the exit code."""
+    """Replay or predict; returns the exit code."""
     given = _parser().parse_args(arguments)
     if given.replay is not None:
         return _replay(given.replay)

@@ -1,4 +1,4 @@
-"""Virtual time: what happens next, in the order of time; messages in the order of their link."""
+"""Virtual time: events in the order of time, messages in the order of their link."""
 
 from __future__ import annotations
 

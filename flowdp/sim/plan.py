@@ -31,7 +31,7 @@ class Prediction:
         wall_ms: Time of the whole run.
         steps_per_s: Steps per second: of all devices, in exact those that all take together.
         samples_per_s: Samples of all devices per second.
-        efficiency: Throughput against the sum of what the devices do alone; averaging counts as lost.
+        efficiency: Throughput against the sum of the devices alone; averaging counts as lost.
         speedup: Throughput against the fastest device alone.
         anchor: Steps of the slowest device in a round, at the end.
         rounds: Averagings.
@@ -88,7 +88,7 @@ def simulate(
 
     ::
 
-        print(simulate([12, 28], sync_ms=9))          # what would adding the 28 ms card bring?
+        print(simulate([12, 28], sync_ms=9))          # is it worth adding the 28 ms card?
 
     Args:
         speeds: Milliseconds of one step of each device, data included. Shape (world_size,).

@@ -99,7 +99,7 @@ def test_a_rank_that_is_stuck_while_another_fails(policy: str, release: threadin
     [note] = caught.value.__notes__
     assert note.startswith("flowdp-worker-0 has not left yet")
     assert "release.wait(WAIT_S)" in note
-    assert run.status().life == "failed"
+    assert run.status().phase == "failed"
     names = {thread.name for thread in threads()}
     assert "flowdp-worker-0" in names
     assert "flowdp-worker-1" not in names

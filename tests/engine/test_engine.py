@@ -255,7 +255,7 @@ def test_a_failed_run_holds_no_replica_once_its_failure_was_heard(no_collector: 
     with pytest.raises(OutOfDeviceMemory):
         run.join()
     assert [ref for ref in held if ref() is not None] == []
-    assert run.status().life == "failed"
+    assert run.status().phase == "failed"
     with pytest.raises(OutOfDeviceMemory):
         run.join()
 

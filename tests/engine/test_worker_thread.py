@@ -68,7 +68,7 @@ def failure_of(run: Run) -> FlowdpError:
     assert caught.value is again.value is read.value is run.error
     assert run.done
     assert run.state is None
-    assert run.status().life == "failed"
+    assert run.status().phase == "failed"
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("flowdp-")] == []
     assert spent < 30, "2 s after the failure, in a run of some milliseconds"
     return caught.value

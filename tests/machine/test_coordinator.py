@@ -10,7 +10,7 @@ import pytest
 from flowdp.errors import ProtocolError
 from flowdp.machine.barrier_tasks import MINUTE_MS, BarrierPlan, SavePlan
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
-from flowdp.machine.coordinator import Coordinator, Life
+from flowdp.machine.coordinator import Coordinator, Phase
 from flowdp.options import Policy
 from flowdp.policy.monitor import Monitor
 from flowdp.policy.tally import Tally
@@ -64,9 +64,9 @@ def coordinator(policy: Policy = "cadence", **given: Any) -> Coordinator:
 def started(policy: Policy = "cadence", **given: Any) -> tuple[Coordinator, list[Command]]:
     machine = coordinator(policy, **given)
     assert machine.handle(WorkerReady(1), 0.0) == []
-    assert machine.life is Life.STARTING
+    assert machine.phase is Phase.STARTING
     commands = machine.handle(WorkerReady(0), 0.0)
-    assert machine.life is Life.RUNNING
+    assert machine.phase is Phase.RUNNING
     return machine, commands
 
 
@@ -141,11 +141,11 @@ def test_a_run_ends_when_nothing_is_left() -> None:
     commands = meet(machine, orders(commands))
     assert [type(c) for c in commands] == [RoundEnded, EpochEnded, Send, Send]
     assert others(commands) == [Send(0, Shutdown()), Send(1, Shutdown())]
-    assert machine.life is Life.LEAVING
+    assert machine.phase is Phase.LEAVING
     # The run is over when the last rank has exited.
     assert machine.handle(Exiting(0), 101.0) == []
     assert end(machine.handle(Exiting(1), 102.0)) == (False, 6, 1)
-    assert machine.life is Life.DONE
+    assert machine.phase is Phase.DONE
     machine.check()
 
 
@@ -248,7 +248,7 @@ def test_a_failure_frees_everybody() -> None:
         AbortGate("rank 1 failed"),
         Send(0, Abort("rank 1 failed")),
     ]
-    assert machine.life is Life.FAILING
+    assert machine.phase is Phase.FAILING
     # Messages sent before rank 0 knew of it are dropped, and so is a request.
     assert machine.handle(SnapshotReady(0, 0, 1, 8), 5.5) == []
     assert machine.handle(Requested("stop"), 5.6) == []
@@ -309,7 +309,7 @@ def test_a_late_snapshot_after_the_end_is_nothing() -> None:
     outcome = Outcome(0, 0, (0, 1), (0, 0), (0, 0), stop=True, hurried=True)
     machine.handle(SyncAck(0, outcome, Work(0, 0, 0)), 2.0)
     machine.handle(SyncAck(1, outcome, Work(0, 0, 0)), 2.0)
-    assert machine.life is Life.LEAVING
+    assert machine.phase is Phase.LEAVING
     assert machine.handle(SnapshotReady(0, 0, 1, 8), 3.0) == []
     with pytest.raises(ProtocolError, match=r"unexpected SyncAck.* while the run is leaving"):
         machine.handle(SyncAck(0, outcome, Work(0, 0, 0)), 4.0)
@@ -347,7 +347,7 @@ def test_a_scheduler_that_waits_for_a_loss_needs_one() -> None:
         commands = machine.handle(StepsDone(0, 0, Work(0, 1, 8, 1.0, 0.0, 1.0)), now_ms)
     [failure] = [command for command in commands if isinstance(command, Fail)]
     assert failure.kind == "option"
-    assert machine.life is Life.FAILING
+    assert machine.phase is Phase.FAILING
 
 
 def test_a_rank_without_batches_is_told_so() -> None:
@@ -363,7 +363,7 @@ def test_fixed_shares_reach_the_rounds() -> None:
 
 def test_done_means_all_have_left() -> None:
     machine = coordinator()
-    machine.life = Life.DONE
+    machine.phase = Phase.DONE
     with pytest.raises(ProtocolError, match=r"done while only \[\] have left"):
         machine.check()
 
@@ -397,7 +397,7 @@ def test_the_end_of_the_data_changes_nothing_in_a_run_that_is_leaving(fact: Any)
     machine.handle(fact, 1.0)
     if isinstance(fact, Requested):
         meet(machine, orders(out), steps=(1, 1), hurried=True, stop=True)
-    assert machine.life in (Life.LEAVING, Life.FAILING)
+    assert machine.phase in (Phase.LEAVING, Phase.FAILING)
     assert machine.handle(DataEnded(0, 2), 2.0) == []
     assert not machine.epochs.is_complete
 
@@ -551,7 +551,7 @@ def test_a_failure_ends_the_run_where_the_others_cannot_go_on(
     for rank in range(machine.config.world_size):
         machine.handle(WorkerReady(rank), 0.0)
     machine.handle(fact, 1.0)
-    assert machine.life in (Life.FAILING, Life.DONE)
+    assert machine.phase in (Phase.FAILING, Phase.DONE)
 
 
 def test_a_failure_in_a_duty_ends_the_run() -> None:
@@ -559,16 +559,16 @@ def test_a_failure_in_a_duty_ends_the_run() -> None:
     meet(machine, block, halt=True)
     assert machine.barrier.is_asked
     machine.handle(Exiting(1, "boom", is_alone=True), 2.0)
-    assert machine.life is Life.FAILING
+    assert machine.phase is Phase.FAILING
     machine.handle(StateSaved(0), 3.0)  # sent before it knew of the end
-    assert machine.life is Life.FAILING
+    assert machine.phase is Phase.FAILING
 
 
 def test_before_the_first_order_nobody_goes_on() -> None:
     machine = coordinator("sync", on_failure="continue")
     machine.handle(WorkerReady(0), 0.0)
     machine.handle(Exiting(1, "boom", is_alone=True), 1.0)
-    assert machine.life is Life.FAILING
+    assert machine.phase is Phase.FAILING
 
 
 # ---------------------------------------------------------------- NaN or inf parameters
@@ -586,7 +586,7 @@ def test_without_a_sound_replica_the_run_fails() -> None:
     commands = meet(machine, orders(out), bad=(0, 1))
     [failure] = [command for command in commands if isinstance(command, Fail)]
     assert failure.kind == "numbers"
-    assert machine.life is Life.FAILING
+    assert machine.phase is Phase.FAILING
 
 
 def under_way(**given: Any) -> tuple[Coordinator, list[dict[int, StartEpoch]]]:
@@ -648,7 +648,7 @@ def test_a_monitor_without_its_number_ends_the_run() -> None:
     machine, out = started(batches=6, tasks=BarrierPlan(monitor=Monitor("recall", "max")))
     [failure] = [command for command in meet(machine, orders(out)) if isinstance(command, Fail)]
     assert failure.kind == "option"
-    assert machine.life is Life.FAILING
+    assert machine.phase is Phase.FAILING
 
 
 def test_a_scheduler_sees_one_kind_of_loss() -> None:

@@ -22,7 +22,7 @@ def dealt(epochs: Epochs, quotas: tuple[int, int] = (2, 2), now_ms: float = 0.0)
 
 
 def trained(epochs: Epochs, epoch: int, rank: int, batches: tuple[int, ...], loss: float = 1.0) -> None:
-    epochs.of(epoch).settle(rank, batches, len(batches))
+    epochs.of(epoch).count_back(rank, batches, len(batches))
     samples = 8 * len(batches)
     epochs.record(rank, Work(epoch, len(batches), samples, losses=(loss * samples, samples)))
 
@@ -78,7 +78,7 @@ def test_what_comes_back_is_dealt_before_the_next_epoch() -> None:
     first = dealt(epochs)
     dealt(epochs)
     # Rank 1 trained nothing of the first epoch.
-    first.settle(1, (1, 3), 0)
+    first.count_back(1, (1, 3), 0)
     assert not epochs.is_exhausted
     assert epochs.dealing(0.0) is first
 
@@ -219,9 +219,9 @@ def test_fold_shortens_the_left_overs_of_all_epochs() -> None:
     epochs = Epochs(4, 2, None, 2)
     first, second = dealt(epochs), dealt(epochs)
     for ledger in (first, second):
-        ledger.settle(0, (0, 2), 2)
-        ledger.settle(1, (1, 3), 1)
-    epochs.fold()
+        ledger.count_back(0, (0, 2), 2)
+        ledger.count_back(1, (1, 3), 1)
+    epochs.rewind()
     assert [first.position, second.position] == [3, 3]
     assert first.left == [[], []]
 
@@ -282,9 +282,9 @@ def test_what_never_existed_may_come_back_when_its_epoch_is_over() -> None:
     epochs.end(0, 1)
     trained(epochs, 0, 0, (0,))
     assert len(epochs.ended(1.0, 1, 1)) == 1
-    epochs.settle(0, 1, (), 0)
+    epochs.count_back(0, 1, (), 0)
     with pytest.raises(ProtocolError, match="epoch 0 is not under way"):
-        epochs.settle(0, 1, (1,), 0)
+        epochs.count_back(0, 1, (1,), 0)
 
 
 # ---------------------------------------------------------------- barriers, and resuming
@@ -306,10 +306,10 @@ def test_a_position_can_be_gone_on_from_by_other_ranks() -> None:
     dealt(first, (3, 3), now_ms=100.0)
     for rank, hand in enumerate(((0, 2, 4), (1, 3, 5))):
         steps = 3 if rank == 0 else 1
-        first.of(0).settle(rank, hand, steps)
+        first.of(0).count_back(rank, hand, steps)
         first.record(rank, Work(0, steps, 8 * steps, busy_ms=5.0, losses=(8.0 * steps, 8 * steps)))
     first.close_round(0, 2.0, 0.1, 1)
-    first.fold()
+    first.rewind()
     done, planned, open_ = first.position(150.0)
     assert (done, planned) == (0, 0)
     [one] = open_
@@ -427,6 +427,6 @@ def test_what_a_lost_rank_has_left_is_given_to_others() -> None:
     assert ledger is not None
     ledger.deal((2, 2, 2), (1.0,) * 3)
     for rank, hand in enumerate(((0, 3), (1, 4), (2, 5))):
-        ledger.settle(rank, hand, 0)
-    epochs.disown(1, (0, 2))
+        ledger.count_back(rank, hand, 0)
+    epochs.reassign(1, (0, 2))
     assert ledger.left == [[0, 1, 3], [], [2, 4, 5]]

@@ -14,7 +14,7 @@ import pytest
 
 from flowdp.machine import event_log as module
 from flowdp.machine.config import CoordinatorConfig
-from flowdp.machine.coordinator import Coordinator, Life
+from flowdp.machine.coordinator import Coordinator, Phase
 from flowdp.machine.event_log import RECORDS, EventLog, brief, decode, encode, replay
 from flowdp.options import CadenceOptions
 from flowdp.policy.tally import EpochMetrics
@@ -186,7 +186,7 @@ def test_an_event_log_replays_to_the_same_machine() -> None:
     result = replay(made.written)
     assert (result.events, result.error) == (21, None)
     assert result.coordinator is not None
-    assert result.coordinator.life is Life.RUNNING
+    assert result.coordinator.phase is Phase.RUNNING
     assert result.coordinator.global_step == made.coordinator.global_step > 0
     # The log in memory replays, too, and repeatedly.
     for _ in range(2):
@@ -319,7 +319,7 @@ def test_a_run_that_failed_replays_to_its_failure() -> None:
     result = replay(made.written)
     assert result.error is None
     assert result.coordinator is not None
-    assert result.coordinator.life is Life.DONE
+    assert result.coordinator.phase is Phase.DONE
     assert result.coordinator.error == "rank 0 failed"
 
 

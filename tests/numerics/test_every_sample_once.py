@@ -209,7 +209,7 @@ def test_pauses_lose_and_double_nothing(recorder, policy, devices):
         door.opened.set()
         with run.paused():
             before = len(recorder.steps)
-            assert run.status().life == "paused"
+            assert run.status().phase == "paused"
             # Paused ranks have taken over the mean.
             first, *others = (replica.flat.memories for replica in run._engine.replicas)
             assert all(torch.equal(*pair) for theirs in others for pair in zip(first, theirs, strict=True))

@@ -14,7 +14,7 @@ EQUAL = (1.0, 1.0)
 
 def settle(ledger: Ledger, deal: Deal, trained: tuple[int, ...]) -> None:
     for rank, (hand, count) in enumerate(zip(deal, trained, strict=True)):
-        ledger.settle(rank, hand, count)
+        ledger.count_back(rank, hand, count)
     ledger.check()
 
 
@@ -127,7 +127,7 @@ def test_left_overs_at_the_end_were_never_dealt() -> None:
     ledger = Ledger(0, 100, 2)
     deal = ledger.deal((3, 3), EQUAL)
     settle(ledger, deal, (3, 0))
-    ledger.fold()
+    ledger.rewind()
     # 1 and 3 come before 4, which was trained; 5 is the last.
     assert (ledger.position, ledger.left) == (5, [[], [1, 3]])
     ledger.check()
@@ -157,7 +157,7 @@ def test_what_was_never_dealt_cannot_come_back(batches: tuple[int, ...], trained
     ledger = Ledger(4, 10, 1)
     ledger.deal((2,), (1.0,))
     with pytest.raises(ProtocolError, match=f"rank 0 says {trained} steps of {len(batches)} batches"):
-        ledger.settle(0, batches, trained)
+        ledger.count_back(0, batches, trained)
 
 
 @pytest.mark.parametrize("field", ["trained", "dealt", "position"])
@@ -182,7 +182,7 @@ def test_each_batch_is_in_exactly_one_place(data: st.DataObject) -> None:
     out: list[tuple[int, tuple[int, ...]]] = []
     trained: list[int] = []
     for _ in range(data.draw(st.integers(1, 25))):
-        what = data.draw(st.sampled_from(("deal", "rounds", "settle", "settle", "fold")))
+        what = data.draw(st.sampled_from(("deal", "rounds", "count_back", "count_back", "rewind")))
         if what == "deal":
             quotas = data.draw(st.lists(st.integers(0, 9), min_size=ranks, max_size=ranks))
             most = sum(quota * group for quota, group in zip(quotas, groups, strict=True))
@@ -194,13 +194,13 @@ def test_each_batch_is_in_exactly_one_place(data: st.DataObject) -> None:
             out += list(enumerate(deal))
         elif what == "rounds" and not any(ledger.left) and batches - ledger.position >= sum(groups):
             out += list(enumerate(ledger.deal_rounds(1)))
-        elif what == "settle" and out:
+        elif what == "count_back" and out:
             rank, hand = out.pop(data.draw(st.integers(0, len(out) - 1)))
             steps = data.draw(st.integers(0, ledger.steps(rank, hand)))
-            ledger.settle(rank, hand, steps)
+            ledger.count_back(rank, hand, steps)
             trained += hand[: steps * groups[rank]]
-        elif what == "fold":
-            ledger.fold()
+        elif what == "rewind":
+            ledger.rewind()
         ledger.check()
         places = [*trained, *(batch for _, hand in out for batch in hand)]
         places += [batch for hand in ledger.left for batch in hand]
@@ -208,10 +208,10 @@ def test_each_batch_is_in_exactly_one_place(data: st.DataObject) -> None:
         assert sorted(places) == list(range(batches))
     # The rest can always be trained.
     for rank, hand in out:
-        ledger.settle(rank, hand, ledger.steps(rank, hand))
+        ledger.count_back(rank, hand, ledger.steps(rank, hand))
     while ledger.remaining:
         for rank, hand in enumerate(ledger.deal([5] * ranks, pace)):
-            ledger.settle(rank, hand, ledger.steps(rank, hand))
+            ledger.count_back(rank, hand, ledger.steps(rank, hand))
     assert ledger.is_complete
 
 
@@ -227,8 +227,8 @@ def test_a_step_gets_batches_that_follow_each_other() -> None:
 def test_steps_that_were_not_taken_come_back_whole() -> None:
     ledger = Ledger(0, 100, 2, groups=(2, 1))
     first, second = ledger.deal((3, 1), (1.0, 1.0))
-    ledger.settle(0, first, 1)
-    ledger.settle(1, second, 1)
+    ledger.count_back(0, first, 1)
+    ledger.count_back(1, second, 1)
     assert (ledger.left[0], ledger.trained) == (list(first[2:]), 3)
     assert ledger.deal((3, 1), (1.0, 1.0))[0][:4] == first[2:]
 
@@ -237,8 +237,8 @@ def test_the_last_step_of_an_epoch_may_have_fewer() -> None:
     ledger = Ledger(0, 7, 2, groups=(3, 2))
     # Whole steps, one by one to the rank that would finish first: five batches, then the rest.
     assert ledger.deal((4, 4), (1.0, 1.5)) == ((0, 1, 2, 5, 6), (3, 4))
-    ledger.settle(0, (0, 1, 2, 5, 6), 2)
-    ledger.settle(1, (3, 4), 1)
+    ledger.count_back(0, (0, 1, 2, 5, 6), 2)
+    ledger.count_back(1, (3, 4), 1)
     assert ledger.is_complete
 
 
@@ -295,10 +295,10 @@ def test_every_batch_is_trained_once_whenever_the_end_is_known(
             exists = sum(batch < batches for batch in hand)
             done = data.draw(st.integers(min(1, exists), exists))
             trained += hand[:done]
-            ledger.settle(rank, hand, done)
+            ledger.count_back(rank, hand, done)
         ledger.check()
         if data.draw(st.booleans()) and not out:
-            ledger.fold()
+            ledger.rewind()
     assert sorted(trained) == list(range(batches))
 
 
@@ -323,7 +323,7 @@ def test_left_overs_of_a_lost_rank_go_round_the_others() -> None:
     ledger = Ledger(0, 9, 3)
     settle(ledger, ledger.deal((3, 3, 3), (1.0,) * 3), (0, 0, 2))
     left = [list(hand) for hand in ledger.left]
-    ledger.disown(0, (1, 2))
+    ledger.reassign(0, (1, 2))
     ledger.check()
     assert ledger.left[0] == []
     assert sorted(ledger.left[1] + ledger.left[2]) == sorted(left[0] + left[1] + left[2])

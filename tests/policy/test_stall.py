@@ -14,7 +14,7 @@ class Looker:
         self.watch = StallWatch(timeout_ms)
         self.now_ms = 0.0
         self.progress = [0, 0]
-        self.all_started, self.may_stand, self.longest_ms = True, False, 0.0
+        self.all_started, self.may_idle, self.longest_ms = True, False, 0.0
         self.said: list[tuple[float, Verdict]] = []
 
     def until(self, end_ms: float) -> list[tuple[float, Verdict]]:
@@ -30,7 +30,7 @@ class Looker:
             now_ms,
             self.progress,
             all_started=self.all_started,
-            may_stand=self.may_stand,
+            may_idle=self.may_idle,
             longest_ms=self.longest_ms,
         )
         if verdict != "moves":
@@ -72,7 +72,7 @@ def test_ten_longest_steps_may_pass() -> None:
 @pytest.mark.parametrize("why", ["not all started", "paused"])
 def test_a_standstill_with_a_reason_is_a_warning_once_per_timeout(why: str) -> None:
     looker = Looker(1000)
-    looker.all_started, looker.may_stand = why == "paused", why == "paused"
+    looker.all_started, looker.may_idle = why == "paused", why == "paused"
     assert looker.until(3500) == [(1000.0, "warn"), (2000.0, "warn"), (3000.0, "warn")]
     looker.progress[0] += 1  # seen by the check at 3750
     assert looker.until(5500) == [(4750.0, "warn")]
@@ -80,9 +80,9 @@ def test_a_standstill_with_a_reason_is_a_warning_once_per_timeout(why: str) -> N
 
 def test_the_end_of_a_pause_begins_a_new_standstill() -> None:
     looker = Looker(1000)
-    looker.may_stand = True
+    looker.may_idle = True
     assert looker.until(1900) == [(1000.0, "warn")]
-    looker.may_stand = False
+    looker.may_idle = False
     assert looker.until(2900) == []
     assert looker.until(10**6) == [(3000.0, "stall")]
 
@@ -105,5 +105,5 @@ def test_a_clock_that_goes_back_takes_nothing_away() -> None:
 def test_no_timeout_no_look() -> None:
     watch = StallWatch(None)
     assert watch.deadline_ms() is None
-    assert watch.look(1e9, [0], all_started=True, may_stand=False, longest_ms=0.0) == "moves"
-    assert watch.look(2e9, [0], all_started=True, may_stand=False, longest_ms=0.0) == "moves"
+    assert watch.look(1e9, [0], all_started=True, may_idle=False, longest_ms=0.0) == "moves"
+    assert watch.look(2e9, [0], all_started=True, may_idle=False, longest_ms=0.0) == "moves"

@@ -168,7 +168,7 @@ def test_a_rank_that_fails_in_its_turn_gives_it_back(monkeypatch: pytest.MonkeyP
 
     run = trainer(loss, devices=3, failures=FailureOptions(on_failure="continue")).start()
     run.join()
-    assert run.status().life == "done"
+    assert run.status().phase == "done"
     assert any("rank 1 left" in problem for problem in run.status().problems)
 
 

@@ -143,7 +143,7 @@ class JudgedWorld(World):
     def advance(self) -> None:
         """Let the next thing happen."""
         if not self.clock.advance():
-            self.rules.stands_still(f"{[rank.state for rank in self.ranks]}, {self.coordinator.life}")
+            self.rules.stands_still(f"{[rank.state for rank in self.ranks]}, {self.coordinator.phase}")
         self.events += 1
         self.rules.passes(self.clock.now_ms)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowdp.machine.async_rounds import AsyncRounds
-from flowdp.machine.coordinator import Coordinator, Life
+from flowdp.machine.coordinator import Coordinator, Phase
 from flowdp.machine.policies import ROUNDS
 from flowdp.machine.worker import Done, Step
 from flowdp.policy.ledger import ENDLESS
@@ -128,7 +128,7 @@ class Rules:
             self.standing.is_stopped = True
             self._reasons.append("stop")
         self._lr = request.value if request.what == "set_lr" else self._lr
-        is_open = coordinator.life in (Life.STARTING, Life.RUNNING)
+        is_open = coordinator.phase in (Phase.STARTING, Phase.RUNNING)
         if request.what in ("checkpoint", "snapshot") and is_open:
             self.standing.wishes(request.what)
         if request.what == "stop":
@@ -158,7 +158,7 @@ class Rules:
         if isinstance(fact, Exiting) and fact.error is not None:
             goes_on = any(isinstance(command, LeaveGate) for command in commands)
             self.exits(fact, now_ms, may=self._may_go_on, goes_on=goes_on)
-        if not self._has_begun and coordinator.life is Life.RUNNING:
+        if not self._has_begun and coordinator.phase is Phase.RUNNING:
             self._has_begun = True
             self.standing.begins(now_ms)
 
@@ -166,7 +166,7 @@ class Rules:
         """Whether the run can do without a rank that has failed, and shall."""
         config = self.scenario.config
         is_wanted = config.on_failure == "continue" and ROUNDS[config.policy].averages == "parameters"
-        is_running = coordinator.life is Life.RUNNING and coordinator.error is None
+        is_running = coordinator.phase is Phase.RUNNING and coordinator.error is None
         others = [rank for rank in range(config.world_size) if rank not in (*coordinator._gone, fact.rank)]
         return is_wanted and is_running and fact.is_alone and bool(others)
 

@@ -6,7 +6,7 @@ A mutant that survives means that a rule or a kind of trouble is missing.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from flowdp.machine.armed_rounds import ArmedRounds, HeldRounds
 from flowdp.machine.async_rounds import AsyncRounds
 from flowdp.machine.barrier_tasks import Barrier, BarrierPlan, SaveSchedule
 from flowdp.machine.config import CoordinatorConfig
-from flowdp.machine.coordinator import Coordinator, Life
+from flowdp.machine.coordinator import Coordinator, Phase
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.exact_rounds import ExactRounds
 from flowdp.machine.gate import GateState
@@ -126,7 +126,7 @@ class StopByInbox(Coordinator):
     def _take(self, fact: Fact, now_ms: float) -> list[Command]:
         if self.told:
             return [] if not isinstance(fact, Exiting) else super()._take(fact, now_ms)
-        if isinstance(fact, Requested) and fact.what == "stop" and self.life is Life.RUNNING:
+        if isinstance(fact, Requested) and fact.what == "stop" and self.phase is Phase.RUNNING:
             self.told = True
             return [Send(rank, Shutdown()) for rank in self._present()]
         return super()._take(fact, now_ms)
@@ -140,9 +140,9 @@ class StopByInbox(Coordinator):
     def _decide(self, now_ms: float) -> list[Command]:
         if not self.told or self.error is not None:
             return super()._decide(now_ms)
-        if len(self._gone) < self.config.world_size or self.life is Life.DONE:
+        if len(self._gone) < self.config.world_size or self.phase is Phase.DONE:
             return []
-        self.life = Life.DONE
+        self.phase = Phase.DONE
         return [Finish(None, True, self.global_step, self.epochs.done)]
 
     def check(self) -> None:
@@ -346,10 +346,12 @@ def a_batch_is_dealt_twice(patch: Patch) -> None:
 
 @mutant("S7", 100)
 def left_overs_are_lost(patch: Patch) -> None:
-    settle = Ledger.settle
-    patch.setattr(
-        Ledger, "settle", lambda self, rank, batches, trained: settle(self, rank, batches, len(batches))
-    )
+    count_back = Ledger.count_back
+
+    def all_trained(self: Ledger, rank: int, batches: Sequence[int], _steps: int) -> None:
+        count_back(self, rank, batches, len(batches))
+
+    patch.setattr(Ledger, "count_back", all_trained)
 
 
 @mutant("S7", 300)
@@ -438,7 +440,7 @@ def a_worker_waits_for_what_never_existed(patch: Patch) -> Machines:
 def the_end_of_the_data_is_forgotten_before_the_run_begins(patch: Patch) -> Machines:
     class Late(Coordinator):
         def handle(self, fact: Fact, now_ms: float) -> list[Command]:
-            is_early = isinstance(fact, DataEnded) and self.life is Life.STARTING
+            is_early = isinstance(fact, DataEnded) and self.phase is Phase.STARTING
             return super().handle(Tick() if is_early else fact, now_ms)
 
     return Machines(coordinator=Late)
@@ -536,14 +538,14 @@ def windows_are_never_counted_back(patch: Patch) -> None:
 
 @mutant("S1", 200)
 def a_step_is_counted_back_as_one_batch(patch: Patch) -> None:
-    settle = Ledger.settle
+    count_back = Ledger.count_back
 
     def short(self: Ledger, rank: int, batches: Any, steps: int) -> None:
         groups, self.groups = self.groups, (1,) * len(self.groups)
-        settle(self, rank, batches, steps)
+        count_back(self, rank, batches, steps)
         self.groups = groups
 
-    patch.setattr(Ledger, "settle", short)
+    patch.setattr(Ledger, "count_back", short)
 
 
 # ---------------------------------------------------------------- snapshots
@@ -819,12 +821,12 @@ def a_worker_of_a_resumed_run_stands_at_its_beginning(patch: Patch) -> Machines:
 
 @mutant("S20", Lives(500))
 def what_a_lost_rank_did_since_the_mean_counts(patch: Patch) -> None:
-    settle = Ledger.settle
+    count_back = Ledger.count_back
 
     def trusting(self: Ledger, rank: int, batches: Any, steps: int) -> None:
-        settle(self, rank, batches, self.steps(rank, batches) if steps == 0 else steps)
+        count_back(self, rank, batches, self.steps(rank, batches) if steps == 0 else steps)
 
-    patch.setattr(Ledger, "settle", trusting)
+    patch.setattr(Ledger, "count_back", trusting)
 
 
 @mutant("S20", Lives(100))

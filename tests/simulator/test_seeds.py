@@ -90,7 +90,7 @@ def test_an_event_log_replays(seed: int) -> None:
     assert result.error is None
     assert result.events == len(world.facts)
     assert result.coordinator is not None
-    assert result.coordinator.life is world.coordinator.life
+    assert result.coordinator.phase is world.coordinator.phase
     assert result.coordinator.global_step == world.coordinator.global_step
 
 

@@ -341,7 +341,7 @@ def _completion(vector: Vector) -> Answers:
     done = []
     for (rank, hand), complete in zip(pool.hands, given["complete"], strict=True):
         assert [rank, len(hand)] == complete
-        pool.ledger.settle(rank, hand, len(hand))
+        pool.ledger.count_back(rank, hand, len(hand))
         done.append(pool.ledger.is_complete)
     return {"done_after_first_two": any(done[:2]), "done_at_end": done[-1]}
 
@@ -369,7 +369,7 @@ def _two_epochs_under_way(vector: Vector) -> Answers:
     for rank, epoch, count in vector["input"]["metrics"]:
         pool = pools[epoch.replace("epoch", "pool")]
         [hand] = [hand for owner, hand in pool.hands if owner == rank]
-        pool.ledger.settle(rank, hand, count)
+        pool.ledger.count_back(rank, hand, count)
     return {f"{name}.completed[0]": pool.ledger.trained for name, pool in pools.items()}
 
 
