@@ -207,18 +207,14 @@ class Outside:
     """
 
     def __init__(self, module: nn.Module, *, backward: bool = False) -> None:
-        kinds = (
-            ("_backward_hooks", "_backward_pre_hooks")
-            if backward
-            else ("_forward_hooks", "_forward_pre_hooks")
-        )
+        kind = "backward" if backward else "forward"
         self._held: list[tuple[str, Any]] = []
         self._before: list[list[Any]] = []
         hooks = [
             (f"{_name(hook)} of {name or 'the module'!r} ({type(part).__name__})", hook)
             for name, part in module.named_modules()
-            for kind in kinds
-            for hook in vars(part)[kind].values()
+            for table in (f"_{kind}_hooks", f"_{kind}_pre_hooks")
+            for hook in vars(part)[table].values()
         ]
         if not hooks:
             return
