@@ -150,15 +150,15 @@ def test_records_of_rounds_and_of_every_so_many_steps(policy: str) -> None:
         sum(part) for part in zip(*(tuple(r.steps for r in e.per_rank) for e in run.history), strict=True)
     ]
     assert rounds[-1].global_step == 90
-    assert all(before.global_step < after.global_step for before, after in pairwise(rounds))
-    some = [record.global_step for record in run.metrics(20)]
-    expected = [
-        after
-        for before, after in pairwise([0, *(record.global_step for record in rounds)])
-        if before // 20 < after // 20
-    ]
-    assert some == expected
-    assert [record.global_step for record in run.metrics(1)] == [record.global_step for record in rounds]
+    # A round that a busy machine has made late may be cut short before its first step.
+    assert all(before.global_step <= after.global_step for before, after in pairwise(rounds))
+    for every in (1, 20):
+        expected = [
+            after
+            for before, after in pairwise([0, *(record.global_step for record in rounds)])
+            if before // every < after // every
+        ]
+        assert [record.global_step for record in run.metrics(every)] == expected
 
 
 @pytest.mark.parametrize("every", [0, -1, 2.5, True, "step", None])

@@ -93,7 +93,7 @@ class HeldRounds:
 
     Attributes:
         armed: The order, with the acknowledgments.
-        outcome: Of the last round held.
+        outcome: Outcome of the last round held.
         works: Work of each rank in all of them. Shape (world_size,).
     """
 

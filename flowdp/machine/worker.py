@@ -152,7 +152,6 @@ class WorkerMachine:
         is_late: Devices leave bad replicas out of the means, and their hosts hear of it behind the gate.
 
     Attributes:
-        rank: Rank index.
         steps: Steps since the last mean.
         samples: Samples of those steps.
         total_steps: Steps of the run.

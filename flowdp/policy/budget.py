@@ -39,7 +39,7 @@ class Memory:
         total: All of it.
         free: Memory that the driver would still hand out, to any process.
         reserved: Memory that this process's allocator holds.
-        active: Of that, the memory of tensors.
+        active: Memory of tensors, a part of `reserved`.
         peak: The most that `active` has been.
         split: Reserved and unused memory in pieces between used ones.
     """

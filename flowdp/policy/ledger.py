@@ -48,14 +48,12 @@ class Ledger:
     """Batches of one epoch: dealt to a rank, trained, or remaining.
 
     Args:
-        epoch: Which epoch.
+        epoch: Epoch index, from 0.
         batches: Batches of the epoch; `ENDLESS` until its end is known.
         world_size: Ranks.
         groups: Batches that make one step of each rank; None: one each. Shape (world_size,).
 
     Attributes:
-        epoch: Which epoch.
-        batches: Batches of the epoch; `ENDLESS` until its end is known.
         groups: Batches that make one step of each rank; an epoch's last step may have fewer.
         position: First batch that was never dealt.
         left: Batches per rank that a shortened round left; they are the rank's first ones.

@@ -84,7 +84,7 @@ def pace_ms(total_ms: float, longest_ms: float, steps: int) -> float:
 
     Args:
         total_ms: Time of all steps, with their waits for data.
-        longest_ms: Of these, time of the longest one.
+        longest_ms: Time of the longest of them.
         steps: How many.
     """
     if steps < 2:

@@ -26,7 +26,7 @@ class Arrival:
         compare: Whether its order wants the replicas compared after the step (exact).
         bad: Its replica has NaN or inf parameters: it weighs nothing.
         was_bad: It weighed nothing in the round before, as its host knows by now; in this one it may.
-        late: Of this round, too, its host will hear behind the gate.
+        late: Its host will hear of bad values in this round behind the gate, too.
     """
 
     rank: int

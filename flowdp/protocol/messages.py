@@ -270,13 +270,13 @@ class SyncAck:
 
     Attributes:
         rank: Rank index.
-        outcome: Of the last round held.
+        outcome: Outcome of the last round held.
         work: The work done, all rounds of the order together.
         sync_ms: Averaging time of one round, without waiting.
         wait_ms: Time in the gate waiting for others, all rounds together.
         drift: ||replica - mean|| / ||mean|| in the last round; None where not measured.
-        checksum: Of the bits of the replica's parameters after the step of the last round, where its outcome
-            compares; else None.
+        checksum: Sum of the bits of the replica's parameters after the step of the last round, where its
+            outcome compares; else None.
         norm: 2-norm of the averaged parameters in the last round; None where the drift is not measured.
         bad: The device has left the rank out of the last round's mean, which its outcome could not tell.
     """
