@@ -243,10 +243,10 @@ class Run:
         self._check_caller("paused")
         with self._pausing:
             self._blocks += 1
-            wish = self._engine.request(Requested("pause"))
+            request = self._engine.request(Requested("pause"))
         try:
             with self._engine.records.reader():
-                self._engine.records.wait_for_pause(wish)
+                self._engine.records.wait_for_pause(request)
             if self.error is not None:
                 self._raise_failure()
             yield

@@ -33,7 +33,7 @@ class LiveRun(Protocol):
     records: Records
     close_observer: Callable[[float | None], bool]
 
-    def request(self, wish: Requested) -> int:
+    def request(self, what: Requested) -> int:
         """See `Engine.request`."""
         ...
 
@@ -90,7 +90,7 @@ def check_free(devices: Sequence[torch.device]) -> None:
 
 
 def _end_of_process() -> None:
-    """A script that ends without `join()` waits for its runs; Ctrl-C there stops them, and so did one before.
+    """Wait for the runs of a script that ends without `join()`; a Ctrl-C there, or before, stops them.
 
     Daemon threads and this, not plain threads: a plain thread's wait at exit cannot be interrupted without
     an abort inside torch.
@@ -139,7 +139,7 @@ def _exit_interrupted() -> None:
 
 
 def _forget_in_child() -> None:
-    """A forked process has no run: their threads are the parent's, and one of them may have held the lock."""
+    """Forget the runs in a forked process: their threads are the parent's, and one may have held the lock."""
     global _lock
     _lock = threading.RLock()
     _live.clear()

@@ -139,7 +139,7 @@ class CoordinatorShell:
         for command in commands:
             self._obey(command)
         if isinstance(fact, Requested):
-            self._records.hear()
+            self._records.count_request()
         elif isinstance(fact, Exiting):
             self._failures.blame(fact.rank)  # unless it has been forgiven
 
@@ -207,7 +207,7 @@ class CoordinatorShell:
                 self._finish = command
 
     def _error_of(self, command: Fail) -> FlowdpError:
-        """A failure that the machine has found, for which no thread has an exception."""
+        """Error of a failure that the machine has found, for which no thread has an exception."""
         if command.kind == "option":
             return OptionError(command.error)
         if command.kind == "collective":
@@ -230,7 +230,7 @@ class CoordinatorShell:
                 self.inbox.post(Failed(self._failures.add(error)))
 
     def _give_up(self, error: BaseException) -> None:
-        """The machine or this shell failed: free everybody without it."""
+        """Free all threads after a failure of the machine or of this shell, without the machine."""
         if isinstance(error, ProtocolError) and not error.events:
             error = ProtocolError(str(error), events=self.event_log.tail(50)).with_traceback(
                 error.__traceback__

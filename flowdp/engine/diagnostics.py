@@ -25,7 +25,7 @@ class Progress:
     """Progress of a rank.
 
     Attributes:
-        steps: It has taken.
+        steps: Steps of the rank so far.
         throttled: Why it may take no step; None where it may.
         pieces: Number of pieces that its micro-batches are cut into.
         uncaptured: Why its steps are not captured, where they were to be.
@@ -127,7 +127,7 @@ class Diagnostics:
         )
 
     def stall_error(self, seconds: float) -> StallError:
-        """The error of a run in which nothing has moved for so long."""
+        """Error of a run in which nothing has moved for so long."""
         headline = (
             f"nothing has moved for {seconds:.1f} s; where a step or a read of the dataset may take that "
             "long, give a larger stall_timeout, or None"
@@ -137,7 +137,7 @@ class Diagnostics:
         return StallError(report, ranks=ranks, stacks=found)
 
     def quarantined(self, command: Quarantined) -> str:
-        """A replica had NaN or infinite numbers: which, and since which batch."""
+        """Text about a replica that had NaN or infinite numbers: which, and since which batch."""
         device = self._workers[command.rank].current.device
         text = (
             f"rank {command.rank} on {device} had NaN or infinite numbers: it was left out of the mean, and "

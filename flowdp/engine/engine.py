@@ -242,9 +242,9 @@ class Engine:
                 for inbox in self._inboxes:
                     undo.callback(inbox.post, Abort("the start was taken back"))
 
-    def request(self, wish: Requested) -> int:
+    def request(self, what: Requested) -> int:
         """Send a request of the user to the coordinator; returns its number at once."""
-        return self._requests.request(wish)
+        return self._requests.request(what)
 
     def snapshot(self) -> CapturedState | None:
         """Take a snapshot at the end of this round; None where the run ends before.
@@ -254,9 +254,9 @@ class Engine:
         """
         with self._asking:
             self._asked_snapshots += 1
-            wish = self._asked_snapshots
+            number = self._asked_snapshots
         self.request(Requested("snapshot"))
-        return self.saver.wait_for_snapshot(wish)
+        return self.saver.wait_for_snapshot(number)
 
     def join(self) -> None:
         """Wait for the coordinator thread of a run that is over."""

@@ -1,4 +1,4 @@
-"""Evaluating the model while all ranks stand still: a rank that is free takes the next batch.
+"""Evaluation of the model while all ranks stand still: a rank that is free takes the next batch.
 
 The replicas are equal then, so any rank may evaluate any batch: every batch is reported with its
 number, and the means are taken in that order.
@@ -202,7 +202,7 @@ class Evaluator:
         )
 
     def cut(self) -> None:
-        """No rank takes another batch, of this evaluation or a later one.
+        """Let no rank take another batch, of this evaluation or a later one.
 
         Threads:
             Any. Does not block.
@@ -234,7 +234,7 @@ class Evaluator:
         return self._ends.get(number) if batches is None else batches
 
     def _ended(self, number: int, batches: int) -> None:
-        """On the reader thread. A rank that has claimed a batch beyond the end hears of it."""
+        """Note the end, on the reader thread, and wake the ranks that have claimed a batch beyond it."""
         self._ends[number] = batches
         self._wake_all()
 

@@ -70,7 +70,7 @@ class Failures:
         return f"rank {rank}: {format_error(error)}"
 
     def forgive(self, rank: int) -> None:
-        """The others go on without this rank: its error ends nothing."""
+        """Log the error of a rank that the others go on without: it ends nothing."""
         with self._lock:
             error = self._held.pop(rank)
             self.forgiven = {**self.forgiven, rank: error}  # a new one: others read it without the lock

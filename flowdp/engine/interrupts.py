@@ -17,7 +17,7 @@ __all__ = ["hearing_interrupts"]
 
 
 class _Handler:
-    """Python's own, with a count."""
+    """Python's own handler, with a count."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -94,7 +94,7 @@ class Meter(ABC):
 
     @abstractmethod
     def begin(self, start_s: float) -> None:
-        """The next step is about to be put on the device, its batch is there.
+        """Begin a step, whose batch is there and which is about to be put on the device.
 
         Args:
             start_s: When the host began to get the batch, by `perf_counter`.
@@ -109,7 +109,7 @@ class Meter(ABC):
         norms: Sequence[Tensor] = (),
         weight: Tensor | None = None,
     ) -> None:
-        """The step is on the device.
+        """End a step: it is on the device.
 
         Args:
             loss: Mean over its samples, detached; with a weight, of loss x weight. Shape []. None where it
@@ -129,7 +129,7 @@ class Meter(ABC):
         self._open.clear()
 
     def waited(self, seconds: float) -> None:  # noqa: B027 - a device sees for itself when it has nothing to do
-        """The host waited this long for the batch of the next step."""
+        """Count the time that the host waited for the batch of the next step."""
 
     def scalar(self, name: str, value: float | Tensor, weight: float) -> None:
         """Count a number towards a mean."""
@@ -149,7 +149,7 @@ class Meter(ABC):
         """Wait for the losses of all steps so far, and see whether they are finite."""
 
     def losses(self) -> Tensor | None:
-        """On a device, a number that is finite if all losses since the last call are; None without losses.
+        """Number on a device that is finite if all losses since the last call are; None without losses.
 
         Float64, shape [].
         """
@@ -157,7 +157,7 @@ class Meter(ABC):
 
     @abstractmethod
     def meet(self) -> None:
-        """The rank goes into the gate."""
+        """Begin the wait at the gate."""
 
     @abstractmethod
     def met(self, reading: Reading) -> None:
@@ -169,7 +169,7 @@ class Meter(ABC):
 
     @abstractmethod
     def stepped(self, norms: Sequence[Tensor] = ()) -> None:
-        """The step behind the mean is on the device (exact): that was work, too.
+        """Count the step behind the mean, which is on the device, as work (exact).
 
         Args:
             norms: See `end`.
@@ -177,7 +177,7 @@ class Meter(ABC):
 
     @abstractmethod
     def close(self, post: Callable[[OrderSums], None]) -> None:
-        """An order has ended; the next step belongs to another.
+        """Close an order; the next step belongs to another.
 
         Args:
             post: Called with the order's sums, at once or in a later call of this meter.

@@ -34,7 +34,7 @@ _BOOKS = {
 }
 """Attributes that torchmetrics keeps in every metric, beside its states."""
 
-_Beside = dict[tuple[int, str], tuple[nn.Module, Any, Any]]
+_OtherAttributes = dict[tuple[int, str], tuple[nn.Module, Any, Any]]
 """Attributes of a metric that are no states, by module and name: the module, the value, its seal."""
 
 States = list[tuple[int, dict[str, Any]]]
@@ -70,7 +70,7 @@ def source_of(value: object, module: nn.Module, function: Callable[..., Any]) ->
     """The metric that this number is the result of, for one batch or for the batches so far; None: of none.
 
     Args:
-        value: As returned by `function`.
+        value: Number that `function` has returned.
         module: Its first argument.
         function: The user's. Metrics are looked for where its code can name them.
     """
@@ -111,7 +111,7 @@ class _RankMetric:
 
 
 class MetricPool:
-    """Brings together the metrics of all ranks, evaluation by evaluation.
+    """Pool of the metrics of all ranks, evaluation by evaluation.
 
     Threads:
         The workers of the ranks, all of them at once.
@@ -121,7 +121,8 @@ class MetricPool:
         self._lock = threading.Lock()  # serialises everything below
         self._owners: dict[int, tuple[int, Any]] = {}
         self._parts: dict[int, list[_RankMetric]] = {}
-        self._first: dict[int, _Beside] = {}  # by the metrics' ids: since its first batch of an evaluation
+        # By the metrics' ids: since its first batch of an evaluation.
+        self._first: dict[int, _OtherAttributes] = {}
 
     def own(self, rank: int, name: str, metric: Any) -> None:
         """Note that a rank updates this metric, and has done so for one batch of this evaluation.
@@ -131,7 +132,7 @@ class MetricPool:
         """
         with self._lock:
             owner, _ = self._owners.setdefault(id(metric), (rank, metric))
-            self._first[id(metric)] = _beside(part for part in metric.modules() if is_metric(part))
+            self._first[id(metric)] = _other_attributes(part for part in metric.modules() if is_metric(part))
         if owner != rank:
             raise TypeError(
                 f"{name!r} is one {type(metric).__name__} for ranks {owner} and {rank}, which update it at "
@@ -191,9 +192,9 @@ class MetricPool:
         """
         with self._lock:
             first = self._first.pop(id(metric), {})
-        last = _beside(metric.modules())
+        last = _other_attributes(metric.modules())
         reset(metric)
-        after = _beside(metric.modules())
+        after = _other_attributes(metric.modules())
         for then, now in ((first, last), (last, after)):
             for place, (part, _, sealed) in then.items():
                 if place in now and now[place][2] != sealed:
@@ -212,8 +213,8 @@ def _inner(metric: nn.Module) -> list[Any]:
     return list({id(part._reductions): part for part in parts}.values())
 
 
-def _beside(parts: Iterable[nn.Module]) -> _Beside:
-    found: _Beside = {}
+def _other_attributes(parts: Iterable[nn.Module]) -> _OtherAttributes:
+    found: _OtherAttributes = {}
     for part in parts:
         states = {*part._reductions, *_BOOKS} if is_metric(part) else set()  # type: ignore[misc]
         for name, value in (*vars(part).items(), *part._buffers.items()):

@@ -112,14 +112,14 @@ class MicroBatcher:
         return self.taken >= len(step.batches) and not self._open
 
     def end(self, step: Step) -> None:
-        """The step is done."""
+        """End the step."""
         if self._source.keeps:
             self._trained += ((step.epoch, batch) for batch in step.batches)
         self.taken = self.samples = 0
         self.micros.clear()
 
     def settle(self) -> None:
-        """A mean was held: all steps so far are in it, or lost for good (those of a bad replica)."""
+        """Settle all steps so far: a mean holds them, or they are lost for good (those of a bad replica)."""
         if self._trained:
             self._source.settle(self._trained)
             self._trained = []

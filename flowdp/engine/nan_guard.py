@@ -22,7 +22,7 @@ from flowdp.machine.worker import Step, WorkerMachine
 from flowdp.options import OnNan
 from flowdp.replica.replica import Replica
 
-__all__ = ["FiniteVerdict", "NanGuard", "is_finite", "is_odd"]
+__all__ = ["FiniteVerdict", "NanGuard", "is_finite", "note_nonfinite"]
 
 
 def is_finite(tensors: FlatTensors) -> bool:
@@ -35,7 +35,7 @@ def is_finite(tensors: FlatTensors) -> bool:
     return isfinite(float(tensors.total())) or isfinite(float(tensors.largest()))
 
 
-def is_odd(parts: Sequence[Tensor], losses: Tensor | None, out: Tensor) -> None:
+def note_nonfinite(parts: Sequence[Tensor], losses: Tensor | None, out: Tensor) -> None:
     """Write whether any number is not finite, without reading it back.
 
     Args:
@@ -132,7 +132,7 @@ class NanGuard:
         parts = [] if self._watched is None else self._watched.trained()
         if not parts and losses is None:
             return None
-        is_odd(parts, losses, self._odd)
+        note_nonfinite(parts, losses, self._odd)
         self._told.copy_(self._odd, non_blocking=True)
         self._passed.record(self._lane.compute)
         self.verdict = FiniteVerdict(self._meter.round, last)
@@ -172,17 +172,17 @@ class NanGuard:
         bad, what = (verdict.last, _REST) if step is None else (step, _LOSS)
         verdict.bad = bad.epoch, bad.batches[0]
         if verdict.round == self._meter.round:
-            self.left(bad, what)
+            self.mark_bad(bad, what)
         elif self._on_nan == "raise":
-            self.left(bad, f"{what}; the mean of that round was taken without it")
+            self.mark_bad(bad, f"{what}; the mean of that round was taken without it")
         else:
             self._machine.was_bad, self.bad = True, verdict.bad
         self._machine.is_late = (
             False  # a second such value may hit the next replica before this one is healed
         )
 
-    def saw(self) -> None:
-        """A loss was not finite; if it is of this round, the next mean does without the replica.
+    def check_losses(self) -> None:
+        """Look for a loss that is not finite; if it is of this round, the next mean does without the replica.
 
         Raises:
             FloatingPointError: on_nan is "raise".
@@ -190,9 +190,9 @@ class NanGuard:
         step = self._meter.bad.get(self._meter.round)
         # The device sees it, too. How soon the host does is chance, and not to decide about a mean.
         if step is not None and not (self._machine.is_late and self._on_nan == "quarantine"):
-            self.left(step, _LOSS)
+            self.mark_bad(step, _LOSS)
 
-    def left(self, step: Step, what: str) -> None:
+    def mark_bad(self, step: Step, what: str) -> None:
         """Note that the replica has NaN or inf values in this step; `what` names the value.
 
         Raises:
@@ -206,7 +206,7 @@ class NanGuard:
             self.bad = self.bad or (step.epoch, step.batches[0])
 
     def met(self) -> None:
-        """A mean was held."""
+        """Note that a mean was held."""
         self._meter.round += 1
         self.bad = None
         if self._meter.bad:
@@ -217,9 +217,9 @@ class NanGuard:
         finite = self._watched is None or is_finite(self._watched)
         step = self._meter.bad.get(self._meter.round)
         if step is not None:
-            self.left(step, _LOSS)
+            self.mark_bad(step, _LOSS)
         elif not finite:
-            self.left(last, _REST)
+            self.mark_bad(last, _REST)
 
 
 _LOSS = "the loss is not finite"

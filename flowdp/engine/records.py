@@ -111,7 +111,7 @@ class Records:
         self.is_ended = False
         self.is_over = False
         self.is_paused = False
-        self._heard_wishes = 0
+        self._taken_requests = 0
         self._readers = 0
         self._is_heard = False
         self._rounds: deque[RoundEnded] = deque(maxlen=KEPT_ROUNDS)
@@ -141,7 +141,7 @@ class Records:
         """Note something that went wrong without ending the run; returns whether it is the first of its kind.
 
         Args:
-            text: In words.
+            text: The problem, in words.
             about: Key of similar texts: of texts with the same key, the first is kept and the others are
                 counted; None: of the same text.
         """
@@ -163,10 +163,10 @@ class Records:
             self.is_paused = is_paused
             self._changed.notify_all()
 
-    def hear(self) -> None:
-        """Note that one more wish of the user's has been taken, in the order in which they were made."""
+    def count_request(self) -> None:
+        """Note that one more request of the user has been taken, in the order in which they were made."""
         with self._changed:
-            self._heard_wishes += 1
+            self._taken_requests += 1
             self._changed.notify_all()
 
     def end(self, finish: Finish | None, *, over: bool) -> None:
@@ -195,14 +195,14 @@ class Records:
         with self._changed:
             return self._await(lambda: self.is_over if over else self.is_ended, timeout_s)
 
-    def wait_for_pause(self, wish: int) -> None:
+    def wait_for_pause(self, request: int) -> None:
         """Wait until all workers stand still, or the run has ended.
 
         Args:
-            wish: Number of the wish to pause. A barrier from before it was heard may be about to end.
+            request: Number of the request to pause. A barrier from before it was taken may be about to end.
         """
         with self._changed:
-            self._await(lambda: self.is_ended or (self.is_paused and self._heard_wishes >= wish))
+            self._await(lambda: self.is_ended or (self.is_paused and self._taken_requests >= request))
 
     @contextmanager
     def reader(self) -> Iterator[None]:

@@ -37,12 +37,12 @@ class Requests:
         self._count = 0
         self._lock = threading.Lock()  # numbers the requests in the order in which the inbox has them
 
-    def request(self, wish: Requested) -> int:
+    def request(self, what: Requested) -> int:
         """Send a request to the coordinator; returns its number at once."""
         with self._lock:
             if not self._records.is_over:
                 self._count += 1
-                self.inbox.post(wish)
+                self.inbox.post(what)
             return self._count
 
     def fail(self, error: FlowdpError) -> None:

@@ -57,7 +57,7 @@ class SigtermStop:
         gets every SIGTERM through ours.
 
     Raises:
-        OptionError: As `check_sigterm` does.
+        OptionError: SIGTERM cannot be taken over here; see `check_sigterm`.
     """
 
     def __init__(self, request_stop: Callable[[], object]) -> None:
@@ -85,7 +85,7 @@ class SigtermStop:
         _restore()
 
     def hear(self) -> None:
-        """A SIGTERM has come. Returns at once; safe in a handler."""
+        """Pass a SIGTERM on to the thread. Returns at once; safe in a handler."""
         self._words.put(True)
 
     def _wait(self) -> None:
@@ -101,7 +101,7 @@ os.register_at_fork(after_in_child=_open.clear)  # a forked process has our hand
 
 
 class _Handler:
-    """Ours, with the one from before. That one may be the user's, which calls an older one of ours."""
+    """Our handler, with the one from before. That one may be the user's, which calls an older one of ours."""
 
     def __init__(self, earlier: Any) -> None:
         self.earlier = earlier

@@ -265,7 +265,7 @@ class Worker:
         if not self._pool.is_fixed:
             set_own_threads(self._pool.worked(meter.step_ms, batcher.samples))
         if meter.bad:
-            self._numbers.saw()
+            self._numbers.check_losses()
         self.machine.trained(batcher.samples)
         batcher.end(step)
         current.local_step += 1
@@ -276,7 +276,7 @@ class Worker:
             self.replica.add(batch, current, share)
 
     def _await_batch(self, start_s: float) -> None:
-        """A batch was not read yet. Orders are served meanwhile, and the loop asks the machine anew."""
+        """Wait for a batch that was not read yet, or for an order; then the loop asks the machine anew."""
         # Inside a step the device's time is the step's; what is due can wait for its end.
         if self.inbox.is_empty() and not self._batcher.is_inside:
             self._meter.settle()
@@ -314,7 +314,7 @@ class Worker:
         self._numbers.met()
 
     def _close(self, done: Done, outcome: Outcome | None = None) -> None:
-        """An order has ended, with a mean or without one."""
+        """Close an order, with a mean or without one."""
         self._tell_feed()
         numbers, checksum = self._numbers, None
         bad, verdict, lr = numbers.bad, numbers.verdict, self.current.lr
@@ -353,7 +353,7 @@ class Worker:
         self._meter.close(post)
 
     def _fit_feed(self) -> None:
-        """Once, with a mean in, when everything that training needs has been allocated."""
+        """Fit the feed to the memory left, once: when all that training needs has been allocated."""
         if self._is_fit:
             return
         captured = self.replica.captured
@@ -362,7 +362,7 @@ class Worker:
             self._feed.fit()
 
     def _step_together(self, arrival: Arrival, outcome: Outcome) -> None:
-        """The optimizer steps, on all ranks alike: at the window's position and with the gate's rate."""
+        """Step the optimizer, on all ranks alike: at the window's position and with the gate's rate."""
         order, replica = self.machine.order, self.replica
         assert order is not None
         self.current.epoch = order.epoch
@@ -379,7 +379,7 @@ class Worker:
         self.current.lr = self.replica.learning_rate.value
 
     def _serve(self, task: BarrierTask) -> None:
-        """Do something while all ranks stand still, each its part."""
+        """Execute a barrier task."""
         self._meter.settle()
         self._is_bound = True
         self.task = self._tasks.name(task)

@@ -41,7 +41,7 @@ def _is_watched() -> bool:
 
 
 class ProgressBar(Callback):
-    """Draws where the run is: epoch, loss, samples per second, shares.
+    """Progress bar of a run: epoch, loss, samples per second, shares.
 
     It steps aside for the callbacks that are called after it, and for `aside` blocks.
 

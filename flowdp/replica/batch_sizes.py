@@ -44,7 +44,7 @@ class Sizes:
         """Steps of all ranks in an epoch; None where that depends on how fast they are.
 
         Args:
-            batches: Of the source, in an epoch.
+            batches: Batches of the source in an epoch.
             policy: How the replicas are kept one model.
         """
         groups = self.groups

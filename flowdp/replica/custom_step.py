@@ -122,7 +122,7 @@ class CustomStepReplica(Replica):
         optimizer.zero_grad(set_to_none=True)
 
     def _check_gradients(self) -> None:
-        """A call may step some optimizers only, and has cleared their gradients."""
+        """Check nothing: a call may step some optimizers only, and has cleared their gradients."""
 
     def _update_scale(self) -> None:
         if self._scaler is not None and self._has_scaled:

@@ -131,7 +131,7 @@ class ExactReplica(Replica):
         return max(1, min(samples // self.least, -(-samples // self._size) * self.pieces))
 
     def leave(self) -> None:
-        """The rank comes no more; ranks that wait for it in a SyncBatchNorm are told."""
+        """Wake ranks that wait for this one in a SyncBatchNorm: it comes no more."""
         self._groups.leave(self.flat.rank)
 
     def undo(self) -> None:

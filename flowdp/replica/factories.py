@@ -242,7 +242,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 def check_closure(optimizer: Optimizer) -> None:
-    """An optimizer that steps without a closure.
+    """Check that an optimizer steps without a closure.
 
     Raises:
         OptionError: It needs one.

@@ -85,7 +85,7 @@ class _Run:
         stop: The one behind the last.
         begin: Where the first one lies in the memory of its dtype, in elements.
         flat: All of them, with the gaps between. Shape (elements,).
-        gradient: Theirs.
+        gradient: Gradients of all of them. Shape (elements,).
         is_on: Whether they have gradients in this step.
     """
 
@@ -209,7 +209,7 @@ class FlatOptimizer:
         return twin
 
     def finish(self) -> None:
-        """The optimizer has stepped: bring that to the module, to autograd and to schedulers."""
+        """Bring the optimizer's step to the module, to autograd and to schedulers."""
         self.drop_strays()
         if self._twin is None:
             return
@@ -239,19 +239,21 @@ class FlatOptimizer:
                 if found := state.get(run.flat):
                     for at in range(run.start, run.stop):
                         own[self._parameters[at]] = {
-                            name: self._cut(value, run, at) if name in self._names else self._told(value)
+                            name: self._cut(value, run, at)
+                            if name in self._names
+                            else self._own_number(value)
                             for name, value in found.items()
                         }
             for stray in self._strays:
                 if found := state.get(stray):
                     own[stray] = {
-                        name: value if name in self._names else self._told(value)
+                        name: value if name in self._names else self._own_number(value)
                         for name, value in found.items()
                     }
             self._is_ahead = False
 
     def reload(self) -> None:
-        """The state of the replica's optimizer is another one, and the next step begins with it."""
+        """Drop the twin: the next step begins with a new state of the replica's optimizer."""
         self._twin = None
         self._runs = []
         self._is_ahead = False
@@ -294,7 +296,7 @@ class FlatOptimizer:
         for stray in self._strays:
             if found := own.state.get(stray):
                 self._twin.state[stray] = {
-                    name: value if name in self._names else self._counted(value)
+                    name: value if name in self._names else self._twin_number(value)
                     for name, value in found.items()
                 }
 
@@ -379,7 +381,7 @@ class FlatOptimizer:
         mine: dict[str, Tensor] = {}
         for name, value in found.items():
             if name not in self._names:
-                mine[name] = self._counted(value)
+                mine[name] = self._twin_number(value)
                 continue
             mine[name] = torch.zeros(run.flat.numel(), dtype=value.dtype, device=run.flat.device)
             for at in range(run.start, run.stop):
@@ -394,13 +396,13 @@ class FlatOptimizer:
         start = value.storage_offset() + view.storage_offset() - run.begin
         return value.as_strided(view.shape, view.stride(), start)
 
-    def _counted(self, value: Tensor) -> Tensor:
+    def _twin_number(self, value: Tensor) -> Tensor:
         """A number of the state as the twin keeps it."""
         if self._picks_fused:
             return value.to(self._views[0].device, torch.float32, copy=True)
         return value.clone()
 
-    def _told(self, value: Tensor) -> Tensor:
+    def _own_number(self, value: Tensor) -> Tensor:
         """A number of the state as the replica's optimizer would keep it."""
         if self._picks_fused:
             return value.to(torch_optimizer._get_scalar_dtype(), copy=True)

@@ -116,7 +116,7 @@ class Replica:
         trained: The parameters that the optimizer steps.
         has_stepped: Whether the first micro-batch has been checked.
         draws: The rank's own random numbers; None: it draws from the device's generator.
-        gradients: As flat memory; None where each parameter has its own, or none.
+        gradients: Gradients as flat memory; None where each parameter has its own, or none.
         gives_gradients: Never: they are the replica's own.
         may_be_flat: Whether the optimizer may step the flat memory, not parameter by parameter.
         steps_flat: Whether it does.
@@ -308,7 +308,7 @@ class Replica:
         return max(1, min(self.pieces, samples // self.least))
 
     def meet(self, outcome: Outcome) -> None:
-        """The ranks have averaged; see `ExactReplica.meet`."""
+        """Do nothing after a mean; see `ExactReplica.meet`."""
 
     def checksum(self) -> Callable[[], int] | None:
         """See `ExactReplica.checksum`: elsewhere the replicas are not compared."""
@@ -399,7 +399,7 @@ class Replica:
         """The loss as it is differentiated, and the weight that it names (exact).
 
         Args:
-            loss: As the user returned it.
+            loss: Loss that the user returned.
             share: Share of the loss in that of the step. A tensor, of its dtype, while a graph is recorded.
             of: Samples of the rank's part (exact). A tensor while a graph is recorded.
         """
@@ -468,7 +468,7 @@ class Replica:
         self.has_stepped = True
 
     def _check_gradients(self) -> None:
-        """A loss that was computed on another model, the user's own, would train nothing."""
+        """Check that a parameter has a gradient: a loss on another model, the user's own, trains nothing."""
         if self.gradients is None:
             is_touched = any(parameter.grad is not None for parameter in self.trained)
         else:

@@ -17,7 +17,7 @@ from flowdp.collective.local import DeviceMean
 from flowdp.collective.nccl import NcclMean
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import CudaLane, HostLane, Lane
-from flowdp.engine.nan_guard import is_odd
+from flowdp.engine.nan_guard import note_nonfinite
 from flowdp.errors import CollectiveError
 from flowdp.protocol.messages import Arrival, Outcome
 from flowdp.threads.gate import Gate
@@ -122,7 +122,7 @@ class FakeWorld:
                 if not flat.counts:
                     flat.memory.fill_(torch.nan)
         flag = self.flags[rank]
-        is_odd(self.replicas[rank].trained(), None, flag)
+        note_nonfinite(self.replicas[rank].trained(), None, flag)
         return flag
 
     def hold(

@@ -23,7 +23,7 @@ from flowdp.device.streams import HostLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine.error_context import ErrorContext
 from flowdp.engine.meter import HostMeter
-from flowdp.engine.nan_guard import NanGuard, is_finite, is_odd
+from flowdp.engine.nan_guard import NanGuard, is_finite, note_nonfinite
 from flowdp.machine.worker import Step, WorkerMachine
 from flowdp.replica.replica import Replica
 from tests.loops import numbers
@@ -52,7 +52,7 @@ Look = Callable[[FlatTensors], bool]
 
 def is_not_odd(tensors: FlatTensors) -> bool:
     out = torch.tensor(True)
-    is_odd(tensors.trained(), None, out)
+    note_nonfinite(tensors.trained(), None, out)
     return not out
 
 
@@ -101,9 +101,9 @@ def test_of_gradients_the_gradients_count(finite: Look) -> None:
 def test_a_loss_counts_beside_finite_parameters(bad: float) -> None:
     out = torch.tensor(False)
     for parts in ([], [torch.ones(3)]):
-        is_odd(parts, torch.tensor(bad, dtype=torch.float64), out)
+        note_nonfinite(parts, torch.tensor(bad, dtype=torch.float64), out)
         assert out
-        is_odd(parts, torch.tensor(3.0, dtype=torch.float64), out)
+        note_nonfinite(parts, torch.tensor(3.0, dtype=torch.float64), out)
         assert not out
 
 

@@ -95,14 +95,14 @@ def test_waiting_for_the_end_and_for_all_threads() -> None:
 
 def test_a_standstill_from_before_the_wish_does_not_count() -> None:
     records = Records()
-    records.hear()
+    records.count_request()
     records.pause(True)
     records.wait_for_pause(1)
     second, _ = in_thread(lambda: records.wait_for_pause(3))
-    records.hear()  # to continue
+    records.count_request()  # to continue
     assert not second.done()
     records.pause(False)
-    records.hear()  # to pause again
+    records.count_request()  # to pause again
     records.pause(True)
     assert second.result(5) is None
 

@@ -93,7 +93,7 @@ def stop(run: flowdp.Run) -> None:
     run.stop()
     engine, records = run._engine, run._engine.records
     with records._changed:
-        assert records._changed.wait_for(lambda: records._heard_wishes >= engine._requests._count, WAIT_S)
+        assert records._changed.wait_for(lambda: records._taken_requests >= engine._requests._count, WAIT_S)
 
 
 def stop_at(recorder: StepRecorder, step: int, job: flowdp.Trainer) -> flowdp.TrainedState:

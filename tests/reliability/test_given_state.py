@@ -135,7 +135,7 @@ def test_the_learning_rate_goes_on_too_unless_it_begins_with_another(
                 asking.start()
                 records = run._engine.records
                 with records._changed:
-                    assert records._changed.wait_for(lambda: records._heard_wishes, WAIT_S)
+                    assert records._changed.wait_for(lambda: records._taken_requests, WAIT_S)
             asking.join(WAIT_S)
         run.join(WAIT_S)
         [state] = asked
