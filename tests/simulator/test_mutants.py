@@ -879,8 +879,16 @@ def no_acknowledgment_tells_a_late_verdict(patch: Patch) -> None:
 
 
 @mutant("S21", Lives(500))
-def a_healed_replica_says_that_it_was_bad(patch: Patch) -> None:
-    patch.setattr(WorkerMachine, "_stand", lambda self, task: Serve(task))
+def a_healed_replica_says_that_it_was_bad(patch: Patch) -> Machines:
+    class Remembering(WorkerMachine):
+        def next(self, *, in_step: bool = False) -> Action:
+            was_bad = self.was_bad
+            action = super().next(in_step=in_step)
+            if isinstance(action, Serve):
+                self.was_bad = was_bad
+            return action
+
+    return Machines(worker=Remembering)
 
 
 @mutant("S21", Lives(100))
