@@ -31,13 +31,16 @@ SAMPLES, BATCH_SIZE = 64_000, 8
 
 @contextmanager
 def replaced(owner: type, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method of a class."""
-    own = owner.__dict__[name]
+    """Replace a method of a class, its own or an inherited one."""
+    own = owner.__dict__.get(name)
     setattr(owner, name, method)
     try:
         yield
     finally:
-        setattr(owner, name, own)
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
 
 
 class Stopwatch:

@@ -169,7 +169,7 @@ def test_a_collective_that_hangs_on_the_devices_ends_the_run(
     def collective(backend: Any, policy: Any, replicas: Any, lanes: Any, meet: Any, hung: Any) -> NcclMean:
         made.append(FakeNccl(lanes[0].cuda, lanes))
         mean = NcclMean(replicas, lanes, made[0], hung)
-        mean._slots[2].done[1].passed = made[0].wake  # of the third round; an abort opens it
+        mean._marks[2].done[1].passed = made[0].wake  # of the third round; an abort opens it
         return mean
 
     monkeypatch.setattr(nccl, "LIMIT_S", 0.05)

@@ -75,9 +75,9 @@ def test_a_stream_goes_on_at_the_beginning_of_an_epoch_alone() -> None:
 
 def test_the_lives_up_to_a_violation_are_there() -> None:
     class Forgetful(JudgedWorld):
-        def _obey(self, command: Any) -> None:
+        def obey(self, command: Any) -> None:
             if self.scenario.config.start is None or type(command).__name__ != "EpochEnded":
-                super()._obey(command)
+                super().obey(command)
 
     worlds: list[JudgedWorld] = []
     second = replace(SCENARIO, begins_at=0.0)

@@ -80,7 +80,7 @@ def test_a_failure_that_is_said_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_numbers_gone_bad_that_nobody_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NanGuard, "judge", lambda numbers: None)
-    monkeypatch.setattr(NanGuard, "left", lambda numbers, step, what: None)
+    monkeypatch.setattr(NanGuard, "mark_bad", lambda numbers, step, what: None)
     wrong = wrong_with(Case("nan", "forward", "sync", 2, "local", "middle", 0, "quarantine"))
     assert "the final state is not finite" in wrong
 
