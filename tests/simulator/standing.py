@@ -64,6 +64,7 @@ class Standing:
         self._unseen: set[int] = set()  # those that went bad since the last outcome, as devices alone know
         self._due: set[int] = set()  # those that they left out of the last mean: the next outcome tells
         self._heard: set[int] = set()  # those of which an acknowledgment has told
+        self._gone: set[int] = set()
         self._bad_snapshots: dict[int, int] = {}  # rank -> round of a snapshot that it took then
         self._captures = 0
         self._results: dict[int, tuple[float, float]] = {}  # of the evaluation: batch -> samples, value
@@ -131,16 +132,17 @@ class Standing:
 
     def is_gone(self, rank: int) -> None:
         """A rank has left."""
+        self._gone.add(rank)
         self._serving.pop(rank, None)
         for ranks in (self._told_bad, self._unseen, self._due, self._heard, self._bad):
             ranks.discard(rank)
 
     # ------------------------------------------------------------------ numbers gone bad
     def goes_bad(self, rank: int, *, is_late: bool = False) -> None:
-        """The replica of a rank leaves the numbers.
+        """The replica of a rank gets NaN or inf parameters.
 
         Args:
-            rank: Whose.
+            rank: Rank of the replica.
             is_late: Its device leaves it out of the mean, and its host hears of it behind that.
         """
         self._bad.add(rank)
@@ -162,6 +164,8 @@ class Standing:
 
     def acknowledged(self, rank: int) -> None:
         """The coordinator hears that a rank was left out of the last mean before it."""
+        if rank in self._gone:
+            return  # this acknowledgment was on its way when the rank left
         if rank not in self._bad:
             raise Violation("S21", f"rank {rank} says that it is bad, and it is not")
         self._heard.add(rank)
