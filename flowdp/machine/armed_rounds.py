@@ -26,7 +26,6 @@ class ArmedRounds:
         predicted_ms: Expected duration; infinite while no speed is known.
         start_ms: Time of the beginning.
         acks: Acknowledgments so far, by rank.
-        has_bad: One of them reports a replica with NaN or inf parameters.
     """
 
     plan: int
@@ -37,7 +36,11 @@ class ArmedRounds:
     predicted_ms: float
     start_ms: float = math.nan
     acks: dict[int, SyncAck] = field(default_factory=dict)
-    has_bad: bool = False
+
+    @property
+    def has_bad(self) -> bool:
+        """Whether an acknowledgment reports a replica with NaN or inf parameters."""
+        return any(ack.bad for ack in self.acks.values())
 
     @property
     def last_round(self) -> int:

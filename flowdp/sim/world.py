@@ -53,15 +53,15 @@ class VirtualRank:
     """The state of a worker thread around its machine.
 
     Attributes:
-        machine: Decides.
+        machine: Machine of the rank.
         ms_per_step: Mean time of one step.
         inbox: Orders that it has not read.
         state: starting, idle, step, gate, busy (with a snapshot) or gone.
-        steps: Since its last report.
-        samples: Of these steps.
-        entered_ms: When it last entered the gate.
-        wait_ms: Its waiting in the gate since its last acknowledgment.
-        data_wait_ms: Its waiting for the batch of the next step.
+        steps: Steps since its last report.
+        samples: Samples of these steps.
+        entered_ms: Time at which it last entered the gate.
+        wait_ms: Time in the gate since its last acknowledgment.
+        data_wait_ms: Time that it waited for the batch of the next step.
         trained_ms: Time of all its steps.
     """
 
