@@ -55,8 +55,8 @@ class NoRedraws(RankMode):
     generator, others have drawn from it in between, and the numbers are not those of the forward: the
     gradients would be wrong.
 
-    A compiled part in a checkpoint runs as written in this mode (torch 2.13), or compiled (2.8, whose guards
-    do not look at modes): then the mode sees the draw of its seeds, without a graph.
+    A compiled part in a checkpoint runs as written in this mode (torch 2.13), or compiled (2.8 by its source,
+    where guards do not look at modes): then the mode sees the draw of its seeds, without a graph.
 
     Threads: the one that enters it.
     """
