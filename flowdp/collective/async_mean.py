@@ -128,11 +128,18 @@ class SnapshotMean:
         self._averaged = round
         return start.elapsed_time(end), tuple(drifts)
 
-    def apply(self, rank: int, round: int) -> None:
+    def apply(self, rank: int, round: int, steps: int) -> None:
         """Bring the mean into the replica, once.
 
-        Parameters move by `mean - snapshot`, so no local step is lost. Float buffers are replaced: a
-        difference can make a variance negative. Integers and flags take the maximum.
+        Parameters move by `mean - snapshot`, so no local step is lost. Where there is none they become the
+        mean to the bit, which the rounding of a difference would miss: if no rank has stepped since, the next
+        meeting has no samples to average, and the replicas must be equal without it. Float buffers are
+        replaced: a difference can make a variance negative. Integers and flags take the maximum.
+
+        Args:
+            rank: Rank index.
+            round: Round number.
+            steps: Steps that the rank has taken since its snapshot.
 
         Raises:
             ProtocolError: The mean or the snapshot is of another round.
@@ -153,8 +160,11 @@ class SnapshotMean:
             if flat.counts:
                 torch.maximum(flat.memory, mean, out=flat.memory)
             else:
-                shift(flat, mean, slot)
-                flat.memory[flat.split :].copy_(mean[flat.split :])
+                start = 0
+                if steps:
+                    shift(flat, mean, slot)
+                    start = flat.split
+                flat.memory[start:].copy_(mean[start:])
         replica.scatter()
         self._is_applied[rank].record(lane.compute)
         self._taken[rank] = None

@@ -420,7 +420,7 @@ class Worker:
 
     def _apply(self, action: Apply) -> None:
         assert self._snapshots is not None
-        self._snapshots.apply(self.rank, action.round)
+        self._snapshots.apply(self.rank, action.round, action.steps)
         self._fit_feed()
         self.current.round = action.round
         updated = Updated(self.rank, action.round)

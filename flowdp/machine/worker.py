@@ -110,9 +110,10 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Add the round's difference to the replica (async)."""
+    """Bring the round's mean into the replica; `steps` were taken since its snapshot (async)."""
 
     round: int
+    steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +355,7 @@ class WorkerMachine:
             self._snapshot = Snapshot(order.round, self.steps, 0 if self.is_bad else self.samples)
             return self._snapshot
         self.applied(order.round, order.global_step)
-        return Apply(order.round)
+        return Apply(order.round, self.steps)
 
     def _next_free(self, order: StartEpoch, *, in_step: bool) -> Action:
         is_called = self._sync_now >= self._next_round and not in_step

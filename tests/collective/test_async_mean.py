@@ -57,7 +57,7 @@ def apply_together(snapshots: SnapshotMean, round: int, world_size: int) -> None
     def work(rank: int) -> None:
         try:
             start.wait(60)
-            snapshots.apply(rank, round)
+            snapshots.apply(rank, round, 1)
         except Exception as error:
             errors.append(error)
 
@@ -117,8 +117,20 @@ def test_the_mean_of_bfloat16_parameters_is_kept_in_float32():
     # The mean is half a step between the two; at 0.25 that is one step of bfloat16, so a rounded mean would
     # show.
     modules[0][2].weight.data.fill_(0.25)
-    snapshots.apply(0, 0)
+    snapshots.apply(0, 0, 1)
     assert bool((modules[0][2].weight == 0.25 + 0.00390625).all())
+
+
+def test_ranks_that_have_not_stepped_since_are_equal_to_the_bit():
+    """No meeting averages them, as none has samples; a difference that is added would round."""
+    modules, flat = replicas(3)
+    snapshots = on_host(flat)
+    hold(snapshots, 0, [5, 3, 1])
+    for rank in range(3):
+        snapshots.apply(rank, 0, 0)
+    first, *others = map(state, modules)
+    for other in others:
+        assert all(torch.equal(tensor, other[name]) for name, tensor in first.items())
 
 
 def test_drift_is_the_distance_of_each_snapshot_from_the_mean():
@@ -154,7 +166,7 @@ def test_a_snapshot_of_another_round_is_never_averaged():
     with pytest.raises(ProtocolError, match="snapshot of rank 1 is of round 0, not of round 1"):
         snapshots.average(1, [2, 2])
     with pytest.raises(ProtocolError, match="rank 0 was told to apply round 1"):
-        snapshots.apply(0, 1)
+        snapshots.apply(0, 1, 1)
 
 
 def test_a_rank_without_samples_need_not_have_a_snapshot():
@@ -165,19 +177,19 @@ def test_a_rank_without_samples_need_not_have_a_snapshot():
     snapshots.take(0, 1)
     _, drifts = snapshots.average(1, [2, 0])
     assert drifts == (0.0, 0.0)
-    snapshots.apply(0, 1)
+    snapshots.apply(0, 1, 1)
     assert all(torch.equal(tensor, before[name]) for name, tensor in modules[0].state_dict().items())
     with pytest.raises(ProtocolError, match="its snapshot is of round 0"):
-        snapshots.apply(1, 1)
+        snapshots.apply(1, 1, 1)
 
 
 def test_a_mean_is_applied_once():
     _, flat = replicas()
     snapshots = on_host(flat)
     hold(snapshots, 0, [1, 1])
-    snapshots.apply(0, 0)
+    snapshots.apply(0, 0, 1)
     with pytest.raises(ProtocolError, match="of round None"):
-        snapshots.apply(0, 0)
+        snapshots.apply(0, 0, 1)
 
 
 def test_the_snapshot_of_an_abandoned_round_is_never_averaged():
@@ -255,7 +267,7 @@ class Async(FakeWorld):
         for rank in ranks:
             with self.lanes[rank].on(self.lanes[rank].compute):
                 self.train(rank)
-                self.snapshots.apply(rank, round)
+                self.snapshots.apply(rank, round, 1)
                 self.train(rank)
 
     def watch(self) -> None:

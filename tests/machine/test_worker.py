@@ -266,7 +266,7 @@ def test_a_snapshot_says_what_it_holds_and_its_mean_leaves_the_rest() -> None:
     # One more step, not in the snapshot.
     step(machine)
     machine.handle(Update(4, global_step=50))
-    assert machine.next() == Apply(4)
+    assert machine.next() == Apply(4, 1)
     assert (machine.steps, machine.samples) == (1, 8)
     # The schedule continues from the mean: 50, and one own step since.
     assert step(machine).position == 53
@@ -292,7 +292,7 @@ def test_a_mean_that_waits_is_not_forgotten() -> None:
     assert machine.next() == Snapshot(0, 0, 0)
     machine.handle(Update(0, 5))
     machine.handle(RequestParams(1))
-    assert machine.next() == Apply(0)
+    assert machine.next() == Apply(0, 0)
     assert machine.next() == Snapshot(1, 0, 0)
 
 

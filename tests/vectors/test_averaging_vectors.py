@@ -110,7 +110,7 @@ class Cluster:
             case Send(_, RequestParams(round)):
                 self.asked = round
             case Send(rank, Update(round)):
-                self.snapshots.apply(rank, round)
+                self.snapshots.apply(rank, round, 1)
                 self.loaded[rank] += 1
                 self.tell(Updated(rank, round))
             case Average():
@@ -152,9 +152,9 @@ def _weighted(vector: Vector) -> Answers:
         snapshots.take(rank, version)
     snapshots.average(version, [snapshot["batch_count"] for snapshot in given])
     with pytest.raises(ProtocolError):
-        snapshots.apply(0, version - 1)
+        snapshots.apply(0, version - 1, 1)
     for rank in (0, 1):
-        snapshots.apply(rank, version)
+        snapshots.apply(rank, version, 1)
     assert value(replicas[0]) == value(replicas[1])
     return {"value": value(replicas[0]), "version": version}
 
