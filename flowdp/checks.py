@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from os import PathLike
 from pathlib import Path
 from typing import TypeVar
@@ -50,16 +52,37 @@ R = TypeVar("R")
 log = logging.getLogger("flowdp")
 
 
-def check_length(epochs: object, max_steps: object) -> None:
-    """Check the length of the training.
+def check_length(epochs: object, max_steps: object, max_time: object) -> float | None:
+    """Check the length of the training; returns `max_time` in milliseconds.
 
     Raises:
-        OptionError: It is missing, or no positive int.
+        OptionError: It is missing, or no positive number.
     """
     check_int("epochs", epochs, optional=True)
     check_int("max_steps", max_steps, optional=True)
-    if epochs is None and max_steps is None:
-        raise OptionError("epochs or max_steps must say how long to train: give one of them, or both")
+    if epochs is None and max_steps is None and max_time is None:
+        raise OptionError(
+            "epochs, max_steps or max_time must say how long to train: give one of them, or several"
+        )
+    return _in_ms(max_time)
+
+
+def _in_ms(max_time: object) -> float | None:
+    """A number of seconds, a timedelta, or a text "DD:HH:MM:SS", in milliseconds; None stays None."""
+    seconds = max_time
+    if isinstance(max_time, timedelta):
+        seconds = max_time.total_seconds()
+    elif isinstance(max_time, str) and re.fullmatch(r"\d+:\d+:\d+:\d+", max_time, re.ASCII):
+        days, hours, minutes, rest = map(int, max_time.split(":"))
+        seconds = timedelta(days=days, hours=hours, minutes=minutes, seconds=rest).total_seconds()
+    if seconds is None:
+        return None
+    if not is_number(seconds) or seconds <= 0:
+        raise OptionError(
+            f"max_time must be a number of seconds above 0, a timedelta, a text 'DD:HH:MM:SS' or None, not "
+            f"{max_time!r}"
+        )
+    return seconds * 1e3
 
 
 def check_model_and_optimizer(model: object, optimizer: object) -> None:

@@ -52,6 +52,7 @@ class RunConfig:
     reading: ReadingOptions
     epochs: int | None
     max_steps: int | None
+    max_ms: float | None
     cadence: CadenceOptions
     ratios: tuple[float, ...] | None
     evaluation: EvaluationOptions | None

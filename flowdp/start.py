@@ -262,6 +262,7 @@ def _plan(
         batches=source.batches,
         epochs=config.epochs,
         max_steps=config.max_steps,
+        max_ms=config.max_ms,
         policy=config.replica.policy,
         cadence=config.cadence,
         ratios=config.ratios,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from inspect import signature
 from os import PathLike
 from typing import Literal
@@ -81,7 +82,10 @@ class Trainer:
             DataLoader.
         batch_size: Samples of one forward of one device; or one number for each device.
         epochs: Passes over the dataset.
-        max_steps: Steps of all devices together after which the run ends. Give `epochs`, this, or both.
+        max_steps: Steps of all devices together after which the run ends.
+        max_time: Time of training after which the run ends as by `stop()`, with a last checkpoint: seconds, a
+            timedelta, or "DD:HH:MM:SS". It counts from the first step, pauses included; a resumed run has it
+            anew. Give at least one of `epochs`, `max_steps` and this; the first that is reached ends the run.
         train_step: Function of (worker, batch) in place of a loss. It does a whole step with `worker.model`,
             `worker.optimizers`, `worker.backward(loss)` and `worker.step(optimizer)`, and returns a mapping
             of scalars ("loss" among them is the loss of the step) or None. One call is one step of its
@@ -133,6 +137,7 @@ class Trainer:
         batch_size: int | Sequence[int] | None = None,
         epochs: int | None = None,
         max_steps: int | None = None,
+        max_time: float | timedelta | str | None = None,
         train_step: TrainStep | None = None,
         devices: Literal["auto"] | int | Sequence[torch.device | str | int] = "auto",
         policy: Policy = "cadence",
@@ -154,7 +159,7 @@ class Trainer:
     ) -> None:
         one_of("policy", policy, Policy)
         one_of("precision", precision, Precision)
-        check_length(epochs, max_steps)
+        max_ms = check_length(epochs, max_steps, max_time)
         check_model_and_optimizer(model, optimizer)
         check_step(loss, train_step, policy, gradient_accumulation_steps, optimizer)
         check_number("max_grad_norm", max_grad_norm, above=True, optional=True)
@@ -193,6 +198,7 @@ class Trainer:
             reading=check_record("reading", reading, ReadingOptions),
             epochs=epochs,
             max_steps=max_steps,
+            max_ms=max_ms,
             cadence=check_cadence(cadence, len(chosen)),
             ratios=ratios,
             evaluation=check_evaluation(evaluation, train_step),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -51,8 +53,23 @@ def test_a_step_is_one_of_two() -> None:
     assert "gives 3 optimizers" in several_optimizers(3)
 
 
+@pytest.mark.parametrize(
+    ("max_time", "ms"),
+    [(90, 90e3), (0.25, 250.0), (timedelta(hours=1), 3.6e6), ("01:02:03:04", 93_784e3), (None, None)],
+)
+def test_a_time_in_every_form(max_time: Any, ms: float | None) -> None:
+    assert check_length(1, None, max_time) == ms
+
+
+@pytest.mark.parametrize("max_time", [0, -1, True, math.nan, "12 h", "12:00:00", timedelta(0), [1]])
+def test_what_is_no_time(max_time: Any) -> None:
+    with pytest.raises(OptionError, match="max_time must be a number of seconds") as caught:
+        check_length(1, None, max_time)
+    assert repr(max_time) in str(caught.value)
+
+
 def test_the_rest_passes_on_what_is_right() -> None:
-    check_length(1, None)
+    assert check_length(1, None, None) is None
     check_backend("nccl", "exact", [CUDA])
     check_loop_backend("nccl", [CUDA])
     check_loop_backend("local", [CPU])
@@ -63,7 +80,7 @@ def test_the_rest_passes_on_what_is_right() -> None:
 
 def test_and_refuses_what_is_not() -> None:
     for refused in (
-        lambda: check_length(None, None),
+        lambda: check_length(None, None, None),
         lambda: check_backend("nccl", "async", [CUDA]),
         lambda: check_backend("nccl", "exact", [CPU]),
         lambda: check_loop_backend("nccl", [CPU, CUDA]),

@@ -40,6 +40,7 @@ class CoordinatorConfig:
             exact cannot have.
         epochs: Number of epochs; None: until `max_steps`.
         max_steps: Steps of all ranks after which the run ends; None: no limit.
+        max_ms: Time from its first order after which the run is stopped, pauses included; None: no limit.
         policy: Averaging policy.
         cadence: Options of the cadence.
         ratios: Fixed shares, summing to 1; None: by measured speed. Shape (world_size,).
@@ -56,6 +57,7 @@ class CoordinatorConfig:
     batches: int | None
     epochs: int | None = None
     max_steps: int | None = None
+    max_ms: float | None = None
     policy: Policy = "cadence"
     cadence: CadenceOptions = field(default_factory=CadenceOptions)
     ratios: Sequence[float] | None = None

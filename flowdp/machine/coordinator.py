@@ -96,6 +96,7 @@ class Coordinator:
         self._ready: set[int] = set()
         self._gone: set[int] = set()
         self._wants_stop = False
+        self._end_ms: float | None = None  # the run is stopped then
         self._wants_pause = False
         self._new_lr: float | None = None  # not yet at the gate
         self._wants_meeting = False  # so that an outcome tells the learning rate soon
@@ -125,7 +126,7 @@ class Coordinator:
         """Time to call `handle(Tick(), ...)` if nothing happens before; None: never."""
         if self.phase is not Phase.RUNNING:
             return None
-        due = [self.rounds.deadline_ms(), self.barrier.saves.deadline_ms]
+        due = [self.rounds.deadline_ms(), self.barrier.saves.deadline_ms, self._end_ms]
         return min((ms for ms in due if ms is not None), default=None)
 
     def check(self) -> None:
@@ -212,6 +213,7 @@ class Coordinator:
         if self.phase is Phase.STARTING and len(self._ready) == self.config.world_size and self.error is None:
             self.phase = Phase.RUNNING
             self.epochs.start(now_ms)
+            self._end_ms = None if self.config.max_ms is None else now_ms + self.config.max_ms
             self.barrier.saves.begin(now_ms, self.global_step)
         if self.phase is Phase.RUNNING and self.error is None:
             commands += self._run(now_ms)
@@ -228,6 +230,8 @@ class Coordinator:
 
     def _run(self, now_ms: float) -> list[Command]:
         commands: list[Command] = []
+        if self._end_ms is not None and now_ms >= self._end_ms:
+            self._end_ms, self._wants_stop = None, True
         anchor, is_idle = self.rounds.anchor, self.rounds.is_idle
         for metrics in self.epochs.ended(now_ms, anchor, self.global_step, is_idle=is_idle):
             commands += self.barrier.ended(metrics)

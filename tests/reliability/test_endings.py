@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,26 @@ def test_stop_leaves_a_checkpoint_of_the_last_round(
     assert kept["global_step"] == state.global_step
     same(kept["model"], dict(state.state_dict))
     assert run.status().problems == ()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_max_time_stops_a_run_that_goes_on_exactly_there(
+    tmp_path: Path, recorder: StepRecorder, policy: str
+) -> None:
+    run = trainer(recorder, policy, 2, checkpoint=tmp_path, epochs=None, max_time=0.1).start()
+    state = run.join(WAIT_S)
+    assert state.interrupted
+    assert newest(tmp_path)["global_step"] == state.global_step > 0
+    epochs = state.epochs_done + 2
+    assert not trainer(recorder, policy, 3, checkpoint=tmp_path, resume=True, epochs=epochs).fit().interrupted
+    for epoch in range(epochs):
+        assert recorder.samples(epoch) == dict.fromkeys(range(SAMPLES), 1), epoch
+
+
+def test_max_time_ends_a_pause(recorder: StepRecorder) -> None:
+    run = trainer(recorder, "cadence", 2, max_time=timedelta(seconds=0.3), **ENDLESS).start()
+    run.pause()
+    assert run.join(WAIT_S).interrupted
 
 
 @pytest.mark.posix

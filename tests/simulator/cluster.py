@@ -160,6 +160,7 @@ class JudgedWorld(World):
     def decide(self, fact: Fact) -> Sequence[Command]:
         """The coordinator takes a fact and decides."""
         self.say("-> {}", fact)
+        self.rules.looks_at_clock(self.coordinator, self.clock.now_ms)
         self.rules.hears(fact, self.coordinator)
         commands = super().decide(fact)
         self.rules.decides(fact, commands, self.coordinator, self.clock.now_ms)

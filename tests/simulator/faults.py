@@ -65,6 +65,9 @@ def draw(seed: int) -> Scenario:
     # corpus is among these kinds.
     if seed % 68 == 14:
         return _draw_disturbed(rng, scenario)
+    if seed % 19 == 2:
+        max_ms = rng.uniform(0.0, 1.1) * span_ms + 0.001
+        scenario = replace(scenario, config=replace(scenario.config, max_ms=max_ms))
     if seed % 11 == 8:
         scenario = _draw_exact(rng, scenario)
     else:

@@ -91,6 +91,7 @@ class Rules:
         self.is_paused = False
         self.finish: Finish | None = None
         self._has_begun = False
+        self._stop_ms = math.inf  # by the clock
         self._may_go_on = False  # after the failure that the coordinator hears of
         self._first_epoch = memory.epochs
         begun = config.start.open if config.start is not None else ()
@@ -134,6 +135,12 @@ class Rules:
         if request.what == "stop":
             self.must_end("L3", now_ms, rounds=4)
 
+    def looks_at_clock(self, coordinator: Coordinator, now_ms: float) -> None:
+        """The coordinator is about to decide: the time of the run may be up, which is a wish to stop."""
+        if self._stop_ms <= now_ms and coordinator.phase is Phase.RUNNING:
+            self._stop_ms = math.inf
+            self.wishes(Requested("stop"), coordinator, now_ms)
+
     # ------------------------------------------------------------------ facts
     def hears(self, fact: Fact, coordinator: Coordinator) -> None:
         """The coordinator is about to take a fact."""
@@ -160,6 +167,7 @@ class Rules:
             self.exits(fact, now_ms, may=self._may_go_on, goes_on=goes_on)
         if not self._has_begun and coordinator.phase is Phase.RUNNING:
             self._has_begun = True
+            self._stop_ms = now_ms + (self.scenario.config.max_ms or math.inf)
             self.standing.begins(now_ms)
 
     def _can_do_without(self, fact: Exiting, coordinator: Coordinator) -> bool:

@@ -38,6 +38,7 @@ def kinds(scenario: Scenario) -> list[str]:
             config.global_batch is not None and config.global_batch.size < config.world_size
         ),
         "differs": scenario.differs,
+        "max_time": config.max_ms,
     }
     return found + [kind for kind, there in special.items() if there]
 
@@ -55,7 +56,7 @@ def test_every_kind_comes_up() -> None:
     wanted += [f"wish to {what}" for what in ("stop", "pause", "unpause", "set_lr")]
     wanted += ["noise", "stall", "late", "lost", "slow", "short last batch", "one batch", "ratios"]
     wanted += ["max_steps", "metric", "calm", "lockstep", "stream", "slow reader", "fast reader"]
-    wanted += ["groups", "fewer samples than ranks", "differs"]
+    wanted += ["groups", "fewer samples than ranks", "differs", "max_time"]
     rare = {kind: seen[kind] for kind in wanted if seen[kind] < 5}
     assert rare == {}
 

@@ -982,6 +982,40 @@ def a_wish_is_forgotten(patch: Patch) -> None:
     patch.setattr(Barrier, "wish", lambda self, what: None)
 
 
+# ---------------------------------------------------------------- the time of a run
+class Timeless(Coordinator):
+    """Does not know that its time is limited."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        super().__init__(replace(config, max_ms=None))
+
+
+@mutant("L3", 200)
+def a_run_goes_on_when_its_time_is_up(_patch: Patch) -> Machines:
+    return Machines(coordinator=Timeless)
+
+
+PAUSED_TO_THE_END = Scenario(
+    seed=0,
+    config=CoordinatorConfig(world_size=2, batches=100, epochs=1, policy="cadence", max_ms=50.0),
+    ms_per_step=(1.0, 2.0),
+    wishes=(Wish(10.0, Requested("pause")),),
+)
+
+
+@mutant("L1", PAUSED_TO_THE_END)
+def the_end_of_its_time_is_no_deadline(patch: Patch) -> None:
+    deadline_ms = Coordinator.deadline_ms
+
+    def forgetful(self: Coordinator) -> float | None:
+        end_ms, self._end_ms = self._end_ms, None
+        found = deadline_ms(self)
+        self._end_ms = end_ms
+        return found
+
+    patch.setattr(Coordinator, "deadline_ms", forgetful)
+
+
 # ---------------------------------------------------------------- shares behind a disturbance
 HICCUP = Scenario(
     seed=0,
