@@ -26,6 +26,7 @@ from flowdp.ddp.distributed import DistributedDataParallel
 from flowdp.ddp.manual import Ddp
 from flowdp.ddp.synchronizer import GradientSynchronizer
 from flowdp.device.discovery import devices
+from flowdp.device.seeding import seed_everything
 from flowdp.device.worker_context import current_worker, record_scalar
 from flowdp.engine.evaluation import EvaluationOptions
 from flowdp.errors import (
@@ -99,6 +100,7 @@ __all__ = [  # noqa: RUF022 - in the order in which a reader meets them
     "record_scalar",
     "current_worker",
     "devices",
+    "seed_everything",
     "simulate",
     "Prediction",
     "ElChe",

@@ -178,7 +178,7 @@ def run_once(configuration: Configuration, row: Row, train: Data, test: Data, ep
         scheduler=flowdp.SchedulerOptions(
             lambda optimizer: CosineAnnealingLR(optimizer, steps),
             unit="step",
-            lr_scale_ratio=configuration.lr_scale_ratio,
+            lr_scaling=configuration.lr_scale_ratio,
         ),
         seed=seed,
         progress=False,

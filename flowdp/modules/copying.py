@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
@@ -17,6 +14,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from flowdp.data.trees import tensors_of
 from flowdp.device.compiled import compile_alike
+from flowdp.device.seeding import generators_kept
 from flowdp.device.streams import Lane
 from flowdp.errors import OptionError
 from flowdp.modules.hooks import Twins, twins_of
@@ -93,7 +91,8 @@ def make_replica(module: nn.Module, factory: ReplicaFactory | None, lane: Lane) 
     lane.await_caller()
     with lane.on(lane.compute):
         if factory is not None:
-            with _draws_of_the_caller(lane):
+            # A factory draws the weights of its module, and a script without it does not.
+            with generators_kept([lane.device] if lane.is_async and lane.device.type == "cuda" else []):
                 made = factory(lane.device)
             if not isinstance(made, nn.Module) or made is module:
                 raise OptionError(
@@ -110,16 +109,3 @@ def make_replica(module: nn.Module, factory: ReplicaFactory | None, lane: Lane) 
                 ) from error.__cause__
     lane.drain()
     return made
-
-
-@contextmanager
-def _draws_of_the_caller(lane: Lane) -> Iterator[None]:
-    """Restore the generators: a factory draws the weights of its module, and a script without it does not."""
-    cards = [lane.device] if lane.is_async and lane.device.type == "cuda" else []
-    python, arrays = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(cards):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(arrays)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-__all__ = ["lr_factor", "position", "total_steps"]
+from typing import Literal
+
+__all__ = ["LrScaling", "lr_factor", "position", "total_steps", "warm_up_factor"]
+
+LrScaling = Literal["linear", "sqrt"] | float
 
 
 def position(global_step: int, i: int, steps: int, quota: int) -> int:
@@ -20,9 +24,27 @@ def position(global_step: int, i: int, steps: int, quota: int) -> int:
     return global_step + i * steps // quota
 
 
-def lr_factor(ratio: float, world_size: int) -> float:
-    """Multiplier of the learning rate: 1 at ratio 0, `world_size` at ratio 1."""
+def lr_factor(scaling: LrScaling, world_size: int) -> float:
+    """Multiplier of the learning rate for a number of devices.
+
+    Args:
+        scaling: "linear" is `world_size`, "sqrt" its square root; a number r is 1 + r * (world_size - 1).
+        world_size: Devices.
+    """
+    if scaling == "sqrt":
+        return float(world_size**0.5)
+    ratio = 1.0 if scaling == "linear" else scaling
     return 1.0 + ratio * (world_size - 1)
+
+
+def warm_up_factor(position: int, steps: int) -> float:
+    """Multiplier of the learning rate in a warm-up: a straight line to 1 at its last step.
+
+    Args:
+        position: Steps of all ranks before this one.
+        steps: Steps of the warm-up; 0: there is none.
+    """
+    return min(1.0, (position + 1) / steps) if steps else 1.0
 
 
 def total_steps(samples: int, batch_size: int, epochs: int, drop_last: bool) -> int:

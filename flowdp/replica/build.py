@@ -114,7 +114,7 @@ def build_replicas(config: ReplicaConfig, devices: Sequence[torch.device]) -> li
         captures = capture_steps(modules, functions, config.capture)
     meets = averages == "gradients" and bool(SharedStatistics(modules[0]))
     turns = open_turns(len(lanes), meets=meets, captures=config.capture is not None)
-    factor = lr_factor(config.scheduler.lr_scale_ratio, len(lanes))
+    factor = lr_factor(config.scheduler.lr_scaling, len(lanes))
     touched, groups = Touched(len(lanes)), WindowGroups(lanes)
     replicas = []
     for rank, lane in enumerate(lanes):

@@ -1,9 +1,9 @@
 """The learning rate of a replica's next step, as a function of where the step stands in the run.
 
 Every replica owns a twin of the user's scheduler and steps it until its count equals the position, so the
-curve is the same on 1, 2 or 8 devices. The factor of the user's rate (from the world size, and
-`run.set_lr`) is kept apart from the scheduler, which never sees it. Several optimizers have a scheduler each;
-whatever multiplies the rates multiplies all of them.
+curve is the same on 1, 2 or 8 devices. The factors of the user's rate (from the world size, `run.set_lr` and
+the warm-up) are kept apart from the scheduler, which never sees them. Several optimizers have a scheduler
+each; whatever multiplies the rates multiplies all of them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Literal, Protocol, TypeGuard
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from flowdp.errors import CheckpointError, OptionError
 from flowdp.options import SchedulerUnit
-from flowdp.validators import check_function, check_number
+from flowdp.policy.schedule import LrScaling, warm_up_factor
+from flowdp.validators import check_function, check_int, check_number, one_of
 
 __all__ = ["LearningRate", "LrLambda", "SchedulerOption", "SchedulerOptions", "check_scheduler"]
 
@@ -51,21 +52,31 @@ class SchedulerOptions:
     ::
 
         SchedulerOptions(lambda optimizer: StepLR(optimizer, 30), unit="epoch")
-        SchedulerOptions(lr_lambda=lambda step: min(1.0, step / 1000))
+        SchedulerOptions(lr_lambda=lambda step: 0.9999**step)
+        SchedulerOptions(warmup_steps=500, lr_scaling="linear")
 
     Attributes:
         scheduler: Factory of a scheduler, or an instance made for the optimizer instance: one of torch's, of
             timm's, or of another class with `optimizer`, `step`, `state_dict` and `load_state_dict`.
         unit: Unit in which the scheduler counts, "step" (of all devices) or "epoch".
         lr_lambda: Factor on the learning rate as a function of the global step, in place of a scheduler.
-        lr_scale_ratio: Multiplies the learning rate by 1 + ratio * (devices - 1).
+        lr_scaling: Factor on the learning rate for n devices, whose mean is as one step on n times the
+            samples: "linear" is n (Goyal et al. 2017, for SGD), "sqrt" the square root of n (Malladi et al.
+            2022, for Adam), a number r is 1 + r * (n - 1). With "linear" a warm-up is customary.
+        warmup_steps: Steps (of all devices) over which the learning rate grows in a straight line to what the
+            other options say.
+
+    Source:
+        Goyal et al. 2017, arXiv:1706.02677, section 2; Malladi et al. 2022, arXiv:2205.10287, section 4,
+        where the square root goes with betas and eps of other values, which are the optimizer's to set.
     """
 
     scheduler: SchedulerOption | None = None
     _: KW_ONLY
     unit: SchedulerUnit | None = None
     lr_lambda: LrLambda | None = None
-    lr_scale_ratio: float = 0.0
+    lr_scaling: LrScaling = 0.0
+    warmup_steps: int = 0
 
     def __post_init__(self) -> None:
         """Check the fields.
@@ -74,7 +85,11 @@ class SchedulerOptions:
             OptionError: They contradict each other, or a guess would be needed.
         """
         check_function("scheduler.lr_lambda", self.lr_lambda, "the global step")
-        check_number("scheduler.lr_scale_ratio", self.lr_scale_ratio, above=False)
+        if isinstance(self.lr_scaling, str):
+            one_of("scheduler.lr_scaling", self.lr_scaling, Literal["linear", "sqrt"])
+        else:
+            check_number("scheduler.lr_scaling", self.lr_scaling, above=False)
+        check_int("scheduler.warmup_steps", self.warmup_steps, least=0)
         if self.scheduler is None:
             if self.unit is not None:
                 raise OptionError(f"scheduler.unit={self.unit!r} is given without a scheduler")
@@ -153,6 +168,8 @@ class LearningRate:
         self._unit = options.unit
         self._lambda = options.lr_lambda
         self._factor = factor
+        self._warmup_steps = options.warmup_steps
+        self._warm_up = warm_up_factor(0, options.warmup_steps)
         self._is_set = False  # the factor is the user's wish, and no more the world size's
         self._schedulers = [] if scheduler is None else [_twin(scheduler, one) for one in optimizers]
         for twin in self._schedulers:
@@ -175,6 +192,9 @@ class LearningRate:
             epoch: Its epoch.
             metric: Loss of the epoch before, for a scheduler that watches it.
         """
+        warm_up, self._warm_up = self._warm_up, warm_up_factor(position, self._warmup_steps)
+        if self._warm_up != warm_up:
+            self._write()
         if self._lambda is not None:
             factor = float(self._lambda(position))
             self._plain = [base * factor for base in self._base]
@@ -189,9 +209,9 @@ class LearningRate:
         self.advance(position, epoch)
         plain = self._plain[0] or self._base[0]
         if plain:
-            self._factor = lr / plain
+            self._factor = lr / (plain * self._warm_up)
         else:  # nothing to scale
-            self._plain = self._base = [lr] * len(self._plain)
+            self._plain = self._base = [lr / self._warm_up] * len(self._plain)
             self._factor = 1.0
         self._is_set = True
         self._write()
@@ -265,7 +285,7 @@ class LearningRate:
         self._write()
 
     def _write(self, plain: bool = False) -> None:
-        factor = 1.0 if plain else self._factor
+        factor = 1.0 if plain else self._factor * self._warm_up
         self.value = self._plain[0] * factor
         for group, lr in zip(self._groups, self._plain, strict=True):
             if isinstance(group["lr"], float):

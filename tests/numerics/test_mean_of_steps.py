@@ -170,7 +170,7 @@ def test_a_round_of_several_steps_of_the_slowest(recorder):
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
-@pytest.mark.parametrize(("ratio", "factor"), [(0.0, 1.0), (0.5, 2.0), (1.0, 3.0)])
+@pytest.mark.parametrize(("ratio", "factor"), [(0.0, 1.0), (0.5, 2.0), ("linear", 3.0), ("sqrt", 3**0.5)])
 def test_the_learning_rate_grows_with_the_devices(recorder, policy, ratio, factor):
     model = nn.Linear(6, 1, bias=False)
     start = model.weight.detach().clone()
@@ -183,7 +183,7 @@ def test_the_learning_rate_grows_with_the_devices(recorder, policy, ratio, facto
         max_steps=1,
         devices=["cpu"] * 3,
         policy=policy,
-        scheduler=flowdp.SchedulerOptions(lr_scale_ratio=ratio),
+        scheduler=flowdp.SchedulerOptions(lr_scaling=ratio),
         progress=False,
         runtime=flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False)),
     ).fit()

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowdp.policy.schedule import lr_factor, position, total_steps
+from flowdp.policy.schedule import lr_factor, position, total_steps, warm_up_factor
 
 quotas = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
@@ -29,10 +29,24 @@ def test_a_milestone_falls_at_the_same_part_of_the_work_on_any_devices():
 
 
 @pytest.mark.parametrize(
-    ("ratio", "world_size", "factor"), [(0.0, 8, 1.0), (1.0, 8, 8.0), (0.5, 3, 2.0), (1.0, 1, 1.0)]
+    ("ratio", "world_size", "factor"),
+    [
+        (0.0, 8, 1.0),
+        (1.0, 8, 8.0),
+        (0.5, 3, 2.0),
+        (1.0, 1, 1.0),
+        ("linear", 8, 8.0),
+        ("sqrt", 9, 3.0),
+        ("sqrt", 1, 1.0),
+    ],
 )
 def test_lr_factor(ratio, world_size, factor):
     assert lr_factor(ratio, world_size) == factor
+
+
+def test_a_warm_up_is_a_straight_line_to_one():
+    assert [warm_up_factor(i, 4) for i in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert warm_up_factor(0, 0) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,11 @@ CASES: dict[str, dict[str, Any]] = {
     "one device": {"policy": "sync", "devices": 1, "gradient_accumulation_steps": 2},
     "sync, AdamW": {"policy": "sync", "devices": 2, "gradient_accumulation_steps": 2},
     "sync, momentum": {"policy": "sync", "devices": 2, "optimizer": momentum},
+    "sync, in its warm-up": {
+        "policy": "sync",
+        "devices": 2,
+        "scheduler": flowdp.SchedulerOptions(warmup_steps=25, lr_scaling="linear"),
+    },
     "exact": {
         "policy": "exact",
         "devices": 2,

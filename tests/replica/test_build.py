@@ -35,7 +35,7 @@ def settings(policy: Any = "cadence", devices: int = 2, **given: Any) -> Replica
         "seed": 0,
         "precision": "32",
         "max_grad_norm": None,
-        "scheduler": SchedulerOptions(lr_scale_ratio=1.0),
+        "scheduler": SchedulerOptions(lr_scaling="linear"),
     }
     return ReplicaConfig(**options | given)
 

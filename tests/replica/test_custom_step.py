@@ -161,7 +161,7 @@ def test_rates_of_all_optimizers_are_scaled_together() -> None:
         1,
         epochs=1,
         scheduler=flowdp.SchedulerOptions(
-            lr_lambda=lambda position: 1.0 / (1 + position), lr_scale_ratio=1.0
+            lr_lambda=lambda position: 1.0 / (1 + position), lr_scaling="linear"
         ),
     )
     assert rates == [(pytest.approx(0.01 / (1 + i)), pytest.approx(0.05 / (1 + i))) for i in range(8)]

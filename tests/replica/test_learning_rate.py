@@ -282,8 +282,11 @@ OPTIMIZER = sgd()
         ({"scheduler": SCHEDULERS["step"], "unit": "step", "lr_lambda": abs}, "scheduler and lr_lambda both"),
         ({"unit": "step"}, "unit='step' is given without a scheduler"),
         ({"lr_lambda": 0.5}, "lr_lambda must be a function of the global step, not 0.5"),
-        ({"lr_scale_ratio": -1}, "lr_scale_ratio must be a number of at least 0, not -1"),
-        ({"lr_scale_ratio": None}, "lr_scale_ratio must be a number of at least 0, not None"),
+        ({"lr_scaling": -1}, "lr_scaling must be a number of at least 0, not -1"),
+        ({"lr_scaling": None}, "lr_scaling must be a number of at least 0, not None"),
+        ({"lr_scaling": "square"}, "scheduler.lr_scaling must be .*'sqrt'.*, not 'square'"),
+        ({"warmup_steps": -1}, "warmup_steps must be an int of at least 0, not -1"),
+        ({"warmup_steps": 0.1}, "warmup_steps must be an int of at least 0, not 0.1"),
         ({"scheduler": 0.5, "unit": "step"}, "torch scheduler or a factory of one, not 0.5"),
         ({"scheduler": ReduceLROnPlateau(OPTIMIZER), "unit": "step"}, "scheduler.unit must be 'epoch'"),
     ],
@@ -403,10 +406,54 @@ def test_a_function_of_the_step_and_the_scale_of_the_world(devices: int) -> None
     steps = curve(
         devices,
         "sync",
-        scheduler=SchedulerOptions(lr_lambda=lambda step: 1 / (1 + step), lr_scale_ratio=ratio),
+        scheduler=SchedulerOptions(lr_lambda=lambda step: 1 / (1 + step), lr_scaling=ratio),
     )
     for _, _, position, rate in steps:
         assert rate == pytest.approx(0.1 * (1 + ratio * (devices - 1)) / (1 + position))
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_warm_up_is_a_factor_beside_the_schedule(devices: int) -> None:
+    schedule = SCHEDULERS["step"]
+    steps = curve(
+        devices, "sync", scheduler=SchedulerOptions(schedule, unit="step", warmup_steps=8, lr_scaling="sqrt")
+    )
+    expected = plain(schedule, TOTAL)
+    for _, position, rate in furthest(steps):
+        factor = devices**0.5 * min(1.0, (position + 1) / 8)
+        assert rate == pytest.approx(expected[position] * factor, rel=1e-9), position
+
+
+def test_a_rate_that_is_set_within_the_warm_up_goes_on_from_there() -> None:
+    optimizer = sgd()
+    rates = LearningRate([optimizer], SchedulerOptions(warmup_steps=10))
+    rates.advance(4, 0)
+    assert optimizer.param_groups[0]["lr"] == rates.value == pytest.approx(0.05)
+    rates.set(0.2, 4, 0)
+    assert rates.value == pytest.approx(0.2)
+    rates.advance(9, 0)
+    assert rates.value == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("stop", [3, 7, 20])
+def test_a_resumed_warm_up_has_the_same_bits(stop: int) -> None:
+    def fresh() -> tuple[SGD, LearningRate]:
+        optimizer = sgd()
+        options = SchedulerOptions(SCHEDULERS["cosine"], unit="step", warmup_steps=11, lr_scaling="sqrt")
+        return optimizer, LearningRate([optimizer], options, 3**0.5)
+
+    (whole_optimizer, whole), (cut_optimizer, cut) = fresh(), fresh()
+    for position in range(stop):
+        whole.advance(position, 0)
+        cut.advance(position, 0)
+    saved = cut.state_dict()
+    cut_optimizer, cut = fresh()
+    cut.load_state_dict(saved)
+    for position in range(stop, TOTAL):
+        whole.advance(position, 0)
+        cut.advance(position, 0)
+        assert cut_optimizer.param_groups[0]["lr"] == whole_optimizer.param_groups[0]["lr"]
+        assert cut.value == whole.value
 
 
 # ---------------------------------------------------------------- other schedulers than torch's

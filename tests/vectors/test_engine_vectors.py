@@ -116,9 +116,7 @@ def rates(steps: int, **options: Any) -> list[float]:
 @answers("LR-002")
 def scaled_rate(vector: dict[str, Any]) -> Answers:
     # Two devices at a ratio of 1: the factor is 2.
-    [rate] = rates(
-        vector["input"]["steps"], lr=0.05, devices=2, scheduler=SchedulerOptions(lr_scale_ratio=1.0)
-    )
+    [rate] = rates(vector["input"]["steps"], lr=0.05, devices=2, scheduler=SchedulerOptions(lr_scaling=1.0))
     return {"optimizer_lr": rate}
 
 

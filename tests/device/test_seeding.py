@@ -1,0 +1,46 @@
+"""Tests of seeding: the same draws from each generator of the process, and none moved by what is kept."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from flowdp import OptionError, seed_everything
+from flowdp.device.seeding import generators_kept
+
+
+def draws() -> list[float]:
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+def test_the_same_seed_gives_the_same_draws() -> None:
+    with generators_kept():
+        seed_everything(3)
+        first, second = draws(), draws()
+        seed_everything(3)
+        assert draws() == first
+        seed_everything(4)
+        third = draws()
+    assert all(len({a, b, c}) == 3 for a, b, c in zip(first, second, third, strict=True))
+
+
+def test_kept_generators_go_on_as_if_nothing_had_been_drawn() -> None:
+    with generators_kept():
+        seed_everything(5)
+        first = draws()
+        expected = draws()
+        seed_everything(5)
+        assert draws() == first
+        with generators_kept():
+            seed_everything(6)
+            draws()
+        assert draws() == expected
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 1.0, True, None, "7"])
+def test_a_seed_that_numpy_does_not_take(seed: object) -> None:
+    with pytest.raises(OptionError, match=r"seed must be an int from 0 to 2\*\*32 - 1, not"):
+        seed_everything(seed)  # type: ignore[arg-type]
