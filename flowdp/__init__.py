@@ -55,6 +55,7 @@ from flowdp.options import (
     RuntimeOptions,
 )
 from flowdp.policy.el_che import ElChe
+from flowdp.policy.metric_array import MetricArray
 from flowdp.policy.tally import EpochMetrics, RankMetrics
 from flowdp.protocol.commands import RoundEnded
 from flowdp.replica.learning_rate import SchedulerOptions
@@ -84,6 +85,7 @@ __all__ = [  # noqa: RUF022 - in the order in which a reader meets them
     "Checkpoint",
     "EpochMetrics",
     "RankMetrics",
+    "MetricArray",
     "RoundEnded",
     "setup",
     "DataParallel",

@@ -39,6 +39,7 @@ class RunConfig:
     """Settings of a run: arguments of a `Trainer`, checked, and what follows from them.
 
     Attributes:
+        metrics: Metrics of the evaluation as they were given, each with a name; None: none.
         ratios: Fixed shares, summing to 1; None: by measured speed. Shape (world_size,).
         monitor: Metric that early stopping watches; None: there is no early stopping.
         restores_best: The run's result is the model of the best epoch.
@@ -56,6 +57,7 @@ class RunConfig:
     cadence: CadenceOptions
     ratios: tuple[float, ...] | None
     evaluation: EvaluationOptions | None
+    metrics: object
     checkpoint: CheckpointOptions | None
     resume: bool | str | PathLike[str] | TrainedState
     callbacks: tuple[Callback, ...]

@@ -24,6 +24,7 @@ from flowdp.engine.engine import Engine
 from flowdp.engine.evaluation import Evaluator
 from flowdp.engine.event_file import EventFile
 from flowdp.engine.failures import Failures
+from flowdp.engine.metrics import rank_metrics
 from flowdp.engine.records import Records
 from flowdp.engine.requests import Requests
 from flowdp.engine.services import Services
@@ -202,7 +203,7 @@ def _open_evaluator(config: RunConfig) -> Evaluator | None:
     source = config.open_evaluation()
     if source is None or config.evaluation is None:
         return None
-    return Evaluator(source, config.evaluation.step)
+    return Evaluator(source, config.evaluation.step, rank_metrics(config.metrics, config.world_size))
 
 
 def _bar(config: RunConfig, source: Source, resumed: Resumed | None) -> ProgressBar | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from inspect import signature
@@ -28,6 +28,7 @@ from flowdp.checks import (
 from flowdp.config import DatasetOption, RunConfig
 from flowdp.device.discovery import resolve_devices
 from flowdp.engine.evaluation import EvaluationOptions, check_evaluation
+from flowdp.engine.metrics import check_metrics
 from flowdp.errors import OptionError
 from flowdp.observe.bar import wants_progress
 from flowdp.observe.callbacks import Callback, check_callbacks, monitor_of
@@ -108,6 +109,10 @@ class Trainer:
         scheduler: Schedule of the learning rate; None: the rate is constant.
         evaluation: Dataset on which all devices together evaluate the averaged model after every epoch, or
             `EvaluationOptions`; the means are in `EpochMetrics.eval`.
+        metrics: torchmetrics objects by their names, or a MetricCollection, for the evaluation: each device
+            updates copies of its own, which are merged by their own reductions. Their values are in
+            `EpochMetrics.eval`, those with several elements in `eval_arrays`. With a criterion as loss they
+            are updated by `metric.update(model(x), y)`; otherwise by `EvaluationOptions.step`.
         checkpoint: A folder, for a checkpoint after every epoch, or `CheckpointOptions`. A run that does not
             fail writes one at its end, also after `stop()` or Ctrl-C.
         resume: True: continue from the newest checkpoint of the folder, if there is one; or the path of a
@@ -149,6 +154,7 @@ class Trainer:
         precision: Precision = "32",
         scheduler: SchedulerOptions | None = None,
         evaluation: DatasetOption | EvaluationOptions | None = None,
+        metrics: Mapping[str, object] | nn.Module | None = None,
         checkpoint: str | PathLike[str] | CheckpointOptions | None = None,
         resume: bool | str | PathLike[str] | TrainedState = False,
         callbacks: Sequence[Callback] = (),
@@ -175,6 +181,9 @@ class Trainer:
         save = check_checkpoint(checkpoint)
         if not isinstance(resume, TrainedState):
             check_resume(resume, save)
+        options = check_evaluation(evaluation, train_step)
+        step = None if options is None else options.step
+        check_metrics(metrics, evaluates=options is not None, step=step, loss=loss)
         listed = check_callbacks(callbacks)
         monitor, restores_best = monitor_of(listed)
         self.config = RunConfig(
@@ -201,7 +210,8 @@ class Trainer:
             max_ms=max_ms,
             cadence=check_cadence(cadence, len(chosen)),
             ratios=ratios,
-            evaluation=check_evaluation(evaluation, train_step),
+            evaluation=options,
+            metrics=metrics,
             checkpoint=save,
             resume=resume,
             callbacks=listed,

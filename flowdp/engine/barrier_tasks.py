@@ -68,7 +68,7 @@ class BarrierTasks:
         """
         match task:
             case Evaluate() if self._evaluator is not None:
-                return Evaluated(self._rank, self._evaluator.run(self._rank, self._replica, wait, moved))
+                return self._evaluator.run(self._rank, self._replica, wait, moved)
             case SaveState() if self._saver is not None:
                 self._saver.put(self._rank, capture(self._replica, shared=task.model == self._rank))
                 return StateSaved(self._rank)

@@ -195,7 +195,7 @@ class Engine:
             self._settings.enter_context(prepared_torch())
         self._settings.enter_context(tuned_process(self._tuning))
         if self._evaluator is not None:
-            self._evaluator.start(wake=self._wake_evaluation, failed=self._failed)
+            self._evaluator.batches.start(wake=self._wake_evaluation, failed=self._failed)
         post = self._requests.inbox.post
         self._source.on_end(lambda epoch, batches: post(DataEnded(epoch, batches)))
         self._source.start(wake=self._wake, failed=self._failed)

@@ -6,37 +6,49 @@ number, and the means are taken in that order.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from itertools import groupby
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flowdp.data.source import Batch, Source
-from flowdp.data.tensor_source import TensorSource
 from flowdp.data.trees import moves_itself, tree_map
 from flowdp.device.compiled import FirstCalls
 from flowdp.device.copies import move
 from flowdp.device.streams import Lane
 from flowdp.device.worker_context import CurrentWorker, current_worker
-from flowdp.engine.metrics import MetricPool, is_metric, named_metrics, reset, source_of, updates
-from flowdp.errors import DataError, OptionError
+from flowdp.engine.metrics import (
+    MetricPool,
+    flattened,
+    is_metric,
+    named_metrics,
+    reset,
+    source_of,
+    takes_metrics,
+    updates,
+)
+from flowdp.engine.shared_batches import SharedBatches
+from flowdp.errors import OptionError
 from flowdp.modules.training_mode import put_modes
 from flowdp.policy.formats import format_indices
+from flowdp.policy.metric_array import MetricArray
+from flowdp.protocol.messages import Evaluated
 from flowdp.replica.exact_replica import ExactReplica
 from flowdp.replica.replica import Replica
 from flowdp.validators import check_function, check_int
 
 __all__ = ["EvalStep", "EvalSums", "EvaluationOptions", "Evaluator", "check_evaluation", "evaluating"]
 
-EvalStep = Callable[[nn.Module, Any], Mapping[str, Any]]
-"""The user's own: (model, batch) -> means over the batch, or metrics that it has updated, by name."""
+EvalStep = Callable[..., Mapping[str, Any] | None]
+"""The user's own: (model, batch) or (model, batch, metrics) -> means over the batch, or metrics that it has
+updated, by name; None for nothing beside `metrics`."""
 
 EvalSums = tuple[tuple[int, float, tuple[tuple[str, float], ...]], ...]
 """Results of batches: number, samples (or another weight of the means), and (name, mean) pairs."""
@@ -57,6 +69,8 @@ class EvaluationOptions:
         dataset: As a Trainer's `dataset`; each sample is evaluated once, by all devices together.
         step: Function of (model, batch) that returns a mapping of means over the batch, or of metrics
             (torchmetrics) of the model that it has updated; None: the loss, with the scalars that it returns.
+            One with a third parameter `metrics` gets this device's copies of the Trainer's metrics by their
+            names, updates them, and may return None.
         every: Epochs between two evaluations.
     """
 
@@ -97,51 +111,38 @@ class Evaluator:
 
     Args:
         source: Source of the evaluation's batches.
-        eval_step: Function of (model, batch) that returns means over the batch; None: the loss is evaluated,
-            with the scalars that it returns.
+        eval_step: Function of (model, batch), or of (model, batch, metrics), that returns means over the
+            batch; None: the loss is evaluated, with the scalars that it returns.
+        metrics: Metrics of each rank by their names, of no other rank; `metrics` of the step, or updated with
+            output and target of a criterion. Empty: there are none. Shape (world_size,).
 
     Attributes:
-        source: Source of the batches.
+        batches: Batches that the ranks share.
 
     Threads:
         The user's, unless a method says otherwise; it has made the dataset's tensors.
     """
 
-    def __init__(self, source: Source, eval_step: EvalStep | None = None) -> None:
-        # A rank gathers for itself, and the tensors may lie on another one's device.
-        self.source = source.on_host() if isinstance(source, TensorSource) else source
+    def __init__(
+        self,
+        source: Source,
+        eval_step: EvalStep | None = None,
+        metrics: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self.batches = SharedBatches(source)
         self._eval_step = eval_step
+        self._takes_metrics = eval_step is not None and takes_metrics(eval_step)
+        self._metrics = metrics
         self._pool = MetricPool()
-        self._wake: Callable[[int, int, int], None]
 
-        # Serialises everything below.
-        self._lock = threading.Lock()
-        self._begun: Counter[int] = Counter()  # evaluations of each rank
-        self._dealt: Counter[int] = Counter()  # batches of each evaluation
-        self._ends: dict[int, int] = {}  # number of batches of datasets without a length
-        self._inside: set[int] = set()  # ranks that evaluate
-        self._is_cut = False
-
-    def start(self, *, wake: Callable[[int, int, int], None], failed: Callable[[DataError], None]) -> None:
-        """Start the dataset's processes, and no thread: reading begins with the first evaluation.
-
-        Call it before any other thread of the run exists, that of the training's source included.
-
-        Args:
-            wake: Called as `wake(rank, epoch, batch)`, with the number of the evaluation for an epoch, when
-                the event has come that this rank waits for: a batch, the end, or a cut. Must not block.
-            failed: Called once, if reading fails.
-
-        Raises:
-            DataError: The processes could not be started.
-        """
-        self._wake = wake
-        self.source.on_end(self._ended)
-        self.source.start(wake=wake, failed=failed)
+    @property
+    def source(self) -> Source:
+        """Source of the batches."""
+        return self.batches.source
 
     def run(
         self, rank: int, replica: Replica, wait: Callable[[], bool], moved: Callable[[], None]
-    ) -> EvalSums:
+    ) -> Evaluated:
         """Evaluate batches until none is left. Every rank of the run calls it for each evaluation.
 
         Values that the user's code records (`record_scalar`) count towards the evaluation, and not towards
@@ -150,13 +151,13 @@ class Evaluator:
         Args:
             rank: Rank index.
             replica: Its own; the module's modes are put back, whatever happens.
-            wait: Blocks until `wake` was called for this rank, or more often; False: told to leave.
+            wait: Blocks until the rank was woken, or more often; False: told to leave.
             moved: Called after each batch.
 
         Returns:
-            Of each batch that this rank evaluated; not of all, if it was cut or told to leave. The last rank
-            to come to the end adds the values of the metrics that all ranks have updated, as a batch of
-            weight 1 behind the others.
+            Results of each batch that this rank evaluated; not of all, if it was cut or told to leave. The
+            last rank to come to the end adds the values of the metrics that all ranks have updated: numbers
+            as a batch of weight 1 behind the others.
 
         Streams:
             All is enqueued on the current stream, which is the lane's `compute`, and the results are read
@@ -173,33 +174,38 @@ class Evaluator:
         worker = current_worker()
         rows: list[_Row] = []
         used = {id(part): updates(part) for part in replica.module.modules() if is_metric(part)}
-        own = _Metrics(self._pool, rank, used)
-        with self._lock:
-            number = self._begun[rank]
-            self._begun[rank] += 1
-            self._inside.add(rank)
+        given = self._metrics[rank] if self._metrics else {}
+        own = _Metrics(self._pool, rank, used, given)
         sink, samples = worker.sink, worker.samples
-        try:
-            with evaluating(replica.module), _own_generator(replica.device), torch.no_grad():
-                while (taken := self._take(rank, number, wait)) is not None:
-                    self._evaluate(number, *taken, replica, worker, rows, own)
-                    moved()
-                return _read(rows) + self._merged(number, own)
-        finally:
-            own.reset()
-            worker.sink, worker.samples = sink, samples
-            with self._lock:
-                self._inside.discard(rank)
+        with self.batches.reading(rank) as number:
+            try:
+                own.move(replica.device)
+                with evaluating(replica.module), _own_generator(replica.device), torch.no_grad():
+                    while (taken := self.batches.take(rank, number, wait)) is not None:
+                        self._evaluate(number, *taken, replica, worker, rows, own)
+                        moved()
+                    numbers, arrays = self._merged(number, own, {row[2] for row in rows})
+                    return Evaluated(rank, _read(rows) + numbers, arrays)
+            finally:
+                own.reset()
+                worker.sink, worker.samples = sink, samples
 
-    def _merged(self, number: int, own: _Metrics) -> EvalSums:
-        end = self._end(number)
+    def _merged(
+        self, number: int, own: _Metrics, means: Collection[str]
+    ) -> tuple[EvalSums, tuple[tuple[str, MetricArray], ...]]:
+        """Numbers and arrays of the metrics over all ranks, where this is the last one; else none."""
+        end = self.batches.end(number)
         found, own.found = own.found, {}  # from here on the pool's: another rank may still fill one
         values = self._pool.put(number, own.batches, found, end)
         if not values or end is None:
-            return ()
-        return _read(
-            [(end, 1.0, name, _one(name, value, "what its compute() returns")) for name, value in values]
-        )
+            return (), ()
+        named = [one for name, value in values for one in flattened(name, value)]
+        for name, times in Counter(name for name, _ in named).items():
+            if times > 1 or name in means:
+                raise TypeError(f"{name!r} is the name of two values of the evaluation: rename one of them")
+        numbers = tuple((name, one) for name, one in named if isinstance(one, float))
+        arrays = tuple((name, one) for name, one in named if isinstance(one, MetricArray))
+        return (((end, 1.0, numbers),) if numbers else ()), arrays
 
     def cut(self) -> None:
         """Let no rank take another batch, of this evaluation or a later one.
@@ -207,42 +213,7 @@ class Evaluator:
         Threads:
             Any. Does not block.
         """
-        with self._lock:
-            self._is_cut = True
-        self._wake_all()
-
-    # ------------------------------------------------------------ which batch comes next
-    def _take(self, rank: int, number: int, wait: Callable[[], bool]) -> tuple[int, Batch] | None:
-        """Claim a batch and wait until it is there; None where there is none left."""
-        with self._lock:
-            batch = self._dealt[number]
-            self._dealt[number] += 1
-        while not self._is_cut and not self._is_beyond(number, batch):
-            payload = self.source.take(rank, number, batch)
-            if payload is not None:
-                return batch, payload
-            if not wait():
-                return None
-        return None
-
-    def _is_beyond(self, number: int, batch: int) -> bool:
-        end = self._end(number)
-        return end is not None and batch >= end
-
-    def _end(self, number: int) -> int | None:
-        batches = self.source.batches
-        return self._ends.get(number) if batches is None else batches
-
-    def _ended(self, number: int, batches: int) -> None:
-        """Note the end, on the reader thread, and wake the ranks that have claimed a batch beyond it."""
-        self._ends[number] = batches
-        self._wake_all()
-
-    def _wake_all(self) -> None:
-        with self._lock:
-            inside = [(rank, self._begun[rank] - 1) for rank in self._inside]
-        for rank, number in inside:
-            self._wake(rank, number, 0)
+        self.batches.cut()
 
     # ------------------------------------------------------------ a batch
     def _evaluate(
@@ -259,7 +230,7 @@ class Evaluator:
         function = self._eval_step or replica.function
 
         def sink(name: str, value: object, weight: float | Tensor) -> None:
-            if is_first and (metric := source_of(value, replica.module, function)) is not None:
+            if is_first and (metric := source_of(value, replica.module, function, own.given)) is not None:
                 raise TypeError(_of_one_batch(name, metric))
             rows.append((batch, weight, name, _one(name, value)))
 
@@ -269,11 +240,15 @@ class Evaluator:
         turn = FirstCalls(replica.module, function).turn(samples) if is_new else nullcontext()
         try:
             own_batch = tree_map(lambda leaf: _on_device(leaf, replica.lane), payload)
+            if self._eval_step is None:
+                self._evaluate_loss(replica, own_batch, worker, sink, own, turn)
+                return
+            given = {"metrics": MappingProxyType(own.given)} if self._takes_metrics else {}
             with turn, replica.casting():
-                if self._eval_step is None:
-                    self._record_loss(replica, own_batch, worker, sink)
-                    return
-                means = named_metrics(self._eval_step(replica.module, own_batch))
+                means = named_metrics(self._eval_step(replica.module, own_batch, **given))
+            own.take_given()
+            if means is None and self._takes_metrics:
+                return
             if not isinstance(means, Mapping):
                 raise TypeError(
                     f"evaluation.step must return a mapping of means over the batch by their names, not "
@@ -290,19 +265,44 @@ class Evaluator:
             error.add_note(f"in batch {batch} of the evaluation" + (f" (samples {shown})" if indices else ""))
             raise
 
-    def _record_loss(
+    def _evaluate_loss(
         self,
         replica: Replica,
         batch: Batch,
         worker: CurrentWorker,
         sink: Callable[[str, object, float | Tensor], None],
+        own: _Metrics,
+        turn: AbstractContextManager[object],
     ) -> None:
-        result = replica.function(replica.module, batch)
-        weight: float | Tensor = worker.samples
-        if isinstance(replica, ExactReplica) and isinstance(result, Mapping) and "weight" in result:
-            weight = _one("weight", result["weight"])
-        loss = result if isinstance(result, Tensor) else replica._unpack(result, worker)
+        """Evaluate the loss and, of a criterion, the metrics on the same forward."""
+        model = _Watched(replica.module) if own.given else replica.module
+        with turn, replica.casting():
+            result = replica.function(model, batch)
+            weight: float | Tensor = worker.samples
+            if isinstance(replica, ExactReplica) and isinstance(result, Mapping) and "weight" in result:
+                weight = _one("weight", result["weight"])
+            loss = result if isinstance(result, Tensor) else replica._unpack(result, worker)
         sink("loss", loss, weight)
+        if isinstance(model, _Watched):
+            for metric in own.given.values():
+                metric.update(model.output, batch[1])
+            own.take_given()
+
+
+class _Watched:
+    """A module that keeps its last output, for a criterion to call.
+
+    Attributes:
+        output: The last one.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.output: Any = None
+
+    def __call__(self, *inputs: Any) -> Any:
+        self.output = self._module(*inputs)
+        return self.output
 
 
 class _Metrics:
@@ -312,14 +312,19 @@ class _Metrics:
         pool: Metrics of all ranks.
         rank: Rank index.
         used: Updates of the metrics in its module before the evaluation, by their ids.
+        given: Those that the Trainer has given it, by their names.
 
     Attributes:
         batches: That it has evaluated.
-        found: Its metrics by their names.
+        given: As given.
+        found: Its metrics by their names, those that the user's code has returned included.
     """
 
-    def __init__(self, pool: MetricPool, rank: int, used: Mapping[int, int]) -> None:
+    def __init__(
+        self, pool: MetricPool, rank: int, used: Mapping[int, int], given: Mapping[str, Any]
+    ) -> None:
         self.batches = 0
+        self.given = given
         self.found: dict[str, Any] = {}
         self._pool = pool
         self._rank = rank
@@ -345,9 +350,23 @@ class _Metrics:
             )
         self.found[_text(name)] = metric
 
+    def take_given(self) -> None:
+        """Take the metrics of the Trainer, behind a batch."""
+        for name, metric in self.given.items():
+            self.take(name, metric)
+
+    def move(self, device: torch.device) -> None:
+        """Move the metrics of the Trainer to this rank's device, where their inputs are.
+
+        Streams:
+            On the current one.
+        """
+        for metric in self.given.values():
+            metric.to(device)
+
     def reset(self) -> None:
         """Reset them: they are the evaluation's own."""
-        for metric in self.found.values():
+        for metric in (*self.found.values(), *self.given.values()):
             reset(metric)
 
 

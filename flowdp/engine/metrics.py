@@ -7,6 +7,8 @@ run. They are recognised by their interface: torchmetrics need not be installed.
 
 from __future__ import annotations
 
+import copy
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +19,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowdp.errors import OptionError
 from flowdp.modules.attributes import OWN, seal
+from flowdp.policy.metric_array import MetricArray
 from flowdp.replica.optimizer_rebuild import leaves, variables
 
-__all__ = ["MetricPool", "States", "is_metric", "named_metrics", "reset", "source_of", "updates"]
+__all__ = [
+    "MetricPool",
+    "States",
+    "check_metrics",
+    "flattened",
+    "is_metric",
+    "named_metrics",
+    "rank_metrics",
+    "reset",
+    "source_of",
+    "takes_metrics",
+    "updates",
+]
+
+TWO_WAYS = (
+    "either a criterion as loss (loss=torch.nn.CrossEntropyLoss()), with which each metric is updated by "
+    "metric.update(model(x), y) on the forward of the loss; or evaluation=EvaluationOptions(dataset, step=f) "
+    "with a function f(model, batch, metrics) that updates them by name: metrics['f1'].update(output, y)"
+)
 
 _BOOKS = {
     "_cache",
@@ -59,6 +81,91 @@ def reset(metric: Any) -> None:
             part.reset()
 
 
+def takes_metrics(step: Callable[..., Any]) -> bool:
+    """Whether a step has a third parameter named `metrics`."""
+    try:
+        return "metrics" in list(inspect.signature(step).parameters)[2:]
+    except (TypeError, ValueError):  # a builtin without a signature
+        return False
+
+
+def check_metrics(metrics: object, *, evaluates: bool, step: object, loss: object) -> None:
+    """Check the metrics of a Trainer, and that something updates them.
+
+    Args:
+        metrics: As given; None: none.
+        evaluates: The Trainer has an evaluation.
+        step: The evaluation's step; None without one.
+        loss: The Trainer's.
+
+    Raises:
+        OptionError: They are no metrics by their names, or nothing updates them.
+    """
+    takes = callable(step) and takes_metrics(step)
+    if metrics is None:
+        if takes and inspect.signature(step).parameters["metrics"].default is inspect.Parameter.empty:  # type: ignore[arg-type]
+            raise OptionError(
+                "evaluation.step has a parameter `metrics`, and the Trainer has none: give "
+                "Trainer(metrics={'f1': ...}) torchmetrics objects by their names"
+            )
+        return
+    named = named_metrics(metrics)
+    if not isinstance(named, Mapping) or not named:
+        raise OptionError(
+            "metrics must be a mapping of torchmetrics objects by name, {'f1': MulticlassF1Score(10)}, "
+            f"or a MetricCollection, not {metrics!r:.80}"
+        )
+    for name, metric in named.items():
+        if not isinstance(name, str) or not is_metric(metric):
+            raise OptionError(f"metrics: {name!r} must name a torchmetrics object, not {metric!r:.80}")
+    if len({id(metric) for metric in named.values()}) < len(named):
+        raise OptionError("metrics: one object has two names, and would be updated twice: give each its own")
+    if not evaluates:
+        raise OptionError("metrics are updated in the evaluation: give evaluation=dataset, too")
+    if not takes and (step is not None or not isinstance(loss, nn.Module)):
+        raise OptionError(f"metrics: nothing says what they are updated with. Give {TWO_WAYS}")
+    if not takes and "loss" in named:
+        raise OptionError("metrics: 'loss' is the name of the criterion's mean: give another name")
+
+
+def rank_metrics(metrics: object, world_size: int) -> list[Mapping[str, Any]]:
+    """Copies of the metrics for each rank, by their names, without an update; none where there are none."""
+    if metrics is None:
+        return []
+    copies: list[Mapping[str, Any]] = []
+    for _ in range(world_size):
+        named = named_metrics(copy.deepcopy(metrics))  # together: some share a network
+        assert isinstance(named, Mapping)
+        for metric in named.values():
+            reset(metric)
+        copies.append(dict(named))
+    return copies
+
+
+def flattened(name: str, value: object) -> Iterator[tuple[str, float | MetricArray]]:
+    """Numbers and arrays in a metric's value, by name: `map/map_50` in a mapping, `roc/0` in a tuple.
+
+    Raises:
+        TypeError: It holds something else.
+    """
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from flattened(f"{name}/{key}", one)
+    elif isinstance(value, tuple | list):
+        for place, one in enumerate(value):
+            yield from flattened(f"{name}/{place}", one)
+    elif isinstance(value, Tensor) and not value.is_complex():
+        numbers = value.detach().to("cpu", torch.float64)
+        if numbers.numel() == 1:
+            yield name, numbers.item()
+        else:
+            yield name, MetricArray(tuple(numbers.shape), tuple(numbers.flatten().tolist()))
+    elif isinstance(value, bool | int | float):
+        yield name, float(value)
+    else:
+        raise TypeError(f"{name!r} must be numbers, what its compute() returns, not {value!r:.80}")
+
+
 def named_metrics(result: object) -> object:
     """A collection of metrics as a mapping of its metrics by their names; anything else as it is."""
     if isinstance(result, nn.ModuleDict) and callable(getattr(result, "compute", None)):
@@ -66,15 +173,19 @@ def named_metrics(result: object) -> object:
     return result
 
 
-def source_of(value: object, module: nn.Module, function: Callable[..., Any]) -> object | None:
+def source_of(
+    value: object, module: nn.Module, function: Callable[..., Any], given: Mapping[str, Any] | None = None
+) -> object | None:
     """The metric that this number is the result of, for one batch or for the batches so far; None: of none.
 
     Args:
         value: Number that `function` has returned.
         module: Its first argument.
         function: The user's. Metrics are looked for where its code can name them.
+        given: Metrics among its arguments.
     """
-    metrics = (metric for metric in chain(module.modules(), _within(_reached(function))) if is_metric(metric))
+    named = chain(module.modules(), (given or {}).values(), _within(_reached(function)))
+    metrics = (metric for metric in named if is_metric(metric))
     return next((metric for metric in metrics if _is_result(metric, value)), None)
 
 
@@ -179,7 +290,7 @@ class MetricPool:
             metric = metrics[name] if name in metrics else there[0][0]
             try:
                 _fill(metric, [states for _, states in there])
-                values.append((name, metric.compute()))
+                values.append((name, _computed(name, metric)))
             finally:
                 reset(metric)
         return values
@@ -196,14 +307,32 @@ class MetricPool:
         reset(metric)
         after = _other_attributes(metric.modules())
         for then, now in ((first, last), (last, after)):
-            for place, (part, _, sealed) in then.items():
-                if place in now and now[place][2] != sealed:
-                    raise TypeError(
-                        f"{name!r} cannot be put together from several devices: a {type(part).__name__} "
-                        f"keeps {place[1]!r} from batch to batch, and only states of add_state() are merged. "
-                        "Register it there with a dist_reduce_fx or, if this is a wrapper, return the metric "
-                        "that it wraps"
-                    )
+            _check_equal(name, then, now, "from batch to batch")
+
+
+def _check_equal(name: str, then: _OtherAttributes, now: _OtherAttributes, how: str) -> None:
+    for place, (part, _, sealed) in then.items():
+        if place in now and now[place][2] != sealed:
+            raise TypeError(
+                f"{name!r} cannot be put together from several devices: a {type(part).__name__} keeps "
+                f"{place[1]!r} {how}, and only states of add_state() are merged. Register it there with a "
+                "dist_reduce_fx or, if this is a wrapper, return the metric that it wraps"
+            )
+
+
+def _computed(name: str, metric: Any) -> object:
+    """Value of a metric that has the states of all ranks.
+
+    Raises:
+        TypeError: It was never updated, or notes something that is no state: the next value would depend on
+            the rank that computed this one.
+    """
+    if not updates(metric):
+        raise TypeError(f"{name!r} was updated for no batch: call its update(...) in the evaluation's step")
+    before = _other_attributes(metric.modules())
+    value = metric.compute()
+    _check_equal(name, before, _other_attributes(metric.modules()), "from evaluation to evaluation")
+    return value
 
 
 def _inner(metric: nn.Module) -> list[Any]:

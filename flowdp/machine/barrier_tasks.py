@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from flowdp.errors import ProtocolError
+from flowdp.policy.metric_array import MetricArray
 from flowdp.policy.monitor import Best, Monitor, judge
 from flowdp.policy.tally import EpochMetrics, evaluation_means
 from flowdp.protocol.commands import Command, CutEvaluation, EpochEnded, Fail, Save, Send
@@ -139,6 +140,7 @@ class _Asked:
     task: BarrierTask
     waits_for: set[int]
     results: list[Evaluation] = field(default_factory=list)
+    arrays: dict[str, MetricArray] = field(default_factory=dict)
     is_cut: bool = False
 
 
@@ -231,6 +233,7 @@ class Barrier:
         asked.waits_for.discard(fact.rank)
         if isinstance(fact, Evaluated):
             asked.results += fact.results
+            asked.arrays |= fact.arrays
 
     # ------------------------------------------------------------------ doing
     def decide(
@@ -284,8 +287,10 @@ class Barrier:
         match asked.task:
             case Evaluate():
                 metrics = self._ended.pop(0)
-                means = {} if asked.is_cut else evaluation_means(asked.results)
-                return self._report(replace(metrics, eval=means))
+                if not asked.is_cut:
+                    means = evaluation_means(asked.results)
+                    metrics = replace(metrics, eval=means, eval_arrays=asked.arrays)
+                return self._report(metrics)
             # An epoch whose end was read meanwhile is evaluated and reported first; then it is captured anew.
             case SaveState() if not self._ended:
                 return [self._save(asked.task, now_ms, stand)]

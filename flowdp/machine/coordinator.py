@@ -285,7 +285,7 @@ class Coordinator:
         for command in commands:
             if isinstance(command, EpochEnded):
                 metrics = command.metrics
-                is_seen = self.config.tasks.eval_every is None or metrics.eval
+                is_seen = self.config.tasks.eval_every is None or metrics.is_evaluated
                 self.epochs.metric = metrics.eval.get("loss", metrics.loss) if is_seen else None
                 if is_seen and self.epochs.metric is None:
                     text = (

@@ -18,6 +18,7 @@ from flowdp.machine import barrier_tasks
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.coordinator import Coordinator
 from flowdp.options import CadenceOptions
+from flowdp.policy.metric_array import MetricArray
 from flowdp.policy.tally import RankMetrics
 from flowdp.protocol import commands, messages, position
 from flowdp.protocol.commands import Command
@@ -35,7 +36,8 @@ RECORDS: dict[str, type] = {
     record.__name__: record
     for record in (
         *(*vars(messages).values(), *vars(commands).values(), *vars(position).values()),
-        *(*vars(barrier_tasks).values(), RankMetrics, CoordinatorConfig, GlobalBatch, CadenceOptions),
+        *(*vars(barrier_tasks).values(), RankMetrics, MetricArray),
+        *(CoordinatorConfig, GlobalBatch, CadenceOptions),
     )
     if isinstance(record, type) and is_dataclass(record)
 }

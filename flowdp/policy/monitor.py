@@ -82,7 +82,7 @@ def number_of(name: str, metrics: EpochMetrics, *, evaluates: bool = False) -> f
         metrics: Record of the epoch.
         evaluates: The run has an evaluation, at the end of some epochs.
     """
-    return None if evaluates and not metrics.eval else _numbers(metrics).get(name)
+    return None if evaluates and not metrics.is_evaluated else _numbers(metrics).get(name)
 
 
 def judge(best: Best, monitor: Monitor, metrics: EpochMetrics, *, evaluates: bool) -> tuple[Best, str | None]:
@@ -100,7 +100,7 @@ def judge(best: Best, monitor: Monitor, metrics: EpochMetrics, *, evaluates: boo
     value = number_of(monitor.name, metrics, evaluates=evaluates)
     if value is None:
         # A scalar that was there once may be recorded now and then; only one that never was is a wrong name.
-        is_known = best.epoch >= 0 or best.bad > 0 or (evaluates and not metrics.eval)
+        is_known = best.epoch >= 0 or best.bad > 0 or (evaluates and not metrics.is_evaluated)
         return best, None if is_known else _unknown(monitor.name, metrics)
     if monitor.is_better(value, best.value):
         return Best(value, metrics.epoch), None
@@ -114,4 +114,7 @@ def _numbers(metrics: EpochMetrics) -> dict[str, float]:
 
 def _unknown(name: str, metrics: EpochMetrics) -> str:
     known = ", ".join(map(repr, _numbers(metrics))) or "no numbers"
+    if name in metrics.eval_arrays:
+        shape = metrics.eval_arrays[name].shape
+        return f"{name!r} in epoch {metrics.epoch} has shape {shape}, and one number is monitored: {known}"
     return f"nothing in epoch {metrics.epoch} is called {name!r}, which is monitored; there are {known}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from flowdp.policy.drift import largest_drift
 from flowdp.policy.formats import format_duration, format_metric
+from flowdp.policy.metric_array import MetricArray
 
 __all__ = [
     "NO_NORMS",
@@ -141,7 +142,8 @@ class EpochMetrics:
         divergence: Largest drift, NaN where one was NaN; None where it was not measured.
         efficiency: Fraction of the devices' time that was spent in steps, at most 1.
         global_step: Steps of all ranks in the run so far.
-        eval: Means of the evaluation, empty without one.
+        eval: Means and metrics of the evaluation, empty without one.
+        eval_arrays: Metrics of the evaluation with several elements, such as a confusion matrix.
         grad_norm: Mean over the steps of the 2-norm of the gradients before they were clipped; None without
             `max_grad_norm`.
         grad_norm_max: The largest of them.
@@ -167,6 +169,12 @@ class EpochMetrics:
     grad_norm: float | None = None
     grad_norm_max: float | None = None
     is_complete: bool = True
+    eval_arrays: Mapping[str, MetricArray] = field(default_factory=dict)
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether an evaluation belongs to it, and came to its end."""
+        return bool(self.eval or self.eval_arrays)
 
     def __str__(self) -> str:
         number = f"epoch {self.epoch + 1}"

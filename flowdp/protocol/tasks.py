@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flowdp.policy.metric_array import MetricArray
+
 __all__ = [
     "BarrierTask",
     "CopyReplica",
@@ -72,10 +74,12 @@ class Evaluated:
         rank: Rank index.
         results: Results of the batches that it took: number, samples, and (name, mean over the samples)
             pairs.
+        arrays: Values of metrics with several elements, by their names, from the last rank.
     """
 
     rank: int
     results: tuple[Evaluation, ...]
+    arrays: tuple[tuple[str, MetricArray], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

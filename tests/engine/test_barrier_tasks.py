@@ -45,7 +45,7 @@ class Evaluating:
         assert wait()
         moved()
         moved()
-        return ((rank, 1.0, (("loss", 2.0),)),)
+        return Evaluated(rank, ((rank, 1.0, (("loss", 2.0),)),))
 
 
 def never() -> bool:

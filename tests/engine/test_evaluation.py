@@ -94,7 +94,9 @@ class Ranks:
         self.failed: queue.SimpleQueue[DataError] = queue.SimpleQueue()
         self.moved = [0] * ranks
         self.waits: queue.SimpleQueue[int] = queue.SimpleQueue()  # copies so far
-        self.evaluator.start(wake=lambda rank, *_: self.inboxes[rank].put(True), failed=self.failed.put)
+        self.evaluator.batches.start(
+            wake=lambda rank, *_: self.inboxes[rank].put(True), failed=self.failed.put
+        )
         assert not any(thread.is_alive() for thread in self.evaluator.source.threads())
 
     def rank(self, rank: int, own: Replica) -> EvalSums:
@@ -107,7 +109,7 @@ class Ranks:
 
         worker_context.bind(worker(own, rank))
         try:
-            return self.evaluator.run(rank, own, wait, moved)
+            return self.evaluator.run(rank, own, wait, moved).results
         finally:
             now = worker_context.current_worker()
             assert now.samples == 77

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flowdp import EvaluationOptions, StepError, Trainer, current_worker
+from flowdp import EarlyStopping, EvaluationOptions, OptionError, StepError, Trainer, current_worker
 from flowdp.engine.metrics import is_metric, named_metrics, source_of
 from tests.vision import mend_torchvision
 
@@ -40,6 +40,10 @@ class Net(nn.Module):
 
 
 def evaluated(model: Net, eval_step: Callable[..., Any] | None, epochs: int = 1, **options: Any) -> list[Any]:
+    return [dict(record.eval) for record in records(model, eval_step, epochs, **options)]
+
+
+def records(model: Net, eval_step: Callable[..., Any] | None, epochs: int = 1, **options: Any) -> list[Any]:
     run = Trainer(
         model,
         lambda params: torch.optim.SGD(params, 0.0),
@@ -50,18 +54,19 @@ def evaluated(model: Net, eval_step: Callable[..., Any] | None, epochs: int = 1,
         epochs=epochs,
         **{"devices": 2, "policy": "sync", **options},
     ).start()
-    return [dict(metrics.eval) for metrics in run.join().history]
+    return list(run.join().history)
 
 
 def together(step: Callable[..., Any], ranks: int) -> Callable[..., Any]:
     """A step whose first call on each rank waits for those of the others, so that all evaluate a batch."""
     meeting, seen = threading.Barrier(ranks), set()
 
-    def wrapped(model: Any, batch: Any) -> Any:
+    @wraps(step)
+    def wrapped(*given: Any, **metrics: Any) -> Any:
         if (rank := current_worker().rank) not in seen:
             seen.add(rank)
             meeting.wait(WAIT_S)
-        return step(model, batch)
+        return step(*given, **metrics)
 
     return wrapped
 
@@ -346,15 +351,144 @@ def test_another_metric_for_each_batch_is_refused() -> None:
         evaluated(Net(), step, devices=1)
 
 
+class Words(torchmetrics.Metric):
+    """A metric whose value is no number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("samples", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, logits: Any, labels: Any) -> None:
+        self.samples = self.samples + len(labels)
+
+    def compute(self) -> Any:
+        return {"grade": "good"}
+
+
 def test_a_value_that_is_no_number_is_refused() -> None:
     def step(model: Any, batch: Any) -> Any:
         model.f1.update(model(batch[0]), batch[1])
         return {"f1": model.f1}
 
     with pytest.raises(
-        StepError, match=r"'f1' must be one number, what its compute\(\) returns, not a tensor"
+        StepError, match=r"'f1/grade' must be numbers, what its compute\(\) returns, not 'good'"
     ):
-        evaluated(Net(f1=classification.MulticlassF1Score(3, average=None)), step, devices=1)
+        evaluated(Net(f1=Words()), step, devices=1)
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "each": lambda: classification.MulticlassF1Score(3, average=None),
+    "named": lambda: wrappers.ClasswiseWrapper(classification.MulticlassF1Score(3, average=None)),
+    "roc": lambda: classification.BinaryROC(thresholds=4),
+    "confusion": lambda: classification.MulticlassConfusionMatrix(3),
+}
+
+
+def update_kinds(metrics: Any, logits: Any, labels: Any) -> None:
+    for name, metric in metrics.items():
+        given = (logits.softmax(1)[:, 0], (labels > 0).long()) if name == "roc" else (logits, labels)
+        metric.update(*given)
+
+
+def step_of_kinds(model: Any, batch: Any, metrics: Any) -> None:
+    update_kinds(metrics, model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_values_of_several_numbers(ranks: int) -> None:
+    """Several elements are an array; those of a mapping and a tuple are values of their own."""
+    given, plain = ({name: make() for name, make in KINDS.items()} for _ in range(2))
+    model = Net()
+    update_kinds(plain, model(X), Y)
+    values = {name: metric.compute() for name, metric in plain.items()}
+    arrays = {
+        "each": values["each"],
+        "confusion": values["confusion"],
+        **{f"roc/{place}": value for place, value in enumerate(values["roc"])},
+    }
+    options = {"devices": ranks, "metrics": given}
+    for record in records(model, together(step_of_kinds, ranks), epochs=2, **options):
+        assert record.eval == pytest.approx({f"named/{key}": v.item() for key, v in values["named"].items()})
+        assert record.eval_arrays.keys() == arrays.keys()
+        for name, value in arrays.items():
+            assert torch.tensor(record.eval_arrays[name].tolist()).numpy() == pytest.approx(value.numpy())
+
+
+# ---------------------------------------------------------------- metrics of the Trainer
+F1 = partial(classification.MulticlassF1Score, 3)
+
+
+def two(model: Any, batch: Any) -> Any:
+    return {"loss": F.cross_entropy(model(batch[0]), batch[1])}
+
+
+def three(model: Any, batch: Any, metrics: Any) -> Any:
+    metrics["f1"].update(model(batch[0]), batch[1])
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"metrics": {"f1": F1()}}, r"Give either a criterion as loss .*; or .*f\(model, batch, metrics\)"),
+        ({"metrics": {"f1": F1()}, "step": two}, "nothing says what they are updated with"),
+        ({"metrics": {"f1": F1()}, "step": two, "loss": nn.CrossEntropyLoss()}, "nothing says what they are"),
+        ({"metrics": {"f1": F1()}, "step": three, "evaluation": None}, "give evaluation=dataset, too"),
+        ({"step": three}, "has a parameter `metrics`, and the Trainer has none"),
+        (
+            {"metrics": F1(), "step": three},
+            r"a mapping of torchmetrics objects .*, not MulticlassF1Score\(\)",
+        ),
+        ({"metrics": {}, "step": three}, "a mapping of torchmetrics objects"),
+        ({"metrics": {"f1": F1}, "step": three}, "'f1' must name a torchmetrics object"),
+        ({"metrics": {3: F1()}, "step": three}, "3 must name a torchmetrics object"),
+        ({"metrics": dict.fromkeys("ab", F1()), "step": three}, "one object has two names"),
+        ({"metrics": {"loss": F1()}, "loss": nn.CrossEntropyLoss()}, "'loss' is the name of the criterion's"),
+    ],
+)
+def test_metrics_that_nothing_would_update_are_refused_at_once(given: Any, message: str) -> None:
+    given.setdefault("loss", two)
+    given.setdefault("evaluation", EvaluationOptions((X, Y), step=given.pop("step", None)))
+    given.pop("step", None)
+    with pytest.raises(OptionError, match=message):
+        Trainer(Net(), torch.optim.SGD, dataset=(X, Y), batch_size=8, epochs=1, **given)
+
+
+def test_metrics_that_were_never_updated() -> None:
+    with pytest.raises(StepError, match=r"'f1' was updated for no batch: call its update\(...\)"):
+        evaluated(Net(), lambda model, batch, metrics: None, devices=1, metrics={"f1": F1()})
+
+
+def test_the_value_of_one_batch_is_refused_of_the_given_ones_too() -> None:
+    def step(model: Any, batch: Any, metrics: Any) -> Any:
+        return {"score": metrics["f1"](model(batch[0]), batch[1])}
+
+    with pytest.raises(StepError, match="the value of a MulticlassF1Score for a single batch"):
+        evaluated(Net(), step, devices=1, metrics={"f1": F1()})
+
+
+def test_a_mean_and_a_metric_of_one_name_are_refused() -> None:
+    def step(model: Any, batch: Any, metrics: Any) -> Any:
+        metrics["f1"].update(model(batch[0]), batch[1])
+        return {"f1": 1.0}
+
+    with pytest.raises(StepError, match="'f1' is the name of two values of the evaluation: rename"):
+        evaluated(Net(), step, devices=1, metrics={"f1": F1()})
+
+
+def test_an_array_cannot_be_monitored() -> None:
+    given = {"confusion": classification.MulticlassConfusionMatrix(3)}
+    with pytest.raises(OptionError, match=r"'confusion' in epoch 0 has shape \(3, 3\), and one number is"):
+        evaluated(Net(), step_of_kinds, metrics=given, callbacks=[EarlyStopping("confusion")], devices=1)
+
+
+def test_arrays_are_in_checkpoints(tmp_path: Any) -> None:
+    given = {"confusion": classification.MulticlassConfusionMatrix(3)}
+    options = {"metrics": given, "checkpoint": tmp_path, "resume": True, "devices": 1}
+    [before] = records(Net(), step_of_kinds, **options)
+    after = records(Net(), step_of_kinds, epochs=2, **options)
+    assert after[0] == before
+    assert after[0].eval_arrays == after[1].eval_arrays != {}
 
 
 class Beside(torchmetrics.Metric):
@@ -385,19 +519,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "beside": (Beside, "a Beside keeps 'kept' from batch to batch, and only states of add_state"),
     "forgetful": (Forgetful, "a Forgetful keeps 'kept' from batch to batch"),
     "inside": (lambda: Beside() + accuracy(), "a Beside keeps 'kept'"),
-    "by class": (
-        lambda: wrappers.ClasswiseWrapper(accuracy(average=None)),
-        r"must be one number, what its compute\(\) returns, not a dict of 'multiclassaccuracy_0', .*: return "
-        "a metric for each number",
-    ),
     "extremes": (
         lambda: wrappers.MinMaxMetric(accuracy()),
-        "not a dict of 'raw', 'max', 'min': return a metric",
-    ),
-    "bootstrap": (lambda: wrappers.BootStrapper(accuracy()), "not a dict of 'mean', 'std'"),
-    "outputs": (
-        lambda: wrappers.MultitaskWrapper({"a": accuracy(), "b": accuracy()}),
-        "not a dict of 'a', 'b'",
+        "a MinMaxMetric keeps 'min_val' from evaluation to evaluation",
     ),
     "tracker": (
         lambda: wrappers.MetricTracker(accuracy()),
@@ -415,9 +539,7 @@ def test_a_metric_that_cannot_be_merged_is_refused_in_its_first_evaluation(kind:
         logits = model(batch[0])
         if kind == "tracker":
             model.metric.increment()
-        tasks = kind == "outputs"
-        given = (dict.fromkeys("ab", one) if tasks else one for one in (logits, batch[1]))
-        model.metric.update(*given)
+        model.metric.update(logits, batch[1])
         return {"v": model.metric}
 
     with pytest.raises(StepError, match=f"after epoch 0: TypeError: 'v' .*{message}"):

@@ -1,0 +1,133 @@
+"""Batches of one dataset for all ranks: a rank that is free takes the next one."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from flowdp.data.source import Batch, Source
+from flowdp.data.tensor_source import TensorSource
+from flowdp.errors import DataError
+
+__all__ = ["SharedBatches"]
+
+
+class SharedBatches:
+    """Readings of a dataset, one after another; its ranks share the batches of each.
+
+    Args:
+        source: Source of the batches; each epoch of it is a reading.
+
+    Attributes:
+        source: Source of the batches.
+
+    Threads:
+        The user's, unless a method says otherwise; it has made the dataset's tensors.
+    """
+
+    def __init__(self, source: Source) -> None:
+        # A rank gathers for itself, and the tensors may lie on another one's device.
+        self.source = source.on_host() if isinstance(source, TensorSource) else source
+        self._wake: Callable[[int, int, int], None]
+
+        # Serialises everything below.
+        self._lock = threading.Lock()
+        self._begun: Counter[int] = Counter()  # readings of each rank
+        self._dealt: Counter[int] = Counter()  # batches of each reading
+        self._ends: dict[int, int] = {}  # number of batches of datasets without a length
+        self._inside: set[int] = set()  # ranks that read
+        self._is_cut = False
+
+    def start(self, *, wake: Callable[[int, int, int], None], failed: Callable[[DataError], None]) -> None:
+        """Start the dataset's processes, and no thread: reading begins with the first `take`.
+
+        Call it before any other thread exists, that of another source included.
+
+        Args:
+            wake: Called as `wake(rank, epoch, batch)`, with the number of the reading for an epoch, when the
+                event has come that this rank waits for: a batch, the end, or a cut. Must not block.
+            failed: Called once, if reading fails.
+
+        Raises:
+            DataError: The processes could not be started.
+        """
+        self._wake = wake
+        self.source.on_end(self._ended)
+        self.source.start(wake=wake, failed=failed)
+
+    @contextmanager
+    def reading(self, rank: int) -> Iterator[int]:
+        """Take part in the next reading; yields its number. Every rank takes part in each.
+
+        Threads:
+            The worker of the rank, all of them at once.
+        """
+        with self._lock:
+            number = self._begun[rank]
+            self._begun[rank] += 1
+            self._inside.add(rank)
+        try:
+            yield number
+        finally:
+            with self._lock:
+                self._inside.discard(rank)
+
+    def take(self, rank: int, number: int, wait: Callable[[], bool]) -> tuple[int, Batch] | None:
+        """Claim a batch and wait until it is there; None where there is none left.
+
+        Args:
+            rank: Rank index.
+            number: Number of the reading.
+            wait: Blocks until `wake` was called for this rank, or more often; False: told to leave.
+
+        Returns:
+            The batch's number, and the batch.
+
+        Threads:
+            The worker of the rank, all of them at once.
+
+        Raises:
+            DataError: The dataset failed.
+        """
+        with self._lock:
+            batch = self._dealt[number]
+            self._dealt[number] += 1
+        while not self._is_cut and not self._is_beyond(number, batch):
+            payload = self.source.take(rank, number, batch)
+            if payload is not None:
+                return batch, payload
+            if not wait():
+                return None
+        return None
+
+    def end(self, number: int) -> int | None:
+        """Number of batches of a reading; None: not known yet."""
+        batches = self.source.batches
+        return self._ends.get(number) if batches is None else batches
+
+    def cut(self) -> None:
+        """Let no rank take another batch, of this reading or a later one.
+
+        Threads:
+            Any. Does not block.
+        """
+        with self._lock:
+            self._is_cut = True
+        self._wake_all()
+
+    def _is_beyond(self, number: int, batch: int) -> bool:
+        end = self.end(number)
+        return end is not None and batch >= end
+
+    def _ended(self, number: int, batches: int) -> None:
+        """Note the end, on the reader thread, and wake the ranks that have claimed a batch beyond it."""
+        self._ends[number] = batches
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        with self._lock:
+            inside = [(rank, self._begun[rank] - 1) for rank in self._inside]
+        for rank, number in inside:
+            self._wake(rank, number, 0)
