@@ -45,6 +45,8 @@ from flowdp.errors import (
     StepError,
 )
 from flowdp.observe.callbacks import Callback, EarlyStopping, OnCheckpoint
+from flowdp.observe.loggers.files import CSVLogger, JSONLLogger
+from flowdp.observe.loggers.log import Log, RunLogger
 from flowdp.options import (
     CadenceOptions,
     CaptureOptions,
@@ -77,6 +79,10 @@ __all__ = [  # noqa: RUF022 - in the order in which a reader meets them
     "Callback",
     "EarlyStopping",
     "OnCheckpoint",
+    "Log",
+    "RunLogger",
+    "CSVLogger",
+    "JSONLLogger",
     "ProcessTuning",
     "Run",
     "runs",

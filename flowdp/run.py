@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from os import PathLike
@@ -19,6 +19,7 @@ from flowdp.engine import active_runs
 from flowdp.engine.engine import Engine
 from flowdp.engine.interrupts import hearing_interrupts
 from flowdp.errors import FlowdpError, OptionError, StateError
+from flowdp.observe.loggers.log import Setting
 from flowdp.observe.observer import Observer
 from flowdp.policy.formats import format_error, format_text
 from flowdp.policy.tally import EpochMetrics
@@ -61,12 +62,14 @@ class Run:
         module: nn.Module | None,
         observer: Observer,
         *,
+        settings: Mapping[str, Setting],
         restores_best: bool = False,
         aside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._engine = engine
         self._module = module
         self._observer = observer
+        self._settings = dict(settings)
         self._restores_best = restores_best
         self._aside = aside
         self._blocks = 0  # of `paused`, that are open
@@ -86,6 +89,17 @@ class Run:
     def world_size(self) -> int:
         """Ranks."""
         return len(self.devices)
+
+    @property
+    def settings(self) -> Mapping[str, Setting]:
+        """Settings of the run by dotted names, such as "policy" and "optimizer.lr": plain values for logs."""
+        return dict(self._settings)
+
+    @property
+    def start_step(self) -> int:
+        """Steps of all ranks before this run: those of the checkpoint that it continues, else 0."""
+        start = self._engine.config.start
+        return 0 if start is None else start.global_step
 
     @property
     def history(self) -> tuple[EpochMetrics, ...]:
@@ -122,11 +136,10 @@ class Run:
         else:
             phase = "paused" if records.is_paused else "running"
         progress = self._engine.progress()
-        start = self._engine.config.start
         return Status(
             phase=phase,
             epochs_done=sum(one.is_complete for one in records.epochs.copy()),
-            global_step=last.global_step if last else start.global_step if start else 0,
+            global_step=last.global_step if last else self.start_step,
             round=last.round if last else None,
             local_steps=tuple(rank.steps for rank in progress),
             throttled=tuple(rank.throttled for rank in progress),

@@ -41,6 +41,7 @@ from flowdp.replica.factories import all_of
 from flowdp.replica.replica import Replica
 from flowdp.result import TrainedState
 from flowdp.run import Run
+from flowdp.settings import run_settings
 from flowdp.threads.shield import interrupts_held
 
 __all__ = ["barrier_plan", "check_run", "find_start", "open_folder", "start_run"]
@@ -89,6 +90,7 @@ def start_run(config: RunConfig, undo: ExitStack) -> Run:
     checks_loss = config.replica.checks_loss and resumed is None
     replicas = build_replicas(replace(config.replica, checks_loss=checks_loss), config.devices)
     described = _fingerprint(config, replicas[0])
+    settings = run_settings(config, replicas[0])
     if fresh is not None:
         source = fresh
     else:
@@ -133,7 +135,14 @@ def start_run(config: RunConfig, undo: ExitStack) -> Run:
         model = config.replica.model
         module = model if isinstance(model, nn.Module) else None
         aside = nullcontext if bar is None else bar.aside
-        run = Run(engine, module, observer, restores_best=config.restores_best, aside=aside)
+        run = Run(
+            engine,
+            module,
+            observer,
+            settings=settings,
+            restores_best=config.restores_best,
+            aside=aside,
+        )
         engine.start()
         observer.start(run, lambda: failures.first, run.answer, engine.latch.wait)
         held.release()

@@ -6,11 +6,21 @@ Each raises `OptionError` with the name of the argument, the kind of value that 
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from typing import TypeGuard, get_args
 
 from flowdp.errors import OptionError
 
-__all__ = ["check_flag", "check_function", "check_int", "check_number", "is_int", "is_number", "one_of"]
+__all__ = [
+    "check_flag",
+    "check_function",
+    "check_installed",
+    "check_int",
+    "check_number",
+    "is_int",
+    "is_number",
+    "one_of",
+]
 
 
 def is_int(value: object) -> TypeGuard[int]:
@@ -84,6 +94,23 @@ def check_function(name: str, value: object, of: str) -> None:
     """
     if value is not None and not callable(value):
         raise OptionError(f"{name} must be a function of {of}, not {value!r}")
+
+
+def check_installed(purpose: str, package: str, extra: str) -> None:
+    """Check that a package which is not needed by `import flowdp` is installed; it is not imported.
+
+    Args:
+        purpose: Argument or class that needs it.
+        package: Name by which it is imported.
+        extra: The extra of flowdp that brings it.
+
+    Raises:
+        OptionError: It is not there.
+    """
+    found = find_spec(package)
+    # A folder of this name in the working directory, such as wandb's own, is found as a namespace.
+    if found is None or found.origin is None:
+        raise OptionError(f"{purpose} needs {package}: pip install 'flowdp[{extra}]'")
 
 
 def _or_none(optional: bool) -> str:

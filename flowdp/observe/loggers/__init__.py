@@ -1,0 +1,1 @@
+"""Loggers: callbacks that write the numbers of a run to files and services."""

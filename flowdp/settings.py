@@ -1,0 +1,87 @@
+"""Settings of a run as plain values by dotted names: the hyper-parameters that loggers write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from flowdp.config import RunConfig
+from flowdp.observe.loggers.log import Setting
+from flowdp.replica.factories import Optimizers
+from flowdp.replica.replica import Replica
+
+__all__ = ["run_settings"]
+
+
+def run_settings(config: RunConfig, replica: Replica) -> dict[str, Setting]:
+    """Settings of a run by dotted names; values that are no number, flag or string are written as text.
+
+    Args:
+        config: Its settings.
+        replica: One of its replicas, before the first step: model and optimizers as they were built.
+    """
+    own, sizes = config.replica, config.sizes
+    trained = [one.numel() for one in replica.module.parameters() if one.requires_grad]
+    settings: dict[str, Any] = {
+        "model": type(replica.module).__name__,
+        "parameters": sum(trained),
+        "devices": ", ".join(map(str, config.devices)),
+        "world_size": config.world_size,
+        "policy": own.policy,
+        "batch_size": _batch_size(config),
+        "global_batch_size": sizes.window,
+        "epochs": config.epochs,
+        "max_steps": config.max_steps,
+        "seed": own.seed,
+        "precision": own.precision,
+        "max_grad_norm": own.max_grad_norm,
+        "torch": str(torch.__version__),
+    }
+    for name, optimizer in _named(replica.optimizers):
+        settings[name] = type(optimizer).__name__
+        for group, options in enumerate(optimizer.param_groups):
+            prefix = f"{name}.group{group}" if len(optimizer.param_groups) > 1 else name
+            settings |= {f"{prefix}.{key}": value for key, value in options.items() if key != "params"}
+    for name in ("scheduler", "cadence", "reading", "failures", "runtime", "checkpoint"):
+        record = own.scheduler if name == "scheduler" else getattr(config, name)
+        if record is not None:
+            settings |= {f"{name}.{field.name}": getattr(record, field.name) for field in fields(record)}
+    return {name: _plain(value) for name, value in settings.items()}
+
+
+def _batch_size(config: RunConfig) -> int | str | None:
+    """Samples of a forward, or those of each device where they differ; None: as a batch sampler says."""
+    sizes, source = config.sizes, config.sizes.source
+    if source is None and isinstance(config.dataset, DataLoader):
+        source = config.dataset.batch_size
+    if sizes.parts:
+        each: tuple[int, ...] = sizes.parts
+    elif source is None:
+        return None
+    else:
+        each = tuple(source * width for width in sizes.widths)
+    return each[0] if len(set(each)) == 1 else ", ".join(map(str, each))
+
+
+def _named(optimizers: Optimizers) -> list[tuple[str, Optimizer]]:
+    if isinstance(optimizers, Mapping):
+        return [(f"optimizer.{key}", one) for key, one in optimizers.items()]
+    if len(optimizers) == 1:
+        return [("optimizer", optimizers[0])]
+    return [(f"optimizer.{index}", one) for index, one in enumerate(optimizers)]
+
+
+def _plain(value: object) -> Setting:
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    if isinstance(value, torch.Tensor | np.generic) and value.ndim == 0:  # a learning rate, say
+        return _plain(value.item())
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return str(value)

@@ -1,0 +1,154 @@
+"""Tests of the callback that gives a run's numbers to a logger."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import flowdp
+from flowdp.observe.observer import Observer
+
+X = torch.arange(24.0).view(12, 2) / 24
+
+
+class Book:
+    """A logger that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any, Any]] = []
+
+    def begin(self, settings: Any, step: int) -> None:
+        self.calls.append(("begin", settings, step))
+
+    def log(self, numbers: Any, step: int) -> None:
+        self.calls.append(("log", numbers, step))
+
+    def end(self, status: str) -> None:
+        self.calls.append(("end", threading.current_thread().name, status))
+
+    def steps(self, name: str) -> list[int]:
+        return [step for kind, numbers, step in self.calls if kind == "log" and name in numbers]
+
+
+class Half:
+    def begin(self, settings: Any, step: int) -> None: ...
+    def log(self, numbers: Any, step: int) -> None: ...
+
+
+def trainer(*callbacks: flowdp.Callback, **options: Any) -> flowdp.Trainer:
+    given = {
+        "epochs": 2,
+        "policy": "sync",
+        "loss": lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
+    }
+    return flowdp.Trainer(
+        torch.nn.Linear(2, 1),
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.5),
+        dataset=(X, X.sum(1, keepdim=True)),
+        batch_size=2,
+        devices=["cpu", "cpu"],
+        callbacks=callbacks,
+        progress=False,
+        **(given | options),
+    )
+
+
+def test_epochs_reach_a_logger_of_ones_own() -> None:
+    book = Book()
+    run = trainer(flowdp.Log(book)).start()
+    run.join()
+    [begin, *logged, end] = book.calls
+    assert begin == ("begin", run.settings, 0)
+    assert [(numbers["epoch"], step) for _, numbers, step in logged] == [(0, 6), (1, 12)]
+    assert [numbers["train/loss"] for _, numbers, _ in logged] == [one.loss for one in run.history]
+    assert end == ("end", "flowdp-observer", "done")
+
+
+def test_rounds_where_they_are_asked_for() -> None:
+    every, fifth = Book(), Book()
+    trainer(flowdp.Log(every, every="round"), flowdp.Log(fifth, every=5)).fit()
+    assert every.steps("round/loss")[-1] == 12
+    assert set(fifth.steps("round/loss")) <= set(every.steps("round/loss"))
+    assert [step // 5 for step in fifth.steps("round/loss")] == sorted(
+        {step // 5 for step in every.steps("round/loss")} - {0}
+    )
+    assert every.steps("epoch") == fifth.steps("epoch") == [6, 12]
+
+
+def test_a_logger_of_epochs_is_not_woken_by_rounds() -> None:
+    asked: list[bool] = []
+
+    class Spy:
+        def feed(self, *, rounds: bool) -> None:
+            asked.append(rounds)
+
+    for every in ("epoch", "round", 3):
+        Observer(Spy(), [flowdp.Log(Book(), every=every)], print)  # type: ignore[arg-type]
+    assert asked == [False, True, True]
+
+
+def test_a_resumed_run_begins_at_its_step(tmp_path: Any) -> None:
+    trainer(checkpoint=tmp_path, epochs=1).fit()
+    book = Book()
+    run = trainer(flowdp.Log(book), checkpoint=tmp_path, resume=True).start()
+    run.join()
+    assert run.start_step == book.calls[0][2] == 6
+    assert book.steps("epoch") == [12]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_end_says_how_it_was(fails: bool) -> None:
+    book, go = Book(), threading.Event()
+
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        assert go.wait(60)
+        if fails:
+            raise RuntimeError("boom")
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    run = trainer(flowdp.Log(book), epochs=1000, loss=loss).start()
+    run.stop()
+    go.set()
+    if fails:
+        with pytest.raises(flowdp.StepError):
+            run.join()
+    else:
+        run.join()
+    assert book.calls[-1][2] == ("failed" if fails else "stopped")
+
+
+def test_a_logger_that_cannot_begin_is_told_once_and_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    class Lost(Book):
+        def begin(self, settings: Any, step: int) -> None:
+            raise OSError("no such service")
+
+    lost, book = Lost(), Book()
+    run = trainer(flowdp.Log(lost), flowdp.Log(book)).start()
+    run.join()
+    assert lost.calls == []
+    assert book.steps("epoch") == [6, 12]
+    assert run.status().problems == ("Log.on_train_start raised OSError: no such service",)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("logger", [None, print, Book, Half()])
+def test_what_is_no_logger(logger: Any) -> None:
+    with pytest.raises(
+        flowdp.OptionError, match=r"begin\(settings, step\), log\(numbers, step\) and end\(status\)"
+    ):
+        flowdp.Log(logger)
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, "step", None])
+def test_every_is_checked(every: Any) -> None:
+    with pytest.raises(flowdp.OptionError, match="every must be 'epoch', 'round' or a number of steps"):
+        flowdp.Log(Book(), every=every)
+
+
+def test_the_protocol_is_that_of_the_loggers() -> None:
+    assert isinstance(Book(), flowdp.RunLogger)
+    assert not isinstance(Half(), flowdp.RunLogger)
