@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from flowdp.data.limit import Limit, check_limit
 from flowdp.data.source import Source
 from flowdp.errors import OptionError
 from flowdp.machine.policies import ROUNDS
@@ -25,10 +26,12 @@ from flowdp.options import (
     FailureOptions,
     LoopBackend,
     Policy,
+    ReadingOptions,
 )
 from flowdp.policy.shares import normalised_ratios
+from flowdp.replica.batch_sizes import Sizes
 from flowdp.replica.factories import check_closure, several_optimizers
-from flowdp.validators import check_int, is_number, one_of
+from flowdp.validators import check_flag, check_int, is_int, is_number, one_of
 
 __all__ = [
     "check_backend",
@@ -38,6 +41,7 @@ __all__ = [
     "check_checkpoints",
     "check_failures",
     "check_length",
+    "check_limits",
     "check_loop_backend",
     "check_model_and_optimizer",
     "check_ratios",
@@ -83,6 +87,40 @@ def _in_ms(max_time: object) -> float | None:
             f"{max_time!r}"
         )
     return seconds * 1e3
+
+
+def check_limits(
+    limit_batches: object,
+    overfit_batches: int | None,
+    fast_dev_run: bool,
+    sizes: Sizes,
+    reading: ReadingOptions,
+) -> Limit | None:
+    """Check the limits of an epoch; returns that of the training.
+
+    Raises:
+        OptionError: One is out of its range, or they contradict each other or the reading.
+    """
+    limit = check_limit("limit_batches", limit_batches)
+    check_int("overfit_batches", overfit_batches, optional=True)
+    check_flag("fast_dev_run", fast_dev_run)
+    given = {"limit_batches": limit_batches, "overfit_batches": overfit_batches, "fast_dev_run": fast_dev_run}
+    said = [f"{name}={value!r}" for name, value in given.items() if value]
+    if len(said) > 1:
+        raise OptionError(f"{' and '.join(said)} each say which batches an epoch has: give one of them")
+    if overfit_batches is not None:
+        if reading.shuffle:
+            raise OptionError(
+                f"shuffle=True contradicts overfit_batches={overfit_batches}, which trains the same batches "
+                "in each epoch: leave it out"
+            )
+        limit = Limit(overfit_batches, is_fixed=True)
+    if limit is not None and is_int(limit.batches) and len(set(sizes.widths)) > 1:
+        raise OptionError(
+            f"{said[0]} cannot count batches where each device has a batch_size of its own: give one "
+            "batch_size, or a fraction, limit_batches=0.1"
+        )
+    return limit
 
 
 def check_model_and_optimizer(model: object, optimizer: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from flowdp.data.limit import Limit
 from flowdp.data.open_evaluation import open_evaluation
-from flowdp.data.open_source import open_source
+from flowdp.data.open_source import is_stream, open_source
 from flowdp.data.source import Source
 from flowdp.engine.evaluation import EvaluationOptions
 from flowdp.observe.callbacks import Callback
@@ -23,6 +24,7 @@ from flowdp.options import (
     ReadingOptions,
     RuntimeOptions,
 )
+from flowdp.policy.ledger import ENDLESS
 from flowdp.policy.monitor import Monitor
 from flowdp.protocol.position import Position
 from flowdp.replica.batch_sizes import Sizes
@@ -40,6 +42,7 @@ class RunConfig:
 
     Attributes:
         metrics: Metrics of the evaluation as they were given, each with a name; None: none.
+        limit: Part of each epoch that is trained; None: all.
         ratios: Fixed shares, summing to 1; None: by measured speed. Shape (world_size,).
         monitor: Metric that early stopping watches; None: there is no early stopping.
         restores_best: The run's result is the model of the best epoch.
@@ -51,6 +54,7 @@ class RunConfig:
     replica: ReplicaConfig
     dataset: DatasetOption
     reading: ReadingOptions
+    limit: Limit | None
     epochs: int | None
     max_steps: int | None
     max_ms: float | None
@@ -107,6 +111,7 @@ class RunConfig:
             world_size=self.world_size,
             start=start,
             keeps=self.failures.on_failure == "continue",
+            limit=self.limit,
             **vars(self.reading),
         )
 
@@ -118,12 +123,45 @@ class RunConfig:
         """
         if self.evaluation is None:
             return None
+        is_overfitted = self.limit is not None and self.limit.is_fixed
         return open_evaluation(
-            self.evaluation.dataset,
+            self.dataset if is_overfitted else self.evaluation.dataset,
             batch_size=self.sizes.forward(self.dataset),
             collate_fn=self.reading.collate_fn,
             num_workers=self.reading.num_workers,
             world_size=self.world_size,
+            limit=self._trained_samples if is_overfitted else Limit(self.evaluation.limit_batches),
+        )
+
+    @property
+    def _trained_samples(self) -> Limit | None:
+        """The samples of the limited training, for batches of another size."""
+        limit = self.limit
+        if limit is None or is_stream(self.dataset):
+            return limit
+        return replace(limit, batches=None, samples=self.sizes.samples(self.dataset, limit.of(ENDLESS)))
+
+    def as_dev_run(self) -> RunConfig:
+        """The same run as a trial: one step of each device and one evaluation; nothing is written."""
+        batches, cadence, ratios = 1, self.cadence, self.ratios
+        if self.replica.policy != "exact":
+            batches = sum(self.sizes.groups or (1,) * self.world_size)
+            lead = 0 if self.replica.policy == "async" else None
+            cadence, ratios = CadenceOptions(anchor=1, max_anchor=1, max_batch_diff=lead), None
+        evaluation = self.evaluation
+        if evaluation is not None:
+            evaluation = replace(evaluation, every=1, limit_batches=self.world_size)
+        return replace(
+            self,
+            limit=Limit(batches),
+            epochs=1,
+            max_steps=None,
+            cadence=cadence,
+            ratios=ratios,
+            evaluation=evaluation,
+            checkpoint=None,
+            resume=False,
+            callbacks=tuple(one for one in self.callbacks if not one.skips_dev_run),
         )
 
     def total_steps(self, batches: int | None) -> int | None:

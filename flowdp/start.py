@@ -246,6 +246,8 @@ def _fingerprint(config: RunConfig, replica: Replica) -> dict[str, object]:
     }
     if config.sizes.window is not None:
         order["batch_size"] = None  # batches are made anew
+    if config.limit is not None:
+        order["overfit_batches" if config.limit.is_fixed else "limit_batches"] = config.limit.batches
     return fingerprint(
         replica.module,
         all_of(replica.optimizers),

@@ -19,6 +19,7 @@ from flowdp.checks import (
     check_checkpoint,
     check_failures,
     check_length,
+    check_limits,
     check_model_and_optimizer,
     check_ratios,
     check_record,
@@ -87,6 +88,16 @@ class Trainer:
         max_time: Time of training after which the run ends as by `stop()`, with a last checkpoint: seconds, a
             timedelta, or "DD:HH:MM:SS". It counts from the first step, pauses included; a resumed run has it
             anew. Give at least one of `epochs`, `max_steps` and this; the first that is reached ends the run.
+        limit_batches: How many of each epoch's batches are trained at most (int), or which fraction of them
+            (float, rounded down, but one at least); under "exact" of its global batches. With it each epoch
+            is that short: for `max_steps`, `total_steps`, schedulers and checkpoints. A number needs one
+            `batch_size` for all devices, and an IterableDataset a number.
+        overfit_batches: Train the first so many batches of the dataset, in its own order, in every epoch. An
+            `evaluation` is of the same samples, in place of its own: can the model learn them?
+        fast_dev_run: Try everything once: one step of each device (under "exact" one of all together), then
+            the evaluation of as many batches as there are devices, then the end. `epochs` and `max_steps` are
+            left out, as are `resume`, `checkpoint` (no file is written; `on_checkpoint` is called once) and
+            callbacks with `skips_dev_run`.
         train_step: Function of (worker, batch) in place of a loss. It does a whole step with `worker.model`,
             `worker.optimizers`, `worker.backward(loss)` and `worker.step(optimizer)`, and returns a mapping
             of scalars ("loss" among them is the loss of the step) or None. One call is one step of its
@@ -143,6 +154,9 @@ class Trainer:
         epochs: int | None = None,
         max_steps: int | None = None,
         max_time: float | timedelta | str | None = None,
+        limit_batches: int | float | None = None,
+        overfit_batches: int | None = None,
+        fast_dev_run: bool = False,
         train_step: TrainStep | None = None,
         devices: Literal["auto"] | int | Sequence[torch.device | str | int] = "auto",
         policy: Policy = "cadence",
@@ -186,7 +200,9 @@ class Trainer:
         check_metrics(metrics, evaluates=options is not None, step=step, loss=loss)
         listed = check_callbacks(callbacks)
         monitor, restores_best = monitor_of(listed)
-        self.config = RunConfig(
+        reading = check_record("reading", reading, ReadingOptions)
+        limit = check_limits(limit_batches, overfit_batches, fast_dev_run, sizes, reading)
+        config = RunConfig(
             devices=chosen,
             replica=ReplicaConfig(
                 model=model,
@@ -204,7 +220,8 @@ class Trainer:
                 checks_loss=failures.check_loss,
             ),
             dataset=dataset,
-            reading=check_record("reading", reading, ReadingOptions),
+            reading=reading,
+            limit=limit,
             epochs=epochs,
             max_steps=max_steps,
             max_ms=max_ms,
@@ -222,6 +239,7 @@ class Trainer:
             has_bar=wants_progress(progress),
             tells_devices=progress is not False,
         )
+        self.config = config.as_dev_run() if fast_dev_run else config
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in signature(Trainer).parameters:

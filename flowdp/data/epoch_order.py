@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowdp.data.limit import Limit
 from flowdp.errors import CheckpointError, DataError, ProtocolError
 from flowdp.policy.formats import format_error
 from flowdp.protocol.position import Position
@@ -79,14 +80,26 @@ class BatchOrder(ABC):
     """
 
     def __init__(self, drawn: int, batch_size: int, drop_last: bool) -> None:
-        self.batches = batches_per_epoch(drawn, batch_size, drop_last)
-        self._size, self._stop = batch_size, min(drawn, self.batches * batch_size)
-        self._full = self._stop // batch_size  # full batches
-        self.batch_size: int | None = self._size
-        self.samples: int | None = self._stop
+        self._size = batch_size
+        self.batch_size: int | None = batch_size
+        batches = batches_per_epoch(drawn, batch_size, drop_last)
+        self._end_at(batches, min(drawn, batches * batch_size))
         self._kept = KEPT_EPOCHS
         self._epochs: dict[int, Tensor] = {}
         self._lock = threading.Lock()  # serialises drawing, so that no epoch is drawn twice
+
+    def limit(self, limit: Limit) -> None:
+        """Leave the end of every epoch out. Call it before anything is asked for."""
+        batches = limit.of(self.batches)
+        stop = min(self._stop, batches * self._size)
+        if limit.samples is not None:
+            stop = min(stop, limit.samples)
+        self._end_at(-(-stop // self._size), stop)
+
+    def _end_at(self, batches: int, stop: int) -> None:
+        self.batches, self._stop = batches, stop
+        self._full = stop // self._size  # full batches
+        self.samples: int | None = stop
 
     def indices(self, epoch: int, batch: int) -> Tensor:
         """The dataset indices of a batch, int64. Shape [samples_in(epoch, batch)].
@@ -191,9 +204,17 @@ class SamplerOrder(BatchOrder):
         self._sampler = sampler
         self._length = len(sampler)
         super().__init__(self._length, batch_size, drop_last)
-        self._kept += KEPT_BATCHES // max(self.batches, 1)
+        self._keep_enough()
         self._checksums: dict[int, int] = {}
         self._next = 0
+
+    def limit(self, limit: Limit) -> None:
+        """See `BatchOrder.limit`."""
+        super().limit(limit)
+        self._keep_enough()
+
+    def _keep_enough(self) -> None:
+        self._kept = KEPT_EPOCHS + KEPT_BATCHES // max(self.batches, 1)
 
     def begin_at(self, epoch: int) -> None:
         """See `BatchOrder.begin_at`."""
@@ -291,8 +312,12 @@ class BatchSamplerOrder(SamplerOrder):
 
     def __init__(self, batch_sampler: SizedIterable) -> None:
         super().__init__(batch_sampler, 1, drop_last=False)
-        self.batch_size = self.samples = None
+        self.batch_size = None
         self._stops: dict[int, list[int]] = {}  # of the epochs that are kept: where each batch ends
+
+    def _end_at(self, batches: int, stop: int) -> None:
+        super()._end_at(batches, stop)
+        self.samples = None  # batches differ
 
     def samples_in(self, epoch: int, batch: int) -> int:
         """Number of samples of a batch; draws the epoch if that is new. See `BatchOrder.samples_in`."""

@@ -107,7 +107,10 @@ class StreamReader(LoaderSource):
                 return
             self._reading = (epoch, 0)
             current = self._in_turn(partial(self._iterate, epoch)) if iterator is None else iterator
-            while (read := self._in_turn(partial(next, current, NOTHING))) is not NOTHING:
+            while self._reading[1] != self.plan.limit:
+                read = self._in_turn(partial(next, current, NOTHING))
+                if read is NOTHING:
+                    break
                 yield self._reading, read
                 self._reading = (epoch, self._reading[1] + 1)
             iterator = None

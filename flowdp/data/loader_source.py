@@ -54,6 +54,7 @@ class ReadPlan:
         on_demand: An epoch is read when a rank waits for it; processes hold some batches of the next epochs,
             and no more.
         keeps: See `Source`; for batches that are taken whole.
+        limit: Most batches of an epoch whose length is not known; None: all.
     """
 
     epochs: int | None
@@ -61,6 +62,7 @@ class ReadPlan:
     start: Position = NOTHING_TRAINED
     on_demand: bool = False
     keeps: bool = False
+    limit: int | None = None
 
 
 class LoaderSource(Source):

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from flowdp.data.limit import Limit
 from flowdp.data.open_source import Collate, Source, as_tensors, open_source
 from flowdp.errors import OptionError
 
@@ -19,6 +20,7 @@ def open_evaluation(
     collate_fn: Collate | None,
     num_workers: int | None,
     world_size: int,
+    limit: Limit | None = None,
 ) -> Source:
     """The source of an evaluation: each epoch of it is one, in the dataset's own order, begun on demand.
 
@@ -28,6 +30,7 @@ def open_evaluation(
         collate_fn: That of the training; it and `num_workers` are left out where they have no use.
         num_workers: That of the training.
         world_size: Ranks that evaluate.
+        limit: Part of the dataset that is evaluated; None: all.
 
     Raises:
         OptionError: The dataset cannot be read.
@@ -46,6 +49,8 @@ def open_evaluation(
             options["collate_fn"] = options["num_workers"] = None
         elif hasattr(dataset, "get_batch"):
             options["collate_fn"] = None
-        return open_source(dataset, **options, seed=0, epochs=None, world_size=world_size, on_demand=True)
+        return open_source(
+            dataset, **options, seed=0, epochs=None, world_size=world_size, on_demand=True, limit=limit
+        )
     except OptionError as error:
         raise OptionError(f"evaluation: {error}") from error

@@ -23,6 +23,7 @@ from torch.utils.data import (
 
 from flowdp.data.epoch_order import NOTHING_TRAINED, BatchOrder, BatchSamplerOrder, EpochOrder, SamplerOrder
 from flowdp.data.iterable_source import Measured, StreamReader
+from flowdp.data.limit import Limit
 from flowdp.data.loader_source import Reader, ReadPlan
 from flowdp.data.source import Batch, Source
 from flowdp.data.tensor_source import TensorSource
@@ -37,6 +38,7 @@ __all__ = [
     "TensorSource",
     "as_tensors",
     "dataset_length",
+    "is_stream",
     "loader_order",
     "open_source",
 ]
@@ -73,6 +75,7 @@ def open_source(
     start: Position | None = None,
     on_demand: bool = False,
     keeps: bool = False,
+    limit: Limit | None = None,
 ) -> Source:
     """The source of a dataset's batches.
 
@@ -112,6 +115,7 @@ def open_source(
         start: Where the run stands, in batches of this `batch_size`; None: at the beginning.
         on_demand: Begin each epoch when a rank waits for it. Else reading runs ahead into the next one.
         keeps: Keep batches until they are settled; see `Source`.
+        limit: Part of each epoch that is read; None: all.
 
     Raises:
         CheckpointError: The run stands inside an epoch of an IterableDataset.
@@ -128,11 +132,18 @@ def open_source(
     # Two batches for each rank (a window is one batch for all), and two for the road; with processes at least
     # their batches in work, so that none of them waits for a rank that is late.
     ahead = max(2 * (world_size if window is None else 1) + 2, in_work)
-    plan = ReadPlan(epochs, ahead, start or NOTHING_TRAINED, on_demand, keeps)
+    limit = limit or Limit()
+    read_limit = limit.of_unknown if is_stream(dataset) else None
+    plan = ReadPlan(epochs, ahead, start or NOTHING_TRAINED, on_demand, keeps, read_limit)
     if isinstance(dataset, DataLoader):
         given = options if window is None else {**options, "batch_size": None}
-        return _from_loader(dataset, given, seed, plan, window)
-    return _from_dataset(dataset, options, seed, plan)
+        return _from_loader(dataset, given, seed, plan, window, limit)
+    return _from_dataset(dataset, options, seed, plan, limit)
+
+
+def is_stream(dataset: object) -> bool:
+    """Whether a dataset, or that of a DataLoader, is an IterableDataset."""
+    return isinstance(dataset.dataset if isinstance(dataset, DataLoader) else dataset, IterableDataset)
 
 
 # ---------------------------------------------------------------- the user's dataset
@@ -219,7 +230,9 @@ def _length(dataset: object) -> int:
     return len(dataset)
 
 
-def _from_dataset(dataset: Any, options: Mapping[str, Any], seed: int, plan: ReadPlan) -> Source:
+def _from_dataset(
+    dataset: Any, options: Mapping[str, Any], seed: int, plan: ReadPlan, limit: Limit
+) -> Source:
     tensors = as_tensors(dataset)
     collate, num_workers = options["collate_fn"], options["num_workers"] or 0
     batch_size, drop_last = options["batch_size"], bool(options["drop_last"])
@@ -240,7 +253,9 @@ def _from_dataset(dataset: Any, options: Mapping[str, Any], seed: int, plan: Rea
         )
     length = len(tensors[0][0]) if tensors is not None else _length(dataset)
     _check_batches(length, batch_size, drop_last)
-    order = EpochOrder(length, batch_size, seed, options["shuffle"] is not False, drop_last)
+    shuffle = options["shuffle"] is not False and not limit.is_fixed
+    order = EpochOrder(length, batch_size, seed, shuffle, drop_last)
+    order.limit(limit)
     if collate is None and num_workers == 0 and (found := _rows_of_tensors(dataset)) is not None:
         return TensorSource(found[0].tensors, _as_it_is, order, found[1])
     if tensors is not None:
@@ -275,6 +290,7 @@ def _from_loader(
     seed: int,
     plan: ReadPlan,
     window: int | None,
+    limit: Limit,
 ) -> Source:
     for name, value in options.items():
         if value is not None:
@@ -301,7 +317,8 @@ def _from_loader(
         return StreamReader(
             dataset, loader.batch_size, plan, collate_fn=collate, drop_last=loader.drop_last, **options
         )
-    order = _order_of(loader, _length(dataset), seed, window)
+    order = _order_of(loader, _length(dataset), seed, window, limit)
+    order.limit(limit)
     order.begin_at(plan.start.done)
     if isinstance(order, SamplerOrder) and any(one.position > len(one.missing) for one in plan.start.open):
         order.check_repeats()
@@ -314,10 +331,13 @@ def _from_loader(
     return Reader(dataset, order, plan, collate_fn=collate, **options)
 
 
-def _order_of(loader: DataLoader[Any], length: int, seed: int, window: int | None) -> BatchOrder:
+def _order_of(
+    loader: DataLoader[Any], length: int, seed: int, window: int | None, limit: Limit
+) -> BatchOrder:
     own: Any = loader.batch_sampler
     if own is not None and type(own) is not BatchSampler:
         _check_sampler(own, "batch_sampler")
+        _check_replaced(own, limit)
         return BatchSamplerOrder(own)
     # Without a batch sampler each item is a batch.
     sampler: Any = loader.sampler if own is None else own.sampler
@@ -326,9 +346,10 @@ def _order_of(loader: DataLoader[Any], length: int, seed: int, window: int | Non
     _check_batches(len(sampler), batch_size, drop_last)
     if len(sampler) == length:
         if type(sampler) is RandomSampler and not sampler.replacement:
-            return EpochOrder(length, batch_size, seed, shuffle=True, drop_last=drop_last)
+            return EpochOrder(length, batch_size, seed, shuffle=not limit.is_fixed, drop_last=drop_last)
         if type(sampler) is SequentialSampler:
             return EpochOrder(length, batch_size, seed, shuffle=False, drop_last=drop_last)
+    _check_replaced(sampler, limit)
     return SamplerOrder(sampler, batch_size, drop_last)
 
 
@@ -341,6 +362,15 @@ def _check_sampler(sampler: object, name: str) -> None:
     if len(sampler) == 0:
         raise OptionError(
             f"the DataLoader's {name} {type(sampler).__name__} is empty: an epoch has no samples"
+        )
+
+
+def _check_replaced(sampler: object, limit: Limit) -> None:
+    """Refuse a sampler where each epoch is to have the same samples: it decides which there are."""
+    if limit.is_fixed:
+        raise OptionError(
+            f"overfit_batches takes the first batches in the dataset's own order, and the DataLoader has a "
+            f"{type(sampler).__name__}: give the dataset itself, with a batch_size, or a Subset of it"
         )
 
 

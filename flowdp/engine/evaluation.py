@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowdp.data.limit import check_limit
 from flowdp.data.source import Batch, Source
 from flowdp.data.trees import moves_itself, tree_map
 from flowdp.device.compiled import FirstCalls
@@ -72,12 +73,15 @@ class EvaluationOptions:
             One with a third parameter `metrics` gets this device's copies of the Trainer's metrics by their
             names, updates them, and may return None.
         every: Epochs between two evaluations.
+        limit_batches: How many batches are evaluated at most (int), or which fraction of them (float). None:
+            all.
     """
 
     dataset: Any
     _: KW_ONLY
     step: EvalStep | None = None
     every: int = 1
+    limit_batches: int | float | None = None
 
     def __post_init__(self) -> None:
         """Check the fields; the dataset is checked when a run opens it.
@@ -87,6 +91,7 @@ class EvaluationOptions:
         """
         check_function("evaluation.step", self.step, "(model, batch)")
         check_int("evaluation.every", self.every)
+        check_limit("evaluation.limit_batches", self.limit_batches)
 
 
 def check_evaluation(evaluation: object, train_step: object) -> EvaluationOptions | None:

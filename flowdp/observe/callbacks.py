@@ -48,9 +48,11 @@ class Callback:
 
     Attributes:
         ends_run: An exception of a method ends the run: `join()` raises a FlowdpError with it as its cause.
+        skips_dev_run: It writes something that stays, as a logger does, so `fast_dev_run` leaves it out.
     """
 
     ends_run: ClassVar[bool] = False
+    skips_dev_run: ClassVar[bool] = False
 
     def on_train_start(self, run: Any) -> None:
         """The run has begun; training may be some steps further.

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader
 
+from flowdp.data.open_source import is_stream
 from flowdp.errors import OptionError
 from flowdp.machine.policies import ROUNDS
 from flowdp.options import Policy
@@ -72,6 +73,11 @@ class Sizes:
             return own or 1
         return max(self.parts) if self.parts else (self.source or 1) * max(self.widths)
 
+    def samples(self, dataset: object, batches: int) -> int:
+        """Samples of so many batches of the source; of batches of any size their number."""
+        own = dataset.batch_size if isinstance(dataset, DataLoader) else None
+        return batches * (self.source or own or 1)
+
     def check_end(self, max_steps: int | None) -> None:
         """Check that a run can end after so many steps.
 
@@ -120,7 +126,7 @@ def plan_sizes(
             f"global_batch_size={global_batch_size!r} is for policy='exact', where all devices share one "
             f"step; with policy={policy!r} each device takes steps of its own, of batch_size samples"
         )
-    if accumulation > 1 and _is_stream(dataset):
+    if accumulation > 1 and is_stream(dataset):
         raise OptionError(
             "gradient_accumulation_steps needs a dataset of a known length, and an IterableDataset has none: "
             "let it yield larger batches, or wrap it in a map-style dataset"
@@ -131,7 +137,7 @@ def plan_sizes(
     unit = math.gcd(*sizes)
     widths = tuple(size // unit for size in sizes)
     groups = tuple(width * accumulation for width in widths)
-    if max(groups) > 1 and _is_stream(dataset):
+    if max(groups) > 1 and is_stream(dataset):
         raise OptionError(
             "a batch_size per device needs a dataset of a known length, and an IterableDataset has none"
         )
@@ -170,7 +176,7 @@ def _per_rank(dataset: object, batch_size: object, world_size: int) -> tuple[int
 def _exact(
     dataset: object, sizes: tuple[int, ...] | None, global_batch_size: object, world_size: int
 ) -> Sizes:
-    if _is_stream(dataset):
+    if is_stream(dataset):
         raise OptionError(
             "policy='exact' splits windows of a known size, and an IterableDataset has no length: use "
             "policy='sync', or a map-style dataset"
@@ -185,7 +191,3 @@ def _exact(
         check_int("global_batch_size", global_batch_size)
     window = sum(sizes) if global_batch_size is None else int(str(global_batch_size))
     return Sizes(window, (1,) * world_size, None, window, sizes)
-
-
-def _is_stream(dataset: object) -> bool:
-    return isinstance(dataset.dataset if isinstance(dataset, DataLoader) else dataset, IterableDataset)

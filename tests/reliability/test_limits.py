@@ -1,0 +1,213 @@
+"""Tests of short runs: limited epochs, the same batches in every epoch, and a trial of everything."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+import flowdp
+from flowdp import CheckpointError, EvaluationOptions, OptionError
+from tests.numerics.conftest import StepRecorder
+from tests.reliability.small import BATCH, SAMPLES, WAIT_S, indices, stop_at, trainer
+
+POLICIES = ("sync", "cadence", "async", "exact")
+
+
+def of_a_step(policy: str) -> int:
+    """Samples of a batch, of which `limit_batches` counts the number."""
+    return 2 * BATCH if policy == "exact" else BATCH
+
+
+# ---------------------------------------------------------------- limit_batches
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_limited_epoch_is_as_long_for_all(recorder: StepRecorder, policy: str) -> None:
+    job = trainer(recorder, policy, 2, limit_batches=2)
+    assert job.total_steps == 6
+    state = job.fit()
+    assert state.global_step == 6
+    assert (state.epochs_done, state.interrupted) == (3, False)
+    assert all(epoch.is_complete for epoch in state.history)
+    seen = [recorder.samples(epoch) for epoch in range(3)]
+    assert all(len(samples) == 2 * of_a_step(policy) and set(samples.values()) == {1} for samples in seen)
+    assert seen[0] != seen[1]  # shuffled anew
+    half = trainer(recorder, policy, 2, limit_batches=0.5)
+    assert half.total_steps == 3 * (1 if policy == "exact" else 3)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_limited_epoch_goes_on_where_it_was_left(
+    tmp_path: Path, recorder: StepRecorder, policy: str
+) -> None:
+    options: dict[str, Any] = {"checkpoint": tmp_path, "samples": 60}
+    steps = 40 // of_a_step(policy)
+    state = stop_at(recorder, 6, trainer(recorder, policy, 2, limit_batches=steps, **options))
+    assert state.interrupted
+    if state.stopped_at is not None and state.stopped_at.position.open:
+        with pytest.raises(CheckpointError, match=f"limit_batches was {steps}, it is None now"):
+            trainer(recorder, policy, 2, resume=True, **options).start()
+    assert not trainer(recorder, policy, 3, limit_batches=steps, resume=True, **options).fit().interrupted
+    for epoch in range(3):
+        samples = recorder.samples(epoch)
+        assert len(samples) == 40, epoch
+        assert set(samples.values()) == {1}, epoch
+
+
+def test_another_limit_at_an_epochs_end(tmp_path: Path, recorder: StepRecorder) -> None:
+    trainer(recorder, "sync", 2, limit_batches=2, epochs=1, checkpoint=tmp_path).fit()
+    trainer(recorder, "sync", 2, limit_batches=3, epochs=2, checkpoint=tmp_path, resume=True).fit()
+    trainer(recorder, "sync", 2, epochs=3, checkpoint=tmp_path, resume=True).fit()
+    assert [len(recorder.samples(epoch)) for epoch in range(3)] == [2 * BATCH, 3 * BATCH, SAMPLES]
+
+
+def evaluated(seen: list[int]) -> Any:
+    def step(_: object, batch: Any) -> dict[str, float]:
+        seen.extend(batch[0].flatten().tolist())
+        return {"samples": 1.0}
+
+    return step
+
+
+def test_the_evaluation_has_a_limit_of_its_own(recorder: StepRecorder) -> None:
+    seen: list[int] = []
+    evaluation = EvaluationOptions(indices(), step=evaluated(seen), limit_batches=2)
+    trainer(recorder, "sync", 2, epochs=1, evaluation=evaluation).fit()
+    assert sorted(seen) == list(range(2 * BATCH))
+    assert set(recorder.samples(0)) == set(range(SAMPLES))
+
+
+# ---------------------------------------------------------------- overfit_batches
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_same_batches_are_trained_and_evaluated(recorder: StepRecorder, policy: str) -> None:
+    seen: list[int] = []
+    evaluation = EvaluationOptions((torch.full((5,), -1),), step=evaluated(seen))
+    trainer(recorder, policy, 2, overfit_batches=2, evaluation=evaluation).fit()
+    first = list(range(2 * of_a_step(policy)))
+    assert [sorted(recorder.samples(epoch).elements()) for epoch in range(3)] == [first] * 3
+    assert sorted(seen) == sorted(first * 3)
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[tuple[Tensor]]:
+        return iter([(index,) for index in torch.arange(SAMPLES)])
+
+
+def test_the_first_batches_of_a_stream(recorder: StepRecorder) -> None:
+    seen: list[int] = []
+    evaluation = EvaluationOptions((torch.full((5,), -1),), step=evaluated(seen))
+    job = trainer(recorder, "cadence", 2, dataset=Stream(), overfit_batches=2, evaluation=evaluation)
+    job.fit()
+    first = list(range(2 * BATCH))
+    assert [sorted(recorder.samples(epoch).elements()) for epoch in range(3)] == [first] * 3
+    assert sorted(seen) == sorted(first * 3)
+
+
+# ---------------------------------------------------------------- fast_dev_run
+class Calls(flowdp.Callback):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+        self.checkpoints: list[flowdp.Checkpoint] = []
+
+    def on_train_start(self, run: Any) -> None:
+        self.seen["start"] += 1
+
+    def on_epoch_end(self, metrics: Any) -> None:
+        self.seen["epoch"] += 1
+
+    def on_checkpoint(self, checkpoint: Any) -> None:
+        self.checkpoints.append(checkpoint)
+
+    def on_train_end(self, state: Any) -> None:
+        self.seen["end"] += 1
+
+
+class Logs(Calls):
+    skips_dev_run = True
+
+
+ONCE = {"start": 1, "epoch": 1, "end": 1}
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_trial_calls_everything_once(
+    tmp_path: Path, recorder: StepRecorder, policy: str, devices: int
+) -> None:
+    seen: list[int] = []
+    calls, logs = Calls(), Logs()
+    folder = tmp_path / "none"
+    job = trainer(
+        recorder,
+        policy,
+        devices,
+        fast_dev_run=True,
+        epochs=7,
+        max_steps=50,
+        checkpoint=folder,
+        resume=True,
+        evaluation=EvaluationOptions(indices(), step=evaluated(seen), every=4),
+        callbacks=[calls, logs, flowdp.EarlyStopping("samples", restore_best=True)],
+        cadence=flowdp.CadenceOptions(anchor=9, speed_hint=(0, 5.0)),
+        global_batch_size=3 * BATCH if policy == "exact" else None,
+    )
+    assert job.total_steps == (1 if policy == "exact" else devices)
+    state = job.start().join(WAIT_S)
+    ranks = Counter(step.rank for step in recorder.steps)
+    assert set(ranks) == set(range(devices))
+    if policy != "exact":
+        assert set(ranks.values()) == {1}
+    assert len(seen) == devices * BATCH
+    assert state.history[0].eval == {"samples": 1.0}
+    assert (state.epochs_done, state.interrupted) == (1, False)
+    assert calls.seen == ONCE
+    assert [one.path for one in calls.checkpoints] == [None]
+    assert not logs.seen
+    assert not folder.exists()
+
+
+def test_a_trial_of_a_stream_and_of_steps_of_several_batches(recorder: StepRecorder) -> None:
+    trainer(recorder, "cadence", 2, dataset=Stream(), fast_dev_run=True).fit()
+    assert Counter(step.rank for step in recorder.steps) == {0: 1, 1: 1}
+    recorder.steps.clear()
+    trainer(recorder, "cadence", 2, gradient_accumulation_steps=2, fast_dev_run=True).fit()
+    assert Counter(step.rank for step in recorder.steps) == {0: 2, 1: 2}
+    recorder.steps.clear()
+    trainer(recorder, "sync", 2, batch_size=[4, 2], fast_dev_run=True).fit()
+    assert {step.rank: len(step.indices) for step in recorder.steps} == {0: 4, 1: 2}
+
+
+# ---------------------------------------------------------------- refusals
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"limit_batches": 0}, "limit_batches must be a number of batches"),
+        ({"overfit_batches": 0.5}, "overfit_batches must be an int"),
+        ({"fast_dev_run": 3}, "fast_dev_run must be True or False, not 3"),
+        ({"limit_batches": 2, "fast_dev_run": True}, "limit_batches=2 and fast_dev_run=True each say"),
+        ({"limit_batches": 2, "overfit_batches": 1}, "limit_batches=2 and overfit_batches=1 each say"),
+        (
+            {"overfit_batches": 1, "reading": flowdp.ReadingOptions(shuffle=True)},
+            "shuffle=True contradicts overfit_batches=1",
+        ),
+        ({"limit_batches": 2, "batch_size": [4, 2]}, "limit_batches=2 cannot count batches"),
+        ({"overfit_batches": 2, "batch_size": [4, 2]}, "overfit_batches=2 cannot count batches"),
+    ],
+)
+def test_contradictions_are_refused(recorder: StepRecorder, options: dict[str, Any], match: str) -> None:
+    with pytest.raises(OptionError, match=match):
+        trainer(recorder, "sync", 2, **options)
+
+
+def test_a_limit_that_a_dataset_cannot_have(recorder: StepRecorder) -> None:
+    with pytest.raises(OptionError, match="is a fraction"):
+        trainer(recorder, "sync", 2, dataset=Stream(), limit_batches=0.5).check()
+    with pytest.raises(OptionError, match=r"evaluation\.limit_batches must be"):
+        EvaluationOptions(indices(), limit_batches=0)
