@@ -61,7 +61,7 @@ from flowdp.policy.metric_array import MetricArray
 from flowdp.policy.tally import EpochMetrics, RankMetrics
 from flowdp.protocol.commands import RoundEnded
 from flowdp.replica.learning_rate import SchedulerOptions
-from flowdp.result import Status, TrainedState
+from flowdp.result import Status, TrainedState, load_checkpoint
 from flowdp.run import Run, runs
 from flowdp.sim.plan import Prediction, simulate
 from flowdp.trainer import Trainer
@@ -88,6 +88,7 @@ __all__ = [  # noqa: RUF022 - in the order in which a reader meets them
     "runs",
     "Status",
     "TrainedState",
+    "load_checkpoint",
     "Checkpoint",
     "EpochMetrics",
     "RankMetrics",

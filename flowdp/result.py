@@ -4,23 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from os import PathLike
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from flowdp.checkpoint.resume import StopPosition
+from flowdp.checkpoint.export import save_weights
+from flowdp.checkpoint.resume import StopPosition, find
+from flowdp.device.flat_parameters import memory_key
+from flowdp.errors import OptionError
 from flowdp.policy.formats import format_metric
 from flowdp.policy.launch_limit import BOUND
 from flowdp.policy.tally import EpochMetrics
-from flowdp.replica.factories import Optimizers
+from flowdp.replica.factories import ModelOption, Optimizers, new_module
 
-__all__ = ["Status", "TrainedState", "alone", "on_cpu", "optimizer_state"]
+__all__ = [
+    "Status",
+    "TrainedState",
+    "alone",
+    "load_checkpoint",
+    "on_cpu",
+    "optimizer_state",
+    "weights_on_cpu",
+]
 
 
 @dataclass(frozen=True, repr=False)
 class TrainedState:
     """Result of a run.
+
+    ::
+
+        state.save("model.safetensors")               # or model.pt
+        state.module.save_pretrained("folder")        # a model of transformers, for from_pretrained
 
     Attributes:
         state_dict: Parameters and buffers by the module's own names, on the CPU.
@@ -41,6 +60,7 @@ class TrainedState:
     epochs_done: int
     interrupted: bool
     stopped_at: StopPosition | None = field(default=None, repr=False)
+    _model: ModelOption | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         loss = self.history[-1].loss if self.history else None
@@ -51,10 +71,47 @@ class TrainedState:
             f"{self.global_step:,}{last}{end}>"
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Contents of a pickle: a factory may be a lambda, and the module repeats the state."""
+        return {name: value for name, value in vars(self).items() if name not in ("_model", "module")}
+
+    @cached_property
+    def module(self) -> nn.Module:
+        """The trained model.
+
+        After `join()` it is the instance that the Trainer was given. Else, with a factory, of a snapshot or
+        in a callback, it is a new one on the CPU, built or copied when it is first asked for.
+
+        Raises:
+            OptionError: The state is from a file, or was pickled, so its model is not known; or the model
+                cannot be copied.
+        """
+        if self._model is None:
+            raise OptionError(
+                "this state was read from a file, which has weights and no model: build the model, and "
+                "state.load_into(model)"
+            )
+        return self.load_into(new_module(self._model, torch.device("cpu")))
+
     def load_into(self, module: nn.Module) -> nn.Module:
         """Copy the parameters and buffers into a module of the same structure, and return it."""
         module.load_state_dict(self.state_dict)
         return module
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the parameters and buffers to a file for other programs; not to resume from.
+
+        Tied parameters are one tensor in the file; `safetensors.torch.load_model(model, path)` reads a
+        `.safetensors` file, `model.load_state_dict(torch.load(path))` a `.pt`.
+
+        Args:
+            path: Its suffix says the format: `.safetensors`, `.pt` or `.pth`.
+
+        Raises:
+            OptionError: The suffix is another one; or safetensors is not installed, or cannot hold a value.
+            OSError: It cannot be written.
+        """
+        save_weights(path, self.state_dict)
 
 
 @dataclass(frozen=True)
@@ -117,3 +174,46 @@ def on_cpu(tree: Any) -> Any:
         return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
     return tree_map(copied, tree)
+
+
+def weights_on_cpu(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy of a state_dict on the CPU, in which tied parameters are one tensor, as in the module."""
+    first: dict[object, str] = {}
+    names = {
+        name: first.setdefault(memory_key(value), name)
+        for name, value in weights.items()
+        if isinstance(value, Tensor)
+    }
+    made = on_cpu({name: value for name, value in weights.items() if names.get(name, name) == name})
+    return {name: made[names.get(name, name)] for name in weights}
+
+
+def load_checkpoint(path: str | PathLike[str]) -> TrainedState:
+    """Read a checkpoint: to export its weights, or to go on from it in another run.
+
+    ::
+
+        flowdp.load_checkpoint("runs/a/best.pt").save("model.safetensors")
+        flowdp.load_checkpoint("runs/a").load_into(model).save_pretrained("folder")
+
+    Args:
+        path: A file, or a folder of checkpoints, whose newest is read.
+
+    Raises:
+        CheckpointError: There is none, or it cannot be read.
+        OptionError: It is no path.
+    """
+    if not isinstance(path, str | PathLike):
+        raise OptionError(f"path must be that of a checkpoint or of a folder of such, not {path!r}")
+    found = find(path, None)
+    assert found is not None
+    position, first = found.position, found.ranks[0]
+    return TrainedState(
+        found.model,
+        on_cpu(alone(first["optimizers"])),  # a tensor for each: torch's optimizers change theirs in place
+        history=tuple(found.history),
+        global_step=position.global_step,
+        epochs_done=position.done,
+        interrupted=True,
+        stopped_at=StopPosition(position, found.fingerprint or {}, first["learning_rate"], found.orders),
+    )

@@ -25,7 +25,8 @@ from flowdp.policy.formats import format_error, format_text
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import RoundEnded
 from flowdp.protocol.messages import Requested
-from flowdp.result import Status, TrainedState, alone, on_cpu, optimizer_state
+from flowdp.replica.factories import ModelOption
+from flowdp.result import Status, TrainedState, alone, on_cpu, optimizer_state, weights_on_cpu
 from flowdp.validators import check_number, is_int
 
 __all__ = ["Run", "runs"]
@@ -59,7 +60,7 @@ class Run:
     def __init__(
         self,
         engine: Engine,
-        module: nn.Module | None,
+        model: ModelOption,
         observer: Observer,
         *,
         settings: Mapping[str, Setting],
@@ -67,7 +68,8 @@ class Run:
         aside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._engine = engine
-        self._module = module
+        self._model = model
+        self._module = model if isinstance(model, nn.Module) else None
         self._observer = observer
         self._settings = dict(settings)
         self._restores_best = restores_best
@@ -321,7 +323,7 @@ class Run:
         kept = captured.read()
         rates = kept["ranks"][0]["learning_rate"]
         return TrainedState(
-            on_cpu(dict(kept["model"])),
+            weights_on_cpu(kept["model"]),
             on_cpu(alone(kept["ranks"][0]["optimizers"])),
             history=captured.history,
             global_step=captured.position.global_step,
@@ -330,6 +332,7 @@ class Run:
             stopped_at=self._engine.stopped_at(
                 captured.position, learning_rate=rates, orders=captured.orders
             ),
+            _model=self._model,
         )
 
     def _final(self) -> TrainedState:
@@ -423,7 +426,7 @@ class Run:
             state = self._answer()
             if self._module is not None and not self._ending.is_filled:
                 try:
-                    state.load_into(self._module)
+                    vars(state)["module"] = state.load_into(self._module)
                 except Exception as error:
                     self._ending.misfit = _misfit(state, error)
                 self._ending.is_filled = True  # after a Ctrl-C before this line the next call does it
@@ -474,13 +477,14 @@ class Run:
             rates, orders = replica.learning_rate.state_dict(), self._engine.saver.orders(position)
             stopped_at = self._engine.stopped_at(position, learning_rate=rates, orders=orders)
         return TrainedState(
-            on_cpu(dict(model)),
+            weights_on_cpu(model),
             on_cpu(optimizer_state(replica.optimizers)),
             history=self.history,
             global_step=finish.global_step,
             epochs_done=finish.epochs_done,
             interrupted=finish.stopped,
             stopped_at=stopped_at,
+            _model=self._model,
         )
 
     def _guarded(self, records: Callable[[], Iterator[R]]) -> Iterator[R]:

@@ -9,8 +9,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from torch import nn
-
 from flowdp.checkpoint.fingerprint import fingerprint, orders
 from flowdp.checkpoint.folder import CheckpointFolder
 from flowdp.checkpoint.resume import Resumed, find
@@ -132,12 +130,10 @@ def start_run(config: RunConfig, undo: ExitStack) -> Run:
         plan = _plan(config, source, replicas, resumed)
         engine = Engine(plan, replicas, services, config.failures, config.runtime)
         undo.callback(engine.take_back)
-        model = config.replica.model
-        module = model if isinstance(model, nn.Module) else None
         aside = nullcontext if bar is None else bar.aside
         run = Run(
             engine,
-            module,
+            config.replica.model,
             observer,
             settings=settings,
             restores_best=config.restores_best,

@@ -37,6 +37,7 @@ __all__ = [
     "check_plain",
     "equal_start",
     "needs_closure",
+    "new_module",
     "seed_devices",
     "several_optimizers",
     "slow_optimizer",
@@ -93,6 +94,16 @@ def _build_model(
         _tell_modes(module)
     start_training(module)
     return module
+
+
+def new_module(model: ModelOption, device: torch.device) -> nn.Module:
+    """A module for use outside of a run: a copy of the user's, or one of the factory's.
+
+    Raises:
+        OptionError: It cannot be copied, or the factory makes none.
+    """
+    module = _copy(model, device) if isinstance(model, nn.Module) else _call_factory(model, device, 0)
+    return module.to(device)
 
 
 def _tell_modes(module: nn.Module) -> None:
