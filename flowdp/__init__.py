@@ -47,6 +47,7 @@ from flowdp.errors import (
 from flowdp.observe.callbacks import Callback, EarlyStopping, OnCheckpoint
 from flowdp.observe.loggers.files import CSVLogger, JSONLLogger
 from flowdp.observe.loggers.log import Log, RunLogger
+from flowdp.observe.loggers.services import MLflowLogger, TensorBoardLogger, WandbLogger
 from flowdp.options import (
     CadenceOptions,
     CaptureOptions,
@@ -83,6 +84,9 @@ __all__ = [  # noqa: RUF022 - in the order in which a reader meets them
     "RunLogger",
     "CSVLogger",
     "JSONLLogger",
+    "TensorBoardLogger",
+    "WandbLogger",
+    "MLflowLogger",
     "ProcessTuning",
     "Run",
     "runs",

@@ -175,7 +175,7 @@ import torch                        # what torch loads on its own account is not
 before = set(sys.modules)
 import flowdp
 loaded = {name.split(".")[0] for name in set(sys.modules) - before}
-print(sorted(loaded & {"cupy", "cupyx", "tqdm", "sklearn"}))
+print(sorted(loaded & {"cupy", "cupyx", "tqdm", "sklearn", "tensorboard", "wandb", "mlflow"}))
 """
     child = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60

@@ -22,7 +22,7 @@ from flowdp.errors import OptionError
 from flowdp.observe.loggers.log import Every, Log, Setting
 from flowdp.observe.loggers.numbers import Number
 
-__all__ = ["CSVLogger", "JSONLLogger", "check_folder", "set_aside"]
+__all__ = ["CSVLogger", "JSONLLogger", "check_folder", "free_path", "set_aside"]
 
 STEP = "global_step"
 """Column of the steps of all ranks."""
@@ -244,11 +244,16 @@ class _JSONLFile(_RowFile):
 
 def set_aside(path: Path) -> Path:
     """Rename what another run has left, so that no run writes over it; returns the new path."""
-    names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(1))
-    free = next(one for one in names if not one.exists())
-    path.rename(free)
-    log.warning("%s is of another run, and is called %s from now on", path, free)
-    return free
+    aside = free_path(path)
+    path.rename(aside)
+    log.warning("%s is of another run, and is called %s from now on", path, aside)
+    return aside
+
+
+def free_path(path: Path) -> Path:
+    """The path with the first number at its stem that is not taken: "m-1.csv"."""
+    numbered = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(1))
+    return next(one for one in numbered if not one.exists())
 
 
 def check_folder(purpose: str, folder: Path) -> None:
