@@ -44,7 +44,7 @@ from flowdp.errors import (
     StateError,
     StepError,
 )
-from flowdp.observe.callbacks import Callback, EarlyStopping, OnCheckpoint
+from flowdp.observe.callbacks import Callback, EarlyStopping, ModelCheckpoint, OnCheckpoint
 from flowdp.observe.loggers.files import CSVLogger, JSONLLogger
 from flowdp.observe.loggers.log import Log, RunLogger
 from flowdp.observe.loggers.services import MLflowLogger, TensorBoardLogger, WandbLogger
@@ -79,6 +79,7 @@ __all__ = [  # noqa: RUF022 - in the order in which a reader meets them
     "SchedulerOptions",
     "Callback",
     "EarlyStopping",
+    "ModelCheckpoint",
     "OnCheckpoint",
     "Log",
     "RunLogger",

@@ -143,13 +143,16 @@ class CheckpointOptions:
         CheckpointOptions("runs/a")                             # after every epoch; the last three stay
         CheckpointOptions("runs/a", every=500, unit="step")     # after the first round that ends 500 steps on
         CheckpointOptions("runs/a", keep_best=("loss", "min"))  # the best one stays, too, as best.pt
+        CheckpointOptions("runs/a", keep_best=("accuracy", "max"), top_k=3)  # and the two after it
 
     Attributes:
         dir: Folder of this run alone; made where it is not there.
         every: How many units lie between two checkpoints: an int, or of minutes any positive number.
         unit: What `every` counts: epochs, steps of all ranks, or minutes.
         keep_last: How many of the newest stay.
-        keep_best: (monitor, "min" or "max"): the one with the best value of this metric stays besides.
+        keep_best: (monitor, "min" or "max"): the one with the best value of this metric at an epoch's end
+            stays besides, and is also called best.pt.
+        top_k: How many with the best values stay; of equal ones the earlier. NaN and infinities never do.
     """
 
     dir: str | Path
@@ -158,6 +161,7 @@ class CheckpointOptions:
     unit: CheckpointUnit = "epoch"
     keep_last: int = 3
     keep_best: tuple[str, Literal["min", "max"]] | None = None
+    top_k: int = 1
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -187,6 +191,16 @@ class CheckpointOptions:
             and best[1] in ("min", "max")
         ):
             raise OptionError(f"checkpoint.keep_best must be (monitor, 'min' or 'max'), not {best!r}")
+        if best is not None and self.unit != "epoch":
+            raise OptionError(
+                f"checkpoint.keep_best={best!r} compares checkpoints of epochs' ends, and with "
+                f"unit={self.unit!r} few or none are written there: use unit='epoch'"
+            )
+        check_int("checkpoint.top_k", self.top_k)
+        if self.top_k > 1 and best is None:
+            raise OptionError(
+                f"checkpoint.top_k={self.top_k} needs keep_best=(monitor, 'min' or 'max') to compare by"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from flowdp.engine.evaluation import EvaluationOptions, check_evaluation
 from flowdp.engine.metrics import check_metrics
 from flowdp.errors import OptionError
 from flowdp.observe.bar import wants_progress
-from flowdp.observe.callbacks import Callback, check_callbacks, monitor_of
+from flowdp.observe.callbacks import Callback, check_callbacks, checkpoint_of, monitor_of
 from flowdp.options import (
     CadenceOptions,
     CheckpointOptions,
@@ -192,13 +192,13 @@ class Trainer:
             dataset, batch_size, global_batch_size, gradient_accumulation_steps, policy, len(chosen)
         )
         sizes.check_end(max_steps)
-        save = check_checkpoint(checkpoint)
+        listed = check_callbacks(callbacks)
+        save = checkpoint_of(listed, check_checkpoint(checkpoint))
         if not isinstance(resume, TrainedState):
             check_resume(resume, save)
         options = check_evaluation(evaluation, train_step)
         step = None if options is None else options.step
         check_metrics(metrics, evaluates=options is not None, step=step, loss=loss)
-        listed = check_callbacks(callbacks)
         monitor, restores_best = monitor_of(listed)
         reading = check_record("reading", reading, ReadingOptions)
         limit = check_limits(limit_batches, overfit_batches, fast_dev_run, sizes, reading)

@@ -116,6 +116,7 @@ def test_words(literal: object, word: str) -> None:
         {"unit": "minute", "every": 0.01},
         {"keep_last": 1},
         {"keep_best": ("accuracy", "max")},
+        {"keep_best": ("accuracy", "max"), "top_k": 3},
     ],
 )
 def test_checkpoint_options_that_are_allowed(given: dict[str, Any]) -> None:
@@ -144,6 +145,10 @@ def test_checkpoint_options_that_are_allowed(given: dict[str, Any]) -> None:
         {"keep_best": ("", "min")},
         {"keep_best": ["loss", "min"]},
         {"keep_best": ("loss",)},
+        {"keep_best": ("loss", "min"), "top_k": 0},
+        {"top_k": 2},
+        {"every": 1, "unit": "step", "keep_best": ("loss", "min")},
+        {"every": 1, "unit": "minute", "keep_best": ("loss", "min")},
     ],
 )
 def test_checkpoint_options_that_cannot_work(given: dict[str, Any]) -> None:

@@ -65,6 +65,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "fingerprint": (dict,),
     "orders": (dict, type(None)),
     "best": (float, type(None)),
+    "top": (list,),
     "best_model": (dict,),
 }
 
@@ -192,6 +193,7 @@ def _checked(state: object) -> dict[str, Any]:
         )
     state.setdefault("best_model", {})
     state.setdefault("orders", None)
+    state.setdefault("top", [])
     for name, kinds in FIELDS.items():
         if name not in state:
             raise _UnusableError(f"it has no {name!r}: it is no checkpoint of flowdp")
@@ -206,6 +208,9 @@ def _checked(state: object) -> dict[str, Any]:
     for epoch, checksum in (state["orders"] or {}).items():
         if type(epoch) is not int or type(checksum) is not int:
             raise _UnusableError(f"its 'orders' hold {epoch!r:.80}: {checksum!r:.80}; use another file")
+    for one in state["top"]:
+        if type(one) is not list or [*map(type, one)] != [float, str]:
+            raise _UnusableError(f"its 'top' holds {one!r:.80}, not a value and a name; use another file")
     if not state["ranks"] or not all(isinstance(rank, dict) for rank in state["ranks"]):
         raise _UnusableError("its 'ranks' are not one dict for each; use another file")
     position, history = decode(json.loads(state["position"])), decode(json.loads(state["history"]))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flowdp.checkpoint.file import UNFINISHED, read, remove, write
 from flowdp.checkpoint.folder_lock import FolderLock
@@ -19,6 +19,8 @@ __all__ = ["CheckpointFolder"]
 BEST = "best.pt"
 NAME = re.compile(r"step-\d{12,}-(\d+)\.pt")
 LEFT_OVER = re.compile(rf"(step-\d{{12,}}-\d+|best)\.pt{re.escape(UNFINISHED)}")
+
+T = TypeVar("T")
 
 log = logging.getLogger("flowdp")
 
@@ -47,6 +49,7 @@ class CheckpointFolder:
     def __init__(self, options: CheckpointOptions) -> None:
         self.options = options
         self.best: float | None = None
+        self._top: list[tuple[float, str]] = []  # values and names of the best files, the best first
         self._folder = Path(options.dir)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -80,8 +83,12 @@ class CheckpointFolder:
         return None
 
     def follow(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint: its best value is the one to beat, if it is of the same metric."""
-        self.best = state["best"] if state.get("keep_best") == self.options.keep_best else None
+        """Continue from a checkpoint: its best values are those to beat, if they are of the same metric."""
+        if state.get("keep_best") != self.options.keep_best:
+            self.best, self._top = None, []
+            return
+        self.best = state["best"]
+        self._top = [(value, name) for value, name in state["top"] if (self._folder / name).exists()]
 
     def save(
         self, state: Mapping[str, Any], *, version: int, global_step: int, value: float | None = None
@@ -103,23 +110,32 @@ class CheckpointFolder:
         path = self._folder / f"step-{global_step:012d}-{number}.pt"
         is_best = value is not None and self._is_better(value)
         best = value if is_best else self.best
+        top = self.best_of([*self._top, (value, path.name)])
         filled = {
             **state,
             "version": version,
             "global_step": global_step,
             "best": None if best is None else float(best),
             "keep_best": self.options.keep_best,
+            "top": [[float(value), name] for value, name in top],
         }
         try:
             write(path, filled, also=self._folder / BEST if is_best else None)
         except CheckpointError as error:
             error.version = version
             raise
-        self.best = best
+        self.best, self._top = best, top
         whole = [one for one in self.paths() if one not in self._refused]
+        stay = {name for _, name in top}
         for old in whole[self.options.keep_last :]:
-            remove(old)
+            if old.name not in stay:
+                remove(old)
         return path
+
+    def best_of(self, valued: Iterable[tuple[float | None, T]]) -> list[tuple[float, T]]:
+        """Those of several things that would stay for their value of the metric that `keep_best` names."""
+        keep_best = self.options.keep_best
+        return [] if keep_best is None else Monitor(*keep_best).best_of(valued, self.options.top_k)
 
     def _sweep(self) -> None:
         """Remove unfinished files, once, when this run writes: before, another run may own the folder."""

@@ -20,7 +20,7 @@ from flowdp.checkpoint.file import write
 from flowdp.checkpoint.folder import CheckpointFolder
 from flowdp.errors import CheckpointError
 from flowdp.policy.formats import format_error
-from flowdp.policy.monitor import Monitor, number_of
+from flowdp.policy.monitor import number_of
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import Save
 from flowdp.protocol.position import Position
@@ -128,7 +128,7 @@ class Checkpoint:
         return f"<Checkpoint {self.version} at step {self.global_step}, {self.epoch} epochs complete{where}>"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Job:
     """A checkpoint to write.
 
@@ -338,21 +338,14 @@ class Saver:
             return state.pending.pop(0) if state.pending else None
 
     def _queue(self, job: _Job) -> None:
-        """Queue a job; it replaces those that wait, but for the best one."""
-        kept: list[_Job] = []
-        for one in self._state.pending:
-            if self._is_better(one, job) and not (kept and self._is_better(kept[0], one)):
-                kept = [one]
-        for one in self._state.pending:
-            if one not in kept:
+        """Queue a job; it replaces those that wait, but for the best."""
+        waiting = [*self._state.pending, job]
+        valued = [(one.value, one) for one in waiting]
+        best = [] if self._folder is None else [one for _, one in self._folder.best_of(valued)]
+        self._state.pending = [one for one in waiting if one is job or one in best]
+        for one in waiting:
+            if one not in self._state.pending:
                 log.info("checkpoint %d is not written: a newer one is there", one.version)
-        self._state.pending = [*kept, job]
-
-    def _is_better(self, one: _Job, other: _Job) -> bool:
-        keep_best = None if self._folder is None else self._folder.options.keep_best
-        if keep_best is None or one.value is None:
-            return False
-        return Monitor(*keep_best).is_better(one.value, other.value)
 
     def _value(self, captured: CapturedState) -> float | None:
         """Value of the metric that `keep_best` names, at the end of an epoch."""

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from flowdp.errors import OptionError
+from flowdp.options import CheckpointOptions
 from flowdp.policy.monitor import Monitor
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import RoundEnded
 from flowdp.validators import check_flag
 
-__all__ = ["METHODS", "Callback", "EarlyStopping", "OnCheckpoint", "check_callbacks", "monitor_of"]
+__all__ = [
+    "METHODS",
+    "Callback",
+    "EarlyStopping",
+    "ModelCheckpoint",
+    "OnCheckpoint",
+    "check_callbacks",
+    "checkpoint_of",
+    "monitor_of",
+]
 
 METHODS = ("on_train_start", "on_round", "on_epoch_end", "on_checkpoint", "on_exception", "on_train_end")
 """Methods that a callback may override."""
@@ -130,6 +141,68 @@ class EarlyStopping(Callback):
         return Monitor(self.monitor, self.mode, self.patience, self.min_delta)
 
 
+@dataclass(frozen=True)
+class ModelCheckpoint(Callback):
+    """Keep the checkpoints with the best values of a metric.
+
+    ::
+
+        callbacks=[flowdp.ModelCheckpoint("accuracy", "max", top_k=3, dir="runs/a")]
+
+    Short for `checkpoint=CheckpointOptions(dir, keep_best=(monitor, mode), top_k=top_k)`, which has more
+    options: checkpoints after every epoch, of which the last three stay, too. The best is also `best.pt`; a
+    resumed run continues the list.
+
+    Attributes:
+        monitor: Name of a mean of the evaluation, else "loss" or a scalar of the training.
+        mode: Whether the least or the greatest is best.
+        top_k: How many stay; of equal ones the earlier. NaN and infinities never do.
+        dir: Folder of the checkpoints of this run alone; None: that of `Trainer(checkpoint=)`.
+    """
+
+    monitor: str = "loss"
+    mode: Literal["min", "max"] = "min"
+    top_k: int = 1
+    dir: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            OptionError: One is out of its range.
+        """
+        Monitor(self.monitor, self.mode)
+        self.options(None if self.dir is not None else CheckpointOptions("a folder"))
+
+    def options(self, given: CheckpointOptions | None) -> CheckpointOptions:
+        """The options of the run's checkpoints.
+
+        Args:
+            given: Those of the Trainer; None without any.
+
+        Raises:
+            OptionError: They contradict this callback, or there is no folder.
+        """
+        keep_best = (self.monitor, self.mode)
+        if given is None and self.dir is None:
+            raise OptionError(
+                "ModelCheckpoint has no folder to write to: give ModelCheckpoint(..., dir='a folder'), or "
+                "Trainer(checkpoint='a folder')"
+            )
+        if given is None or self.dir is None:
+            base = given or CheckpointOptions(self.dir or "")
+            if base.keep_best is None:
+                return replace(base, keep_best=keep_best, top_k=self.top_k)
+            raise OptionError(
+                f"ModelCheckpoint{keep_best} and checkpoint.keep_best={base.keep_best} both say which "
+                "checkpoints stay: give one of them"
+            )
+        raise OptionError(
+            f"ModelCheckpoint(dir={str(self.dir)!r}) and checkpoint={str(given.dir)!r} are two folders for "
+            "the checkpoints of one run: give one of them"
+        )
+
+
 class OnCheckpoint(Callback):
     """Callback that calls a function with every checkpoint.
 
@@ -174,6 +247,21 @@ def check_callbacks(callbacks: object) -> tuple[Callback, ...]:
             raise OptionError(f"callbacks has {one!r} twice: it would be called twice each time")
         checked.append(one)
     return tuple(checked)
+
+
+def checkpoint_of(callbacks: Iterable[Callback], given: CheckpointOptions | None) -> CheckpointOptions | None:
+    """Options of a run's checkpoints: those of the Trainer, with what a `ModelCheckpoint` says.
+
+    Raises:
+        OptionError: Both say something, or several callbacks do.
+    """
+    found = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
+    if len(found) > 1:
+        raise OptionError(
+            f"callbacks: a run has one folder of checkpoints, compared by one metric, and there are "
+            f"{len(found)} ModelCheckpoint: give one"
+        )
+    return found[0].options(given) if found else given
 
 
 def monitor_of(callbacks: Iterable[Callback]) -> tuple[Monitor | None, bool]:

@@ -6,14 +6,17 @@ Decided here once, for early stopping, for the best checkpoint and for the run's
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from flowdp.errors import OptionError
 from flowdp.policy.tally import EpochMetrics
 from flowdp.validators import check_int, check_number
 
 __all__ = ["Best", "Monitor", "judge", "number_of"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,19 @@ class Monitor:
         if not math.isfinite(value) or best is None:
             return math.isfinite(value)
         return value < best - self.min_delta if self.mode == "min" else value > best + self.min_delta
+
+    def best_of(self, valued: Iterable[tuple[float | None, T]], count: int) -> list[tuple[float, T]]:
+        """The best few of several things with their values, the best first; of equal ones the earlier first.
+
+        Those without a value, or with one that is NaN or infinite, are never among them.
+
+        Args:
+            valued: Value and thing, in the order in which they came.
+            count: How many at most.
+        """
+        finite = [(value, one) for value, one in valued if value is not None and math.isfinite(value)]
+        finite.sort(key=lambda pair: pair[0], reverse=self.mode == "max")
+        return finite[:count]
 
     def is_enough(self, best: Best) -> bool:
         """Whether the run shall end: the number has not improved for `patience` judged epochs."""

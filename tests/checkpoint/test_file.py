@@ -244,6 +244,9 @@ SCHEMA: list[tuple[dict[str, Any], str]] = [
     ({"ranks": []}, "'ranks'"),
     ({"ranks": [1]}, "'ranks'"),
     ({"best": 1}, "'best'"),
+    ({"top": 1}, "'top'"),
+    ({"top": [[0.5]]}, "'top'"),
+    ({"top": [["a", 0.5]]}, "'top'"),
     ({"orders": []}, "'orders'"),
     ({"orders": {"1": 2}}, "'orders' hold '1': 2"),
     ({"orders": {1: 2.0}}, "'orders' hold 1: 2.0"),
@@ -271,7 +274,7 @@ def test_another_schema_is_refused(path: Path, change: dict[str, Any], said: str
 
 def test_a_missing_field_is_named(path: Path) -> None:
     whole = torch.load(path, weights_only=True)
-    for name in checkpoint_file.FIELDS.keys() - {"best_model", "orders"}:
+    for name in checkpoint_file.FIELDS.keys() - {"best_model", "orders", "top"}:
         path.write_bytes(archive({key: whole[key] for key in whole if key != name}))
         assert repr(name) in refusal(path)
     path.write_bytes(archive([1]))

@@ -65,7 +65,9 @@ def test_the_best_one_stays_besides(tmp_path: Path, mode: Any, winners: list[int
         best = read(tmp_path / "best.pt")
         assert (best["version"], best["best"]) == (winner, values[winner - 1])
         assert read(store.paths()[0])["best"] == values[winner - 1]
-        assert len(names(tmp_path)) == 2
+        assert {"best.pt", f"step-{10 * winner:012d}-{winner}.pt", store.paths()[0].name} == set(
+            names(tmp_path)
+        )
     fill(store, [None], 7)
     assert read(tmp_path / "best.pt")["version"] == winners[-1]
 
@@ -83,6 +85,40 @@ def test_a_run_that_goes_on_keeps_the_best_value(tmp_path: Path) -> None:
     other.follow(found[1])
     fill(other, [0.2], 3)  # another metric: nothing to compare it with
     assert read(tmp_path / "best.pt")["version"] == 3
+
+
+@pytest.mark.parametrize(("mode", "winners"), [("min", [6, 2, 3]), ("max", [1, 5, 4])])
+def test_the_best_few_stay_and_a_run_that_goes_on_continues_their_list(
+    tmp_path: Path, mode: Any, winners: list[int]
+) -> None:
+    options = CheckpointOptions(tmp_path, keep_last=1, keep_best=("loss", mode), top_k=3)
+    values = [0.9, 0.2, 0.3, 0.4, 0.5, 0.1, math.nan, -math.inf, math.inf, None, 0.35, 0.3, 0.4]
+    for version, value in enumerate(values, 1):
+        store = CheckpointFolder(options)  # each run writes one
+        if (found := store.newest()) is not None:
+            store.follow(found[1])
+        fill(store, [value], version)
+    best = [f"step-{10 * winner:012d}-{winner}.pt" for winner in winners]
+    assert names(tmp_path) == sorted(["best.pt", *best, "step-000000000130-13.pt"])
+    assert read(tmp_path / "best.pt")["version"] == winners[0]
+    assert read(store.paths()[0])["top"] == [
+        [values[winner - 1], name] for winner, name in zip(winners, best, strict=True)
+    ]
+
+
+def test_files_that_are_gone_leave_their_place_to_others(tmp_path: Path) -> None:
+    options = CheckpointOptions(tmp_path, keep_last=1, keep_best=("loss", "min"), top_k=2)
+    fill(CheckpointFolder(options), [0.1])
+    last = read(tmp_path / "step-000000000010-1.pt")
+    (tmp_path / "step-000000000010-1.pt").unlink()
+    store = CheckpointFolder(options)
+    store.follow(last)
+    fill(store, [0.3, 0.2, 0.4], 2)
+    assert names(tmp_path) == [
+        "best.pt",
+        *(f"step-000000000{10 * version:03d}-{version}.pt" for version in (2, 3, 4)),
+    ]
+    assert read(tmp_path / "best.pt")["version"] == 1  # still the one to beat
 
 
 def test_one_that_cannot_be_read_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,10 +11,13 @@ from flowdp.observe.callbacks import (
     METHODS,
     Callback,
     EarlyStopping,
+    ModelCheckpoint,
     OnCheckpoint,
     check_callbacks,
+    checkpoint_of,
     monitor_of,
 )
+from flowdp.options import CheckpointOptions
 from flowdp.policy.monitor import Monitor
 
 
@@ -93,3 +96,54 @@ def test_a_function_for_checkpoints():
     callback = OnCheckpoint(got.append)
     callback.on_checkpoint("the first")
     assert got == ["the first"]
+
+
+def test_model_checkpoint_is_a_name_for_options():
+    alone = ModelCheckpoint("accuracy", "max", top_k=3, dir="runs/a")
+    assert checkpoint_of([Own(), alone], None) == CheckpointOptions(
+        "runs/a", keep_best=("accuracy", "max"), top_k=3
+    )
+    given = CheckpointOptions("runs/b", every=2, keep_last=1)
+    assert checkpoint_of([ModelCheckpoint()], given) == CheckpointOptions(
+        "runs/b", every=2, keep_last=1, keep_best=("loss", "min")
+    )
+    assert checkpoint_of([Own()], given) is given
+    assert checkpoint_of([Own()], None) is None
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "given", "message"),
+    [
+        ([ModelCheckpoint()], None, "has no folder to write to: give ModelCheckpoint"),
+        (
+            [ModelCheckpoint(dir="a")],
+            CheckpointOptions("b"),
+            r"\(dir='a'\) and checkpoint='b' are two folders",
+        ),
+        (
+            [ModelCheckpoint("accuracy", "max")],
+            CheckpointOptions("b", keep_best=("loss", "min")),
+            r"\('accuracy', 'max'\) and checkpoint.keep_best=\('loss', 'min'\) both say",
+        ),
+        ([ModelCheckpoint()], CheckpointOptions("b", unit="minute"), "use unit='epoch'"),
+        ([ModelCheckpoint(dir="a"), ModelCheckpoint(dir="b")], None, "there are 2 ModelCheckpoint: give one"),
+    ],
+)
+def test_what_contradicts_a_model_checkpoint(callbacks, given, message):
+    with pytest.raises(OptionError, match=message):
+        checkpoint_of(callbacks, given)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"monitor": ""}, "monitor must be the name of a metric"),
+        ({"mode": "least"}, "mode must be 'min' or 'max'"),
+        ({"top_k": 0}, "top_k must be an int of at least 1"),
+        ({"dir": ""}, "dir must be the path of a folder"),
+        ({"dir": 3}, "dir must be the path of a folder"),
+    ],
+)
+def test_model_checkpoint_checks_what_it_gets(fields, message):
+    with pytest.raises(OptionError, match=message):
+        ModelCheckpoint(**fields)

@@ -154,3 +154,11 @@ def test_against_the_definition(values, patience, min_delta):
 def test_what_cannot_be_monitored(fields, message):
     with pytest.raises(OptionError, match=message):
         Monitor(**{"name": "loss", "mode": "min", **fields})
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", ["c", "b", "g"]), ("max", ["f", "a", "k"])])
+def test_the_best_few_of_several(mode, best):
+    values = [3.0, 1.0, 0.5, math.nan, 2.0, 9.0, 1.0, math.inf, -math.inf, None, 3.0]
+    found = Monitor("loss", mode).best_of(zip(values, "abcdefghijk", strict=True), 3)
+    assert [one for _, one in found] == best
+    assert Monitor("loss", mode).best_of([], 3) == []
