@@ -57,6 +57,7 @@ from flowdp.options import (
     ReadingOptions,
     RuntimeOptions,
 )
+from flowdp.policy.efficiency import EfficiencyReport
 from flowdp.policy.el_che import ElChe
 from flowdp.policy.metric_array import MetricArray
 from flowdp.policy.tally import EpochMetrics, RankMetrics
@@ -65,6 +66,7 @@ from flowdp.replica.learning_rate import SchedulerOptions
 from flowdp.result import Status, TrainedState, load_checkpoint
 from flowdp.run import Run, runs
 from flowdp.sim.plan import Prediction, simulate
+from flowdp.timeline.timeline import Timeline
 from flowdp.trainer import Trainer
 
 __all__ = [  # noqa: RUF022 - in the order in which a reader meets them
@@ -99,6 +101,8 @@ __all__ = [  # noqa: RUF022 - in the order in which a reader meets them
     "RankMetrics",
     "MetricArray",
     "RoundEnded",
+    "Timeline",
+    "EfficiencyReport",
     "setup",
     "DataParallel",
     "LossContext",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class RunConfig:
         restores_best: The run's result is the model of the best epoch.
         has_bar: There is a progress bar.
         tells_devices: A line on stderr names the devices.
+        timeline: Whether the run records its timeline; a path: where it is saved at the end.
     """
 
     devices: tuple[torch.device, ...]
@@ -71,6 +73,7 @@ class RunConfig:
     runtime: RuntimeOptions
     has_bar: bool
     tells_devices: bool
+    timeline: bool | Path
 
     @property
     def world_size(self) -> int:

@@ -21,12 +21,14 @@ from flowdp.engine.interrupts import hearing_interrupts
 from flowdp.errors import FlowdpError, OptionError, StateError
 from flowdp.observe.loggers.log import Setting
 from flowdp.observe.observer import Observer
+from flowdp.policy.efficiency import EfficiencyReport
 from flowdp.policy.formats import format_error, format_text
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import RoundEnded
 from flowdp.protocol.messages import Requested
 from flowdp.replica.factories import ModelOption
 from flowdp.result import Status, TrainedState, alone, on_cpu, optimizer_state, weights_on_cpu
+from flowdp.timeline.timeline import Timeline
 from flowdp.validators import check_number, is_int
 
 __all__ = ["Run", "runs"]
@@ -169,6 +171,26 @@ class Run:
             *engine.saver.problems,
             *self._observer.complaints,
         )
+
+    @property
+    def timeline(self) -> Timeline:
+        """Spans of all devices, rounds, events and samples, so far.
+
+        Raises:
+            OptionError: The run records none.
+        """
+        if self._engine.timeline is None:
+            raise OptionError(
+                "this run records no timeline: give Trainer(timeline=True), or the path of a file"
+            )
+        return self._engine.timeline
+
+    def report(self) -> EfficiencyReport:
+        """Attribute the time of all devices so far: their own throughput, the one reached, and the losses.
+
+        Prints as a table; in a notebook it is one.
+        """
+        return self._engine.efficiency()
 
     def dump(self, events: int = 50) -> str:
         """Describe ranks, the stacks of all threads, and the last events: of a run that hangs, say.

@@ -17,6 +17,7 @@ from flowdp.checks import check_checkpoints
 from flowdp.config import RunConfig
 from flowdp.data.open_source import dataset_length, loader_order
 from flowdp.data.source import Source
+from flowdp.device.discovery import device_names, nvml_uuid
 from flowdp.engine.active_runs import check_free
 from flowdp.engine.engine import Engine
 from flowdp.engine.evaluation import Evaluator
@@ -32,6 +33,7 @@ from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.observe.banner import tell_devices
 from flowdp.observe.bar import ProgressBar
 from flowdp.observe.observer import Observer
+from flowdp.observe.timeline_file import TimelineFile
 from flowdp.protocol.messages import Requested
 from flowdp.replica.batch_sizes import Sizes
 from flowdp.replica.build import build_replicas
@@ -41,6 +43,7 @@ from flowdp.result import TrainedState
 from flowdp.run import Run
 from flowdp.settings import run_settings
 from flowdp.threads.shield import interrupts_held
+from flowdp.timeline.timeline import Timeline
 
 __all__ = ["barrier_plan", "check_run", "find_start", "open_folder", "start_run"]
 
@@ -101,6 +104,8 @@ def start_run(config: RunConfig, undo: ExitStack) -> Run:
     check_checkpoints(config.checkpoint, source)
     bar = _bar(config, source, resumed)
     callbacks = config.callbacks if bar is None else (bar, *config.callbacks)
+    if isinstance(config.timeline, Path):
+        callbacks = (*callbacks, TimelineFile(config.timeline))
     records = Records(() if resumed is None else resumed.history)
     failures = Failures()
     requests = Requests(records, failures)
@@ -126,6 +131,7 @@ def start_run(config: RunConfig, undo: ExitStack) -> Run:
             event_file=_open_event_file(config, records, undo),
             sigterm=_open_sigterm(config, requests, undo),
             close_observer=observer.close,
+            timeline=_open_timeline(config),
         )
         plan = _plan(config, source, replicas, resumed)
         engine = Engine(plan, replicas, services, config.failures, config.runtime)
@@ -215,6 +221,13 @@ def _bar(config: RunConfig, source: Source, resumed: Resumed | None) -> Progress
     begun = 0 if resumed is None else resumed.position.global_step
     total = config.total_steps(source.batches)
     return ProgressBar(total, source.batches, begun) if config.has_bar else None
+
+
+def _open_timeline(config: RunConfig) -> Timeline | None:
+    if config.timeline is False:
+        return None
+    cards = [device for device in dict.fromkeys(config.devices) if device.type == "cuda"]
+    return Timeline(device_names(config.devices), gpus={str(card): nvml_uuid(card) for card in cards})
 
 
 def _open_event_file(config: RunConfig, records: Records, undo: ExitStack) -> EventFile | None:

@@ -33,6 +33,7 @@ from flowdp.engine.metrics import check_metrics
 from flowdp.errors import OptionError
 from flowdp.observe.bar import wants_progress
 from flowdp.observe.callbacks import Callback, check_callbacks, checkpoint_of, monitor_of
+from flowdp.observe.timeline_file import check_timeline
 from flowdp.options import (
     CadenceOptions,
     CheckpointOptions,
@@ -129,6 +130,8 @@ class Trainer:
         resume: True: continue from the newest checkpoint of the folder, if there is one; or the path of a
             checkpoint, or a `TrainedState`.
         callbacks: `Callback` instances, called beside the training; `EarlyStopping` among them may end it.
+        timeline: True for a record of spans, events and samples, `run.timeline`; or the path of a .json or
+            .html file, which is written at the end of the run.
         progress: True for a progress bar (needs tqdm), "auto" for one on a terminal or in a notebook; it
             makes room for prints in a loop over `run.metrics()` or in a callback. False also leaves out the
             line on stderr that names the devices.
@@ -172,6 +175,7 @@ class Trainer:
         checkpoint: str | PathLike[str] | CheckpointOptions | None = None,
         resume: bool | str | PathLike[str] | TrainedState = False,
         callbacks: Sequence[Callback] = (),
+        timeline: bool | str | PathLike[str] = False,
         progress: bool | Literal["auto"] = "auto",
         reading: ReadingOptions | None = None,
         failures: FailureOptions | None = None,
@@ -238,6 +242,7 @@ class Trainer:
             runtime=runtime,
             has_bar=wants_progress(progress),
             tells_devices=progress is not False,
+            timeline=check_timeline(timeline),
         )
         self.config = config.as_dev_run() if fast_dev_run else config
 

@@ -21,7 +21,9 @@ __all__ = [
     "DevicesOption",
     "choose_devices",
     "cpu_name",
+    "device_names",
     "devices",
+    "nvml_uuid",
     "reach_each_other",
     "resolve_devices",
 ]
@@ -240,3 +242,17 @@ def _one(entry: torch.device | str | int, there: DeviceSummary) -> torch.device:
 def _there(there: DeviceSummary) -> str:
     found = dict.fromkeys([*(info.device for info in there.usable), torch.device("cpu")])
     return ", ".join(map(str, found))
+
+
+def device_names(devices: Sequence[torch.device]) -> tuple[str, ...]:
+    """Names of the ranks' devices, with the rank where several ranks have one. Shape (world_size,)."""
+    return tuple(
+        f"{device} (rank {rank})" if devices.count(device) > 1 else str(device)
+        for rank, device in enumerate(devices)
+    )
+
+
+def nvml_uuid(device: torch.device) -> str:
+    """Identifier of a CUDA device for NVML, which counts devices in another order than CUDA."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"

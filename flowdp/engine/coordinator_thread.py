@@ -83,6 +83,7 @@ class CoordinatorShell:
         self._threads = threads
         self._source, self._evaluator = services.source, services.evaluator
         self._saver = services.saver
+        self._timeline = services.timeline
         self._watch = watch
         self._diagnostics = diagnostics
         self._records, self._failures = services.records, services.failures
@@ -138,6 +139,8 @@ class CoordinatorShell:
         self.event_log.take(fact, now_ms, commands)
         for command in commands:
             self._obey(command)
+            if self._timeline is not None:
+                self._timeline.note(command)
         if isinstance(fact, Requested):
             self._records.count_request()
         elif isinstance(fact, Exiting):

@@ -20,6 +20,7 @@ from flowdp.collective.base import Reading
 from flowdp.device.streams import QUIET, Event, Lane
 from flowdp.engine.meter import HostMeter, Meter, OrderSums
 from flowdp.machine.worker import Step
+from flowdp.policy.efficiency import Activity
 
 __all__ = ["PAGE", "STEPS_AHEAD", "DeviceMeter", "open_meter"]
 
@@ -109,6 +110,9 @@ class DeviceMeter(Meter):
         self._odd: Tensor | None = None  # see `losses`: of pages that were left
         self._begin = self._mark()  # of the step under way
         self._last = self._mark()  # up to here the device's time is counted
+        # When the device passed the last mark that has landed, by the host's clock: set where the host has
+        # waited for it, and carried on by the times between two marks.
+        self._landed_s = perf_counter()
 
     def begin(self, _start_s: float) -> None:  # the device has its own time
         """See `Meter.begin`; waits until the device is less than `STEPS_AHEAD` steps behind."""
@@ -156,6 +160,8 @@ class DeviceMeter(Meter):
             sums.busy_ms += busy_ms
             sums.data_ms += data_ms
             sums.longest_ms = max(sums.longest_ms, busy_ms + data_ms)
+            self._landed(Activity.DATA, data_ms)
+            self._landed(Activity.STEP, busy_ms)
             self._events += (last, begin)
             self._steps -= 1
 
@@ -227,7 +233,11 @@ class DeviceMeter(Meter):
 
         def land() -> None:
             averaging = sums.averaging = reading()
-            sums.wait_ms += max(0.0, last.elapsed_time(resumed) - averaging.sync_ms)
+            wait_ms = max(0.0, last.elapsed_time(resumed) - averaging.sync_ms)
+            sums.wait_ms += wait_ms
+            sums.sync_ms += averaging.sync_ms
+            self._landed(Activity.GATE, wait_ms)
+            self._landed(Activity.AVERAGE, averaging.sync_ms)
             self._events.append(last)
             self._rounds -= 1
 
@@ -245,7 +255,22 @@ class DeviceMeter(Meter):
         self._last = end
 
         def land() -> None:
-            sums.busy_ms += last.elapsed_time(end)
+            busy_ms = last.elapsed_time(end)
+            sums.busy_ms += busy_ms
+            self._landed(Activity.STEP, busy_ms, count=0)
+            self._events.append(last)
+
+        self._flights.append(_Flight(land, end))
+
+    def averaged(self, _start_s: float) -> None:  # the device has its own time
+        """See `Meter.averaged`."""
+        sums, last, end = self._sums, self._last, self._mark()
+        self._last = end
+
+        def land() -> None:
+            sync_ms = last.elapsed_time(end)
+            sums.sync_ms += sync_ms
+            self._landed(Activity.AVERAGE, sync_ms)
             self._events.append(last)
 
         self._flights.append(_Flight(land, end))
@@ -278,6 +303,13 @@ class DeviceMeter(Meter):
             while self._flights:
                 self._flights.popleft().land()
         self._last.record(self._lane.compute)
+        self._landed_s = perf_counter()
+
+    def _landed(self, activity: Activity, ms: float, count: int = 1) -> None:
+        """Record the time since the mark that landed before."""
+        start_s, self._landed_s = self._landed_s, self._landed_s + ms / 1e3
+        if self.spans is not None and ms > 0.0:
+            self.spans.add(activity, start_s, self._landed_s, count)
 
     def _land_next(self) -> None:
         """Wait for the oldest mark in flight, and read all values that the device has passed with it."""

@@ -18,6 +18,7 @@ from flowdp.collective.select import open_collective
 from flowdp.data.open_feeds import open_feeds
 from flowdp.device.compiled import make_room
 from flowdp.device.cores import open_pools
+from flowdp.device.discovery import device_names
 from flowdp.device.dispatch import prepared_torch
 from flowdp.device.process_tuning import as_tuning, tuned_process
 from flowdp.device.streams import Lane
@@ -32,6 +33,7 @@ from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.event_log import EventLog
 from flowdp.machine.policies import ROUNDS
 from flowdp.options import Backend, FailureOptions, RuntimeOptions
+from flowdp.policy.efficiency import EfficiencyReport, RankTimes, efficiency_of
 from flowdp.policy.stall import StallWatch
 from flowdp.protocol.messages import Abort, BatchReady, DataEnded, Failed, Requested
 from flowdp.protocol.position import Position
@@ -85,6 +87,9 @@ class Engine:
         if services.event_file is not None:
             self._settings.callback(services.event_file.close)
         self._progress: list[Progress] = []
+        self._times: list[RankTimes] = []
+        self._names = device_names([replica.device for replica in replicas])
+        self.timeline = services.timeline
         self._asked_snapshots = 0
         self._asking = threading.Lock()  # numbers the snapshots
         self.handle: Any = None
@@ -194,6 +199,9 @@ class Engine:
         if len(self.workers) > 1:
             self._settings.enter_context(prepared_torch())
         self._settings.enter_context(tuned_process(self._tuning))
+        if self.timeline is not None:
+            self._settings.callback(self.timeline.close)
+            self.timeline.start()
         if self._evaluator is not None:
             self._evaluator.batches.start(wake=self._wake_evaluation, failed=self._failed)
         post = self._requests.inbox.post
@@ -209,6 +217,8 @@ class Engine:
         """Let the run begin, and keep its handle, the user's `Run`: its coordinator plans the first round."""
         self.handle = handle
         self.begun_s = time.monotonic()
+        if self.timeline is not None:
+            self.timeline.begin(self.efficiency)
         active_runs.add(self)
         self.latch.open()
 
@@ -303,6 +313,15 @@ class Engine:
             for worker in workers
         ]
 
+    def times(self) -> list[RankTimes]:
+        """Times of each rank, by their use."""
+        workers = self.workers  # as in `progress`
+        return self._times or [worker.times() for worker in workers]
+
+    def efficiency(self) -> EfficiencyReport:
+        """Attribution of the ranks' time so far."""
+        return efficiency_of(self.times(), self._names)
+
     def launch_bound(self) -> float | None:
         """Part of the ranks' time that they wait to launch; None: not known."""
         return None if self.turn is None else self.turn.waiting()
@@ -322,7 +341,7 @@ class Engine:
         with self._letting_go:
             if not self.workers:
                 return
-            self._progress = self.progress()
+            self._progress, self._times = self.progress(), self.times()
             has_cards = any(replica.lane.is_async for replica in self.replicas)
             self.workers, self.replicas, self._feeds = [], (), []
             # These call us back, or know the workers; another thread may be asking them just now.

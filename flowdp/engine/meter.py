@@ -13,8 +13,10 @@ from torch import Tensor
 from flowdp.collective.base import Averaging, Reading
 from flowdp.device.streams import Event
 from flowdp.machine.worker import Done, Step
+from flowdp.policy.efficiency import Activity
 from flowdp.policy.tally import NO_NORMS, pace_ms
 from flowdp.protocol.messages import Work
+from flowdp.timeline.spans import RankSpans
 
 __all__ = ["HostMeter", "Meter", "OrderSums"]
 
@@ -25,6 +27,7 @@ class OrderSums:
 
     Attributes:
         wait_ms: Time in the gate waiting for other ranks, all rounds together.
+        sync_ms: Time in averaging, all rounds together.
         losses: Samples, or weights that losses name, that `loss` is summed over: of losses that were finite.
         longest_ms: Longest step, with its wait for data.
         averaging: Timing of the last round's mean; None without one.
@@ -36,6 +39,7 @@ class OrderSums:
     busy_ms: float = 0.0
     data_ms: float = 0.0
     wait_ms: float = 0.0
+    sync_ms: float = 0.0
     longest_ms: float = 0.0
     loss: float = 0.0
     losses: float = 0
@@ -80,6 +84,7 @@ class Meter(ABC):
         round: Counts the means of the rank; the next step is of this one.
         bad: Round -> its first step whose loss was found not to be finite, until a caller removes it.
         step_ms: Time of the last step without its wait for data; 0 where only the device knows.
+        spans: Recorder of the rank's spans; None: the run has no timeline.
 
     Threads:
         The worker's own.
@@ -91,6 +96,7 @@ class Meter(ABC):
         self.round = 0
         self.bad: dict[int, Step] = {}
         self.step_ms = 0.0
+        self.spans: RankSpans | None = None
 
     @abstractmethod
     def begin(self, start_s: float) -> None:
@@ -176,6 +182,14 @@ class Meter(ABC):
         """
 
     @abstractmethod
+    def averaged(self, start_s: float) -> None:
+        """Count the time since the last step as averaging: a snapshot was taken, or a mean applied (async).
+
+        Args:
+            start_s: When the host began with it, by `perf_counter`.
+        """
+
+    @abstractmethod
     def close(self, post: Callable[[OrderSums], None]) -> None:
         """Close an order; the next step belongs to another.
 
@@ -236,8 +250,11 @@ class HostMeter(Meter):
             self._count_recorded()
         sums.samples += samples
         sums.steps += 1
-        spent_ms = self.step_ms = (perf_counter() - self._start_s) * 1e3
+        now_s = perf_counter()
+        spent_ms = self.step_ms = (now_s - self._start_s) * 1e3
         sums.busy_ms += spent_ms
+        if self.spans is not None:
+            self.spans.add(Activity.STEP, self._start_s, now_s)
         if self._waited_s:
             sums.data_ms += self._waited_s * 1e3
             spent_ms += self._waited_s * 1e3
@@ -249,6 +266,9 @@ class HostMeter(Meter):
         """See `Meter.waited`."""
         self._waited_s += seconds
         self._start_s += seconds  # of a step that is under way, which was not busy then
+        if self.spans is not None:
+            now_s = perf_counter()
+            self.spans.add(Activity.DATA, now_s - seconds, now_s)
 
     def meet(self) -> None:
         """See `Meter.meet`."""
@@ -256,16 +276,31 @@ class HostMeter(Meter):
 
     def met(self, reading: Reading) -> None:
         """See `Meter.met`: whatever of this was not averaging was waiting, here or for the last arrival."""
-        averaging = self._sums.averaging = reading()
+        sums = self._sums
+        averaging = sums.averaging = reading()
         now_s = perf_counter()
-        self._sums.wait_ms += max(0.0, (now_s - self._start_s) * 1e3 - averaging.sync_ms)
+        wait_ms = max(0.0, (now_s - self._start_s) * 1e3 - averaging.sync_ms)
+        sums.wait_ms += wait_ms
+        sums.sync_ms += averaging.sync_ms
+        if self.spans is not None:
+            self.spans.meeting(self._start_s, self._start_s + wait_ms / 1e3, now_s)
         self._start_s = now_s
 
     def stepped(self, norms: Sequence[Tensor] = ()) -> None:
         """See `Meter.stepped`."""
         for norm in norms:
             self._sums.norm(norm.item())
-        self._sums.busy_ms += (perf_counter() - self._start_s) * 1e3
+        now_s = perf_counter()
+        self._sums.busy_ms += (now_s - self._start_s) * 1e3
+        if self.spans is not None:
+            self.spans.add(Activity.STEP, self._start_s, now_s, count=0)
+
+    def averaged(self, start_s: float) -> None:
+        """See `Meter.averaged`."""
+        now_s = perf_counter()
+        self._sums.sync_ms += (now_s - start_s) * 1e3
+        if self.spans is not None:
+            self.spans.add(Activity.AVERAGE, start_s, now_s)
 
     def close(self, post: Callable[[OrderSums], None]) -> None:
         """See `Meter.close`."""

@@ -17,6 +17,7 @@ from flowdp.engine.records import Records
 from flowdp.engine.requests import Requests
 from flowdp.engine.sigterm import SigtermStop
 from flowdp.threads.gate import Gate
+from flowdp.timeline.timeline import Timeline
 
 __all__ = ["MeetingPoint", "Services"]
 
@@ -31,6 +32,7 @@ class Services:
         fingerprint: Data that must be equal where the run is resumed.
         sigterm: Stops the run at SIGTERM; None: it does not.
         event_file: File of the coordinator's events; None: there is none.
+        timeline: Recorder of spans and events; None: there is none.
         close_observer: Waits for the callbacks, for so many seconds at most; False: one does not return.
     """
 
@@ -43,6 +45,7 @@ class Services:
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     sigterm: SigtermStop | None = None
     event_file: EventFile | None = None
+    timeline: Timeline | None = None
     close_observer: Callable[[float | None], bool] = lambda _: True
 
 

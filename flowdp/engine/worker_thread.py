@@ -42,14 +42,18 @@ from flowdp.machine.worker import (
     WorkerMachine,
 )
 from flowdp.options import FailureOptions
+from flowdp.policy.efficiency import Activity, RankTimes
 from flowdp.policy.pool_size import PoolSize
 from flowdp.protocol.messages import (
     Arrival,
     BarrierTask,
     BatchReady,
+    CopyReplica,
+    Evaluate,
     Exiting,
     Order,
     Outcome,
+    SaveState,
     SnapshotReady,
     StepsDone,
     SyncAck,
@@ -62,6 +66,9 @@ from flowdp.threads.inbox import Inbox
 __all__ = ["Mail", "Worker"]
 
 Mail = Order | BatchReady
+
+ACTIVITIES = {Evaluate: Activity.EVALUATE, SaveState: Activity.SAVE, CopyReplica: Activity.HEAL}
+"""Use of the time of each barrier task."""
 
 CAPTURED_BY = 16
 """Steps of a rank after which its graphs are there, as a rule, and have taken their memory."""
@@ -111,6 +118,8 @@ class Worker:
         self.task = ""
         self.is_idle = False
         self.has_left = False
+        self._times = RankTimes()
+        self._begun_s = self._left_s = 0.0
         self._tasks = BarrierTasks(replica, replicas, services.saver, services.evaluator, rank)
         self._goes_on = options.on_failure == "continue"
         self._is_bound = False  # the other ranks wait for this one
@@ -126,6 +135,7 @@ class Worker:
         self.machine = WorkerMachine(rank, global_step, is_late=is_late)
         with self._lane.on(self._lane.compute):
             self._meter = open_meter(self._lane)
+        self._meter.spans = None if services.timeline is None else services.timeline.ranks[rank]
         if replica.turn is not None:
             replica.turn.ahead_s = self._meter.ahead_s
         self.current = worker_context.CurrentWorker(
@@ -151,6 +161,18 @@ class Worker:
         """The step that it is in, or was in last; None while it waits for orders or does a barrier task."""
         return None if self.is_idle or self.task else self._place.step
 
+    def times(self) -> RankTimes:
+        """A copy of its times; any thread may ask."""
+        times, end_s = self._times, self._left_s or perf_counter()
+        turn = self.replica.turn
+        return RankTimes(
+            dict(times.ms),
+            times.samples,
+            times.steps,
+            wall_ms=(end_s - self._begun_s) * 1e3 if self._begun_s else 0.0,
+            launch_ms=0.0 if turn is None else turn.turns.waited_ms,
+        )
+
     def run(self) -> None:
         """Work until ordered to leave; errors are reported, never raised.
 
@@ -159,6 +181,7 @@ class Worker:
         """
         error: str | None = None
         is_alone = False
+        self._begun_s = perf_counter()
         try:
             set_own_threads(self._pool.size)
             worker_context.bind(self.current)
@@ -180,7 +203,7 @@ class Worker:
             self.replica.leave()
             if self.replica.turn is not None:
                 self.replica.turn.leave()
-            self.has_left = True
+            self.has_left, self._left_s = True, perf_counter()
             self._post(Exiting(self.rank, error, is_alone, self.machine.unreported_samples))
 
     def _loop(self) -> None:
@@ -199,11 +222,7 @@ class Worker:
             elif type(action) is Report:
                 self._close(action.done)
             elif type(action) is Idle:
-                self._meter.settle()
-                self.is_idle = True
-                self._read(inbox.get())
-                self.is_idle = False
-                self._meter.settle()
+                self._idle()
             elif type(action) is Serve:
                 self._serve(action.task)
             elif type(action) is Snapshot:
@@ -214,6 +233,22 @@ class Worker:
                 if action.reason is None:
                     self._meter.settle()
                 return
+
+    def _idle(self) -> None:
+        """Wait for an order, or for a `Throttle` that lets it go on with the one that it has."""
+        self._meter.settle()
+        self.is_idle, start_s = True, perf_counter()
+        self._read(self.inbox.get())
+        self.is_idle = False
+        self._spent(Activity.IDLE if self.machine.order is None else Activity.GATE, start_s)
+        self._meter.settle()
+
+    def _spent(self, activity: Activity, start_s: float) -> None:
+        """Count the time since then, which belongs to no step and no round."""
+        now_s = perf_counter()
+        self._times.add(activity, (now_s - start_s) * 1e3)
+        if self._meter.spans is not None:
+            self._meter.spans.add(activity, start_s, now_s)
 
     def _read(self, mail: Mail | None) -> None:
         # A note says only that there is something to look at, and the loop looks.
@@ -327,6 +362,7 @@ class Worker:
             if verdict is not None and not verdict.is_read:
                 numbers.read(is_reported=True)
             late = None if verdict is None else verdict.bad
+            self._count(sums)
             work = sums.work(done, lr)
             if bad or late:
                 work = replace(work, bad=bad or late)
@@ -351,6 +387,15 @@ class Worker:
             )
 
         self._meter.close(post)
+
+    def _count(self, sums: meter.OrderSums) -> None:
+        times = self._times
+        times.add(Activity.STEP, sums.busy_ms)
+        times.add(Activity.DATA, sums.data_ms)
+        times.add(Activity.GATE, sums.wait_ms)
+        times.add(Activity.AVERAGE, sums.sync_ms)
+        times.steps += sums.steps
+        times.samples += sums.samples
 
     def _fit_feed(self) -> None:
         """Fit the feed to the memory left, once: when all that training needs has been allocated."""
@@ -381,13 +426,14 @@ class Worker:
     def _serve(self, task: BarrierTask) -> None:
         """Execute a barrier task."""
         self._meter.settle()
-        self._is_bound = True
+        self._is_bound, start_s = True, perf_counter()
         self.task = self._tasks.name(task)
         self._post(self._tasks.serve(task, self._await_evaluation, self._moved))
         self._numbers.bad = None  # it has copied a healthy replica
         self.moves += 1
         self.task = ""
         self._is_bound = False
+        self._spent(ACTIVITIES[type(task)], start_s)
         self._meter.settle()
 
     def _await_evaluation(self) -> bool:
@@ -406,7 +452,9 @@ class Worker:
 
     def _put_snapshot(self, action: Snapshot) -> None:
         assert self._snapshots is not None
+        start_s = perf_counter()
         self._snapshots.take(self.rank, action.round)
+        self._meter.averaged(start_s)
         self._numbers.judge()
         self._meter.send()
 
@@ -420,7 +468,9 @@ class Worker:
 
     def _apply(self, action: Apply) -> None:
         assert self._snapshots is not None
+        start_s = perf_counter()
         self._snapshots.apply(self.rank, action.round, action.steps)
+        self._meter.averaged(start_s)
         self._fit_feed()
         self.current.round = action.round
         updated = Updated(self.rank, action.round)

@@ -86,6 +86,7 @@ class LaunchTurn:
         limit: Ranks that may launch at once; None: all.
         covers_step: Whether the optimizer's step needs a turn, too.
         every: One of so many calls is measured.
+        waited_ms: Time that a rank has waited to launch, on average over the ranks, in all windows so far.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class LaunchTurn:
         self.limit: int | None = None
         self.covers_step = False
         self.every = EVERY
+        self.waited_ms = 0.0
         self.ranks = [RankTurn(self) for _ in range(ranks)]
         self._left = 0
         self._lock = threading.Lock()  # guards the places: `limit`, and the three below
@@ -193,6 +195,7 @@ class LaunchTurn:
             return
         limit = self.limit
         self._policy.seen(self._window(self._begin, ms))
+        self.waited_ms += ms * (self._policy.waiting or 0.0)
         if self._policy.is_bound and (tell := self._tell) is not None:
             self._tell = None
             tell(self._policy.waiting or 0.0)

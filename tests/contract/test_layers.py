@@ -21,6 +21,7 @@ LAYERS = (
     {"protocol"},
     {"machine"},
     {"sim", "threads"},
+    {"timeline"},
     {"device"},
     {"collective", "data"},
     {"modules"},

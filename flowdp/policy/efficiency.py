@@ -1,0 +1,186 @@
+"""Efficiency of a run: the throughput of its devices in their steps, the throughput reached, and the rest.
+
+A device that does nothing but steps has a rate of its own: its samples over its time in steps. The ideal is
+the sum of these rates. Every millisecond that a device spends otherwise costs as many samples as it would
+have trained meanwhile; so the losses of all devices and the samples reached add up to the ideal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from html import escape
+
+from flowdp.policy.formats import format_duration
+
+__all__ = ["PARTS", "Activity", "DeviceEfficiency", "EfficiencyReport", "RankTimes", "efficiency_of"]
+
+
+class Activity(StrEnum):
+    """Use that a rank makes of its time."""
+
+    STEP = "step"
+    DATA = "data wait"
+    GATE = "gate wait"
+    AVERAGE = "averaging"
+    EVALUATE = "evaluation"
+    SAVE = "checkpoint"
+    HEAL = "healing"
+    IDLE = "no orders"
+    TRANSFER = "transfer"
+    """Copies of batches to the device, which run beside the steps."""
+
+
+@dataclass(slots=True)
+class RankTimes:
+    """Time of a rank since its thread began, by its use.
+
+    Attributes:
+        ms: Milliseconds by activity; what is missing to `wall_ms` went to the interpreter.
+        samples: Samples trained.
+        steps: Steps.
+        wall_ms: Time since the run began.
+        launch_ms: Part of the time in steps that it waited to launch, because Python runs in one thread at a
+            time.
+    """
+
+    ms: dict[Activity, float] = field(default_factory=dict)
+    samples: int = 0
+    steps: int = 0
+    wall_ms: float = 0.0
+    launch_ms: float = 0.0
+
+    def add(self, activity: Activity, ms: float) -> None:
+        """Count some time."""
+        self.ms[activity] = self.ms.get(activity, 0.0) + ms
+
+
+PARTS: Mapping[str, tuple[Activity, ...]] = {
+    "training": (Activity.STEP,),
+    "slower device": (Activity.GATE,),
+    "averaging": (Activity.AVERAGE, Activity.HEAL),
+    "data": (Activity.DATA,),
+    "launch, interpreter": (),
+    "evaluation": (Activity.EVALUATE,),
+    "checkpoint": (Activity.SAVE,),
+    "no orders": (Activity.IDLE,),
+}
+"""Parts of a device's time in the order of the report, and the activities that make them up."""
+
+LAUNCH = "launch, interpreter"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceEfficiency:
+    """Time of one device.
+
+    Attributes:
+        device: Its name, with the rank where several ranks have it.
+        ideal: Samples per second in its steps; 0 if it took none.
+        reached: Samples per second of the run.
+        parts: Fractions of the run's time by part; they sum to 1.
+    """
+
+    device: str
+    ideal: float
+    reached: float
+    parts: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class EfficiencyReport:
+    """Throughput that the devices of a run could reach by themselves, the one reached, and the losses.
+
+    "training" is time in steps; "slower device" the wait for other ranks; "launch, interpreter" the wait for
+    Python's lock, and the loop around the steps; "no orders" the time before the first step and behind the
+    last, and pauses. The rate of a device is measured in this run, beside the others: if they slow each other
+    down within a step, by sharing memory or cores, that is part of it.
+
+    Attributes:
+        wall_ms: Time of the run so far.
+        ideal: Sum of the devices' own rates, in samples per second.
+        reached: Samples of all devices per second of the run.
+        parts: Fractions of the ideal by part; they sum to 1, and "training" is the efficiency.
+        devices: One for each rank.
+    """
+
+    wall_ms: float
+    ideal: float
+    reached: float
+    parts: Mapping[str, float]
+    devices: tuple[DeviceEfficiency, ...]
+
+    @property
+    def efficiency(self) -> float:
+        """Throughput reached over the ideal; 0 without a step."""
+        return self.parts["training"]
+
+    def __str__(self) -> str:
+        columns = [("all", self.parts), *((one.device, one.parts) for one in self.devices)]
+        widths = [max(len(name), 7) for name, _ in columns]
+        label = max(map(len, PARTS))
+        lines = [self.headline, ""]
+        names = (name.rjust(width) for (name, _), width in zip(columns, widths, strict=True))
+        lines.append("  ".join((" " * label, *names)))
+        for part in PARTS:
+            cells = (
+                f"{100 * parts[part]:.1f} %".rjust(width)
+                for (_, parts), width in zip(columns, widths, strict=True)
+            )
+            lines.append("  ".join((part.ljust(label), *cells)))
+        return "\n".join(lines)
+
+    @property
+    def headline(self) -> str:
+        """The report in one line."""
+        return (
+            f"{self.reached:,.0f} of {self.ideal:,.0f} samples/s ({100 * self.efficiency:.1f} %) in "
+            f"{format_duration(self.wall_ms)}"
+        )
+
+    def _repr_html_(self) -> str:
+        heads = "".join(f"<th>{escape(name)}</th>" for name in ("", "all", *(d.device for d in self.devices)))
+        rows = "".join(
+            f"<tr><th>{escape(part)}</th>"
+            + "".join(
+                f"<td>{100 * parts[part]:.1f} %</td>"
+                for parts in (self.parts, *(one.parts for one in self.devices))
+            )
+            + "</tr>"
+            for part in PARTS
+        )
+        return f"<p>{escape(self.headline)}</p><table><tr>{heads}</tr>{rows}</table>"
+
+
+def efficiency_of(ranks: Sequence[RankTimes], names: Sequence[str]) -> EfficiencyReport:
+    """Attribute the time of a run.
+
+    Args:
+        ranks: Times of each rank. Shape (world_size,).
+        names: Names of their devices. Shape (world_size,).
+    """
+    wall_ms = max((times.wall_ms for times in ranks), default=0.0)
+    devices = tuple(_device(times, name, wall_ms) for times, name in zip(ranks, names, strict=True))
+    ideal, reached = sum(one.ideal for one in devices), sum(one.reached for one in devices)
+    parts = {
+        part: sum(one.ideal * one.parts[part] for one in devices) / ideal if ideal else 0.0 for part in PARTS
+    }
+    return EfficiencyReport(wall_ms, ideal, reached, parts, devices)
+
+
+def _device(times: RankTimes, name: str, wall_ms: float) -> DeviceEfficiency:
+    ms = {part: sum(times.ms.get(activity, 0.0) for activity in PARTS[part]) for part in PARTS}
+    launch_ms = min(times.launch_ms, ms["training"])
+    ms["training"] -= launch_ms
+    # A rank that has left, or begun later, has no orders in the rest of the run.
+    ms["no orders"] += wall_ms - times.wall_ms
+    ms[LAUNCH] = launch_ms + max(0.0, wall_ms - launch_ms - sum(ms.values()))
+    whole_ms = sum(ms.values())  # beyond the wall time by errors of measurement alone
+    busy_ms = ms["training"]
+    return DeviceEfficiency(
+        name,
+        ideal=1e3 * times.samples / busy_ms if busy_ms else 0.0,
+        reached=1e3 * times.samples / whole_ms if whole_ms else 0.0,
+        parts={part: share / whole_ms if whole_ms else 0.0 for part, share in ms.items()},
+    )

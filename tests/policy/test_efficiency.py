@@ -1,0 +1,74 @@
+"""Tests of the attribution of a run's time."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowdp.policy.efficiency import PARTS, Activity, RankTimes, efficiency_of
+
+FAST = {Activity.STEP: 600.0, Activity.GATE: 300.0, Activity.AVERAGE: 50.0, Activity.DATA: 20.0}
+SLOW = {Activity.STEP: 900.0, Activity.GATE: 10.0, Activity.AVERAGE: 50.0, Activity.EVALUATE: 40.0}
+
+
+def test_the_parts_of_each_device_and_of_all_sum_to_one() -> None:
+    ranks = [RankTimes(dict(FAST), 600, 60, 1000.0), RankTimes(dict(SLOW), 300, 30, 1000.0)]
+    report = efficiency_of(ranks, ["a", "b"])
+    for parts in (report.parts, *(one.parts for one in report.devices)):
+        assert list(parts) == list(PARTS)
+        assert sum(parts.values()) == pytest.approx(1.0)
+    assert report.devices[0].parts["launch, interpreter"] == pytest.approx(0.03)
+
+
+def test_lost_samples_and_those_reached_are_the_ideal() -> None:
+    ranks = [RankTimes(dict(FAST), 600, 60, 1000.0), RankTimes(dict(SLOW), 300, 30, 1000.0)]
+    report = efficiency_of(ranks, ["a", "b"])
+    assert (report.devices[0].ideal, report.devices[1].ideal) == (1000.0, pytest.approx(1000 / 3))
+    assert report.reached == pytest.approx(900.0)
+    assert report.efficiency == pytest.approx(report.reached / report.ideal)
+    # 0.3 s of a device of 1,000 samples/s and 0.01 s of one of 333 are lost to waiting.
+    assert report.parts["slower device"] * report.ideal == pytest.approx(300 + 10 / 3)
+
+
+def test_the_wait_to_launch_is_no_training() -> None:
+    times = RankTimes({Activity.STEP: 1000.0}, 100, 10, 1000.0, launch_ms=500.0)
+    report = efficiency_of([times], ["a"])
+    assert report.parts["launch, interpreter"] == pytest.approx(0.5)
+    assert (report.ideal, report.reached) == (200.0, 100.0)
+
+
+def test_a_rank_that_left_has_no_orders_afterwards() -> None:
+    ranks = [
+        RankTimes({Activity.STEP: 1000.0}, 100, 10, 1000.0),
+        RankTimes({Activity.STEP: 250.0}, 100, 10, 250.0),
+    ]
+    left = efficiency_of(ranks, ["a", "b"]).devices[1]
+    assert left.parts["no orders"] == pytest.approx(0.75)
+    assert (left.ideal, left.reached) == (400.0, 100.0)
+
+
+def test_errors_of_measurement_leave_the_sum() -> None:
+    times = RankTimes({Activity.STEP: 900.0, Activity.GATE: 130.0}, 10, 10, 1000.0)
+    report = efficiency_of([times], ["a"])
+    assert sum(report.parts.values()) == pytest.approx(1.0)
+    assert report.parts["launch, interpreter"] == 0.0
+
+
+@pytest.mark.parametrize("ranks", [[], [RankTimes()], [RankTimes(wall_ms=10.0), RankTimes(wall_ms=10.0)]])
+def test_a_run_without_a_step_has_a_report(ranks: list[RankTimes]) -> None:
+    report = efficiency_of(ranks, ["a", "b"][: len(ranks)])
+    assert (report.ideal, report.reached, report.efficiency) == (0.0, 0.0, 0.0)
+    assert "0 of 0 samples/s" in str(report)
+
+
+def test_as_text_and_as_html() -> None:
+    names = ["cuda:0", "<b>"]
+    report = efficiency_of([RankTimes(dict(FAST), 600, 60, 1000.0)] * 2, names)
+    lines = str(report).splitlines()
+    assert lines[0] == "1,200 of 2,000 samples/s (60.0 %) in 1.0s"
+    assert lines[2].split() == ["all", *names]
+    assert lines[3].split() == ["training", *["60.0", "%"] * 3]
+    assert len({len(line) for line in lines[2:]}) == 1
+    html = report._repr_html_()
+    assert "&lt;b&gt;" in html
+    assert "<b>" not in html
+    assert html.count("60.0 %") == 4

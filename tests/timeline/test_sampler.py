@@ -1,0 +1,81 @@
+"""Tests of the sampler."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flowdp.timeline.sampler import GpuReading, GpuSensor, HostReading, HostSensor, Sampler
+
+
+def test_the_host_has_a_use_and_a_memory() -> None:
+    sensor = HostSensor()
+    sum(range(2_000_000))
+    reading = sensor.read()
+    assert 0.0 < reading.cpu < 256.0
+    assert 1e7 < reading.ram_bytes < 1e12
+
+
+@pytest.mark.linux
+def test_without_psutil_the_memory_is_that_of_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = HostSensor().read().ram_bytes
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert HostSensor().read().ram_bytes == pytest.approx(ours, rel=0.2)
+
+
+class Nvml:
+    """NVML with one device, by its UUID."""
+
+    def nvmlInit(self) -> None:
+        self.is_open = True
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes) -> str:
+        if uuid != b"GPU-7":
+            raise RuntimeError("Not Found")
+        return "handle"
+
+    def nvmlDeviceGetUtilizationRates(self, handle: str) -> Any:
+        return SimpleNamespace(gpu=40)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> Any:
+        return SimpleNamespace(used=3, total=8)
+
+
+def test_a_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+    assert GpuSensor("GPU-7").read() == GpuReading(0.4, 3.0, 8.0)
+    assert math.isnan(GpuSensor("GPU-8").read().utilisation)
+
+
+def test_without_nvml_the_use_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    reading = GpuSensor("GPU-7").read()
+    assert math.isnan(reading.utilisation)
+    assert math.isnan(reading.total_bytes)
+
+
+def test_it_samples_until_it_is_closed_and_once_more() -> None:
+    taken: list[HostReading] = []
+    has_two = threading.Event()
+
+    def take(host: HostReading, gpus: Any) -> None:
+        taken.append(host)
+        if len(taken) == 2:
+            has_two.set()
+
+    sampler = Sampler(take, every_s=0.001)
+    sampler.start()
+    assert has_two.wait(60)
+    sampler.close()
+    count = len(taken)
+    assert count >= 3
+    assert not [thread for thread in threading.enumerate() if thread.name == "flowdp-sampler"]
+
+
+def test_one_that_was_not_started_is_closed() -> None:
+    Sampler(lambda *_: None).close()
